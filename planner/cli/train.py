@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import sys
-from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -151,8 +150,7 @@ def _run_as_host(job: Job) -> int:
     from planner.workers.launch import run_on_hosts
 
     # The same on all hosts, and when all of them are started again.
-    identity = f"{job.plan.model} {job.plan.graph_hash} {job.seed}"
-    job = job.model_copy(update={"run": blake2b(identity.encode(), digest_size=8).hexdigest()})
+    job = job.model_copy(update={"run": f"{str(job.plan.graph_hash)[:16]}-{job.seed}"})
     memory = HostMemory.of(job)
     try:
         run_on_hosts(job, ("planner", *sys.argv[1:]))

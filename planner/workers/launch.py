@@ -21,11 +21,7 @@ from unittest.mock import patch
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # exported by a star import
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous.api import (
-    RendezvousClosedError,
-    RendezvousError,
-    RendezvousTimeoutError,
-)
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from planner.errors import InputError, WorkerError

@@ -79,6 +79,13 @@ class Keeper:
                 restore_stage(own, self.saved)
         return self.found
 
+    def begin(self, first: int, known: Past = NOTHING) -> Past:
+        """Log the run from minibatch `first` on, of which `known` is known; return what is known then, on rank 0."""
+        if self._log is not None:
+            again = self._job.started_again or self._job.elastic.elastic is not None
+            self.past = self._log.begin(first, again=again, known=known)
+        return self.past
+
     def _report(self, losses: Sequence[tuple[int, float]], evaluations: Sequence[Evaluation]) -> WorkerPart:
         """Return what came since the last report, for what is now written."""
         told, evaluated = self._reported
@@ -92,21 +99,13 @@ class Checkpointer(Keeper):
     def __init__(self, job: Job, stages: list[Restorable], data: DataPosition, heartbeat: Heartbeat) -> None:
         super().__init__(job, stages, data, heartbeat, message_timeout(job.run_options.hang_timeout_s))
         self.folder = Path(job.checkpoints.folder)
+        if self._rank == 0 and job.checkpoints.every is not None:
+            self._log = RunLog(self.folder, job.run)
         self._problem: str | None = None  # of the last checkpoint
         self.newest: Path | None = None  # on rank 0
         self.seconds = 0.0  # spent in `save`
         self._token, self.resumed_from = self._agree()
         self.saved = None if self.resumed_from is None else folders.load_checkpoint(self.resumed_from)
-
-    def begin(self, first: int, known: Past = NOTHING) -> Past:
-        """Begin to log the run from minibatch `first` on, of which `known` is known, for the checkpoints it writes.
-
-        Return what is known then, on rank 0.
-        """
-        if self._rank == 0 and self._job.checkpoints.every is not None:
-            self._log = RunLog(self.folder, self._job.run)
-            self.past = self._log.begin(first, again=self._job.started_again, known=known)
-        return self.past
 
     def save(
         self, minibatch: int, losses: Sequence[tuple[int, float]] = (), evaluations: Sequence[Evaluation] = ()

@@ -9,13 +9,11 @@ left has the new index, and then all files of the new copy are left, or none has
 
 import json
 import logging
-import os
 import shutil
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -52,10 +50,9 @@ class Copies(Keeper):
     ) -> None:
         super().__init__(job, stages, data, heartbeat, FOR_EVER)
         self._recovery, self._memory, self.saved = recovery, recovery.memory, recovery.saved
-        texts = share(json.dumps([os.environ.get("GROUP_RANK", "0"), uuid4().hex[:4]]), self._group)
-        self._hosts = [int(json.loads(text)[0]) for text in texts]
-        self._token = json.loads(texts[0])[1]
-        self._log = RunLog(self._memory.folder, job.run) if self._memory.leads else None
+        self._hosts = recovery.servers[: job.plan.workers]
+        if self._memory.leads:
+            self._log = RunLog(self._memory.folder, job.run)
         self._set_aside: dict[tuple[int, int, str], Tensor] = {}
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
@@ -68,15 +65,13 @@ class Copies(Keeper):
         # Worker 0 knows what the log beside checkpoints has, and says how long it took by its clock.
         line = describe(self._recovery, first, self._job) if self._rank == 0 else ""
         line, text = json.loads(share(json.dumps([line, known.model_dump_json()]), self._group)[0])
-        if self._log is not None:
-            self.past = self._log.begin(first, again=True, known=Past.model_validate_json(text))
         if line:
             self.events = (*self.events, line)
             if self._rank == 0:
                 _log.warning("%s", line)
         if self._memory.leads:
             self._memory.note(self._recovery.start.model_copy(update={"first": first, "events": self.events}))
-        return self.past
+        return super().begin(first, Past.model_validate_json(text))
 
     def save(self, minibatch: int, losses: Sequence[tuple[int, float]], evaluations: Sequence[Evaluation]) -> None:
         """Set the state after `minibatch` minibatches aside, and let a thread copy it; wait for the copy before."""
@@ -99,7 +94,7 @@ class Copies(Keeper):
         self._heartbeat.enter("waiting for the last copies", meeting=True)
         dist.barrier(self._group)
         if self._rank == 0:
-            tell_end(self._recovery)
+            tell_end(self._recovery.store, len(self._recovery.servers) - len(self._hosts))
 
     def _wait(self) -> None:
         while self._thread is not None and self._thread.is_alive():
@@ -137,7 +132,8 @@ class Copies(Keeper):
 
     def _copy(self, minibatch: int, contents: _Contents, twins: _Contents, written: WorkerPart) -> None:
         try:
-            self._make(self._memory.folder / f"{STEP}{minibatch:08}-{self._token}", minibatch, contents, twins, written)
+            name = f"{STEP}{minibatch:08}-{self._recovery.start.number:04}"
+            self._make(self._memory.folder / name, minibatch, contents, twins, written)
         except Exception as error:  # the main thread raises it; a lost peer it has met itself by then
             self._error = error
 

@@ -1,7 +1,7 @@
 """State that survives without a disk: files in the memory of hosts, which outlive the processes that train.
 
-    /dev/shm/planner-3f9c.../             of one run on this host
-        step-00000040-a41c/               after 40 minibatches; the ending tells attempts at one minibatch apart
+    /dev/shm/planner-3f9c...-0/           of one run on this host
+        step-00000040-0003/               after 40 minibatches, of the start with this number
             stage-0.weights.safetensors   what this host's workers wrote, and what other hosts sent
             ...
             index.json                    a `Checkpoint`, written when all files were in place on all hosts
@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple
 from uuid import uuid4
@@ -58,9 +57,6 @@ class Start(Record):
     vain: int = 0  # starts before it that began with the same minibatch on the same hosts
 
 
-_FILES: Mapping[type[Record], str] = {Start: "start.json", Fault: "fault.json"}
-
-
 class Transfer(NamedTuple):
     """A file that one worker sends to another one's host."""
 
@@ -84,7 +80,7 @@ class HostMemory:
 
     @classmethod
     def of(cls, job: Job) -> "HostMemory":
-        return cls(Path(job.elastic.copy_folder) / f"planner-{blake2b(job.run.encode(), digest_size=8).hexdigest()}")
+        return cls(Path(job.elastic.copy_folder) / f"planner-{job.run}")
 
     @property
     def leads(self) -> bool:
@@ -132,13 +128,16 @@ class HostMemory:
 
     def note(self, record: Start | Fault) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        save_record(record, self.folder / _FILES[type(record)])
+        save_record(record, self._file(type(record)))
 
     def read(self, record: type[RecordT]) -> RecordT | None:
         """Return the start or the fault that was noted last, if one was."""
         with suppress(OSError, ValueError):  # its writer was killed
-            return record.model_validate_json((self.folder / _FILES[record]).read_text(encoding="utf-8"))
+            return record.model_validate_json(self._file(record).read_text(encoding="utf-8"))
         return None
+
+    def _file(self, record: type[Record]) -> Path:
+        return self.folder / f"{record.__name__.lower()}.json"
 
     def remove(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -163,10 +162,6 @@ def allocate(folder: Path, transfers: Iterable[Transfer]) -> None:
                 os.posix_fallocate(file.fileno(), 0, each.size_bytes)
 
 
-def _pieces(content: torch.Tensor) -> list[torch.Tensor]:
-    return [content[start : start + _PIECE_BYTES] for start in range(0, len(content), _PIECE_BYTES)]
-
-
 def exchange_files(
     folder: Path, transfers: Sequence[Transfer], group: dist.ProcessGroup, moved: Callable[[], object]
 ) -> None:
@@ -178,7 +173,7 @@ def exchange_files(
     for tag, each in enumerate(transfers):
         if each.sender == rank:
             content = torch.from_file(str(folder / each.file), size=each.size_bytes, dtype=torch.uint8)
-            for piece in _pieces(content):
+            for piece in torch.split(content, _PIECE_BYTES):
                 work = dist.isend(piece, each.receiver, group, tag)
                 assert work is not None
                 sent.append(work)
@@ -186,7 +181,7 @@ def exchange_files(
         if each.receiver == rank:
             hidden = folder / f".{each.file}"
             content = torch.from_file(str(hidden), shared=True, size=each.size_bytes, dtype=torch.uint8)
-            for piece in _pieces(content):
+            for piece in torch.split(content, _PIECE_BYTES):
                 dist.recv(piece, each.sender, group, tag)
                 moved()
             hidden.rename(folder / each.file)

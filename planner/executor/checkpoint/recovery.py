@@ -60,7 +60,7 @@ class Recovery:
     what: str  # happened; empty at the first start
     since_s: float | None  # since the epoch: when it was noticed
     saved: SavedCheckpoint | None  # of this worker's stages
-    idle: int  # workers that the plan has no use for
+    servers: Sequence[int]  # of all workers, also those that the plan has no use for
     store: Store  # of all workers: that of the group which trains has keys of its own
 
 
@@ -105,9 +105,8 @@ def recover(job: Job, heartbeat: Heartbeat) -> Recovery:
     start, what, since_s = _history(hosts.values(), first)
     dist.barrier(group)
     dist.destroy_process_group()
-    idle = int(os.environ["WORLD_SIZE"]) - job.plan.workers
     os.environ["WORLD_SIZE"] = str(job.plan.workers)
-    return Recovery(memory, start, what, since_s, saved, idle, store)
+    return Recovery(memory, start, what, since_s, saved, [seat.server for seat in seats], store)
 
 
 def _is_left(copy: str, index: Checkpoint, hosts: _Copies) -> bool:
@@ -175,9 +174,9 @@ def await_end(store: Store) -> None:
     store.add(_LEFT, 1)
 
 
-def tell_end(recovery: Recovery) -> None:
+def tell_end(store: Store, idle: int) -> None:
     """Let the idle workers end; worker 0 calls it at the end of the run, before its store closes."""
-    store, deadline = recovery.store, time.monotonic() + GRACE_S
+    deadline = time.monotonic() + GRACE_S
     store.set(_ENDED, "")
-    while store.add(_LEFT, 0) < recovery.idle and time.monotonic() < deadline:
+    while store.add(_LEFT, 0) < idle and time.monotonic() < deadline:
         time.sleep(_IDLE_S)
