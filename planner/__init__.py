@@ -11,7 +11,7 @@ The verbs of the command line, with its defaults; `help(planner.solve)` describe
     profile, estimate    cost of each layer, measured on this device or estimated for another
     fit                  from a model's name: does it fit, how to split it, how fast is it
     cluster              GPUs and links, as the command line describes them; also flat_cluster, hierarchical_cluster
-    solve, choose        the fastest plan; the fastest of several schedules and batch sizes
+    solve                the fastest plan
     price                a plan of stages that you chose yourself
     compare, explain     other ways to train, what limits a plan
     simulate, summarize  what workers and links do over time
@@ -34,8 +34,6 @@ from typing import TYPE_CHECKING
 from planner.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from planner.analysis.choose import Choice as Choice
-    from planner.analysis.choose import choose as choose
     from planner.analysis.compare import Comparison as Comparison
     from planner.analysis.compare import compare as compare
     from planner.analysis.explain import Explanation as Explanation

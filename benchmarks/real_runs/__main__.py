@@ -177,7 +177,18 @@ def run(case: Case, cluster: Cluster, seconds: float, train: Callable[[Job], Tra
 
 
 def _computing_s(plan: Plan, rank: int) -> float:
-    return sum(plan.computing_s(stage) / stage.replicas for stage in plan.stages if rank in stage.ranks)
+    """Sum the seconds per minibatch in which a worker's stages compute."""
+    return sum(
+        stage.tensor
+        * (
+            plan.microbatches * (stage.compute_s - stage.update_s)
+            + stage.update_s * (stage.replicas if plan.schedule.divides else 1)
+            + stage.accumulate_s * max(0, plan.microbatches - stage.replicas)
+        )
+        / stage.replicas
+        for stage in plan.stages
+        if rank in stage.ranks
+    )
 
 
 def _table(rows: list[Row]) -> str:

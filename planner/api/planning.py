@@ -12,7 +12,7 @@ from planner.analysis.given_plan import price as priced
 from planner.arguments import checked
 from planner.errors import ClusterError, InputError, PlannerError
 from planner.formats.cluster import Cluster, DeviceKind, flat_cluster, hierarchical_cluster, load_cluster
-from planner.formats.device_kinds import cluster_for, is_profile, read_one_profile
+from planner.formats.device_kinds import cluster_for, is_profile, read_profile
 from planner.formats.files import write_text
 from planner.formats.own_plan import OwnPlan, OwnStage, load_own_plan
 from planner.formats.plan import Plan, load_plan
@@ -301,7 +301,7 @@ def _alternatives(plan: Plan, options: ReportOptions, patience: Patience) -> dic
         return {"why_not": f"{missing}: there is no {PROFILE}; name the plan's profile."}
     try:
         given = options.profile or PROFILE
-        profile = given if isinstance(given, Profile) else read_one_profile(str(given))
+        profile = given if isinstance(given, Profile) else read_profile(str(given))
         comparison = compare(profile, plan=plan, patience=patience.part(COMPARING))
     except PlannerError as error:
         if options.profile is not None:

@@ -37,11 +37,11 @@ def add_parser(verbs: arguments.Verbs) -> None:
 
 def run_question(args: argparse.Namespace) -> int:
     """Compare or explain the plan of the arguments, and print the answer."""
-    from planner.formats.device_kinds import read_one_profile
+    from planner.formats.device_kinds import read_profile
 
     question: Callable[..., Any] = getattr(planner, args.verb)
     with arguments.patience_of(args) as patience:
-        profile = read_one_profile(args.profile)
+        profile = read_profile(args.profile)
         answer = question(profile, plan=arguments.plan_of(args, profile, patience), patience=patience)
     output.print_answer(answer, args.json)
     return 0

@@ -110,10 +110,10 @@ def add_plan_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plan", type=Path, default=PLAN, metavar="FILE", help="plan to read (default: %(default)s)")
 
 
-def add_profile_argument(parser: argparse.ArgumentParser, more: str = "") -> None:
-    """Declare --profile for a verb that solves; `more`: what else it may name."""
-    help = f"profile to read, from `plan profile`{more}; or one for each kind "
-    help += "of GPU, as in a100=a.json,t4=b.json (default: %(default)s)"
+def add_profile_argument(parser: argparse.ArgumentParser) -> None:
+    """Declare --profile for a verb that solves."""
+    help = "profile to read, from `plan profile`; or one for each kind of GPU, as in a100=a.json,t4=b.json "
+    help += "(default: %(default)s)"
     parser.add_argument("--profile", default=str(PROFILE), metavar="FILE", help=help)
 
 

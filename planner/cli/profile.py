@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from itertools import product
 from pathlib import Path
 from typing import NoReturn
 
@@ -12,8 +11,7 @@ import planner
 from planner.cli.arguments import PROFILE, Verbs, add_options, add_output_argument, declare, given_options
 from planner.cli.output import print_answer, print_progress, print_written
 from planner.errors import InputError
-from planner.options.numbers import batch_sizes
-from planner.options.profiling import BATCH_SIZE, EstimateArguments, ProfileOptions
+from planner.options.profiling import EstimateArguments, ProfileOptions
 from planner.options.training import TrainArguments
 from planner.profiler.estimated.devices import DEVICES
 from planner.terminal import ProgressLine
@@ -42,8 +40,7 @@ def add_parser(verbs: Verbs) -> None:
     parser = declare(verbs, "profile", "measure what each layer of a model costs on this device", DESCRIPTION, run)
     help = "model file, or model.py:builder for another function than build_model"
     parser.add_argument("model", nargs="?", help=help)
-    several = "; several, such as 8,16,32, write profile-b8.json and so on, among which `plan solve` can choose"
-    add_options(parser, ProfileOptions, "batch_size", more=several, type=batch_sizes)
+    add_options(parser, ProfileOptions, "batch_size")
     estimated = f"; with --estimate {', '.join(DEVICES)}, where cpu is one core, or several with commas between: "
     estimated += "v100,t4 writes profile-v100.json and profile-t4.json"
     told = "a GPU where PyTorch sees any, else cpu; with --estimate cpu"
@@ -55,7 +52,7 @@ def add_parser(verbs: Verbs) -> None:
     estimates.add_argument("--estimate", action="store_true", help=help)
     add_options(estimates, EstimateArguments, "calibrate", action="append", type=Path)
     add_options(estimates, EstimateArguments, *_ONLY_ESTIMATES[1:])
-    add_options(parser.add_argument_group("measuring"), ProfileOptions, "seconds", "repeats", "layer_by_layer")
+    add_options(parser.add_argument_group("measuring"), ProfileOptions, "seconds", "repeats")
     links = parser.add_argument_group("links")
     help = "measure the links between the workers that torchrun started, instead of a model, and write cluster.json"
     links.add_argument("--links", action="store_true", help=help)
@@ -72,12 +69,10 @@ def run(args: argparse.Namespace) -> int:
         raise InputError("there is no model file to profile", hint="name one: plan profile model.py")
     output = args.output or PROFILE
     devices = args.device.split(",") if args.estimate and args.device else [args.device]
-    sizes = args.batch_size or [BATCH_SIZE]
     profiles = []
-    for device, size in product(devices, sizes):
-        profiles.append(_estimated(args, device, size) if args.estimate else _measured(args, size))
-        which = f"-b{size}" * (len(sizes) > 1) + f"-{device}" * (len(devices) > 1)
-        path = output.with_name(f"{output.stem}{which}{output.suffix}")
+    for device in devices:
+        profiles.append(_estimated(args, device) if args.estimate else _measured(args))
+        path = output.with_name(f"{output.stem}{f'-{device}' * (len(devices) > 1)}{output.suffix}")
         replace_profile(profiles[-1], path)
         print_written(path)
     texts = [profile.model_dump_json(indent=1) if args.json else str(profile) for profile in profiles]
@@ -103,7 +98,7 @@ def _run_links(args: argparse.Namespace) -> NoReturn:
     end_process(0)
 
 
-def _measured(args: argparse.Namespace, batch_size: int) -> planner.Profile:
+def _measured(args: argparse.Namespace) -> planner.Profile:
     from planner.profiler.this_machine import keep_freed_pages
 
     for name in _ONLY_ESTIMATES:
@@ -119,18 +114,17 @@ def _measured(args: argparse.Namespace, batch_size: int) -> planner.Profile:
             print_progress(f"{phase} ...")
         phases.add(phase)
 
-    given = given_options(ProfileOptions, args) | {"batch_size": batch_size}
     try:
-        return planner.profile(args.model, **given, progress=show)
+        return planner.profile(args.model, **given_options(ProfileOptions, args), progress=show)
     finally:
         line.clear()
 
 
-def _estimated(args: argparse.Namespace, device: str | None, batch_size: int) -> planner.Profile:
+def _estimated(args: argparse.Namespace, device: str | None) -> planner.Profile:
     if {args.threads, args.processes} - {None, 1} or args.deterministic:
         wrong = "--threads, --processes and --deterministic are for measurements"
         raise InputError(wrong, hint="leave them out: a CPU is estimated as one core")
     device = device or (None if args.device_file is not None else "cpu")
     print_progress(f"estimating {args.model} for {device or args.device_file} ...")
-    given = given_options(EstimateArguments, args) | {"batch_size": batch_size, "device": device}
+    given = given_options(EstimateArguments, args) | {"device": device}
     return planner.estimate(args.model, **given)

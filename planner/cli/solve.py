@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import planner
 from planner.cli import arguments, output
@@ -15,12 +14,6 @@ from planner.options.option import options_in, refuse
 from planner.options.solving import SolveOptions
 from planner.options.verbs import FitOptions, PriceOptions
 from planner.profiler.estimated.devices import DEVICES
-from planner.schedule.registry import DEFAULT, NAMES
-
-if TYPE_CHECKING:
-    from planner.solver.problem.budget import Patience
-
-ALL = ("auto", "all")  # in place of a schedule's name
 
 SOLVE = """\
 Find the fastest plan: which layers form each stage, and how many GPUs run it. An exact search by the cost model finds
@@ -59,14 +52,10 @@ or DeepSpeed run give on this cluster? The plan is written like any other, so th
 def add_parser(verbs: arguments.Verbs) -> None:
     parser = arguments.declare(verbs, "solve", "find the fastest plan for a profile and a cluster", SOLVE, solve)
     arguments.add_cluster_arguments(parser)
-    arguments.add_profile_argument(parser, "; or several of one model at different batch sizes, with commas between")
+    arguments.add_profile_argument(parser)
     arguments.add_output_argument(parser, arguments.PLAN)
-    every = "; auto or all: compare all but naive, and take the fastest per sample"
-    arguments.add_options(parser, SolveOptions, "schedule", choices=[*NAMES, *ALL], more=every)
-    sizes = "; with several batch sizes, those of the smallest size, and the others make as large a minibatch"
-    arguments.add_options(parser, SolveOptions, "microbatches", more=sizes)
-    arguments.add_options(parser, SolveOptions, "minibatch", "chunks", "depth", "accept_divided_loss")
-    arguments.add_options(parser, SolveOptions, "survive")
+    arguments.add_options(parser, SolveOptions, "schedule", "microbatches", "minibatch", "chunks", "depth")
+    arguments.add_options(parser, SolveOptions, "accept_divided_loss", "survive")
     arguments.add_rule_arguments(parser)
     arguments.add_options(parser, SolveOptions, "cost_model", "solver")
 
@@ -98,19 +87,14 @@ def add_parser(verbs: arguments.Verbs) -> None:
 
 def solve(args: argparse.Namespace) -> int:
     from planner.api.planning import solved
-    from planner.formats.device_kinds import read_profiles
+    from planner.formats.device_kinds import read_profile
 
     with arguments.patience_of(args) as patience:
-        profiles = read_profiles(args.profile)
-        cluster = arguments.cluster_of(args, profiles[0])
-        schedule = {"schedule": DEFAULT} if args.schedule in ALL else {}
-        options = arguments.read_options(SolveOptions, args, **schedule)
+        profile = read_profile(args.profile)
+        cluster = arguments.cluster_of(args, profile)
+        options = arguments.read_options(SolveOptions, args)
         with output.stopped_by_interrupt(patience.deadline.stop):
-            if len(profiles) > 1 or schedule:
-                plan = _chosen(args, profiles, cluster, options, patience)
-            else:
-                plan = solved(profiles[0], cluster, options, patience)
-        profile = next(one for one in profiles if one.digest == plan.profile_digest)
+            plan = solved(profile, cluster, options, patience)
     planner.save_plan(plan, args.output)
     output.print_answer(plan, args.json)
     output.print_written(args.output)
@@ -139,32 +123,6 @@ def complaints(plan: planner.Plan, profile: planner.Profile) -> Iterator[tuple[s
         yield "note", text, hint
 
 
-def _chosen(
-    args: argparse.Namespace,
-    profiles: list[planner.Profile],
-    cluster: planner.Cluster,
-    options: SolveOptions,
-    patience: Patience,
-) -> planner.Plan:
-    from planner.analysis.choose import COMPARED, choose, with_best_synchronous
-    from planner.analysis.compare import with_baselines
-    from planner.analysis.fewer import with_fewer_hosts
-    from planner.api.planning import SEARCHING
-
-    if options.alone or options.cost_model != "resource":
-        alone = "--solver and cost models other than resource"
-        hint = "give one --schedule and one --profile"
-        raise InputError(f"{alone} are for one schedule and one profile", hint=hint)
-    schedules = COMPARED if args.schedule in ALL else [options.order]
-    choice = choose(profiles, cluster, options, schedules, patience.part(SEARCHING / (1 + options.survive)))
-    if not args.json:
-        print(output.as_flags(str(choice)), end="\n\n")
-    profile, plan = choice.best.profile, with_best_synchronous(choice)
-    if options.survive:
-        plan = with_fewer_hosts(profile, plan, options, patience.part(SEARCHING))
-    return with_baselines(profile, plan, patience)
-
-
 def fit(args: argparse.Namespace) -> int:
     with output.searching() as progress:
         output.print_progress(f"estimating {args.model} ...")
@@ -180,9 +138,9 @@ def fit(args: argparse.Namespace) -> int:
 def price(args: argparse.Namespace) -> int:
     """Price, save, and print the plan; raise InfeasibleError if it does not fit the memory."""
     from planner.analysis.given_plan import missing_memory
-    from planner.formats.device_kinds import read_one_profile
+    from planner.formats.device_kinds import read_profile
 
-    profile = read_one_profile(args.profile)
+    profile = read_profile(args.profile)
     cluster = arguments.cluster_of(args, profile)
     if args.given is not None:
         others = [each.name for each, _ in options_in(PriceOptions)]

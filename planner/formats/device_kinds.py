@@ -1,6 +1,6 @@
 """Profiles of one model on several kinds of devices, which share layers and bytes, but not times and workspaces.
 
-Also reads the profiles that a command line names: one, several batch sizes, or one for each kind.
+Also reads the profile that a command line names: one, or one for each kind.
 """
 
 import json
@@ -42,30 +42,17 @@ def profile_of_kinds(profiles: Mapping[str, Profile]) -> Profile:
     return base.model_copy(update={"kinds": tuple(_times(name, profile) for name, profile in profiles.items())})
 
 
-def read_profiles(text: str) -> list[Profile]:
-    """Read FILE, FILE,FILE of several batch sizes, or NAME=FILE,NAME=FILE of kinds of devices as one profile."""
+def read_profile(text: str) -> Profile:
+    """Read FILE, or NAME=FILE,NAME=FILE of kinds of devices as one profile."""
+    if "=" not in text or Path(text).exists():
+        return load_profile(text)
     parts = [part.rpartition("=") for part in text.split(",")]
-    if Path(text).exists():
-        return [load_profile(text)]
-    if "=" not in text:
-        return [load_profile(path) for _, _, path in parts]
     names = [name for name, _, _ in parts]
     if "" in names or len(set(names)) < len(names):
         raise InputError(
             f"`profile={text}` does not name each kind of GPU once", hint="write NAME=FILE,NAME=FILE, as in a100=a.json"
         )
-    return [profile_of_kinds({name: load_profile(path) for name, _, path in parts})]
-
-
-def read_one_profile(text: str) -> Profile:
-    """Read one profile, which may be of several kinds of devices; raise InputError for several batch sizes."""
-    first, *others = read_profiles(text)
-    if others:
-        raise InputError(
-            f"`profile={text}` are {len(others) + 1} profiles, and this verb takes one",
-            hint="name the kinds of GPUs that they are of, as in a100=a.json,t4=b.json; or give one",
-        )
-    return first
+    return profile_of_kinds({name: load_profile(path) for name, _, path in parts})
 
 
 def is_profile(path: Path) -> bool:

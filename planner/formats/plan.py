@@ -104,13 +104,6 @@ class Plan(Shown, GrownRecord):
         """How many updates late the gradients are, at the stage where they are latest; 0 as on one device."""
         return max(self.schedule.staleness(stage.in_flight) for stage in self.stages)
 
-    def computing_s(self, stage: Stage) -> float:
-        return stage.tensor * (
-            self.microbatches * (stage.compute_s - stage.update_s)
-            + stage.update_s * (stage.replicas if self.schedule.divides else 1)
-            + stage.accumulate_s * max(0, self.microbatches - stage.replicas)
-        )
-
     @property
     def minibatch_size(self) -> int | None:
         return None if self.microbatch_size is None else self.microbatch_size * self.microbatches

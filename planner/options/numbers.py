@@ -27,17 +27,6 @@ def token_count(text: str) -> int:
     return found
 
 
-def batch_sizes(text: str) -> list[int]:
-    """Parse one or several different batch sizes: "8,16,32" is [8, 16, 32]."""
-    try:
-        sizes = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise ArgumentTypeError(f"'{text}' is no batch size such as 32, or several such as 8,16,32") from None
-    if len(set(sizes)) < len(sizes):
-        raise ArgumentTypeError(f"'{text}' has the same batch size twice")
-    return sizes
-
-
 def degrees(text: str) -> tuple[int, ...]:
     """Parse numbers of ranks: "1,2,4" is (1, 2, 4)."""
     if not all(map(is_count, text.split(","))):

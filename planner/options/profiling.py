@@ -62,9 +62,6 @@ class ProfileOptions(ModelOptions):
     )
     seconds: float = option(SECONDS, "measure for S seconds after capture and warm-up, but at least three steps", "S")
     repeats: int = option(REPEATS, "measure at most N steps", "N")
-    layer_by_layer: bool = option(
-        False, "keep only some layers at a time on the device, as is done for any model that does not fit a GPU"
-    )
     progress: Callable[[str, float], None] | None = option(None, "called with the phase and its share done", flag=None)
 
 

@@ -8,7 +8,6 @@ from planner.formats.shown import VIEWS
 
 # By the record's type: the function in `planner.reporting` that writes it as text.
 TEXTS = {
-    "Choice": "tables.answers.choice_report",
     "Cluster": "tables.plan.cluster_line",
     "Comparison": "tables.answers.comparison_report",
     "Explanation": "tables.answers.explanation_report",

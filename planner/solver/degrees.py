@@ -61,8 +61,3 @@ def solve_degrees(problem: Problem, answer: Answer) -> Found:
             own = cut_after(own, block_ends(problem.layer_costs.profile))
         bound_s = min(bound_s, PipelineSearch(own).relaxed_s())
     return Found(best, bound_s, bound_of=bound_of)
-
-
-def relaxed_seconds(problem: Problem) -> float:
-    """Return a time that no plan is below, whatever its degree: perfect balance, or what is known beyond it."""
-    return min(PipelineSearch(problem.on_groups_of(degree)).relaxed_s() for degree in problem.rules.tensor)

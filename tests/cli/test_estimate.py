@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from planner.formats.device_kinds import read_one_profile
+from planner.formats.device_kinds import read_profile
 from planner.profiler.estimated.devices import DEVICES
 from tests.cli.in_process import plan
 from tests.cli.test_profile import MODEL
@@ -25,7 +25,7 @@ def test_several_devices_are_estimated_at_once(folder: Path) -> None:
         DEVICES[each].name for each in ("v100", "t4")
     ]
     both = f"v100={folder / 'profile-v100.json'},t4={folder / 'profile-t4.json'}"
-    assert [kind.name for kind in read_one_profile(both).kinds or ()] == ["v100", "t4"]
+    assert [kind.name for kind in read_profile(both).kinds or ()] == ["v100", "t4"]
 
 
 def test_an_estimate_is_made_shown_and_solved_within_the_devices_memory(folder: Path) -> None:

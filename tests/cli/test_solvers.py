@@ -32,7 +32,6 @@ def solve(*arguments: str) -> int:
     ("arguments", "code", "message"),
     [
         (("--pin", "a=2"), 2, "`plan solve` does not know --pin a=2"),
-        (("--schedule", "auto", "--solver", "ilp"), 2, "for one schedule and one profile"),
         (("--solver", "ilp", "--time-limit", "0s"), 1, "the time limit passed before any plan"),
     ],
 )

@@ -9,7 +9,7 @@ import pytest
 
 from planner.errors import ClusterError, InputError, ProfileError
 from planner.formats.cluster import Cluster, DeviceKind, Level, flat_cluster
-from planner.formats.device_kinds import cluster_for, profile_of_kinds, profile_on, read_one_profile, read_profiles
+from planner.formats.device_kinds import cluster_for, profile_of_kinds, profile_on, read_profile
 from planner.formats.profile import Device, Layer, Profile, load_profile, save_profile
 from tests.samples import layer, profile
 
@@ -79,12 +79,12 @@ def test_profiles_are_read_by_the_names_of_their_kinds(tmp_path: Path) -> None:
     one, two = tmp_path / "one.json", tmp_path / "two.json"
     save_profile(FAST, one)
     save_profile(SLOW, two)
-    assert read_profiles(f"{one},{two}") == [FAST, SLOW]
-    assert read_one_profile(f"fast={one},slow={two}") == profile_of_kinds({"fast": FAST, "slow": SLOW})
+    assert read_profile(str(one)) == FAST
+    assert read_profile(f"fast={one},slow={two}") == profile_of_kinds({"fast": FAST, "slow": SLOW})
     with pytest.raises(InputError, match="does not name each kind"):
-        read_profiles(f"fast={one},{two}")
-    with pytest.raises(InputError, match="are 2 profiles"):
-        read_one_profile(f"{one},{two}")
+        read_profile(f"fast={one},{two}")
+    with pytest.raises(ProfileError, match="there is no file"):
+        read_profile(f"{one},{two}")
 
 
 def test_every_time_of_a_layer_depends_on_its_kind() -> None:

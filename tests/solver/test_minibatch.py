@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from planner.analysis.choose import choose
 from planner.errors import InputError
 from planner.formats.cluster import flat_cluster
 from planner.options.solving import SolveOptions
-from planner.reporting.tables.answers import choice_report
-from planner.schedule.one_stage import FLUSH, GPIPE, ONE_F_ONE_B
+from planner.schedule.one_stage import FLUSH
 from planner.solver import solve
 from planner.solver.find_plan import find_plan
 from tests.samples import layer, profile
@@ -43,20 +41,6 @@ def test_a_profile_without_a_size_has_no_samples_to_count() -> None:
         solve(unknown, CLUSTER, schedule="1f1b-flush", minibatch=8)
 
 
-def test_every_candidate_keeps_it() -> None:
-    larger = MODEL.model_copy(update={"microbatch_size": 8})
-    uneven = MODEL.model_copy(update={"microbatch_size": 5})
-    choice = choose([MODEL, larger, uneven], CLUSTER, SolveOptions(minibatch=16), [ONE_F_ONE_B, GPIPE, FLUSH])
-    made = {(option.schedule.name, option.profile.microbatch_size): option for option in choice.options}
-    assert {key for key, option in made.items() if option.plan} == {
-        (name, size) for name in ("gpipe", "1f1b-flush") for size in (4, 8)
-    }
-    assert {option.samples_per_minibatch for option in choice.options if option.plan} == {16}
-    assert "cannot make a minibatch of this size" in choice_report(choice)
-
-
 def test_samples_and_microbatches_are_not_both_given() -> None:
     with pytest.raises(InputError, match="say the same twice"):
         solve(MODEL, CLUSTER, schedule=FLUSH, microbatches=2, minibatch=8)
-    with pytest.raises(InputError, match="say the same twice"):
-        choose([MODEL], CLUSTER, SolveOptions(microbatches=2, minibatch=8))

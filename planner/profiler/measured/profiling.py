@@ -71,18 +71,10 @@ class ProfilingOptions(ProfileOptions):
             )
         device = parse_device(self.device or kind_here())
         self.numerics.check(device.type)
-        if self.tensor and (self.compiled or self.layer_by_layer):
-            raise InputError(
-                f"divided layers are measured in whole, uncompiled steps, and not with `tensor` and "
-                f"`{'compiled' if self.compiled else 'layer_by_layer'}`",
-                hint="leave out one of them",
-            )
+        if self.tensor and self.compiled:
+            message = "divided layers are measured in uncompiled steps, and not with `tensor` and `compiled`"
+            raise InputError(message, hint="leave out one of them")
         if self.stage.compiled:
-            if self.layer_by_layer:
-                raise InputError(
-                    "`compiled` and `layer_by_layer` exclude each other: compiled code joins layers",
-                    hint="leave out one of them",
-                )
             check_compiler(device.type)
         return device
 
@@ -161,14 +153,14 @@ def _measure(
     spec: TrainingSpec, graph: LayerGraph, batch: Batch, device: torch.device, effort: Effort, options: ProfilingOptions
 ) -> Measurement:
     """Measure the whole model at once, or part by part where it does not fit the device."""
-    if not options.layer_by_layer and _may_fit(graph, device):
+    if _may_fit(graph, device):
         try:
             return StepMeasurement(spec, graph, batch, device).measure(effort, compiled=options.compiled)
         except torch.OutOfMemoryError as cause:
             if options.compiled:
                 raise step_failure(cause) from cause
         # Outside of the handler, whose traceback keeps the step's tensors alive.
-        _log.warning(f"the memory of {device} does not hold a step: measuring layer by layer, as with `layer_by_layer`")
+        _log.warning(f"the memory of {device} does not hold a step: measuring it layer by layer")
         graph.model.zero_grad(set_to_none=True)
         graph.model.to("cpu")
         gc.collect()

@@ -1,13 +1,10 @@
-"""The reports of questions about plans: schedules, baselines, numbers of GPUs, and what limits a plan."""
+"""The reports of questions about plans: baselines, numbers of GPUs, and what limits a plan."""
 
-from planner.analysis.choose import Choice
 from planner.analysis.compare import PACKED, Comparison, ComparisonRow
 from planner.analysis.explain import Alternative, Explanation
 from planner.analysis.fit import Fit
-from planner.errors import InputError
 from planner.formats.plan import GIVEN, Plan
 from planner.formats.plan_parts import short_config
-from planner.options.solving import MinibatchError
 from planner.reporting.tables import plan as words
 from planner.reporting.tables.table import Table, named_values, table_of
 from planner.units import (
@@ -27,31 +24,6 @@ _NAMES = {
     "cut_after": "transfer after",
 }
 _WORTH_A_SENTENCE = 0.005  # share of the time spent waiting
-
-
-def choice_report(choice: Choice) -> str:
-    """List each schedule and microbatch size with its best plan, or why it has none."""
-    several = len({option.profile.digest for option in choice.options}) > 1
-    unit = "microbatch" if choice.best.profile.microbatch_size is None else "sample"
-    rows = []
-    for option in choice.options:
-        row: dict[str, object] = {"schedule": option.schedule}
-        row["batch size"] = option.profile.microbatch_size if several else None
-        plan = option.plan
-        row["plan"] = short_config(plan.config) if plan else "-"
-        row[f"time per {unit}"] = format_seconds(option.seconds_per_sample) if plan else "-"
-        row[f"{unit}{'s' if unit == 'sample' else 'es'} per update"] = option.samples_per_update if plan else "-"
-        row["late"] = plan.staleness if plan else "-"
-        row["memory per GPU"] = format_bytes(option.memory_bytes) if plan else "-"
-        row["idle"] = f"{option.idle_share:.0%}" if plan else "-"
-        why = ""  # in a few words: solving for this schedule alone gives the whole message
-        if isinstance(option.obstacle, MinibatchError):
-            why = "cannot make a minibatch of this size"
-        elif option.obstacle is not None:
-            invalid = isinstance(option.obstacle, InputError)
-            why = "not possible: see it alone" if invalid else "does not fit the memory"
-        rows.append(row | {"": "chosen" if option is choice.best else why})
-    return table_of(rows).text()
 
 
 def comparison_report(comparison: Comparison) -> str:

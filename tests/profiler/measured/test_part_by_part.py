@@ -7,26 +7,30 @@ from pathlib import Path
 import pytest
 import torch
 
-from planner.errors import InputError
 from planner.formats.profile import Profile
 from planner.model.capture.capture import capture_file
 from planner.model.spec import load_model_file
-from planner.profiler.measured import part_by_part, step_measurement
+from planner.profiler.measured import part_by_part, profiling, step_measurement
 from planner.profiler.measured.profiling import ProfilingOptions, profile_model
 from tests.executor.models import write_model
 
 SAME = ("weight_bytes", "gradient_bytes", "optimizer_bytes", "buffer_bytes", "saved_bytes", "outputs", "parameters")
 
 
-def _profile(path: Path, *, layer_by_layer: bool) -> Profile:
-    options = ProfilingOptions(device="cpu", seconds=0.0, repeats=3, layer_by_layer=layer_by_layer)
-    return profile_model(load_model_file(path), 4, options)
+def _profile(path: Path) -> Profile:
+    return profile_model(load_model_file(path), 4, ProfilingOptions(device="cpu", seconds=0.0, repeats=3))
+
+
+def _in_parts(path: Path, monkeypatch: pytest.MonkeyPatch) -> Profile:
+    """As if the device had no room for a step."""
+    monkeypatch.setattr(profiling, "_may_fit", lambda graph, device: False)
+    return _profile(path)
 
 
 @pytest.mark.parametrize("model", ["convolutional", "language", "blocks", "tied"])
-def test_the_bytes_are_those_of_the_whole(model: str, tmp_path: Path) -> None:
+def test_the_bytes_are_those_of_the_whole(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_model(tmp_path, model, "adamw")
-    whole, parts = _profile(path, layer_by_layer=False), _profile(path, layer_by_layer=True)
+    whole, parts = _profile(path), _in_parts(path, monkeypatch)
     assert parts.graph_hash == whole.graph_hash
     for one, other in zip(whole.layers, parts.layers, strict=True):
         for name in SAME:
@@ -46,17 +50,17 @@ def test_a_step_that_does_not_fit_a_cpu_is_measured_layer_by_layer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = write_model(tmp_path, "convolutional", "adamw")
-    whole = _profile(path, layer_by_layer=False)
+    whole = _profile(path)
     monkeypatch.setattr(step_measurement, "free_memory_bytes", lambda: sum(x.saved_bytes for x in whole.layers) - 1)
-    parts = _profile(path, layer_by_layer=False)
-    assert "does not hold a step: measuring layer by layer, as with `layer_by_layer`" in caplog.text
+    parts = _profile(path)
+    assert "does not hold a step: measuring it layer by layer" in caplog.text
     assert [layer.saved_bytes for layer in parts.layers] == [layer.saved_bytes for layer in whole.layers]
 
 
 @pytest.mark.slow
 def test_a_part_that_does_not_fit_is_halved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_model(tmp_path, "convolutional", "adamw")
-    whole = _profile(path, layer_by_layer=False)
+    whole = _profile(path)
     tried: list[range] = []
     measure = part_by_part._measure_part
 
@@ -71,7 +75,7 @@ def test_a_part_that_does_not_fit_is_halved(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(part_by_part, "_measure_part", measured)
     monkeypatch.setattr(part_by_part, "_parts", lambda graph, most_bytes: [range(len(graph.layers))])
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    parts = _profile(path, layer_by_layer=True)
+    parts = _in_parts(path, monkeypatch)
     assert tried[0] == range(len(whole.layers))
     assert [layer.saved_bytes for layer in parts.layers] == [layer.saved_bytes for layer in whole.layers]
 
@@ -82,8 +86,3 @@ def test_parts_have_no_more_weights_than_they_may(tmp_path: Path) -> None:
     spans = list(part_by_part._parts(graph, 2000))
     assert [index for span in spans for index in span] == list(range(len(graph.layers)))
     assert 1 < len(spans) < len(graph.layers)
-
-
-def test_compiled_layers_are_not_alone() -> None:
-    with pytest.raises(InputError, match="exclude each other"):
-        ProfilingOptions(device="cpu", compiled=True, layer_by_layer=True).checked_device()

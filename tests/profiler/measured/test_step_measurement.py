@@ -48,8 +48,8 @@ def test_what_is_not_measured_together(tmp_path: Path) -> None:
     path = write_model(tmp_path, "language", "sgd")
     with pytest.raises(InputError, match="does not say how its layers are divided"):
         planner.profile(path, batch_size=2, seconds=0.0, repeats=1, tensor=(2,))
-    with pytest.raises(InputError, match="`tensor` and `layer_by_layer`"):
-        planner.profile(path, batch_size=2, layer_by_layer=True, tensor=(2,))
+    with pytest.raises(InputError, match="`tensor` and `compiled`"):
+        planner.profile(path, batch_size=2, compiled=True, tensor=(2,))
 
 
 @pytest.mark.parametrize(("beyond", "counts"), [(2**30, True), (2**23, False)])
