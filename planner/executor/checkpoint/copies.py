@@ -173,16 +173,14 @@ class Copies(Keeper):
     def _transfers(self, reports: Sequence[WorkerPart]) -> list[Transfer]:
         """Return what is to be sent: the files that only one host has, each to the next host."""
         hosts = list(dict.fromkeys(self._hosts))
+        after = dict(zip(hosts, [*hosts[1:], hosts[0]], strict=True))
         twins = {(file.name, file.sha256) for report in reports for file in files_of(report.twins).values()}
-        found = []
+        found = list[Transfer]()
         for sender, report in enumerate(reports if len(hosts) > 1 else ()):
-            own = self._hosts[sender]
-            after = hosts[(hosts.index(own) + 1) % len(hosts)]
-            receivers = [rank for rank, host in enumerate(self._hosts) if host == after]
-            for file in files_of(report.parts).values():
-                if (file.name, file.sha256) not in twins:
-                    receiver = receivers[sender % len(receivers)]
-                    found.append(Transfer(file.name, file.size_bytes, sender, receiver))
+            receivers = [rank for rank, host in enumerate(self._hosts) if host == after[self._hosts[sender]]]
+            receiver = receivers[sender % len(receivers)]
+            files = [file for file in files_of(report.parts).values() if (file.name, file.sha256) not in twins]
+            found += [Transfer(file.name, file.size_bytes, sender, receiver) for file in files]
         return found
 
     def _check_room(self) -> None:
