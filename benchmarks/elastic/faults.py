@@ -40,6 +40,8 @@ BRIEFLY = "link down for a moment"  # and up again before a worker noticed
 _ACTS = {KILLED: "kill", STOPPED: "stop", LOST: "hold", UNPLUGGED: "hold"}
 RECOVERY = "recovery"
 PHASES = ("forward", "backward", "message", "all-reduce", "update", "evaluation", "checkpoint", "copy")
+RECOVERING_S = 12.0  # from the begin of a process, at most, until it is hit while the run recovers
+RECOVERED_S = 60.0  # a process begins in the recovery
 STRIKE_WITHIN_S = 8.0  # a worker that is to be hit comes to the phase; or else it is hit where it is
 TAKEN_IN_S = 40.0
 PAUSE_S = 2.0  # between two looks, 20 ms apart
@@ -280,7 +282,7 @@ class Campaign:
                 self._outcome.problems.append(f"hosts {ended} ended before the run")
             return False
         kind, phase = draw.choice(KINDS), draw.choice(self._phases)
-        again = draw.choice(KINDS) if twice and draw.random() < 0.25 else None
+        again = draw.choice(KINDS) if twice and draw.random() < 0.3 else None
         time.sleep(draw.uniform(0.2, 2.5))
         self._await_copies(kind)
         struck = self._strike(kind, phase)
@@ -337,22 +339,12 @@ class Campaign:
         host, rank = self._draw.choice(here), self._draw.randrange(self._per_host)
         newest = found.updates()[-1].minibatch
         fault = Fault(kind, phase, host, newest, sum(len(found.workers(each)) for each in range(self._hosts)))
-        wish, struck = found.folder / f"wish-{host}-{rank}", found.folder / STRUCK
-        hidden = wish.with_name(f".{wish.name}")
-        hidden.write_text(f"{phase} {act}", encoding="utf-8")
-        hidden.rename(wish)
-        deadline = time.monotonic() + STRIKE_WITHIN_S * (1 if other is None else 8)
-        while not struck.exists() and time.monotonic() < deadline and not found.ended:
-            time.sleep(0.001)
-        wish.unlink(missing_ok=True)
-        if found.ended:
+        struck = found.folder / STRUCK
+        pid = self._recovering(fault, rank) if phase == RECOVERY else self._await_phase(fault, rank, act)
+        if found.ended or (pid is None and not struck.exists()):
             return None
-        if not struck.exists():  # it never comes to the phase
-            fault.phase = "any"
-            pid = found.workers(host).get(rank)
-            if pid is None:
-                return None
-            if act != "hold":
+        if act != "hold" and pid is not None:
+            with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL if act == "kill" else signal.SIGSTOP)
         if kind in (LOST, UNPLUGGED):
             self._back_s.pop(host, None)
@@ -366,6 +358,35 @@ class Campaign:
         self._copied = self._copied and kind in (KILLED, STOPPED)
         fault.minibatch = found.updates()[-1].minibatch
         return fault, time.time()
+
+    def _recovering(self, fault: Fault, rank: int) -> int | None:
+        """Return a worker's new process some seconds after it began; None when it is not started again in time."""
+        found, now_s = self._found, time.time()
+        before, deadline = found.workers(fault.host).get(rank), time.monotonic() + RECOVERED_S
+        while (pid := found.workers(fault.host).get(rank)) in (None, before):
+            if time.monotonic() > deadline or found.ended:
+                return None
+            time.sleep(0.02)
+        time.sleep(self._draw.uniform(0.5, RECOVERING_S))
+        if found.updates()[-1].began_s > now_s:  # it has recovered by now
+            fault.phase = "any"
+        return pid
+
+    def _await_phase(self, fault: Fault, rank: int, act: str) -> int | None:
+        """Let a worker be hit when it comes to the fault's phase; return it where it does not come there in time."""
+        found, struck = self._found, self._found.folder / STRUCK
+        wish = found.folder / f"wish-{fault.host}-{rank}"
+        hidden = wish.with_name(f".{wish.name}")
+        hidden.write_text(f"{fault.phase} {act}", encoding="utf-8")
+        hidden.rename(wish)
+        deadline = time.monotonic() + STRIKE_WITHIN_S
+        while not struck.exists() and time.monotonic() < deadline and not found.ended:
+            time.sleep(0.001)
+        wish.unlink(missing_ok=True)
+        if struck.exists() or found.ended:
+            return None
+        fault.phase = "any"
+        return found.workers(fault.host).get(rank)
 
     def _come_back(self, kind: str, host: int) -> None:
         if kind == LOST:

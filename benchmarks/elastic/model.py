@@ -25,9 +25,7 @@ FORWARD_S, BACKWARD_S = 0.002, 0.004  # of a block, for a microbatch
 SLEEPS = "ELASTIC_AT_ONCE" not in os.environ  # a reference, of which only the losses count, need not
 BLOCKS = 10
 STRUCK = Path("struck")
-_RECOVERING = ("meeting the other hosts", "looking for copies", "fetching the state", "joining the other workers")
-_PHASES = {"evaluat": "evaluation", "checkpoint": "checkpoint", "aside": "copy", "building its model": "recovery"}
-_PHASES |= dict.fromkeys(_RECOVERING, "recovery")
+_PHASES = {"evaluat": "evaluation", "checkpoint": "checkpoint", "aside": "copy"}
 _WHILE_COPYING_S = 0.03  # after the state was set aside, while the thread copies it
 
 
