@@ -57,7 +57,7 @@ def run_case(bed: Testbed, case: EmulatedCase, seconds: float, folder: Path) -> 
     period = math.lcm(*case.replicas)
     steps = max(period, math.ceil(seconds / plan.predicted.seconds_per_minibatch / period) * period)
     trace = folder / f"{case.name}.trace.json"
-    options = RunOptions(trace=str(trace), trace_minibatches=(0, steps))
+    options = RunOptions(trace=str(trace), trace_minibatches=steps)
     job = Job(model=str(emulated.path), plan=plan, steps=steps, run_options=options)
     bed.train(job, links, scale.byte_factor, 60 + 4 * seconds)
     return plan, load_run(trace)

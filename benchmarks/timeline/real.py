@@ -57,7 +57,7 @@ def run_case(case: RealCase, cluster: Cluster, seconds: float, folder: Path) -> 
     save_plan(plan, plan_path)
     steps = max(16, math.ceil(seconds / plan.predicted.seconds_per_minibatch))
     arguments = ["train", str(_model(case)), "--plan", str(plan_path), "--steps", str(steps), "--json"]
-    arguments += ["--trace", str(trace), "--trace-minibatches", f"0:{steps}"]
+    arguments += ["--trace", str(trace), "--trace-minibatches", str(steps)]
     run_workers(PLACES, "planner", arguments, TIMEOUT_S)
     return plan, load_run(trace)
 

@@ -118,10 +118,10 @@ def add_profile_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def add_output_argument(
-    parser: argparse.ArgumentParser, default: Path | None = None, told: str = "%(default)s", help: str = "file to write"
+    parser: argparse.ArgumentParser, default: Path | None = None, told: str = "%(default)s"
 ) -> None:
     """Declare --output for a file."""
-    help = f"{help} (default: {told})"
+    help = f"file to write (default: {told})"
     parser.add_argument("-o", "--output", type=Path, default=default, metavar="FILE", help=help)
 
 

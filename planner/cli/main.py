@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from planner.cli import alternatives, profile, solve, train, views
+from planner.cli import profile, solve, train, views
 from planner.cli.output import as_flags, print_complaint, try_outputs
 from planner.errors import InputError, PlannerError, did_you_mean
 
@@ -21,7 +21,7 @@ VERBS: tuple[Callable[[Any], None], ...] = (
     profile.add_parser,
     solve.add_parser,
     views.add_show,
-    alternatives.add_parser,
+    views.add_questions,
     views.add_simulate,
     views.add_report,
     train.add_train,

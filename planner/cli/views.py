@@ -1,7 +1,9 @@
-"""`plan show`, `plan simulate` and `plan report`: a plan as tables, as a timeline, and as a page."""
+"""What else a plan says: `show` and `simulate` it, `compare` and `explain` it, and a page with all of that."""
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import planner
 from planner.cli import arguments, output
@@ -22,11 +24,28 @@ links. Prints samples per second, the bubble, how busy each worker and link is, 
     plan simulate --trace trace.json          open it at https://ui.perfetto.dev
     plan simulate --against run.json          compare with what `plan train --trace run.json` recorded
 """
+COMPARE = """\
+Compare the fastest plan, or --plan, with what one would do without a planner: data parallelism, pipelines of equal
+blocks and of equal times, and GPipe with the plan's own stages. All are priced on the same cluster by the same cost
+model and, with the default one, by simulation.
+
+    plan compare --gpus 8 --bandwidth 10Gbps
+    plan compare --plan plan.json
+    plan compare --plan plan.json --topology 4x2 --bandwidth 128Gbps,10Gbps     its stages on another cluster
+"""
+EXPLAIN = """\
+Explain what limits the fastest plan, or --plan: the busiest resource, the slack of all others, and what
+more bandwidth, one more GPU or more memory would gain.
+
+    plan explain --gpus 8 --bandwidth 10Gbps
+    plan explain --plan plan.json
+    plan explain --plan plan.json --gpus 8 --bandwidth 1Gbps     its stages on another cluster
+"""
 REPORT = """\
 Write a report on a plan: one HTML file that needs no network. It shows the stages and their layers, the simulated
 timeline to zoom and point at, memory over time and what limits the plan. With the profile, it compares the plan with
-data parallelism and hand-made pipelines, says what would make it faster, and plans for other bandwidths. With --run,
-it shows a training run and its simulation on the same axes.
+data parallelism and hand-made pipelines, and says what would make it faster. With --run, it shows a training run and
+its simulation on the same axes.
 
     plan report                                 plan.json, profile.json -> report.html
     plan report --run trace.json                measured beside predicted
@@ -46,6 +65,13 @@ def add_show(verbs: arguments.Verbs) -> None:
     )
     help = "show only the first N layers of a profile (default: all)"
     parser.add_argument("--top", type=count, metavar="N", help=help)
+
+
+def add_questions(verbs: arguments.Verbs) -> None:
+    summary = "compare a plan with data parallelism and hand-made pipelines"
+    arguments.add_question_arguments(arguments.declare(verbs, "compare", summary, COMPARE, run_question))
+    summary = "explain what limits a plan, and what would make it faster"
+    arguments.add_question_arguments(arguments.declare(verbs, "explain", summary, EXPLAIN, run_question))
 
 
 def add_simulate(verbs: arguments.Verbs) -> None:
@@ -104,4 +130,16 @@ def report(args: argparse.Namespace) -> int:
     with output.searching() as progress:
         path = planner.report(args.plan, args.output, **arguments.given_options(ReportOptions, args), progress=progress)
     output.print_written(path, as_json=args.json)
+    return 0
+
+
+def run_question(args: argparse.Namespace) -> int:
+    """Compare or explain the plan of the arguments, and print the answer."""
+    from planner.formats.device_kinds import read_profile
+
+    question: Callable[..., Any] = getattr(planner, args.verb)
+    with arguments.patience_of(args) as patience:
+        profile = read_profile(args.profile)
+        answer = question(profile, plan=arguments.plan_of(args, profile, patience), patience=patience)
+    output.print_answer(answer, args.json)
     return 0

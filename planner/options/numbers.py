@@ -34,16 +34,6 @@ def degrees(text: str) -> tuple[int, ...]:
     return tuple(sorted({int(part) for part in text.split(",")}))
 
 
-def window(text: str) -> int | tuple[int, int]:
-    """Parse a choice of minibatches: "100" for the last 100, "20:40" for those from 20 on and before 40."""
-    first, colon, end = text.partition(":")
-    if not colon and int(first) > 0:
-        return int(first)
-    if colon and 0 <= int(first) < int(end):
-        return int(first), int(end)
-    raise ArgumentTypeError(f"{text} names no minibatches; give 100 for the last 100, or 20:40")
-
-
 def host_range(text: str) -> tuple[int, int]:
     """Parse the fewest and the most hosts: "2:4"."""
     low, _, high = text.partition(":")

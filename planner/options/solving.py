@@ -51,10 +51,6 @@ class Progress:
             self.config, self.best_s = config, seconds
 
 
-class MinibatchError(InputError):
-    """A minibatch that a profile's microbatches or a schedule cannot make."""
-
-
 def time_limit(text: str) -> float:
     """Parse how long a search may take: "30s", or "none"."""
     return math.inf if text == "none" else parse_seconds(text)
@@ -193,12 +189,12 @@ class SolveOptions(StageRules):
             )
         count, rest = divmod(self.minibatch, size)
         if rest or count < 1:
-            raise MinibatchError(
+            raise InputError(
                 f"`minibatch={self.minibatch}` is no multiple of the {size} samples of a microbatch",
                 hint=f"give `minibatch={max(1, count) * size}`, or a profile with another `batch_size`",
             )
         if count > 1 and not self.order.divides:
-            raise MinibatchError(
+            raise InputError(
                 f"under {self.schedule} a minibatch has the {size} samples that were profiled, not "
                 f"`minibatch={self.minibatch}`",
                 hint=f"profile with `batch_size={self.minibatch}`, or use a `schedule` that divides minibatches",

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from planner.formats.names import Backend, DeviceType
-from planner.options.numbers import host_range, window
+from planner.options.numbers import host_range
 from planner.options.option import Options, option
 
 BaselineName = Literal["data-parallel"]
@@ -84,9 +84,7 @@ class RunOptions(Options):
         "leads to worker 0",
     )
     trace: str | None = option(None, "write what every worker did as a Chrome trace, which Perfetto opens", "FILE")
-    trace_minibatches: tuple[int, int] | int = option(
-        100, "trace the last N minibatches, or those from A on and before B", "N|A:B", parse=window
-    )
+    trace_minibatches: int = option(100, "trace the last N minibatches", "N", least=1)
     max_restarts: int = option(
         0, "after a failure restart all from the last checkpoint, at most N times, on one host", "N", least=0
     )

@@ -1,8 +1,8 @@
 """Write timelines as Chrome traces, which Perfetto (ui.perfetto.dev) and chrome://tracing open, and read them back.
 
 Source: "Trace Event Format", Google (the JSON object format). A worker is a process; compute, send, receive and
-all-reduce are its threads, several of each where slices overlap, as in real runs; each message is a flow from the
-computation that made it to the one that waited for it; memory is a counter. Times are in microseconds.
+all-reduce are its threads, several of each where slices overlap, as in real runs; memory is a counter. Times are in
+microseconds.
 """
 
 import json
@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from planner.errors import InputError
 from planner.formats.files import first_problem, write_text
-from planner.formats.timeline import Event, EventKind, Events, Timeline, load_timeline
+from planner.formats.timeline import Event, Events, Timeline, load_timeline
 from planner.reporting.timeline import LANE_ORDER, side_by_side
 from planner.simulator.simulate_plan import ROUNDS
 from planner.simulator.summary import stages_of
@@ -22,10 +22,6 @@ from planner.simulator.summary import stages_of
 MICROSECONDS = 1e6
 _THREADS = 1000  # per lane, at most
 _REMEDY = "make one with `trace`: plan simulate and plan train write it"
-_ENDS: dict[EventKind, tuple[EventKind, ...]] = {  # the computations at both ends of a message
-    "send_activation": ("forward",),
-    "send_gradient": ("backward", "backward_input"),
-}
 
 TraceEvent: TypeAlias = dict[str, Any]
 
@@ -33,7 +29,7 @@ TraceEvent: TypeAlias = dict[str, Any]
 def chrome_trace(timeline: Timeline) -> str:
     """Write the trace as JSON, with its events in the order of their times."""
     events = list(timeline.events.rows())
-    rows = [*_slices(timeline, events), *_flows(timeline, events), *_counters(timeline)]
+    rows = [*_slices(timeline, events), *_counters(timeline)]
     rows.sort(key=lambda row: row["ts"])
     head = {"timeline": timeline.model_dump(mode="json", exclude={"events"})}
     encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
@@ -85,28 +81,6 @@ def _slices(timeline: Timeline, events: Iterable[Event]) -> Iterator[TraceEvent]
             "cat": event.kind,
             "args": args,
         }
-
-
-def _flows(timeline: Timeline, events: Iterable[Event]) -> Iterator[TraceEvent]:
-    """Yield a flow for each message, from the computation that made it to the one that waited for it."""
-    events = list(events)
-    computed = {(e.rank, e.kind, e.stage, e.minibatch, e.microbatch): e for e in events if e.lane == "compute"}
-    for number, sent in enumerate(events):
-        if sent.lane != "send" or sent.peer_rank is None or sent.peer_stage is None:
-            continue
-        unit = sent.minibatch, sent.microbatch
-        kinds = _ENDS[sent.kind]
-        made = [e for kind in kinds if (e := computed.get((sent.rank, kind, sent.stage, *unit)))]
-        used = [e for kind in kinds if (e := computed.get((sent.peer_rank, kind, sent.peer_stage, *unit)))]
-        if made and used:
-            name = "activation" if sent.kind == "send_activation" else "gradient"
-            about = {"cat": name, "name": name, "id": number}
-            sender, receiver = made[-1], used[0]
-            # Just inside each slice: at its very end the flow would bind to the next slice.
-            left_s = sender.end_s - 0.001 * (sender.end_s - sender.start_s)
-            taken_s = receiver.start_s + 0.001 * (receiver.end_s - receiver.start_s)
-            yield {"ph": "s", **about, "pid": sent.rank, "tid": 0, "ts": _time(left_s)}
-            yield {"ph": "f", "bp": "e", **about, "pid": sent.peer_rank, "tid": 0, "ts": _time(taken_s)}
 
 
 def _counters(timeline: Timeline) -> Iterator[TraceEvent]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import Counter, defaultdict
+from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ def check_trace(text: str) -> list[dict[str, Any]]:
     assert all(earlier["ts"] <= later["ts"] for earlier, later in pairwise(timed))
     threads: dict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
-        assert row["ph"] in "XMCsf"
+        assert row["ph"] in "XMC"
         assert isinstance(row["pid"], int)
         if row["ph"] == "X":
             assert row["dur"] >= 0
@@ -35,19 +35,7 @@ def check_trace(text: str) -> list[dict[str, Any]]:
     named = {(row["pid"], row["tid"]) for row in rows if row["name"] == "thread_name"}
     assert named == set(threads)
     assert {row["pid"] for row in rows if row["name"] == "process_name"} >= {pid for pid, _ in threads}
-    flows = [row for row in rows if row["ph"] in "sf"]
-    assert all(Counter(row["ph"] for row in flows if row["id"] == each) == {"s": 1, "f": 1} for each in _ids(flows))
-    for row in flows:  # each end lies in a slice of its thread
-        inside = [x for x in threads[row["pid"], row["tid"]] if x["ts"] <= row["ts"] <= x["ts"] + x["dur"]]
-        assert inside, row
-    for each in _ids(flows):
-        start, end = (next(row for row in flows if row["id"] == each and row["ph"] == ph) for ph in "sf")
-        assert start["ts"] <= end["ts"]
     return rows
-
-
-def _ids(flows: list[dict[str, Any]]) -> set[int]:
-    return {row["id"] for row in flows}
 
 
 def test_the_trace_of_two_workers() -> None:
@@ -60,8 +48,6 @@ def test_the_trace_of_two_workers() -> None:
     assert names == ["worker 0: stage 0", "worker 1: stage 1"]
     lanes = {row["args"]["name"] for row in rows if row["name"] == "thread_name" and row["pid"] == 0}
     assert lanes == {"compute", "send", "receive"}
-    arrows = [(row["name"], row["ph"], row["pid"]) for row in rows if row["ph"] in "sf"]
-    assert arrows == [("activation", "s", 0), ("activation", "f", 1), ("gradient", "s", 1), ("gradient", "f", 0)]
     assert [row["args"]["bytes"] for row in rows if row["ph"] == "C"] == [300, 100]
 
 

@@ -1,7 +1,6 @@
 """Record the timeline of a real run: each worker records what it did and when, and rank 0 merges the records."""
 
 import json
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,42 +21,34 @@ _KINDS = {"".join(word.title() for word in kind.split("_")): kind for kind in LA
 
 
 class TraceRecorder:
-    """Records instructions, and after each computation the memory in use.
-
-    The `window` is of minibatches, from the first to before the second; or so many at the end of the run.
-    """
+    """Records instructions, and after each computation the memory in use, of the `last` minibatches of the run."""
 
     def __init__(
         self,
         rank: int,
-        window: tuple[int, int] | int,
+        last: int,
         device: torch.device,
         held_bytes: Callable[[], int] | None = None,
     ) -> None:
-        self._rank = rank
-        self._first, self._end = (0, sys.maxsize) if isinstance(window, int) else window
-        self.last = window if isinstance(window, int) else None
+        self._rank, self.last = rank, last
         self._clock = Clock(device)
         self._held_bytes = held_bytes
         self._notes: deque[tuple[int, Instruction, Mark, Mark, int | None]] = deque()
         self._newest = 0
 
-    def mark(self, instruction: Instruction) -> Mark | None:
-        """Mark the beginning or the end of `instruction`; None outside the window."""
-        return self._clock.now() if self._first <= self._minibatch(instruction) < self._end else None
+    def mark(self) -> Mark:
+        """Mark the beginning or the end of an instruction."""
+        return self._clock.now()
 
-    def record(self, instruction: Instruction, start: Mark | None, end: Mark | None) -> None:
+    def record(self, instruction: Instruction, start: Mark, end: Mark) -> None:
         minibatch = self._minibatch(instruction)
         self._newest = max(self._newest, minibatch)
-        if start is None or end is None:
-            return
         kind = _KINDS.get(type(instruction).__name__)
         computes = kind is not None and LANES[kind] == "compute"
         held = self._held_bytes() if computes and self._held_bytes is not None else None
         self._notes.append((minibatch, instruction, start, end, held))
-        if self.last is not None:
-            while self._notes[0][0] <= self._newest - self.last:
-                self._notes.popleft()
+        while self._notes[0][0] <= self._newest - self.last:
+            self._notes.popleft()
 
     def events(self, first: int = 0) -> Iterator[Event]:
         """Yield what was recorded, on this worker's clock; after the run."""
@@ -94,7 +85,7 @@ def gather_timeline(
     """Return the timeline of all workers on rank 0; None elsewhere. All workers call it at the same point."""
     offsets = _clock_offsets()
     # A worker's newest minibatch may be before the run's last, so it may have kept earlier ones than the run's last.
-    first = 0 if recorder.last is None else max(0, minibatches - recorder.last)
+    first = max(0, minibatches - recorder.last)
     noted = list(recorder.events(first))
     units = {Unit(event.minibatch, event.microbatch) for event in noted if event.kind == "forward"}
     lengths = {} if lengths_of is None else {unit: lengths_of(unit) for unit in units}

@@ -75,7 +75,7 @@ class PipelineWorker:
         busy, execute = self._busy, self._execute
         for instruction in instructions:
             beat(instruction)
-            start = None if recorder is None else recorder.mark(instruction)
+            start = None if recorder is None else recorder.mark()
             kind = type(instruction)
             if kind in _COMPUTE:
                 busy.begin(instruction)
@@ -85,8 +85,8 @@ class PipelineWorker:
                 execute(instruction)
                 if kind in _WAITS:
                     busy.waits = instruction
-            if recorder is not None:
-                recorder.record(instruction, start, recorder.mark(instruction))
+            if recorder is not None and start is not None:
+                recorder.record(instruction, start, recorder.mark())
         self._later.flush(unread)
 
     def settle(self) -> None:

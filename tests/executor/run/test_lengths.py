@@ -163,12 +163,12 @@ def test_a_trace_has_the_lengths_of_microbatches(tmp_path: Path) -> None:
     """By the names of lengths(), also of those that another worker ran."""
     path = write(tmp_path, "translator")
     plan = by_labels(make_plan(structural_profile(path, SIZE), (2, 1), "1f1b-flush", 4))
-    options = RunOptions(trace="any", trace_minibatches=(2, 5))
+    options = RunOptions(trace="any", trace_minibatches=3)
     run_jobs([Job(model=str(path), plan=plan, steps=6, seed=SEED, run_options=options)], tmp_path)
     timeline = load_timeline(tmp_path / "job-0.json.timeline")
     assert timeline.length_names == ("source", "target")
     data = make_batches(load_model_file(str(path)), SIZE, 4, SEED)
-    units = [Unit(minibatch, number) for minibatch in range(2, 5) for number in range(4)]
+    units = [Unit(minibatch, number) for minibatch in range(3, 6) for number in range(4)]
     batches = [data.batch(unit) for unit in units]
     sizes = [tuple(tensor.shape[1] for tensor in batch.args) for batch in batches]
     assert timeline.lengths == tuple((*unit, *pair) for unit, pair in zip(units, sizes, strict=True))
