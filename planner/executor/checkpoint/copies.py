@@ -11,6 +11,7 @@ import json
 import logging
 import shutil
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -190,17 +191,13 @@ class Copies(Keeper):
         self._memory.folder.mkdir(parents=True, exist_ok=True)
         free_bytes = shutil.disk_usage(self._memory.folder).free
         free_bytes += sum(sum(files.values()) for files in self._memory.copies().values())
-        texts = share(json.dumps([own_bytes, free_bytes]), self._group)
-        by_worker = [(host, *json.loads(text)) for host, text in zip(self._hosts, texts, strict=True)]
-        hosts = list(dict.fromkeys(self._hosts))
-        for place, host in enumerate(hosts):
-            here = {host, hosts[place - 1]}  # whose copies this host receives
-            needed = _AT_A_TIME * sum(state for own, state, _ in by_worker if own in here)
-            free = min(left for own, _, left in by_worker if own == host)
-            if needed > free:
-                folder = self._job.elastic.copy_folder
-                raise InputError(
-                    f"copies of the state take {format_bytes(needed)} of '{folder}' on host {host}, which has "
-                    f"{format_bytes(free)} left",
-                    hint="choose another `copy_folder`; one on a disk is slower, and does",
-                )
+        state, free = Counter[int](), dict[int, int]()
+        for host, text in zip(self._hosts, share(json.dumps([own_bytes, free_bytes]), self._group), strict=True):
+            own_bytes, free[host] = json.loads(text)
+            state[host] += own_bytes
+        for host, before in zip(state, [*state][-1:] + [*state][:-1], strict=True):  # whose copies this host receives
+            needed = _AT_A_TIME * sum(state[each] for each in {host, before})
+            if needed > free[host]:
+                what = f"copies of the state take {format_bytes(needed)} of '{self._job.elastic.copy_folder}'"
+                hint = "choose another `copy_folder`; one on a disk is slower, and does"
+                raise InputError(f"{what} on host {host}, which has {format_bytes(free[host])} left", hint=hint)
