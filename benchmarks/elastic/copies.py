@@ -12,7 +12,7 @@ from unittest.mock import patch
 from benchmarks.elastic.faults import cluster, write_plan
 
 WINDOW = 50  # minibatches: the distance between copies that `plan train` has by default
-PAIRS = 10
+PAIRS = 7
 WARM_UP = 1  # pairs that are left out: the first copy takes its memory
 WIDTHS = (16, 1024)  # of the model's layers
 
