@@ -6,6 +6,7 @@ from typing import Any, TypeAlias
 
 from planner.analysis.compare import compare, with_baselines, with_synchronous
 from planner.analysis.explain import explain
+from planner.analysis.fewer import with_fewer_hosts
 from planner.analysis.given_plan import equal_stages, stages_ending_at
 from planner.analysis.given_plan import price as priced
 from planner.arguments import checked
@@ -130,9 +131,11 @@ def solve(profile: Profile, cluster: Cluster, options: SolveOptions) -> Plan:
 
 def solved(profile: Profile, cluster: Cluster, options: SolveOptions, patience: Patience) -> Plan:
     """Find the fastest plan, and the plans to compare it with, before the patience ends."""
-    plan = find_plan(profile, cluster, options, patience.part(SEARCHING))
+    plan = find_plan(profile, cluster, options, patience.part(SEARCHING / (1 + options.survive)))
     if not options.alone:
         plan = with_synchronous(profile, plan, options, patience.part(BESIDE), asked=options.asked)
+    if options.survive:
+        plan = with_fewer_hosts(profile, plan, options, patience.part(SEARCHING))
     return with_baselines(profile, plan, patience)
 
 

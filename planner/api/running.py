@@ -25,7 +25,7 @@ from planner.model.spec import TrainingSpec, load_model_file
 from planner.options.cluster import listed
 from planner.options.option import keywords_of
 from planner.options.profiling import EstimateArguments
-from planner.options.training import CheckpointOptions, RunOptions, TrainArguments, TrainingOptions
+from planner.options.training import CheckpointOptions, ElasticOptions, RunOptions, TrainArguments, TrainingOptions
 from planner.options.verbs import PER_SERVER, PLANNED, SAMPLES, TENSOR, TOKENS, FitOptions
 from planner.profiler.estimated.calibrate import load_calibration
 from planner.profiler.estimated.devices import device_spec, parse_dtype, usual_dtype
@@ -207,6 +207,30 @@ def check_trainable(plan: Plan) -> None:
             f"the plan leaves GPU {idle} idle and uses later ones, but workers are numbered without gaps",
             hint="solve for those that it uses, or list the kinds of GPUs in the cluster so that unused ones come last",
         )
+
+
+def check_elastic(plan: Plan, options: ElasticOptions) -> None:
+    """Raise PlanError unless there is a plan for each number of hosts; InputError for hosts that meet nowhere."""
+    least, most = options.hosts
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
+        what = "`elastic` starts torchrun's agents itself, and torchrun has started this process"
+        raise InputError(what, hint="start plan train on every host, without torchrun")
+    if plan.cluster.gpus % most:
+        what = f"{plan.cluster.gpus} GPUs of the plan are not divided evenly over {most} hosts"
+        raise PlanError(what, hint="give `elastic=MIN:MAX` with the hosts of the plan as MAX")
+    if not (options.rendezvous or "").rpartition(":")[2].isdecimal():
+        what = f"hosts do not find each other at `rendezvous={options.rendezvous}`"
+        raise InputError(what, hint="name a host that stays, and a free port of it: `rendezvous=host0:29500`")
+    for hosts in range(least, most):
+        plan.on_gpus(plan.cluster.gpus // most * hosts)
+
+
+def plan_left(plan: Plan) -> tuple[Plan, str]:
+    """Return the plan for the workers that torchrun has started, and in words what it leaves of the whole one."""
+    own = plan.on_gpus(int(os.environ["WORLD_SIZE"]))
+    share = plan.predicted.seconds_per_minibatch / own.predicted.seconds_per_minibatch
+    speed = f"{share:.0%} of the speed" if own.cluster.gpus < plan.cluster.gpus else "the whole speed"
+    return own, f"for {own.cluster.gpus} of {plan.cluster.gpus} GPUs ({speed})"
 
 
 def make_job(model: str | Path, plan: Plan, arguments: TrainArguments) -> Job:

@@ -16,7 +16,7 @@ from planner.options.cluster import ClusterOptions
 from planner.options.option import flag_of, options_in
 from planner.options.profiling import EstimateArguments, ProfileOptions
 from planner.options.solving import Progress, SolveOptions
-from planner.options.training import CheckpointOptions, RunOptions, TrainArguments, TrainingOptions
+from planner.options.training import CheckpointOptions, ElasticOptions, RunOptions, TrainArguments, TrainingOptions
 from planner.options.verbs import FitOptions, PriceOptions, QuickstartOptions, ReportOptions, SelftestOptions
 from planner.terminal import ProgressLine
 from planner.units import format_seconds
@@ -39,8 +39,10 @@ _OTHER_NAMES = {
     "system": ("--to", ""),
 }
 _VERBS = (PriceOptions, FitOptions, ReportOptions, QuickstartOptions, SelftestOptions, SolveOptions)
-_RUNNING = (ProfileOptions, EstimateArguments, TrainArguments, TrainingOptions, CheckpointOptions, RunOptions)
-_OPTIONS = {each.name: option for record in (ClusterOptions, *_VERBS, *_RUNNING) for each, option in options_in(record)}
+_RUNNING = (ProfileOptions, EstimateArguments, TrainArguments, TrainingOptions)
+_KEEPING = (CheckpointOptions, ElasticOptions, RunOptions)
+_RECORDS = (ClusterOptions, *_VERBS, *_RUNNING, *_KEEPING)
+_OPTIONS = {each.name: option for record in _RECORDS for each, option in options_in(record)}
 FLAGS = {name: (f"--{name.replace('_', '-')}", "") for name in _OWN.split()} | _OTHER_NAMES
 FLAGS |= {name: (flag, option.unit) for name, option in _OPTIONS.items() if (flag := flag_of(name, option))}
 # What stands for False.

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import planner
 from planner.cli import arguments, output
-from planner.options.training import CheckpointOptions, RunOptions, TrainArguments, TrainingOptions
+from planner.options.option import refuse
+from planner.options.training import CheckpointOptions, ElasticOptions, RunOptions, TrainArguments, TrainingOptions
 from planner.options.verbs import QuickstartOptions, SelftestOptions
 
 if TYPE_CHECKING:
@@ -82,6 +84,7 @@ def add_train(verbs: arguments.Verbs) -> None:
     )
     arguments.add_options(parser.add_argument_group("how to train"), TrainingOptions)
     arguments.add_options(parser.add_argument_group("checkpoints"), CheckpointOptions)
+    arguments.add_options(parser.add_argument_group("losing hosts"), ElasticOptions)
     arguments.add_options(parser.add_argument_group("watching the run"), RunOptions)
 
 
@@ -100,13 +103,21 @@ def add_exports(verbs: arguments.Verbs) -> None:
 
 def train(args: argparse.Namespace) -> int:
     """Train, then print what was predicted beside what was measured."""
-    from planner.api.running import make_job, run_job
+    from planner.api.running import check_elastic, make_job, plan_left, run_job
     from planner.executor.checkpoint.folders import after_torchrun_restart, complete
     from planner.workers.meeting import started_as_worker
 
     checkpoints = arguments.read_options(CheckpointOptions, args)
-    as_worker = started_as_worker()
-    continued = after_torchrun_restart(checkpoints) if as_worker else None
+    losing = arguments.read_options(ElasticOptions, args)
+    elastic = losing.elastic is not None
+    # Under srun an elastic run's tasks are its hosts, whose workers torchrun's agents start.
+    as_worker = (not elastic or "TORCHELASTIC_RUN_ID" in os.environ) and started_as_worker()
+    plan, left = planner.load_plan(args.plan), ""
+    if elastic:
+        refuse(args, "elastic", "max_restarts", "baseline", why=", which starts workers again and changes the plan")
+        check_elastic(plan, losing)
+        plan, left = plan_left(plan) if as_worker else (plan, "")
+    continued = after_torchrun_restart(checkpoints, elastic=elastic) if as_worker or elastic else None
     asked = arguments.read_options(
         TrainArguments,
         args,
@@ -115,9 +126,11 @@ def train(args: argparse.Namespace) -> int:
         run_options=arguments.read_options(RunOptions, args),
         show_progress=sys.stderr.isatty(),
     )
-    job = make_job(args.model, planner.load_plan(args.plan), asked)
+    job = make_job(args.model, plan, asked).model_copy(update={"elastic": losing, "left": left})
     if as_worker:
         _run_as_worker(job.model_copy(update={"started_again": continued is not None}), args.json)
+    if elastic:
+        return _run_as_host(job)
     try:
         result = run_job(job, output.print_progress)
     except KeyboardInterrupt:
@@ -129,6 +142,22 @@ def train(args: argparse.Namespace) -> int:
             output.print_progress(f"the same command with `resume` continues from the newest in '{checkpoints.folder}'")
         raise
     output.print_answer(result, args.json)
+    return 0
+
+
+def _run_as_host(job: Job) -> int:
+    from planner.executor.checkpoint.host_memory import HostMemory
+    from planner.workers.launch import run_on_hosts
+
+    # The same on all hosts, and when all of them are started again.
+    job = job.model_copy(update={"run": f"{str(job.plan.graph_hash)[:16]}-{job.seed}"})
+    memory = HostMemory.of(job)
+    try:
+        run_on_hosts(job, ("planner", *sys.argv[1:]))
+    except KeyboardInterrupt:
+        memory.remove()
+        raise
+    memory.remove()
     return 0
 
 

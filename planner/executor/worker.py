@@ -77,6 +77,7 @@ def run_worker(
 
     A failure is left to the launcher; under torchrun it is raised, or that of another worker told, which ends this one.
     """
+    from planner.executor.checkpoint.host_memory import note_fault
     from planner.profiler.this_machine import keep_freed_pages
     from planner.workers.ending import die_with_parent, end_process
     from planner.workers.heartbeat import Heartbeat
@@ -95,6 +96,7 @@ def run_worker(
     logger = logging.getLogger("planner")
     logger.addHandler(handler)
     logger.propagate = False
+    rank, workers, elastic = int(os.environ["RANK"]), job.plan.workers, job.elastic.elastic is not None
     on_progress = ProgressShown() if job.show_progress else None
     heartbeat = Heartbeat()
     supervisor = Supervisor(job, heartbeat, own_process=True)
@@ -103,19 +105,30 @@ def run_worker(
         if error is not None and tell is not None:
             sys.stderr.write("\n")  # leave the progress line
             tell(error)
+        if error is not None and elastic:
+            note_fault(job, error.message)
+            if not getattr(error, "again", True):  # torchrun's agent would start the workers again
+                os.kill(os.getppid(), signal.SIGTERM)
         end_process(1 if error is None else error.exit_code)
 
     try:
-        if int(os.environ["WORLD_SIZE"]) == job.plan.workers:
+        if int(os.environ["WORLD_SIZE"]) == workers or (elastic and rank < workers):
             supervisor.watch(tell_and_end)
+        from planner.executor.checkpoint.recovery import await_end, recover
         from planner.executor.run.train import train_worker
 
-        return 0, train_worker(job, on_progress, heartbeat, on_timeline, supervisor)
+        recovery = recover(job, heartbeat) if elastic else None
+        if recovery is not None and rank >= workers:
+            await_end(recovery.store)
+            return 0, None
+        return 0, train_worker(job, on_progress, heartbeat, on_timeline, supervisor, recovery)
     except Exception as error:
         failure = supervisor.fail(error)
         first = supervisor.error()
         if job.folder is not None:
             return failure.exit_code, None
+        if elastic:
+            tell_and_end(first)
         # The message is printed first, and nothing after it may block: not the interpreter's shutdown either.
         atexit.register(end_process, failure.exit_code)
         if first is not None:

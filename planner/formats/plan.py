@@ -1,7 +1,7 @@
 """The Plan: which layers form which stage, on which ranks, under which schedule, and what to expect of it."""
 
 from collections import Counter
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
@@ -27,6 +27,7 @@ from planner.formats.profile import Autocast, Device, LossMean, MemoryFormat
 from planner.formats.shown import Shown
 
 REMEDY = "make a plan with: plan solve"
+_ALIKE = ("model", "graph_hash", "schedule", "microbatch_size", "microbatches")  # of a plan and its smaller ones
 GIVEN = "given"  # the solver's name in plans whose stages a person chose
 
 
@@ -35,7 +36,7 @@ class Plan(Shown, GrownRecord):
 
     later_fields: ClassVar[frozenset[str]] = frozenset(
         {"master_weights", "loss", "tf32", "deterministic", "lengths", "baselines", "synchronous", "notes"}
-    ) | {"experts", "by_samples"}
+    ) | {"experts", "by_samples", "smaller"}
 
     schema_version: Literal[1] = 1
     model: str
@@ -67,6 +68,7 @@ class Plan(Shown, GrownRecord):
     notes: tuple[str, ...] = ()  # sentences on what is missing beside the plan, and why
     solver: SolverReport
     cluster: Cluster
+    smaller: tuple["Plan", ...] = ()  # for the GPUs that are left without one host, without two, ...
 
     def noting(self, sentence: str) -> "Plan":
         return self.model_copy(update={"notes": (*self.notes, sentence)})
@@ -79,6 +81,15 @@ class Plan(Shown, GrownRecord):
     def trainable(self) -> bool:
         """Whether there is a model to train: a plan from an imported profile has none."""
         return self.graph_hash is not None
+
+    def on_gpus(self, gpus: int) -> "Plan":
+        """Return this plan or a smaller one, for so many GPUs; raise PlanError where there is none."""
+        plans = {plan.cluster.gpus: plan for plan in (*self.smaller, self)}
+        if gpus not in plans:
+            why = next((f": {note}" for note in self.notes if "cannot be survived" in note), "")
+            hint = "solve with a larger `survive`, or allow for fewer losses"
+            raise PlanError(f"a run that may have {gpus} GPUs needs a plan for them, and there is none{why}", hint=hint)
+        return plans[gpus]
 
     @property
     def workers(self) -> int:
@@ -148,6 +159,10 @@ class Plan(Shown, GrownRecord):
         for (source, target), times in pairs.items():
             if not source < target < len(self.stages) or times > 1:
                 raise ValueError(f"transfer {source} -> {target} is not one from a stage to a later one")
+        for larger, less in pairwise((self, *self.smaller)):
+            same = all(getattr(self, name) == getattr(less, name) for name in _ALIKE)
+            if less.smaller or less.cluster.gpus >= larger.cluster.gpus or not same:
+                raise ValueError(f"{less.config} is no smaller plan of the same model, schedule and minibatch")
         return self
 
 

@@ -34,6 +34,14 @@ def degrees(text: str) -> tuple[int, ...]:
     return tuple(sorted({int(part) for part in text.split(",")}))
 
 
+def host_range(text: str) -> tuple[int, int]:
+    """Parse the fewest and the most hosts: "2:4"."""
+    low, _, high = text.partition(":")
+    if not (is_count(low) and is_count(high) and 1 <= int(low) <= int(high)):
+        raise ArgumentTypeError(f"'{text}' are no numbers of hosts such as 2:4")
+    return int(low), int(high)
+
+
 def names(text: str) -> tuple[str, ...]:
     """Parse names with commas between them."""
     return tuple(name.strip() for name in text.split(",") if name.strip())

@@ -128,6 +128,13 @@ class SolveOptions(StageRules):
         "search: exact, over all stages of consecutive layers in the profile's order; ilp: an integer program over the "
         "same; auto: the search where it can",
     )
+    survive: int = option(
+        0,
+        "add the plans for 1 to N hosts fewer, with the same minibatches; hosts are the groups of the outermost level, "
+        "or single GPUs where all are joined alike",
+        "N",
+        least=0,
+    )
     time_limit_s: float | None = option(
         TIME_LIMIT_S,
         "answer after a time such as 30s with the best plans so far; none: however long it takes",

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from planner.formats.names import Backend, DeviceType
+from planner.options.numbers import host_range
 from planner.options.option import Options, option
 
 BaselineName = Literal["data-parallel"]
@@ -90,6 +91,34 @@ class RunOptions(Options):
     stop_on_nan: bool = option(
         False, "end the run when the loss of a minibatch is NaN or infinite", told="report it in the result"
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElasticOptions(Options):
+    """How a run goes on without hosts that are lost; the same command, with `elastic`, is started on every host."""
+
+    elastic: tuple[int, int] | str | None = option(
+        None,
+        "train on MIN to MAX hosts: go on without those that are lost, and with those that come, under the plans that "
+        "`survive` of `plan solve` has made",
+        "MIN:MAX",
+        parse=host_range,
+    )
+    rendezvous: str | None = option(
+        None, "where the hosts meet: a store of torchrun's, which the host with that address opens", "HOST:PORT"
+    )
+    copy_every: int = option(
+        50,
+        "with `elastic`, drain the pipeline and copy the state to other hosts after every N minibatches",
+        "N",
+        least=1,
+    )
+    copy_folder: str = option("/dev/shm", "folder of the copies, in the memory of each host", "DIR")
+
+    @property
+    def hosts(self) -> tuple[int, int]:
+        assert isinstance(self.elastic, tuple)
+        return self.elastic
 
 
 @dataclass(frozen=True, kw_only=True)

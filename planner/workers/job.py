@@ -10,7 +10,7 @@ from planner.formats.files import Record
 from planner.formats.names import Backend, DeviceType
 from planner.formats.plan import Plan
 from planner.formats.shown import Shown
-from planner.options.training import BaselineName, CheckpointOptions, RunOptions, TrainingOptions
+from planner.options.training import BaselineName, CheckpointOptions, ElasticOptions, RunOptions, TrainingOptions
 
 RESULT_FILE, TIMELINE_FILE = "result.json", "timeline.json"  # in the job's folder, from rank 0
 LAUNCHER_VARIABLE = "PLAN_LAUNCHER_PID"  # in the environment of the workers: the process that launched them
@@ -31,6 +31,8 @@ class Job(Record):
     backend: Backend | None = None  # of messages; None: NCCL between GPUs, gloo between CPUs
     options: TrainingOptions = TrainingOptions()
     run_options: RunOptions = RunOptions()
+    elastic: ElasticOptions = ElasticOptions()
+    left: str = ""  # how many GPUs the plan is for, and what speed they leave, where hosts may be lost
     baseline: BaselineName | None = None
     save_weights: str | None = None
     defer_weights: bool | None = None  # whether workers make the weights of their own stages only; None: where needed

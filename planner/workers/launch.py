@@ -11,29 +11,37 @@ import socket
 import sys
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import cast
 from unittest.mock import patch
 
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # exported by a star import
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from planner.errors import WorkerError
+from planner.errors import InputError, WorkerError
 from planner.formats.files import save_record
 from planner.formats.timeline import Timeline, load_timeline
 from planner.workers.failures import WorkersFailedError, error_of, stage_of, worker_name
-from planner.workers.interfaces import LOOPBACK, VARIABLES, address_of
+from planner.workers.interfaces import LOOPBACK, VARIABLES, address_of, address_towards
 from planner.workers.job import LAUNCHER_VARIABLE, RESULT_FILE, TIMELINE_FILE, Failure, Job, TrainResult
 from planner.workers.place import GPU_VARIABLES
 from planner.workers.watch import MEMORY_HINT, cause_in, last_beat, own_keys
 
 _TIMEOUT = timedelta(minutes=5)
 SHUTDOWN_S = "10"  # seconds from SIGTERM to SIGKILL, for the workers that are left when one has failed
+
+
+# Of torchrun's agents: how long a start waits for further hosts once the fewest have come, after how many seconds a
+# silent one counts as gone, and how long the fewest are waited for.
+LAST_CALL_S, SILENT_S, JOIN_S = 3, 5, 600
+END_S = 1  # how long workers have to end when a start does
+FAULTS = 100  # of its own workers that a host survives
 
 
 def environment(variables: Mapping[str, str]) -> AbstractContextManager[object]:
@@ -63,11 +71,7 @@ def run_workers(module: str, job: Job, on_timeline: Callable[[Timeline], None] |
         job = job.model_copy(update={"folder": folder})
         job_path, result_path = Path(folder) / "job.json", Path(folder) / RESULT_FILE
         save_record(job, job_path)
-        # What workers inherit: one network interface, and one thread unless the environment says otherwise.
-        defaults = {"OMP_NUM_THREADS": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": SHUTDOWN_S, **GPU_VARIABLES}
-        variables = {name: value for name, value in defaults.items() if name not in os.environ}
-        variables |= {**dict.fromkeys(VARIABLES, interface), LAUNCHER_VARIABLE: str(os.getpid())}
-        with _quiet_launcher(), environment(variables):
+        with _launching(interface):
             # PyTorch reads the time for shutting down when this is made.
             config = LaunchConfig(
                 min_nodes=1,
@@ -88,16 +92,92 @@ def run_workers(module: str, job: Job, on_timeline: Callable[[Timeline], None] |
                 exit_codes = {rank: process.exitcode for rank, process in cause.failures.items()}
                 error = explain(exit_codes, own_keys(store), job)
                 raise error from error.__cause__
-            except SignalException as cause:
-                # The launcher has ended the workers. Ctrl-C then ends this process as it would any other.
-                if cause.sigval == signal.SIGINT:
-                    raise KeyboardInterrupt from None
-                raise WorkerError(f"training was ended by {cause.sigval.name}") from None
         if not result_path.exists():
             raise WorkerError("the workers ended without an error and without a result")
         if on_timeline is not None and (timeline_path := Path(folder) / TIMELINE_FILE).exists():
             on_timeline(load_timeline(timeline_path))
         return TrainResult.model_validate_json(result_path.read_text(encoding="utf-8"))
+
+
+def run_on_hosts(job: Job, command: Sequence[str]) -> None:
+    """Start `command` as this host's workers of an elastic run, each time anew that hosts are lost or come.
+
+    torchrun's agents, one of which this process becomes, agree on who is there. Raise WorkerError when this host's part
+    of the run ends without a result.
+    """
+    least, most = job.elastic.hosts
+    place, interface = job.elastic.rendezvous or "", job.run_options.interface
+    host, _, port = place.rpartition(":")
+    own = address_of(interface) if interface else address_towards(host)
+    if own is None:
+        raise InputError(f"no way leads to the host of `rendezvous={place}`", hint="is its name known here?")
+    # Each start has a store of its own, on the host of its first worker: otherwise torchrun's agents would look for the
+    # first start's for ever, whose host may be the one that is lost.
+    launching = _launching(interface, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    ending = patch.object(PContext, "close", _close_soon)
+    with tempfile.TemporaryDirectory(prefix="plan-train-") as folder, launching, ending:
+        config = LaunchConfig(
+            min_nodes=least,
+            max_nodes=most,
+            nproc_per_node=job.plan.cluster.gpus // most,
+            run_id=job.run,
+            rdzv_backend="c10d",
+            rdzv_endpoint=place,
+            rdzv_configs={
+                "last_call_timeout": LAST_CALL_S,
+                "keep_alive_interval": 1,
+                "keep_alive_max_attempt": SILENT_S,
+                "join_timeout": JOIN_S,
+                "is_host": own == socket.gethostbyname(host) and _is_free(own, int(port)),
+            },
+            local_addr=own,
+            logs_specs=DefaultLogsSpecs(log_dir=folder),
+            max_restarts=FAULTS,
+            monitor_interval=0.1,
+        )
+        try:
+            elastic_launch(config, sys.executable)("-m", *command)
+        except ChildFailedError:
+            raise WorkerError(f"this host's workers failed {FAULTS} times", hint="see their messages") from None
+        except RendezvousError as cause:
+            lost = f"the store at {place}, where hosts meet, is not reached: the run has ended, or that host is lost"
+            again = f"in its place name another host as `rendezvous`: all have copies in {job.elastic.copy_folder}"
+            problem, hint = {
+                RendezvousClosedError: ("the run has ended on the other hosts", "see their messages"),
+                RendezvousTimeoutError: (f"fewer than {least} hosts have come in {JOIN_S} s", "start more of them"),
+            }.get(type(cause), (lost, again))
+            raise WorkerError(problem, hint=hint) from None
+
+
+_close = PContext.close
+
+
+def _close_soon(workers: PContext, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
+    # What a start ends has nothing more to do. One that is stopped does not end before SIGKILL.
+    _close(workers, death_sig, min(timeout, END_S))
+
+
+def _is_free(address: str, port: int) -> bool:
+    with suppress(OSError):
+        socket.create_server((address, port)).close()
+        return True
+    return False
+
+
+@contextmanager
+def _launching(interface: str | None, **more: str) -> Iterator[None]:
+    """Let workers inherit one thread, unless the environment says otherwise, and one network interface."""
+    defaults = {"OMP_NUM_THREADS": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": SHUTDOWN_S, **GPU_VARIABLES}
+    variables = {name: value for name, value in defaults.items() if name not in os.environ}
+    chosen = {} if interface is None else dict.fromkeys(VARIABLES, interface)
+    with _quiet_launcher(), environment({**variables, **chosen, LAUNCHER_VARIABLE: str(os.getpid()), **more}):
+        try:
+            yield
+        except SignalException as cause:
+            # The launcher has ended the workers. Ctrl-C then ends this process as it would any other.
+            if cause.sigval == signal.SIGINT:
+                raise KeyboardInterrupt from None
+            raise WorkerError(f"training was ended by {cause.sigval.name}") from None
 
 
 def explain(exit_codes: Mapping[int, int], store: Store, job: Job) -> WorkersFailedError:

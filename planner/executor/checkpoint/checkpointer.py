@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -20,7 +21,7 @@ from planner.errors import InputError, PlannerError
 from planner.executor.checkpoint import folders
 from planner.executor.checkpoint.stage_parts import Restorable, content_of, restore_stage, write_part
 from planner.executor.communication.control import broadcast_bytes, gather_bytes, merge_losses, message_timeout
-from planner.executor.observe.run_log import Past, RunLog
+from planner.executor.observe.run_log import NOTHING, Past, RunLog
 from planner.formats.files import Record, save_record
 from planner.version import __version__
 from planner.workers.heartbeat import Heartbeat
@@ -39,50 +40,72 @@ class DataPosition:
     minibatches_per_epoch: int | None  # None without a dataset
 
 
-class _WorkerPart(Record):
+class WorkerPart(Record):
+    """What one worker has written."""
+
     parts: tuple[folders.StagePart, ...] = ()
+    twins: tuple[folders.StagePart, ...] = ()  # the same as first replicas' parts, on another host
     losses: str  # since the last checkpoint; see `merge_losses`
     evaluations: tuple[Evaluation, ...]
     problem: str | None = None
 
 
-class Checkpointer:
-    def __init__(self, job: Job, stages: list[Restorable], data: DataPosition, heartbeat: Heartbeat) -> None:
-        self._job = job
-        self._stages = stages
-        self._data = data
-        self.folder = Path(job.checkpoints.folder)
+class Keeper:
+    """This worker's part in what keeps the state of its run."""
+
+    def __init__(
+        self, job: Job, stages: list[Restorable], data: DataPosition, heartbeat: Heartbeat, timeout: timedelta
+    ) -> None:
+        self._job, self._stages, self._data, self._heartbeat = job, stages, data, heartbeat
         self._rank = dist.get_rank()
-        self._heartbeat = heartbeat
-        timeout = message_timeout(job.run_options.hang_timeout_s)
         # A gloo group of its own: what travels here is made on the CPU, and must not queue behind training's messages.
         self._group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
-        self._problem: str | None = None  # of the last checkpoint
-        self._reported = [0, 0]  # losses and evaluations of this worker that rank 0 has
-        self._log: RunLog | None = None  # on rank 0
+        self._reported = [0, 0]  # losses and evaluations of this worker that others have
+        self._log: RunLog | None = None  # where this worker writes one
+        self.saved: folders.SavedCheckpoint | None = None  # to go on from
         self.past = Past()  # on rank 0: losses and evaluations from before the workers were restarted
+
+    @property
+    def found(self) -> int:
+        """Minibatches done in the state to go on from."""
+        return 0 if self.saved is None else position(self.saved, self._data)
+
+    def restore(self) -> int:
+        """Fill this worker's stages from the state to go on from; return the number of minibatches done."""
+        if self.saved is not None:
+            self._heartbeat.enter("reading the checkpoint")
+            self.saved.check_fits(self._job.plan, self._job.seed)
+            for own in self._stages:
+                restore_stage(own, self.saved)
+        return self.found
+
+    def begin(self, first: int, known: Past = NOTHING) -> Past:
+        """Log the run from minibatch `first` on, of which `known` is known; return what is known then, on rank 0."""
+        if self._log is not None:
+            again = self._job.started_again or self._job.elastic.elastic is not None
+            self.past = self._log.begin(first, again=again, known=known)
+        return self.past
+
+    def _report(self, losses: Sequence[tuple[int, float]], evaluations: Sequence[Evaluation]) -> WorkerPart:
+        """Return what came since the last report, for what is now written."""
+        told, evaluated = self._reported
+        self._reported = [len(losses), len(evaluations)]
+        return WorkerPart(losses=json.dumps(losses[told:]), evaluations=tuple(evaluations[evaluated:]))
+
+
+class Checkpointer(Keeper):
+    """This worker's part in checkpoints on disk."""
+
+    def __init__(self, job: Job, stages: list[Restorable], data: DataPosition, heartbeat: Heartbeat) -> None:
+        super().__init__(job, stages, data, heartbeat, message_timeout(job.run_options.hang_timeout_s))
+        self.folder = Path(job.checkpoints.folder)
+        if self._rank == 0 and job.checkpoints.every is not None:
+            self._log = RunLog(self.folder, job.run)
+        self._problem: str | None = None  # of the last checkpoint
         self.newest: Path | None = None  # on rank 0
         self.seconds = 0.0  # spent in `save`
         self._token, self.resumed_from = self._agree()
-
-    def restore(self) -> int:
-        """Fill this worker's stages from the checkpoint to resume from; return the number of minibatches done."""
-        first = 0
-        if self.resumed_from is not None:
-            self._heartbeat.enter("reading the checkpoint")
-            saved = folders.load_checkpoint(self.resumed_from)
-            saved.check_fits(self._job.plan, self._job.seed)
-            for own in self._stages:
-                restore_stage(own, saved)
-            first = position(saved, self._data)
-        self.begin(first)
-        return first
-
-    def begin(self, first: int) -> None:
-        """Begin to log the run from minibatch `first` on, for the checkpoints that it writes."""
-        if self._rank == 0 and self._job.checkpoints.every is not None:
-            self._log = RunLog(self.folder, self._job.run)
-            self.past = self._log.begin(first, again=self._job.started_again)
+        self.saved = None if self.resumed_from is None else folders.load_checkpoint(self.resumed_from)
 
     def save(
         self, minibatch: int, losses: Sequence[tuple[int, float]] = (), evaluations: Sequence[Evaluation] = ()
@@ -96,9 +119,7 @@ class Checkpointer:
         self._heartbeat.enter("writing a checkpoint")
         # Before anything can fail, because ranks that divide a stage's weights gather them together.
         contents = [(own, content_of(own)) for own in self._stages]
-        part = _WorkerPart(
-            losses=json.dumps(losses[self._reported[0] :]), evaluations=tuple(evaluations[self._reported[1] :])
-        )
+        part = self._report(losses, evaluations)
         # A full disk is reported rather than raised: the others wait for this worker's part, and training can go on.
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -106,12 +127,11 @@ class Checkpointer:
             part = part.model_copy(update={"parts": parts})
         except OSError as cause:
             part = part.model_copy(update={"problem": f"worker {self._rank}: {cause.strerror or cause}"})
-        self._reported = [len(losses), len(evaluations)]
         self._heartbeat.enter("waiting for the checkpoint's other parts", meeting=True)
         replies = gather_bytes(part.model_dump_json().encode(), self._group)
         if self._rank == 0:
             self._heartbeat.enter("completing a checkpoint")
-            self._complete(minibatch, folder, [_WorkerPart.model_validate_json(reply) for reply in replies])
+            self._complete(minibatch, folder, [WorkerPart.model_validate_json(reply) for reply in replies])
         self.seconds += time.perf_counter() - began_s
 
     def check_last(self) -> None:
@@ -151,7 +171,7 @@ class Checkpointer:
                 probe.rmdir()
         return token, None if resume is None else Path(resume)
 
-    def _complete(self, minibatch: int, folder: Path, replies: list[_WorkerPart]) -> None:
+    def _complete(self, minibatch: int, folder: Path, replies: list[WorkerPart]) -> None:
         self._problem = next((reply.problem for reply in replies if reply.problem is not None), None)
         assert self._log is not None
         evaluations = [evaluation for reply in replies for evaluation in reply.evaluations]
@@ -177,27 +197,32 @@ class Checkpointer:
         # The order matters. Workers synced their files before they reported; the index and the names in the folder are
         # synced before the rename, so that after a crash no complete name stands for missing content. The parent is
         # synced last: only then does the new name itself outlive a crash, and older checkpoints may be removed.
-        plan = self._job.plan
-        assert plan.graph_hash is not None
-        index = folders.Checkpoint(
-            tool=__version__,
-            torch=torch.__version__,
-            model=plan.model,
-            graph_hash=plan.graph_hash,
-            config=plan.config,
-            schedule=plan.schedule.name,
-            seed=self._job.seed,
-            minibatch=minibatch,
-            minibatch_size=self._data.minibatch_size,
-            minibatches_per_epoch=self._data.minibatches_per_epoch,
-            parts=tuple(sorted(parts, key=lambda part: (part.stage, part.replica))),
-        )
-        save_record(index, folder / folders.INDEX)
+        save_record(index_of(self._job, self._data, minibatch, parts), folder / folders.INDEX)
         folders.sync_folder(folder)
         final = folder.with_name(f"{folders.STEP}{minibatch:08}")
         folder.rename(final)
         folders.sync_folder(self.folder)
         return final
+
+
+def index_of(job: Job, data: DataPosition, minibatch: int, parts: Sequence[folders.StagePart]) -> folders.Checkpoint:
+    """Return the index of a checkpoint after `minibatch` minibatches."""
+    plan = job.plan
+    assert plan.graph_hash is not None
+    return folders.Checkpoint(
+        tool=__version__,
+        torch=torch.__version__,
+        model=plan.model,
+        graph_hash=plan.graph_hash,
+        config=plan.config,
+        schedule=plan.schedule.name,
+        seed=job.seed,
+        minibatch=minibatch,
+        minibatch_size=data.minibatch_size,
+        minibatches_per_epoch=data.minibatches_per_epoch,
+        layers=tuple(stage.layers for stage in plan.stages),
+        parts=tuple(sorted(parts, key=lambda part: (part.stage, part.replica))),
+    )
 
 
 def position(saved: folders.SavedCheckpoint, data: DataPosition) -> int:

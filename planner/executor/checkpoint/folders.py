@@ -69,7 +69,12 @@ class Checkpoint(Record):
     minibatch: Annotated[int, Field(ge=0)]  # minibatches done
     minibatch_size: Annotated[int, Field(ge=1)]
     minibatches_per_epoch: Annotated[int, Field(ge=1)] | None  # None without a dataset
+    layers: tuple[tuple[str, ...], ...] = ()  # of each stage; not in files of version 0.1
     parts: tuple[StagePart, ...]
+
+    def parts_with(self, layers: set[str]) -> tuple[StagePart, ...]:
+        """Return the parts of the stages that had any of these layers."""
+        return tuple(part for part in self.parts if layers & set(self.layers[part.stage]))
 
 
 @dataclass(frozen=True)
@@ -192,16 +197,19 @@ def after_failure(job: Job) -> Job:
     return job.model_copy(update={"checkpoints": replace(options, resume=AUTO), "started_again": True})
 
 
-def after_torchrun_restart(options: CheckpointOptions) -> CheckpointOptions | None:
+def after_torchrun_restart(options: CheckpointOptions, *, elastic: bool) -> CheckpointOptions | None:
     """Return the options of workers that torchrun restarted: resume from the newest checkpoint of their own run.
+
+    In an `elastic` run a host that has just come was never restarted, nor was its worker.
 
     None for the first workers of a run, and for a run without a checkpoint. Worker 0 decides, because it has the run's
     losses; the others follow what it finds.
     """
     folder = Path(options.folder)
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" or options.every is None or not complete(folder):
+    first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" and not elastic
+    if first or options.every is None or not complete(folder):
         return None
-    if os.environ["RANK"] == "0" and not is_of(folder, torchrun_run_id()):
+    if os.environ.get("RANK") == "0" and not is_of(folder, torchrun_run_id()):
         return None
     return replace(options, resume=AUTO)
 

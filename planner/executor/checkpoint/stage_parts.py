@@ -51,6 +51,7 @@ class Content(NamedTuple):
     weights: Mapping[str, Tensor]
     optimizer: OptimizerState | None
     optimizer_tensors: Mapping[str, Tensor]
+    extras: dict[str, Any]
 
 
 def content_of(own: Restorable) -> Content | None:
@@ -67,9 +68,12 @@ def content_of(own: Restorable) -> Content | None:
     if own.optimizer is not None and (first or (own.sharding is not None and own.sharding.divides)):
         optimizer, tensors = take_state(own.optimizer, own.module, own.learning_rate_factor, own.sharding)
     # The first rank saves the weights, and all of the optimizer of which this one has no part.
-    if not divided_weights(own.module).is_first_rank:
+    leads = divided_weights(own.module).is_first_rank
+    if not leads:
         weights, optimizer = {}, optimizer if tensors else None
-    return Content(weights, optimizer, tensors) if weights or optimizer is not None else None
+    stateful = own.extras if first and leads else {}
+    extras = {name: to_json(each.state_dict(), f"the state of the {name}") for name, each in stateful.items()}
+    return Content(weights, optimizer, tensors, extras) if weights or optimizer is not None else None
 
 
 def write_part(folder: Path, own: Restorable, content: Content) -> StagePart:
@@ -79,14 +83,13 @@ def write_part(folder: Path, own: Restorable, content: Content) -> StagePart:
     if division.group is not None and not division.is_first_rank:
         stem += f"-rank-{division.group.place}"
     tensors, aliases = distinct(content.weights)
-    extras = own.extras if own.replica == 0 and division.is_first_rank else {}
     part = StagePart(
         stage=own.stage,
         replica=own.replica,
         weights=write_tensors(folder / f"{stem}.weights.safetensors", tensors),
         aliases=aliases,
         optimizer=content.optimizer,
-        extras={name: to_json(each.state_dict(), f"the state of the {name}") for name, each in extras.items()},
+        extras=content.extras,
     )
     if content.optimizer is None:
         return part

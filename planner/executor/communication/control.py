@@ -83,6 +83,13 @@ def broadcast_bytes(content: bytes, group: dist.ProcessGroup) -> bytes:
     return buffer.numpy().tobytes()[:-1]
 
 
+def share(content: str, group: dist.ProcessGroup) -> list[str]:
+    """Return the text of each worker on all of them; all workers of a gloo group call it."""
+    texts = [text.decode() for text in gather_bytes(content.encode(), group)]
+    shared: list[str] = json.loads(broadcast_bytes(json.dumps(texts).encode(), group))
+    return shared
+
+
 def merge_losses(parts: Iterable[str | bytes]) -> tuple[Loss, ...]:
     """Sum all workers' parts of each minibatch's loss, which come as JSON: lists of (minibatch, part)."""
     total: defaultdict[int, float] = defaultdict(float)

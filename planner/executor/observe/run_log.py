@@ -8,7 +8,6 @@ Each loss is written once, and is on disk before the checkpoint is complete.
 import logging
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -34,12 +33,14 @@ class _LogLine(Record):
     evaluations: tuple[Evaluation, ...]
 
 
-@dataclass(frozen=True)
-class Past:
+class Past(Record):
     """Losses and evaluations of a run from before its workers were last restarted, up to the checkpoint."""
 
     losses: tuple[Loss, ...] = ()
     evaluations: tuple[Evaluation, ...] = ()
+
+
+NOTHING = Past()
 
 
 def is_of(folder: Path, run: str) -> bool:
@@ -61,8 +62,11 @@ class RunLog:
         self._losses: list[tuple[int, float | None]] = []
         self._evaluations: list[Evaluation] = []
 
-    def begin(self, first: int, *, again: bool) -> Past:
-        """Start the file anew, and return what the same run did before minibatch `first` if it is started `again`."""
+    def begin(self, first: int, *, again: bool, known: Past = NOTHING) -> Past:
+        """Start the file anew, and return what the same run did before minibatch `first` if it is started `again`.
+
+        What came after the file's last line, and is `known` from elsewhere, is noted.
+        """
         entries: list[_LogLine] = []
         if again and is_of(self._path.parent, self._run):
             try:
@@ -77,8 +81,13 @@ class RunLog:
         text = "".join(line.model_dump_json() + "\n" for line in (_Header(run=self._run), *entries))
         write_text(self._path, text)
         self._size = len(text.encode())
+        done = entries[-1].minibatch if entries else 0
+        later = [loss for loss in known.losses if loss.minibatch >= done]
+        evaluated = [evaluation for evaluation in known.evaluations if evaluation.minibatch > done]
+        self.note(later, evaluated)
         losses = [Loss(minibatch=minibatch, loss=loss) for entry in entries for minibatch, loss in entry.losses]
-        return Past(tuple(losses), tuple(each for entry in entries for each in entry.evaluations))
+        evaluations = [evaluation for entry in entries for evaluation in entry.evaluations]
+        return Past(losses=(*losses, *later), evaluations=(*evaluations, *evaluated))
 
     def note(self, losses: Iterable[Loss], evaluations: Iterable[Evaluation]) -> None:
         """Add what came since the last checkpoint, to be written with the next one."""

@@ -194,7 +194,8 @@ def check_gpus(plan: Plan, seats: Sequence[Seat]) -> None:
 def same_for_all(job: Job) -> dict[str, str]:
     """Return what must be the same for all workers of a run, in words, by what it is."""
     own: dict[str, bool | set[str]] = dict.fromkeys(("model", "run", "folder", "show_progress", "plan"), True)
-    own |= {"run_options": {"interface"}, "checkpoints": {"resume"}}  # may differ between hosts
+    # These may differ between hosts.
+    own |= {"run_options": {"interface"}, "checkpoints": {"resume"}, "elastic": {"copy_folder"}, "started_again": True}
     plan = hashlib.blake2b(job.plan.model_dump_json().encode(), digest_size=7).hexdigest()
     same = {
         "planner": f"planner {__version__}",

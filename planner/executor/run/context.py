@@ -179,7 +179,9 @@ class PipelineContext:
 
     def segments(self, first: int) -> Iterator[tuple[int, int]]:
         """Return the parts of the run from minibatch `first` on, between which the pipeline runs empty."""
-        return segments(first, self.minibatches, self.job.checkpoints.every)
+        elastic = self.job.elastic
+        copies = None if elastic.elastic is None else elastic.copy_every
+        return segments(first, self.minibatches, self.job.checkpoints.every, copies)
 
     def is_first_replica(self, stage: int) -> bool:
         """Return whether this worker, or its tensor-parallel group, is the first replica of `stage`."""

@@ -181,7 +181,13 @@ class Loop:
 
 def make_checkpointer(context: PipelineContext, options: CheckpointOptions, per_epoch: int | None) -> Checkpointer:
     """Return what writes and reads checkpoints of this worker's stages; all workers call it."""
-    own = [
+    job = context.job.model_copy(update={"checkpoints": options})
+    return Checkpointer(job, restorable(context), DataPosition(context.minibatch_size, per_epoch), context.heartbeat)
+
+
+def restorable(context: PipelineContext) -> list[Restorable]:
+    """Return what is saved and restored of this worker's stages."""
+    return [
         Restorable(
             number,
             context.plan.stages[number].ranks.index(context.rank),
@@ -193,8 +199,6 @@ def make_checkpointer(context: PipelineContext, options: CheckpointOptions, per_
         )
         for number, stage in context.stages.items()
     ]
-    job = context.job.model_copy(update={"checkpoints": options})
-    return Checkpointer(job, own, DataPosition(context.minibatch_size, per_epoch), context.heartbeat)
 
 
 def save_weights(context: PipelineContext, path: Path) -> None:

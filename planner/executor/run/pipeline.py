@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from planner.arguments import checked
 from planner.errors import InputError
 from planner.executor.checkpoint.checkpointer import Checkpointer
-from planner.executor.communication.control import broadcast_bytes, control_group, gather_bytes
+from planner.executor.communication.control import control_group, share
 from planner.executor.run.agreement import check_loss, check_schedule, joined, start_worker, take_place
 from planner.executor.run.context import pipeline_context
 from planner.executor.run.data import FedBatches, FedEvaluation
@@ -254,11 +254,9 @@ class Pipeline:
         self._evaluated.feed(batches)
         found = self._loop.evaluate(self._data.count)
         self._context.heartbeat.enter("sharing the evaluation", meeting=True)
-        group = control_group()
-        parts = gather_bytes(b"" if found is None else found.model_dump_json().encode(), group)
-        content = broadcast_bytes(next((part for part in parts if part), b""), group)
+        texts = share("" if found is None else found.model_dump_json(), control_group())
         self._context.heartbeat.enter("running the script's own code")
-        return Evaluation.model_validate_json(content)
+        return Evaluation.model_validate_json(next(filter(None, texts)))
 
     def save_checkpoint(self, folder: str | Path, *, keep: int = 2) -> None:
         """Drain, and write a checkpoint of weights, optimizers and schedulers; all workers call it.

@@ -9,21 +9,24 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from itertools import chain
 from pathlib import Path
+from typing import NamedTuple
 
 import torch.distributed as dist
 
 from planner.errors import InputError
-from planner.executor.checkpoint.checkpointer import Checkpointer
+from planner.executor.checkpoint.checkpointer import Checkpointer, DataPosition
+from planner.executor.checkpoint.copies import Copies
+from planner.executor.checkpoint.recovery import Recovery
 from planner.executor.communication.control import control_group, gather_bytes, merge_losses
 from planner.executor.observe.memory import PeakMemory
 from planner.executor.observe.progress import ProgressCallback, Reporter, WorkerLog, hook, steady_state
 from planner.executor.observe.recording import TraceRecorder, gather_timeline
-from planner.executor.observe.run_log import Past
+from planner.executor.observe.run_log import NOTHING
 from planner.executor.run.agreement import check_schedule, joined, start_worker, take_place
 from planner.executor.run.context import PipelineContext, pipeline_context
 from planner.executor.run.data import RANDOM_BATCHES
 from planner.executor.run.evaluator import evaluation_points
-from planner.executor.run.loop import Groups, Loop, make_checkpointer, save_weights
+from planner.executor.run.loop import Groups, Loop, make_checkpointer, restorable, save_weights
 from planner.executor.run.worker import Observers
 from planner.formats.plan_parts import Stage, StageMemory
 from planner.formats.timeline import Timeline
@@ -41,14 +44,23 @@ TimelineCallback = Callable[[Timeline], None]
 _NICER = 5  # the thread that computes than those that move messages
 
 
+class Kept(NamedTuple):
+    """What keeps the run's state, and how many of its minibatches were done before."""
+
+    checkpointer: Checkpointer | None
+    copies: Copies | None
+    first: int
+
+
 def train_worker(
     job: Job,
     on_progress: ProgressCallback | None = None,
     heartbeat: Heartbeat | None = None,
     on_timeline: TimelineCallback | None = None,
     supervisor: Supervisor | None = None,
+    recovery: Recovery | None = None,
 ) -> TrainResult | None:
-    """Run this process's part of `job`, and return the result on rank 0.
+    """Run this process's part of `job`, or the rest of it after a `recovery`, and return the result on rank 0.
 
     The last stage tells `on_progress` of every update, and rank 0 `on_timeline` of a trace, if the job asks for one.
     """
@@ -59,7 +71,7 @@ def train_worker(
     place = take_place(job, heartbeat)
     with joined(job, heartbeat, supervisor or Supervisor(job, heartbeat)):
         context = pipeline_context(job, TrainingSpec.from_file(job.model), place, heartbeat)
-        return train(context, on_progress, on_timeline)
+        return train(context, on_progress, on_timeline, recovery)
 
 
 def data_parallel(job: Job) -> Job:
@@ -93,14 +105,18 @@ def data_parallel(job: Job) -> Job:
 
 
 def train(
-    context: PipelineContext, on_progress: ProgressCallback | None = None, on_timeline: TimelineCallback | None = None
+    context: PipelineContext,
+    on_progress: ProgressCallback | None = None,
+    on_timeline: TimelineCallback | None = None,
+    recovery: Recovery | None = None,
 ) -> TrainResult | None:
     """Train in the joined group, and gather on rank 0 what all workers measured."""
     options, place = context.job.run_options, context.place
     context.await_models()
     # Every worker makes the same process groups, in this order: links, replicas, checkpoints, norm, evaluation.
     groups = Groups.create(context)
-    checkpointer, first = restore(context)
+    kept = restore(context, recovery)
+    checkpointer, copies, first = kept
     reporter = None
     last_stage = len(context.plan.stages) - 1
     if context.is_first_replica(last_stage) and context.leads_tensor_group:  # one worker reports
@@ -137,15 +153,17 @@ def train(
         context.heartbeat.enter("waiting for the others to start", meeting=True)
         dist.barrier(control_group())
         began_s = time.perf_counter()
-        _train_segments(context, loop, checkpointer, first, reporter)
+        _train_segments(context, loop, kept, reporter)
         context.heartbeat.enter("waiting for the last worker", meeting=True)
         dist.barrier(control_group())
         seconds = time.perf_counter() - began_s
-    result = gather_result(context, loop, peak, checkpointer, first, seconds)
+    result = gather_result(context, loop, peak, kept, seconds)
     if context.job.save_weights is not None:
         save_weights(context, Path(context.job.save_weights))
     if checkpointer is not None:
         checkpointer.check_last()
+    if copies is not None:
+        copies.finish()
     if recorder is not None:
         context.heartbeat.enter("gathering the trace", meeting=True)
         lengths_of = context.lengths_of if context.lengths else None
@@ -155,11 +173,9 @@ def train(
     return result
 
 
-def _train_segments(
-    context: PipelineContext, loop: Loop, checkpointer: Checkpointer | None, first: int, reporter: Reporter | None
-) -> None:
-    """Train from minibatch `first` to the end."""
-    worker = loop.worker
+def _train_segments(context: PipelineContext, loop: Loop, kept: Kept, reporter: Reporter | None) -> None:
+    """Train from the first minibatch that is not done to the end."""
+    worker, (checkpointer, copies, first) = loop.worker, kept
     every = context.job.options.evaluate_every
     for start, end in context.segments(first):
         loop.begin(start, end)
@@ -171,39 +187,49 @@ def _train_segments(
                 reporter.evaluated(evaluation, worker.log)
         loop.drain()
         worker.settle()
-        if checkpointer is not None and context.job.checkpoints.every is not None:
+        disk_every = context.job.checkpoints.every
+        if checkpointer is not None and disk_every is not None and (at_end or end % disk_every == 0):
             checkpointer.save(end, worker.log.losses, loop.evaluations)
+        if copies is not None and not at_end and end % context.job.elastic.copy_every == 0:
+            copies.save(end, worker.log.losses, loop.evaluations)
     context.heartbeat.enter("waiting for the last messages", meeting=True)
     worker.drain()
 
 
-def restore(context: PipelineContext) -> tuple[Checkpointer | None, int]:
-    """Return the checkpointer, if the job has checkpoints, and the minibatches done before the one to resume from."""
-    job, data = context.job, context.data
-    if job.checkpoints.every is None and job.checkpoints.resume is None:
-        return None, 0
-    checkpointer = make_checkpointer(context, job.checkpoints, None if data.random else data.minibatches(None, 1))
-    first = checkpointer.restore()
+def restore(context: PipelineContext, recovery: Recovery | None = None) -> Kept:
+    """Make what keeps the run's state, and go on from the newest one that is there."""
+    job, data, checkpointer, copies = context.job, context.data, None, None
+    on_disk = job.checkpoints.every is not None or job.checkpoints.resume is not None
+    if not on_disk and recovery is None:
+        return Kept(None, None, 0)
+    per_epoch = None if data.random else data.minibatches(None, 1)
+    if on_disk:
+        checkpointer = make_checkpointer(context, job.checkpoints, per_epoch)
+    if recovery is not None:
+        position = DataPosition(context.minibatch_size, per_epoch)
+        copies = Copies(job, restorable(context), position, context.heartbeat, recovery)
+    first, past = 0, NOTHING
+    # The newest state comes first, and a copy before a checkpoint.
+    keepers = [each for each in (copies, checkpointer) if each is not None]
+    for keeper in sorted(keepers, key=lambda keeper: -keeper.found):
+        first = first or keeper.restore()
+        past = keeper.begin(first, past)
     if first > context.minibatches:
+        source = "copy" if checkpointer is None else f"checkpoint '{checkpointer.resumed_from}'"
         raise InputError(
-            f"the checkpoint '{checkpointer.resumed_from}' is of a run of {first} minibatches, and the whole run is "
-            f"to have {context.minibatches}",
+            f"the {source} is of a run of {first} minibatches, and the whole run is to have {context.minibatches}",
             hint="`steps` and `epochs` count from the beginning of the first run",
         )
-    return checkpointer, first
+    return Kept(checkpointer, copies, first)
 
 
 def gather_result(
-    context: PipelineContext,
-    loop: Loop,
-    peak: PeakMemory,
-    checkpointer: Checkpointer | None,
-    first: int,
-    seconds: float,
+    context: PipelineContext, loop: Loop, peak: PeakMemory, kept: Kept, seconds: float
 ) -> TrainResult | None:
     """Gather what all workers measured on rank 0, which returns the result; None elsewhere. All workers call it."""
     job, plan, shape, data, place = context.job, context.plan, context.shape, context.data, context.place
     log, stages, depth = loop.worker.log, loop.worker.stages, context.shape.in_flight(0)
+    checkpointer, copies, first = kept
     per_minibatch = sum(len(shape.units_of(stage, context.rank, 0)) for stage in stages)
     steady = steady_state(
         log.completions,
@@ -228,7 +254,7 @@ def gather_result(
     evaluations = [line for part in gather_bytes(lines.encode()) for line in part.splitlines()]
     if context.rank != 0:
         return None
-    past = Past() if checkpointer is None else checkpointer.past
+    past = next((each.past for each in (copies, checkpointer) if each is not None), NOTHING)
     resumed = None if checkpointer is None else checkpointer.resumed_from
     newest = None if checkpointer is None else checkpointer.newest
     return TrainResult(
@@ -254,6 +280,7 @@ def gather_result(
         resumed_from=None if resumed is None else str(resumed),
         checkpoint=None if newest is None else str(newest),
         checkpoint_s=0.0 if checkpointer is None else checkpointer.seconds,
+        restarts=() if copies is None else copies.events,
     )
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from planner.analysis.compare import DATA_PARALLEL, ONE_GPU, ORDERS
+from planner.analysis.fewer import shares_left
 from planner.formats.cluster import Cluster
 from planner.formats.plan import GIVEN, Plan
 from planner.formats.plan_parts import Bottleneck, OtherWay, SolverReport, Stage, StageMemory, short_config
@@ -78,6 +79,7 @@ def prediction_lines(plan: Plan) -> list[tuple[str, str | None]]:
         ("speed-up", _speed_up(plan)),
         ("baselines", best_baseline_line(plan)),
         ("synchronous", _synchronous(plan)),
+        ("with fewer", shares_left(plan)),
         ("communication", _communication(plan)),
         ("solver", _solver(plan)),
         ("bound", bound_words(solver) if simulated else None),

@@ -346,7 +346,7 @@ def test_a_crash_at_any_moment_leaves_the_old_checkpoint_or_the_new_one(
         return call
 
     checkpointer = Checkpointer(job, split.stages, data, Heartbeat())
-    checkpointer.restore()
+    checkpointer.begin(checkpointer.restore())
     checkpointer.save(5)
     contents, minibatch = {5: split.content()}, 10
     while not done:
@@ -358,7 +358,7 @@ def test_a_crash_at_any_moment_leaves_the_old_checkpoint_or_the_new_one(
             patch.setattr(shutil, "rmtree", counted(shutil.rmtree))
             try:
                 checkpointer = Checkpointer(job, split.stages, data, Heartbeat())
-                checkpointer.restore()
+                checkpointer.begin(checkpointer.restore())
                 split.train()
                 contents[minibatch] = split.content()
                 checkpointer.save(minibatch)
@@ -388,7 +388,7 @@ def test_a_full_disk_keeps_the_older_checkpoints_and_training(
     checkpointer = Checkpointer(
         Job(model=str(path), plan=plan, steps=50, checkpoints=options), split.stages, DataPosition(4, None), Heartbeat()
     )
-    checkpointer.restore()
+    checkpointer.begin(checkpointer.restore())
     losses = [(minibatch, minibatch / 2) for minibatch in range(15)]
     checkpointer.save(5, losses[:5])
     checkpointer.check_last()

@@ -31,12 +31,23 @@ def written(folder: Path) -> None:
 def test_a_run_that_is_started_again_knows_its_losses_up_to_the_checkpoint(tmp_path: Path) -> None:
     written(tmp_path)
     again = RunLog(tmp_path, "this")
-    assert again.begin(4, again=True) == Past(losses(0, 1, 2, 3), (evaluation(2), evaluation(4)))
+    assert again.begin(4, again=True) == Past(losses=losses(0, 1, 2, 3), evaluations=(evaluation(2), evaluation(4)))
     again.note(losses(4, 5), [])
     again.append(6)
     (tmp_path / f".{FILE}.abc").touch()  # of a process that ended while it replaced the file
     assert RunLog(tmp_path, "this").begin(6, again=True).losses == losses(0, 1, 2, 3, 4, 5)
     assert [path.name for path in tmp_path.iterdir()] == [FILE]
+
+
+def test_what_is_known_from_elsewhere_follows_what_the_file_has(tmp_path: Path) -> None:
+    written(tmp_path)
+    known = Past(losses=losses(*range(7)), evaluations=(evaluation(2), evaluation(4), evaluation(7)))
+    log = RunLog(tmp_path, "this")
+    assert log.begin(7, again=True, known=known).losses == losses(*range(7))
+    log.append(8)
+    after = RunLog(tmp_path, "this").begin(8, again=True)
+    assert after.losses == losses(*range(7))
+    assert [each.minibatch for each in after.evaluations] == [2, 4, 6, 7]
 
 
 def test_another_run_begins_anew(tmp_path: Path) -> None:

@@ -1,0 +1,107 @@
+"""How long a run takes to go on after a fault, and whether it computes the same. See README.md in this folder.
+
+python -m benchmarks.elastic --faults 10 --seed 0 --save      # add to results.json
+python -m benchmarks.elastic --copies --save                  # the cost of copies
+python -m benchmarks.elastic --total                          # the tables of all that is saved
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from tabulate import tabulate
+
+from benchmarks.elastic.copies import measure_copies
+from benchmarks.elastic.faults import BRIEFLY, EVERY, KINDS, run
+
+RESULTS = Path(__file__).with_name("results.json")
+_TIMES = ("noticed_s", "began_s", "imported_s", "went_on_s")  # from the fault
+
+
+def main() -> int:
+    """Run, and print the tables; return 1 when a promise was broken."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hosts", type=int, default=4)
+    parser.add_argument("--per-host", type=int, default=1, help="workers of a host")
+    parser.add_argument("--faults", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--replicated", action="store_true", help="stages have two replicas")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--copies", action="store_true", help="measure what copies cost, without faults")
+    parser.add_argument("--save", action="store_true", help=f"add to {RESULTS.name} beside this file")
+    parser.add_argument("--total", action="store_true", help="run nothing, and print what has been saved")
+    args = parser.parse_args()
+    saved: list[dict[str, Any]] = json.loads(RESULTS.read_text("utf-8")) if RESULTS.exists() else []
+    if not args.total:
+        portion: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), "seed": args.seed, "hosts": args.hosts}
+        if args.copies:
+            portion["copies"] = measure_copies(args.hosts)
+        else:
+            draw = random.Random(args.seed)
+            outcome = run(args.hosts, args.per_host, args.faults, args.steps, draw, replicated=args.replicated)
+            faults = [vars(fault) for fault in outcome.faults]
+            portion |= {"per_host": args.per_host, "replicated": args.replicated, "start_s": outcome.start_s}
+            portion |= {"faults": faults, "problems": outcome.problems, "speeds": outcome.speeds}
+        if args.save:
+            RESULTS.write_text(json.dumps([*saved, portion], indent=1) + "\n", encoding="utf-8")
+        saved = [portion]
+    print(tables(saved))
+    return 1 if any(portion.get("problems") for portion in saved) else 0
+
+
+def tables(portions: list[dict[str, Any]]) -> str:
+    """Return the tables of faults and of the cost of copies."""
+    faults = [fault for portion in portions for fault in portion.get("faults", ())]
+    rows = []
+    for kind in (*KINDS, BRIEFLY):
+        own = [fault for fault in faults if fault["kind"] == kind]
+        timed = [fault for fault in own if fault["went_on_s"] is not None and not fault["paused"]]
+        if timed:
+            times = [[fault[name] for fault in timed if fault[name] is not None] for name in _TIMES]
+            noticed, began, imported, went_on = (statistics.median(each) if each else 0.0 for each in times)
+            spent = [noticed, began - noticed, imported - began, went_on - imported]
+            numbers = [f"{x:.1f}" if kind in KINDS else "" for x in spent]
+            rows.append([kind, len(own), f"{went_on:.1f}", f"{max(times[-1]):.1f}", *numbers])
+            rows[-1].append(max(fault["repeated"] for fault in timed))
+    headers = ["fault", "times", "median s to the next update", "longest", "until noticed", "until processes begin"]
+    headers += ["their imports", "then", "most repeated"]
+    parts = [tabulate(rows, headers, tablefmt="github", disable_numparse=True)] if rows else []
+    phases = Counter(fault["phase"] for fault in faults)
+    if phases:
+        parts.append("Faults by what the worker that was hit did: " + _counted(phases) + ".")
+    runs = [portion for portion in portions if "faults" in portion]
+    if runs:
+        starts = statistics.median(portion["start_s"] for portion in runs)
+        problems = [problem for portion in runs for problem in portion["problems"]]
+        parts.append(f"{len(faults)} faults in {len(runs)} runs, copies every {EVERY} minibatches; a first start takes")
+        parts[-1] += f" {starts:.1f} s from process to update; {len(problems)} promises broken"
+        parts += [f"- {problem}" for problem in problems]
+    speeds: dict[tuple[str, float], list[float]] = {}
+    for portion in portions:
+        for config, predicted, measured in portion.get("speeds", ()):
+            speeds.setdefault((config, predicted), []).append(measured)
+    if speeds:
+        rows = [[w, len(own), f"{p:.3f}", f"{(m := statistics.median(own)):.3f}", f"{p / m - 1:+.1%}"]
+                for (w, p), own in sorted(speeds.items())]  # fmt: skip
+        headers = ["plan", "runs", "predicted s per minibatch", "measured, median", "error"]
+        parts.append(tabulate(rows, headers, tablefmt="github", disable_numparse=True))
+    for portion in portions:
+        if "copies" in portion:
+            parts.append(tabulate(portion["copies"], headers="keys", tablefmt="github", disable_numparse=True))
+    return "\n\n".join(parts)
+
+
+def _counted(phases: Counter[str]) -> str:
+    return ", ".join(f"{phase} {count}" for phase, count in phases.most_common())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

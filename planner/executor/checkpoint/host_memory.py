@@ -1,0 +1,190 @@
+"""State that survives without a disk: files in the memory of hosts, which outlive the processes that train.
+
+    /dev/shm/planner-3f9c...-0/           of one run on this host
+        step-00000040-0003/               after 40 minibatches, of the start with this number
+            stage-0.weights.safetensors   what this host's workers wrote, and what other hosts sent
+            ...
+            index.json                    a `Checkpoint`, written when all files were in place on all hosts
+            losses.jsonl                  as beside checkpoints, until then
+        losses.jsonl                      that the run goes on with
+        start.json                        a `Start`: who trains at the moment
+        fault.json                        a `Fault`, of a start that failed
+
+The files are those of a checkpoint, so any plan of the model reads them.
+"""
+
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple
+from uuid import uuid4
+
+import torch
+import torch.distributed as dist
+
+from planner.executor.checkpoint.folders import INDEX, STEP, Checkpoint, StagePart
+from planner.executor.checkpoint.tensor_file import TensorFile
+from planner.executor.observe.run_log import FILE as LOSSES
+from planner.formats.files import Record, RecordT, save_record
+from planner.workers.job import Job
+
+FOR_EVER = timedelta(days=365)  # the groups that files travel over: whoever hangs is found by its heartbeat
+_PIECE_BYTES = 1 << 26  # 64 MiB per message
+_IDENTITY = "host"
+
+
+class Fault(Record):
+    """Why the workers of a host ended."""
+
+    message: str
+    at_s: float  # by the host's clock, since the epoch
+    start: int  # the last one that was noted before
+
+
+class Start(Record):
+    """One start of the workers on all hosts."""
+
+    number: int = 0
+    hosts: Mapping[str, str]  # their names by their identities
+    first: int  # minibatch that it began with
+    events: tuple[str, ...] = ()  # what happened so far, a sentence each
+    vain: int = 0  # starts before it that began with the same minibatch on the same hosts
+
+
+class Transfer(NamedTuple):
+    """A file that one worker sends to another one's host."""
+
+    file: str
+    size_bytes: int
+    sender: int
+    receiver: int
+
+
+def files_of(parts: Iterable[StagePart]) -> dict[str, TensorFile]:
+    """Return the files of these parts, by their names."""
+    files = [file for part in parts for file in (part.weights, part.optimizer_file) if file is not None]
+    return {file.name: file for file in files}
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """The folder of a run in the memory of this host; only one of the host's workers writes the small files."""
+
+    folder: Path
+
+    @classmethod
+    def of(cls, job: Job) -> "HostMemory":
+        return cls(Path(job.elastic.copy_folder) / f"planner-{job.run}")
+
+    @property
+    def leads(self) -> bool:
+        """Whether this worker writes and sends for its host."""
+        return os.environ.get("LOCAL_RANK", "0") == "0"
+
+    def identity(self) -> tuple[str, str]:
+        """Return what tells this host from others for as long as its memory lasts, and its name for people."""
+        path = self.folder / _IDENTITY
+        if not path.exists():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            path.write_text(uuid4().hex, encoding="utf-8")
+        return path.read_text(encoding="utf-8"), socket.gethostname()
+
+    def copies(self) -> dict[str, dict[str, int]]:
+        """Return the bytes of each whole file, by folder and name."""
+        return {
+            folder.name: {file.name: file.stat().st_size for file in folder.iterdir() if file.name[0] != "."}
+            for folder in self.folder.glob(f"{STEP}*")
+        }
+
+    def indices(self) -> dict[str, Checkpoint]:
+        """Return the indices of complete copies, by their folders."""
+        paths = self.folder.glob(f"{STEP}*/{INDEX}")
+        return {path.parent.name: Checkpoint.model_validate_json(path.read_text("utf-8")) for path in paths}
+
+    def complete(self, name: str, index: Checkpoint) -> None:
+        """Call a copy complete whose files are there, with the losses until then."""
+        shutil.copy(self.folder / LOSSES, self.folder / name)
+        save_record(index, self.folder / name / INDEX)
+
+    def go_on_from(self, name: str, index: Checkpoint) -> None:
+        """Take the losses of a copy for those so far, and remove what was copied after it."""
+        shutil.copy(self.folder / name / LOSSES, self.folder)
+        save_record(index, self.folder / name / INDEX)
+        self.keep([each for each in self.copies() if each <= name])
+
+    def keep(self, names: Sequence[str]) -> None:
+        """Remove all other copies."""
+        for folder in self.folder.glob(f"{STEP}*"):
+            if folder.name not in names:
+                # The index first: what is left of a crash within must not look like a copy.
+                (folder / INDEX).unlink(missing_ok=True)
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def note(self, record: Start | Fault) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        save_record(record, self._file(type(record)))
+
+    def read(self, record: type[RecordT]) -> RecordT | None:
+        """Return the start or the fault that was noted last, if one was."""
+        with suppress(OSError, ValueError):  # its writer was killed
+            return record.model_validate_json(self._file(record).read_text(encoding="utf-8"))
+        return None
+
+    def _file(self, record: type[Record]) -> Path:
+        return self.folder / f"{record.__name__.lower()}.json"
+
+    def remove(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def note_fault(job: Job, message: str) -> None:
+    """Note why this host's workers end, for the next start."""
+    memory = HostMemory.of(job)
+    last = memory.read(Start)
+    memory.note(Fault(message=message, at_s=time.time(), start=-1 if last is None else last.number))
+
+
+def allocate(folder: Path, transfers: Iterable[Transfer]) -> None:
+    """Take memory for what this worker receives; raise OSError where there is none.
+
+    Without it the first write to a page that the system does not have would end the process.
+    """
+    for each in transfers:
+        if each.receiver == dist.get_rank():
+            folder.mkdir(parents=True, exist_ok=True)
+            with (folder / f".{each.file}").open("wb") as file:
+                os.posix_fallocate(file.fileno(), 0, each.size_bytes)
+
+
+def exchange_files(
+    folder: Path, transfers: Sequence[Transfer], group: dist.ProcessGroup, moved: Callable[[], object]
+) -> None:
+    """Send and receive files, straight from memory to memory; all workers of the group that have a part call it.
+
+    `moved` is called after every piece. What is received must have been allocated.
+    """
+    rank, sent = dist.get_rank(), list[dist.Work]()
+    for tag, each in enumerate(transfers):
+        if each.sender == rank:
+            content = torch.from_file(str(folder / each.file), size=each.size_bytes, dtype=torch.uint8)
+            for piece in torch.split(content, _PIECE_BYTES):
+                work = dist.isend(piece, each.receiver, group, tag)
+                assert work is not None
+                sent.append(work)
+    for tag, each in enumerate(transfers):
+        if each.receiver == rank:
+            hidden = folder / f".{each.file}"
+            content = torch.from_file(str(hidden), shared=True, size=each.size_bytes, dtype=torch.uint8)
+            for piece in torch.split(content, _PIECE_BYTES):
+                dist.recv(piece, each.sender, group, tag)
+                moved()
+            hidden.rename(folder / each.file)
+    for work in sent:
+        work.wait()
+        moved()

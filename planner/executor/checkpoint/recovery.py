@@ -1,0 +1,182 @@
+"""Begin a run that may lose hosts, or go on with it: agree on the newest state that is left, and bring it in place.
+
+All workers that were started do so before they build anything, also those that the plan leaves idle. Whoever has a copy
+of a state tells its files. The newest state of which all files are on some host is the one to go on from; each host
+then gets the files of the stages that its workers will hold. No copy at all is the beginning of the run.
+"""
+
+import os
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]  # exported by a star import
+
+from planner.errors import InputError
+from planner.executor.checkpoint.folders import Checkpoint, SavedCheckpoint
+from planner.executor.checkpoint.host_memory import (
+    FOR_EVER,
+    Fault,
+    HostMemory,
+    Start,
+    Transfer,
+    allocate,
+    exchange_files,
+    files_of,
+)
+from planner.executor.communication.control import control_group, join_group, message_timeout, share
+from planner.executor.observe.run_log import FILE as LOSSES
+from planner.formats.files import Record
+from planner.workers.ending import GRACE_S
+from planner.workers.heartbeat import Heartbeat
+from planner.workers.job import Job
+from planner.workers.meeting import exchange, worker_store
+from planner.workers.place import own_seat
+
+_TRIES = 5  # starts in a row that may end before the next copy
+_ENDED, _LEFT, _IDLE_S = "elastic/ended", "elastic/left", 0.2
+_Copies = Mapping[int, "_Held"]  # what hosts have, by the worker that speaks for each
+
+
+class _Held(Record):
+    """What a host has in its memory."""
+
+    identity: str
+    name: str
+    copies: dict[str, dict[str, int]]  # bytes of files, by copy and name
+    indices: dict[str, Checkpoint]  # of copies that were complete
+    last: Start | None
+    fault: Fault | None
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """Where a start begins, and what happened before it."""
+
+    memory: HostMemory
+    start: Start  # its first minibatch and its newest event are known when the state has been read
+    what: str  # happened; empty at the first start
+    since_s: float | None  # since the epoch: when it was noticed
+    saved: SavedCheckpoint | None  # of this worker's stages
+    servers: Sequence[int]  # of all workers, also those that the plan has no use for
+    store: Store  # of all workers: that of the group which trains has keys of its own
+
+
+def recover(job: Job, heartbeat: Heartbeat) -> Recovery:
+    """Meet all workers, choose the state to go on from, and bring its files to the hosts that need them.
+
+    Raise InputError when the run does not get on: then a further start would not help.
+    """
+    memory, own = HostMemory.of(job), ""
+    heartbeat.enter("meeting the other hosts", meeting=True)
+    store = worker_store(message_timeout(job.run_options.hang_timeout_s))
+    seats = exchange(store, own_seat())
+    join_group(FOR_EVER)
+    group = control_group()
+    if memory.leads:
+        identity, name = memory.identity()
+        copies, indices = memory.copies(), memory.indices()
+        last, fault = memory.read(Start), memory.read(Fault)
+        held = _Held(identity=identity, name=name, copies=copies, indices=indices, last=last, fault=fault)
+        own = held.model_dump_json()
+    heartbeat.enter("looking for copies of the state", meeting=True)
+    hosts = {rank: _Held.model_validate_json(text) for rank, text in enumerate(share(own, group)) if text}
+    indices = {name: index for held in hosts.values() for name, index in held.indices.items()}
+    chosen = next((name for name in sorted(indices, reverse=True) if _is_left(name, indices[name], hosts)), None)
+    saved, first = None, 0
+    if chosen is not None:
+        index, wanted = indices[chosen], dict[int, set[str]]()  # layers of each host
+        leaders = {seats[rank].server: rank for rank in hosts}
+        for stage in job.plan.stages:
+            for rank in stage.ranks:
+                wanted.setdefault(leaders[seats[rank].server], set()).update(stage.layers)
+        transfers = list(_missing(chosen, index, wanted, hosts))
+        moves = partial(heartbeat.enter, "fetching the state from other hosts")
+        moves()
+        allocate(memory.folder / chosen, transfers)
+        exchange_files(memory.folder / chosen, transfers, group, moves)
+        if memory.leads and dist.get_rank() in wanted:
+            memory.go_on_from(chosen, index)
+        layers = {layer for stage in job.plan.stages if dist.get_rank() in stage.ranks for layer in stage.layers}
+        parts = index.model_copy(update={"parts": index.parts_with(layers)})
+        saved, first = SavedCheckpoint(memory.folder / chosen, parts), index.minibatch
+    start, what, since_s = _history(hosts.values(), first)
+    dist.barrier(group)
+    dist.destroy_process_group()
+    os.environ["WORLD_SIZE"] = str(job.plan.workers)
+    return Recovery(memory, start, what, since_s, saved, [seat.server for seat in seats], store)
+
+
+def _is_left(copy: str, index: Checkpoint, hosts: _Copies) -> bool:
+    files = files_of(index.parts).values()
+    return all(_having(hosts, copy, file.name, file.size_bytes) for file in files)
+
+
+def _having(hosts: _Copies, copy: str, file: str, size_bytes: int) -> list[int]:
+    """Return who speaks for the hosts that have a file of a copy, all of it."""
+    return [rank for rank, held in sorted(hosts.items()) if held.copies.get(copy, {}).get(file) == size_bytes]
+
+
+def _missing(copy: str, index: Checkpoint, wanted: Mapping[int, set[str]], hosts: _Copies) -> Iterator[Transfer]:
+    """Yield the files that hosts lack for the layers that they are to have, and the losses."""
+    losses = {LOSSES: next(held.copies[copy][LOSSES] for held in hosts.values() if copy in held.indices)}
+    for receiver, layers in sorted(wanted.items()):
+        files = {file.name: file.size_bytes for file in files_of(index.parts_with(layers)).values()}
+        for name, size_bytes in (files | losses).items():
+            if receiver not in (having := _having(hosts, copy, name, size_bytes)):
+                yield Transfer(name, size_bytes, having[0], receiver)
+
+
+def _history(hosts: Collection[_Held], first: int) -> tuple[Start, str, float | None]:
+    """Say what happened since the last start, and when; raise InputError when nothing is gained by another start."""
+    now = {held.identity: held.name for held in hosts}
+    last = max((held.last for held in hosts if held.last is not None), key=lambda each: each.number, default=None)
+    if last is None:
+        return Start(hosts=now, first=first), "", None
+    noted = [held.fault for held in hosts if held.fault is not None and held.fault.start == last.number]
+    faults = sorted(noted, key=lambda fault: fault.at_s)
+    cause = f" ({faults[0].message})" if faults else ""
+    lost = [name for identity, name in last.hosts.items() if identity not in now]
+    came = [name for identity, name in now.items() if identity not in last.hosts]
+    what = f"lost {_hosts(lost)}{cause}" if lost else f"the workers were started again{cause}"
+    if came:
+        what = f"{what}, took in {_hosts(came)}" if lost or faults else f"took in {_hosts(came)}"
+    vain = last.vain + 1 if first == last.first and now == last.hosts else 0
+    if vain >= _TRIES:
+        problem = f"the last {_TRIES} starts ended before the first copy after minibatch {first}{cause}"
+        raise InputError(problem, hint="look for the reason there, or copy more often with a smaller `copy_every`")
+    start = Start(number=last.number + 1, hosts=now, first=first, events=last.events, vain=vain)
+    return start, what, faults[0].at_s if faults else None
+
+
+def _hosts(names: Sequence[str]) -> str:
+    return f"host{'s' * (len(names) > 1)} {', '.join(sorted(names))}"
+
+
+def describe(recovery: Recovery, first: int, job: Job) -> str:
+    """Return the line on what happened; empty at the first start."""
+    if not recovery.what:
+        return ""
+    after = "" if recovery.since_s is None else f", {time.time() - recovery.since_s:.1f} s after that was noticed"
+    goes_on = f"training goes on from minibatch {first} with the plan {job.plan.config}"
+    return f"{recovery.what}: {goes_on}, {job.left}{after}"
+
+
+def await_end(store: Store) -> None:
+    """Wait, as a worker that the plan has no use for, until the others have trained.
+
+    Raise RuntimeError when worker 0's store is gone: then they have failed.
+    """
+    while not store.check([_ENDED]):
+        time.sleep(_IDLE_S)
+    store.add(_LEFT, 1)
+
+
+def tell_end(store: Store, idle: int) -> None:
+    """Let the idle workers end; worker 0 calls it at the end of the run, before its store closes."""
+    deadline = time.monotonic() + GRACE_S
+    store.set(_ENDED, "")
+    while store.add(_LEFT, 0) < idle and time.monotonic() < deadline:
+        time.sleep(_IDLE_S)
