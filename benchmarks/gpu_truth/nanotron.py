@@ -257,8 +257,8 @@ def _beside(collective_s: float, product_s: float) -> float:
     return max(0.0, collective_s - product_s) + _CHANNELS / (132 - _CHANNELS) * min(collective_s, product_s)
 
 
-def exposed_s(run: Run, kind: str, spec: DeviceSpec, links: Links) -> tuple[float, float, int, int]:
-    """Return the seconds of collectives that nothing hides, forward and backward, and how many there are.
+def exposed_s(run: Run, kind: str, spec: DeviceSpec, links: Links) -> tuple[float, float]:
+    """Return the seconds of collectives that nothing hides, forward and backward.
 
     A column's all-gather overlaps with the product of the rank's own tokens, and so does the one of a row's backward.
     In its backward a column gathers its tokens again beside the gradient of its input, and scatters that beside the
@@ -267,13 +267,13 @@ def exposed_s(run: Run, kind: str, spec: DeviceSpec, links: Links) -> tuple[floa
     """
     llama, t = run.llama, run.llama.tensor
     if t == 1:
-        return 0.0, 0.0, 0, 0
+        return 0.0, 0.0
     rows, h = llama.seq * run.samples, llama.hidden
     if kind == "loss":
-        return links.reduce_s(3 * 4.0 * rows, t, PER_SERVER, 3), 0.0, 3, 0
+        return links.reduce_s(3 * 4.0 * rows, t, PER_SERVER, 3), 0.0
     each_s = links.gather_s(2.0 * rows * h, t, PER_SERVER)
     if kind == "embedding":
-        return each_s, each_s, 1, 1
+        return each_s, each_s
     columns = [llama.vocab // t] if kind == "head" else [3 * h // t, 2 * llama.ffn // t]
     row_widths = [] if kind == "head" else [h // t, llama.ffn // t]
     forward_s = backward_s = 0.0
@@ -284,17 +284,21 @@ def exposed_s(run: Run, kind: str, spec: DeviceSpec, links: Links) -> tuple[floa
     for width in row_widths:
         forward_s += each_s
         backward_s += _beside(each_s, _product_s(spec, rows // t, width, h))
-    return forward_s, backward_s, len(columns) + len(row_widths), 2 * len(columns) + len(row_widths)
+    return forward_s, backward_s
 
 
 def times_of(run: Run, kind: str, spec: DeviceSpec, program: Program, links: Links) -> tuple[Floats, Floats]:
     """Return the seconds of a block's forward and backward on the device, and on its host."""
     block = block_of(run.llama, kind, run.samples)
-    *exposed, forward_n, backward_n = exposed_s(run, kind, spec, links)
-    device = np.array([block.forward.seconds(spec).sum(), block.backward.seconds(spec).sum()]) + exposed
+    device = np.array([block.forward.seconds(spec).sum(), block.backward.seconds(spec).sum()])
     launches_s = launches_of(run, kind) * program.launch_s + _TRITON.get(kind, 0) * _TRITON_S
     each_s = program.collective_s + _check_s(run, run.llama.tensor, program)
-    return device, launches_s + np.array([forward_n, backward_n]) * each_s
+    return device + exposed_s(run, kind, spec, links), launches_s + collectives_of(run, kind) * each_s
+
+
+def collectives_of(run: Run, kind: str) -> Floats:
+    """Return how many collectives a block's forward and backward have in a group of ranks."""
+    return np.array(_COLLECTIVES[kind]) * float(run.llama.tensor > 1)
 
 
 def launches_of(run: Run, kind: str) -> Floats:
@@ -410,7 +414,7 @@ def pending(run: Run, blocks: Sequence[str], number: int) -> float:
     warm_up = max(0, min(run.stages - 1, run.microbatches) - 1) * forward * (number == 0)
     if run.checked:
         return warm_up
-    launches = sum(float(launches_of(run, kind).sum()) for kind in blocks)
+    launches = sum(float((launches_of(run, kind) + collectives_of(run, kind)).sum()) for kind in blocks)
     ahead = min(1.0, _QUEUED / launches) * (2 * forward + ("head" in blocks))
     return max(warm_up, ahead if run.microbatches > 1 else min(ahead, forward))
 
@@ -508,6 +512,7 @@ _TRITON, _TRITON_S = {"layer": 4, "head": 1}, 57e-6
 # block takes that was timed on the H200's server, whose launches are 10.2 and 23, less 4 and 6 collectives. The ratio
 # was measured on an EPYC (Zen 5) with torch 2.13, with nanotron's own functions over a group that sends nothing.
 _LAYER_LAUNCHES = (30.3 - 4, 43.0 - 6)
+_COLLECTIVES = {"embedding": (1, 1), "layer": (4, 6), "head": (1, 2), "loss": (3, 0)}  # forward, and backward
 _NORMS = {"layer": 2, "head": 1}
 _QUEUED = 1024  # launches that a host can be ahead
 # A slice, a view and a copy in Python's loop over ranks and weights: 3 us without the copy, measured on an EPYC (Zen 5)
