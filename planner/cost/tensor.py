@@ -88,8 +88,9 @@ def layer_costs_on(profile: Profile, cluster: Cluster) -> LayerCosts:
     def dividing(each: Profile, degree: int) -> tuple[Profile, Sequence[Exchanged] | None]:
         link, costs = topology.group_link(degree), costs_at(each, degree)
         divided = profile_at(each, degree, link, sequence_parallel=cluster.sequence_parallel)
-        if each.lengths is not None or degree >= topology.groups[topology.span(range(degree))]:
-            return divided, None  # a group that fills a server has its links for itself
+        # Inside servers that slower links join, messages between servers leave most of the links to the groups.
+        if each.lengths is not None or len(topology) > 1 or degree >= topology.gpus:
+            return divided, None
         part, rate = 2 * (degree - 1) / degree, link.ring_bytes_per_s
         sizes = zip(costs.forward_reduced_bytes, costs.backward_reduced_bytes, strict=True)
         return divided, [Exchanged(forward_bytes=part * f, backward_bytes=part * b, bytes_per_s=rate) for f, b in sizes]

@@ -209,7 +209,7 @@ def test_ranks_with_samples_of_their_own_exchange_a_part_and_their_plan_says_so(
 
 @pytest.mark.parametrize("schedule", ["1f1b", "1f1b-flush", "zb-h1"])
 def test_messages_share_the_links_of_a_group_with_its_exchanges(schedule: str) -> None:
-    """But not where groups fill servers, whose inner links no message crosses; alone, an exchange is not slower."""
+    """But not where groups are in servers, whose inner links are faster; alone, an exchange is not slower."""
     model = divided(profile(*(layer(f"l{n}", 0.1, 0.2, output_bytes=300) for n in range(8))), 2)
     (costs,) = model.tensor or ()
     exchanged = {"forward_reduced_bytes": (50,) * 8, "backward_reduced_bytes": (50,) * 8}
