@@ -30,6 +30,7 @@ from planner.formats.timeline import Timeline, load_timeline
 from planner.workers.failures import WorkersFailedError, error_of, stage_of, worker_name
 from planner.workers.interfaces import LOOPBACK, VARIABLES, address_of, address_towards
 from planner.workers.job import LAUNCHER_VARIABLE, RESULT_FILE, TIMELINE_FILE, Failure, Job, TrainResult
+from planner.workers.meeting import NO_SHARED_STORE
 from planner.workers.place import GPU_VARIABLES
 from planner.workers.watch import MEMORY_HINT, cause_in, last_beat, own_keys
 
@@ -113,7 +114,7 @@ def run_on_hosts(job: Job, command: Sequence[str]) -> None:
         raise InputError(f"no way leads to the host of `rendezvous={place}`", hint="is its name known here?")
     # Each start has a store of its own, on the host of its first worker: otherwise torchrun's agents would look for the
     # first start's for ever, whose host may be the one that is lost.
-    launching = _launching(interface, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    launching = _launching(interface, **{NO_SHARED_STORE: "1"})
     ending = patch.object(PContext, "close", _close_soon)
     with tempfile.TemporaryDirectory(prefix="plan-train-") as folder, launching, ending:
         config = LaunchConfig(

@@ -24,9 +24,10 @@ from planner.workers.place import Seat
 
 # Below the ports that Linux gives to outgoing connections (32768 and up), so that none of those is in the way.
 _FIRST_PORT, _PORTS = 12000, 20000
-_TIMEOUT = timedelta(minutes=10)
+_TIMEOUT, _ELASTIC_TIMEOUT = timedelta(minutes=10), timedelta(minutes=2)
 _TASKS = re.compile(r"(?P<tasks>\d+)(\(x(?P<nodes>\d+)\))?")
 _COUNT = "TORCHELASTIC_RESTART_COUNT"
+NO_SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # which elastic runs set
 _ANSWERS_EVERY_S = 0.05
 
 
@@ -97,9 +98,11 @@ def _open_store(host: str, port: int) -> None:
     global _own_store
     rank = int(os.environ["RANK"])
     opens = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
+    # An elastic run starts again without a worker 0 that was stopped before it opened its store.
+    timeout = _ELASTIC_TIMEOUT if NO_SHARED_STORE in os.environ else _TIMEOUT
     try:
         # Multi-tenant: what else worker 0 opens at this address is the same store.
-        store = TCPStore(host, port, is_master=opens, wait_for_workers=False, timeout=_TIMEOUT, multi_tenant=opens)
+        store = TCPStore(host, port, is_master=opens, wait_for_workers=False, timeout=timeout, multi_tenant=opens)
         _agree_on_start(PrefixStore("planner", store), rank, int(os.environ["WORLD_SIZE"]))
     except RuntimeError as cause:
         done = "opened" if opens else "reached"
