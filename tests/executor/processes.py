@@ -15,6 +15,7 @@ from datetime import timedelta
 from functools import cache, partial
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from unittest import mock
 
@@ -52,18 +53,24 @@ def run_jobs(jobs: Sequence[Job], folder: Path) -> list[TrainResult]:
         )
         for rank in range(world)
     ]
+    run_to_end(workers, log)
+    return [TrainResult.model_validate_json(Path(f"{path}.result").read_text("utf-8")) for path in paths]
+
+
+def run_to_end(workers: Sequence[BaseProcess], log: Path, *, may_fail: bool = False) -> None:
+    """Start workers and wait for their ends, in time and, unless they may fail, without an error; leave none behind."""
     for worker in workers:
         worker.start()
     deadline = time.monotonic() + TIMEOUT_S
     try:
         for worker in workers:
             worker.join(max(0.0, deadline - time.monotonic()))
-            assert worker.exitcode == 0, f"exit code {worker.exitcode}:\n{log.read_text('utf-8')}"
+            ended = worker.exitcode == 0 or (may_fail and worker.exitcode is not None)
+            assert ended, f"exit code {worker.exitcode}:\n{log.read_text('utf-8')}"
     finally:
         for worker in workers:
             worker.kill()
             worker.join()
-    return [TrainResult.model_validate_json(Path(f"{path}.result").read_text("utf-8")) for path in paths]
 
 
 @cache

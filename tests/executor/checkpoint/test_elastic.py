@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import subprocess
-import time
 import traceback
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
@@ -29,7 +28,7 @@ from planner.workers.heartbeat import Heartbeat
 from planner.workers.job import Job, TrainResult
 from tests.executor.models import DATASET, write_model
 from tests.executor.plans import make_plan, sharded, structural_profile
-from tests.executor.processes import _ENVIRONMENT, TIMEOUT_S, _warm, run_jobs
+from tests.executor.processes import _ENVIRONMENT, TIMEOUT_S, _warm, run_jobs, run_to_end
 from tests.samples import layer, profile
 
 SEED, EVERY, STEPS = 3, 5, 24
@@ -74,17 +73,7 @@ def start(job: Job, hosts: Sequence[int], folder: Path, per_host: int = 1) -> Tr
         own = job.model_copy(update={"elastic": ElasticOptions(**vars(job.elastic) | {"copy_folder": memory})})
         arguments = (own.model_dump_json(), str(result), variables, str(folder / "workers.log"))
         workers.append(_warm().Process(target=_work, args=arguments, daemon=True))
-    for worker in workers:
-        worker.start()
-    deadline = time.monotonic() + TIMEOUT_S
-    try:
-        for worker in workers:
-            worker.join(max(0.0, deadline - time.monotonic()))
-            assert worker.exitcode is not None, (folder / "workers.log").read_text("utf-8")
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.join()
+    run_to_end(workers, folder / "workers.log", may_fail=True)
     return TrainResult.model_validate_json(result.read_text("utf-8")) if result.exists() else None
 
 
