@@ -17,6 +17,7 @@ do about it. Both name arguments in backticks, by their Python name: "give `micr
 shows the flag instead.
 """
 
+import math
 from collections.abc import Iterable
 from difflib import get_close_matches
 
@@ -66,9 +67,13 @@ class ClusterError(InputError):
 
 
 class InfeasibleError(PlannerError):
-    """No plan exists for this model on this cluster."""
+    """No plan exists for this model on this cluster; `least_bytes` of memory per GPU would do, where that is known."""
 
     exit_code = 3
+
+    def __init__(self, message: str, *, hint: str = "", least_bytes: float = math.inf) -> None:
+        super().__init__(message, hint=hint)
+        self.least_bytes = least_bytes
 
 
 class LayerError(PlannerError):

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import re
 import signal
 import sys
@@ -153,7 +154,7 @@ def progress_text(progress: Progress) -> str:
     parts = ["no plan so far"]
     if progress.config:
         parts = [f"best so far {short_config(progress.config)}, {format_seconds(progress.best_s)} per minibatch"]
-    if progress.bound_s > 0:
+    if 0 < progress.bound_s < math.inf:  # no plan is known to fit where it is infinite
         parts.append(f"no plan takes less than {format_seconds(progress.bound_s)}")
     if progress.ends_at_s is not None:
         parts.append(f"{max(progress.ends_at_s - time.monotonic(), 0):.0f} s left")

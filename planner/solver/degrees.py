@@ -5,11 +5,13 @@ the whole search.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 from planner.errors import InfeasibleError, InputError, PlannerError
 from planner.plan.blocks import block_ends
 from planner.solver.methods import cut_after
+from planner.solver.problem.infeasible import UnexplainedError
 from planner.solver.problem.problem import Answer, Problem
 from planner.solver.problem.result import Found
 from planner.solver.search.pipeline_search import PipelineSearch
@@ -21,7 +23,7 @@ def solve_degrees(problem: Problem, answer: Answer) -> Found:
     if degrees == (1,):
         return answer(problem)
     found = list[Found]()
-    obstacle: PlannerError | None = None
+    obstacles = list[PlannerError]()
     missed = list[int]()  # degrees that were not searched
 
     def apart(share: float) -> Problem:
@@ -43,16 +45,15 @@ def solve_degrees(problem: Problem, answer: Answer) -> Found:
             alone = answer(replace(own.on_groups_of(degree), hopeless_s=best_s))
         except InputError:
             raise
-        except PlannerError as error:  # that there was too little time says more than that nothing fits
-            obstacle = error if obstacle is None or isinstance(obstacle, InfeasibleError) else obstacle
+        except PlannerError as error:
+            obstacles.append(error)
             missed += [] if isinstance(error, InfeasibleError) else [degree]
         else:
             found.append(replace(alone, best=alone.best.divided(degree)))
         budget.count += own.budget.count
         budget.exhausted &= own.budget.exhausted
     if not found:
-        assert obstacle is not None
-        raise obstacle
+        raise _obstacle(obstacles)
     best = min((each.best for each in found), key=lambda plan: (plan.counted_s, plan.gpus))
     bound_s, bound_of = min(each.bound_s for each in found), max(each.bound_of for each in found)
     for degree in missed:
@@ -61,3 +62,14 @@ def solve_degrees(problem: Problem, answer: Answer) -> Found:
             own = cut_after(own, block_ends(problem.layer_costs.profile))
         bound_s = min(bound_s, PipelineSearch(own).relaxed_s())
     return Found(best, bound_s, bound_of=bound_of)
+
+
+def _obstacle(errors: Sequence[PlannerError]) -> PlannerError:
+    """Return the error that says most of why no degree has a plan: too little time, or what needs the least memory."""
+    unknown = [error for error in errors if not isinstance(error, InfeasibleError)]
+    unexplained = [error for error in errors if isinstance(error, UnexplainedError)]
+    if unknown or not unexplained:
+        return unknown[0] if unknown else errors[0]
+    return UnexplainedError(
+        lambda: min((error.explanation() for error in unexplained), key=lambda error: error.least_bytes)
+    )

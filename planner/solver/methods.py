@@ -13,7 +13,7 @@ from planner.cost.network.topology import places_matter
 from planner.errors import InfeasibleError, InputError, PlannerError
 from planner.options.solving import RecomputeRule
 from planner.plan.blocks import block_ends
-from planner.solver.choose.first_plans import FirstPlans
+from planner.solver.choose.first_plans import FirstPlans, fitting_plans
 from planner.solver.choose.improvement import deepened, fastest_simulated, improved
 from planner.solver.evaluate.evaluation import fastest, priced
 from planner.solver.mixed import solve_mixed
@@ -149,9 +149,18 @@ def least_late(problem: Problem, found: Found) -> Found:
 def _by_search(problem: Problem) -> Found:
     """Search for the best plan: by the cost model first, then by simulation."""
     search = PipelineSearch(problem)
+
+    def fits(gpus: int, memory_bytes: int) -> Evaluation | None:
+        found = search.fits(gpus, memory_bytes)
+        if found is None and gpus == problem.cluster.gpus and max(problem.levels) > 1:  # which the search has not
+            rules = replace(problem.rules, max_stages=1)
+            whole = replace(problem.with_cluster(problem.cluster.with_memory(lambda _: memory_bytes)), rules=rules)
+            found = next(fitting_plans(whole), None)
+        return found
+
     path = search.best()
     if path is None:
-        raise UnexplainedError(lambda: explain(problem, search.fits, search.leaner()))
+        raise UnexplainedError(lambda: explain(problem, fits, search.leaner()))
     bounded = search.bounded(path)
     assert bounded.path is not None
     best = search.priced(bounded.path)

@@ -38,6 +38,19 @@ PUBLISHED = {
     "gemma-7b": 8.54e9,
     "gemma-2-27b": 27.2e9,
     "deepseek-v2-lite": 15.7e9,
+    "llama-3.2-1b": 1.24e9,
+    "mistral-nemo-12b": 12.2e9,
+    "mixtral-8x22b": 141e9,
+    "qwen2.5-0.5b": 0.494e9,
+    "qwen2.5-32b": 32.8e9,
+    "qwen3-235b-a22b": 235e9,
+    "phi-3-mini": 3.82e9,
+    "phi-4": 14.7e9,
+    "gemma-3-1b": 1.0e9,
+    "opt-66b": 65.7e9,
+    "bloom-176b": 176e9,
+    "gpt-oss-20b": 20.9e9,
+    "gpt-oss-120b": 117e9,
 }
 
 

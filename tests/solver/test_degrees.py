@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ from planner.cost.network.link import Link
 from planner.cost.pricing import price
 from planner.cost.setting import Setting
 from planner.cost.tensor import layer_costs_on, profile_at
-from planner.errors import ClusterError, PlannerError
+from planner.errors import ClusterError, InfeasibleError, PlannerError
 from planner.formats.cluster import Cluster, flat_cluster, hierarchical_cluster
 from planner.formats.own_plan import OwnPlan, OwnStage
 from planner.formats.plan import Plan
@@ -31,6 +32,7 @@ from planner.solver.methods import solve_by_method
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Found
 from planner.solver.search.pipeline_search import PipelineSearch
+from planner.units import parse_bytes
 from tests.samples import layer, profile
 from tests.solver.every_plan import EveryPlan
 from tests.solver.test_new_axes import random_model
@@ -141,6 +143,27 @@ def test_a_divided_plan_is_solved_priced_and_simulated_alike(schedule: str, clus
     assert given.price().communication_bytes >= 0
     assert len(set(plan.degrees)) == 1
     check_trainable(plan)
+
+
+@pytest.mark.parametrize("cluster", [flat_cluster(8, 100.0, 20), flat_cluster(4, 100.0, 30)], ids=["8", "4"])
+def test_what_does_not_fit_is_said_in_gpus_and_of_the_degree_that_needs_least(cluster: Cluster) -> None:
+    how: dict[str, Any] = {"schedule": "1f1b-flush", "microbatches": 8}
+    with pytest.raises(InfeasibleError) as caught:
+        solve(CHAIN, cluster, tensor=(1, 2, 4), **how)
+    assert caught.value.message.startswith(f"no plan fits {cluster.gpus} GPUs of {cluster.memory_bytes} B")
+    least = []
+    for degree in (1, 2, 4):
+        with pytest.raises(InfeasibleError) as of_degree:
+            solve(CHAIN, cluster, tensor=(degree,), **how)
+        least.append(of_degree.value.least_bytes)
+    assert caught.value.least_bytes == min(least)
+    assert len(set(least)) > 1
+    memory, gpus = (re.search(rf"`{name}=(\w+)`", caught.value.hint) for name in ("memory_bytes", "gpus"))
+    assert memory is not None
+    larger = [flat_cluster(cluster.gpus, 100.0, parse_bytes(memory[1]))]
+    larger += [] if gpus is None else [flat_cluster(int(gpus[1]), 100.0, cluster.memory_bytes)]
+    for each in larger:
+        solve(CHAIN, each, tensor=(1, 2, 4), **how)
 
 
 @pytest.mark.parametrize(
@@ -255,7 +278,7 @@ def test_a_degree_that_had_too_little_time_does_not_hide_the_others() -> None:
     problem = Problem(layer_costs_on(model, cluster), Setting(cluster, find("1f1b-flush"), 4), rules)
 
     def late(asked: Problem, *, both: bool = False) -> Found:
-        if both or not asked.grouped:
+        if both or asked.degree == 1:
             raise PlannerError("the time limit passed")
         return solve_by_method(asked)
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from planner.errors import InputError, PlanError
+from planner.errors import InputError, LayerError, PlanError
 from planner.formats.files import Record, load_record
 from planner.formats.profile import TF32, Compiled, Device, MemoryFormat, Profile
 from planner.model.elementwise import has_divisible_optimizer
@@ -151,7 +151,7 @@ class Estimator:
         for degree in list(self._degrees):
             try:
                 part = self._trace(batch_size, degree)
-            except (InputError, PlanError):
+            except (InputError, LayerError, PlanError):  # a model's own plan may be one that its operations refuse
                 if not self._options.where_divided:
                     raise
                 self._degrees.remove(degree)

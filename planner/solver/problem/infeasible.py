@@ -56,7 +56,7 @@ def explain(problem: Problem, fits: Fits, others: Mapping[str, Fits]) -> Infeasi
         return max(plan.price.gpu_bytes)
 
     _, proven = _least(enough, memory_bytes, deadline, precision=_PRECISION)
-    message = f"no plan fits {cluster.gpus} GPUs of {format_memory(whole(memory_bytes))}"
+    message = f"no plan fits {cluster.gpus * problem.degree} GPUs of {format_memory(whole(memory_bytes))}"
     if not met:
         hint = "the time limit passed before it was known what would: give a longer `time_limit_s`, or try more `gpus`"
         return InfeasibleError(message, hint=hint)
@@ -77,11 +77,12 @@ def explain(problem: Problem, fits: Fits, others: Mapping[str, Fits]) -> Infeasi
         lambda gpus: None if fits(gpus, memory_bytes) is None else gpus, cluster.gpus, deadline, _MOST_GPUS_FACTOR
     )
     if more is not None and known:
-        hint += f"; so would `gpus={more}`"
+        hint += f"; so would `gpus={more * problem.degree}`"
     return InfeasibleError(
-        f"{message}: in the plan that needs least, {short_config(met[-1].config)}, stage {worst} ({names}) needs "
-        f"{format_bytes(needed)}, {format_bytes(needed - whole(memory_bytes))} too many",
+        f"{message}: in the plan that needs least, {short_config(met[-1].divided(problem.degree).config)}, "
+        f"stage {worst} ({names}) needs {format_bytes(needed)}, {format_bytes(needed - whole(memory_bytes))} too many",
         hint=hint,
+        least_bytes=needed,
     )
 
 

@@ -75,7 +75,7 @@ class Problem:
     precision: float = 0.0  # how much faster, relatively, other plans may be than the answer of a search
     reserve: Reserve = NO_RESERVE  # what was taken off the cluster's memory before: `planner.solver.relaxed_steps`
     most_replicas: int = UNLIMITED  # that a stage may have
-    grouped: bool = False  # whether what counts as a GPU is a group of ranks
+    degree: int = 1  # ranks of each group, where what counts as a GPU is a group of ranks
     solver: SolverName = "auto"
 
     @property
@@ -131,7 +131,7 @@ class Problem:
         if self.rules.shard_optimizer == "never" or not (profile.may_shard_optimizer and self.simulates):
             return (0,)
         # Without a limit of memory, level 1 is as fast.
-        fully = self.cluster.has_memory_limit and not (self.grouped or profile.compiled or profile.memory_format)
+        fully = self.cluster.has_memory_limit and not (self.degree > 1 or profile.compiled or profile.memory_format)
         more = (2, 3) if fully and why_whole(schedule, 2, [2], [1]) is None else ()
         return (1, *more) if self.rules.shard_optimizer == "always" else (0, 1, *more)
 
@@ -205,7 +205,7 @@ class Problem:
         if degree == 1:
             return self
         on_groups = self.with_cluster(groups_of(self.cluster, degree))
-        return replace(on_groups, layer_costs=self.layer_costs.at_degree(degree), grouped=True)
+        return replace(on_groups, layer_costs=self.layer_costs.at_degree(degree), degree=degree)
 
     def with_schedule(self, schedule: Schedule, microbatches: int | None = None) -> Problem:
         """Return the problem under another schedule, with one stage per worker."""
