@@ -47,6 +47,13 @@ def test_fewer_gpus_than_fill_the_servers_are_all_in_the_cluster(tmp_path: Path)
     assert sizes == {9: [3, 3], 4: [4], 2: [2], 1: [1]}
 
 
+def test_servers_of_one_gpu_have_one_link(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    fitted = plan("fit", "model.py", "--gpus", "4", "--servers", "4", "--bandwidth", "1Gbps", "--json", cwd=tmp_path)
+    levels = json.loads(fitted.stdout)["asked"]["plan"]["cluster"]["levels"]
+    assert [(level["size"], level["bandwidth_bytes_per_s"]) for level in levels] == [(4, 125e6)]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
