@@ -66,8 +66,8 @@ class FitOptions(SolveOptions):
     )
     bandwidth: Quantities | None = option(
         None,
-        "of each GPU's link inside a server, and with several servers also of each server's: nvlink4,100Gbps; servers of "
-        "one GPU have one: 1Gbps",
+        "of each GPU's link inside a server, and with several servers also of each server's: nvlink4,100Gbps; servers "
+        "of one GPU have one link: 1Gbps",
         "RATE",
         parse=each(link_bandwidth),
         told=f"what such GPUs usually have; between servers {BETWEEN_SERVERS}, and 400Gbps per GPU of H100 and later",
