@@ -187,6 +187,26 @@ class WrittenInPlace(nn.Module):
         return scores
 
 
+class CausalMask(nn.Module):
+    """Makes one mask for all its blocks, of constants and the batch's size alone, as transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(32, 8), nn.Linear(8, 32)
+        self.blocks = nn.ModuleList(nn.Linear(8, 24) for _ in range(3))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        far = (places[:, None] - places[None, :]).abs() * -0.1
+        mask = far.masked_fill(places[None, :] > places[:, None], float("-inf")).expand(tokens.shape[0], 1, -1, -1)
+        for block in self.blocks:
+            query, key, value = block(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+            x = x + F.scaled_dot_product_attention(query, key, value, attn_mask=mask).transpose(1, 2).flatten(2)
+        scores: Tensor = self.head(x)
+        return scores
+
+
 class OwnLoss(nn.Module):
     """Computes its loss itself when it is given labels."""
 
@@ -255,5 +275,6 @@ CASES = {
     "experts": Case(Experts, _rows, F.cross_entropy),
     "written in place": Case(WrittenInPlace, _rows, F.cross_entropy),
     "spectral norm": Case(SpectralNorm, _rows, F.cross_entropy),
+    "causal mask": Case(CausalMask, lambda size: _tokens(size, 32), _per_token),
     "own loss": Case(OwnLoss, _labelled, None),
 }

@@ -1,7 +1,7 @@
 """Capture a model and its loss as a LayerGraph: through torch.export with dynamic sizes of the batch, or as blocks."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import partial
 from typing import Any
@@ -28,7 +28,7 @@ from planner.model.capture.failure import (
 from planner.model.capture.fake import TensorFacts, fake_run
 from planner.model.capture.graph import LOSS, LayerGraph, ValueSpec, graph_digest
 from planner.model.capture.layers import group_layers
-from planner.model.capture.operations import MODEL, Names, is_check
+from planner.model.capture.operations import MODEL, Names, is_check, is_random
 from planner.model.capture.recurrent import recurrence_untraced
 from planner.model.capture.repeated import extended, noting_nodes, shortened
 from planner.model.capture.size import SizeReader, is_symbolic
@@ -200,6 +200,7 @@ def observed(trace: Trace, options: ModuleOptions) -> LayerGraph:
         written=_written(module, names, facts),
         lengths=tuple(map(trace.lengths.length, reader.places)) if trace.lengths is not None else (),
     )
+    graph = dataclasses.replace(graph, fixed=_fixed(graph, operations, facts))
     # The hash is the same for each device that the model may train on, whose values differ under autocast.
     return dataclasses.replace(graph, hash=graph_digest(graph, _specs(values, reader, on_cpu)))
 
@@ -309,3 +310,33 @@ def _written(module: fx.GraphModule, names: Names, facts: TensorFacts) -> frozen
                 )
             found.add(node)
     return frozenset(found)
+
+
+def _fixed(graph: LayerGraph, operations: Sequence[fx.Node], facts: TensorFacts) -> frozenset[fx.Node]:
+    """Return the operations on constants alone, such as those that make a causal mask, of layers that do more.
+
+    A mask has as many bytes as an activation where samples are long, and nobody waits for one that he makes himself.
+    """
+    owner = graph.owner
+    written = {storage for storages in facts.writes.values() for storage in storages}
+    kept = {leaf for leaf in graph.outputs if isinstance(leaf, fx.Node)}
+    known = {node for node in operations if node not in kept and not facts.writes[node]}
+    known = {node for node in known if not (facts.storages[node] & written or is_random(node, graph.module))}
+
+    def constant(node: fx.Node) -> bool:
+        if node.op == "get_attr":
+            weight = graph.names.parameter(node) or graph.names.buffer(node)
+            return weight is None and isinstance(graph.names.constant(node), Tensor) and node not in graph.written
+        return node.op == "call_function" and node not in owner  # a number
+
+    def found(among: Set[fx.Node]) -> set[fx.Node]:
+        fixed = set[fx.Node]()
+        for node in operations:
+            if node in among and all(source in fixed or constant(source) for source in node.all_input_nodes):
+                fixed.add(node)
+        return fixed
+
+    fixed = found(known)
+    # A layer of nothing else stays one: the layers after it would not follow it otherwise.
+    whole = {node for layer in graph.layers if fixed.issuperset(layer.nodes) for node in layer.nodes}
+    return frozenset(found(known - whole))

@@ -183,6 +183,7 @@ class LayerGraph:
     blocks: BlockChain | None = None  # to run instead of the graph's operations
     repeated: Mapping[str, int] = field(default_factory=dict)  # how many blocks a list has of which few were traced
     lengths: tuple[Length, ...] = ()  # of the batch, that vary
+    fixed: frozenset[fx.Node] = frozenset()  # operations on constants alone: each piece of code runs those it needs
 
     @cached_property
     def values(self) -> dict[str, ValueSpec]:
@@ -204,8 +205,10 @@ class LayerGraph:
 
     @cached_property
     def crossing(self) -> tuple[fx.Node, ...]:
-        """Operations whose result a later layer uses, in execution order."""
-        return tuple(node for node, index in self.owner.items() if self.last_use(node) > index)
+        """Operations whose result a later layer receives, in execution order."""
+        return tuple(
+            node for node, index in self.owner.items() if self.last_use(node) > index and node not in self.fixed
+        )
 
     @cached_property
     def edges(self) -> tuple[Edge, ...]:
@@ -219,6 +222,16 @@ class LayerGraph:
         )
         ordered = sorted(found, key=lambda edge: edge[0])
         return tuple(Edge(source=names[i], value=value, target=names[j]) for i, value, j in ordered)
+
+    def read_by(self, layers: Sequence[GraphLayer]) -> tuple[fx.Node, ...]:
+        """Return every node that the code of layers reads, in it or before it."""
+        used = dict.fromkeys(source for layer in layers for node in layer.nodes for source in node.all_input_nodes)
+        waiting = [node for node in used if node in self.fixed]
+        while waiting:
+            new = [source for source in waiting.pop().all_input_nodes if source not in used]
+            used |= dict.fromkeys(new)
+            waiting += [source for source in new if source in self.fixed]
+        return tuple(used)
 
     @cached_property
     def loss_path(self) -> frozenset[fx.Node]:

@@ -92,6 +92,7 @@ def build_evaluation(
     transfers: dict[tuple[int, int], list[ValueSpec]] = {}
     for node, index in evaluation.owner.items():
         users = {stage_of[evaluation.owner[user]] for user in node.users if user in evaluation.owner}
+        users = set() if node in evaluation.fixed else users  # each stage makes it itself
         if node in outputs:
             users.add(last)
         # A node with users in later stages has a spec: otherwise its layer would have been joined with theirs.

@@ -121,8 +121,7 @@ class SegmentBuilder:
     def build(self) -> Segment:
         taken = [*self._part.takes, *numbers_of(self._graph, self._part)]
         makes = self._part.makes
-        sources = (source for layer in self._part.layers for node in layer.nodes for source in node.all_input_nodes)
-        self._attributes = {source: self._attribute(source) for source in sources if source.op == "get_attr"}
+        self._attributes = {source: self._attribute(source) for source in self._part.used if source.op == "get_attr"}
         # Weights are looked up before the code runs, because `nn.Module.__getattr__` searches at every dot of
         # `self.block.qkv.weight`. That saves Python's time, which compiled code does not take.
         modules = dict(self._weights.named_modules())
@@ -170,6 +169,8 @@ class SegmentBuilder:
         for source in node.all_input_nodes:
             if source.op == "get_attr" and source not in self._copies:
                 self._copies[source] = self._new.get_attr(self._attributes[source])
+            elif source in self._graph.fixed and source not in self._copies:  # an earlier piece has run it for itself
+                self._copy(source)
         if enters_autocast(node.target) and self._kind is None:
             self._kind = self._new.call_function(getattr, (self._device, "type"))
         copy = self._new.node_copy(node, self._regions.reader(node, self._copies))

@@ -79,13 +79,14 @@ class Boundary:
 def boundary_of(graph: LayerGraph, first: int, last: int, keep: Sequence[str] = ()) -> Boundary:
     """Return the boundary of layers first..last; `keep` names further values made here that count as sent."""
     layers = graph.layers[first : last + 1]
-    used = dict.fromkeys(source for layer in layers for node in layer.nodes for source in node.all_input_nodes)
+    used = graph.read_by(layers)
     inputs = [(i, leaf) for i, leaf in enumerate(graph.inputs) if leaf in used]
     received = [node for node in graph.crossing if node in used and graph.owner[node] < first]
     made = [node for layer in layers for node in layer.nodes]
-    sent = [node for node in (*received, *made) if graph.last_use(node) > last or node.name in keep]
+    passing = [node for node in (*received, *made) if node not in graph.fixed or node.name in keep]
+    sent = [node for node in passing if graph.last_use(node) > last or node.name in keep]
     loss = graph.loss if graph.loss in made else None
-    return Boundary(first, last, layers, tuple(used), tuple(inputs), tuple(received), tuple(sent), loss)
+    return Boundary(first, last, layers, used, tuple(inputs), tuple(received), tuple(sent), loss)
 
 
 def stage_boundary(graph: LayerGraph, first: int, last: int, keep: Sequence[str]) -> Boundary:

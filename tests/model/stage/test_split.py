@@ -10,6 +10,7 @@ import torch
 from planner.model.capture.capture import capture
 from planner.model.capture.graph import LayerGraph
 from planner.model.loss import loss_of
+from tests.model.chained import cut_values
 from tests.model.models import CASES
 from tests.model.splitting import assert_same, cut_evenly, run_split
 
@@ -74,3 +75,14 @@ def test_random_numbers_differ_between_keys_and_layers() -> None:
     }
     assert len(set(losses.values())) == len(losses)
     assert run_split(graph, batch, cut, (7, 3, 1)).loss.item() == losses[7, 3, 1]
+
+
+def test_a_mask_is_made_by_each_stage_and_sent_by_none() -> None:
+    """Where stages are cut between blocks, they exchange what the blocks exchange and nothing else."""
+    graph = _graph("causal mask")
+    ends = [layer.name for layer in graph.layers if "attention" in layer.name]
+    assert len(ends) == 3
+    for end in ends:
+        sent = cut_values(graph, graph.position[end] + 1)
+        assert [spec.shape(4) for spec in sent] == [(4, 12, 8)]
+    assert {"arange", "masked_fill", "expand"} <= {node.name for node in graph.fixed}
