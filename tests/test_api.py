@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[1]
 VGG = ROOT / "profiles" / "vgg16" / "cpu.json"
 NOTEBOOK = ROOT / "docs" / "examples" / "notebook.ipynb"
 VERBS = ("profile", "solve", "fit", "price", "show", "compare", "explain", "simulate", "report", "train")
-OTHERS = ("export", "export-weights", "quickstart", "selftest")
+OTHERS = ("export", "quickstart", "selftest")
 
 
 @pytest.fixture(scope="module")
