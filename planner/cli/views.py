@@ -86,8 +86,8 @@ def add_simulate(verbs: arguments.Verbs) -> None:
         "--against",
         type=Path,
         metavar="FILE",
-        help="a run of the plan, as a trace or a timeline: simulate the same minibatches, and print how far apart each "
-        "forward and backward starts and ends",
+        help="a run of the plan, as a trace or a timeline: simulate the same minibatches, and compare pace, bubble and "
+        "the times of stages",
     )
 
 
@@ -118,7 +118,7 @@ def simulate(args: argparse.Namespace) -> int:
         summary = planner.summarize(timeline)
         output.print_answer(summary, args.json, run_report(summary, plan))
     else:
-        comparison = compare_runs(plan, timeline, measured)
+        comparison = compare_runs(timeline, measured)
         output.print_answer(comparison, args.json, run_comparison_report(comparison, plan))
     if args.trace is not None:
         save_trace(timeline, args.trace)
