@@ -52,7 +52,7 @@ def options_of(problem: Problem, layers: frozenset[int], replicas: int) -> list[
         "blocks": [tuple(units)],
     }
     sharded: tuple[bool, ...] = (False,)
-    if replicas > 1 and problem.simulates and problem.layer_costs.profile.may_shard_optimizer:
+    if replicas > 1 and problem.layer_costs.profile.may_shard_optimizer:
         sharded = {"auto": (False, True), "never": (False,), "always": (True,)}[problem.rules.shard_optimizer]
         if replicas > problem.limits.most_sharded:
             sharded = tuple(each for each in sharded if not each)  # idle replicas get no part

@@ -134,7 +134,7 @@ def _ways(given: GivenPlan) -> "list[Way]":
     ]
     if plan.schedule is not GPIPE and not plan.schedule.chunked:
         microbatches = MICROBATCHES_PER_GPU * cluster.gpus
-        drained = replace(options, schedule=GPIPE, microbatches=microbatches, minibatch=None, cost_model="resource")
+        drained = replace(options, schedule=GPIPE, microbatches=microbatches, minibatch=None)
         gpipe = problem_of(drained, layer_costs, cluster, Budget.unlimited(deadline))
         ways.append(Way(SAME_CUT, gpipe, evaluate(gpipe, given.stages)))
     return [*ways, *_of_lengths(given)]
@@ -242,8 +242,7 @@ def usual_ways(options: SolveOptions, layer_costs: LayerCosts, cluster: Cluster,
             plan = evaluate(problem, [everything_on(layer_costs, cluster, ranks)])
             yield _fitting(Way(f"{DATA_PARALLEL}, {kind.title} only", problem, plan))
     yield alone
-    # The published cost models know no sharding, and naive schedules no overlap.
-    if gpus > 1 and schedule.pipelined and problem.simulates:
+    if gpus > 1 and schedule.pipelined:  # naive schedules know no overlap
         for level, name in enumerate(("ZeRO-1", "ZeRO-2", "ZeRO-3, FSDP"), start=1):
             sharded = replace(replicated, options=replace(replicated.options, level=level))
             if level == 2 and schedule.asynchronous:  # as drained as any replicas of the whole model
@@ -251,7 +250,7 @@ def usual_ways(options: SolveOptions, layer_costs: LayerCosts, cluster: Cluster,
             if level == 1 or why_whole(problem.schedule, problem.microbatches, [gpus], [1]) is None:
                 yield _fitting(Way(name, problem, evaluate(problem, [sharded])))
     many = options.microbatches if schedule.divides else None
-    drained = replace(options, schedule=FLUSH, microbatches=many, depth="published", cost_model="resource")
+    drained = replace(options, schedule=FLUSH, microbatches=many, depth="published")
     flushed = problem_of(drained, layer_costs, cluster, budget)
     for count in BLOCK_STAGES:
         stages = equal_blocks(layer_costs, count)
@@ -262,8 +261,7 @@ def usual_ways(options: SolveOptions, layer_costs: LayerCosts, cluster: Cluster,
 
 def _fitting(way: Way) -> Way:
     """Return the way as it is, or with every block recomputing where it does not fit otherwise."""
-    # The published cost models do not know what recomputation saves.
-    if not way.over_memory_bytes or way.problem.rules.recompute == "never" or not way.problem.simulates:
+    if not way.over_memory_bytes or way.problem.rules.recompute == "never":
         return way
     stages = recomputing(way.problem.layer_costs, way.plan.stages)
     return Way(f"{way.name}, recomputing", way.problem, evaluate(way.problem, stages))

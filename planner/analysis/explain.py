@@ -93,7 +93,7 @@ def explain(
     """
     given, bottleneck = GivenPlan.of(profile, plan, options, patience), plan.predicted.bottleneck
     uses = tuple(_simulated_uses(plan) if given.simulated else _priced_uses(given))
-    kinds = {"link": ("send", "receive"), "boundary": ("cut_after",)}.get(bottleneck.resource, (bottleneck.resource,))
+    kinds = {"link": ("send", "receive")}.get(bottleneck.resource, (bottleneck.resource,))
     limiting = [use.busy_s for use in uses if use.stage == bottleneck.stage and use.resource in kinds]
     if limiting:
         bottleneck = bottleneck.model_copy(update={"busy_s": max(limiting)})

@@ -150,7 +150,6 @@ class GivenPlan:
 def options_of(plan: Plan) -> SolveOptions:
     """Return the options that `plan` was solved with, as far as it records them."""
     return SolveOptions(
-        cost_model=plan.solver.cost_model,
         schedule=plan.schedule,
         microbatches=plan.microbatches,
         depth=plan.solver.depth,

@@ -110,15 +110,15 @@ def solve(profile: Profile, cluster: Cluster, options: SolveOptions) -> Plan:
         cluster: devices, memory and links.
 
     Returns:
-        A plan on as few GPUs as its speed needs. Under the resource model its time is that of its simulation, by which
-        it was chosen among the best plans by the cost model. `solver.status` is `optimal` if the time is within
-        2% of `lower_bound_s`, which by the cost model no pipeline can beat whose stages are consecutive layers of the
-        profile; a model with branches has others, which nothing here plans. The plan names what people do without a
-        planner, and beside an asynchronous plan the best synchronous one.
+        A plan on as few GPUs as its speed needs. Its time is that of its simulation, by which it was chosen among the
+        best plans by the cost model. `solver.status` is `optimal` if the time is within 2% of `lower_bound_s`, which by
+        the cost model no pipeline can beat whose stages are consecutive layers of the profile; a model with branches
+        has others, which nothing here plans. The plan names what people do without a planner, and beside an
+        asynchronous plan the best synchronous one.
 
     Raises:
         InfeasibleError: if no plan fits the memory, with the smallest change that makes one fit.
-        InputError: for a cost model or number of microbatches that make no sense under the schedule.
+        InputError: for a number of microbatches that makes no sense under the schedule.
 
     Example:
         >>> profile = planner.load_profile("profiles/vgg16/cpu.json")

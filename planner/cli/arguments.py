@@ -28,7 +28,7 @@ PLAN, PROFILE = Path("plan.json"), Path("profile.json")
 SOLVING = 0.5  # share of the time for the plan that a question is about
 _UNCHUNKED = [schedule for schedule in SCHEDULES if not schedule.chunked]
 _CLUSTER = tuple(each.name for each, _ in options_in(ClusterOptions))
-_SOLVING = ("schedule", "microbatches", "minibatch", "cost_model", "accept_divided_loss")
+_SOLVING = ("schedule", "microbatches", "minibatch", "accept_divided_loss")
 
 
 def declare(

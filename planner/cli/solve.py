@@ -57,7 +57,7 @@ def add_parser(verbs: arguments.Verbs) -> None:
     arguments.add_options(parser, SolveOptions, "schedule", "microbatches", "minibatch", "chunks", "depth")
     arguments.add_options(parser, SolveOptions, "accept_divided_loss", "survive")
     arguments.add_rule_arguments(parser)
-    arguments.add_options(parser, SolveOptions, "cost_model", "solver")
+    arguments.add_options(parser, SolveOptions, "solver")
 
     summary = "from a model's name: does it fit, how to split it, how fast is it"
     parser = arguments.declare(verbs, "fit", summary, FIT, fit)

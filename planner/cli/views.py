@@ -27,7 +27,7 @@ links. Prints samples per second, the bubble, how busy each worker and link is, 
 COMPARE = """\
 Compare the fastest plan, or --plan, with what one would do without a planner: data parallelism, pipelines of equal
 blocks and of equal times, and GPipe with the plan's own stages. All are priced on the same cluster by the same cost
-model and, with the default one, by simulation.
+model and by simulation.
 
     plan compare --gpus 8 --bandwidth 10Gbps
     plan compare --plan plan.json

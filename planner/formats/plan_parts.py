@@ -8,7 +8,6 @@ from pydantic import Field, PlainSerializer, PlainValidator, WithJsonSchema, mod
 
 from planner.errors import InputError
 from planner.formats.files import GrownRecord, Record
-from planner.formats.names import CostModelName
 from planner.formats.profile import Bytes, Seconds, Shares, VaryingLengths
 from planner.schedule.registry import NAMES, find
 from planner.schedule.schedule import Schedule
@@ -236,8 +235,7 @@ class Bottleneck(Record):
     """The resource that limits the pipeline."""
 
     stage: int
-    # shared_link: the link of the server that holds most of the stage; boundary: the cut after the stage, in published
-    # cost models
+    # shared_link: the link of the server that holds most of the stage; boundary: the cut after it, in older plans alone
     resource: Literal["compute", "link", "shared_link", "boundary"]
     busy_s: Seconds  # per minibatch
 
@@ -246,7 +244,7 @@ class Prediction(Record):
     """What to expect of the plan in steady state."""
 
     seconds_per_minibatch: Annotated[float, Field(gt=0)]
-    by: Literal["simulation", "cost model"] = "cost model"  # if the cost model is published, or simulation too slow
+    by: Literal["simulation", "cost model"] = "cost model"  # if it is too slow to simulate
     samples_per_s: Annotated[float, Field(gt=0)] | None  # None if the profile does not know its batch size
     bottleneck: Bottleneck
     speedup_over_one_gpu: float
@@ -276,7 +274,7 @@ class SolverReport(GrownRecord):
     later_fields: ClassVar[frozenset[str]] = frozenset({"depth", "bound_of"})
 
     name: str
-    cost_model: CostModelName
+    cost_model: Literal["resource", "pipedream", "paper"] = "resource"  # the others are in older plans alone
     status: Literal["optimal", "feasible"]
     lower_bound_s: Seconds  # per minibatch: no plan in the profile's order is faster by the cost model
     bound_of: str = ""  # of which plans: "cuts between blocks"; where empty, of all

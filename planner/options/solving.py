@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Literal
 
 from planner.errors import InputError
-from planner.formats.names import CostModelName
 from planner.options.numbers import degrees
 from planner.options.option import Options, option
 from planner.schedule.instructions import CHUNKS, LATE_UPDATES, MICROBATCHES_PER_GPU
@@ -117,11 +116,6 @@ class SolveOptions(StageRules):
     )
     accept_divided_loss: bool = option(
         False, "divide minibatches even where the loss is no mean over samples: train the microbatches' mean"
-    )
-    cost_model: CostModelName = option(
-        "resource",
-        "resource: what each processor and link does; pipedream: the optimizer PipeDream published; paper: the "
-        "equation of its SOSP 2019 paper",
     )
     solver: SolverName = option(
         "auto",

@@ -95,7 +95,6 @@ def with_change(old: str, new: str) -> str:
         ((*SOLVE, "-o", "profile.json/plan.json"), MODEL.model_dump_json(), 1, "cannot be written"),
         (("simulate", "--trace", "profile.json/trace.json"), MODEL.model_dump_json(), 1, "cannot be written"),
         ((*SOLVE, "--microbatches", "4"), MODEL.model_dump_json(), 2, "4 microbatches have no meaning"),
-        ((*SOLVE, "--cost-model", "paper", "--schedule", "gpipe"), MODEL.model_dump_json(), 2, "cost model 'paper'"),
         (("show",), "", 2, "there is no file 'plan.json'"),
         (("show", "profile.json"), '{"schema_version": 2, "stages": []}', 2, "schema_version 2, this version reads 1"),
         (("frobnicate",), "", 2, "invalid choice: 'frobnicate'"),

@@ -59,7 +59,7 @@ def searched(
         ).best()
         return (paths[0], bound_s >= paths[0].seconds * (1 - 1e-9)) if paths else (None, True)
     if schedule in ("1f1b", "2bw"):
-        asynchronous = bounds_for("resource", link, find(schedule), microbatches)
+        asynchronous = bounds_for(link, find(schedule), microbatches)
         return Search(space, asynchronous, Limits(gpus, memory, StageRules(recompute))).best(), True
     drained = SynchronousModel(link, find(schedule), microbatches)
     return SynchronousSearch(space, drained, Limits(gpus, memory, StageRules(recompute))).best(), True

@@ -83,7 +83,7 @@ def report_page(
             ),
             "footer": escape(
                 f"plan {__version__} · profile {plan.profile_digest} on {plan.device.name} · "
-                f"{solver.name}, {solver.status} · cost model {solver.cost_model}"
+                f"{solver.name}, {solver.status}"
             ),
             "style": _part("page.css"),
             "script": "\n".join(map(_part, SCRIPTS)),

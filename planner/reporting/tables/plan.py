@@ -41,7 +41,7 @@ def plan_report(plan: Plan) -> str:
 
 def _bound(plan: Plan) -> list[str]:
     """Say of a time that was not simulated that it is a lower bound."""
-    if plan.predicted.by == "simulation" or plan.solver.cost_model != "resource":
+    if plan.predicted.by == "simulation":
         return []
     seconds, why = format_seconds(plan.predicted.seconds_per_minibatch), _by(plan).removeprefix("by the cost model: ")
     # A model of 340 billion parameters on 256 GPUs: 4.10 s by the cost model, 4.93 s simulated.
@@ -73,7 +73,6 @@ def prediction_lines(plan: Plan) -> list[tuple[str, str | None]]:
     simulated = predicted.by == "simulation" and solver.status != "optimal" and solver.name != GIVEN
     return [
         ("predicted", f"{speed(plan)}, {_by(plan)}"),
-        ("cost model", f"{solver.cost_model}, as published" if solver.cost_model != "resource" else None),
         ("utilisation", f"{used:.1%} of the GPUs' peak, by the model's FLOPs" if used is not None else None),
         ("limited by", f"{bottleneck_place(limit)}, {busy}"),
         ("speed-up", _speed_up(plan)),
@@ -185,8 +184,6 @@ def pace(samples_per_s: float | None, seconds_per_minibatch: float) -> str:
 def _by(plan: Plan) -> str:
     if plan.predicted.by == "simulation":
         return "simulated"
-    if plan.solver.cost_model != "resource":
-        return "by the cost model"
     why = "too large to simulate" if plan.solver.exhausted else "the time limit left no time to simulate it"
     return f"by the cost model: {why}"
 

@@ -11,9 +11,7 @@ from planner.cost.layer_costs import LayerCosts
 from planner.cost.models.asynchronous import AsynchronousModel, DoubleBufferedModel
 from planner.cost.models.synchronous import SynchronousModel
 from planner.cost.network.link import Link
-from planner.cost.pricing import price
 from planner.cost.setting import Setting
-from planner.errors import InputError
 from planner.formats.cluster import Cluster, flat_cluster, hierarchical_cluster
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
@@ -175,10 +173,3 @@ def test_plans_simulate_as_their_candidates(schedule: Schedule) -> None:
     plan = assemble(problem, evaluation)
     assert costs_of(plan).stages == pipeline_for(problem, evaluation).stages
     assert Plan.model_validate_json(plan.model_dump_json()) == plan
-
-
-@pytest.mark.parametrize("model", ["pipedream", "paper"])
-def test_published_models_refuse(model: str) -> None:
-    setting = Setting(flat_cluster(3, 1000.0), cost_model=model)  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="before optimizers were sharded"):
-        price(LayerCosts(MODEL), [whole(3)], setting)

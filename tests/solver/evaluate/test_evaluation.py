@@ -151,18 +151,6 @@ def test_plans_are_no_faster_than_their_bound_and_simulate_alike(model: Profile,
     assert plan.predicted.seconds_per_minibatch == pytest.approx(simulated, rel=0.05)
 
 
-@pytest.mark.parametrize("cost_model", ["pipedream", "paper"])
-def test_published_models_keep_their_predictions(cost_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def never(*_: object) -> float:
-        raise AssertionError
-
-    monkeypatch.setattr(budget, "steady_s", never)
-    plan = solve(CROWDED, flat_cluster(3, 4.0), cost_model=cost_model)  # type: ignore[arg-type]
-    assert plan.predicted.by == "cost model"
-    assert plan.predicted.seconds_per_minibatch == plan.predicted.bottleneck.busy_s
-    assert plan.solver.simulated == 0
-
-
 def test_data_parallelism_takes_what_the_formula_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where gradients come in equal parts during the backward."""
     monkeypatch.setattr(buckets, "LEAST_BUCKET_BYTES", 1)
