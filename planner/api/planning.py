@@ -14,7 +14,7 @@ from planner.errors import ClusterError, InputError, PlannerError
 from planner.formats.cluster import Cluster, DeviceKind, flat_cluster, hierarchical_cluster, load_cluster
 from planner.formats.device_kinds import cluster_for, is_profile, read_profile
 from planner.formats.files import write_text
-from planner.formats.own_plan import OwnPlan, OwnStage, load_own_plan
+from planner.formats.own_plan import OwnPlan, OwnStage
 from planner.formats.plan import Plan, load_plan
 from planner.formats.profile import Profile, load_profile
 from planner.formats.timeline import Timeline
@@ -140,7 +140,7 @@ def solved(profile: Profile, cluster: Cluster, options: SolveOptions, patience: 
 
 
 @keywords_of(PriceOptions, arguments=3)
-def price(profile: Profile, cluster: Cluster, stages: OwnPlan | Path | Stages, options: PriceOptions) -> Plan:
+def price(profile: Profile, cluster: Cluster, stages: OwnPlan | Stages, options: PriceOptions) -> Plan:
     """Return the plan of stages that you chose yourself, priced and simulated.
 
     Stages take consecutive ranks, and have as many units in flight as the schedule's paper says. The plan may need more
@@ -150,7 +150,7 @@ def price(profile: Profile, cluster: Cluster, stages: OwnPlan | Path | Stages, o
         profile: costs per layer, for one microbatch.
         cluster: devices, memory and links.
         stages: 4: as many stages, of equally many blocks; [6, 6, 7, 5]: the blocks of each stage; or the last layer of
-            each stage but the final one. An `OwnPlan`, or the path of its file, says all in place of the keywords.
+            each stage but the final one. An `OwnPlan` says all in place of the keywords.
 
     Raises:
         ClusterError, ProfileError: for kinds of GPUs, or groups of ranks, that the profile does not know.
@@ -162,8 +162,6 @@ def price(profile: Profile, cluster: Cluster, stages: OwnPlan | Path | Stages, o
         >>> planner.price(profile, planner.flat_cluster(4, "1Gbps"), [20, 3], replicas=[3, 1]).config
         '3-1'
     """
-    if isinstance(stages, Path):
-        stages = load_own_plan(stages)
     if not isinstance(stages, OwnPlan):
         stages = _own_plan(profile, cluster, stages, options)
     return with_baselines(profile, priced(profile, cluster, stages), Patience())

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import planner
 from planner.formats.profile import save_profile
 from tests.cli.in_process import plan
 from tests.samples import layer, profile
@@ -137,16 +138,16 @@ def test_a_plan_of_another_profile_is_refused(folder: Path) -> None:
         assert "another profile" in done.stderr
 
 
-def test_price_takes_stages_as_flags_or_as_a_file(folder: Path) -> None:
-    options = ("--replicas", "2,1", "--recompute", "0:1", "--shard-optimizer", "all")
-    flags = plan("price", "--stages", "a", *options, *CLUSTER, "--json", cwd=folder)
+def test_price_takes_stages_as_flags(folder: Path) -> None:
+    options = ("--stages", "a", "--replicas", "2,1", "--recompute", "0:1", "--shard-optimizer", "all")
+    flags = plan("price", *options, *CLUSTER, "--json", cwd=folder)
     assert flags.returncode == 0, flags.stderr
-    first = {"layers": ["a"], "replicas": 2, "recompute": 1, "sharded": True}
-    own = {"schema_version": 1, "stages": [first, {"layers": ["b"]}]}
-    (folder / "own.json").write_text(json.dumps(own), encoding="utf-8")
-    assert plan("price", "--given", "own.json", *CLUSTER, "--json", cwd=folder).stdout == flags.stdout
+    first = planner.OwnStage(layers=("a",), replicas=2, recompute=1, sharded=True)
+    own = planner.OwnPlan(stages=(first, planner.OwnStage(layers=("b",))))
+    cluster = planner.flat_cluster(3, CLUSTER[CLUSTER.index("--bandwidth") + 1])
+    assert planner.price(MODEL, cluster, own) == planner.Plan.model_validate_json(flags.stdout)
     assert "2-1 on 3 GPUs" in plan("show", cwd=folder).stdout
-    small = plan("price", "--given", "own.json", *CLUSTER, "--memory", "1GB", cwd=folder)
+    small = plan("price", *options, *CLUSTER, "--memory", "1GB", cwd=folder)
     assert small.returncode == 3
     assert "the plan does not fit: stage 1 needs 1.2 GB" in small.stderr
     assert "predicted" in small.stdout
@@ -155,8 +156,7 @@ def test_price_takes_stages_as_flags_or_as_a_file(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "there are no stages to price"),
-        (("--stages", "1", "--given", "own.json"), "--stages has no meaning with --given"),
+        ((), "the following arguments are required: --stages"),
         (("--stages", "a", "--replicas", "1,1,1"), "does not say how many replicas each of 2 stages has"),
         (("--stages", "a", "--replicas", "x"), "--replicas x does not say"),
         (("--stages", "a", "--recompute", "2"), "--recompute 2 names none of the stages, which count from 0 to 1"),
@@ -167,7 +167,6 @@ def test_price_takes_stages_as_flags_or_as_a_file(folder: Path) -> None:
         (("--stages", "a", "--recompute", "0:x"), "--recompute 0:x names none of the stages"),
         (("--stages", "1,0"), "has a stage without blocks"),
         (("--stages", "x"), "has no layer 'x'"),
-        (("--given", "none.json"), "there is no file 'none.json'"),
     ],
 )
 def test_stages_that_cannot_be_priced(folder: Path, arguments: tuple[str, ...], message: str) -> None:
