@@ -75,8 +75,8 @@ def test_rounding_is_no_error_and_a_gradient_of_zero_is_judged_by_it() -> None:
 
 
 def test_models_of_the_user_are_cut_too(lab: Lab) -> None:
-    lab.models = (location("build_trivial"),)
-    assert cut_case(lab, location("build_trivial")).result == "passed"
+    lab.models = (location("build_convolutional"),)
+    assert cut_case(lab, location("build_convolutional")).result == "passed"
 
 
 def test_the_reference_tells_schedules_apart_that_use_other_versions_of_the_weights(lab: Lab) -> None:
