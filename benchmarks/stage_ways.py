@@ -64,7 +64,7 @@ def _times(problem: Problem, stage: Candidate) -> Times:
     if problem.schedule.asynchronous:
         return 0.0, float(problem.asynchronous().stage_s(work, stage.replicas))
     model = problem.synchronous()
-    return float(model.sum_s(work, stage.replicas)), float(model.max_s(work, stage.replicas))
+    return float(model.sum_s(work)), float(model.max_s(work, stage.replicas))
 
 
 def _fits(problem: Problem, stage: Candidate, after: int) -> bool:

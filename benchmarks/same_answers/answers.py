@@ -18,7 +18,7 @@ from typing import Any
 import planner
 
 PROFILES = Path(__file__).parents[2] / "profiles"
-SCHEDULES = ("1f1b", "2bw", "1f1b-flush", "zb-h1", "gpipe", "interleaved", "naive")
+SCHEDULES = ("1f1b", "2bw", "1f1b-flush", "zb-h1", "gpipe", "interleaved")
 DIVIDED = ("2bw", "1f1b-flush", "zb-h1", "gpipe", "interleaved")
 # What differs between two runs of the same code.
 IGNORED = {"seconds", "provenance"}

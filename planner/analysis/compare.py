@@ -242,7 +242,7 @@ def usual_ways(options: SolveOptions, layer_costs: LayerCosts, cluster: Cluster,
             plan = evaluate(problem, [everything_on(layer_costs, cluster, ranks)])
             yield _fitting(Way(f"{DATA_PARALLEL}, {kind.title} only", problem, plan))
     yield alone
-    if gpus > 1 and schedule.pipelined:  # naive schedules know no overlap
+    if gpus > 1:
         for level, name in enumerate(("ZeRO-1", "ZeRO-2", "ZeRO-3, FSDP"), start=1):
             sharded = replace(replicated, options=replace(replicated.options, level=level))
             if level == 2 and schedule.asynchronous:  # as drained as any replicas of the whole model

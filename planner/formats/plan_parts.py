@@ -9,6 +9,7 @@ from pydantic import Field, PlainSerializer, PlainValidator, WithJsonSchema, mod
 from planner.errors import InputError
 from planner.formats.files import GrownRecord, Record
 from planner.formats.profile import Bytes, Seconds, Shares, VaryingLengths
+from planner.schedule.one_stage import FLUSH
 from planner.schedule.registry import NAMES, find
 from planner.schedule.schedule import Schedule
 
@@ -62,6 +63,8 @@ def why_whole(
 
 
 def _schedule(value: object) -> Schedule:
+    if value == "naive":  # of older plans, whose minibatches were one microbatch each
+        return FLUSH
     try:
         return find(value if isinstance(value, Schedule) else str(value))
     except InputError as error:  # pydantic adds the name of the field to a ValueError only

@@ -220,7 +220,7 @@ def solve_mixed(problem: Problem) -> Found:
 def _simple(problem: Problem, kinds: Sequence[tuple[int, ...]]) -> Iterator[Evaluation]:
     """Yield the whole model on all GPUs, on those of each kind and on one of each, recomputing as memory demands."""
     leaner, gpus = Leaner(problem), problem.cluster.gpus
-    most = problem.microbatches if problem.schedule.divides else gpus if problem.schedule.pipelined else 1
+    most = problem.microbatches if problem.schedule.divides else gpus
     for ranks in {tuple(range(gpus)), *kinds, *(own[:1] for own in kinds)}:
         stage = everything_on(problem.layer_costs, problem.cluster, sorted(ranks)[:most])
         for level in problem.levels if stage.replicas > 1 else (0,):

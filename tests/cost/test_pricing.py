@@ -11,7 +11,7 @@ from planner.cost.setting import Setting
 from planner.cost.work import Work
 from planner.errors import InputError
 from planner.formats.cluster import flat_cluster
-from planner.schedule.one_stage import GPIPE, NAIVE
+from planner.schedule.one_stage import GPIPE
 from tests.samples import layer, profile
 
 # a feeds b; c uses b and, by a skip, a.
@@ -84,8 +84,8 @@ def test_gpipe_is_the_sum_and_the_rest_of_the_slowest() -> None:
     assert cost.communication_bytes == pytest.approx(8 * 60)
 
 
-def test_naive_is_the_sum() -> None:
-    cost = price(LayerCosts(SKIP), candidates([[0, 1], [2]], [1, 1]), Setting(flat_cluster(2, 100.0), NAIVE))
+def test_one_microbatch_is_the_sum() -> None:
+    cost = price(LayerCosts(SKIP), candidates([[0, 1], [2]], [1, 1]), Setting(flat_cluster(2, 100.0), GPIPE))
     assert cost.seconds_per_minibatch == pytest.approx(9 + 9 + 1 + 2 * 30 / 100)
     assert cost.bottleneck.busy_s > 0
 

@@ -95,7 +95,7 @@ def test_the_search_for_2bw_finds_what_brute_force_finds(
     assert (found.gpus, len(found.replicas), sum(bool(each.recompute) for each in found.options)) == rank(expected)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b-flush", "naive"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b-flush"])
 @settings(max_examples=examples(300), deadline=None)
 @given(
     profile=profiles(most_layers=4, measured=True),
@@ -117,7 +117,6 @@ def test_synchronous_search_finds_what_brute_force_finds(
     recompute: RecomputeRule,
 ) -> None:
     cluster = flat_cluster(gpus, bandwidth, memory, latency)
-    microbatches = 1 if schedule == "naive" else microbatches
     layer_costs = LayerCosts(profile)
     model = SynchronousModel(link_of(cluster), find(schedule), microbatches)
     found = SynchronousSearch(Chain(layer_costs), model, Limits(gpus, memory, StageRules(recompute))).best()
@@ -131,7 +130,7 @@ def test_synchronous_search_finds_what_brute_force_finds(
     assert found.seconds == pytest.approx(expected.price.seconds_per_minibatch, rel=1e-9)
 
 
-@pytest.mark.parametrize(("schedule", "microbatches"), [("1f1b", 1), ("gpipe", 3), ("1f1b-flush", 3), ("naive", 1)])
+@pytest.mark.parametrize(("schedule", "microbatches"), [("1f1b", 1), ("gpipe", 3), ("1f1b-flush", 3)])
 @settings(max_examples=examples(100), deadline=None)
 @given(
     model=profiles(most_layers=4),

@@ -151,7 +151,7 @@ def test_a_larger_group_is_sent_as_many_copies_as_it_takes_to_reach_all(
 ) -> None:
     model = divided(profile(layer("a", 1.0, 2.0, output_bytes=200), layer("b", 1.0, 2.0)), 2, 4)
     stages = tuple(OwnStage(layers=(name,), tensor=degree) for name, degree in zip("ab", degrees, strict=True))
-    own = OwnPlan(stages=stages, schedule=find("naive"), microbatches=1)
+    own = OwnPlan(stages=stages, schedule=find("1f1b-flush"), microbatches=1)
     plan = given_plan.price(model, flat_cluster(sum(degrees), 100.0), own)
     computed_s = sum(stage.forward_s + stage.backward_s + stage.update_s for stage in plan.stages)
     sent_s = sum(copies) * 200 / 100.0

@@ -133,7 +133,7 @@ def _usual_plans(problem: Problem) -> Iterator[tuple[float, Sequence[Candidate],
     gpus = problem.cluster.gpus
     most_replicas = min(problem.most_replicas, problem.microbatches if problem.schedule.divides else gpus)
     most_stages = min(gpus, problem.rules.max_stages or gpus)
-    drains = problem.schedule.formula == "synchronous" and problem.schedule.pipelined
+    drains = problem.schedule.formula == "synchronous"
     memory = None if problem.cluster.kinds else problem.cluster.memory_bytes
     gradients = ("gradient_bytes",) if problem.microbatches > 1 else ()  # of a single one not all exist at once
     layers_s, kept, optimizer = (

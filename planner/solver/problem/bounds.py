@@ -207,7 +207,7 @@ def balanced_s(layer_costs: LayerCosts, setting: Setting, least: Callable[[Work]
         costs = layer_costs.with_profile(least_times(on, of_kinds))
     everything = least(costs.everything)
     gpus, total, fastest = len(speeds), sum(speeds), max(speeds)
-    once_s, update_s = (everything.forward_s + everything.backward_s).item(), everything.update_s.item()
+    once_s = (everything.forward_s + everything.backward_s).item()
     accumulate_s = everything.accumulate_s.item()
     if schedule.splits_backward:
         # The weights' part of a backward may wait, so the latency of one microbatch bounds nothing.
@@ -217,8 +217,6 @@ def balanced_s(layer_costs: LayerCosts, setting: Setting, least: Callable[[Work]
     if schedule.asynchronous:
         model = bounds_for(link_of(cluster), schedule, microbatches)
         return model.least_s(everything).item() / total + accumulating_s
-    if not schedule.pipelined:
-        return (once_s + update_s) / fastest
     return once_s * max(1 / fastest, microbatches / total) + accumulating_s
 
 

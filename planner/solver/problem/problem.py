@@ -108,7 +108,7 @@ class Problem:
             self.rules,
             self.deadline,
             self.rules.deepest(self.schedule),
-            self.microbatches if self.schedule.divides or not self.schedule.pipelined else UNLIMITED,
+            self.microbatches if self.schedule.divides else UNLIMITED,
             self.most_replicas,
         )
 
@@ -170,7 +170,7 @@ class Problem:
         if self.schedule.asynchronous:
             return np.asarray(0.0), self.asynchronous(link).stage_s(work, replicas)
         model = self.synchronous(link)
-        return model.sum_s(work, replicas), model.max_s(work, replicas)
+        return model.sum_s(work), model.max_s(work, replicas)
 
     def price(self, stages: Sequence[Candidate]) -> Price:
         """Price a plan by the cost model."""

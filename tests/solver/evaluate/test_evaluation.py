@@ -42,7 +42,6 @@ SCHEDULES: list[tuple[str, int]] = [
     ("gpipe", 4),
     ("zb-h1", 4),
     ("interleaved", 4),
-    ("naive", 1),
 ]
 CLUSTERS = {"flat": flat_cluster(4, 8.0, latency_s=0.01), "servers": hierarchical_cluster((2, 2), (32.0, 8.0))}
 MODEL = profile(

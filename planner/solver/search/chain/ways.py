@@ -330,7 +330,7 @@ def stages_on(
     schedule, microbatches = problem.schedule, problem.microbatches
     limits = replace(problem.limits, memory_bytes=memory_bytes)
     ways = WaysOf(space, limits)
-    most = min(most, microbatches) if schedule.divides else most if schedule.pipelined else 1
+    most = min(most, microbatches) if schedule.divides else most
     parts_s = partial(problem.parts_s, link=link)
     return stages_alike(ways, schedule, microbatches, parts_s, most, problem.cluster.gpus)
 

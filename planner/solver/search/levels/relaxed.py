@@ -155,7 +155,7 @@ def _synchronous(work: Work, places: Places, sides: Sides, model: SynchronousMod
         for size in topology.groups
     ]
     alone = work.without_transfers()
-    sums = places.at([np.broadcast_to(each.sum_s(alone, r), shape) for each in placed], places.span)
+    sums = places.at([np.broadcast_to(each.sum_s(alone), shape) for each in placed], places.span)
     for side, path_s, latency_s in (
         (sides[0], places.path_left, places.latency_left),
         (sides[1], places.path_right, places.latency_right),
@@ -164,13 +164,11 @@ def _synchronous(work: Work, places: Places, sides: Sides, model: SynchronousMod
         sums = sums + moved_s / 2  # each end counts half of a message
     computes = [np.broadcast_to(each.resources_s(work, r)["compute"], shape) for each in placed]
     bound = places.at(computes, places.span)
-    if model.schedule.pipelined:
-        ends = places.at([np.broadcast_to(each.end_s(work, r), shape) for each in placed], places.span)
-        more = (np.ceil(model.microbatches / r) - 1) * r
-        bound = np.maximum(bound, more * _own_link_s(places, sides) + ends)
-        shared_s = _shared_link_s(places, sides, np.zeros((len(r), 1)))
-        bound = np.maximum(bound, (model.microbatches - 1) * shared_s)
-    return sums, bound
+    ends = places.at([np.broadcast_to(each.end_s(work, r), shape) for each in placed], places.span)
+    more = (np.ceil(model.microbatches / r) - 1) * r
+    bound = np.maximum(bound, more * _own_link_s(places, sides) + ends)
+    shared_s = _shared_link_s(places, sides, np.zeros((len(r), 1)))
+    return sums, np.maximum(bound, (model.microbatches - 1) * shared_s)
 
 
 def _own_link_s(places: Places, sides: Sides) -> Floats:

@@ -68,7 +68,7 @@ def flow_equals_search_and_brute_force(model: Profile, cluster: Cluster, schedul
 
 instances = st.tuples(profiles(most_layers=5), st.integers(1, 4), bandwidths, latencies, memories, st.integers(1, 6))
 Instance = tuple[Profile, int, float, float, int | None, int]
-SCHEDULES = ("1f1b", "gpipe", "1f1b-flush", "naive", "2bw")
+SCHEDULES = ("1f1b", "gpipe", "1f1b-flush", "2bw")
 
 
 def _ask(instance: Instance, schedule: str) -> None:

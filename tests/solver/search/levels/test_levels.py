@@ -24,7 +24,7 @@ from tests.examples import examples
 from tests.solver.oracle import brute_force
 from tests.solver.strategies import profiles
 
-SCHEDULES: tuple[str, ...] = ("gpipe", "1f1b-flush", "naive")
+SCHEDULES: tuple[str, ...] = ("gpipe", "1f1b-flush")
 NEAR_BEST = 1.1  # how much worse than brute force a plan may be where the bounds do not prove it
 SIZES = [(2, 2), (2, 3), (3, 2), (1, 4), (2, 1, 2)]
 LARGER = [(2, 4), (4, 2), (2, 2, 2)]
@@ -94,7 +94,7 @@ def test_plans_that_drain(
         profile,
         cluster,
         schedule=schedule,
-        microbatches=1 if schedule == "naive" else microbatches,
+        microbatches=microbatches,
         recompute=recompute,
     )
 
