@@ -21,6 +21,7 @@ from planner.formats.shown import Shown
 from planner.options.solving import SolveOptions
 from planner.schedule.instructions import MICROBATCHES_PER_GPU
 from planner.schedule.one_stage import FLUSH, GPIPE
+from planner.schedule.registry import SCHEDULES
 from planner.schedule.schedule import Schedule
 from planner.solver.choose.baselines import equal_blocks, equal_time, recomputing
 from planner.solver.evaluate.evaluation import evaluate
@@ -54,7 +55,6 @@ class ComparisonRow(OtherWay):
     communication_cut: float | None  # share of data parallel's bytes that is not sent; None if that sends none
     tokens_per_s: float | None  # None where the model is not of token ids
     flop_utilisation: float | None  # of the workers' peak, by the model's FLOPs; None where one is not known
-    staleness: int  # updates that the gradients are late
     idle_share: float  # of the workers' time: bubbles, waits, and communication that is not overlapped
     simulated: bool = True  # False: by the cost model, which knows no waiting
 
@@ -177,7 +177,6 @@ def _row(given: GivenPlan, entry: "Way") -> ComparisonRow:
         communication_cut=None,
         tokens_per_s=None if size is None or tokens is None else size * tokens / seconds,
         flop_utilisation=None if given.plan.cluster.kinds else utilisation(profile, 1, seconds, workers),
-        staleness=max(map(entry.problem.schedule.staleness, price.in_flight)),
         idle_share=1 - busy / (workers * seconds),
         simulated=given.simulated if entry.name == CHOSEN else entry.plan.simulated,
     )
@@ -280,6 +279,30 @@ def with_baselines(profile: Profile, plan: Plan, patience: Patience) -> Plan:
     return plan.model_copy(update={"baselines": tuple(map(described, ways))})
 
 
+def under_every_schedule(profile: Profile, cluster: Cluster, options: SolveOptions, patience: Patience) -> Plan:
+    """Return the fastest plan under any schedule, with the best ones under all others, or notes why there is none.
+
+    A plan whose gradients are late is the answer only where `max_staleness` allows for it; it is named all the same.
+    Raise InfeasibleError if no schedule has a plan that may be the answer.
+    """
+    found, obstacles = list[Plan](), dict[Schedule, PlannerError]()
+    for number, schedule in enumerate(SCHEDULES):
+        if patience.progress is not None:
+            patience.progress.step = str(schedule)
+        own = replace(options, schedule=schedule, microbatches=options.microbatches if schedule.divides else None)
+        try:
+            found.append(find_plan(profile, cluster, own, patience.part(1 / (len(SCHEDULES) - number))))
+        except PlannerError as error:
+            obstacles[schedule] = error
+    allowed = [plan for plan in found if options.max_staleness is not None or not plan.schedule.asynchronous]
+    if not allowed:
+        raise obstacles[FLUSH]
+    best = min(allowed, key=lambda plan: plan.predicted.seconds_per_minibatch / plan.microbatches)
+    for schedule, obstacle in obstacles.items():
+        best = best.noting(f"there is no plan under {schedule}: {obstacle.message}")
+    return best.model_copy(update={"schedules": tuple(described_plan(str(plan.schedule), plan) for plan in found)})
+
+
 def with_synchronous(
     profile: Profile, plan: Plan, options: SolveOptions, patience: Patience, *, asked: bool = True
 ) -> Plan:
@@ -322,6 +345,7 @@ def described_plan(name: str, plan: Plan) -> OtherWay:
         seconds_per_microbatch=plan.predicted.seconds_per_minibatch / plan.microbatches,
         memory_bytes=max(map(plan.memory_bytes, stages)),
         over_memory_bytes=max(map(plan.lacking_bytes, stages)),
+        staleness=plan.staleness,
     )
 
 
@@ -334,4 +358,5 @@ def described(way: Way) -> OtherWay:
         seconds_per_microbatch=way.seconds_per_microbatch,
         memory_bytes=max(way.plan.price.gpu_bytes),
         over_memory_bytes=way.over_memory_bytes,
+        staleness=max(map(way.problem.schedule.staleness, way.plan.price.in_flight)),
     )

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from planner.analysis.compare import compare, with_baselines, with_synchronous
+from planner.analysis.compare import compare, under_every_schedule, with_baselines, with_synchronous
 from planner.analysis.explain import explain
 from planner.analysis.fewer import with_fewer_hosts
 from planner.analysis.given_plan import equal_stages, stages_ending_at
@@ -27,7 +27,7 @@ from planner.reporting.page.page import report_page
 from planner.reporting.tables.plan import plan_report
 from planner.reporting.tables.profile import profile_report
 from planner.reporting.trace import load_run
-from planner.schedule.registry import find
+from planner.schedule.registry import AUTO, find
 from planner.simulator.simulate_plan import simulate, simulate_recorded
 from planner.solver.find_plan import find_plan
 from planner.solver.problem.budget import Patience
@@ -131,8 +131,11 @@ def solve(profile: Profile, cluster: Cluster, options: SolveOptions) -> Plan:
 
 def solved(profile: Profile, cluster: Cluster, options: SolveOptions, patience: Patience) -> Plan:
     """Find the fastest plan, and the plans to compare it with, before the patience ends."""
-    plan = find_plan(profile, cluster, options, patience.part(SEARCHING / (1 + options.survive)))
-    if not options.alone:
+    every = options.schedule == AUTO
+    plan = (under_every_schedule if every else find_plan)(
+        profile, cluster, options, patience.part(SEARCHING / (1 + options.survive))
+    )
+    if not (options.alone or every):
         plan = with_synchronous(profile, plan, options, patience.part(BESIDE), asked=options.asked)
     if options.survive:
         plan = with_fewer_hosts(profile, plan, options, patience.part(SEARCHING))

@@ -12,6 +12,7 @@ from planner.options.numbers import count
 from planner.options.solving import SolveOptions
 from planner.options.verbs import FitOptions, PriceOptions
 from planner.profiler.estimated.devices import DEVICES
+from planner.schedule.registry import AUTO, NAMES
 
 SOLVE = """\
 Find the fastest plan: which layers form each stage, and how many GPUs run it. An exact search by the cost model finds
@@ -52,7 +53,9 @@ def add_parser(verbs: arguments.Verbs) -> None:
     arguments.add_cluster_arguments(parser)
     arguments.add_profile_argument(parser)
     arguments.add_output_argument(parser, arguments.PLAN)
-    arguments.add_options(parser, SolveOptions, "schedule", "microbatches", "minibatch", "chunks", "depth")
+    every = f"; {AUTO}: the fastest of all that train as one device does, and with --max-staleness of all"
+    arguments.add_options(parser, SolveOptions, "schedule", choices=[*NAMES, AUTO], more=every)
+    arguments.add_options(parser, SolveOptions, "microbatches", "minibatch", "chunks", "depth")
     arguments.add_options(parser, SolveOptions, "accept_divided_loss", "survive")
     arguments.add_rule_arguments(parser)
     arguments.add_options(parser, SolveOptions, "solver")

@@ -259,8 +259,10 @@ class Prediction(Record):
     flop_utilisation: Annotated[float, Field(gt=0)] | None = None  # of the workers' peak, by the model's own FLOPs
 
 
-class OtherWay(Record):
+class OtherWay(GrownRecord):
     """Another way to train the model on the cluster, to compare the plan with."""
+
+    later_fields: ClassVar[frozenset[str]] = frozenset({"staleness"})
 
     name: str
     config: str
@@ -269,6 +271,7 @@ class OtherWay(Record):
     seconds_per_microbatch: Seconds
     memory_bytes: Bytes  # of the GPU that needs most
     over_memory_bytes: Bytes = 0  # by how much that exceeds the memory; 0 if it fits
+    staleness: int = 0  # updates that the gradients are late
 
 
 class SolverReport(GrownRecord):

@@ -12,6 +12,7 @@ from planner.schedule.zb_v import ZB_V
 SCHEDULES: tuple[Schedule, ...] = (ONE_F_ONE_B, TWO_BW, FLUSH, ZB_H1, ZB_V, GPIPE, INTERLEAVED)
 NAMES: tuple[str, ...] = tuple(schedule.name for schedule in SCHEDULES)
 DEFAULT = ONE_F_ONE_B
+AUTO = "auto"  # in place of a schedule, where plans are sought under all of them
 
 
 def summaries(schedules: Iterable[Schedule]) -> str:

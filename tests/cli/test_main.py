@@ -12,6 +12,7 @@ import pytest
 
 from planner import __version__
 from planner.cli import main as cli
+from planner.formats.plan import load_plan
 from planner.formats.profile import save_profile
 from tests.cli.in_process import plan
 from tests.samples import layer, profile
@@ -59,6 +60,10 @@ def test_schedules(folder: Path) -> None:
     assert (gpipe["schedule"], gpipe["microbatches"]) == ("gpipe", 12)
     one = json.loads(plan(*SOLVE, "--json", "--schedule", "gpipe", "--microbatches", "1", cwd=folder).stdout)
     assert one["config"] == "1"
+    every = plan(*SOLVE, "--schedule", "auto", cwd=folder)
+    rows = [line for line in every.stdout.splitlines() if line.startswith(("1f1b ", "2bw ", "1f1b-flush ", "gpipe "))]
+    assert len(rows) == 4
+    assert not load_plan(folder / "plan.json").schedule.asynchronous
 
 
 def with_change(old: str, new: str) -> str:

@@ -34,7 +34,8 @@ _RESOURCES = {
 
 def plan_report(plan: Plan) -> str:
     """Report the plan, its stages and its prediction."""
-    tables = stage_table(plan).text(), memory_table(plan).text(), named_values(prediction_lines(plan))
+    tables = [stage_table(plan).text(), memory_table(plan).text(), named_values(prediction_lines(plan))]
+    tables += [schedules_table(plan).text()] if plan.schedules else []
     notes = [f"note: {note}" for note in plan.notes]
     return "\n\n".join((*_bound(plan), named_values(_head(plan)), *tables, *notes))
 
@@ -269,6 +270,23 @@ def _solver(plan: Plan) -> str:
     if optimal == "feasible" and plan.predicted.by == "cost model":
         optimal += f", at most {solver.gap:.1%} from optimal"
     return f"{optimal}, {solver.name} in {format_seconds(solver.seconds)}"
+
+
+def schedules_table(plan: Plan) -> Table:
+    """Tabulate the best plan under each schedule."""
+    per_s = "microbatches/s" if plan.microbatch_size is None else "samples/s"
+    rows = [
+        {
+            "schedule": str(way.schedule),
+            "plan": short_config(way.config),
+            per_s: format_rate((plan.microbatch_size or 1) / way.seconds_per_microbatch),
+            "memory": format_bytes(way.memory_bytes),
+            "late": way.staleness,
+            "": "chosen" if way.schedule is plan.schedule else "",
+        }
+        for way in plan.schedules
+    ]
+    return table_of(rows)
 
 
 IN_ORDER = " in the profile's order"  # which all plans are, and what their bounds hold for
