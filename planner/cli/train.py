@@ -102,7 +102,7 @@ def train(args: argparse.Namespace) -> int:
     as_worker = (not elastic or "TORCHELASTIC_RUN_ID" in os.environ) and started_as_worker()
     plan, left = planner.load_plan(args.plan), ""
     if elastic:
-        refuse(args, "elastic", "max_restarts", "baseline", why=", which starts workers again and changes the plan")
+        refuse(args, "elastic", "baseline", why=", which changes the plan")
         check_elastic(plan, losing)
         plan, left = plan_left(plan) if as_worker else (plan, "")
     continued = after_torchrun_restart(checkpoints, elastic=elastic) if as_worker or elastic else None
@@ -120,7 +120,7 @@ def train(args: argparse.Namespace) -> int:
     if elastic:
         return _run_as_host(job)
     try:
-        result = run_job(job, output.print_progress)
+        result = run_job(job)
     except KeyboardInterrupt:
         if checkpoints.every is None:
             output.print_progress(
