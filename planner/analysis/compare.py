@@ -11,7 +11,7 @@ from planner.cost.kinds import everything_on, fastest_rank
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.tensor import layer_costs_on
 from planner.cost.utilisation import utilisation
-from planner.errors import InputError, PlannerError
+from planner.errors import PlannerError
 from planner.formats.cluster import Cluster
 from planner.formats.files import Record
 from planner.formats.plan import Plan
@@ -41,7 +41,6 @@ CHOSEN, SAME_CUT = "chosen plan", "gpipe, same cut"
 ORDERS = {"random": "in random order", "buckets": "in buckets"}
 PADDED, PACKED = "padded to the longest", "packed"
 OWN = (CHOSEN, SAME_CUT, *ORDERS.values(), PADDED, PACKED)  # rows with stages that the planner chose
-SOLVING = 0.5  # share of the time left to search for the plan
 
 
 class ComparisonRow(OtherWay):
@@ -70,41 +69,24 @@ class Comparison(Shown, Record):
 
 
 @checked
-def compare(
-    profile: Profile,
-    cluster: Cluster | None = None,
-    *,
-    plan: Plan | None = None,
-    options: SolveOptions | None = None,
-    patience: Patience | None = None,
-) -> Comparison:
+def compare(profile: Profile, plan: Plan, *, patience: Patience | None = None) -> Comparison:
     """Compare a plan with data parallelism, plain and sharded, hand-made pipelines, and GPipe on the same cut.
 
     Args:
         profile: costs per layer.
-        cluster: solved for, if there is no plan.
         plan: made from this profile; it brings its cluster and schedule.
-        options: how to solve; by default as `solve` does.
         patience: how long all of it may take. When the time is over, the cost model prices the rest.
 
     Raises:
         PlanError: if the plan was made from another profile.
-        InfeasibleError, InputError: as `solve`.
 
     Example:
         >>> profile = planner.load_profile("profiles/vgg16/cpu.json")
         >>> plan = planner.solve(profile, planner.flat_cluster(gpus=4, bandwidth_bytes_per_s=125e6))
-        >>> [row.name for row in planner.compare(profile, plan=plan).rows][:2]
+        >>> [row.name for row in planner.compare(profile, plan).rows][:2]
         ['chosen plan', 'data parallel']
     """
-    if plan is None:
-        if cluster is None:
-            raise InputError("compare has no cluster to find a plan for", hint="give a `cluster`, or a `plan`")
-        options = options or SolveOptions()
-        patience = patience or Patience.of(options.time_limit_s, options.progress)
-        given = GivenPlan.of(profile, find_plan(profile, cluster, options, patience.part(SOLVING)), options, patience)
-    else:
-        given = GivenPlan.of(profile, plan, patience=patience)
+    given = GivenPlan.of(profile, plan, patience=patience)
     ways = _ways(given)
     rows = [_row(given, way) for way in ways]
     parallel = next(row for row in rows if row.name == DATA_PARALLEL)

@@ -303,7 +303,7 @@ def _alternatives(plan: Plan, options: ReportOptions, patience: Patience) -> dic
     try:
         given = options.profile or PROFILE
         profile = given if isinstance(given, Profile) else read_profile(str(given))
-        comparison = compare(profile, plan=plan, patience=patience.part(COMPARING))
+        comparison = compare(profile, plan, patience=patience.part(COMPARING))
     except PlannerError as error:
         if options.profile is not None:
             raise

@@ -12,7 +12,7 @@ from planner.options.numbers import count
 from planner.options.solving import SolveOptions
 from planner.options.verbs import FitOptions, PriceOptions
 from planner.profiler.estimated.devices import DEVICES
-from planner.schedule.registry import AUTO, NAMES
+from planner.schedule.registry import AUTO, NAMES, SCHEDULES, summaries
 
 SOLVE = """\
 Find the fastest plan: which layers form each stage, and how many GPUs run it. An exact search by the cost model finds
@@ -68,7 +68,8 @@ def add_parser(verbs: arguments.Verbs) -> None:
     arguments.add_options(parser, FitOptions, "gpu", choices=list(DEVICES), type=str.lower)
     arguments.add_options(parser, FitOptions, "servers", "bandwidth", "memory", "compress", "length")
     arguments.add_options(parser, FitOptions, "batch_size", "minibatch", "tokens", "dtype", "autocast")
-    arguments.add_unchunked(parser, FitOptions)
+    whole = [schedule for schedule in SCHEDULES if not schedule.chunked]
+    arguments.add_options(parser, FitOptions, "schedule", choices=list(map(str, whole)), help=summaries(whole))
     arguments.add_rule_arguments(parser, FitOptions)
     help = "folder for model.py, profile.json and plan.json (default: the model's name; for a model file, its own)"
     arguments.add_folder_argument(parser, help)

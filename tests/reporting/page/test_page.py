@@ -139,7 +139,7 @@ def test_a_run_is_laid_over_the_simulation() -> None:
 def test_with_the_profile_there_are_alternatives() -> None:
     model = profile(layer("a", 0.2, 0.4, output_bytes=1000), layer("b", 0.1, 0.2, weight_bytes=10**8))
     plan = solve(model, hierarchical_cluster((2, 2), (1e9, 1e8)))
-    page = report_page(plan, simulate(plan), comparison=compare(model, plan=plan))
+    page = report_page(plan, simulate(plan), comparison=compare(model, plan))
     Elements(page)
     assert "equal time" in page
 

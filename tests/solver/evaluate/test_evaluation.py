@@ -178,7 +178,7 @@ def test_divided_minibatches_are_compared_with_data_parallelism_on_the_same(clus
     """Data parallelism may add gradients up, too: both answers say the same of it."""
     options = SolveOptions(schedule=find(schedule), microbatches=8)
     plan = find_plan(MODEL, CLUSTERS[cluster], options)
-    chosen, parallel = compare(MODEL, plan=plan).rows[:2]
+    chosen, parallel = compare(MODEL, plan).rows[:2]
     assert parallel.name == DATA_PARALLEL
     predicted = plan.predicted
     assert predicted.speedup_over_data_parallel == pytest.approx(chosen.speedup, rel=1e-6)
@@ -188,8 +188,8 @@ def test_divided_minibatches_are_compared_with_data_parallelism_on_the_same(clus
 
 
 def test_compared_plans_are_simulated() -> None:
-    rows = {row.name: row for row in compare(WIDE, flat_cluster(3, 4.0)).rows}
     plan = solve(WIDE, flat_cluster(3, 4.0))
+    rows = {row.name: row for row in compare(WIDE, plan).rows}
     chosen, parallel = rows["chosen plan"], rows[DATA_PARALLEL]
     assert chosen.seconds_per_microbatch == pytest.approx(summarize(simulate(plan)).seconds_per_minibatch, rel=1e-6)
     assert chosen.seconds_per_microbatch <= parallel.seconds_per_microbatch
