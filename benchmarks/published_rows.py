@@ -97,7 +97,7 @@ def run_row(
 
 def published_plan(profile: Profile, links: Cluster, row: Row) -> Plan | None:
     """Return the published configuration with the best cuts found; None where the model has too few layers."""
-    cuts = best_cuts(LayerCosts(profile), links, row.replicas, "resource")
+    cuts = best_cuts(LayerCosts(profile), links, row.replicas)
     return None if cuts is None else given_plan(profile, links, cuts.layers, row.replicas)
 
 

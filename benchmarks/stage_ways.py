@@ -52,7 +52,7 @@ def options_of(problem: Problem, layers: frozenset[int], replicas: int) -> list[
         "blocks": [tuple(units)],
     }
     sharded: tuple[bool, ...] = (False,)
-    if replicas > 1 and problem.simulates and problem.layer_costs.profile.may_shard_optimizer:
+    if replicas > 1 and problem.layer_costs.profile.may_shard_optimizer:
         sharded = {"auto": (False, True), "never": (False,), "always": (True,)}[problem.rules.shard_optimizer]
         if replicas > problem.limits.most_sharded:
             sharded = tuple(each for each in sharded if not each)  # idle replicas get no part
@@ -64,7 +64,7 @@ def _times(problem: Problem, stage: Candidate) -> Times:
     if problem.schedule.asynchronous:
         return 0.0, float(problem.asynchronous().stage_s(work, stage.replicas))
     model = problem.synchronous()
-    return float(model.sum_s(work, stage.replicas)), float(model.max_s(work, stage.replicas))
+    return float(model.sum_s(work)), float(model.max_s(work, stage.replicas))
 
 
 def _fits(problem: Problem, stage: Candidate, after: int) -> bool:

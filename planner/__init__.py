@@ -17,7 +17,7 @@ The verbs of the command line, with its defaults; `help(planner.solve)` describe
     simulate, summarize  what workers and links do over time
     show, report         a file as tables; all about a plan as one HTML file
     train, pipeline      train as a plan says, in worker processes or in your own loop
-    export, export_weights, load_weights    a plan and trained weights for others
+    export, load_weights a plan for others; trained weights for the unsplit model
     quickstart, selftest try all of it on this machine, and check that it works here
 
 Answers are records. `print` shows their tables, a notebook their part of the report; `model_dump()` gives plain values,
@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     from planner.errors import InputError as InputError
     from planner.errors import PlannerError as PlannerError
     from planner.errors import WorkerError as WorkerError
-    from planner.executor.checkpoint.trained_weights import export_weights as export_weights
     from planner.executor.checkpoint.trained_weights import load_weights as load_weights
     from planner.executor.run.pipeline import pipeline as pipeline
     from planner.exports import export as export

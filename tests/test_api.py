@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[1]
 VGG = ROOT / "profiles" / "vgg16" / "cpu.json"
 NOTEBOOK = ROOT / "docs" / "examples" / "notebook.ipynb"
 VERBS = ("profile", "solve", "fit", "price", "show", "compare", "explain", "simulate", "report", "train")
-OTHERS = ("export", "export-weights", "quickstart", "selftest")
+OTHERS = ("export", "quickstart", "selftest")
 
 
 @pytest.fixture(scope="module")
@@ -142,8 +142,7 @@ def test_quantities_have_units(bandwidth: Any, error: type[Exception], sentence:
         ("solve", ("a profile", "a plan"), "`cluster` of solve takes Cluster, and was given Plan"),
         ("solve", ("profile.json", "a plan"), "`profile` of solve takes Profile, and was given str"),
         ("explain", ("a plan", "a profile"), "`profile` of explain takes Profile, and was given Plan"),
-        ("compare", ("a profile",), "compare has no cluster to find a plan for"),
-        ("compare", ("a profile", "a plan"), "`cluster` of compare takes Cluster, and was given Plan"),
+        ("compare", ("a plan", "a profile"), "`profile` of compare takes Profile, and was given Plan"),
         ("simulate", ("a profile",), "`plan` of simulate takes Plan, and was given Profile"),
         ("train", ("model.py", "a profile"), "`plan` of train takes Plan, and was given Profile"),
         ("flat_cluster", ("10Gbps", 2), "`gpus` of flat_cluster takes int, and was given str"),
@@ -211,7 +210,7 @@ def test_print_is_the_table_and_a_notebook_shows_the_report(solved: planner.Plan
     assert page is not None
     assert "iframe" in page
     assert "Bottleneck" in page
-    compared = planner.compare(profile, plan=solved)
+    compared = planner.compare(profile, solved)
     assert "data parallel" in str(compared)
     assert "<table" in (compared._repr_html_() or "")
     assert "limited by" in (planner.explain(profile, solved)._repr_html_() or "")

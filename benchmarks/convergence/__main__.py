@@ -40,7 +40,7 @@ STAGES, MICROBATCHES, SEED = 4, 4, 0
 ACCURACY, WITHIN = 0.97, 0.02
 DIVIDED: tuple[str, ...] = ("2bw", "1f1b-flush", "zb-h1", "gpipe", "interleaved")
 ONE_PROCESS = "one process"
-SCHEDULES = ("1f1b", "2bw", "1f1b-flush", "zb-h1", "gpipe", "interleaved", "naive")
+SCHEDULES = ("1f1b", "2bw", "1f1b-flush", "zb-h1", "gpipe", "interleaved")
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import random
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,8 +13,7 @@ from tabulate import tabulate
 
 from benchmarks.graph_txt import load_graph_txt
 from benchmarks.kept import printed
-from planner.formats.cluster import Cluster, flat_cluster, hierarchical_cluster
-from planner.formats.names import CostModelName
+from planner.formats.cluster import Cluster, hierarchical_cluster
 from planner.formats.plan import Plan
 from planner.formats.profile import Device, Edge, Layer, Profile, Provenance, Value, load_profile
 from planner.reporting.tables.plan import ranks_line
@@ -29,7 +26,7 @@ from planner.units import format_seconds
 ANCHORS = Path(__file__).parents[2].parent / "shared" / "anchors" / "pipedream"
 INNER, OUTER = 16e9, 1.25e9
 PROFILES = Path(__file__).parents[2] / "profiles"
-TABLES = ("published", "chains", "local", "orders")
+TABLES = ("chains", "local", "orders")
 ORDERED, ORDERED_SERVERS, MICROBATCHES = ("interleaved", "zb-v"), ((4, 4), (8, 2)), 64
 SEARCHED, SERVERS, BETWEEN_MBPS = ("resnet50", "vgg16", "gnmt8", "bert"), ((4, 2), (4, 4)), (100, 200, 500)
 CHAINS = (
@@ -51,13 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--chains", type=int, default=len(CHAINS), help="the first so many of them (default: all)")
     args = parser.parse_args(argv)
     with printed(Path(__file__).parent, save=args.save):
-        if args.only in (None, "published"):
-            if ANCHORS.is_dir():
-                print(published_table())
-            else:
-                print(f"the published profiles are not beside the project ({ANCHORS.name})", file=sys.stderr)
         if args.only in (None, "chains"):
-            print()
             print(chains_table(args.chains))
         if args.only in (None, "local"):
             print()
@@ -68,54 +59,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def published_table() -> str:
-    """Return the table of the published profiles on four servers of four."""
-    runs = json.loads((ANCHORS / "reference.json").read_text())["runs"]
-    rows = []
-    for run in runs:
-        if run["gpus_per_level"] != [4, 4]:
-            continue
-        profile = load_graph_txt(ANCHORS / f"{run['profile']}.txt")
-        levels = hierarchical_cluster((4, 4), (INNER, OUTER))
-        flat, _ = timed(profile, flat_cluster(16, OUTER), published=True)
-        ours, ours_s = timed(profile, levels, published=True)
-        default, default_s = timed(profile, levels, published=False)
-        rows.append(
-            [
-                run["profile"],
-                format_seconds(run["time_per_minibatch_s"]),
-                format_seconds(run["wall_s"]),
-                format_seconds(flat.predicted.seconds_per_minibatch),
-                ours.config,
-                answer(ours),
-                format_seconds(ours_s),
-                f"{run['wall_s'] / ours_s:.0f}x",
-                default.config,
-                answer(default),
-                format_seconds(default_s),
-            ]
-        )
-    headers = [
-        "profile",
-        "published optimizer",
-        "in",
-        "ours, flat at 10 Gbps",
-        "ours",
-        "time",
-        "in",
-        "faster",
-        "ours, resource model",
-        "time",
-        "in",
-    ]
-    return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
-
-
 def chains_table(first: int) -> str:
-    """Return the table of random chains on more and more servers, with the default cost model."""
+    """Return the table of random chains on more and more servers."""
     rows = []
     for layers, sizes in CHAINS[:first]:
-        plan, seconds = timed(chain(layers), hierarchical_cluster(sizes, (INNER, OUTER)), published=False)
+        plan, seconds = timed(chain(layers), hierarchical_cluster(sizes, (INNER, OUTER)))
         gap = "optimal" if plan.solver.status == "optimal" else f"gap {plan.solver.gap:.1%}"
         rows.append([layers, "x".join(map(str, sizes)), plan.cluster.gpus, format_seconds(seconds), gap])
     return tabulate(rows, headers=["layers", "levels", "GPUs", "solved in", ""], tablefmt="github")
@@ -130,8 +78,8 @@ def local_table() -> str:
             for between in BETWEEN_MBPS:
                 cluster = hierarchical_cluster(sizes, (10e9 / 8, between * 1e6 / 8))
                 with without_local_search():
-                    before, before_s = timed(profile, cluster, published=False)
-                after, after_s = timed(profile, cluster, published=False)
+                    before, before_s = timed(profile, cluster)
+                after, after_s = timed(profile, cluster)
                 one, other = (plan.predicted.seconds_per_minibatch for plan in (before, after))
                 times = [format_seconds(each) for each in (one, before_s, other, after_s)]
                 rows.append([name, f"{sizes[0]}x{sizes[1]}", between, *times, f"{one / other:.2f}", after.config])
@@ -150,8 +98,8 @@ def orders_table() -> str:
             for sizes in ORDERED_SERVERS:
                 cluster = hierarchical_cluster(sizes, (INNER, OUTER))
                 with stage_by_stage():
-                    before, _ = timed(profile, cluster, published=False, schedule=schedule)
-                after, after_s = timed(profile, cluster, published=False, schedule=schedule)
+                    before, _ = timed(profile, cluster, schedule=schedule)
+                after, after_s = timed(profile, cluster, schedule=schedule)
                 one, other = (plan.predicted.seconds_per_minibatch for plan in (before, after))
                 stages = [before.config, format_seconds(one)]
                 any_order = [after.config, ranks_line(after.stages[0]), format_seconds(other), f"{one / other:.2f}"]
@@ -181,18 +129,11 @@ def without_local_search() -> Iterator[None]:
         levels.MOST_PRICED = usual
 
 
-def timed(profile: Profile, cluster: Cluster, *, published: bool, schedule: str = "1f1b") -> tuple[Plan, float]:
+def timed(profile: Profile, cluster: Cluster, *, schedule: str = "1f1b") -> tuple[Plan, float]:
     """Return a plan and the seconds that finding it took, without the start of the process."""
     start, microbatches = time.perf_counter(), MICROBATCHES if find(schedule).divides else 1
-    model: CostModelName = "pipedream" if published else "resource"
-    plan = solve(profile, cluster, cost_model=model, schedule=schedule, microbatches=microbatches)
+    plan = solve(profile, cluster, schedule=schedule, microbatches=microbatches)
     return plan, time.perf_counter() - start
-
-
-def answer(plan: Plan) -> str:
-    """Return the time per minibatch, and how good it is."""
-    quality = "" if plan.solver.status == "optimal" else f" (gap {plan.solver.gap:.1%})"
-    return format_seconds(plan.predicted.seconds_per_minibatch) + quality
 
 
 def chain(count: int) -> Profile:

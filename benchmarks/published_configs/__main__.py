@@ -10,6 +10,7 @@ import json
 import platform
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -19,13 +20,13 @@ from tabulate import tabulate
 
 from benchmarks.published_configs.fixed import best_cuts
 from benchmarks.published_configs.rows import MODELS, ROWS, Row
+from benchmarks.published_models import PublishedPlan, solve_published
 from planner.cost.candidate import Candidate
 from planner.cost.layer_costs import LayerCosts
+from planner.cost.models.asynchronous import AsynchronousModel
 from planner.cost.network.link import link_of
-from planner.cost.pricing import ASYNCHRONOUS
 from planner.errors import InfeasibleError
 from planner.formats.cluster import Cluster
-from planner.formats.names import CostModelName
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
 from planner.model.spec import load_model_file
@@ -46,7 +47,7 @@ class Answer:
 
     row: Row
     ours: Plan | None
-    published_model: Plan | None
+    published_model: PublishedPlan | None
     theirs_over_one: float | None
     theirs_over_data_parallel: float | None
     theirs_fits: bool
@@ -91,19 +92,19 @@ def answer(row: Row, scan: bool) -> Answer:
     whole = layer_costs.work(Candidate(frozenset(), frozenset(range(len(profile.layers)))))
     one_s = float(whole.compute_s)
     data_parallel_s = _data_parallel_s(layer_costs, cluster)
-    theirs = best_cuts(layer_costs, free, row.replicas, "resource")
+    theirs = best_cuts(layer_costs, free, row.replicas)
     implied = _implied_bandwidth(row, layer_costs, one_s)
     if implied is None and scan:
         implied = implied_by_ratio(row)
     at_implied = ""
     if implied is not None:
         slower = row.site.cluster(row.servers, memory_bytes, implied / cluster.slowest_bandwidth_bytes_per_s)
-        plan = _solved(profile, slower, "resource")
+        plan = _solved(profile, slower)
         at_implied = "" if plan is None else f"{plan.config} ({plan.predicted.speedup_over_one_gpu:.2f})"
     return Answer(
         row=row,
-        ours=_solved(profile, cluster, "resource"),
-        published_model=_solved(profile, free, "pipedream"),
+        ours=_solved(profile, cluster),
+        published_model=_by_the_published_model(profile, free),
         theirs_over_one=None if theirs is None else one_s / theirs.seconds,
         theirs_over_data_parallel=None if theirs is None else data_parallel_s / theirs.seconds,
         theirs_fits=theirs is not None and (memory_bytes is None or theirs.memory_bytes <= memory_bytes),
@@ -124,20 +125,27 @@ def _variants(row: Row, profile: Profile, cluster: Cluster) -> tuple[str, str, s
         (profile, cluster.model_copy(update={"overlap": False})),
         (profile, cluster.model_copy(update={"memory_bytes": None})),
     )
-    first, second, third = (_config(_solved(of, on, "resource"), row.gpus) for of, on in asked)
+    first, second, third = (_config(_solved(of, on), row.gpus) for of, on in asked)
     return first, second, third
 
 
-def _solved(profile: Profile, cluster: Cluster, model: CostModelName) -> Plan | None:
+def _solved(profile: Profile, cluster: Cluster) -> Plan | None:
     try:
-        return solve(profile, cluster, cost_model=model)
+        return solve(profile, cluster)
     except InfeasibleError:
         return None
 
 
+def _by_the_published_model(profile: Profile, cluster: Cluster) -> PublishedPlan | None:
+    """Return the published optimizer's answer; None on clusters of several levels, which our search has not by it."""
+    if len(cluster.levels) > 1:
+        return None
+    return solve_published(profile, cluster.gpus, cluster.slowest_bandwidth_bytes_per_s)
+
+
 def _data_parallel_s(layer_costs: LayerCosts, cluster: Cluster) -> float:
     whole = layer_costs.work(Candidate(frozenset(), frozenset(range(len(layer_costs.profile.layers)))))
-    return float(ASYNCHRONOUS["resource"](link_of(cluster)).stage_s(whole, float(cluster.gpus)))
+    return float(AsynchronousModel(link_of(cluster)).stage_s(whole, float(cluster.gpus)))
 
 
 def _implied_bandwidth(row: Row, layer_costs: LayerCosts, one_s: float) -> float | None:
@@ -161,7 +169,7 @@ def implied_by_ratio(row: Row) -> float | None:
     slowest = row.site.cluster(row.servers, None).slowest_bandwidth_bytes_per_s
     for factor in reversed(FACTORS):
         cluster = row.site.cluster(row.servers, None, factor)
-        theirs = best_cuts(layer_costs, cluster, row.replicas, "resource")
+        theirs = best_cuts(layer_costs, cluster, row.replicas)
         if theirs is not None:
             ratio = _data_parallel_s(layer_costs, cluster) / theirs.seconds
             if abs(ratio / row.over_data_parallel - 1) < CLOSE:
@@ -184,10 +192,13 @@ def _agreeing_factors(row: Row, profile: Profile, memory_bytes: int | None) -> t
 
 
 def _config(plan: Plan | None, gpus: int) -> str:
-    if plan is None:
-        return "does not fit"
-    config = plan.config if set(plan.replicas) != {1} or len(plan.replicas) < 4 else f"straight, {len(plan.replicas)}"
-    return config + ("" if plan.workers == gpus else f" ({plan.workers} GPUs)")
+    return "does not fit" if plan is None else _config_of(plan.replicas, gpus)
+
+
+def _config_of(replicas: Sequence[int], gpus: int) -> str:
+    straight = set(replicas) == {1} and len(replicas) >= 4
+    config = f"straight, {len(replicas)}" if straight else "-".join(map(str, replicas))
+    return config + ("" if sum(replicas) == gpus else f" ({sum(replicas)} GPUs)")
 
 
 def _times(value: float | None) -> str:
@@ -223,8 +234,8 @@ def tables(answers: list[Answer]) -> str:
                 _times(said.speedup_over_data_parallel if said else None),
                 _cut(said.communication_cut if said else None),
                 "" if ours is None else ours.solver.status,
-                _config(published, row.gpus),
-                _times(published.predicted.speedup_over_data_parallel if published else None),
+                "" if published is None else _config_of(published.path.replicas, row.gpus),
+                _times(published.over_data_parallel if published else None),
             ]
         )
         implied = a.implied_bandwidth_bytes_per_s
@@ -246,7 +257,7 @@ def tables(answers: list[Answer]) -> str:
             ]
         )
     heads = ["paper", "row", "config", "over 1", "over DP", "comm. cut"]
-    heads += ["ours", "over 1", "over DP", "comm. cut", "status", "with --cost-model pipedream", "over DP"]
+    heads += ["ours", "over 1", "over DP", "comm. cut", "status", "by the published model", "over DP"]
     why = ["paper", "row", "its config", "priced here: over 1", "over DP", "memory", "busiest", "DP over 1, paper"]
     why += ["DP over 1, here", "implied Gbps", "ours at that (over 1)", "ours is theirs at bandwidth x"]
     why += ["ours, updates free", "ours, no overlap", "ours, no memory limit"]

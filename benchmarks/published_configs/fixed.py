@@ -9,12 +9,12 @@ import numpy as np
 
 from planner.cost.candidate import Candidate, StageOptions
 from planner.cost.layer_costs import LayerCosts
+from planner.cost.models.asynchronous import AsynchronousModel
 from planner.cost.network.link import link_of
 from planner.cost.overheads import Price
-from planner.cost.pricing import ASYNCHRONOUS, price
+from planner.cost.pricing import price
 from planner.cost.setting import Setting
 from planner.formats.cluster import Cluster
-from planner.formats.names import CostModelName
 from planner.solver.evaluate.evaluation import simulated
 from planner.solver.problem.budget import Budget
 from planner.solver.problem.problem import Problem
@@ -41,7 +41,7 @@ class Fixed:
     busiest: str
 
 
-def best_cuts(layer_costs: LayerCosts, cluster: Cluster, replicas: Sequence[int], model: CostModelName) -> Fixed | None:
+def best_cuts(layer_costs: LayerCosts, cluster: Cluster, replicas: Sequence[int]) -> Fixed | None:
     """Return the cheapest cuts found for these replicas per stage; None where the model has too few layers.
 
     A dynamic programme with the slowest link gives the first cuts. Each is then moved while that lowers the true price.
@@ -50,7 +50,7 @@ def best_cuts(layer_costs: LayerCosts, cluster: Cluster, replicas: Sequence[int]
     last = len(space) - 1
     if len(replicas) > last:
         return None
-    flat = ASYNCHRONOUS[model](link_of(cluster))
+    flat = AsynchronousModel(link_of(cluster))
     worst = np.full((len(replicas) + 1, last + 1), np.inf)
     worst[0, 0] = 0.0
     came = np.zeros((len(replicas) + 1, last + 1), dtype=np.int64)
@@ -66,7 +66,7 @@ def best_cuts(layer_costs: LayerCosts, cluster: Cluster, replicas: Sequence[int]
     cuts = [last]
     for k in range(len(replicas), 0, -1):
         cuts.append(int(came[k, cuts[-1]]))
-    return _moved(layer_costs, space, cluster, cuts[::-1], replicas, model)
+    return _moved(layer_costs, space, cluster, cuts[::-1], replicas)
 
 
 def _moved(
@@ -75,22 +75,20 @@ def _moved(
     cluster: Cluster,
     cuts: list[int],
     replicas: Sequence[int],
-    model: CostModelName,
 ) -> Fixed:
-    best = _price(layer_costs, space, cluster, cuts, replicas, model)
+    best = _price(layer_costs, space, cluster, cuts, replicas)
     improved = True
     while improved:
         improved = False
         for k in range(1, len(cuts) - 1):
             for place in range(max(cuts[k - 1] + 1, cuts[k] - 6), min(cuts[k + 1], cuts[k] + 7)):
                 trial = [*cuts[:k], place, *cuts[k + 1 :]]
-                found = _price(layer_costs, space, cluster, trial, replicas, model)
+                found = _price(layer_costs, space, cluster, trial, replicas)
                 if found.seconds_per_minibatch < best.seconds_per_minibatch * (1 - 1e-9):
                     cuts, best, improved = trial, found, True
     stages = _stages(space, cuts, replicas)
-    if model == "resource":
-        problem = Problem(layer_costs, Setting(cluster), budget=Budget.unlimited())
-        best = simulated(problem, Evaluation(tuple(stages), best)).price
+    problem = Problem(layer_costs, Setting(cluster), budget=Budget.unlimited())
+    best = simulated(problem, Evaluation(tuple(stages), best)).price
     bottleneck = best.bottleneck
     return Fixed(
         tuple(len(stage.layers) for stage in stages),
@@ -107,9 +105,8 @@ def _price(
     cluster: Cluster,
     cuts: Sequence[int],
     replicas: Sequence[int],
-    model: CostModelName,
 ) -> Price:
-    return price(layer_costs, _stages(space, cuts, replicas), Setting(cluster, cost_model=model))
+    return price(layer_costs, _stages(space, cuts, replicas), Setting(cluster))
 
 
 def _stages(space: Chain, cuts: Sequence[int], replicas: Sequence[int]) -> list[Candidate]:

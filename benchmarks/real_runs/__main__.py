@@ -137,7 +137,7 @@ def draw(seed: int, count: int) -> list[Case]:
 def _case(choose: random.Random) -> Case:
     model = choose.choice(list(SIZES))
     replicated = choose.random() < 1 / 3
-    schedules = [each for each in SCHEDULES if each.pipelined and not each.chunked]
+    schedules = [each for each in SCHEDULES if not each.chunked]
     schedule = choose.choice(schedules)
     return Case(
         model=model,

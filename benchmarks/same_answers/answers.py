@@ -18,7 +18,7 @@ from typing import Any
 import planner
 
 PROFILES = Path(__file__).parents[2] / "profiles"
-SCHEDULES = ("1f1b", "2bw", "1f1b-flush", "zb-h1", "gpipe", "interleaved", "naive")
+SCHEDULES = ("1f1b", "2bw", "1f1b-flush", "zb-h1", "gpipe", "interleaved")
 DIVIDED = ("2bw", "1f1b-flush", "zb-h1", "gpipe", "interleaved")
 # What differs between two runs of the same code.
 IGNORED = {"seconds", "provenance"}
@@ -63,8 +63,6 @@ def cases() -> dict[str, Case]:
         for schedule in ("1f1b", "2bw", "1f1b-flush"):
             found[f"plan/{model}/tight8/{schedule}"] = {"cluster": "tight8", "schedule": schedule}
         found[f"plan/{model}/tight4x2/gpipe"] = {"cluster": "tight4x2", "schedule": "gpipe"}
-        for cost_model in ("pipedream", "paper"):
-            found[f"plan/{model}/flat8/{cost_model}"] = {"cluster": "flat8", "cost_model": cost_model}
         found[f"plan/{model}/flat4/never"] = {"cluster": "flat4", "recompute": "never", "depth": "published"}
     for schedule in SCHEDULES:
         found[f"stream/{schedule}"] = {"schedule": schedule}

@@ -27,25 +27,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, nargs="+", default=LAYERS)
     parser.add_argument("--gpus", type=int, nargs="+", default=GPUS)
-    parser.add_argument("--cost-model", default="resource")
     parser.add_argument("--one", type=int, nargs=2, metavar=("LAYERS", "GPUS"), help=argparse.SUPPRESS)
     parser.add_argument("--save", action="store_true", help="write what is printed to results.md beside this")
     arguments = parser.parse_args()
     if arguments.one:
         layers, gpus = arguments.one
-        print(json.dumps(_measure(layers, gpus, arguments.cost_model)))
+        print(json.dumps(_measure(layers, gpus)))
         return
     with printed(Path(__file__).parent, save=arguments.save):
-        _table(arguments.layers, arguments.gpus, arguments.cost_model)
+        _table(arguments.layers, arguments.gpus)
 
 
-def _table(layers_of: Sequence[int], gpus_of: Sequence[int], cost_model: str) -> None:
+def _table(layers_of: Sequence[int], gpus_of: Sequence[int]) -> None:
     print("| layers | GPUs | seconds of the processor | wall seconds | peak memory, MB | stages | status |")
     print("|---|---|---|---|---|---|---|")
     results = {}
     for layers in layers_of:
         for gpus in gpus_of:
-            command = [sys.executable, "-m", "benchmarks.solver_growth", "--cost-model", cost_model]
+            command = [sys.executable, "-m", "benchmarks.solver_growth"]
             answer = subprocess.run(
                 [*command, "--one", str(layers), str(gpus)], check=True, stdout=subprocess.PIPE, text=True
             )
@@ -64,14 +63,14 @@ def _table(layers_of: Sequence[int], gpus_of: Sequence[int], cost_model: str) ->
         print(f"  {layers:,}: {_slope([(gpus, results[layers, gpus]) for gpus in gpus_of]):.2f}")
 
 
-def _measure(layers: int, gpus: int, cost_model: str) -> dict[str, float | str]:
+def _measure(layers: int, gpus: int) -> dict[str, float | str]:
     from benchmarks.graphs import chain
     from planner.formats.cluster import flat_cluster
     from planner.solver import solve
 
     profile = chain(layers)
     started, cpu = time.perf_counter(), time.process_time()
-    plan = solve(profile, flat_cluster(gpus, 1.25e9), cost_model=cost_model, depth="published")  # type: ignore[arg-type]
+    plan = solve(profile, flat_cluster(gpus, 1.25e9), depth="published")
     return {
         "wall_s": time.perf_counter() - started,
         "cpu_s": time.process_time() - cpu,

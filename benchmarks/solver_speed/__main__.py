@@ -11,18 +11,15 @@ import os
 import resource
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 from benchmarks.graph_txt import load_graph_txt
 from benchmarks.graphs import chain
 from benchmarks.kept import printed
+from benchmarks.published_models import PublishedPlan, solve_published
 from benchmarks.solver_speed.published import ChainLayer, best_time_s
-from planner.formats.cluster import flat_cluster
-from planner.formats.plan import Plan
 from planner.formats.profile import Profile
-from planner.solver import solve
 
 ANCHORS = Path(__file__).resolve().parents[2].parent / "shared" / "anchors" / "pipedream"
 BANDWIDTH_BYTES_PER_S = 1.25e9
@@ -55,7 +52,7 @@ def _published_profiles() -> None:
         plan, inside_s = _solved(load_graph_txt(path), gpus)
         whole_s = _whole_process_s(path, gpus)
         more = "" if run["finished"] else ">"
-        answer = f"{plan.predicted.seconds_per_minibatch:.6f} s, {plan.solver.status}"
+        answer = f"{plan.seconds:.6f} s, {'optimal' if plan.optimal else 'feasible'}"
         if run["finished"]:
             answer += f" (theirs {run['time_per_minibatch_s']:.6f} s)"
         print(
@@ -66,13 +63,13 @@ def _published_profiles() -> None:
     print()
 
 
-def _solved(profile: Profile, gpus: int) -> tuple[Plan, float]:
+def _solved(profile: Profile, gpus: int) -> tuple[PublishedPlan, float]:
     """Return the plan and the median processor time, after one run to warm up."""
-    plan = solve(profile, flat_cluster(gpus, BANDWIDTH_BYTES_PER_S), cost_model="pipedream")
+    plan = solve_published(profile, gpus, BANDWIDTH_BYTES_PER_S)
     seconds = []
     for _ in range(REPEATS):
         started = time.process_time()
-        solve(profile, flat_cluster(gpus, BANDWIDTH_BYTES_PER_S), cost_model="pipedream")
+        solve_published(profile, gpus, BANDWIDTH_BYTES_PER_S)
         seconds.append(time.process_time() - started)
         if sum(seconds) > 10:
             break
@@ -80,13 +77,12 @@ def _solved(profile: Profile, gpus: int) -> tuple[Plan, float]:
 
 
 def _whole_process_s(path: Path, gpus: int) -> float:
-    """Return the processor time of `plan solve`, from the start of the interpreter to its end."""
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = ["--profile", str(path), "--gpus", str(gpus), "--bandwidth", "10Gbps", "--cost-model", "pipedream"]
-        command = [sys.executable, "-m", "planner", "solve", *arguments, "-o", f"{folder}/plan.json"]
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run(command, check=True, capture_output=True, env=os.environ)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    """Return the processor time of a process that solves it, from the start of the interpreter to its end."""
+    program = "from benchmarks.graph_txt import load_graph_txt; from benchmarks.published_models import solve_published"
+    program += f"; print(solve_published(load_graph_txt({str(path)!r}), {gpus}, {BANDWIDTH_BYTES_PER_S}))"
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, env=os.environ)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
@@ -122,7 +118,7 @@ def _measured_growth(longest_s: float) -> tuple[str, float]:
         theirs_s = best_time_s(described, gpus, BANDWIDTH_BYTES_PER_S)
         seconds = time.process_time() - started
         per_step_s = seconds / _steps(layers, gpus)
-        same = abs(theirs_s - ours.predicted.seconds_per_minibatch) <= 1e-9 * theirs_s
+        same = abs(theirs_s - ours.seconds) <= 1e-9 * theirs_s
         texts.append(
             f"{layers} layers, {gpus} GPUs {seconds:.2f} s ({per_step_s * 1e9:.0f} ns a step"
             f"{', the same answer' if same else f', {theirs_s:.6f} s against our better plan'})"

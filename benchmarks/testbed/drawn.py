@@ -112,8 +112,6 @@ def _draw(rng: random.Random, blocks: Mapping[str, int]) -> Case:
     if rng.random() < 0.4:
         return case.given(max_stages=rng.randint(1, min(gpus, 4)), seed=rng.randrange(2**31))
     config = _config(rng, gpus, min(gpus, 5, blocks[model] // 2))
-    if not schedule.pipelined:
-        config = tuple(1 for _ in config)  # replicas would take turns, one minibatch each
     depths = schedule.depths(config, microbatches)
     if not all(schedule.versions_suffice(microbatches, r, d) for r, d in zip(config, depths, strict=True)):
         return case.given(max_stages=len(config), seed=rng.randrange(2**31))

@@ -19,12 +19,14 @@ from benchmarks.svg import timeline_svg
 from benchmarks.testbed.bed import testbed
 from benchmarks.timeline import emulated, real
 from benchmarks.timeline.emulated import DEVICES, EmulatedCase
+from benchmarks.timeline.errors import timing_error, with_stage_times
 from benchmarks.timeline.real import RealCase
-from planner.analysis.compare_runs import RunComparison, compare_runs
+from planner.analysis.compare_runs import compare_runs, mean_stage_times
 from planner.formats.plan import Plan
 from planner.formats.timeline import Timeline
 from planner.reporting.tables.runs import run_comparison_report
 from planner.simulator.simulate_plan import only_minibatches, simulate_recorded
+from planner.simulator.summary import summarize
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE, RESULTS = (Path(__file__).with_name(name) for name in ("results.md", "results.json"))
@@ -76,11 +78,10 @@ def main() -> None:
     rows: dict[str, Any] = json.loads(RESULTS.read_text()) if arguments.save and RESULTS.exists() else {}
     for case, plan, measured in _runs(arguments.only, arguments.cases, arguments.seconds):
         simulated = simulate_recorded(plan, measured)
-        comparison = compare_runs(plan, simulated, measured)
-        rows[case.name] = row(case, comparison)
+        rows[case.name] = row(case, plan, simulated, measured)
         print(rows[case.name], file=sys.stderr, flush=True)
         if arguments.whole:
-            print(run_comparison_report(comparison, plan), file=sys.stderr, flush=True)
+            print(run_comparison_report(compare_runs(simulated, measured), plan), file=sys.stderr, flush=True)
         if arguments.save:
             RESULTS.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
             if case == PICTURED:
@@ -109,19 +110,20 @@ def _runs(
                     yield each, *emulated.run_case(bed, each, seconds, folder)
 
 
-def row(case: RealCase | EmulatedCase, comparison: RunComparison) -> list[Any]:
+def row(case: RealCase | EmulatedCase, plan: Plan, simulated: Timeline, measured: Timeline) -> list[Any]:
     """Return a row of the table."""
-    planned, own = comparison.as_planned, comparison.as_run
-    simulated, measured = comparison.simulated, comparison.measured
+    as_run = simulate_recorded(with_stage_times(plan, mean_stage_times(measured)), measured)
+    planned, own = timing_error(simulated, measured), timing_error(as_run, measured)
+    there, run = summarize(simulated), summarize(measured)
     return [
         case.name,
         case.kind,
-        measured.minibatches,
+        run.minibatches,
         planned.events,
-        simulated.seconds_per_minibatch / measured.seconds_per_minibatch - 1,
+        there.seconds_per_minibatch / run.seconds_per_minibatch - 1,
         *(planned.median_share, planned.p95_share, planned.worst_share),
         *(own.median_share, own.p95_share, own.worst_share),
-        (measured.start_up_s - simulated.start_up_s) / measured.seconds,
+        (run.start_up_s - there.start_up_s) / run.seconds,
     ]
 
 

@@ -23,7 +23,7 @@ from planner.solver.problem.states import uncut_groups
 
 
 def straight_plan(profile: Profile, cluster: Cluster, schedule: str, microbatches: int) -> Plan:
-    """Return the fastest of all cuts of `profile` into two stages under the default cost model, by trying each."""
+    """Return the fastest of all cuts of `profile` into two stages under the cost model, by trying each."""
     began = time.perf_counter()
     layer_costs = LayerCosts(profile)
     groups = uncut_groups(layer_costs)
@@ -35,7 +35,6 @@ def straight_plan(profile: Profile, cluster: Cluster, schedule: str, microbatche
     best = simulated(problem, min(every, key=lambda candidate: candidate.seconds))
     report = SolverReport(
         name="every cut into two stages",
-        cost_model="resource",
         status="optimal",
         lower_bound_s=best.seconds,
         gap=0.0,

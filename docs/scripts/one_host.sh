@@ -19,5 +19,5 @@ python -c 'import sys, torch; sys.exit(torch.cuda.is_available())' && beside=(--
 plan profile "$model" --batch-size "$batch_size" "${beside[@]}"
 torchrun --nproc-per-node "$gpus" -m planner profile --links # writes cluster.json
 plan solve --cluster cluster.json
-plan train "$model" --epochs "${EPOCHS:-3}" --checkpoint-every "${CHECKPOINT_EVERY:-500}" --resume
-plan export-weights checkpoints # writes model.safetensors
+plan train "$model" --epochs "${EPOCHS:-3}" --checkpoint-every "${CHECKPOINT_EVERY:-500}" --resume \
+    --save-weights model.safetensors

@@ -11,7 +11,7 @@ from planner.cost.kinds import everything_on, fastest_rank
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.tensor import layer_costs_on
 from planner.cost.utilisation import utilisation
-from planner.errors import InputError, PlannerError
+from planner.errors import PlannerError
 from planner.formats.cluster import Cluster
 from planner.formats.files import Record
 from planner.formats.plan import Plan
@@ -21,6 +21,7 @@ from planner.formats.shown import Shown
 from planner.options.solving import SolveOptions
 from planner.schedule.instructions import MICROBATCHES_PER_GPU
 from planner.schedule.one_stage import FLUSH, GPIPE
+from planner.schedule.registry import SCHEDULES
 from planner.schedule.schedule import Schedule
 from planner.solver.choose.baselines import equal_blocks, equal_time, recomputing
 from planner.solver.evaluate.evaluation import evaluate
@@ -40,7 +41,6 @@ CHOSEN, SAME_CUT = "chosen plan", "gpipe, same cut"
 ORDERS = {"random": "in random order", "buckets": "in buckets"}
 PADDED, PACKED = "padded to the longest", "packed"
 OWN = (CHOSEN, SAME_CUT, *ORDERS.values(), PADDED, PACKED)  # rows with stages that the planner chose
-SOLVING = 0.5  # share of the time left to search for the plan
 
 
 class ComparisonRow(OtherWay):
@@ -54,7 +54,6 @@ class ComparisonRow(OtherWay):
     communication_cut: float | None  # share of data parallel's bytes that is not sent; None if that sends none
     tokens_per_s: float | None  # None where the model is not of token ids
     flop_utilisation: float | None  # of the workers' peak, by the model's FLOPs; None where one is not known
-    staleness: int  # updates that the gradients are late
     idle_share: float  # of the workers' time: bubbles, waits, and communication that is not overlapped
     simulated: bool = True  # False: by the cost model, which knows no waiting
 
@@ -70,41 +69,24 @@ class Comparison(Shown, Record):
 
 
 @checked
-def compare(
-    profile: Profile,
-    cluster: Cluster | None = None,
-    *,
-    plan: Plan | None = None,
-    options: SolveOptions | None = None,
-    patience: Patience | None = None,
-) -> Comparison:
+def compare(profile: Profile, plan: Plan, *, patience: Patience | None = None) -> Comparison:
     """Compare a plan with data parallelism, plain and sharded, hand-made pipelines, and GPipe on the same cut.
 
     Args:
         profile: costs per layer.
-        cluster: solved for, if there is no plan.
         plan: made from this profile; it brings its cluster and schedule.
-        options: how to solve; by default as `solve` does.
         patience: how long all of it may take. When the time is over, the cost model prices the rest.
 
     Raises:
         PlanError: if the plan was made from another profile.
-        InfeasibleError, InputError: as `solve`.
 
     Example:
         >>> profile = planner.load_profile("profiles/vgg16/cpu.json")
         >>> plan = planner.solve(profile, planner.flat_cluster(gpus=4, bandwidth_bytes_per_s=125e6))
-        >>> [row.name for row in planner.compare(profile, plan=plan).rows][:2]
+        >>> [row.name for row in planner.compare(profile, plan).rows][:2]
         ['chosen plan', 'data parallel']
     """
-    if plan is None:
-        if cluster is None:
-            raise InputError("compare has no cluster to find a plan for", hint="give a `cluster`, or a `plan`")
-        options = options or SolveOptions()
-        patience = patience or Patience.of(options.time_limit_s, options.progress)
-        given = GivenPlan.of(profile, find_plan(profile, cluster, options, patience.part(SOLVING)), options, patience)
-    else:
-        given = GivenPlan.of(profile, plan, patience=patience)
+    given = GivenPlan.of(profile, plan, patience=patience)
     ways = _ways(given)
     rows = [_row(given, way) for way in ways]
     parallel = next(row for row in rows if row.name == DATA_PARALLEL)
@@ -134,7 +116,7 @@ def _ways(given: GivenPlan) -> "list[Way]":
     ]
     if plan.schedule is not GPIPE and not plan.schedule.chunked:
         microbatches = MICROBATCHES_PER_GPU * cluster.gpus
-        drained = replace(options, schedule=GPIPE, microbatches=microbatches, minibatch=None, cost_model="resource")
+        drained = replace(options, schedule=GPIPE, microbatches=microbatches, minibatch=None)
         gpipe = problem_of(drained, layer_costs, cluster, Budget.unlimited(deadline))
         ways.append(Way(SAME_CUT, gpipe, evaluate(gpipe, given.stages)))
     return [*ways, *_of_lengths(given)]
@@ -177,7 +159,6 @@ def _row(given: GivenPlan, entry: "Way") -> ComparisonRow:
         communication_cut=None,
         tokens_per_s=None if size is None or tokens is None else size * tokens / seconds,
         flop_utilisation=None if given.plan.cluster.kinds else utilisation(profile, 1, seconds, workers),
-        staleness=max(map(entry.problem.schedule.staleness, price.in_flight)),
         idle_share=1 - busy / (workers * seconds),
         simulated=given.simulated if entry.name == CHOSEN else entry.plan.simulated,
     )
@@ -242,8 +223,7 @@ def usual_ways(options: SolveOptions, layer_costs: LayerCosts, cluster: Cluster,
             plan = evaluate(problem, [everything_on(layer_costs, cluster, ranks)])
             yield _fitting(Way(f"{DATA_PARALLEL}, {kind.title} only", problem, plan))
     yield alone
-    # The published cost models know no sharding, and naive schedules no overlap.
-    if gpus > 1 and schedule.pipelined and problem.simulates:
+    if gpus > 1:
         for level, name in enumerate(("ZeRO-1", "ZeRO-2", "ZeRO-3, FSDP"), start=1):
             sharded = replace(replicated, options=replace(replicated.options, level=level))
             if level == 2 and schedule.asynchronous:  # as drained as any replicas of the whole model
@@ -251,7 +231,7 @@ def usual_ways(options: SolveOptions, layer_costs: LayerCosts, cluster: Cluster,
             if level == 1 or why_whole(problem.schedule, problem.microbatches, [gpus], [1]) is None:
                 yield _fitting(Way(name, problem, evaluate(problem, [sharded])))
     many = options.microbatches if schedule.divides else None
-    drained = replace(options, schedule=FLUSH, microbatches=many, depth="published", cost_model="resource")
+    drained = replace(options, schedule=FLUSH, microbatches=many, depth="published")
     flushed = problem_of(drained, layer_costs, cluster, budget)
     for count in BLOCK_STAGES:
         stages = equal_blocks(layer_costs, count)
@@ -262,8 +242,7 @@ def usual_ways(options: SolveOptions, layer_costs: LayerCosts, cluster: Cluster,
 
 def _fitting(way: Way) -> Way:
     """Return the way as it is, or with every block recomputing where it does not fit otherwise."""
-    # The published cost models do not know what recomputation saves.
-    if not way.over_memory_bytes or way.problem.rules.recompute == "never" or not way.problem.simulates:
+    if not way.over_memory_bytes or way.problem.rules.recompute == "never":
         return way
     stages = recomputing(way.problem.layer_costs, way.plan.stages)
     return Way(f"{way.name}, recomputing", way.problem, evaluate(way.problem, stages))
@@ -280,6 +259,30 @@ def with_baselines(profile: Profile, plan: Plan, patience: Patience) -> Plan:
     except PlannerError as error:
         return plan.noting(f"the baselines were not priced: {error.message}")
     return plan.model_copy(update={"baselines": tuple(map(described, ways))})
+
+
+def under_every_schedule(profile: Profile, cluster: Cluster, options: SolveOptions, patience: Patience) -> Plan:
+    """Return the fastest plan under any schedule, with the best ones under all others, or notes why there is none.
+
+    A plan whose gradients are late is the answer only where `max_staleness` allows for it; it is named all the same.
+    Raise InfeasibleError if no schedule has a plan that may be the answer.
+    """
+    found, obstacles = list[Plan](), dict[Schedule, PlannerError]()
+    for number, schedule in enumerate(SCHEDULES):
+        if patience.progress is not None:
+            patience.progress.step = str(schedule)
+        own = replace(options, schedule=schedule, microbatches=options.microbatches if schedule.divides else None)
+        try:
+            found.append(find_plan(profile, cluster, own, patience.part(1 / (len(SCHEDULES) - number))))
+        except PlannerError as error:
+            obstacles[schedule] = error
+    allowed = [plan for plan in found if options.max_staleness is not None or not plan.schedule.asynchronous]
+    if not allowed:
+        raise obstacles[FLUSH]
+    best = min(allowed, key=lambda plan: plan.predicted.seconds_per_minibatch / plan.microbatches)
+    for schedule, obstacle in obstacles.items():
+        best = best.noting(f"there is no plan under {schedule}: {obstacle.message}")
+    return best.model_copy(update={"schedules": tuple(described_plan(str(plan.schedule), plan) for plan in found)})
 
 
 def with_synchronous(
@@ -324,6 +327,7 @@ def described_plan(name: str, plan: Plan) -> OtherWay:
         seconds_per_microbatch=plan.predicted.seconds_per_minibatch / plan.microbatches,
         memory_bytes=max(map(plan.memory_bytes, stages)),
         over_memory_bytes=max(map(plan.lacking_bytes, stages)),
+        staleness=plan.staleness,
     )
 
 
@@ -336,4 +340,5 @@ def described(way: Way) -> OtherWay:
         seconds_per_microbatch=way.seconds_per_microbatch,
         memory_bytes=max(way.plan.price.gpu_bytes),
         over_memory_bytes=way.over_memory_bytes,
+        staleness=max(map(way.problem.schedule.staleness, way.plan.price.in_flight)),
     )

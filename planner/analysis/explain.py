@@ -35,15 +35,6 @@ class ResourceUse(Record):
     share: float  # of the time per minibatch; the rest is slack
 
 
-class MemoryUse(Record):
-    """What one replica of a stage holds."""
-
-    stage: int
-    bytes: int
-    slack_bytes: int | None  # None without a limit
-    overhead_bytes: int = 0  # of `bytes`: a CUDA context, communicators, fragmentation
-
-
 class Alternative(Record):
     """The plan for another cluster."""
 
@@ -63,7 +54,6 @@ class Explanation(Shown, Record):
     bottleneck: Bottleneck
     waiting_s: float
     uses: tuple[ResourceUse, ...]
-    memory: tuple[MemoryUse, ...]
     what_if: tuple[Alternative, ...]
     solver: SolverReport
     out_of_time: bool = False  # the time limit passed: alternatives were searched for too short
@@ -93,7 +83,7 @@ def explain(
     """
     given, bottleneck = GivenPlan.of(profile, plan, options, patience), plan.predicted.bottleneck
     uses = tuple(_simulated_uses(plan) if given.simulated else _priced_uses(given))
-    kinds = {"link": ("send", "receive"), "boundary": ("cut_after",)}.get(bottleneck.resource, (bottleneck.resource,))
+    kinds = {"link": ("send", "receive")}.get(bottleneck.resource, (bottleneck.resource,))
     limiting = [use.busy_s for use in uses if use.stage == bottleneck.stage and use.resource in kinds]
     if limiting:
         bottleneck = bottleneck.model_copy(update={"busy_s": max(limiting)})
@@ -106,7 +96,6 @@ def explain(
         # Synchronous schedules idle in their bubble anyway, so the difference would not be waiting.
         waiting_s=max(0.0, given.seconds - bottleneck.busy_s) if plan.schedule.asynchronous else 0.0,
         uses=uses,
-        memory=tuple(_memory(plan, number) for number in range(len(plan.stages))),
         what_if=_what_if(given),
         solver=plan.solver,
         out_of_time=given.patience.deadline.passed,
@@ -130,12 +119,6 @@ def _priced_uses(given: GivenPlan) -> Iterator[ResourceUse]:
     for number, resources in enumerate(given.busy_resources()):
         for name, busy_s in resources.items():
             yield ResourceUse(stage=number, resource=name, busy_s=float(busy_s), share=float(busy_s) / given.seconds)
-
-
-def _memory(plan: Plan, stage: int) -> MemoryUse:
-    held, limit = plan.memory_bytes(stage), plan.cluster.memory_on(plan.stages[stage].ranks)
-    slack = None if limit is None else limit - held
-    return MemoryUse(stage=stage, bytes=held, slack_bytes=slack, overhead_bytes=held - plan.tensor_bytes(stage))
 
 
 def _what_if(given: GivenPlan) -> tuple[Alternative, ...]:

@@ -42,13 +42,7 @@ def problem_of(
     return Problem(layer_costs, setting, options.rules, options.depth, budget=budget or Budget.unlimited())
 
 
-def priced_plan(
-    options: SolveOptions,
-    layer_costs: LayerCosts,
-    cluster: Cluster,
-    stages: Sequence[Candidate],
-    patience: Patience | None = None,
-) -> Plan:
+def priced_plan(options: SolveOptions, layer_costs: LayerCosts, cluster: Cluster, stages: Sequence[Candidate]) -> Plan:
     """Return the plan of these stages, priced and simulated, whether or not they fit the memory.
 
     Raise InputError if the cluster has fewer GPUs than stages need.
@@ -62,9 +56,8 @@ def priced_plan(
         degrees = [stage.options.tensor for stage in stages]
         if whole := why_whole(setting.schedule, setting.microbatches, counts, degrees):
             raise InputError(whole[0], hint=whole[1])
-    budget = Budget.unlimited((patience or Patience()).deadline)
     # A plan that does not fit has a price, too.
-    problem = problem_of(options, layer_costs, cluster.with_memory(lambda _: None), budget)
+    problem = problem_of(options, layer_costs, cluster.with_memory(lambda _: None))
     return complete(problem, evaluate(problem, stages), GIVEN).model_copy(update={"cluster": cluster})
 
 
@@ -136,11 +129,6 @@ class GivenPlan:
     def _as_recorded(self) -> Problem:
         return problem_of(options_of(self.plan), self.layer_costs, self.plan.cluster)
 
-    def on(self, cluster: Cluster) -> Plan:
-        """Return the plan's stages on another cluster with as many GPUs, priced there, whether or not they fit."""
-        layer_costs = layer_costs_on(self.layer_costs.given, cluster)
-        return priced_plan(self.options, layer_costs, cluster, self.stages, self.patience)
-
     def busy_resources(self) -> Sequence[Busy]:
         """Compute the busy seconds per minibatch of each stage's resources."""
         within, groups, _ = self._as_recorded.in_groups(self.stages)
@@ -150,7 +138,6 @@ class GivenPlan:
 def options_of(plan: Plan) -> SolveOptions:
     """Return the options that `plan` was solved with, as far as it records them."""
     return SolveOptions(
-        cost_model=plan.solver.cost_model,
         schedule=plan.schedule,
         microbatches=plan.microbatches,
         depth=plan.solver.depth,

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from planner.analysis.compare import compare, with_baselines, with_synchronous
+from planner.analysis.compare import compare, under_every_schedule, with_baselines, with_synchronous
 from planner.analysis.explain import explain
 from planner.analysis.fewer import with_fewer_hosts
 from planner.analysis.given_plan import equal_stages, stages_ending_at
@@ -14,7 +14,7 @@ from planner.errors import ClusterError, InputError, PlannerError
 from planner.formats.cluster import Cluster, DeviceKind, flat_cluster, hierarchical_cluster, load_cluster
 from planner.formats.device_kinds import cluster_for, is_profile, read_profile
 from planner.formats.files import write_text
-from planner.formats.own_plan import OwnPlan, OwnStage, load_own_plan
+from planner.formats.own_plan import OwnPlan, OwnStage
 from planner.formats.plan import Plan, load_plan
 from planner.formats.profile import Profile, load_profile
 from planner.formats.timeline import Timeline
@@ -27,7 +27,7 @@ from planner.reporting.page.page import report_page
 from planner.reporting.tables.plan import plan_report
 from planner.reporting.tables.profile import profile_report
 from planner.reporting.trace import load_run
-from planner.schedule.registry import find
+from planner.schedule.registry import AUTO, find
 from planner.simulator.simulate_plan import simulate, simulate_recorded
 from planner.solver.find_plan import find_plan
 from planner.solver.problem.budget import Patience
@@ -110,15 +110,15 @@ def solve(profile: Profile, cluster: Cluster, options: SolveOptions) -> Plan:
         cluster: devices, memory and links.
 
     Returns:
-        A plan on as few GPUs as its speed needs. Under the resource model its time is that of its simulation, by which
-        it was chosen among the best plans by the cost model. `solver.status` is `optimal` if the time is within
-        2% of `lower_bound_s`, which by the cost model no pipeline can beat whose stages are consecutive layers of the
-        profile; a model with branches has others, which nothing here plans. The plan names what people do without a
-        planner, and beside an asynchronous plan the best synchronous one.
+        A plan on as few GPUs as its speed needs. Its time is that of its simulation, by which it was chosen among the
+        best plans by the cost model. `solver.status` is `optimal` if the time is within 2% of `lower_bound_s`, which by
+        the cost model no pipeline can beat whose stages are consecutive layers of the profile; a model with branches
+        has others, which nothing here plans. The plan names what people do without a planner, and beside an
+        asynchronous plan the best synchronous one.
 
     Raises:
         InfeasibleError: if no plan fits the memory, with the smallest change that makes one fit.
-        InputError: for a cost model or number of microbatches that make no sense under the schedule.
+        InputError: for a number of microbatches that makes no sense under the schedule.
 
     Example:
         >>> profile = planner.load_profile("profiles/vgg16/cpu.json")
@@ -131,8 +131,11 @@ def solve(profile: Profile, cluster: Cluster, options: SolveOptions) -> Plan:
 
 def solved(profile: Profile, cluster: Cluster, options: SolveOptions, patience: Patience) -> Plan:
     """Find the fastest plan, and the plans to compare it with, before the patience ends."""
-    plan = find_plan(profile, cluster, options, patience.part(SEARCHING / (1 + options.survive)))
-    if not options.alone:
+    every = options.schedule == AUTO
+    plan = (under_every_schedule if every else find_plan)(
+        profile, cluster, options, patience.part(SEARCHING / (1 + options.survive))
+    )
+    if not (options.alone or every):
         plan = with_synchronous(profile, plan, options, patience.part(BESIDE), asked=options.asked)
     if options.survive:
         plan = with_fewer_hosts(profile, plan, options, patience.part(SEARCHING))
@@ -140,7 +143,7 @@ def solved(profile: Profile, cluster: Cluster, options: SolveOptions, patience: 
 
 
 @keywords_of(PriceOptions, arguments=3)
-def price(profile: Profile, cluster: Cluster, stages: OwnPlan | Path | Stages, options: PriceOptions) -> Plan:
+def price(profile: Profile, cluster: Cluster, stages: OwnPlan | Stages, options: PriceOptions) -> Plan:
     """Return the plan of stages that you chose yourself, priced and simulated.
 
     Stages take consecutive ranks, and have as many units in flight as the schedule's paper says. The plan may need more
@@ -150,7 +153,7 @@ def price(profile: Profile, cluster: Cluster, stages: OwnPlan | Path | Stages, o
         profile: costs per layer, for one microbatch.
         cluster: devices, memory and links.
         stages: 4: as many stages, of equally many blocks; [6, 6, 7, 5]: the blocks of each stage; or the last layer of
-            each stage but the final one. An `OwnPlan`, or the path of its file, says all in place of the keywords.
+            each stage but the final one. An `OwnPlan` says all in place of the keywords.
 
     Raises:
         ClusterError, ProfileError: for kinds of GPUs, or groups of ranks, that the profile does not know.
@@ -162,8 +165,6 @@ def price(profile: Profile, cluster: Cluster, stages: OwnPlan | Path | Stages, o
         >>> planner.price(profile, planner.flat_cluster(4, "1Gbps"), [20, 3], replicas=[3, 1]).config
         '3-1'
     """
-    if isinstance(stages, Path):
-        stages = load_own_plan(stages)
     if not isinstance(stages, OwnPlan):
         stages = _own_plan(profile, cluster, stages, options)
     return with_baselines(profile, priced(profile, cluster, stages), Patience())
@@ -302,7 +303,7 @@ def _alternatives(plan: Plan, options: ReportOptions, patience: Patience) -> dic
     try:
         given = options.profile or PROFILE
         profile = given if isinstance(given, Profile) else read_profile(str(given))
-        comparison = compare(profile, plan=plan, patience=patience.part(COMPARING))
+        comparison = compare(profile, plan, patience=patience.part(COMPARING))
     except PlannerError as error:
         if options.profile is not None:
             raise

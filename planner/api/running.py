@@ -188,10 +188,10 @@ def train(model: str | Path, plan: Plan, arguments: TrainArguments) -> TrainResu
     return run_job(make_job(model, plan, arguments))
 
 
-def run_job(job: Job, on_restart: Callable[[str], None] | None = None) -> TrainResult:
-    """Run `job` in worker processes on this host; `on_restart` is called with the reason of every restart."""
+def run_job(job: Job) -> TrainResult:
+    """Run `job` in worker processes on this host."""
     load_model_file(job.model)  # so that a mistake in it shows before any process starts
-    return launch(job, on_restart, trace_writer(job))
+    return launch(job, trace_writer(job))
 
 
 def trace_writer(job: Job) -> Callable[[Timeline], None]:
@@ -251,9 +251,6 @@ def make_job(model: str | Path, plan: Plan, arguments: TrainArguments) -> Job:
         what = f"{baseline} sums gradients in the weights' own type, which is {plan.master_weights} in this plan"
         raise InputError(what, hint="compare with a plan that has one stage")
     check_loss(plan, options)
-    if run_options.max_restarts and checkpoints.every is None:
-        what = f"`max_restarts={run_options.max_restarts}` has no checkpoint to restart from"
-        raise InputError(what, hint="add `every=N`")
     path = arguments.save_weights
     made: dict[str, Any] = {"options": options, "checkpoints": checkpoints, "run_options": run_options}
     made |= {"save_weights": None if path is None else str(path)}

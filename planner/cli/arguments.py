@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, Union, get_a
 import planner
 from planner.cli.output import as_flags, searching
 from planner.options.cluster import ClusterOptions
-from planner.options.option import Option, flag_of, given, options_in, refuse
+from planner.options.option import Option, flag_of, options_in
 from planner.options.solving import TIME_LIMIT_S, SolveOptions, StageRules
-from planner.schedule.registry import SCHEDULES, summaries
 
 if TYPE_CHECKING:
     from planner.solver.problem.budget import Patience
@@ -25,10 +24,6 @@ Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 # What one verb writes, the next one reads.
 PLAN, PROFILE = Path("plan.json"), Path("profile.json")
-SOLVING = 0.5  # share of the time for the plan that a question is about
-_UNCHUNKED = [schedule for schedule in SCHEDULES if not schedule.chunked]
-_CLUSTER = tuple(each.name for each, _ in options_in(ClusterOptions))
-_SOLVING = ("schedule", "microbatches", "minibatch", "cost_model", "accept_divided_loss")
 
 
 def declare(
@@ -53,12 +48,6 @@ def add_options(
         after = f" (default: {as_flags(stated)})" if stated else ""
         keywords = {"dest": each.name, "default": None, "help": f"{text}{more}{after}"}
         parser.add_argument(flag, **_by_type(each.type, option) | keywords | changes)
-
-
-def add_unchunked(parser: argparse._ActionsContainer, record: type) -> None:
-    """Declare the flag of a record's schedule where only those with one stage per GPU can be chosen."""
-    names = [schedule.name for schedule in _UNCHUNKED]
-    add_options(parser, record, "schedule", choices=names, help=summaries(_UNCHUNKED))
 
 
 def _written(default: Any) -> str:
@@ -130,18 +119,6 @@ def add_folder_argument(parser: argparse.ArgumentParser, help: str, default: Pat
     parser.add_argument("-o", "--output", dest="place", type=Path, default=default, metavar="DIR", help=help)
 
 
-def add_question_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the cluster's arguments and how to solve, and a plan that says both."""
-    add_cluster_arguments(parser)
-    add_profile_argument(parser)
-    help = "plan made from that profile, on its own cluster or on the one that the arguments describe (default: the "
-    help += f"fastest plan for the cluster that the arguments describe; {PLAN} where they describe none)"
-    parser.add_argument("--plan", type=Path, metavar="FILE", help=help)
-    add_unchunked(parser, SolveOptions)
-    add_options(parser, SolveOptions, *_SOLVING[1:])
-    add_rule_arguments(parser)
-
-
 def add_rule_arguments(parser: argparse.ArgumentParser, record: type[StageRules] = StageRules) -> None:
     """Declare what stages may be like, and how long to search."""
     add_options(parser.add_argument_group("stages"), record, *(each.name for each, _ in options_in(StageRules)))
@@ -155,17 +132,3 @@ def patience_of(args: argparse.Namespace) -> Iterator[Patience]:
 
     with searching() as progress:
         yield Patience.of(TIME_LIMIT_S if args.time_limit_s is None else args.time_limit_s, progress)
-
-
-def plan_of(args: argparse.Namespace, profile: planner.Profile, patience: Patience) -> planner.Plan:
-    """Return the plan of --plan, on the arguments' cluster if one is given, or plan.json, or the fastest plan."""
-    from planner.analysis.given_plan import GivenPlan
-    from planner.solver.find_plan import find_plan
-
-    described = any(given(args, name) for name in _CLUSTER)
-    path = PLAN if args.plan is None and PLAN.exists() and not described else args.plan
-    if path is None:
-        return find_plan(profile, cluster_of(args, profile), read_options(SolveOptions, args), patience.part(SOLVING))
-    refuse(args, "plan", *_SOLVING, *(each.name for each, _ in options_in(StageRules)), why=", which says so itself")
-    plan = planner.load_plan(path)
-    return GivenPlan.of(profile, plan).on(cluster_of(args, profile)) if described else plan

@@ -25,7 +25,7 @@ VERBS: tuple[Callable[[Any], None], ...] = (
     views.add_simulate,
     views.add_report,
     train.add_train,
-    train.add_exports,
+    train.add_export,
     train.add_tours,
 )
 

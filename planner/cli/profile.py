@@ -41,8 +41,7 @@ def add_parser(verbs: Verbs) -> None:
     help = "model file, or model.py:builder for another function than build_model"
     parser.add_argument("model", nargs="?", help=help)
     add_options(parser, ProfileOptions, "batch_size")
-    estimated = f"; with --estimate {', '.join(DEVICES)}, where cpu is one core, or several with commas between: "
-    estimated += "v100,t4 writes profile-v100.json and profile-t4.json"
+    estimated = f"; with --estimate {', '.join(DEVICES)}, where cpu is one core"
     told = "a GPU where PyTorch sees any, else cpu; with --estimate cpu"
     add_options(parser, ProfileOptions, "device", more=estimated, told=told)
     add_options(parser, ProfileOptions, "threads", "processes", "dtype", "master_weights")
@@ -68,15 +67,10 @@ def run(args: argparse.Namespace) -> int:
     if args.model is None:
         raise InputError("there is no model file to profile", hint="name one: plan profile model.py")
     output = args.output or PROFILE
-    devices = args.device.split(",") if args.estimate and args.device else [args.device]
-    profiles = []
-    for device in devices:
-        profiles.append(_estimated(args, device) if args.estimate else _measured(args))
-        path = output.with_name(f"{output.stem}{f'-{device}' * (len(devices) > 1)}{output.suffix}")
-        replace_profile(profiles[-1], path)
-        print_written(path)
-    texts = [profile.model_dump_json(indent=1) if args.json else str(profile) for profile in profiles]
-    print(f"[{','.join(texts)}]" if args.json and len(texts) > 1 else "\n\n".join(texts))
+    profile = _estimated(args) if args.estimate else _measured(args)
+    replace_profile(profile, output)
+    print_written(output)
+    print_answer(profile, args.json)
     return 0
 
 
@@ -120,11 +114,11 @@ def _measured(args: argparse.Namespace) -> planner.Profile:
         line.clear()
 
 
-def _estimated(args: argparse.Namespace, device: str | None) -> planner.Profile:
+def _estimated(args: argparse.Namespace) -> planner.Profile:
     if {args.threads, args.processes} - {None, 1} or args.deterministic:
         wrong = "--threads, --processes and --deterministic are for measurements"
         raise InputError(wrong, hint="leave them out: a CPU is estimated as one core")
-    device = device or (None if args.device_file is not None else "cpu")
+    device = args.device or (None if args.device_file is not None else "cpu")
     print_progress(f"estimating {args.model} for {device or args.device_file} ...")
     given = given_options(EstimateArguments, args) | {"device": device}
     return planner.estimate(args.model, **given)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from pathlib import Path
 
 import planner
 from planner.cli import arguments, output
-from planner.errors import InfeasibleError, InputError
+from planner.errors import InfeasibleError
 from planner.options.numbers import count
-from planner.options.option import options_in, refuse
 from planner.options.solving import SolveOptions
 from planner.options.verbs import FitOptions, PriceOptions
 from planner.profiler.estimated.devices import DEVICES
+from planner.schedule.registry import AUTO, NAMES, SCHEDULES, summaries
 
 SOLVE = """\
 Find the fastest plan: which layers form each stage, and how many GPUs run it. An exact search by the cost model finds
@@ -54,10 +53,12 @@ def add_parser(verbs: arguments.Verbs) -> None:
     arguments.add_cluster_arguments(parser)
     arguments.add_profile_argument(parser)
     arguments.add_output_argument(parser, arguments.PLAN)
-    arguments.add_options(parser, SolveOptions, "schedule", "microbatches", "minibatch", "chunks", "depth")
+    every = f"; {AUTO}: the fastest of all that train as one device does, and with --max-staleness of all"
+    arguments.add_options(parser, SolveOptions, "schedule", choices=[*NAMES, AUTO], more=every)
+    arguments.add_options(parser, SolveOptions, "microbatches", "minibatch", "chunks", "depth")
     arguments.add_options(parser, SolveOptions, "accept_divided_loss", "survive")
     arguments.add_rule_arguments(parser)
-    arguments.add_options(parser, SolveOptions, "cost_model", "solver")
+    arguments.add_options(parser, SolveOptions, "solver")
 
     summary = "from a model's name: does it fit, how to split it, how fast is it"
     parser = arguments.declare(verbs, "fit", summary, FIT, fit)
@@ -67,7 +68,8 @@ def add_parser(verbs: arguments.Verbs) -> None:
     arguments.add_options(parser, FitOptions, "gpu", choices=list(DEVICES), type=str.lower)
     arguments.add_options(parser, FitOptions, "servers", "bandwidth", "memory", "compress", "length")
     arguments.add_options(parser, FitOptions, "batch_size", "minibatch", "tokens", "dtype", "autocast")
-    arguments.add_unchunked(parser, FitOptions)
+    whole = [schedule for schedule in SCHEDULES if not schedule.chunked]
+    arguments.add_options(parser, FitOptions, "schedule", choices=list(map(str, whole)), help=summaries(whole))
     arguments.add_rule_arguments(parser, FitOptions)
     help = "folder for model.py, profile.json and plan.json (default: the model's name; for a model file, its own)"
     arguments.add_folder_argument(parser, help)
@@ -76,13 +78,11 @@ def add_parser(verbs: arguments.Verbs) -> None:
     arguments.add_cluster_arguments(parser)
     arguments.add_profile_argument(parser)
     arguments.add_output_argument(parser, arguments.PLAN)
-    stages = parser.add_argument_group("stages", "--stages; or --given")
+    stages = parser.add_argument_group("stages")
     help = "4: that many stages, of equally many of the model's blocks, or of its layers where it has no lists of "
     help += "modules; 6,6,7,5: the blocks of each stage; or the last layer of each stage but the final one"
-    stages.add_argument("--stages", metavar="N|N,N|LAYER,LAYER", help=help)
+    stages.add_argument("--stages", metavar="N|N,N|LAYER,LAYER", required=True, help=help)
     arguments.add_options(stages, PriceOptions)
-    help = "stages and schedule as JSON, in place of the arguments above"
-    stages.add_argument("--given", type=Path, metavar="FILE", help=help)
 
 
 def solve(args: argparse.Namespace) -> int:
@@ -142,12 +142,7 @@ def price(args: argparse.Namespace) -> int:
 
     profile = read_profile(args.profile)
     cluster = arguments.cluster_of(args, profile)
-    if args.given is not None:
-        others = [each.name for each, _ in options_in(PriceOptions)]
-        refuse(args, "given", "stages", *others, why=", which says so itself")
-    elif args.stages is None:
-        raise InputError("there are no stages to price", hint="give --stages 4, or --given FILE")
-    plan = planner.price(profile, cluster, args.given or args.stages, **arguments.given_options(PriceOptions, args))
+    plan = planner.price(profile, cluster, args.stages, **arguments.given_options(PriceOptions, args))
     planner.save_plan(plan, args.output)
     missing = missing_memory(plan)
     if not (missing and args.json):  # which prints one record: the plan, or why there is none

@@ -1,4 +1,4 @@
-"""`plan train`, `plan export` and `plan export-weights`; `plan quickstart` and `plan selftest` of this machine."""
+"""`plan train` and `plan export`; `plan quickstart` and `plan selftest` of this machine."""
 
 from __future__ import annotations
 
@@ -32,13 +32,6 @@ is cut, the workers end while torchrun on the host that is cut off waits for its
 of `srun plan train ...` are the workers.
 
 Data comes from dataset() in the model file; without one, from random batches shaped like example_batch().
-"""
-WEIGHTS = """\
-Write the weights in a checkpoint to one safetensors file, under their names in the unsplit model, which loads them:
-
-    plan export-weights checkpoints -o model.safetensors
-
-    model.load_state_dict(safetensors.torch.load_file("model.safetensors"))
 """
 EXPORT = """\
 Write the plan's stage boundaries in the form that another pipeline system takes.
@@ -88,12 +81,7 @@ def add_train(verbs: arguments.Verbs) -> None:
     arguments.add_options(parser.add_argument_group("watching the run"), RunOptions)
 
 
-def add_exports(verbs: arguments.Verbs) -> None:
-    """Declare the arguments of `plan export-weights` and `plan export`."""
-    summary = "write a checkpoint's weights to one safetensors file"
-    weights = arguments.declare(verbs, "export-weights", summary, WEIGHTS, export_weights)
-    weights.add_argument("checkpoint", help="a checkpoint of `plan train`, or a folder whose newest one is meant")
-    arguments.add_output_argument(weights, Path("model.safetensors"))
+def add_export(verbs: arguments.Verbs) -> None:
     summary = "write the plan for Megatron or torchtitan"
     parser = arguments.declare(verbs, "export", summary, EXPORT, export)
     parser.add_argument("--to", choices=["megatron", "torchtitan"], required=True, help="the other system")
@@ -114,7 +102,7 @@ def train(args: argparse.Namespace) -> int:
     as_worker = (not elastic or "TORCHELASTIC_RUN_ID" in os.environ) and started_as_worker()
     plan, left = planner.load_plan(args.plan), ""
     if elastic:
-        refuse(args, "elastic", "max_restarts", "baseline", why=", which starts workers again and changes the plan")
+        refuse(args, "elastic", "baseline", why=", which changes the plan")
         check_elastic(plan, losing)
         plan, left = plan_left(plan) if as_worker else (plan, "")
     continued = after_torchrun_restart(checkpoints, elastic=elastic) if as_worker or elastic else None
@@ -132,7 +120,7 @@ def train(args: argparse.Namespace) -> int:
     if elastic:
         return _run_as_host(job)
     try:
-        result = run_job(job, output.print_progress)
+        result = run_job(job)
     except KeyboardInterrupt:
         if checkpoints.every is None:
             output.print_progress(
@@ -193,22 +181,6 @@ def export(args: argparse.Namespace) -> int:
     else:
         write_text(args.output, text)
         output.print_written(args.output, as_json=args.json)
-    return 0
-
-
-def export_weights(args: argparse.Namespace) -> int:
-    """Write the file, and print what is in it."""
-    from planner.units import format_bytes
-
-    done = planner.export_weights(args.checkpoint, args.output)
-    if args.json:
-        content = {"checkpoint": str(done.checkpoint), "path": str(done.path), "tensors": done.tensors}
-        print(json.dumps(content | {"size_bytes": done.size_bytes, "minibatch": done.minibatch}, indent=1))
-        return 0
-    print(
-        f"{done.path}: {done.tensors} parameters and buffers, {format_bytes(done.size_bytes)}, "
-        f"after {done.minibatch} minibatches ({done.checkpoint})"
-    )
     return 0
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import planner
 from planner.cli import arguments, output
 from planner.options.numbers import count
+from planner.options.solving import SolveOptions
 from planner.options.verbs import ReportOptions
 
 SHOW = """\
@@ -25,21 +26,13 @@ links. Prints samples per second, the bubble, how busy each worker and link is, 
     plan simulate --against run.json          compare with what `plan train --trace run.json` recorded
 """
 COMPARE = """\
-Compare the fastest plan, or --plan, with what one would do without a planner: data parallelism, pipelines of equal
-blocks and of equal times, and GPipe with the plan's own stages. All are priced on the same cluster by the same cost
-model and, with the default one, by simulation.
-
-    plan compare --gpus 8 --bandwidth 10Gbps
-    plan compare --plan plan.json
-    plan compare --plan plan.json --topology 4x2 --bandwidth 128Gbps,10Gbps     its stages on another cluster
+Compare a plan with what one would do without a planner: data parallelism, pipelines of equal blocks and of equal
+times, and GPipe with the plan's own stages. All are priced on the plan's cluster by the same cost model and by
+simulation.
 """
 EXPLAIN = """\
-Explain what limits the fastest plan, or --plan: the busiest resource, the slack of all others, and what
-more bandwidth, one more GPU or more memory would gain.
-
-    plan explain --gpus 8 --bandwidth 10Gbps
-    plan explain --plan plan.json
-    plan explain --plan plan.json --gpus 8 --bandwidth 1Gbps     its stages on another cluster
+Explain what limits a plan: the busiest resource, the slack of all others, and what more bandwidth, one more GPU or
+more memory would gain.
 """
 REPORT = """\
 Write a report on a plan: one HTML file that needs no network. It shows the stages and their layers, the simulated
@@ -68,10 +61,13 @@ def add_show(verbs: arguments.Verbs) -> None:
 
 
 def add_questions(verbs: arguments.Verbs) -> None:
-    summary = "compare a plan with data parallelism and hand-made pipelines"
-    arguments.add_question_arguments(arguments.declare(verbs, "compare", summary, COMPARE, run_question))
-    summary = "explain what limits a plan, and what would make it faster"
-    arguments.add_question_arguments(arguments.declare(verbs, "explain", summary, EXPLAIN, run_question))
+    compare = "compare a plan with data parallelism and hand-made pipelines"
+    explain = "explain what limits a plan, and what would make it faster"
+    for name, summary, text in (("compare", compare, COMPARE), ("explain", explain, EXPLAIN)):
+        parser = arguments.declare(verbs, name, summary, text, run_question)
+        arguments.add_plan_argument(parser)
+        arguments.add_profile_argument(parser)
+        arguments.add_options(parser, SolveOptions, "time_limit_s")
 
 
 def add_simulate(verbs: arguments.Verbs) -> None:
@@ -86,8 +82,8 @@ def add_simulate(verbs: arguments.Verbs) -> None:
         "--against",
         type=Path,
         metavar="FILE",
-        help="a run of the plan, as a trace or a timeline: simulate the same minibatches, and print how far apart each "
-        "forward and backward starts and ends",
+        help="a run of the plan, as a trace or a timeline: simulate the same minibatches, and compare pace, bubble and "
+        "the times of stages",
     )
 
 
@@ -118,7 +114,7 @@ def simulate(args: argparse.Namespace) -> int:
         summary = planner.summarize(timeline)
         output.print_answer(summary, args.json, run_report(summary, plan))
     else:
-        comparison = compare_runs(plan, timeline, measured)
+        comparison = compare_runs(timeline, measured)
         output.print_answer(comparison, args.json, run_comparison_report(comparison, plan))
     if args.trace is not None:
         save_trace(timeline, args.trace)
@@ -139,7 +135,6 @@ def run_question(args: argparse.Namespace) -> int:
 
     question: Callable[..., Any] = getattr(planner, args.verb)
     with arguments.patience_of(args) as patience:
-        profile = read_profile(args.profile)
-        answer = question(profile, plan=arguments.plan_of(args, profile, patience), patience=patience)
+        answer = question(read_profile(args.profile), planner.load_plan(args.plan), patience=patience)
     output.print_answer(answer, args.json)
     return 0

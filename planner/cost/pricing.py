@@ -8,37 +8,20 @@ from planner.cost.communicators import with_overheads
 from planner.cost.fully_sharded import fully_sharded
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.models.asynchronous import AsynchronousModel, DoubleBufferedModel
-from planner.cost.models.cost_model import CostModel, StageModel, UnpricedPlan
+from planner.cost.models.cost_model import CostModel, UnpricedPlan
 from planner.cost.models.interleaved import InterleavedModel
-from planner.cost.models.published import PaperModel, PipedreamModel
 from planner.cost.models.synchronous import SynchronousModel
 from planner.cost.network.link import link_of
 from planner.cost.network.topology import Busy
 from planner.cost.overheads import Price, stage_memory
 from planner.cost.setting import Setting
-from planner.errors import InputError
-from planner.formats.names import CostModelName
-from planner.schedule.registry import SCHEDULES
-
-ASYNCHRONOUS: dict[CostModelName, type[StageModel]] = {
-    "resource": AsynchronousModel,
-    "pipedream": PipedreamModel,
-    "paper": PaperModel,
-}
 
 
 def cost_model_of(setting: Setting) -> CostModel:
-    """Return the cost model for plans in this setting; raise InputError for a schedule that it does not describe."""
-    name, schedule, link = setting.cost_model, setting.schedule, link_of(setting.cluster)
-    if schedule.formula == "asynchronous":
-        return ASYNCHRONOUS[name](link)
-    if name != "resource":
-        described = [each.name for each in SCHEDULES if each.formula == "asynchronous"]
-        raise InputError(
-            f"the cost model '{name}' describes the schedule {', '.join(described)}, not {schedule}",
-            hint="use `cost_model=resource`",
-        )
+    schedule, link = setting.schedule, link_of(setting.cluster)
     match schedule.formula:
+        case "asynchronous":
+            return AsynchronousModel(link)
         case "double-buffered":
             return DoubleBufferedModel(link, setting.microbatches)
         case "synchronous":

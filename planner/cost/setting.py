@@ -1,10 +1,9 @@
-"""What a plan is priced for: cluster, schedule and cost model in one record."""
+"""What a plan is priced for: cluster and schedule in one record."""
 
 from dataclasses import dataclass
 
 from planner.errors import InputError
 from planner.formats.cluster import Cluster
-from planner.formats.names import CostModelName
 from planner.schedule.one_stage import ONE_F_ONE_B
 from planner.schedule.registry import SCHEDULES
 from planner.schedule.schedule import Schedule
@@ -18,7 +17,6 @@ class Setting:
     schedule: Schedule = ONE_F_ONE_B
     microbatches: int = 1  # per minibatch, each of the profile's size; 1 for schedules that do not divide minibatches
     chunks: int = 1  # stages per worker; 1 for schedules without chunks
-    cost_model: CostModelName = "resource"
 
     def __post_init__(self) -> None:
         schedule, microbatches = self.schedule, self.microbatches

@@ -30,9 +30,6 @@ class Work:
     sent_bytes: Floats
     received_messages: Floats
     sent_messages: Floats
-    cut_before_bytes: Floats  # of all values that cross the cut, for which the published models charge
-    cut_after_bytes: Floats
-    is_first: NDArray[np.bool_]
     # As tensors, while links may code them: activations received, and all that is received and sent.
     input_bytes: Floats = field(default_factory=lambda: np.asarray(0.0))
     message_bytes: Floats = field(default_factory=lambda: np.asarray(0.0))
@@ -52,7 +49,7 @@ class Work:
         return np.asarray(self.backward_s + np.where(np.asarray(share) > 1, self.accumulate_s, 0.0))
 
     def rows(self, rows: Integers | slice) -> Work:
-        return Work(**{each.name: getattr(self, each.name)[rows] for each in fields(Work)})
+        return type(self)(**{each.name: getattr(self, each.name)[rows] for each in fields(self)})
 
     def shared_out(self, sharded: ArrayLike = True) -> Work:
         """Return the work of the same stages if their replicas divide the optimizer's state and its update."""

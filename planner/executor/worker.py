@@ -30,31 +30,14 @@ _SHOWN_EVERY_S = 0.2
 _APART_BYTES = 2**22
 
 
-def launch(
-    job: Job, on_restart: Callable[[str], None] | None = None, on_timeline: TimelineCallback | None = None
-) -> TrainResult:
-    """Run `job` on this host, one process per worker, and restart them after failures if `job` allows it.
+def launch(job: Job, on_timeline: TimelineCallback | None = None) -> TrainResult:
+    """Run `job` on this host, one process per worker.
 
-    `on_restart` is told why, before each restart from the last complete checkpoint. Raise PlannerError with why the
-    first worker failed; all others have ended by then.
+    Raise PlannerError with why the first worker failed; all others have ended by then.
     """
-    from planner.executor.checkpoint.folders import after_failure
-    from planner.workers.failures import WorkersFailedError
     from planner.workers.launch import run_workers
 
-    allowed = job.run_options.max_restarts
-    reasons: list[str] = []
-    job = job.model_copy(update={"run": uuid.uuid4().hex})
-    while True:
-        try:
-            return run_workers(__name__, job, on_timeline).model_copy(update={"restarts": tuple(reasons)})
-        except WorkersFailedError as error:  # noqa: PERF203 - a turn of this loop is a whole run
-            if len(reasons) == allowed or not error.again:
-                raise
-            reasons.append(error.message)
-            if on_restart is not None:
-                on_restart(f"restart {len(reasons)} of {allowed}: {error.message}")
-            job = after_failure(job)
+    return run_workers(__name__, job.model_copy(update={"run": uuid.uuid4().hex}), on_timeline)
 
 
 def main() -> int:

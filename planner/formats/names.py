@@ -11,7 +11,6 @@ DeviceType = str  # a kind as PyTorch calls it: "cpu", "cuda" (ROCm, too), "xpu"
 GPU_KINDS = ("cuda", "xpu", "mtia")  # whose modules of PyTorch have streams and events; a plug-in adds one of its name
 Backend = Literal["gloo", "nccl", "xccl"]  # xccl sends from XPUs
 
-CostModelName = Literal["resource", "pipedream", "paper"]
 CodecName = Literal["none", "bfloat16", "int8"]
 FLOAT_BYTES, HALF_BYTES = 4, 2  # of an element; scales of blocks are floats
 

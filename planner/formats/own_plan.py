@@ -1,17 +1,13 @@
-"""A configuration that somebody chose by hand, as `plan price` takes it from a file."""
+"""A configuration that somebody chose by hand: what `planner.price` prices."""
 
-from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from planner.errors import InputError
-from planner.formats.files import Record, load_record
+from planner.formats.files import Record
 from planner.formats.plan_parts import ScheduleField
 from planner.schedule.instructions import CHUNKS
 from planner.schedule.registry import DEFAULT
-
-_REMEDY = "see the file of plan price in the file formats"
 
 
 class OwnStage(Record):
@@ -43,13 +39,7 @@ class OwnStage(Record):
 class OwnPlan(Record):
     """Stages in order, and the schedule that runs them."""
 
-    schema_version: Literal[1] = 1
     stages: Annotated[tuple[OwnStage, ...], Field(min_length=1)]
     schedule: ScheduleField = Field(default=DEFAULT.name, validate_default=True)
     microbatches: Annotated[int, Field(ge=1)] | None = None  # per minibatch; None as `plan solve` chooses
     chunks: Annotated[int, Field(ge=1)] = CHUNKS  # stages per GPU, where the schedule leaves the choice
-
-
-def load_own_plan(path: Path | str) -> OwnPlan:
-    """Read a configuration; raise InputError naming the file, the field and the value that is wrong."""
-    return load_record(OwnPlan, path, InputError, _REMEDY)

@@ -36,7 +36,7 @@ class Plan(Shown, GrownRecord):
 
     later_fields: ClassVar[frozenset[str]] = frozenset(
         {"master_weights", "loss", "tf32", "deterministic", "lengths", "baselines", "synchronous", "notes"}
-    ) | {"experts", "by_samples", "smaller"}
+    ) | {"experts", "by_samples", "smaller", "schedules"}
 
     schema_version: Literal[1] = 1
     model: str
@@ -65,6 +65,7 @@ class Plan(Shown, GrownRecord):
     predicted: Prediction
     baselines: tuple[OtherWay, ...] = ()  # what people do without a planner; empty where they were not priced
     synchronous: OtherWay | None = None  # beside an asynchronous plan: the best one whose gradients are never late
+    schedules: tuple[OtherWay, ...] = ()  # the best plan under each, if this is the fastest of them
     notes: tuple[str, ...] = ()  # sentences on what is missing beside the plan, and why
     solver: SolverReport
     cluster: Cluster

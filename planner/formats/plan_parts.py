@@ -8,8 +8,8 @@ from pydantic import Field, PlainSerializer, PlainValidator, WithJsonSchema, mod
 
 from planner.errors import InputError
 from planner.formats.files import GrownRecord, Record
-from planner.formats.names import CostModelName
 from planner.formats.profile import Bytes, Seconds, Shares, VaryingLengths
+from planner.schedule.one_stage import FLUSH
 from planner.schedule.registry import NAMES, find
 from planner.schedule.schedule import Schedule
 
@@ -63,6 +63,8 @@ def why_whole(
 
 
 def _schedule(value: object) -> Schedule:
+    if value == "naive":  # of older plans, whose minibatches were one microbatch each
+        return FLUSH
     try:
         return find(value if isinstance(value, Schedule) else str(value))
     except InputError as error:  # pydantic adds the name of the field to a ValueError only
@@ -236,8 +238,7 @@ class Bottleneck(Record):
     """The resource that limits the pipeline."""
 
     stage: int
-    # shared_link: the link of the server that holds most of the stage; boundary: the cut after the stage, in published
-    # cost models
+    # shared_link: the link of the server that holds most of the stage; boundary: the cut after it, in older plans alone
     resource: Literal["compute", "link", "shared_link", "boundary"]
     busy_s: Seconds  # per minibatch
 
@@ -246,7 +247,7 @@ class Prediction(Record):
     """What to expect of the plan in steady state."""
 
     seconds_per_minibatch: Annotated[float, Field(gt=0)]
-    by: Literal["simulation", "cost model"] = "cost model"  # if the cost model is published, or simulation too slow
+    by: Literal["simulation", "cost model"] = "cost model"  # if it is too slow to simulate
     samples_per_s: Annotated[float, Field(gt=0)] | None  # None if the profile does not know its batch size
     bottleneck: Bottleneck
     speedup_over_one_gpu: float
@@ -258,8 +259,10 @@ class Prediction(Record):
     flop_utilisation: Annotated[float, Field(gt=0)] | None = None  # of the workers' peak, by the model's own FLOPs
 
 
-class OtherWay(Record):
+class OtherWay(GrownRecord):
     """Another way to train the model on the cluster, to compare the plan with."""
+
+    later_fields: ClassVar[frozenset[str]] = frozenset({"staleness"})
 
     name: str
     config: str
@@ -268,6 +271,7 @@ class OtherWay(Record):
     seconds_per_microbatch: Seconds
     memory_bytes: Bytes  # of the GPU that needs most
     over_memory_bytes: Bytes = 0  # by how much that exceeds the memory; 0 if it fits
+    staleness: int = 0  # updates that the gradients are late
 
 
 class SolverReport(GrownRecord):
@@ -276,7 +280,7 @@ class SolverReport(GrownRecord):
     later_fields: ClassVar[frozenset[str]] = frozenset({"depth", "bound_of"})
 
     name: str
-    cost_model: CostModelName
+    cost_model: Literal["resource", "pipedream", "paper"] = "resource"  # the others are in older plans alone
     status: Literal["optimal", "feasible"]
     lower_bound_s: Seconds  # per minibatch: no plan in the profile's order is faster by the cost model
     bound_of: str = ""  # of which plans: "cuts between blocks"; where empty, of all

@@ -181,7 +181,7 @@ class Disturbance(Record):
     """What disturbed a measurement on a CPU: then times are longer than an idle machine's."""
 
     waited_share: Annotated[float, Field(ge=0, le=1)] | None = None  # of the steps, in which they had no core
-    others_cores: Annotated[float, Field(ge=0)] | None = None  # that other processes used meanwhile
+    others_cores: Annotated[float, Field(ge=0)] | None = None  # in older files
     drift: float | None = None  # how much longer steps took in a second measurement; 0.1 is 10%
 
 

@@ -7,11 +7,10 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Literal
 
 from planner.errors import InputError
-from planner.formats.names import CostModelName
 from planner.options.numbers import degrees
 from planner.options.option import Options, option
 from planner.schedule.instructions import CHUNKS, LATE_UPDATES, MICROBATCHES_PER_GPU
-from planner.schedule.registry import DEFAULT, NAMES, SCHEDULES, find, summaries
+from planner.schedule.registry import AUTO, DEFAULT, NAMES, SCHEDULES, find, summaries
 from planner.schedule.schedule import Schedule
 from planner.units import parse_seconds
 
@@ -118,11 +117,6 @@ class SolveOptions(StageRules):
     accept_divided_loss: bool = option(
         False, "divide minibatches even where the loss is no mean over samples: train the microbatches' mean"
     )
-    cost_model: CostModelName = option(
-        "resource",
-        "resource: what each processor and link does; pipedream: the optimizer PipeDream published; paper: the "
-        "equation of its SOSP 2019 paper",
-    )
     solver: SolverName = option(
         "auto",
         "search: exact, over all stages of consecutive layers in the profile's order; ilp: an integer program over the "
@@ -151,7 +145,8 @@ class SolveOptions(StageRules):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "asked", isinstance(self.schedule, str))
-        object.__setattr__(self, "schedule", find(self.schedule))
+        if self.schedule != AUTO:  # which has no order: only who solves under all schedules takes it
+            object.__setattr__(self, "schedule", find(self.schedule))
         if self.microbatches is not None and self.minibatch is not None:
             raise InputError("`microbatches` and `minibatch` say the same twice", hint="leave out one of them")
 

@@ -85,9 +85,6 @@ class RunOptions(Options):
     )
     trace: str | None = option(None, "write what every worker did as a Chrome trace, which Perfetto opens", "FILE")
     trace_minibatches: int = option(100, "trace the last N minibatches", "N", least=1)
-    max_restarts: int = option(
-        0, "after a failure restart all from the last checkpoint, at most N times, on one host", "N", least=0
-    )
     stop_on_nan: bool = option(
         False, "end the run when the loss of a minibatch is NaN or infinite", told="report it in the result"
     )

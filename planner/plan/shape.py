@@ -8,7 +8,6 @@ from planner.errors import InputError, PlanError
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import Shared
 from planner.formats.profile import LossMean
-from planner.schedule.registry import SCHEDULES
 from planner.schedule.schedule import Channel, PipelineShape, Schedule
 
 
@@ -29,12 +28,12 @@ def check_divided_loss(
     """Raise InputError for a loss of whole batches under a schedule that divides them, unless the user accepts that."""
     if loss is None or loss.over != "batch" or loss.accepted or accepted or microbatches == 1 or not schedule.divides:
         return
-    whole = " or ".join(each.name for each in SCHEDULES if not each.divides)
     raise InputError(
         f"the loss of '{model}' is not a mean over samples or labels, so the {microbatches} microbatches into which "
         f"{schedule} divides a minibatch train on another loss",
-        hint=f"use `schedule` {whole}; if the loss is a mean over some of the labels, define loss_weight(target) in "
-        "the model file and profile it again; or take the mean over microbatches with `accept_divided_loss`",
+        hint="use `microbatches=1`, or `schedule=1f1b`; if the loss is a mean over some of the labels, define "
+        "loss_weight(target) in the model file and profile it again; or take the mean over microbatches with "
+        "`accept_divided_loss`",
     )
 
 

@@ -6,7 +6,7 @@ import os
 import platform
 import re
 import resource
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -75,26 +75,6 @@ def large_blocks_apart() -> Iterator[None]:
         mallopt(_M_MMAP_THRESHOLD, 2**25)
         if _keeps_pages:
             mallopt(_M_MMAP_MAX, 0)
-
-
-def keeps_freed_pages() -> bool:
-    """Return whether this process keeps its freed pages, as workers do."""
-    return _keeps_pages
-
-
-@contextmanager
-def peak_resident() -> Iterator[Callable[[], int]]:
-    """Yield what returns, after the context, the bytes by which this process grew at its peak; 0 outside of Linux."""
-    grown = 0
-    try:
-        return_free_pages()
-        Path("/proc/self/clear_refs").write_text("5")
-        before = status_bytes("VmRSS")
-    except OSError:
-        yield lambda: 0
-        return
-    yield lambda: grown
-    grown = status_bytes("VmHWM") - before
 
 
 def status_bytes(field: str) -> int:

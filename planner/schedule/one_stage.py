@@ -154,25 +154,6 @@ class GPipe(Flush):
 GPIPE = GPipe()
 
 
-class Naive(Flush):
-    """Model parallelism without a pipeline: one minibatch at a time passes through the stages and back."""
-
-    name = "naive"
-    title = "naive, one minibatch at a time"
-    summary = "one minibatch at a time, to compare with"
-    divides = False
-    pipelined = False
-    deepens = False
-    alternates = False
-    torch_name = "ScheduleGPipe"  # of one microbatch
-
-    def in_flight(self, replicas: Count, gpus_after: Count, microbatches: int) -> Count:
-        return replicas * 0 + 1
-
-
-NAIVE = Naive()
-
-
 class ZeroBubble(Flush):
     """1f1b-flush with backwards in two parts (Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, section 2).
 

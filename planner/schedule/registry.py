@@ -4,14 +4,15 @@ from collections.abc import Iterable
 
 from planner.errors import InputError
 from planner.schedule.chunked import INTERLEAVED
-from planner.schedule.one_stage import FLUSH, GPIPE, NAIVE, ONE_F_ONE_B, TWO_BW, ZB_H1
+from planner.schedule.one_stage import FLUSH, GPIPE, ONE_F_ONE_B, TWO_BW, ZB_H1
 from planner.schedule.schedule import Schedule
 from planner.schedule.zb_v import ZB_V
 
-# In the order in which help and tables list them; `auto` tries them in this order, but for those without a pipeline.
-SCHEDULES: tuple[Schedule, ...] = (ONE_F_ONE_B, TWO_BW, FLUSH, ZB_H1, ZB_V, GPIPE, INTERLEAVED, NAIVE)
+# In the order in which help and tables list them.
+SCHEDULES: tuple[Schedule, ...] = (ONE_F_ONE_B, TWO_BW, FLUSH, ZB_H1, ZB_V, GPIPE, INTERLEAVED)
 NAMES: tuple[str, ...] = tuple(schedule.name for schedule in SCHEDULES)
 DEFAULT = ONE_F_ONE_B
+AUTO = "auto"  # in place of a schedule, where plans are sought under all of them
 
 
 def summaries(schedules: Iterable[Schedule]) -> str:

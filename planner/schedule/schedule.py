@@ -47,7 +47,6 @@ class Schedule(ABC):
     formula: ClassVar[Formula]
     asynchronous: ClassVar[bool] = False  # updates without draining the pipeline: training differs from one device's
     divides: ClassVar[bool] = True  # a minibatch is several microbatches
-    pipelined: ClassVar[bool] = True  # several units are in flight
     stashes: ClassVar[bool] = False  # each unit in flight may have a weight version of its own
     splits_backward: ClassVar[bool] = False  # gradients of inputs first, gradients of weights later
     placed: ClassVar[bool] = True  # the search knows which ranks a stage has, on clusters of several levels

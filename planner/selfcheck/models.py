@@ -46,11 +46,6 @@ def build_transformer() -> nn.Module:
     return nn.Sequential(nn.Flatten(1, 2), nn.Linear(SIZE, WIDTH), *layers, *head)
 
 
-def build_trivial() -> nn.Module:
-    layers = [nn.Sequential(nn.Linear(CLASSES, CLASSES), nn.Tanh()) for _ in range(16)]
-    return nn.Sequential(nn.Flatten(), nn.Linear(3 * SIZE**2, CLASSES), *layers)
-
-
 def example_batch(batch_size: int) -> tuple[tuple[Tensor], Tensor]:
     return (torch.randn(batch_size, 3, SIZE, SIZE),), torch.randint(0, CLASSES, (batch_size,))
 

@@ -10,18 +10,14 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import cast, get_args
 
-import torch
 import torch.distributed as dist
 
 from planner.errors import InputError, PlannerError, reason_of
 from planner.formats.files import Record
 from planner.formats.names import Backend
 from planner.formats.shown import Shown
-from planner.model.loss import loss_of
-from planner.model.spec import load_model_file
 from planner.options.option import keywords_of
 from planner.options.verbs import SelftestOptions
 from planner.profiler.links.measure_cluster import measure_host
@@ -32,13 +28,11 @@ from planner.profiler.this_machine import (
     describe_software,
     gpus_of_kinds,
     parse_device,
-    thread_count,
 )
 from planner.reporting.tables.table import Table
 from planner.runtime import kinds_here, runtime_of
-from planner.schedule.one_stage import ONE_F_ONE_B
 from planner.selfcheck import cuts, training
-from planner.selfcheck.lab import BATCH_SIZE, Case, Lab, Outcome, Result, even_plan, location
+from planner.selfcheck.lab import Case, Lab, Outcome, Result
 from planner.units import format_bandwidth, format_seconds
 from planner.version import __version__
 from planner.workers.launch import environment
@@ -47,7 +41,6 @@ from planner.workers.place import check_backend, kind_here
 
 # A GPU would multiply in TF32 in some kernels, which hides differences. The libraries read this when they are loaded.
 EXACT = {"NVIDIA_TF32_OVERRIDE": "0"}
-TRIVIAL, STEPS = location("build_trivial"), 300  # of the host's overhead
 
 
 class Row(Record):
@@ -87,7 +80,7 @@ class SelftestReport(Shown, Record):
 
 
 def environment_cases(lab: Lab) -> Iterator[Case]:
-    """Yield what this machine is, and what a worker costs on it; a case fails where that cannot be found out."""
+    """Yield what this machine is; a case fails where that cannot be found out."""
     yield "software", lambda: Outcome("passed", describe_software())
     yield "machine", lambda: Outcome("passed", f"{describe_processor()}, load {os.getloadavg()[0]:.1f}")
     variables = [f"{name}={os.environ[name]}" for name in sorted(os.environ) if name.startswith(("GLOO_", "NCCL_"))]
@@ -95,27 +88,6 @@ def environment_cases(lab: Lab) -> Iterator[Case]:
     yield "network", lambda: Outcome("passed", network)
     for index, gpu in enumerate(gpus_of_kinds(kinds_here())):
         yield f"gpu {index}", partial(lambda each: Outcome("passed", describe_gpu(each)), gpu)
-    yield "host overhead", partial(_overhead, lab)
-
-
-def _overhead(lab: Lab) -> Outcome:
-    spec, times_s = load_model_file(TRIVIAL), []
-    model, batch = spec.build_model().to(lab.device), spec.example_batch(BATCH_SIZE)
-    optimizer = spec.optimizer(dict(model.named_parameters()))
-    with thread_count(1):
-        for _ in range(STEPS):
-            started_s, here = time.perf_counter(), batch.to(lab.device)
-            optimizer.zero_grad()
-            loss = loss_of(model(*here.args, **here.kwargs), here.target, spec.loss)
-            torch.autograd.backward(loss)
-            optimizer.step()
-            loss.item()  # as a pipeline reads it
-            times_s.append(time.perf_counter() - started_s)
-    plain_s = median(times_s)
-    result = lab.train(TRIVIAL, even_plan(lab.profile(TRIVIAL), ONE_F_ONE_B, (1,)), STEPS)
-    more_s = BATCH_SIZE / result.samples_per_s - plain_s
-    found = f"{more_s * 1e6:+.0f} µs per microbatch beside a plain step of {plain_s * 1e6:.0f} µs"
-    return Outcome("passed", found, more_s)
 
 
 def link_cases(lab: Lab) -> Iterator[Case]:

@@ -24,7 +24,7 @@ from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation
 
 # Of plans that no search found.
-GIVEN = SolverReport(name=GIVEN_NAME, cost_model="resource", status="feasible", lower_bound_s=0.0, gap=1.0, seconds=0.0)
+GIVEN = SolverReport(name=GIVEN_NAME, status="feasible", lower_bound_s=0.0, gap=1.0, seconds=0.0)
 
 
 def complete(problem: Problem, best: Evaluation, report: SolverReport) -> Plan:

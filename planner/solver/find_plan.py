@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from planner.cost.pricing import cost_model_of
 from planner.cost.setting import Setting
 from planner.cost.tensor import costs_at, layer_costs_on
 from planner.errors import InfeasibleError, InputError, ProfileError
@@ -60,12 +59,10 @@ def find_plan(profile: Profile, cluster: Cluster, options: SolveOptions, patienc
     patience = patience or Patience.of(options.time_limit_s, options.progress)
     cluster = cluster_for(profile, cluster)
     if not options.tensor:
-        resource = options.cost_model == "resource"  # the published cost models know no divided layers
-        options = replace(options, tensor=usual_degrees(profile, cluster) if resource else (1,))
+        options = replace(options, tensor=usual_degrees(profile, cluster))
     setting = setting_of(options, profile, cluster)
     accepted = options.accept_divided_loss
     check_divided_loss(profile.model, profile.loss, setting.schedule, setting.microbatches, accepted=accepted)
-    cost_model_of(setting)  # refuses what no cost model describes, before a search begins
     if all(layer.forward_s + layer.backward_s + layer.update_s <= 0 for layer in profile.layers):
         raise ProfileError(f"the layers of '{profile.model}' take no time, so there is nothing to divide", hint=REMEDY)
     budget = Budget(patience.deadline, progress=patience.progress or Progress())
@@ -83,7 +80,7 @@ def find_plan(profile: Profile, cluster: Cluster, options: SolveOptions, patienc
         found = answered(problem)
     except UnexplainedError as error:
         raise error.explanation() from None
-    drained = problem.schedule.formula == "synchronous" and problem.simulates and not cluster.kinds
+    drained = problem.schedule.formula == "synchronous" and not cluster.kinds
     if drained and not (found.best.simulated or too_large(problem, found.best.stages)):
         # Without its waiting, which may be half of its time, nobody could compare the plan with others.
         last = replace(problem, budget=Budget.unlimited(Deadline.after(LAST_S)))
@@ -100,7 +97,7 @@ def or_interleaved(profile: Profile, plan: Plan, options: SolveOptions, patience
     So much must several times as many messages earn, for what waits for them is not all known.
     """
     cluster, budget = plan.cluster, Budget.unlimited(patience.deadline)
-    if options.alone or cluster.kinds or options.cost_model != "resource":
+    if options.alone or cluster.kinds:
         return plan
     degrees = options.tensor or usual_degrees(profile, cluster)
     options = replace(options, tensor=degrees, minibatch=None, microbatches=plan.microbatches)
@@ -135,7 +132,7 @@ def solve(profile: Profile, cluster: Cluster, options: SolveOptions) -> Plan:
 def setting_of(options: SolveOptions, profile: Profile, cluster: Cluster) -> Setting:
     """Return what plans under the options are priced for."""
     microbatches = options.microbatches_on(cluster, profile)
-    return Setting(cluster, options.order, microbatches, options.chunks_per_gpu, options.cost_model)
+    return Setting(cluster, options.order, microbatches, options.chunks_per_gpu)
 
 
 def _check_rules(options: SolveOptions, profile: Profile, setting: Setting) -> None:
@@ -147,9 +144,6 @@ def _check_rules(options: SolveOptions, profile: Profile, setting: Setting) -> N
             f"'{profile.model}' does not say so of its own",
             hint="profile the model again if its optimizer is one, such as Adam; or use `shard_optimizer=never`",
         )
-    if rules.shard_optimizer == "always" and setting.cost_model != "resource":
-        before = f"the cost model '{setting.cost_model}' was published before optimizers were sharded"
-        raise InputError(before, hint="use `cost_model=resource`, or `shard_optimizer=never`")
     if min(rules.tensor) < 1 or list(rules.tensor) != sorted(set(rules.tensor)):
         given = ",".join(map(str, rules.tensor))
         raise InputError(f"`tensor={given}` are no ascending numbers of ranks", hint="write them as in 1,2,4,8")
@@ -174,7 +168,6 @@ def _report(problem: Problem, found: Found) -> SolverReport:
     cost_model_s = found.best.price.cost_model_s
     return SolverReport(
         name=found.name,
-        cost_model=problem.setting.cost_model,
         status="optimal" if optimal else "feasible",
         lower_bound_s=bound_s,
         bound_of=found.bound_of,

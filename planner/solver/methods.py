@@ -124,11 +124,9 @@ def searched(problem: Problem) -> Found:
         found = Found(last_resort, PipelineSearch(problem).relaxed_s())
     except InfeasibleError:
         first.evaluate()  # these have stages that the search does not
-        if first.best is None or not problem.simulates:
+        if first.best is None:
             raise
         found = Found(first.best, PipelineSearch(problem).relaxed_s())
-    if not problem.simulates:
-        return found
     found = first.at_least(found)
     if max(problem.levels) > 1 and not problem.cluster.kinds:  # the search has none of these
         found = replace(found, bound_s=with_single_stages(problem, found.bound_s))
@@ -166,8 +164,6 @@ def _by_search(problem: Problem) -> Found:
     best = search.priced(bounded.path)
     # The bound comes from the search and the seconds from the price, which add the same numbers in another order.
     bound_s = min(bounded.bound_s, best.seconds)
-    if not problem.simulates:
-        return Found(best, bound_s)
     columned = search.columned(path, best)
     bound_s = min(bound_s, columned.bound_s)
     return Found(fastest_simulated(search, [best, *columned.plans], bound_s), bound_s)

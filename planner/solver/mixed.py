@@ -208,10 +208,8 @@ def solve_mixed(problem: Problem) -> Found:
             "no plan was found that fits the memory of the cluster's GPUs",
             hint="give the kinds of GPUs more memory_bytes, or more GPUs",
         )
-    best = fastest(problem, fitting) if problem.simulates else min(fitting, key=lambda plan: plan.seconds)
+    best = fastest(problem, fitting)
     found_best = Found(best, min(relaxed_s(problem, Chain(problem.layer_costs)), best.seconds))
-    if not problem.simulates:
-        return found_best
     # Local search begins with the fastest plans by the cost model that differ in their cuts or replicas.
     shapes: dict[object, Evaluation] = {}
     for plan in sorted(fitting, key=lambda plan: plan.price.cost_model_s or plan.seconds):
@@ -222,7 +220,7 @@ def solve_mixed(problem: Problem) -> Found:
 def _simple(problem: Problem, kinds: Sequence[tuple[int, ...]]) -> Iterator[Evaluation]:
     """Yield the whole model on all GPUs, on those of each kind and on one of each, recomputing as memory demands."""
     leaner, gpus = Leaner(problem), problem.cluster.gpus
-    most = problem.microbatches if problem.schedule.divides else gpus if problem.schedule.pipelined else 1
+    most = problem.microbatches if problem.schedule.divides else gpus
     for ranks in {tuple(range(gpus)), *kinds, *(own[:1] for own in kinds)}:
         stage = everything_on(problem.layer_costs, problem.cluster, sorted(ranks)[:most])
         for level in problem.levels if stage.replicas > 1 else (0,):
@@ -239,7 +237,7 @@ def _along_lines(problem: Problem, kinds: Sequence[tuple[int, ...]], known: Sequ
     states = min(MOST_STATES, int((MOST_ENTRIES / problem.cluster.gpus) ** 0.5))
     everything = problem.layer_costs.single_stage
     # Where messages weigh more, there are fewer of them, and plans wait less.
-    slower = [slowed(problem.link, times) for times in SLOWER_LINKS] if problem.simulates else []
+    slower = [slowed(problem.link, times) for times in SLOWER_LINKS]
     for link in (*sorted(links, key=lambda each: each.bandwidth_bytes_per_s), *slower):
         best_s = np.inf if link in slower else known_s
         tables = dict[Kinds, StagesOn]()  # all stages on GPUs of each set of kinds

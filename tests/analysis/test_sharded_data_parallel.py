@@ -15,6 +15,7 @@ from planner.formats.profile import Device, Profile
 from planner.options.solving import SolveOptions
 from planner.reporting.tables.answers import comparison_report
 from planner.schedule.one_stage import FLUSH
+from planner.solver import solve
 from planner.solver.evaluate.evaluation import priced
 from planner.solver.problem.budget import Budget
 from planner.solver.problem.problem import Problem
@@ -125,7 +126,7 @@ def test_equal_stages_are_those_that_divide_the_gpus() -> None:
 
 
 def test_where_data_parallelism_does_not_fit_another_way_is_the_measure() -> None:
-    comparison = compare(ON_CPUS, flat_cluster(GPUS, 1e8, 900 * 10**6))
+    comparison = compare(ON_CPUS, solve(ON_CPUS, flat_cluster(GPUS, 1e8, 900 * 10**6)))
     rows = {row.name: row for row in comparison.rows}
     assert rows["data parallel"].over_memory_bytes > 0
     assert comparison.over is not None

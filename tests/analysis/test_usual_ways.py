@@ -25,7 +25,7 @@ MODEL = profile(*LAYERS)
 def test_baselines_are_those_of_compare(tmp_path: Path) -> None:
     cluster = flat_cluster(4, 1e8)
     plan = with_baselines(MODEL, solve(MODEL, cluster), Patience())
-    rows = {row.name: row for row in compare(MODEL, plan=plan).rows}
+    rows = {row.name: row for row in compare(MODEL, plan).rows}
     assert {"data parallel", "one GPU", "ZeRO-1", "ZeRO-3, FSDP", "4 equal stages"} <= {b.name for b in plan.baselines}
     for baseline in plan.baselines:
         row = rows[baseline.name]

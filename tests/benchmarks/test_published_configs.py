@@ -24,7 +24,7 @@ def test_the_best_cuts_of_the_best_configuration_are_the_plans(gpus: int) -> Non
     profile = load_profile(ROOT / "profiles/vgg16/cpu.json")
     cluster = flat_cluster(gpus, 1.25e8)
     plan = solve(profile, cluster, recompute="never")
-    fixed = best_cuts(LayerCosts(profile), cluster, plan.replicas, "resource")
+    fixed = best_cuts(LayerCosts(profile), cluster, plan.replicas)
     assert fixed is not None
     if gpus < 8:
         assert fixed.seconds == pytest.approx(plan.predicted.seconds_per_minibatch)
@@ -34,7 +34,7 @@ def test_the_best_cuts_of_the_best_configuration_are_the_plans(gpus: int) -> Non
 
 def test_more_stages_than_layers_have_no_price() -> None:
     profile = load_profile(ROOT / "profiles/lstm_lm/cpu.json")
-    assert best_cuts(LayerCosts(profile), flat_cluster(64, 1e9), (1,) * 64, "resource") is None
+    assert best_cuts(LayerCosts(profile), flat_cluster(64, 1e9), (1,) * 64) is None
 
 
 def test_a_row_is_answered() -> None:

@@ -7,10 +7,9 @@ import random
 import pytest
 
 from benchmarks.graphs import chain, encoder_decoder_like, nasnet_like, unet_like
+from benchmarks.published_models import solve_published
 from benchmarks.solver_speed.published import ChainLayer, best_time_s
 from planner.cost.layer_costs import LayerCosts
-from planner.formats.cluster import flat_cluster
-from planner.solver import solve
 from tests.samples import layer, profile
 
 
@@ -36,6 +35,4 @@ def test_the_published_programme_and_the_search_agree(seed: int) -> None:
         ChainLayer(each.forward_s + each.backward_s, each.outputs[0].output_bytes, each.gradient_bytes)
         for each in model.layers
     ]
-    plan = solve(model, flat_cluster(5, 20.0), cost_model="pipedream")
-    assert plan.solver.status == "optimal"
-    assert plan.predicted.bottleneck.busy_s == pytest.approx(best_time_s(described, 5, 20.0), rel=1e-9)
+    assert solve_published(model, 5, 20.0).seconds == pytest.approx(best_time_s(described, 5, 20.0), rel=1e-9)

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from planner.formats.device_kinds import read_profile
-from planner.profiler.estimated.devices import DEVICES
 from tests.cli.in_process import plan
 from tests.cli.test_profile import MODEL
 
@@ -17,15 +15,6 @@ from tests.cli.test_profile import MODEL
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "model.py").write_text(MODEL)
     return tmp_path
-
-
-def test_several_devices_are_estimated_at_once(folder: Path) -> None:
-    made = plan("profile", "model.py", "--estimate", "--device", "v100,t4", "--batch-size", "8", "--json", cwd=folder)
-    assert [each["device"]["name"] for each in json.loads(made.stdout)] == [
-        DEVICES[each].name for each in ("v100", "t4")
-    ]
-    both = f"v100={folder / 'profile-v100.json'},t4={folder / 'profile-t4.json'}"
-    assert [kind.name for kind in read_profile(both).kinds or ()] == ["v100", "t4"]
 
 
 def test_an_estimate_is_made_shown_and_solved_within_the_devices_memory(folder: Path) -> None:

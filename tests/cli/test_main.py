@@ -12,6 +12,7 @@ import pytest
 
 from planner import __version__
 from planner.cli import main as cli
+from planner.formats.plan import load_plan
 from planner.formats.profile import save_profile
 from tests.cli.in_process import plan
 from tests.samples import layer, profile
@@ -57,8 +58,12 @@ def test_json_is_all_there_is_on_stdout(folder: Path) -> None:
 def test_schedules(folder: Path) -> None:
     gpipe = json.loads(plan(*SOLVE, "--json", "--schedule", "gpipe", cwd=folder).stdout)
     assert (gpipe["schedule"], gpipe["microbatches"]) == ("gpipe", 12)
-    naive = json.loads(plan(*SOLVE, "--json", "--schedule", "naive", cwd=folder).stdout)
-    assert naive["config"] == "1"
+    one = json.loads(plan(*SOLVE, "--json", "--schedule", "gpipe", "--microbatches", "1", cwd=folder).stdout)
+    assert one["config"] == "1"
+    every = plan(*SOLVE, "--schedule", "auto", cwd=folder)
+    rows = [line for line in every.stdout.splitlines() if line.startswith(("1f1b ", "2bw ", "1f1b-flush ", "gpipe "))]
+    assert len(rows) == 4
+    assert not load_plan(folder / "plan.json").schedule.asynchronous
 
 
 def with_change(old: str, new: str) -> str:
@@ -95,7 +100,6 @@ def with_change(old: str, new: str) -> str:
         ((*SOLVE, "-o", "profile.json/plan.json"), MODEL.model_dump_json(), 1, "cannot be written"),
         (("simulate", "--trace", "profile.json/trace.json"), MODEL.model_dump_json(), 1, "cannot be written"),
         ((*SOLVE, "--microbatches", "4"), MODEL.model_dump_json(), 2, "4 microbatches have no meaning"),
-        ((*SOLVE, "--cost-model", "paper", "--schedule", "gpipe"), MODEL.model_dump_json(), 2, "cost model 'paper'"),
         (("show",), "", 2, "there is no file 'plan.json'"),
         (("show", "profile.json"), '{"schema_version": 2, "stages": []}', 2, "schema_version 2, this version reads 1"),
         (("frobnicate",), "", 2, "invalid choice: 'frobnicate'"),

@@ -95,8 +95,8 @@ def test_wrong_input(
 def test_a_run_of_another_plan_is_refused(folder: Path) -> None:
     save_trace(slower(simulate(load_plan(folder / "plan.json"), 7), 1.1), folder / "run.json")
     content = json.loads((folder / "run.json").read_text())
-    content["otherData"]["timeline"]["schedule"] = "naive"
+    content["otherData"]["timeline"]["schedule"] = "gpipe"
     (folder / "run.json").write_text(json.dumps(content))
     done = plan("report", "--run", "run.json", cwd=folder)
     assert done.returncode == 2
-    assert "its schedule 'naive' is not the plan's '1f1b'" in done.stderr
+    assert "its schedule 'gpipe' is not the plan's '1f1b'" in done.stderr

@@ -245,22 +245,6 @@ def test_a_worker_that_waits_ends_with_the_cause_that_another_host_reports(folde
     assert all(line.startswith(said) for lines in errors for line in lines), outputs
 
 
-def test_a_failed_run_goes_on_from_its_last_checkpoint(folder: Path) -> None:
-    arguments = ("--steps", "24", "--checkpoint-every", "10", "--max-restarts", "1", "--json")
-    done = subprocess.run(
-        [sys.executable, "-m", "planner", "train", "model.py", *arguments],
-        cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
-        env={**os.environ, "FAULT": "once"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.startswith("restart 1 of 1: worker ")
-    result = json.loads(done.stdout)
-    assert len(result["restarts"]) == 1
-    assert "in the update after minibatch 14: ValueError: failed once" in result["restarts"][0]
-    assert result["first_minibatch"] == 10
-    assert [entry["minibatch"] for entry in result["losses"]] == list(range(24))  # of the whole run
-
-
 @pytest.mark.slow
 def test_torchruns_restarts_go_on_from_checkpoints_of_the_same_run_alone(folder: Path, tmp_path: Path) -> None:
     """torchrun calls all runs "none" that it was not given an id for."""
@@ -287,12 +271,6 @@ def test_torchruns_restarts_go_on_from_checkpoints_of_the_same_run_alone(folder:
     assert done.returncode != 0
     assert done.stdout == ""
     assert done.stderr.count("has checkpoints of an earlier run, the newest step-00000024") >= 2  # both starts
-
-
-def test_restarts_need_checkpoints(folder: Path) -> None:
-    code, lines = failing(folder, "", "--max-restarts", "1")
-    assert code == 2
-    assert lines[0] == "error: --max-restarts 1 has no checkpoint to restart from"
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from planner.cost.setting import Setting
 from planner.cost.work import Work
 from planner.errors import InputError
 from planner.formats.cluster import flat_cluster
-from planner.schedule.one_stage import GPIPE, NAIVE
+from planner.schedule.one_stage import GPIPE
 from tests.samples import layer, profile
 
 # a feeds b; c uses b and, by a skip, a.
@@ -35,7 +35,6 @@ def test_a_value_travels_along_the_stages_that_use_it() -> None:
     assert each(second, "received_bytes", "sent_bytes") == (10 + 30, 30 + 10)
     assert each(third, "received_bytes", "sent_bytes") == (30, 30)
     assert each(second, "received_messages", "sent_messages") == (3, 3)
-    assert each(second, "cut_before_bytes", "cut_after_bytes") == (10, 30)
 
 
 def test_a_value_that_only_passes_by_costs_the_stage_nothing() -> None:
@@ -47,7 +46,6 @@ def test_a_value_that_only_passes_by_costs_the_stage_nothing() -> None:
     )
     middle = LayerCosts(passing).work(candidates([[0], [1], [2]], [1, 1, 1])[1])
     assert each(middle, "received_bytes", "sent_bytes") == (20, 20)  # b's own value and its gradient
-    assert each(middle, "cut_before_bytes", "cut_after_bytes") == (10, 30)  # the published models charge what is live
 
 
 def test_values_without_gradient_return_none() -> None:
@@ -76,13 +74,6 @@ def test_a_slow_link_is_the_bottleneck() -> None:
     assert (cost.bottleneck.stage, cost.bottleneck.resource, cost.seconds_per_minibatch) == (0, "link", 30)
 
 
-def test_the_published_boundary_belongs_to_the_stage_before_it() -> None:
-    cost = price(
-        LayerCosts(SKIP), candidates([[0, 1], [2]], [1, 1]), Setting(flat_cluster(2, 1.0), cost_model="pipedream")
-    )
-    assert (cost.bottleneck.stage, cost.bottleneck.resource, cost.seconds_per_minibatch) == (0, "boundary", 60)
-
-
 def test_gpipe_is_the_sum_and_the_rest_of_the_slowest() -> None:
     cost = price(LayerCosts(SKIP), candidates([[0, 1], [2]], [1, 1]), Setting(flat_cluster(2, 100.0), GPIPE, 8))
     transfers = 2 * 30 / 100
@@ -93,16 +84,14 @@ def test_gpipe_is_the_sum_and_the_rest_of_the_slowest() -> None:
     assert cost.communication_bytes == pytest.approx(8 * 60)
 
 
-def test_naive_is_the_sum() -> None:
-    cost = price(LayerCosts(SKIP), candidates([[0, 1], [2]], [1, 1]), Setting(flat_cluster(2, 100.0), NAIVE))
+def test_one_microbatch_is_the_sum() -> None:
+    cost = price(LayerCosts(SKIP), candidates([[0, 1], [2]], [1, 1]), Setting(flat_cluster(2, 100.0), GPIPE))
     assert cost.seconds_per_minibatch == pytest.approx(9 + 9 + 1 + 2 * 30 / 100)
     assert cost.bottleneck.busy_s > 0
 
 
 def test_combinations_without_meaning_are_refused() -> None:
     plan, cluster = candidates([[0, 1, 2]], [1]), flat_cluster(1, 1.0)
-    with pytest.raises(InputError, match="describes the schedule 1f1b, not gpipe"):
-        price(LayerCosts(SKIP), plan, Setting(cluster, GPIPE, cost_model="paper"))
     with pytest.raises(InputError, match="2 microbatches have no meaning"):
         price(LayerCosts(SKIP), plan, Setting(cluster, microbatches=2))
     with pytest.raises(InputError, match="0 microbatches"):

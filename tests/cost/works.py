@@ -10,9 +10,8 @@ from planner.cost.work import Work
 
 def work(**given: float) -> Work:
     names = ("forward_s", "backward_s", "update_s", "trainable_bytes", "received_bytes", "sent_bytes")
-    more = ("received_messages", "sent_messages", "cut_before_bytes", "cut_after_bytes", "accumulate_s")
-    values = {name: np.array([float(given.get(name, 0.0))]) for name in names + more}
-    return Work(**values, is_first=np.array([bool(given.get("is_first", False))]))
+    more = ("received_messages", "sent_messages", "accumulate_s")
+    return Work(**{name: np.array([float(given.get(name, 0.0))]) for name in names + more})
 
 
 EXAMPLE = work(
@@ -24,8 +23,6 @@ EXAMPLE = work(
     sent_bytes=20,
     received_messages=2,
     sent_messages=1,
-    cut_before_bytes=40,
-    cut_after_bytes=50,
 )
 
 
@@ -40,8 +37,5 @@ works = st.builds(
     sent_bytes=amounts,
     received_messages=st.integers(0, 4),
     sent_messages=st.integers(0, 4),
-    cut_before_bytes=amounts,
-    cut_after_bytes=amounts,
     accumulate_s=amounts,
-    is_first=st.booleans(),
 )

@@ -31,7 +31,7 @@ PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 FOUND = [command for page in PAGES for command in commands(page)]
 # Commands of these verbs measure or train; the rest is quick.
 RUNS = {"run.json", "trace.json"}  # of training
-SLOW_VERBS = ("profile", "train", "quickstart", "selftest", "fit", "export-weights")
+SLOW_VERBS = ("profile", "train", "quickstart", "selftest", "fit")
 SEARCHES = ("solve", "compare", "explain", "report")  # that take a limit of time
 _INLINE = re.compile(r"`plan ([a-z][a-z-]*)((?: [^`]*)?)`")
 

@@ -11,6 +11,8 @@ from planner.errors import PlanError
 from planner.formats.cluster import flat_cluster
 from planner.formats.plan import Plan, load_plan, save_plan
 from planner.formats.plan_parts import Stage, config_of, short_config
+from planner.reporting.tables.plan import plan_report
+from planner.schedule.one_stage import FLUSH
 from planner.solver import solve
 from tests.formats.test_profile import set_at
 from tests.samples import layer, profile
@@ -46,6 +48,20 @@ def test_plans_of_version_0_1_load_unless_they_are_for_the_max_load_objective(pl
         file.write_text(json.dumps(changed))
         with pytest.raises(PlanError, match=f"{place[-1]} = {value!r}: Input should be "):
             load_plan(file)
+
+
+def test_plans_with_names_that_are_gone_load(plan: Plan, tmp_path: Path) -> None:
+    """A schedule of one minibatch at a time, and another cost model."""
+    content = json.loads(plan.model_dump_json())
+    content["schedule"] = "naive"
+    content["solver"]["cost_model"] = "pipedream"
+    content["predicted"]["bottleneck"]["resource"] = "boundary"
+    for stage in content["stages"]:
+        stage["in_flight"] = 1
+    (tmp_path / "plan.json").write_text(json.dumps(content))
+    loaded = load_plan(tmp_path / "plan.json")
+    assert (loaded.schedule, loaded.microbatches) == (FLUSH, 1)
+    assert "the transfer after stage" in plan_report(loaded)
 
 
 def test_properties(plan: Plan) -> None:

@@ -67,7 +67,7 @@ def test_each_replica_is_told_by_one_replica_of_the_other_stage() -> None:
 @st.composite
 def shapes(draw: st.DrawFn) -> PipelineShape:
     """Any schedule, replicas, skips, depths, and weights shared by any stages that can share them."""
-    schedule = draw(st.sampled_from(["1f1b", "2bw", "1f1b-flush", "zb-h1", "gpipe", "interleaved", "naive"]))
+    schedule = draw(st.sampled_from(["1f1b", "2bw", "1f1b-flush", "zb-h1", "gpipe", "interleaved"]))
     stages = draw(st.integers(1, 5))
     skips = tuple(
         Channel(*ends, gradient=draw(st.booleans()))
@@ -79,7 +79,7 @@ def shapes(draw: st.DrawFn) -> PipelineShape:
         shape = make_interleaved(workers, chunks, draw(st.integers(workers * copies, 9)), copies)
     else:
         replicas = tuple(draw(st.lists(st.integers(1, 3), min_size=stages, max_size=stages)))
-        microbatches = 1 if schedule in ("1f1b", "naive") else draw(st.integers(max(replicas), 9))
+        microbatches = 1 if schedule == "1f1b" else draw(st.integers(max(replicas), 9))
         if schedule == "2bw":  # else the published depths may deadlock, and the solver looks for others
             microbatches = math.lcm(*replicas) * draw(st.integers(1, 3))
         shape = make_shape(replicas, schedule, microbatches, skips)

@@ -139,8 +139,8 @@ def test_interleaved_never_deadlocks_whatever_the_microbatches(workers: int) -> 
         check_streams(make_interleaved(workers, chunks, microbatches, replicas, skips), 2)
 
 
-def test_naive_runs_one_minibatch_at_a_time() -> None:
-    assert draw_order(make_shape((1, 1), "naive"), 2) == ["F0 B0 U0 F1 B1 U1", "F0 B0 U0 F1 B1 U1"]
+def test_a_minibatch_of_one_microbatch_runs_alone() -> None:
+    assert draw_order(make_shape((1, 1), "1f1b-flush"), 2) == ["F0 B0 U0 F1 B1 U1", "F0 B0 U0 F1 B1 U1"]
 
 
 def test_full_stream_of_the_middle_stage() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from planner.errors import InputError
 from planner.model.spec import load_model_file
 from planner.model.stage.stage import StageModule
-from planner.schedule.one_stage import FLUSH, NAIVE, ONE_F_ONE_B
+from planner.schedule.one_stage import FLUSH, ONE_F_ONE_B
 from planner.selfcheck import cuts, training
 from planner.selfcheck.lab import SEED, Lab, Outcome, even_plan, judged, location
 from planner.selfcheck.run import CHECKS, run_case, selftest
@@ -75,8 +75,8 @@ def test_rounding_is_no_error_and_a_gradient_of_zero_is_judged_by_it() -> None:
 
 
 def test_models_of_the_user_are_cut_too(lab: Lab) -> None:
-    lab.models = (location("build_trivial"),)
-    assert cut_case(lab, location("build_trivial")).result == "passed"
+    lab.models = (location("build_convolutional"),)
+    assert cut_case(lab, location("build_convolutional")).result == "passed"
 
 
 def test_the_reference_tells_schedules_apart_that_use_other_versions_of_the_weights(lab: Lab) -> None:
@@ -84,8 +84,10 @@ def test_the_reference_tells_schedules_apart_that_use_other_versions_of_the_weig
     model = training.CONVOLUTIONAL
     profile = lab.profile(model)
     one, other = (
-        training.train_alone(load_model_file(model), profile, even_plan(profile, schedule, (1, 1)), SEED, CPU, 8)[0]
-        for schedule in (ONE_F_ONE_B, NAIVE)
+        training.train_alone(
+            load_model_file(model), profile, even_plan(profile, schedule, (1, 1), microbatches=1), SEED, CPU, 8
+        )[0]
+        for schedule in (ONE_F_ONE_B, FLUSH)
     )
     outcome = training.compared(one, other, "one process", training.LIMIT_CPU)
     assert outcome.result == "failed"

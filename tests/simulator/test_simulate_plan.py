@@ -25,7 +25,6 @@ KINDS: list[tuple[str, int]] = [
     ("1f1b-flush", 4),
     ("gpipe", 4),
     ("zb-h1", 4),
-    ("naive", 1),
 ]
 
 

@@ -36,9 +36,9 @@ def test_one_stage_takes_its_own_time() -> None:
     assert outcome.seconds_per_minibatch == pytest.approx(3.5)
 
 
-def test_naive_adds_everything_up() -> None:
+def test_one_microbatch_adds_everything_up() -> None:
     """F0 1, send 0.25, F1 1, B1 2, send 0.5, B0 2, update 0.125; stage 1's update hides behind stage 0's work."""
-    shape = make_shape((1, 1), "naive")
+    shape = make_shape((1, 1), "1f1b-flush")
     stage = StageCosts(1.0, 2.0, 0.125)
     outcome = run(shape, (stage, stage), {(0, 1): TransferTimes(0.25, 0.5)}, 20)
     assert outcome.seconds_per_minibatch == pytest.approx(1 + 0.25 + 1 + 2 + 0.5 + 2 + 0.125)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.setting import Setting
 from planner.formats.cluster import Cluster
-from planner.formats.names import CostModelName
 from planner.options.solving import RecomputeRule, ShardRule, StageRules
 from planner.schedule.one_stage import ONE_F_ONE_B
 from planner.schedule.schedule import Schedule
@@ -18,7 +17,6 @@ def brute_force(
     layer_costs: LayerCosts,
     cluster: Cluster,
     *,
-    model: CostModelName = "resource",
     schedule: Schedule = ONE_F_ONE_B,
     microbatches: int = 1,
     chunks: int = 1,
@@ -26,7 +24,5 @@ def brute_force(
     shard: ShardRule = "auto",
 ) -> Evaluation | None:
     """Return the best of all plans in the profile's order."""
-    problem = Problem(
-        layer_costs, Setting(cluster, schedule, microbatches, chunks, model), StageRules(recompute, shard)
-    )
+    problem = Problem(layer_costs, Setting(cluster, schedule, microbatches, chunks), StageRules(recompute, shard))
     return brute.brute_force(problem)

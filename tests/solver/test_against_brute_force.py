@@ -11,7 +11,6 @@ from planner.cost.models.synchronous import SynchronousModel
 from planner.cost.network.link import link_of
 from planner.errors import InfeasibleError
 from planner.formats.cluster import flat_cluster
-from planner.formats.names import CostModelName
 from planner.formats.profile import Profile
 from planner.options.solving import RecomputeRule, StageRules
 from planner.schedule.one_stage import TWO_BW
@@ -28,14 +27,12 @@ from tests.solver.brute import rank
 from tests.solver.oracle import brute_force
 from tests.solver.strategies import profiles
 
-COST_MODELS: tuple[CostModelName, ...] = ("resource", "pipedream", "paper")
 memories = st.one_of(st.none(), st.integers(1, 200))
 bandwidths = st.sampled_from([0.5, 1.0, 2.0, 8.0, 1e4])
 rules: st.SearchStrategy[RecomputeRule] = st.sampled_from(["auto", "auto", "never", "always"])
 latencies = st.sampled_from([0.0, 0.0, 0.25, 3.0])
 
 
-@pytest.mark.parametrize("name", COST_MODELS)
 @settings(max_examples=examples(300), deadline=None)
 @given(
     profile=profiles(most_layers=4, measured=True),
@@ -46,7 +43,6 @@ latencies = st.sampled_from([0.0, 0.0, 0.25, 3.0])
     recompute=rules,
 )
 def test_asynchronous_search_finds_what_brute_force_finds(
-    name: CostModelName,
     profile: Profile,
     gpus: int,
     bandwidth: float,
@@ -57,8 +53,8 @@ def test_asynchronous_search_finds_what_brute_force_finds(
     cluster = flat_cluster(gpus, bandwidth, memory, latency)
     layer_costs = LayerCosts(profile)
     space = Chain(layer_costs)
-    found = Search(space, bounds_for(name, link_of(cluster)), Limits(gpus, memory, StageRules(recompute))).best()
-    expected = brute_force(layer_costs, cluster, model=name, recompute=recompute)
+    found = Search(space, bounds_for(link_of(cluster)), Limits(gpus, memory, StageRules(recompute))).best()
+    expected = brute_force(layer_costs, cluster, recompute=recompute)
     if expected is None:
         assert found is None
         return
@@ -88,7 +84,7 @@ def test_the_search_for_2bw_finds_what_brute_force_finds(
 ) -> None:
     cluster = flat_cluster(gpus, bandwidth, memory, latency)
     layer_costs = LayerCosts(profile)
-    model = bounds_for("resource", link_of(cluster), TWO_BW, microbatches)
+    model = bounds_for(link_of(cluster), TWO_BW, microbatches)
     found = Search(Chain(layer_costs), model, Limits(gpus, memory, StageRules(recompute))).best()
     expected = brute_force(layer_costs, cluster, schedule=TWO_BW, microbatches=microbatches, recompute=recompute)
     if expected is None:
@@ -99,7 +95,7 @@ def test_the_search_for_2bw_finds_what_brute_force_finds(
     assert (found.gpus, len(found.replicas), sum(bool(each.recompute) for each in found.options)) == rank(expected)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b-flush", "naive"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b-flush"])
 @settings(max_examples=examples(300), deadline=None)
 @given(
     profile=profiles(most_layers=4, measured=True),
@@ -121,7 +117,6 @@ def test_synchronous_search_finds_what_brute_force_finds(
     recompute: RecomputeRule,
 ) -> None:
     cluster = flat_cluster(gpus, bandwidth, memory, latency)
-    microbatches = 1 if schedule == "naive" else microbatches
     layer_costs = LayerCosts(profile)
     model = SynchronousModel(link_of(cluster), find(schedule), microbatches)
     found = SynchronousSearch(Chain(layer_costs), model, Limits(gpus, memory, StageRules(recompute))).best()
@@ -135,7 +130,7 @@ def test_synchronous_search_finds_what_brute_force_finds(
     assert found.seconds == pytest.approx(expected.price.seconds_per_minibatch, rel=1e-9)
 
 
-@pytest.mark.parametrize(("schedule", "microbatches"), [("1f1b", 1), ("gpipe", 3), ("1f1b-flush", 3), ("naive", 1)])
+@pytest.mark.parametrize(("schedule", "microbatches"), [("1f1b", 1), ("gpipe", 3), ("1f1b-flush", 3)])
 @settings(max_examples=examples(100), deadline=None)
 @given(
     model=profiles(most_layers=4),

@@ -24,7 +24,7 @@ from planner.solver.search.chain.synchronous import SynchronousSearch
 from tests.samples import layer, profile
 from tests.solver.oracle import brute_force
 
-SCHEDULES: tuple[str, ...] = ("1f1b", "2bw", "gpipe", "1f1b-flush", "interleaved", "naive")
+SCHEDULES: tuple[str, ...] = ("1f1b", "2bw", "gpipe", "1f1b-flush", "interleaved")
 
 
 def random_model(rng: np.random.Generator, layers: int) -> Profile:
@@ -59,7 +59,7 @@ def searched(
         ).best()
         return (paths[0], bound_s >= paths[0].seconds * (1 - 1e-9)) if paths else (None, True)
     if schedule in ("1f1b", "2bw"):
-        asynchronous = bounds_for("resource", link, find(schedule), microbatches)
+        asynchronous = bounds_for(link, find(schedule), microbatches)
         return Search(space, asynchronous, Limits(gpus, memory, StageRules(recompute))).best(), True
     drained = SynchronousModel(link, find(schedule), microbatches)
     return SynchronousSearch(space, drained, Limits(gpus, memory, StageRules(recompute))).best(), True
@@ -75,7 +75,7 @@ def test_search_finds_what_brute_force_finds(schedule: str, most_layers: int, mo
     for _ in range(instances):
         model = random_model(rng, int(rng.integers(most_layers - 2, most_layers + 1)))
         gpus = int(rng.integers(max(2, most_gpus - 2), most_gpus + 1))
-        microbatches = int(rng.integers(1, 10)) if schedule not in ("1f1b", "naive") else 1
+        microbatches = int(rng.integers(1, 10)) if schedule != "1f1b" else 1
         memory = None if rng.random() < 0.3 else int(rng.integers(20, 120))
         cluster = flat_cluster(gpus, float(rng.choice([0.5, 2.0, 8.0])), memory, float(rng.choice([0.0, 0.25])))
         rule = rules[int(rng.integers(len(rules)))]

@@ -214,7 +214,7 @@ def test_the_kinds_of_a_plan_are_compared_and_explained() -> None:
     kinds = (DeviceKind(name="quick", count=2, speed=2.0), DeviceKind(name="slow", count=2))
     cluster = Cluster(levels=(Level(size=4, bandwidth_bytes_per_s=8.0),), kinds=kinds)
     plan = solve(both, cluster, schedule="1f1b-flush", microbatches=8)
-    rows = {row.name: row for row in compare(both, plan=plan).rows}
+    rows = {row.name: row for row in compare(both, plan).rows}
     assert rows["chosen plan"].seconds_per_microbatch == pytest.approx(plan.predicted.seconds_per_minibatch / 8)
     others = [row.seconds_per_microbatch for row in rows.values() if row.microbatches == plan.microbatches]
     assert rows["chosen plan"].seconds_per_microbatch == min(others)

@@ -78,13 +78,11 @@ class UnpricedPlan:
         return Placement(Topology(cluster), self.works, ranks, amounts)
 
 
-_SHOWN: dict[Resource, Literal["compute", "link", "shared_link", "boundary"]] = {
+_SHOWN: dict[Resource, Literal["compute", "link", "shared_link"]] = {
     "compute": "compute",
     "receive": "link",
     "send": "link",
     "shared_link": "shared_link",
-    "cut_before": "boundary",
-    "cut_after": "boundary",
 }
 
 
@@ -112,7 +110,7 @@ class PlanTime:
         if busy_s <= 0 and self.latency_s:
             slowest = max(range(len(self.latency_s)), key=self.latency_s.__getitem__)
             return Bottleneck(stage=slowest, resource="compute", busy_s=self.latency_s[slowest])
-        return Bottleneck(stage=stage - (resource == "cut_before"), resource=_SHOWN[resource], busy_s=busy_s)
+        return Bottleneck(stage=stage, resource=_SHOWN[resource], busy_s=busy_s)
 
 
 class Held(NamedTuple):

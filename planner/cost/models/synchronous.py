@@ -10,8 +10,6 @@ from planner.cost.models.cost_model import (
     PlanTime,
     UnpricedPlan,
     ending_s,
-    finish_s,
-    reduce_s,
     transfer_s,
 )
 from planner.cost.network.link import Link
@@ -21,10 +19,9 @@ from planner.schedule.schedule import Schedule
 
 
 class SynchronousModel(CostModel):
-    """A pipeline that drains after every minibatch of m microbatches (gpipe, 1f1b-flush, zb-h1), or after each (naive).
+    """A pipeline that drains after every minibatch of m microbatches (gpipe, 1f1b-flush, zb-h1).
 
-        gpipe   Σ_s latency_s + max_s ( (ceil(m/r_s) - 1)·busy_s + max(0, AR_s - Bw_s) + U_s )
-        naive   Σ_s (latency_s + U_s + AR_s)
+        Σ_s latency_s + max_s ( (ceil(m/r_s) - 1)·busy_s + max(0, AR_s - Bw_s) + U_s )
 
     latency_s: forward, recomputation, backward and the transfers into the stage, both ways, of the first microbatch.
     busy_s: the busiest of a replica's processor and of its link each way, for one of the other microbatches, whose
@@ -44,7 +41,7 @@ class SynchronousModel(CostModel):
         if plan.placement is not None:
             return self._placed_time(plan.placement)
         stages = list(zip(plan.works, plan.replicas, strict=True))
-        latency_s = [float(self.sum_s(work, r)) for work, r in stages]
+        latency_s = [float(self.sum_s(work)) for work in plan.works]
         return PlanTime([self.resources_s(work, r) for work, r in stages], latency_s)
 
     def _placed_time(self, placement: Placement) -> PlanTime:
@@ -57,17 +54,15 @@ class SynchronousModel(CostModel):
             link = placement.topology.stage_link(placement.ranks[int(rows[0])])
             placed = SynchronousModel(link, self.schedule, self.microbatches)
             work, r = works.rows(rows), replicas[rows]
-            latency_s[rows] += placed.sum_s(work.without_transfers(), r)
+            latency_s[rows] += placed.sum_s(work.without_transfers())
             resources = placed.resources_s(work, r)
-            if self.schedule.pipelined:
-                end_s = placed.end_s(work, r)
-                more = (np.ceil(self.microbatches / r) - 1) * r
-                receive_s, send_s = np.array([loads.busiest(placement.ranks[row]) for row in rows.tolist()]).T
-                resources["receive"], resources["send"] = more * receive_s + end_s, more * send_s + end_s
+            end_s = placed.end_s(work, r)
+            more = (np.ceil(self.microbatches / r) - 1) * r
+            receive_s, send_s = np.array([loads.busiest(placement.ranks[row]) for row in rows.tolist()]).T
+            resources["receive"], resources["send"] = more * receive_s + end_s, more * send_s + end_s
             for place, row in enumerate(rows):
                 busy[row] = {name: np.asarray(seconds[place]) for name, seconds in resources.items()}
-        if self.schedule.pipelined:
-            placement.add_shared(busy, loads, self.microbatches - 1)
+        placement.add_shared(busy, loads, self.microbatches - 1)
         return PlanTime(busy, latency_s.tolist())
 
     def held(self, plan: UnpricedPlan) -> Held:
@@ -94,20 +89,15 @@ class SynchronousModel(CostModel):
             more = max(0, min(more, (int(fit) - flying) // 2))
         return more
 
-    def sum_s(self, work: Work, replicas: ArrayLike = 1) -> Floats:
+    def sum_s(self, work: Work) -> Floats:
         # A transfer counts half at each of its ends, once in the sum over the stages.
         moved_bytes, messages = work.received_bytes + work.sent_bytes, work.received_messages + work.sent_messages
         transfer_s = (moved_bytes / self.link.bandwidth_bytes_per_s + messages * self.link.latency_s) / 2
-        latency_s = work.forward_s + work.recompute_s + (work.backward_s - self._filling_s(work)) + transfer_s
-        if not self.schedule.pipelined:
-            return latency_s + finish_s(work, replicas, self.link) + reduce_s(work, replicas, self.link)
-        return latency_s
+        return work.forward_s + work.recompute_s + (work.backward_s - self._filling_s(work)) + transfer_s
 
     def resources_s(self, work: Work, replicas: ArrayLike) -> Busy:
-        """Compute each stage's part of the maximum, by resource; zero for naive."""
+        """Compute each stage's part of the maximum, by resource."""
         r = np.asarray(replicas, dtype=np.float64)
-        if not self.schedule.pipelined:
-            return {"compute": 0.0 * r * work.forward_s}
         more = np.ceil(self.microbatches / r) - 1
         end_s = self.end_s(work, r)
         handling_s = self.link.handling_s(work.received_bytes + work.sent_bytes)

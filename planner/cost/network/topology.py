@@ -187,7 +187,7 @@ def _index(ranks: Ranks) -> slice | Integers:
     return slice(ranks.start, ranks.stop) if isinstance(ranks, range) else np.asarray(ranks)
 
 
-Resource = Literal["compute", "receive", "send", "shared_link", "cut_before", "cut_after"]
+Resource = Literal["compute", "receive", "send", "shared_link"]
 Busy = dict[Resource, Floats]  # seconds per minibatch
 Exchanges = Mapping[tuple[int, int], Floats]  # by (source, target) stage, as `Loads.add_transfer` takes them
 

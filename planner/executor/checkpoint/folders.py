@@ -28,7 +28,6 @@ from planner.executor.observe.run_log import is_of
 from planner.formats.files import Record, load_record
 from planner.formats.plan import Plan
 from planner.options.training import BaselineName, CheckpointOptions
-from planner.workers.job import Job
 
 INDEX = "index.json"
 REMEDY = "train with `every=N` to write checkpoints"
@@ -187,14 +186,6 @@ def seed_of_run(
     saved = load_checkpoint(path)
     saved.check_fits(plan, seed)
     return saved.index.seed
-
-
-def after_failure(job: Job) -> Job:
-    """Return the job to start after `job` failed: it resumes from its own newest checkpoint, or begins as before."""
-    options = job.checkpoints
-    if options.every is None or not complete(Path(options.folder)):
-        return job
-    return job.model_copy(update={"checkpoints": replace(options, resume=AUTO), "started_again": True})
 
 
 def after_torchrun_restart(options: CheckpointOptions, *, elastic: bool) -> CheckpointOptions | None:

@@ -1,4 +1,4 @@
-"""Trained weights of the whole, unsplit model: written from those of all workers, or from a checkpoint; read again.
+"""Trained weights of the whole, unsplit model: written from those of all workers; read again, also from a checkpoint.
 
 At the end of a run rank 0 asks for one tensor after the other, in the order in which a safetensors file has them, so
 that it holds no more than one. For the format of `torch.save` it holds the whole model.
@@ -10,7 +10,6 @@ import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
 
@@ -84,36 +83,6 @@ def _write_somewhere(path: Path, size_bytes: int, write: Callable[[Path], None])
                 write(rescued)
                 raise PlannerError(f"{problem}; they are in '{rescued}'", hint="move them to where they belong")
     raise PlannerError(f"{problem}; no other folder has room for them", hint="continue from the newest checkpoint")
-
-
-@dataclass(frozen=True)
-class Exported:
-    checkpoint: Path  # read
-    path: Path  # written
-    tensors: int  # parameters and buffers; tied ones count once for each of their names
-    size_bytes: int  # of the file
-    minibatch: int  # after which the checkpoint was written
-
-
-def export_weights(checkpoint: str | Path, path: str | Path) -> Exported:
-    """Write a checkpoint's parameters and buffers to one safetensors file, under all their names in the model.
-
-    Args:
-        checkpoint: a checkpoint, or a folder of checkpoints, whose newest is taken.
-
-    Raises:
-        InputError: when there is no checkpoint, or a file of it is damaged.
-        PlannerError: when the file cannot be written; an existing one is left as it was.
-    """
-    saved, path = load_checkpoint(find(Path(checkpoint))), Path(path)
-    weights = dict(each_weight(saved.path, saved.first_replicas))
-    try:
-        with replacing(path) as temporary:
-            written = tensor_file.write_tensors(temporary, weights)
-    except OSError as cause:
-        problem = f"the weights cannot be written to '{path}': {cause.strerror or cause}"
-        raise PlannerError(problem, hint="choose another path") from None
-    return Exported(saved.path, path, len(weights), written.size_bytes, saved.index.minibatch)
 
 
 def read_trained(path: str | Path) -> dict[str, Tensor]:

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -35,9 +34,8 @@ from planner.profiler.step.timing import (
     step_failure,
 )
 from planner.profiler.step.update import Update, layer_updates
-from planner.profiler.this_machine import describe_device, free_memory_bytes, keeps_freed_pages, peak_resident
+from planner.profiler.this_machine import describe_device, free_memory_bytes
 
-_LEAST_FRAGMENTS, _STEPS_TO_GROW = 2**24, 5
 _SECOND = 0.2  # share of the time that a second measurement has
 _FASTER = 0.97  # it counts where its steps take this much of the first's: what disturbs only makes them longer
 
@@ -163,25 +161,7 @@ class StepMeasurement:
         batch_bytes = sum(tensor.nbytes for tensor in tensors_of_batch(self._batch))
         found = workspace_bytes(self._forward, self._device, saved, gradients, (batch_bytes, batch_bytes))
         drop_gradients(self._parameters.values())
-        if self._device.type != "cpu" or not self._unsplit or not keeps_freed_pages():
-            return found
-        held = [size + made for size, made in zip(accumulate(saved), [*accumulate(gradients[::-1])][::-1], strict=True)]
-        counted = max(map(sum, zip(held, found, strict=True))) - batch_bytes
-        fragments = self._resident_bytes() - counted
-        # What is little, the system and other libraries may as well have taken.
-        return [size + fragments for size in found] if fragments > max(0.1 * counted, _LEAST_FRAGMENTS) else found
-
-    def _resident_bytes(self) -> int:
-        """Return by how much steps grow this process, as they would grow a worker: malloc leaves gaps in its memory.
-
-        Large blocks of many sizes, as those of Fourier transforms, need half as much again. Blocks of their own pages
-        would not, but steps take up to half as long again with these.
-        """
-        with peak_resident() as growth:
-            for _ in range(_STEPS_TO_GROW):
-                self._forward(None).backward()
-                drop_gradients(self._parameters.values())
-        return growth()
+        return found
 
     def _plain_forward(self) -> HasBackward:
         if not self._unsplit:

@@ -53,7 +53,7 @@ def report_page(
     What is None is left out; `why_not` says why, and `source` what the profile's times come from.
     """
     runs = [simulated] if measured is None else [simulated, measured]
-    summary, run = summarize(simulated), None if measured is None else compare_runs(plan, simulated, measured)
+    summary, run = summarize(simulated), None if measured is None else compare_runs(simulated, measured)
     ran = None if run is None else run.measured
     timeline = fill("timeline.html", timeline_section(runs, shown_workers(simulated)))
     # Each has an anchor, a title and HTML.
@@ -83,7 +83,7 @@ def report_page(
             ),
             "footer": escape(
                 f"plan {__version__} · profile {plan.profile_digest} on {plan.device.name} · "
-                f"{solver.name}, {solver.status} · cost model {solver.cost_model}"
+                f"{solver.name}, {solver.status}"
             ),
             "style": _part("page.css"),
             "script": "\n".join(map(_part, SCRIPTS)),
@@ -312,11 +312,9 @@ def memory_section(summary: Summary, measured: Summary | None) -> str:
 
 
 def measured_section(plan: Plan, comparison: RunComparison) -> str:
-    """Compare the run with the prediction: pace, timing errors of events, and stage times."""
+    """Compare the run with the prediction: pace and stage times."""
     return (
         _table("Predicted and measured", run_tables.pace_table(comparison, plan))
-        + paragraph(run_tables.timing_note(comparison))
-        + _table("Timing errors", run_tables.timing_table(comparison))
         + paragraph("Mean times of the stages, simulated and measured:")
         + _table("Stage times", run_tables.stage_times_table(comparison))
     )

@@ -20,8 +20,6 @@ _NAMES = {
     "receive": "link, receiving",
     "send": "link, sending",
     "shared_link": "server's link",
-    "cut_before": "transfer before",
-    "cut_after": "transfer after",
 }
 _WORTH_A_SENTENCE = 0.005  # share of the time spent waiting
 

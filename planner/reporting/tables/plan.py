@@ -34,14 +34,15 @@ _RESOURCES = {
 
 def plan_report(plan: Plan) -> str:
     """Report the plan, its stages and its prediction."""
-    tables = stage_table(plan).text(), memory_table(plan).text(), named_values(prediction_lines(plan))
+    tables = [stage_table(plan).text(), memory_table(plan).text(), named_values(prediction_lines(plan))]
+    tables += [schedules_table(plan).text()] if plan.schedules else []
     notes = [f"note: {note}" for note in plan.notes]
     return "\n\n".join((*_bound(plan), named_values(_head(plan)), *tables, *notes))
 
 
 def _bound(plan: Plan) -> list[str]:
     """Say of a time that was not simulated that it is a lower bound."""
-    if plan.predicted.by == "simulation" or plan.solver.cost_model != "resource":
+    if plan.predicted.by == "simulation":
         return []
     seconds, why = format_seconds(plan.predicted.seconds_per_minibatch), _by(plan).removeprefix("by the cost model: ")
     # A model of 340 billion parameters on 256 GPUs: 4.10 s by the cost model, 4.93 s simulated.
@@ -73,7 +74,6 @@ def prediction_lines(plan: Plan) -> list[tuple[str, str | None]]:
     simulated = predicted.by == "simulation" and solver.status != "optimal" and solver.name != GIVEN
     return [
         ("predicted", f"{speed(plan)}, {_by(plan)}"),
-        ("cost model", f"{solver.cost_model}, as published" if solver.cost_model != "resource" else None),
         ("utilisation", f"{used:.1%} of the GPUs' peak, by the model's FLOPs" if used is not None else None),
         ("limited by", f"{bottleneck_place(limit)}, {busy}"),
         ("speed-up", _speed_up(plan)),
@@ -185,8 +185,6 @@ def pace(samples_per_s: float | None, seconds_per_minibatch: float) -> str:
 def _by(plan: Plan) -> str:
     if plan.predicted.by == "simulation":
         return "simulated"
-    if plan.solver.cost_model != "resource":
-        return "by the cost model"
     why = "too large to simulate" if plan.solver.exhausted else "the time limit left no time to simulate it"
     return f"by the cost model: {why}"
 
@@ -272,6 +270,23 @@ def _solver(plan: Plan) -> str:
     if optimal == "feasible" and plan.predicted.by == "cost model":
         optimal += f", at most {solver.gap:.1%} from optimal"
     return f"{optimal}, {solver.name} in {format_seconds(solver.seconds)}"
+
+
+def schedules_table(plan: Plan) -> Table:
+    """Tabulate the best plan under each schedule."""
+    per_s = "microbatches/s" if plan.microbatch_size is None else "samples/s"
+    rows = [
+        {
+            "schedule": str(way.schedule),
+            "plan": short_config(way.config),
+            per_s: format_rate((plan.microbatch_size or 1) / way.seconds_per_microbatch),
+            "memory": format_bytes(way.memory_bytes),
+            "late": way.staleness,
+            "": "chosen" if way.schedule is plan.schedule else "",
+        }
+        for way in plan.schedules
+    ]
+    return table_of(rows)
 
 
 IN_ORDER = " in the profile's order"  # which all plans are, and what their bounds hold for

@@ -31,9 +31,9 @@ def shared_host_notes(plan: Plan, profile: Profile) -> Iterator[tuple[str, str]]
 
 
 Order = Literal["order", "time", "output", "weights", "saved"]
-# What is worth saying of a measurement, as shares of its time and as cores. Quiet machines measure disturbances of 6 to
-# 8%, and predictions that miss by less than 15% are taken to be right: a tenth is more than noise and can matter.
-_DISTURBED, _OTHERS_CORES = 0.1, 0.5
+# What is worth saying of a measurement, as a share of its time. Quiet machines measure disturbances of 6 to 8%, and
+# predictions that miss by less than 15% are taken to be right: a tenth is more than noise and can matter.
+_DISTURBED = 0.1
 
 
 def profile_report(profile: Profile, *, by: Order = "order", top: int | None = None) -> str:
@@ -68,8 +68,6 @@ def disturbance_words(profile: Profile) -> str | None:
     if found is None:
         return None
     words = []
-    if (found.others_cores or 0.0) >= _OTHERS_CORES:
-        words.append(f"other processes used {found.others_cores:.1f} cores")
     if (found.waited_share or 0.0) >= _DISTURBED:
         words.append(f"steps waited {found.waited_share:.0%} of their time for a core")
     if found.drift is not None and abs(found.drift) >= _DISTURBED:

@@ -102,10 +102,8 @@ def _loss(result: "TrainResult") -> str:
 
 
 def run_comparison_report(comparison: RunComparison, plan: Plan) -> str:
-    """Report the pace of both runs, the timing errors of events, and the stages' times."""
-    tables = pace_table(comparison, plan), timing_table(comparison), stage_times_table(comparison)
-    pace, timing, stages = (table.text() for table in tables)
-    return f"{pace}\n\n{timing_note(comparison)}\n\n{timing}\n\n{stages}"
+    """Report the pace of both runs, and the stages' times."""
+    return f"{pace_table(comparison, plan).text()}\n\n{stage_times_table(comparison).text()}"
 
 
 def pace_table(comparison: RunComparison, plan: Plan) -> Table:
@@ -123,29 +121,6 @@ def pace_table(comparison: RunComparison, plan: Plan) -> Table:
         ["drain", "", *(format_seconds(run.drain_s) for run in runs)],
     ]
     return Table(["", "plan", "simulated", "measured"], rows, "lrrr")
-
-
-def timing_note(comparison: RunComparison) -> str:
-    """Say what the timing errors are, and how the two rows differ."""
-    return (
-        f"How far simulated starts and ends of {comparison.as_planned.events:,} forwards and backwards are from "
-        "measured ones, as shares of the run's length. The first row is the error of the prediction; the second, that "
-        "of its messages and waits alone."
-    )
-
-
-def timing_table(comparison: RunComparison) -> Table:
-    """List the timing errors at the plan's times and at the run's own."""
-    both = {"at the plan's times": comparison.as_planned, "at the run's own times": comparison.as_run}
-    rows = []
-    for name, error in both.items():
-        where = ""
-        if (worst := error.worst) is not None:
-            times = f"{format_seconds(worst.predicted_s)} simulated, {format_seconds(worst.measured_s)} measured"
-            where = f"{worst.at} of {worst.name} in stage {worst.stage} on worker {worst.rank}: {times}"
-        shares = error.median_share, error.p95_share, error.worst_share
-        rows.append([name, *(f"{share:.2%}" for share in shares), where])
-    return Table(["", "median", "95%", "largest", "where the largest is"], rows, "lrrrl")
 
 
 def stage_times_table(comparison: RunComparison) -> Table:

@@ -65,9 +65,9 @@ class FirstPlans:
     def at_least(self, found: Found) -> Found:
         """Return what a search has found, or one of these plans if that is faster."""
         problem = self._hurried()
-        if problem.simulates and not found.best.simulated:  # time ran out before its waiting was known
+        if not found.best.simulated:  # time ran out before its waiting was known
             found = found.with_best(simulated(problem, found.best))
-        if self.best is not None and problem.simulates and not self.best.simulated:
+        if self.best is not None and not self.best.simulated:
             self.best = simulated(problem, self.best)
         # No plan is faster, and with many layers these take longer to find than the search took. But the search has no
         # level 2, which may save recomputation.
@@ -94,7 +94,7 @@ class FirstPlans:
             left -= forwards
             if self.best is not None and (plan.seconds >= self.best.counted_s or left < 0):
                 break  # simulating only adds waiting, and of large plans it takes seconds
-            evaluation = simulated(problem, plan) if problem.simulates and forwards <= most else plan
+            evaluation = simulated(problem, plan) if forwards <= most else plan
             if self.best is None or evaluation.saves(self.best):
                 self.best = evaluation
         if problem.deadline.at_s is not None:  # otherwise the search looks at all that may be faster
@@ -133,7 +133,7 @@ def _usual_plans(problem: Problem) -> Iterator[tuple[float, Sequence[Candidate],
     gpus = problem.cluster.gpus
     most_replicas = min(problem.most_replicas, problem.microbatches if problem.schedule.divides else gpus)
     most_stages = min(gpus, problem.rules.max_stages or gpus)
-    drains = problem.schedule.formula == "synchronous" and problem.schedule.pipelined
+    drains = problem.schedule.formula == "synchronous"
     memory = None if problem.cluster.kinds else problem.cluster.memory_bytes
     gradients = ("gradient_bytes",) if problem.microbatches > 1 else ()  # of a single one not all exist at once
     layers_s, kept, optimizer = (

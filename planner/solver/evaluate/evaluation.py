@@ -207,12 +207,11 @@ def priced_path(problem: Problem, space: Chain, path: CutPath) -> Evaluation:
 
 
 def evaluate(problem: Problem, stages: Sequence[Candidate]) -> Evaluation:
-    """Price a candidate, choose its depths and simulate it; the published cost models' prices stand as they are."""
+    """Price a candidate, choose its depths and simulate it."""
     within, groups, degree = problem.in_groups(stages)
     if degree > 1:
         return evaluate(within, groups).divided(degree)
-    candidate = priced(problem, stages)
-    return simulated(problem, candidate) if problem.simulates else candidate
+    return simulated(problem, priced(problem, stages))
 
 
 def simulated(problem: Problem, candidate: Evaluation, below_s: float = math.inf) -> Evaluation:
@@ -248,10 +247,10 @@ def simulated(problem: Problem, candidate: Evaluation, below_s: float = math.inf
 def in_every_order(problem: Problem, plans: Iterable[Evaluation]) -> list[Evaluation]:
     """Return the plans, each in the orders of its workers that differ in price, by increasing price.
 
-    Only clusters of several levels tell orders apart, and the published cost models know no places.
+    Only clusters of several levels tell orders apart.
     """
     found: list[Evaluation] = []
-    several = places_matter(problem.cluster) and problem.simulates
+    several = places_matter(problem.cluster)
     for plan in plans:
         orders = [plan]
         for columns in columns_of(problem, plan) if several else ():
@@ -295,8 +294,6 @@ SETTLED = 1e-3  # a plan this close to the lower bound needs no alternative
 def fastest(problem: Problem, candidates: Iterable[Evaluation], best: Evaluation | None = None) -> Evaluation:
     """Simulate priced candidates in every order of their workers, the most promising first, and return the fastest.
 
-    The published cost models' prices stand as they are.
-
     Args:
         problem: whose budget is spent.
         candidates: at least one; the first of equally fast ones is preferred.
@@ -305,8 +302,6 @@ def fastest(problem: Problem, candidates: Iterable[Evaluation], best: Evaluation
     budget = problem.budget
     ordered = in_every_order(problem, candidates)
     least_s = ordered[0].seconds
-    if not problem.simulates:
-        return ordered[0]
     for candidate in ordered:
         if best is None:
             best = simulated(problem, candidate)

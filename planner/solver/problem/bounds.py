@@ -9,11 +9,9 @@ from numpy.typing import ArrayLike, NDArray
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.models.asynchronous import AsynchronousModel, DoubleBufferedModel
 from planner.cost.models.cost_model import StageModel, ending_s, transfer_s
-from planner.cost.models.published import PaperModel, PipedreamModel
 from planner.cost.network.link import BUCKETS, Link, link_of
 from planner.cost.setting import Setting
 from planner.cost.work import IMPOSSIBLE, Floats, Footprint, Integers, Work
-from planner.formats.names import CostModelName
 from planner.formats.profile import KIND_COLUMNS, Profile
 from planner.schedule.one_stage import ONE_F_ONE_B, TWO_BW
 from planner.schedule.schedule import Schedule
@@ -26,7 +24,6 @@ class Bounds(StageModel):
     schedule: Schedule = ONE_F_ONE_B
     microbatches = 1  # per minibatch
     most_replicas = IMPOSSIBLE  # of a stage
-    prices_shards = False  # whether it knows stages whose replicas divide the optimizer's state
     more_is_faster = False  # whether from two replicas on more never make a stage slower
 
     def may_have(self, replicas: Integers) -> NDArray[np.bool_]:
@@ -82,7 +79,7 @@ class BoundsLike(Bounds):
 
     def __init__(self, like: Bounds) -> None:
         super().__init__(like.link)
-        self.like, self.prices_shards = like, like.prices_shards
+        self.like = like
 
     def _lower_bounds(self, work: Work, target_s: float) -> list[Floats]:
         return self.like._lower_bounds(work, target_s)
@@ -99,8 +96,6 @@ def larger_root(a: ArrayLike, b: Floats, c: Floats) -> Floats:
 
 class AsynchronousBounds(AsynchronousModel, Bounds):
     """The inverse of `AsynchronousModel`."""
-
-    prices_shards = True
 
     def __init__(self, link: Link) -> None:
         super().__init__(link)
@@ -186,32 +181,11 @@ class DoubleBufferedBounds(DoubleBufferedModel, AsynchronousBounds):
         return fewest.astype(np.int64)
 
 
-class PipedreamBounds(PipedreamModel, Bounds):
-    """The inverse of `PipedreamModel`."""
-
-    def _lower_bounds(self, work: Work, target_s: float) -> list[Floats]:
-        bandwidth = self.link.bandwidth_bytes_per_s
-        ring_s = 4 * work.trainable_bytes / bandwidth
-        cuts = 2 * np.maximum(work.cut_before_bytes, self._charged_after(work)) / bandwidth
-        stage = larger_root(target_s, work.compute_s + ring_s, ring_s)
-        return [np.maximum(np.maximum(stage, cuts / target_s), work.compute_s / target_s)]
-
-
-class PaperBounds(PaperModel, Bounds):
-    """The inverse of `PaperModel`."""
-
-    def _lower_bounds(self, work: Work, target_s: float) -> list[Floats]:
-        # The all-reduce's share grows with r here, so the fewest replicas that compute in time are the only hope.
-        return [np.asarray(work.compute_s / target_s)]
-
-
-def bounds_for(name: CostModelName, link: Link, schedule: Schedule = ONE_F_ONE_B, microbatches: int = 1) -> Bounds:
-    """Return the bounds of a cost model for an asynchronous schedule on devices with this link."""
+def bounds_for(link: Link, schedule: Schedule = ONE_F_ONE_B, microbatches: int = 1) -> Bounds:
+    """Return the bounds of an asynchronous schedule on devices with this link."""
     if schedule.formula == "double-buffered":
         return DoubleBufferedBounds(link, microbatches)
-    models: dict[CostModelName, type[Bounds]]
-    models = {"resource": AsynchronousBounds, "pipedream": PipedreamBounds, "paper": PaperBounds}
-    return models[name](link)
+    return AsynchronousBounds(link)
 
 
 def balanced_s(layer_costs: LayerCosts, setting: Setting, least: Callable[[Work], Work] = lambda w: w) -> float:
@@ -233,7 +207,7 @@ def balanced_s(layer_costs: LayerCosts, setting: Setting, least: Callable[[Work]
         costs = layer_costs.with_profile(least_times(on, of_kinds))
     everything = least(costs.everything)
     gpus, total, fastest = len(speeds), sum(speeds), max(speeds)
-    once_s, update_s = (everything.forward_s + everything.backward_s).item(), everything.update_s.item()
+    once_s = (everything.forward_s + everything.backward_s).item()
     accumulate_s = everything.accumulate_s.item()
     if schedule.splits_backward:
         # The weights' part of a backward may wait, so the latency of one microbatch bounds nothing.
@@ -241,10 +215,8 @@ def balanced_s(layer_costs: LayerCosts, setting: Setting, least: Callable[[Work]
     # All microbatches of a minibatch accumulate gradients but the first of every GPU.
     accumulating_s = accumulate_s * max(0.0, microbatches / gpus - 1) * (gpus / total)
     if schedule.asynchronous:
-        model = bounds_for(setting.cost_model, link_of(cluster), schedule, microbatches)
+        model = bounds_for(link_of(cluster), schedule, microbatches)
         return model.least_s(everything).item() / total + accumulating_s
-    if not schedule.pipelined:
-        return (once_s + update_s) / fastest
     return once_s * max(1 / fastest, microbatches / total) + accumulating_s
 
 

@@ -39,8 +39,6 @@ def drained_s(problem: Problem) -> float:
 
     The problem's schedule is synchronous, with one stage per worker and whole backwards, and its GPUs are alike.
     """
-    if not problem.schedule.pipelined:
-        return 0.0
     groups = uncut_groups(problem.layer_costs)
     drained, several = _Drained(problem, groups), len(groups) > 1 and problem.cluster.gpus > 1
     return drained.alone_s(drained.several_s() if several else np.inf, sorted({0, *problem.levels}))

@@ -108,7 +108,7 @@ class Problem:
             self.rules,
             self.deadline,
             self.rules.deepest(self.schedule),
-            self.microbatches if self.schedule.divides or not self.schedule.pipelined else UNLIMITED,
+            self.microbatches if self.schedule.divides else UNLIMITED,
             self.most_replicas,
         )
 
@@ -127,18 +127,12 @@ class Problem:
     def levels(self) -> tuple[int, ...]:
         """What replicas of the whole model may divide: see `StageOptions`."""
         profile, schedule = self.layer_costs.profile, self.schedule
-        # The published cost models know no sharded optimizers.
-        if self.rules.shard_optimizer == "never" or not (profile.may_shard_optimizer and self.simulates):
+        if self.rules.shard_optimizer == "never" or not profile.may_shard_optimizer:
             return (0,)
         # Without a limit of memory, level 1 is as fast.
         fully = self.cluster.has_memory_limit and not (self.degree > 1 or profile.compiled or profile.memory_format)
         more = (2, 3) if fully and why_whole(schedule, 2, [2], [1]) is None else ()
         return (1, *more) if self.rules.shard_optimizer == "always" else (0, 1, *more)
-
-    @property
-    def simulates(self) -> bool:
-        """Whether plans are compared by their simulation; the published cost models know no waiting."""
-        return self.setting.cost_model == "resource"
 
     @property
     def placed(self) -> bool:
@@ -165,8 +159,7 @@ class Problem:
 
     def asynchronous(self, link: Link | None = None) -> Bounds:
         """Return the cost model of a stage, with its bounds, for the cluster's slowest or another link."""
-        setting = self.setting
-        return bounds_for(setting.cost_model, link or self.link, setting.schedule, setting.microbatches)
+        return bounds_for(link or self.link, self.schedule, self.microbatches)
 
     def synchronous(self, link: Link | None = None) -> SynchronousModel:
         """Return the cost model of a stage under a synchronous schedule, for the cluster's slowest or another link."""
@@ -177,7 +170,7 @@ class Problem:
         if self.schedule.asynchronous:
             return np.asarray(0.0), self.asynchronous(link).stage_s(work, replicas)
         model = self.synchronous(link)
-        return model.sum_s(work, replicas), model.max_s(work, replicas)
+        return model.sum_s(work), model.max_s(work, replicas)
 
     def price(self, stages: Sequence[Candidate]) -> Price:
         """Price a plan by the cost model."""

@@ -47,7 +47,6 @@ class Chain:
         # Sums of each quantity over the layers of all states, and what is live at them.
         self.layer_costs, self._fronts = layer_costs, fronts[:, self._ends]
         self._sums = {name: each[self._ends] for name, each in sums.items()}
-        self.outputs = self._fronts[0]
         self.compute_s = self._sums["forward_s"] + self._sums["backward_s"] + self._sums["update_s"]
 
     def __len__(self) -> int:
@@ -113,9 +112,6 @@ class Chain:
             sent_bytes=right[0] + left[1],
             received_messages=left[2] + right[3],
             sent_messages=right[2] + left[3],
-            cut_before_bytes=np.asarray(self.outputs[state]),
-            cut_after_bytes=self.outputs[others],
-            is_first=np.asarray(state == 0),
             input_bytes=left[4],
             message_bytes=(left + right)[4:].sum(axis=0),
             neighbours=(left[2] > 0).astype(np.int64) + (right[2] > 0),

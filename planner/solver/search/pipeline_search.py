@@ -85,7 +85,7 @@ class PipelineSearch:
 
         `path` is the best on the nearest flat cluster; `best` is the best on consecutive ranks.
         """
-        if not self.problem.placed or not self.problem.simulates:
+        if not self.problem.placed:
             return Columned((), np.inf)
         if self.interrupted:
             return Columned((), self.relaxed_s())
@@ -95,7 +95,6 @@ class PipelineSearch:
         """Return searches that need less memory, by the arguments that ask for them."""
         problem, rules = self.problem, self.problem.rules
         may_shard = rules.shard_optimizer == "never" and problem.layer_costs.profile.may_shard_optimizer
-        may_shard &= problem.simulates
         others = {
             "`recompute=auto`": replace(rules, recompute="auto"),
             "`shard_optimizer=auto`": replace(rules, shard_optimizer="auto") if may_shard else rules,
@@ -107,7 +106,7 @@ class PipelineSearch:
             for argument, changed in others.items()
             if changed != rules
         }
-        if problem.simulates and problem.cluster.gpus <= MOST_SYNCHRONOUS_GPUS:
+        if problem.cluster.gpus <= MOST_SYNCHRONOUS_GPUS:
             for other in problem.leaner():
                 argument = f"`schedule={other.schedule}` `microbatches={other.microbatches}`"
                 found[argument] = PipelineSearch(other, self.space).fits

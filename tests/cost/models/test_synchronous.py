@@ -9,7 +9,7 @@ import pytest
 
 from planner.cost.models.synchronous import SynchronousModel
 from planner.cost.network.link import Link
-from planner.schedule.one_stage import FLUSH, GPIPE, NAIVE
+from planner.schedule.one_stage import FLUSH, GPIPE
 from tests.cost.works import EXAMPLE
 
 
@@ -27,6 +27,3 @@ def test_synchronous_models() -> None:
     assert gpipe.resources_s(adding, 3)["compute"][0] == pytest.approx(2 * (6 + 2) + (10 - 6) + 1)
     assert gpipe.resources_s(adding, 7)["compute"] == gpipe.resources_s(EXAMPLE, 7)["compute"]
     assert gpipe.sum_s(adding) == gpipe.sum_s(EXAMPLE)
-    naive = SynchronousModel(Link(10.0, 0.5), NAIVE, 1)
-    assert naive.sum_s(EXAMPLE)[0] == pytest.approx(2 + 4 + 1 + 2.5 + 0.75)
-    assert naive.max_s(EXAMPLE, 1) == 0

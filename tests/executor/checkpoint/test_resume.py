@@ -64,7 +64,6 @@ def assert_same_weights(one: Job, other: Job) -> None:
         pytest.param("zb-h1", 3, (1, 1), CASES, id="zb-h1", marks=pytest.mark.slow),
         pytest.param("interleaved", 3, (1, 1, 1, 1), CASES, id="interleaved", marks=pytest.mark.slow),
         pytest.param("zb-v", 3, (1, 1, 1, 1), CASES, id="zb-v", marks=pytest.mark.slow),
-        pytest.param("naive", 1, (1, 1), CASES, id="naive 1-1", marks=pytest.mark.slow),
     ],
 )
 def test_going_on_equals_not_having_stopped(

@@ -68,7 +68,6 @@ def train(
         pytest.param("gpipe", 3, (1, 1, 1), 1, 0.5, id="gpipe 1-1-1, clipped", marks=pytest.mark.slow),
         pytest.param("zb-h1", 4, (1, 1, 1), 1, None, id="zb-h1 1-1-1", marks=pytest.mark.slow),
         pytest.param("interleaved", 4, (1,) * 4, 2, 0.5, id="interleaved, clipped", marks=pytest.mark.slow),
-        pytest.param("naive", 1, (1, 2), 1, None, id="naive 1-2", marks=pytest.mark.slow),
     ],
 )
 def test_schedules_that_drain_equal_plain_training(

@@ -14,7 +14,7 @@ from tests.executor.device.simulated import RaceError
 from tests.executor.device.world import World
 
 # Their messages of two neighbours fit together: one sends and takes what the other takes and sends.
-STRAIGHT = ("1f1b", "1f1b-flush", "2bw", "gpipe", "naive", "zb-h1")
+STRAIGHT = ("1f1b", "1f1b-flush", "2bw", "gpipe", "zb-h1")
 
 
 def finding(

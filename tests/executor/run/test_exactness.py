@@ -197,7 +197,7 @@ def test_2bw_equals_updates_delayed_by_one_to_the_bit(
 @pytest.mark.parametrize(
     ("cases", "schedule", "microbatches", "replicas", "chunks"),
     [
-        pytest.param(CASES, "naive", 1, (1, 1), 1, id="naive 1-1", marks=pytest.mark.slow),
+        pytest.param(FEW, "1f1b-flush", 1, (1, 1), 1, id="1f1b-flush 1-1, one microbatch", marks=pytest.mark.slow),
         pytest.param(CASES, "gpipe", 4, (1, 1), 1, id="gpipe 1-1", marks=pytest.mark.slow),
         pytest.param(FEW, "gpipe", 3, (2, 1), 1, id="gpipe 2-1 few"),
         pytest.param(CASES, "gpipe", 3, (2, 1), 1, id="gpipe 2-1", marks=pytest.mark.slow),

@@ -51,7 +51,6 @@ CASES: list[tuple[str, tuple[int, ...], int]] = [
     ("zb-h1", (1, 1), 3),
     ("zb-v", (1,) * 4, 3),
     ("interleaved", (1,) * 4, 4),
-    ("naive", (1, 1), 1),
     ("1f1b", (2, 1, 1), 1),
     ("1f1b", (1, 3), 1),
     ("1f1b-flush", (2, 2), 4),

@@ -42,7 +42,7 @@ DOUBLE = """
 def build_model():
     return Net().double()
 """
-PIPELINED = [("1f1b", 1), ("1f1b-flush", 3), ("2bw", 3), ("zb-h1", 3), ("gpipe", 3), ("naive", 1)]
+PIPELINED = [("1f1b", 1), ("1f1b-flush", 3), ("2bw", 3), ("zb-h1", 3), ("gpipe", 3)]
 
 
 class Reference:

@@ -98,9 +98,7 @@ def test_the_quieter_of_two_measurements_counts(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_quiet_machine_needs_no_words() -> None:
     profile = measured(0.5)  # many turns of the scheduler, of which a process that has just started gets more
-    quiet = profile.provenance.model_copy(
-        update={"disturbance": Disturbance(waited_share=0.01, others_cores=0.2, drift=-0.02)}
-    )
+    quiet = profile.provenance.model_copy(update={"disturbance": Disturbance(waited_share=0.01, drift=-0.02)})
     assert disturbance_words(profile.model_copy(update={"provenance": quiet})) is None
     before = profile.provenance.model_copy(update={"disturbance": None})  # as in older files
     assert disturbance_words(profile.model_copy(update={"provenance": before})) is None

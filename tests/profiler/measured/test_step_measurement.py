@@ -5,15 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 
 import planner
 from planner.errors import InputError
 from planner.formats.profile import DegreeCosts, Profile
-from planner.profiler.measured import step_measurement
-from planner.profiler.measured.step_measurement import StepMeasurement
-from planner.profiler.this_machine import peak_resident
 from tests.executor.models import write_model
 
 SAME = ("forward_reduced_bytes", "backward_reduced_bytes", "forward_reduces", "backward_reduces", "weight_bytes")
@@ -50,23 +46,3 @@ def test_what_is_not_measured_together(tmp_path: Path) -> None:
         planner.profile(path, batch_size=2, seconds=0.0, repeats=1, tensor=(2,))
     with pytest.raises(InputError, match="`tensor` and `compiled`"):
         planner.profile(path, batch_size=2, compiled=True, tensor=(2,))
-
-
-@pytest.mark.parametrize(("beyond", "counts"), [(2**30, True), (2**23, False)])
-def test_gaps_that_malloc_leaves_count_where_they_are_many(
-    beyond: int, counts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = write_model(tmp_path, "language", "sgd")
-    plain = planner.profile(path, batch_size=2, seconds=0.0, repeats=1)
-    held = sum(layer.saved_bytes + layer.gradient_bytes for layer in plain.layers)
-    monkeypatch.setattr(step_measurement, "keeps_freed_pages", lambda: True)
-    monkeypatch.setattr(StepMeasurement, "_resident_bytes", lambda _self: held + beyond)
-    for one, other in zip(plain.layers, planner.profile(path, batch_size=2, seconds=0.0).layers, strict=True):
-        assert (other.workspace_bytes - one.workspace_bytes > beyond / 2) == counts
-
-
-def test_the_growth_of_a_process_is_seen() -> None:
-    with peak_resident() as growth:
-        held = torch.ones(2**26, dtype=torch.uint8)
-        del held
-    assert 0.8 * 2**26 < growth() < 2 * 2**26  # other pages come and go

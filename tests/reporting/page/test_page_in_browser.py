@@ -75,7 +75,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = profile(layer("a", 0.2, 0.4, output_bytes=1000), layer("b", 0.1, 0.2, weight_bytes=10**8))
     solved = solve(model, flat_cluster(3, 1e8))
     path = tmp_path_factory.mktemp("report") / "report.html"
-    path.write_text(report_page(plan, simulated, slower(simulated, 1.1), compare(model, plan=solved)), encoding="utf-8")
+    path.write_text(report_page(plan, simulated, slower(simulated, 1.1), compare(model, solved)), encoding="utf-8")
     return path
 
 

@@ -92,13 +92,6 @@ def test_any_plan_that_fits_is_the_answer_where_no_equal_stages_fit() -> None:
     assert all(plan.memory_bytes(stage) <= (tight.memory_bytes or 0) for stage in range(len(plan.stages)))
 
 
-def test_published_cost_models_have_first_plans_without_sharded_optimizers() -> None:
-    model = MODEL.model_copy(update={"graph_hash": None})
-    assert model.may_shard_optimizer
-    plan = solve(model, FLAT, cost_model="pipedream", time_limit_s=1e-9)
-    assert not any(stage.sharded for stage in plan.stages)
-
-
 def test_plans_have_one_order_whether_they_were_simulated_or_not() -> None:
     """When both were compared by the cost model where one was not simulated, these three went round in a circle."""
     problem = Problem(LayerCosts(MODEL), Setting(FLAT, find("1f1b-flush"), 32))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -11,7 +10,7 @@ from planner.cost.network.link import Link
 from planner.cost.work import IMPOSSIBLE, Work
 from planner.schedule.one_stage import TWO_BW
 from planner.schedule.schedule import warm_up_depth
-from planner.solver.problem.bounds import AsynchronousBounds, Bounds, DoubleBufferedBounds, PaperBounds, PipedreamBounds
+from planner.solver.problem.bounds import AsynchronousBounds, DoubleBufferedBounds
 from tests.cost.works import works
 from tests.examples import examples
 
@@ -39,7 +38,6 @@ def test_fewest_replicas_of_2bw_are_the_first_that_counting_finds(
     assert int(model.fewest_replicas(stage, target, at_least, np.array([after]))[0]) == min(meets, default=IMPOSSIBLE)
 
 
-@pytest.mark.parametrize("model", [AsynchronousBounds, PipedreamBounds, PaperBounds])
 @settings(max_examples=examples(500), deadline=None)
 @given(
     stage=works,
@@ -49,9 +47,9 @@ def test_fewest_replicas_of_2bw_are_the_first_that_counting_finds(
     at_least=st.integers(1, 6),
 )
 def test_closed_form_of_the_fewest_replicas_is_the_first_that_counting_finds(
-    model: type[Bounds], stage: Work, bandwidth: float, latency: float, target: float, at_least: int
+    stage: Work, bandwidth: float, latency: float, target: float, at_least: int
 ) -> None:
-    priced = model(Link(bandwidth, latency))
+    priced = AsynchronousBounds(Link(bandwidth, latency))
     most = 2000
     meets = np.flatnonzero(priced.stage_s(stage, np.arange(at_least, most)) <= target)
     found = int(priced.fewest_replicas(stage, target, at_least)[0])

@@ -32,7 +32,7 @@ from tests.solver.strategies import profiles
     model=profiles(most_layers=4, linear=True),
     gpus=st.integers(1, 3),
     memory=st.integers(1, 40),
-    how=st.sampled_from([("1f1b", 1), ("gpipe", 2), ("naive", 1), ("1f1b-flush", 2), ("2bw", 3)]),
+    how=st.sampled_from([("1f1b", 1), ("gpipe", 2), ("1f1b-flush", 2), ("2bw", 3)]),
 )
 def test_named_memory_and_gpus_against_brute_force(
     model: Profile, gpus: int, memory: int, how: tuple[str, int]

@@ -45,7 +45,7 @@ class FewestReplicas:
 
     def __init__(self, space: Chain, model: Bounds, limits: Limits) -> None:
         self.space, self.model, self.limits = space, model, limits
-        self.ways = WaysOf(space, limits, prices_shards=model.prices_shards)
+        self.ways = WaysOf(space, limits)
         key = type(model), model.microbatches, limits.memory_bytes, self.ways.rule, self.ways.whole_stages
         self._known = _KNOWN.setdefault(space, {}).setdefault((*key, self.ways.shards), {})
         # GPU seconds of the layers before each last state, at least.

@@ -39,14 +39,14 @@ _KNOWN: WeakKeyDictionary[Chain, dict[Hashable, _Table]] = WeakKeyDictionary()
 
 
 class SynchronousSearch:
-    """Finds the fastest gpipe, 1f1b-flush or naive plan, in which all replicas are multiples of a number."""
+    """Finds the fastest gpipe or 1f1b-flush plan, in which all replicas are multiples of a number."""
 
     def __init__(self, space: Chain, model: SynchronousModel, limits: Limits, multiple: int = 1) -> None:
         self.deadline, self.interrupted = limits.deadline, False  # interrupted: there may be faster plans
         self._cut_short = False  # whether the deadline ended the last walk
         self.found: list[CutPath] = []  # on the way to the best: each has a larger sum and a smaller maximum
-        # Replicas beyond the number of microbatches would idle, and naive runs one microbatch at a time.
-        most = min(limits.gpus, model.microbatches, limits.most_replicas) if model.schedule.pipelined else 1
+        # Replicas beyond the number of microbatches would idle.
+        most = min(limits.gpus, model.microbatches, limits.most_replicas)
         self.space, self.model, self.limits = space, model, limits
         self._unit, many = 1, limits.gpus > _MOST_SINGLE_GPUS
         while many and self._unit < most and len(space) ** 2 // 2 * most // self._unit > _MOST_ENTRIES:
@@ -117,7 +117,7 @@ class SynchronousSearch:
         """Return a limit that leaves out nothing but plans slower than one that is balanced well."""
         everything = self.space.work(0, np.array([len(self.space) - 1]))
         limit_s = float(self.model.microbatches * everything.compute_s[0]) / (self.gpus * self._unit)
-        if not self.model.schedule.pipelined or limit_s <= 0 or self.within(np.inf) is None:
+        if limit_s <= 0 or self.within(np.inf) is None:
             return np.inf
         while (answer := self.within(limit_s)) is None:
             limit_s *= _STEP

@@ -38,7 +38,7 @@ class BestWays:
 
     @cached_property
     def _ways(self) -> "WaysOf":
-        return WaysOf(self.space, self.problem.limits, prices_shards=self.problem.simulates)
+        return WaysOf(self.space, self.problem.limits)
 
     def options(self, states: Sequence[int], replicas: Sequence[int]) -> tuple[StageOptions, ...]:
         """Return how each stage is quickest among the ways that fit the memory; the plainest way where none does."""
@@ -125,7 +125,7 @@ class Ways:
 class WaysOf:
     """The ways that rules and memory leave to the stages of a space."""
 
-    def __init__(self, space: Chain, limits: Limits, *, prices_shards: bool = True) -> None:
+    def __init__(self, space: Chain, limits: Limits) -> None:
         self.space, self.limits, rules = space, limits, limits.rules
         self.layer_costs = space.layer_costs
         self.rule = rules.recompute
@@ -133,7 +133,7 @@ class WaysOf:
         profile, rule = space.layer_costs.profile, rules.shard_optimizer
         limited = limits.memory_bytes is not None
         gains = limited or any(layer.update_s > 0 for layer in profile.layers)
-        possible = prices_shards and profile.may_shard_optimizer and limits.gpus > 1
+        possible = profile.may_shard_optimizer and limits.gpus > 1
         self.most_sharded = limits.most_sharded
         self.always_shards = possible and rule == "always"
         self.shards = self.always_shards or (possible and rule == "auto" and gains)
@@ -225,7 +225,7 @@ def relaxed_s(problem: Problem, space: Chain) -> float:
 
     Under synchronous schedules the bound knows the bubble and the memory, too; it is infinite where no plan fits.
     """
-    ways, schedule = WaysOf(space, problem.limits, prices_shards=problem.simulates), problem.schedule
+    ways, schedule = WaysOf(space, problem.limits), problem.schedule
     least_s = balanced_s(problem.layer_costs, problem.setting, ways.least)
     drains = schedule.formula == "synchronous" and not (schedule.splits_backward or problem.cluster.kinds)
     return max(least_s, drained_s(problem)) if drains else least_s
@@ -329,8 +329,8 @@ def stages_on(
     """Return the stages on up to so many GPUs of a kind, which are priced with a link: see `stages_alike`."""
     schedule, microbatches = problem.schedule, problem.microbatches
     limits = replace(problem.limits, memory_bytes=memory_bytes)
-    ways = WaysOf(space, limits, prices_shards=problem.simulates)
-    most = min(most, microbatches) if schedule.divides else most if schedule.pipelined else 1
+    ways = WaysOf(space, limits)
+    most = min(most, microbatches) if schedule.divides else most
     parts_s = partial(problem.parts_s, link=link)
     return stages_alike(ways, schedule, microbatches, parts_s, most, problem.cluster.gpus)
 

@@ -17,7 +17,6 @@ from planner.cost.models.synchronous import SynchronousModel
 from planner.cost.network.link import Link
 from planner.cost.network.topology import Resource, Topology
 from planner.cost.work import IMPOSSIBLE, Floats, Integers, Work
-from planner.formats.names import CostModelName
 from planner.solver.evaluate import evaluation
 from planner.solver.evaluate.evaluation import priced, priced_path
 from planner.solver.problem.bounds import Bounds, BoundsLike, bounds_for
@@ -36,16 +35,11 @@ from planner.units import SLACK
 class NearestModel(BoundsLike):
     """A cost model whose stages span as few groups as their replicas need, next to the stages they talk to."""
 
-    def __init__(self, name: CostModelName, topology: Topology) -> None:
+    def __init__(self, topology: Topology) -> None:
         near = topology.link(0)
-        self.name = name
         self._groups = [*(int(size) for size in topology.groups[:-1]), IMPOSSIBLE]  # the last group holds all ranks
-        # The published models know one bandwidth, which here is that of the all-reduce: cuts are priced by `_near`.
-        links = [
-            replace(near, all_reduce_bandwidth_bytes_per_s=float(ring)) if name == "resource" else topology.link(level)
-            for level, ring in enumerate(topology.ring_bytes_per_s)
-        ]
-        self._levels = [bounds_for(name, link) for link in links]
+        rings = map(float, topology.ring_bytes_per_s)
+        self._levels = [bounds_for(replace(near, all_reduce_bandwidth_bytes_per_s=ring)) for ring in rings]
         super().__init__(self._levels[0])
         self.link = near
 
@@ -55,8 +49,7 @@ class NearestModel(BoundsLike):
         for smaller, model in zip(self._groups, self._levels[1:], strict=False):
             farther = model.resources_s(work, r)
             for resource in busy:
-                if self.name == "resource" or resource == "compute":
-                    busy[resource] = np.where(r > smaller, farther[resource], busy[resource])
+                busy[resource] = np.where(r > smaller, farther[resource], busy[resource])
         return busy
 
     def fewest_replicas(self, work: Work, target_s: float, at_least: ArrayLike = 1, after: ArrayLike = 0) -> Integers:
@@ -72,10 +65,6 @@ class NearestModel(BoundsLike):
             if open_.any():
                 part = work if open_.ndim == 1 and open_.all() else taken(work, open_)
                 from_ = np.maximum(floor[open_], smaller + 1)
-                if self.name != "resource":  # cuts use the nearest links
-                    from_ = np.maximum(from_, self.like.fewest_replicas(part, target_s, from_, behind[open_]))
-                    nothing = np.zeros_like(part.cut_before_bytes)
-                    part = replace(part.without_transfers(), cut_before_bytes=nothing, cut_after_bytes=nothing)
                 r = np.maximum(model.fewest_replicas(part, target_s, from_, behind[open_]), from_)
                 answer[open_] = np.where(r <= larger, r, IMPOSSIBLE)
             smaller = larger
@@ -133,7 +122,7 @@ class Columned:
 
 
 def search_columns(problem: Problem, space: Chain, nearest: CutPath, best: Evaluation) -> Columned:
-    """Find plans in columns that may be faster than the `best` plan on consecutive ranks, by the resource model.
+    """Find plans in columns that may be faster than the `best` plan on consecutive ranks, by the cost model.
 
     The time of `nearest`, the best path on a flat cluster that is never worse, is a bound.
     """
@@ -180,9 +169,9 @@ def _flat(problem: Problem, space: Chain, multiple: int, below_s: float) -> Iter
 
 def _models(problem: Problem, multiple: int) -> Iterator[tuple[MultiplesModel, Limits]]:
     """Yield cost models that no asynchronous plan in columns is below, each for so many GPUs."""
-    name, ((far, all_gpus), (_, few)) = problem.setting.cost_model, _links(problem)
-    yield MultiplesModel(bounds_for(name, far), multiple), all_gpus
-    yield MultiplesModel(NearestModel(name, problem.topology), multiple), few
+    (far, all_gpus), (_, few) = _links(problem)
+    yield MultiplesModel(bounds_for(far), multiple), all_gpus
+    yield MultiplesModel(NearestModel(problem.topology), multiple), few
 
 
 def _links(problem: Problem) -> tuple[tuple[Link, Limits], tuple[Link, Limits]]:

@@ -52,7 +52,7 @@ class PathPrices:
         limited = limits.counts_gpus or limits.rules.max_stages is not None
         if not problem.schedule.stashes or (limited and not np.isfinite(self.seconds(path))):
             return self.seconds(path)
-        setting = Setting(cluster, cost_model=problem.setting.cost_model)
+        setting = Setting(cluster)
         resources = busy_resources(self.space.layer_costs, stages_along(self.space, path), setting)
         busy_s = [max(map(float, each.values())) for each in resources]
         seconds = max(busy_s)
@@ -117,11 +117,7 @@ def nearest_search(problem: Problem, space: Chain, limits: Limits) -> Search | S
     """Return the search for a flat cluster that is never worse."""
     if isinstance(objective_of(problem), SynchronousModel):
         return flat_search(problem, space, limits, problem.topology.link(0))
-    return Search(space, _nearest_model(problem), limits)
-
-
-def _nearest_model(problem: Problem) -> NearestModel:
-    return NearestModel(problem.setting.cost_model, problem.topology)
+    return Search(space, NearestModel(problem.topology), limits)
 
 
 def _refined(prices: PathPrices, best: CutPath | None) -> CutPath | None:

@@ -18,11 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost.candidate import StageOptions
+from planner.cost.models.asynchronous import AsynchronousModel
 from planner.cost.models.synchronous import SynchronousModel
 from planner.cost.network.topology import Topology
-from planner.cost.pricing import ASYNCHRONOUS
 from planner.cost.work import Floats, Integers, Work
-from planner.formats.names import CostModelName
 from planner.schedule.schedule import warm_up_depth
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import RESOLUTION, BoundedPath, CutPath
@@ -33,15 +32,13 @@ MOST_ENTRIES = 12_000_000  # in the tables of bounds
 MOST_COUNTS = 16  # numbers of GPUs that are tried one by one where memory is limited
 MOST_TRADES = 16  # answers that trade the sum against the maximum
 
-# What is minimised: a cost model of the asynchronous pipeline, or the model of a synchronous one.
-Objective = CostModelName | SynchronousModel
 Sides = tuple[Floats, Floats]  # what stages exchange with earlier stages, and with later ones: `Chain.sides`
 BOTH_WAYS = ((0, 1), (1, 0))  # their rows: activations come from earlier stages, gradients from later
 
 
-def objective_of(problem: Problem) -> Objective:
-    """Return the cost model whose seconds are minimised."""
-    return problem.setting.cost_model if problem.schedule.stashes else problem.synchronous()
+def objective_of(problem: Problem) -> SynchronousModel | None:
+    """Return the model of a synchronous pipeline whose seconds are minimised; None for the asynchronous one."""
+    return None if problem.schedule.stashes else problem.synchronous()
 
 
 @dataclass(frozen=True)
@@ -121,38 +118,27 @@ class Places:
         ]
 
 
-def bounds_of(ways: Ways, places: Places, objective: Objective) -> StageBounds:
+def bounds_of(ways: Ways, places: Places, objective: SynchronousModel | None) -> StageBounds:
     """Bound what stages cost in these ways, in every place."""
     limits, replicas = ways.source.limits, places.replicas[:, None]
     sides, footprint = ways.source.space.sides(ways.state, ways.others), ways.footprint_on(replicas)
-    if isinstance(objective, SynchronousModel):
+    if objective is not None:
         sum_s, max_s = _synchronous(ways.work, places, sides, objective)
         footprint = footprint.divided(objective.microbatches)
     else:
-        max_s = _asynchronous(ways.work, places, sides, objective)
+        max_s = _asynchronous(ways.work, places, sides)
         sum_s = np.zeros_like(max_s)
     shape = (len(replicas), len(ways))
     most = np.full(shape, limits.deepest)
     if limits.memory_bytes is not None:
-        stashing = not isinstance(objective, SynchronousModel)
-        most = np.minimum(most, footprint.most_in_flight(limits.memory_bytes, stashing))
+        most = np.minimum(most, footprint.most_in_flight(limits.memory_bytes, objective is None))
     return StageBounds(ways, sum_s, max_s, np.where(ways.allowed(np.broadcast_to(replicas, shape)), most, 0))
 
 
-def _asynchronous(work: Work, places: Places, sides: Sides, name: CostModelName) -> Floats:
+def _asynchronous(work: Work, places: Places, sides: Sides) -> Floats:
     topology, r = places.topology, places.replicas[:, None]
-    if name != "resource":
-        models = [ASYNCHRONOUS[name](topology.link(level)) for level in range(len(topology))]
-        busy = [model.resources_s(work, r) for model in models]
-        shape = (len(r), len(work.forward_s))
-        bound = places.at([each["compute"] for each in busy], places.span)
-        for resource, levels in (("cut_before", places.before_last), ("cut_after", places.first_after)):
-            if resource in busy[0]:
-                cuts = [np.broadcast_to(each[resource], shape) for each in busy]
-                bound = np.maximum(bound, places.at(cuts, levels))
-        return bound
     computes = [
-        ASYNCHRONOUS[name](topology.stage_link(range(int(size)))).resources_s(work, r)["compute"]
+        AsynchronousModel(topology.stage_link(range(int(size)))).resources_s(work, r)["compute"]
         for size in topology.groups
     ]
     ring = 2 * (r - 1) / (r * r) * work.trainable_bytes
@@ -169,7 +155,7 @@ def _synchronous(work: Work, places: Places, sides: Sides, model: SynchronousMod
         for size in topology.groups
     ]
     alone = work.without_transfers()
-    sums = places.at([np.broadcast_to(each.sum_s(alone, r), shape) for each in placed], places.span)
+    sums = places.at([np.broadcast_to(each.sum_s(alone), shape) for each in placed], places.span)
     for side, path_s, latency_s in (
         (sides[0], places.path_left, places.latency_left),
         (sides[1], places.path_right, places.latency_right),
@@ -178,13 +164,11 @@ def _synchronous(work: Work, places: Places, sides: Sides, model: SynchronousMod
         sums = sums + moved_s / 2  # each end counts half of a message
     computes = [np.broadcast_to(each.resources_s(work, r)["compute"], shape) for each in placed]
     bound = places.at(computes, places.span)
-    if model.schedule.pipelined:
-        ends = places.at([np.broadcast_to(each.end_s(work, r), shape) for each in placed], places.span)
-        more = (np.ceil(model.microbatches / r) - 1) * r
-        bound = np.maximum(bound, more * _own_link_s(places, sides) + ends)
-        shared_s = _shared_link_s(places, sides, np.zeros((len(r), 1)))
-        bound = np.maximum(bound, (model.microbatches - 1) * shared_s)
-    return sums, bound
+    ends = places.at([np.broadcast_to(each.end_s(work, r), shape) for each in placed], places.span)
+    more = (np.ceil(model.microbatches / r) - 1) * r
+    bound = np.maximum(bound, more * _own_link_s(places, sides) + ends)
+    shared_s = _shared_link_s(places, sides, np.zeros((len(r), 1)))
+    return sums, np.maximum(bound, (model.microbatches - 1) * shared_s)
 
 
 def _own_link_s(places: Places, sides: Sides) -> Floats:
@@ -231,7 +215,7 @@ class Relaxed:
         self._synchronous = isinstance(self.objective, SynchronousModel)
         # More replicas than microbatches would idle, but may let the next stage begin at a server.
         self.places = Places(problem.topology, problem.cluster.gpus)
-        ways = WaysOf(space, limits, prices_shards=problem.simulates)
+        ways = WaysOf(space, limits)
         self.bounds = [self._bounds(ways, state) for state in range(len(space) - 1)]
 
     @staticmethod

@@ -15,7 +15,6 @@ from planner.cost.network.link import link_of
 from planner.cost.setting import Setting
 from planner.errors import InputError
 from planner.formats.cluster import Cluster, DeviceKind, Level, flat_cluster
-from planner.formats.names import CostModelName
 from planner.formats.profile import Profile
 from planner.options.solving import RecomputeRule, StageRules
 from planner.schedule.registry import find
@@ -38,17 +37,11 @@ bandwidths = st.sampled_from([0.5, 1.0, 2.0, 8.0, 1e4])
 latencies = st.sampled_from([0.0, 0.0, 0.25, 3.0])
 
 
-def flow_equals_search_and_brute_force(
-    model: Profile,
-    cluster: Cluster,
-    name: CostModelName,
-    schedule: str,
-    microbatches: int,
-) -> None:
+def flow_equals_search_and_brute_force(model: Profile, cluster: Cluster, schedule: str, microbatches: int) -> None:
     layer_costs = LayerCosts(model)
-    problem = Problem(layer_costs, Setting(cluster, find(schedule), microbatches, cost_model=name))
+    problem = Problem(layer_costs, Setting(cluster, find(schedule), microbatches))
     answer = solve_ilp(problem)
-    expected = brute_force(layer_costs, cluster, model=name, schedule=find(schedule), microbatches=microbatches)
+    expected = brute_force(layer_costs, cluster, schedule=find(schedule), microbatches=microbatches)
     if expected is None:
         assert answer is None
         return
@@ -63,7 +56,7 @@ def flow_equals_search_and_brute_force(
         assert (gpus, len(answer.stages)) == (expected.gpus, len(expected.stages))
     link = link_of(cluster)
     if schedule == "1f1b":
-        path = Search(Chain(layer_costs), bounds_for(name, link), Limits(cluster.gpus, cluster.memory_bytes)).best()
+        path = Search(Chain(layer_costs), bounds_for(link), Limits(cluster.gpus, cluster.memory_bytes)).best()
     elif schedule == "2bw":
         return
     else:
@@ -75,30 +68,22 @@ def flow_equals_search_and_brute_force(
 
 instances = st.tuples(profiles(most_layers=5), st.integers(1, 4), bandwidths, latencies, memories, st.integers(1, 6))
 Instance = tuple[Profile, int, float, float, int | None, int]
-MODELS: list[tuple[CostModelName, str]] = [
-    ("resource", "1f1b"),
-    ("pipedream", "1f1b"),
-    ("paper", "1f1b"),
-    ("resource", "gpipe"),
-    ("resource", "1f1b-flush"),
-    ("resource", "naive"),
-    ("resource", "2bw"),
-]
+SCHEDULES = ("1f1b", "gpipe", "1f1b-flush", "2bw")
 
 
-def _ask(instance: Instance, name: CostModelName, schedule: str) -> None:
+def _ask(instance: Instance, schedule: str) -> None:
     model, gpus, bandwidth, latency, memory, microbatches = instance
     microbatches = microbatches if schedule in ("gpipe", "1f1b-flush", "2bw") else 1
     cluster = flat_cluster(gpus, bandwidth, memory, latency)
-    flow_equals_search_and_brute_force(model, cluster, name, schedule, microbatches)
+    flow_equals_search_and_brute_force(model, cluster, schedule, microbatches)
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize(("name", "schedule"), MODELS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @settings(max_examples=30, deadline=None)
 @given(instance=instances)
-def test_flow_finds_what_search_and_brute_force_find(name: CostModelName, schedule: str, instance: Instance) -> None:
-    _ask(instance, name, schedule)
+def test_flow_finds_what_search_and_brute_force_find(schedule: str, instance: Instance) -> None:
+    _ask(instance, schedule)
 
 
 @pytest.mark.parametrize("rule", ["auto", "blocks"])
@@ -127,15 +112,13 @@ def test_any_blocks_of_a_stage_may_recompute(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "schedule"), MODELS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @settings(max_examples=examples(300), deadline=None)
 @given(
     instance=st.tuples(profiles(most_layers=5), st.integers(1, 5), bandwidths, latencies, memories, st.integers(1, 8))
 )
-def test_flow_finds_what_search_and_brute_force_find_many_times(
-    name: CostModelName, schedule: str, instance: Instance
-) -> None:
-    _ask(instance, name, schedule)
+def test_flow_finds_what_search_and_brute_force_find_many_times(schedule: str, instance: Instance) -> None:
+    _ask(instance, schedule)
 
 
 # What only integer programs express, against every plan there is.

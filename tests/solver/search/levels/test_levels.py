@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import pathlib
 from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.graph_txt import load_graph_txt
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.setting import Setting
 from planner.errors import InfeasibleError
-from planner.formats.cluster import Cluster, flat_cluster, hierarchical_cluster
-from planner.formats.names import CostModelName
+from planner.formats.cluster import Cluster, hierarchical_cluster
 from planner.formats.profile import Profile
 from planner.options.solving import RecomputeRule, StageRules
 from planner.schedule.registry import find
@@ -27,8 +24,7 @@ from tests.examples import examples
 from tests.solver.oracle import brute_force
 from tests.solver.strategies import profiles
 
-COST_MODELS: tuple[CostModelName, ...] = ("resource", "pipedream", "paper")
-SCHEDULES: tuple[str, ...] = ("gpipe", "1f1b-flush", "naive")
+SCHEDULES: tuple[str, ...] = ("gpipe", "1f1b-flush")
 NEAR_BEST = 1.1  # how much worse than brute force a plan may be where the bounds do not prove it
 SIZES = [(2, 2), (2, 3), (3, 2), (1, 4), (2, 1, 2)]
 LARGER = [(2, 4), (4, 2), (2, 2, 2)]
@@ -50,7 +46,6 @@ def clusters(draw: st.DrawFn, sizes: Sequence[tuple[int, ...]] = SIZES) -> Clust
 def check(
     profile: Profile,
     cluster: Cluster,
-    model: CostModelName = "resource",
     schedule: str = "1f1b",
     microbatches: int = 1,
     recompute: RecomputeRule = "auto",
@@ -58,13 +53,12 @@ def check(
     """The search answers what brute force does, up to `NEAR_BEST`, and its bound holds."""
     layer_costs = LayerCosts(profile)
     space = Chain(layer_costs)
-    setting = Setting(cluster, find(schedule), microbatches, cost_model=model)
+    setting = Setting(cluster, find(schedule), microbatches)
     problem = Problem(layer_costs, setting, StageRules(recompute, "never"))
     nearest = nearest_search(problem, space, problem.limits).best()
     expected = brute_force(
         layer_costs,
         cluster,
-        model=model,
         schedule=find(schedule),
         microbatches=microbatches,
         recompute=recompute,
@@ -83,11 +77,10 @@ def check(
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("model", COST_MODELS)
 @settings(max_examples=40, deadline=None)
 @given(profile=profiles(most_layers=4), cluster=clusters(), recompute=recomputing)
-def test_asynchronous_plans(model: CostModelName, profile: Profile, cluster: Cluster, recompute: RecomputeRule) -> None:
-    check(profile, cluster, model, recompute=recompute)
+def test_asynchronous_plans(profile: Profile, cluster: Cluster, recompute: RecomputeRule) -> None:
+    check(profile, cluster, recompute=recompute)
 
 
 @pytest.mark.sampled(2)
@@ -101,7 +94,7 @@ def test_plans_that_drain(
         profile,
         cluster,
         schedule=schedule,
-        microbatches=1 if schedule == "naive" else microbatches,
+        microbatches=microbatches,
         recompute=recompute,
     )
 
@@ -144,45 +137,17 @@ def test_a_model_has_no_plan_where_only_another_order_of_its_layers_fits() -> No
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("model", COST_MODELS)
 @settings(max_examples=40, deadline=None)
 @given(profile=profiles(most_layers=4), cluster=clusters())
-def test_what_no_plan_can_beat_is_no_more_than_the_best_plan(
-    model: CostModelName, profile: Profile, cluster: Cluster
-) -> None:
-    expected = brute_force(LayerCosts(profile), cluster, model=model)
+def test_what_no_plan_can_beat_is_no_more_than_the_best_plan(profile: Profile, cluster: Cluster) -> None:
+    expected = brute_force(LayerCosts(profile), cluster)
     if expected is None:
         with pytest.raises(InfeasibleError):
-            solve(profile, cluster, cost_model=model)
+            solve(profile, cluster)
         return
-    plan = solve(profile, cluster, cost_model=model)
+    plan = solve(profile, cluster)
     best_s = expected.price.seconds_per_minibatch
     assert plan.solver.lower_bound_s <= best_s * (1 + 1e-9) or plan.solver.status == "optimal"
-    if model != "resource":  # whose waits brute force does not count
-        assert plan.predicted.seconds_per_minibatch >= best_s * (1 - 1e-9)
-        if plan.solver.status == "optimal":
-            assert plan.predicted.seconds_per_minibatch == pytest.approx(best_s, rel=1e-9)
-
-
-@pytest.mark.parametrize("model", ["pipedream", "paper"])
-@settings(max_examples=40, deadline=None)
-@given(profile=profiles(most_layers=5), sizes=st.sampled_from([(2, 2), (2, 4), (4, 2)]))
-def test_without_sharing_no_answer_is_worse_than_on_a_flat_cluster_at_the_slowest_bandwidth(
-    model: CostModelName, profile: Profile, sizes: tuple[int, ...]
-) -> None:
-    levels = solve(profile, hierarchical_cluster(sizes, (8.0, 1.0), shared=False), cost_model=model)
-    flat = solve(profile, flat_cluster(levels.cluster.gpus, 1.0), cost_model=model)
-    assert levels.predicted.seconds_per_minibatch <= flat.predicted.seconds_per_minibatch * (1 + 1e-9)
-
-
-@pytest.mark.parametrize(("name", "most_s"), [("vgg16", 0.0548), ("resnet50", 0.0333), ("gnmt", 0.01009)])
-def test_four_published_servers(name: str, most_s: float) -> None:
-    file = pathlib.Path(__file__).parents[4].parent / "shared" / "anchors" / "pipedream" / f"{name}.txt"
-    if not file.exists():
-        pytest.skip("the published profiles are not beside the project")
-    plan = solve(load_graph_txt(file), hierarchical_cluster((4, 4), (16e9, 1.25e9)), cost_model="pipedream")
-    assert plan.solver.status == "optimal"
-    assert plan.predicted.seconds_per_minibatch <= most_s
 
 
 def test_fifteen_and_one_on_four_servers_of_four() -> None:

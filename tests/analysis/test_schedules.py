@@ -1,0 +1,51 @@
+"""Plans under all schedules beside the answers for each alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from planner.api.planning import solve
+from planner.errors import InfeasibleError
+from planner.formats.cluster import flat_cluster
+from planner.formats.plan import Plan
+from planner.options.solving import SolveOptions
+from planner.reporting.tables.plan import plan_report
+from planner.schedule.registry import SCHEDULES
+from planner.schedule.schedule import Schedule
+from planner.solver.find_plan import find_plan
+from tests.samples import layer, profile
+
+MODEL = profile(*(layer(f"l{n}", 1 + n % 2, 2, output_bytes=4, weight_bytes=20, saved_bytes=5) for n in range(8)))
+CLUSTER = flat_cluster(4, 20.0)
+
+
+def alone(schedule: Schedule, max_staleness: int | None = None) -> Plan:
+    microbatches = 8 if schedule.divides else None
+    options = SolveOptions(schedule=schedule, microbatches=microbatches, max_staleness=max_staleness, time_limit_s=None)
+    return find_plan(MODEL, CLUSTER, options)
+
+
+@pytest.mark.parametrize("max_staleness", [None, 1])
+def test_the_fastest_of_the_single_answers_is_the_answer(max_staleness: int | None) -> None:
+    plan = solve(MODEL, CLUSTER, schedule="auto", microbatches=8, max_staleness=max_staleness, time_limit_s=None)
+    assert [way.schedule for way in plan.schedules] == list(SCHEDULES)
+    for way in plan.schedules:
+        single = alone(way.schedule, max_staleness)
+        assert (way.config, way.staleness) == (single.config, single.staleness)
+        assert way.seconds_per_microbatch == single.predicted.seconds_per_minibatch / single.microbatches
+    may_be = [way for way in plan.schedules if max_staleness is not None or not way.schedule.asynchronous]
+    best = min(may_be, key=lambda way: way.seconds_per_microbatch)
+    assert (plan.schedule, plan.config) == (best.schedule, best.config)
+    assert plan.schedule.asynchronous == (max_staleness is not None)
+    assert {way.staleness for way in plan.schedules if way.schedule.asynchronous} != {0}
+    shown = [line.split() for line in plan_report(plan).splitlines() if line.endswith("chosen")]
+    assert [line[0] for line in shown] == [plan.schedule.name]
+    assert Plan.model_validate_json(plan.model_dump_json()) == plan
+
+
+def test_schedules_without_a_plan_are_noted() -> None:
+    plan = solve(MODEL, CLUSTER, schedule="auto", minibatch=4 * (MODEL.microbatch_size or 1), time_limit_s=None)
+    assert "1f1b" not in [way.name for way in plan.schedules]
+    assert any(note.startswith("there is no plan under 1f1b: under 1f1b a minibatch has") for note in plan.notes)
+    with pytest.raises(InfeasibleError, match="no plan fits 4 GPUs of 10 B"):
+        solve(MODEL, flat_cluster(4, 20.0, 10), schedule="auto")
