@@ -62,14 +62,18 @@ def test_calibration_does_not_look_at_the_row_that_it_is_judged_by() -> None:
 
         return Row("s", job, "", measured_s, predict, spec=DEVICES["l4"]).now()
 
-    rows = [row("a", 0.9, 1.1), row("a", 0.5, 1.1), row("b", 0.8, 1.1), row("b", 0.2, 1.1)]
+    rows = [
+        row(job, share, 1.1) for job, share in zip("aabbccdd", (0.9, 0.5, 0.8, 0.2, 0.7, 0.4, 0.6, 0.3), strict=True)
+    ]
     found = calibrated(rows)
     # Each is close to the truth, which is 10% more, and as far from it whatever was measured.
-    assert [each.calibrated_s for each in found] == pytest.approx([1.1] * 4, abs=0.02)
-    assert [each.by_job_s for each in found] == pytest.approx([1.1] * 4, abs=0.03)
+    assert [each.calibrated_s for each in found] == pytest.approx([1.1] * 8, abs=0.02)
+    assert [each.by_job_s for each in found] == pytest.approx([1.1] * 8, abs=0.03)
     other = calibrated([replace(rows[0], measured_s=2.0), *rows[1:]])
     assert other[0].calibrated_s == found[0].calibrated_s
     assert other[1].calibrated_s != found[1].calibrated_s
+    # Two jobs cannot say whether a fit helps with a third.
+    assert [each.by_job_s for each in calibrated(rows[:6])] == [1.0] * 6
 
 
 def test_summary_of_rows_without_prediction() -> None:
