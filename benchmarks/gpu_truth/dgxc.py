@@ -5,6 +5,9 @@ The source is NVIDIA/dgxc-benchmarking (MIT), version 25.05: the tables of `llam
 kernels, attention by cuDNN, sequence parallelism, a divided optimizer whose collectives overlap, interleaved stages.
 Ranks that divide the context have a part of the tokens of a sample, and of its attention: all that a layer does is
 divided by them here, and what they exchange for it is taken to hide behind the attention.
+
+Each GPU's work is the same on any number of GPUs, and so are the measured seconds, within 0.5% (8 to 128, 64 to 2,048,
+and 512 to 2,048 GPUs), so the fewest stand for all.
 """
 
 from __future__ import annotations
@@ -29,13 +32,13 @@ _NEMOTRON = {"vocab": 256000, "seq": 4096, "biases": False, "flash": True, "key_
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a model is trained, and the measured seconds of an iteration by the number of GPUs.
+    """How a model is trained on the fewest GPUs, and the measured seconds of an iteration.
 
     Attributes:
         gpt: the model.
         tensor, pipeline, context, chunks: ranks that divide layers, stages, ranks that divide tokens, chunks of a rank.
         samples, microbatches: of a microbatch, and of each replica.
-        seconds: by GPUs.
+        gpus, seconds: how many there were, and how long an iteration took.
     """
 
     gpt: Gpt
@@ -45,34 +48,30 @@ class Recipe:
     chunks: int
     samples: int
     microbatches: int
-    seconds: dict[int, float]
+    gpus: int
+    seconds: float
 
 
 RECIPES = (
     Recipe(
         Gpt("Llama 3.1 8B", 32, 4096, 32, 14336, **_LLAMA),  # type: ignore[arg-type]
-        *(1, 1, 2, 1, 1, 32),
-        {8: 12.27, 16: 12.3, 32: 12.32, 64: 12.33, 128: 12.33},
+        *(1, 1, 2, 1, 1, 32, 8, 12.27),
     ),
     Recipe(
         Gpt("Llama 3.1 70B", 80, 8192, 64, 28672, **_LLAMA),  # type: ignore[arg-type]
-        *(4, 4, 2, 5, 1, 64),
-        {64: 14.66, 128: 14.67, 256: 14.68, 512: 14.67},
+        *(4, 4, 2, 5, 1, 64, 64, 14.66),
     ),
     Recipe(
         Gpt("Llama 3.1 405B", 126, 16384, 128, 53248, **_LLAMA),  # type: ignore[arg-type]
-        *(8, 8, 2, 8, 1, 64),
-        {512: 19.78, 1024: 19.84},
+        *(8, 8, 2, 8, 1, 64, 512, 19.78),
     ),
     Recipe(
         Gpt("Nemotron-4 15B", 32, 6144, 48, 24576, **_NEMOTRON),  # type: ignore[arg-type]
-        *(2, 1, 1, 1, 2, 4),
-        {16: 2.746},
+        *(2, 1, 1, 1, 2, 4, 16, 2.746),
     ),
     Recipe(
         Gpt("Nemotron-4 340B", 96, 18432, 96, 73728, **_NEMOTRON),  # type: ignore[arg-type]
-        *(8, 8, 1, 12, 1, 16),
-        {256: 4.606},
+        *(8, 8, 1, 12, 1, 16, 256, 4.606),
     ),
 )
 
@@ -82,9 +81,8 @@ def rows() -> Iterator[Row]:
     for recipe in RECIPES:
         gpt, chunks = recipe.gpt, f"x{recipe.chunks}" if recipe.chunks > 1 else ""
         plan = f"pp {recipe.pipeline}{chunks}, tp {recipe.tensor}, cp {recipe.context}, microbatch {recipe.samples}"
-        for gpus, measured_s in recipe.seconds.items():
-            job = f"{gpt.name}, {gpus} H100, {gpt.seq} tokens"
-            yield Row("dgxc", job, plan, measured_s, partial(_predict, recipe, gpus), spec=_h100())
+        job = f"{gpt.name}, {recipe.gpus} H100, {gpt.seq} tokens"
+        yield Row("dgxc", job, plan, recipe.seconds, partial(_predict, recipe), spec=_h100())
 
 
 def _h100() -> DeviceSpec:
@@ -93,8 +91,8 @@ def _h100() -> DeviceSpec:
     return replace(spec, achieved_arithmetic={**spec.achieved_arithmetic, "attention": attention})
 
 
-def _predict(recipe: Recipe, gpus: int, spec: DeviceSpec) -> Prediction:
-    gpt, tensor = recipe.gpt, recipe.tensor
+def _predict(recipe: Recipe, spec: DeviceSpec) -> Prediction:
+    gpt, gpus, tensor = recipe.gpt, recipe.gpus, recipe.tensor
     degrees = sorted({1, tensor})
     ranks = [
         _of_tokens(parts_of(replace(gpt, tensor=t), recipe.samples, half_precision(), spec, "bfloat16"), recipe.context)
