@@ -20,7 +20,9 @@ from torch import nn
 
 import planner
 from planner.cli.main import build_parser
+from planner.cli.solve import complaints
 from planner.errors import ClusterError, InputError, UnitError
+from planner.formats.profile import Device
 from planner.formats.shown import VIEWS
 from planner.options.option import flag_of, options_in
 from tests.cli.in_process import plan as plan_verb
@@ -169,6 +171,20 @@ def test_options_take_texts_as_their_flags_do(profile: planner.Profile) -> None:
     assert described == planner.hierarchical_cluster((2, 2), ("nvlink2", "10Gbps"), "4GB", shared=False)
     with pytest.raises(ClusterError, match="no bandwidth"):
         planner.cluster(profile, gpus=2)
+
+
+def test_plans_leave_a_margin_of_a_profiled_gpu(profile: planner.Profile) -> None:
+    """As `plan fit` does; a limit that is given is taken as it is, and a CPU has none."""
+    device = Device(kind="cuda", name="some GPU", memory_bytes=80 * 2**30)
+    on_gpu = profile.model_copy(update={"device": device})
+    assert planner.cluster(on_gpu, gpus=2, bandwidth="1Gbps").memory_bytes == 76 * 2**30
+    assert planner.cluster(on_gpu, gpus=2, bandwidth="1Gbps", memory="80GiB").memory_bytes == 80 * 2**30
+    assert planner.cluster(profile, gpus=2, bandwidth="1Gbps").memory_bytes is None
+    plan = planner.solve(on_gpu, planner.cluster(on_gpu, gpus=2, bandwidth="1Gbps"))
+    said = [text for _, text, _ in complaints(plan, on_gpu) if text.startswith("plans fill")]
+    assert said == ["plans fill 95% of the 80 GiB that the profiled GPU has, for fragments and what libraries take"]
+    given = planner.solve(on_gpu, planner.cluster(on_gpu, gpus=2, bandwidth="1Gbps", memory="80GiB"))
+    assert not any(text.startswith("plans fill") for _, text, _ in complaints(given, on_gpu))
 
 
 def test_price_takes_plain_numbers(profile: planner.Profile) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from benchmarks.gpu_truth import aceso, calculon, galvatron, mist, sailor, vtrain
+from benchmarks.gpu_truth import aceso, calculon, dgxc, galvatron, mist, sailor, vtrain
 from benchmarks.gpu_truth.calibrated import calibrated, factors
 from benchmarks.gpu_truth.rows import ANCHORS, Row
 from benchmarks.gpu_truth.summary import error_of, scatter_svg, summary
@@ -24,6 +24,7 @@ SOURCES: Mapping[str, Callable[[], Iterator[Row]]] = {
     "calculon": calculon.rows,
     "galvatron": galvatron.rows,
     "sailor": sailor.rows,
+    "dgxc": dgxc.rows,
 }
 
 _CALIBRATED = ("calibrated on other rows", "on other jobs")

@@ -9,26 +9,18 @@ at the beginning of a layer begin a new one (runtime/megatron/model/flex_model.p
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate, islice
 from itertools import chain as chained
-from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
+from benchmarks.gpu_truth.aceso_links import PER_SERVER, Rates
 from benchmarks.gpu_truth.by_layers import Parts, Reduces, chain, divided, parts_of, summed
 from benchmarks.gpu_truth.gpt import Gpt
-from benchmarks.gpu_truth.rows import (
-    PCIE,
-    Prediction,
-    Row,
-    anchors,
-    device,
-    half_precision,
-    memory_of,
-    price,
-    reducing,
-)
+from benchmarks.gpu_truth.rows import Prediction, Row, anchors, device, half_precision, memory_of, price
 from planner.formats.cluster import flat_cluster
 from planner.formats.own_plan import OwnStage
 from planner.formats.profile import Layer, Profile
@@ -81,7 +73,6 @@ _LAYER: Mapping[str, Kind] = {
     "gemm2": Kind(9, activations=(1, 0), sends=(2, 0)),
     "dropout2": Kind(10, entering=0, activations=(1.5, 0)),
 }
-P4D = 50e9  # bytes per second: 400 Gbit/s of an EC2 P4d, the server of eight A100 of 40 GB
 _FIRST = "norm1"
 _OUTER = ("embedding", "norm", "head")  # never run again
 
@@ -117,7 +108,7 @@ def _ranks(stage: Mapping[str, Any]) -> int:
 
 def _predict(run: Mapping[str, Any], spec: DeviceSpec) -> Prediction:
     model, stages, micro = run["model"], run["stages"], run["micro_batch"]
-    hidden, a100 = model["hidden"], run["gpu"].startswith("A100")
+    hidden = model["hidden"]
     gpt = Gpt("gpt", model["layers"], hidden, model["heads"], 4 * hidden, 50432, model["seq"], dropout=0.1)
     own, ranks = list(_own_operators(gpt, stages)), [_ranks(stage) for stage in stages]
     degrees = sorted({1, *ranks})
@@ -131,15 +122,57 @@ def _predict(run: Mapping[str, Any], spec: DeviceSpec) -> Prediction:
         OwnStage(layers=tuple(islice(names, stage["ops"])), replicas=stage["dp_runs"][0][0], tensor=degree)
         for stage, degree in zip(stages, ranks, strict=True)
     ]
-    # Stages of several degrees are priced on one level: only messages leave a server. No rank computes while it sends
-    # or receives (runtime/megatron/p2p_communication.py), or while gradients are all-reduced.
-    gpus = sum(stage.replicas * stage.tensor for stage in planned)
-    cluster = flat_cluster(gpus, P4D if a100 else PCIE, overlap=False)
-    if a100:
-        cluster = reducing(cluster, max(ranks), whole.layers[0].outputs[0].output_bytes)
-    priced = price(profile, cluster, planned, run["global_batch"] // micro)
+    # No rank computes while it sends or receives (runtime/megatron/p2p_communication.py), or while gradients are
+    # all-reduced. Plans with groups of several sizes are priced on one level, so its rate is that inside a server, and
+    # what takes longer counts as more bytes.
+    rates, hidden_bytes = Rates.of(_DEVICES[run["gpu"]]), whole.layers[0].outputs[0].output_bytes
+    gpus = [stage.replicas * stage.tensor for stage in planned]
+    inside = rates.message_bytes_per_s(hidden_bytes, inside=True)
+    reduce = rates.reduce_bytes_per_s(max(2, *ranks), hidden_bytes)
+    cluster = flat_cluster(sum(gpus), inside, overlap=False, all_reduce_bandwidth_bytes_per_s=reduce)
+    microbatches = run["global_batch"] // micro
+    priced = price(profile, cluster, planned, microbatches)
     memory = memory_of(priced, [stage.get("peak_allocated_mb") for stage in stages])
+    if len(planned) > 1:
+        cuts = list(_cuts(own, ranks, gpus))
+        priced = price(_sending(profile, cuts, rates, inside), cluster, planned, microbatches)
     return Prediction(priced.predicted.seconds_per_minibatch, memory)
+
+
+class _Cut(NamedTuple):
+    """Where a stage ends: after which operator, and what crosses it in hidden states."""
+
+    layer: int
+    whole: float
+    divided: float
+    ranks: tuple[int, int]  # of both stages
+    inside: bool  # of a server
+
+
+def _cuts(stages: Sequence[_Own], ranks: Sequence[int], gpus: Sequence[int]) -> Iterator[_Cut]:
+    ends, devices = accumulate(len(own.names) for own in stages), accumulate(gpus)
+    for number, (end, device_end) in enumerate(islice(zip(ends, devices, strict=True), len(stages) - 1)):
+        last = stages[number].names[-1]
+        whole, parts = _LAYER[last].sends if last in _LAYER else (1.0, 0.0)
+        yield _Cut(end - 1, whole, parts, (ranks[number], ranks[number + 1]), device_end % PER_SERVER > 0)
+
+
+def _sending(profile: Profile, cuts: Sequence[_Cut], rates: Rates, inside: float) -> Profile:
+    """Return the profile whose values at cuts have so many bytes that a link of this rate takes as long for them."""
+    hidden_bytes = profile.layers[0].outputs[0].output_bytes
+    layers = list(profile.layers)
+    for cut in cuts:
+        whole, parts, (here, there) = cut.whole * hidden_bytes, cut.divided * hidden_bytes, cut.ranks
+        forward_s = rates.message_s(whole, parts, (here, there), inside=cut.inside)
+        back_s = rates.message_s(whole, parts, (there, here), inside=cut.inside)
+        # To a group of more ranks each rank is taken to send several copies (`planner.simulator.pipeline_costs`).
+        sent = {
+            "output_bytes": round(forward_s * inside / math.ceil(there / here)),
+            "gradient_bytes": round(back_s * inside / math.ceil(here / there)),
+        }
+        (value,) = layers[cut.layer].outputs
+        layers[cut.layer] = layers[cut.layer].model_copy(update={"outputs": (value.model_copy(update=sent),)})
+    return profile.model_copy(update={"layers": tuple(layers)})
 
 
 @dataclass(frozen=True)

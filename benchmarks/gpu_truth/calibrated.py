@@ -30,16 +30,24 @@ def calibrated(rows: Sequence[Row]) -> list[Row]:
             for other in timed
             if other != number and (rows[other].source, rows[other].spec) == (row.source, row.spec)
         ]
-        by_row = _fitted(row, [timed[other] for other in others])
-        by_job = _fitted(row, [timed[other] for other in others if rows[other].job != row.job])
-        result.append(replace(row, calibrated_s=by_row, by_job_s=by_job))
+        by_row = _fitted(row, by_job([(rows[other], timed[other]) for other in others]))
+        of_others = [(rows[other], timed[other]) for other in others if rows[other].job != row.job]
+        result.append(replace(row, calibrated_s=by_row, by_job_s=_fitted(row, by_job(of_others))))
     return result
+
+
+def by_job(rows: Sequence[tuple[Row, Timed]]) -> list[list[Timed]]:
+    """Return the measurements of each job, which are left out together."""
+    groups: dict[str, list[Timed]] = {}
+    for row, timed in rows:
+        groups.setdefault(row.job, []).append(timed)
+    return list(groups.values())
 
 
 def factors(rows: Sequence[Row]) -> tuple[float, float]:
     """Return the factors of arithmetic and bandwidth that all rows of one source and device fit."""
     start = next(row.spec for row in rows if row.spec is not None)
-    spec = fit_times(start, [[_timed(row)] for row in rows if row.predict is not None])
+    spec = fit_times(start, by_job([(row, _timed(row)) for row in rows if row.predict is not None]))
     return (1.0, 1.0) if spec is None else _factors(start, spec)
 
 
@@ -48,12 +56,11 @@ def _factors(start: DeviceSpec, spec: DeviceSpec) -> tuple[float, float]:
     return arithmetic, spec.achieved_bandwidth["gemm"] / start.achieved_bandwidth["gemm"]
 
 
-def _fitted(row: Row, others: Sequence[Timed]) -> float | None:
-    if row.predict is None or row.spec is None or not others:
+def _fitted(row: Row, groups: Sequence[Sequence[Timed]]) -> float | None:
+    if row.predict is None or row.predicted is None or row.spec is None or not groups:
         return None
-    return row.predict(
-        fit_times(row.spec, [[other] for other in others]) or row.spec
-    ).seconds  # which declines what would not help
+    spec = fit_times(row.spec, groups)  # which declines what does not help
+    return row.predicted.seconds if spec is None else row.predict(spec).seconds
 
 
 def _timed(row: Row) -> Timed:

@@ -16,6 +16,7 @@ from typing import Any
 from tabulate import tabulate
 
 from benchmarks.gpu_truth import aceso, calculon, vtrain
+from benchmarks.gpu_truth.aceso_links import Rates
 from benchmarks.gpu_truth.by_layers import divided, in_sequence, layer_reduces, parts_of, transformer
 from benchmarks.gpu_truth.gpt import Gpt
 from benchmarks.gpu_truth.rows import PCIE, Row, anchors, half_precision, reducing, servers, without_overlap
@@ -81,7 +82,8 @@ def jobs() -> Iterator[Job]:
         yield _job(model, size, int(record["global_batch"]), cluster, runs)
     for run, runs in _fastest(anchors("mist-aceso-runs.json"), aceso.rows()):
         a100, gpus = run["gpu"].startswith("A100"), run["total_gpus"]
-        cluster = servers(gpus, aceso.P4D) if a100 else flat_cluster(gpus, PCIE)
+        between = Rates.of("a100").server_bytes_per_s
+        cluster = servers(gpus, between) if a100 else flat_cluster(gpus, PCIE)
         yield _job(run["model"], run["micro_batch"], run["global_batch"], cluster, runs)
     measured = anchors("calculon.json")
     for entry, runs in _fastest(measured["iteration_seconds"], calculon.rows()):

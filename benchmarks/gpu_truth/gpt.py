@@ -27,6 +27,7 @@ class Gpt:
         gated: the MLP multiplies by a gate (SwiGLU), norms are RMS norms and positions are rotary, as in Llama.
         flash: attention is one fused kernel.
         half_loss: the loss is in the precision of the weights, and not in single.
+        key_heads: heads of keys and values, of which several heads of queries share each; None: as many as `heads`.
         tensor: ranks that divide heads, MLP and vocabulary between them, as Megatron does; this is one of them.
     """
 
@@ -42,6 +43,7 @@ class Gpt:
     gated: bool = False
     flash: bool = False
     half_loss: bool = False
+    key_heads: int | None = None
     tensor: int = 1
 
     def training_spec(self) -> TrainingSpec:
@@ -81,6 +83,11 @@ def _rotated(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     return x * cosine + torch.cat((-second, first), dim=-1) * sine
 
 
+def _heads(gpt: Gpt) -> tuple[int, int, int]:
+    keys = gpt.heads if gpt.key_heads is None else gpt.key_heads
+    return gpt.heads, keys, keys
+
+
 class _Attention(nn.Module):
     """Causal self-attention, (tokens, batch, width) -> the same: in Megatron's layout, heads need no copies."""
 
@@ -92,7 +99,8 @@ class _Attention(nn.Module):
     def __init__(self, gpt: Gpt) -> None:
         super().__init__()
         self.gpt = gpt
-        self.qkv = nn.Linear(gpt.hidden, 3 * gpt.hidden // gpt.tensor, bias=gpt.biases)
+        self.widths = [gpt.hidden // gpt.heads * heads // gpt.tensor for heads in _heads(gpt)]
+        self.qkv = nn.Linear(gpt.hidden, sum(self.widths), bias=gpt.biases)
         self.dense = nn.Linear(gpt.hidden // gpt.tensor, gpt.hidden, bias=gpt.biases)
         self.register_buffer("mask", torch.ones(gpt.seq, gpt.seq, dtype=torch.bool).triu(1))
         self.register_buffer("nothing", torch.zeros(1, 1, 1))
@@ -102,13 +110,17 @@ class _Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         gpt, (tokens, batch, width) = self.gpt, x.shape
         depth, heads = width // gpt.heads, gpt.heads // gpt.tensor
-        q, k, v = self.qkv(x).view(tokens, batch, heads, 3 * depth).chunk(3, dim=-1)
+        if gpt.key_heads is None:
+            q, k, v = self.qkv(x).view(tokens, batch, heads, 3 * depth).chunk(3, dim=-1)
+        else:
+            q, k, v = (part.unflatten(-1, (-1, depth)) for part in self.qkv(x).split(self.widths, dim=-1))
         if gpt.gated:
             q, k = _rotated(q, self.cosine, self.sine), _rotated(k, self.cosine, self.sine)
         dropout = gpt.dropout if self.training else 0.0
         if gpt.flash:
             q, k, v = (part.permute(1, 2, 0, 3) for part in (q, k, v))
-            y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+            shared = gpt.key_heads is not None
+            y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=shared)
         else:
             q, k, v = (part.view(tokens, batch * heads, depth).transpose(0, 1) for part in (q, k, v))
             scores = torch.baddbmm(self.nothing, q, k.transpose(1, 2), beta=0.0, alpha=1 / math.sqrt(depth)).view(

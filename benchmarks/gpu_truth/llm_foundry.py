@@ -12,7 +12,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from statistics import mean, median
 
@@ -22,8 +22,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.gpu_truth.by_layers import both_ways
+from benchmarks.gpu_truth.calibrated import calibrated
 from benchmarks.gpu_truth.gpt import Gpt, Layer, norm
-from benchmarks.gpu_truth.rows import device
+from benchmarks.gpu_truth.rows import Prediction, Row, device
+from benchmarks.gpu_truth.summary import Summary, summary
 from planner.profiler.estimated.devices import DeviceSpec
 from planner.profiler.estimated.execution import cuda_operations
 from planner.profiler.estimated.roofline import Costs
@@ -78,6 +80,20 @@ def pairs() -> Iterator[Pair]:
             yield Pair(gpt, samples, row["recomputed"] == "1", *seconds)
 
 
+def on_others(gpu: str, spec: DeviceSpec) -> Summary:
+    """Return what one GPU's rows are off by, as they are and calibrated on others, those of other models too."""
+    rows = []
+    for pair in pairs():
+        job, plan = f"{pair.gpt.layers} x {pair.gpt.hidden}", f"{pair.gpt.seq} tokens, microbatch {pair.samples}"
+        measured_s = pair.a100_s if spec is A100 else pair.h100_s
+        rows.append(Row(gpu, job, plan, measured_s, partial(_predict, pair), spec=spec).now())
+    return summary(calibrated(rows))
+
+
+def _predict(pair: Pair, spec: DeviceSpec) -> Prediction:
+    return Prediction(pair.seconds(spec))
+
+
 class _Head(nn.Module):
     def __init__(self, gpt: Gpt) -> None:
         super().__init__()
@@ -122,6 +138,11 @@ def main() -> None:
         for name, tokens in (("up to 4,096 tokens", range(4097)), ("more", range(4097, 10**6))):
             found = [pair.error(spec) for pair in pairs() if pair.gpt.seq in tokens]
             print(f"{gpu}, {name}: {len(found)} rows, median error {median(map(abs, found)):.1%}, {median(found):+.1%}")
+        own = on_others(gpu, spec)
+        print(
+            f"{gpu}: mean error {own.mean_error:.1%}, calibrated on other rows {own.calibrated:.1%}, "
+            f"on other models {own.by_job:.1%}"
+        )
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ from planner.formats.own_plan import OwnStage
 from planner.formats.profile import Profile
 from planner.profiler.estimated.devices import DeviceSpec
 
+PINNED = 1050 / 2040  # MHz: Mist's README sets the L4's clock (`nvidia-smi -ac 6251,1050`); the data sheet's boost
+
 
 def rows() -> Iterator[Row]:
     """Yield the measured ones of Mist's own plans."""
@@ -33,7 +35,7 @@ def _row(config: Mapping[str, Any]) -> Row:
     plan = f"{len(stages)} stages x{replicas}{', flash' if model['flash_attention'] else ''}"
     if needs := needs_of(stages):
         return Row("mist", job, plan, config["measured_iteration_s"], needs=needs)
-    return Row("mist", job, plan, config["measured_iteration_s"], partial(_predict, config), spec=device("l4"))
+    return Row("mist", job, plan, config["measured_iteration_s"], partial(_predict, config), spec=device("l4", PINNED))
 
 
 def _predict(config: Mapping[str, Any], spec: DeviceSpec) -> Prediction:

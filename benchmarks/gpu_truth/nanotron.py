@@ -28,9 +28,9 @@ from benchmarks.gpu_truth.rows import ANCHORS, device, price
 from planner.cost.network.link import Link, backward_and_reduce_s, ring_all_reduce_s
 from planner.cost.overheads import FRAGMENTED
 from planner.formats.cluster import Cluster, Level
+from planner.formats.names import PLANNED
 from planner.formats.own_plan import OwnStage
 from planner.formats.profile import Device, Edge, Layer, Profile, Provenance, Value
-from planner.options.verbs import PLANNED
 from planner.profiler.estimated.devices import HOSTS, DeviceSpec
 from planner.profiler.estimated.execution import cuda_operations
 from planner.profiler.estimated.operations import Operation
@@ -635,6 +635,7 @@ def main() -> None:
         for billion in sorted({run.billion for run in everything}):
             host = calibrated(spec, [run for run in everything if run.billion != billion])
             print(f"\n{billion} billion parameters, with the host that fits the other model: {host}\n")
+            print("`plan profile --calibrate` would decline: one other model cannot say whether such a fit helps.\n")
             _show(judge(spec, [run for run in everything if run.billion == billion], host), spec)
 
 

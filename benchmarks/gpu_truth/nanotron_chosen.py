@@ -35,11 +35,11 @@ from benchmarks.gpu_truth.nanotron import (
 from benchmarks.gpu_truth.rows import price
 from planner.errors import PlannerError
 from planner.formats.cluster import Cluster, flat_cluster, hierarchical_cluster
+from planner.formats.names import PLANNED
 from planner.formats.own_plan import OwnStage
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import short_config
 from planner.formats.profile import Layer, Profile
-from planner.options.verbs import PLANNED
 from planner.schedule.one_stage import FLUSH
 from planner.solver import solve
 

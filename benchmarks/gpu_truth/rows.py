@@ -28,7 +28,6 @@ ANCHORS = Path(__file__).resolve().parents[3] / "shared" / "anchors" / "gpu"
 _PER_SERVER = 8
 _NVLINK = 300e9  # bytes per second; data sheet of the A100: 600 GB/s both ways
 PCIE = 4e9  # bytes per second; README of the anchors: 3 to 5 GB/s
-_CLOCKS = {"l4": 1050 / 2040}  # MHz: README of the anchors, and the data sheet's boost
 _MIB = 2**20
 
 
@@ -137,9 +136,9 @@ def memory_of(plan: Plan, peaks_mb: Sequence[float | None] | None) -> tuple[tupl
     return tuple((stage.memory.tensor_bytes, theirs * _MIB) for stage, theirs in pairs if theirs is not None)
 
 
-def device(name: str) -> DeviceSpec:
-    """Return a device at the clock that its runs had, whose kernels are launched as Megatron's fused ones."""
-    return replace(DEVICES[name].at_clock(_CLOCKS.get(name, 1.0)), dispatch_s=HOSTS["fused"])
+def device(name: str, clock: float = 1.0) -> DeviceSpec:
+    """Return a device at a share of its boost clock, whose kernels are launched as Megatron's fused ones."""
+    return replace(DEVICES[name].at_clock(clock), dispatch_s=HOSTS["fused"])
 
 
 def half_precision() -> Execution:

@@ -21,7 +21,7 @@ from benchmarks.kept import ROOT
 VGG16 = ROOT / "profiles" / "vgg16" / "cpu.json"
 LIMIT_S = 5.0
 QUESTIONS = ("fit", "llama-70b", "--gpu", "a100-80gb", "--gpus")
-SOURCES = ("vtrain", "mist", "aceso a100", "aceso a10g", "aceso l4", "calculon", "galvatron", "sailor")
+SOURCES = ("vtrain", "mist", "aceso a100", "aceso a10g", "aceso l4", "calculon", "galvatron", "sailor", "dgxc")
 SCHEDULES = ("1f1b", "2bw", "1f1b-flush")
 TESTBED_CASES, TESTBED_S = 10, 8.0
 TWO_CORES_MINUTES = 4.0

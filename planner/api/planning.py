@@ -12,7 +12,7 @@ from planner.analysis.given_plan import price as priced
 from planner.arguments import checked
 from planner.errors import ClusterError, InputError, PlannerError
 from planner.formats.cluster import Cluster, DeviceKind, flat_cluster, hierarchical_cluster, load_cluster
-from planner.formats.device_kinds import cluster_for, is_profile, read_profile
+from planner.formats.device_kinds import cluster_for, is_profile, planned_bytes, read_profile
 from planner.formats.files import write_text
 from planner.formats.own_plan import OwnPlan, OwnStage
 from planner.formats.plan import Plan, load_plan
@@ -57,9 +57,8 @@ def cluster(profile: Profile, options: ClusterOptions) -> Cluster:
         8
     """
     memory_bytes = options.memory
-    # A CPU's memory is the whole machine's, which says little about one worker; each of several kinds has its own.
-    if memory_bytes is None and profile.device.kind != "cpu" and not profile.kinds:
-        memory_bytes = profile.device.memory_bytes
+    if memory_bytes is None and not profile.kinds:  # each of several kinds has its own
+        memory_bytes = planned_bytes(profile.device)
     if options.cluster is not None:
         refuse(options, "cluster", "gpus", "topology", "bandwidth", "own_links", "no_overlap")
         described = load_cluster(options.cluster)

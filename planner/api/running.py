@@ -16,6 +16,7 @@ from planner.executor.run.agreement import check_loss, device_kind
 from planner.executor.run.stages import check_divided
 from planner.executor.worker import launch
 from planner.formats.cluster import Cluster, flat_cluster, hierarchical_cluster
+from planner.formats.device_kinds import planned_bytes
 from planner.formats.files import check_writable
 from planner.formats.link_names import usual_between, usual_link
 from planner.formats.plan import Plan, save_plan
@@ -26,7 +27,7 @@ from planner.options.cluster import listed
 from planner.options.option import keywords_of
 from planner.options.profiling import EstimateArguments
 from planner.options.training import CheckpointOptions, ElasticOptions, RunOptions, TrainArguments, TrainingOptions
-from planner.options.verbs import PER_SERVER, PLANNED, SAMPLES, TENSOR, TOKENS, FitOptions
+from planner.options.verbs import PER_SERVER, SAMPLES, TENSOR, TOKENS, FitOptions
 from planner.profiler.estimated.calibrate import load_calibration
 from planner.profiler.estimated.devices import device_spec, parse_dtype, usual_dtype
 from planner.profiler.estimated.estimate import EstimateOptions, Estimator, estimate_profile, load_device
@@ -144,7 +145,7 @@ def fit(model: str | Path, gpus: int, options: FitOptions) -> Fit:
     sizes = [profile.microbatch_size or 1]
     if options.batch_size is None and minibatch is not None and options.order.divides:
         sizes = [2**n for n in range(max(1, minibatch // gpus).bit_length()) if minibatch % 2**n == 0]
-    memory = options.memory or round(PLANNED * (profile.device.memory_bytes or 0)) or None
+    memory = options.memory or planned_bytes(profile.device)
     rates = rates or [usual_link(options.gpu), usual_between(options.gpu)][apart:]
 
     def cluster_of(count: int) -> Cluster:

@@ -105,11 +105,16 @@ def solve(args: argparse.Namespace) -> int:
 
 def complaints(plan: planner.Plan, profile: planner.Profile) -> Iterator[tuple[str, str, str]]:
     """Yield the notes and warnings on a plan: which they are, what they say, and a hint."""
+    from planner.formats.device_kinds import planned_bytes
+    from planner.formats.names import PLANNED
     from planner.plan.shared_weights import obstacle, shared_weights, trained_parameters
     from planner.reporting.tables.plan import staleness_warning
     from planner.reporting.tables.profile import shared_host_notes
-    from planner.units import format_bytes
+    from planner.units import format_bytes, format_memory
 
+    if plan.cluster.memory_bytes is not None and plan.cluster.memory_bytes == planned_bytes(profile.device):
+        share = f"{PLANNED:.0%} of the {format_memory(profile.device.memory_bytes or 0)} that the profiled GPU has"
+        yield "note", f"plans fill {share}, for fragments and what libraries take", "`memory` gives another limit"
     if warning := staleness_warning(plan):
         yield "warning", *warning
     shared = list(shared_weights([stage.layers for stage in plan.stages], trained_parameters(profile)))

@@ -11,7 +11,8 @@ from typing import Any
 
 from planner.errors import ClusterError, InputError, ProfileError
 from planner.formats.cluster import Cluster, DeviceKind
-from planner.formats.profile import KIND_COLUMNS, KindTimes, Layer, Profile, load_profile
+from planner.formats.names import PLANNED
+from planner.formats.profile import KIND_COLUMNS, Device, KindTimes, Layer, Profile, load_profile
 
 # What must be equal, of profiles and of their layers.
 _OF_PROFILES = (
@@ -88,9 +89,17 @@ def cluster_for(profile: Profile, cluster: Cluster) -> Cluster:
         if times.source == "measured" and kind.speed == 1:
             known["device"] = times.device.name
         if kind.memory_bytes is None and cluster.memory_bytes is None and times.device.kind != "cpu":
-            known["memory_bytes"] = times.device.memory_bytes
+            known["memory_bytes"] = planned_bytes(times.device)
         kinds.append(kind.model_copy(update=known))
     return cluster.model_copy(update={"kinds": tuple(kinds)})
+
+
+def planned_bytes(device: Device) -> int | None:
+    """Return how much of a profiled GPU's memory plans fill at most, where no limit is given; None where it is unknown.
+
+    A CPU's memory is the whole machine's, which says little about one worker, so it is no limit.
+    """
+    return None if device.kind == "cpu" or device.memory_bytes is None else round(PLANNED * device.memory_bytes)
 
 
 def _times_of(profile: Profile, kind: DeviceKind) -> KindTimes:

@@ -1,4 +1,4 @@
-"""Names that users give for devices, backends, cost models and codecs.
+"""Names that users give for devices, backends, cost models and codecs, and what is planned of a GPU.
 
 Codecs are what activations and their gradients become where they cross from stage to stage; values without gradients
 travel as they are. This module imports nothing else, because the command line's help reads it.
@@ -9,6 +9,7 @@ from typing import Literal
 
 DeviceType = str  # a kind as PyTorch calls it: "cpu", "cuda" (ROCm, too), "xpu"; `planner.runtime` knows them
 GPU_KINDS = ("cuda", "xpu", "mtia")  # whose modules of PyTorch have streams and events; a plug-in adds one of its name
+PLANNED = 0.95  # of a GPU's memory: fragmentation and what libraries take are not known beforehand
 Backend = Literal["gloo", "nccl", "xccl"]  # xccl sends from XPUs
 
 CodecName = Literal["none", "bfloat16", "int8"]

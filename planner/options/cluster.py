@@ -7,7 +7,7 @@ from typing import TypeAlias, TypeVar
 
 from planner.errors import ClusterError
 from planner.formats.link_names import ACHIEVED_BYTES_PER_S, link_bandwidth
-from planner.formats.names import CODECS, CodecName
+from planner.formats.names import CODECS, PLANNED, CodecName
 from planner.options.numbers import is_count
 from planner.options.option import Options, option
 from planner.units import parse_bytes, parse_seconds
@@ -81,7 +81,7 @@ class ClusterOptions(Options):
         "memory of each GPU: 16GB (10^9) or 16GiB (2^30)",
         "SIZE",
         parse=parse_bytes,
-        told="that of the profiled GPU; unlimited for a CPU",
+        told=f"{PLANNED} of what the profiled GPU has; unlimited for a CPU",
     )
     kinds: str | Mapping[str, int] | None = option(
         None, "how many GPUs there are of each kind of the profile, by rank", "NAME=N,NAME=N", parse=_kinds

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from planner.formats.link_names import BETWEEN_SERVERS, link_bandwidth
-from planner.formats.names import Backend, CodecName, DeviceType
+from planner.formats.names import PLANNED, Backend, CodecName, DeviceType
 from planner.options.cluster import ClusterOptions, Quantities, each
 from planner.options.numbers import names, token_count
 from planner.options.option import Options, option, same
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 TOKENS, SAMPLES = 2048, 16  # of a minibatch that a schedule does not divide: tokens where samples have many
 PER_SERVER = 8  # GPUs
-PLANNED = 0.95  # of a GPU's memory: fragmentation and what libraries take are not known beforehand
 TENSOR = (2, 4, 8)  # ranks that are tried to divide layers inside a server
 REPORT_S = 7.0  # with what simulation and page take besides, a report of 56 stages is there within 10 s
 

@@ -7,7 +7,8 @@ from statistics import fmean, median
 
 import pytest
 
-from benchmarks.gpu_truth import aceso, calculon, nanotron, own_h200, sailor, vtrain
+from benchmarks.gpu_truth import aceso, calculon, dgxc, nanotron, own_h200, sailor, vtrain
+from benchmarks.gpu_truth.aceso_links import Rates
 from benchmarks.gpu_truth.by_layers import in_sequence, parts_of
 from benchmarks.gpu_truth.calibrated import calibrated
 from benchmarks.gpu_truth.gpt import Gpt
@@ -53,6 +54,48 @@ def test_aceso_runs_the_largest_kinds_again() -> None:
     assert len(aceso.recomputing(names, len(names), attention=16)) == len(names)
 
 
+def test_aceso_sends_each_byte_once_between_servers_and_gathers_it_inside() -> None:
+    """A hidden state of 48 MiB: two flows of 6.8 GiB/s or so are more than the 10.7 GB/s of a server of A100."""
+    rates, size = Rates.of("a100"), 48 * 2**20
+    assert rates.message_s(size, 0.0, (2, 1), inside=False) == pytest.approx(size / 6.77 / 2**30, rel=0.03)
+    divided = rates.message_s(0.0, size, (2, 2), inside=False)
+    assert divided == pytest.approx(size / 10.7032e9)
+    gathered_s = size / 2 / rates.reduce_bytes_per_s(2, size)
+    assert rates.message_s(size, 0.0, (2, 2), inside=False) == pytest.approx(divided + gathered_s)
+    assert rates.message_s(size, 0.0, (2, 2), inside=True) < 0.2 * divided
+    # What contradicts itself is not used.
+    assert Rates.of("a10g").message_s(size, 0.0, (1, 1), inside=False) == pytest.approx(size / 4e9)
+
+
+def test_an_all_reduce_of_aceso_is_as_fast_as_others_of_its_size() -> None:
+    """40 MiB on two L4 took 10.6 ms, and half of these and twice as many took as long per byte."""
+    assert Rates.of("l4").reduce_bytes_per_s(2, 40 * 2**20) == pytest.approx(40 * 2**20 / 10.6e-3, rel=0.02)
+
+
+def test_recipes_of_nvidia_have_all_layers_in_their_stages() -> None:
+    for recipe in dgxc.RECIPES:
+        blocks = dgxc.blocks_of(recipe.gpt.layers, recipe.pipeline * recipe.chunks)
+        assert sum(blocks) == recipe.gpt.layers
+        assert min(blocks) > 0
+    assert list(dgxc.blocks_of(126, 64)) == [1, *[2] * 62, 1]
+
+
+def test_shared_keys_are_fewer_weights_and_as_much_attention() -> None:
+    spec, run = device("h100"), half_precision()
+    gpt = Gpt("gpt", 2, 1024, 8, 4096, 1024, 512, biases=False, gated=True, flash=True)
+    own, shared = (parts_of(each, 1, run, spec, "bfloat16").operators for each in (gpt, replace(gpt, key_heads=2)))
+    assert sum(layer.weight_bytes for layer in own) - sum(layer.weight_bytes for layer in shared) == 2 * 2 * 768 * 1024
+    times = [[layer.forward_s for layer in layers if "attention" in layer.op] for layers in (own, shared)]
+    assert times[0]
+    assert times[0] == pytest.approx(times[1], rel=0.2)
+
+
+@pytest.mark.slow
+def test_a_recipe_of_nvidia_is_predicted() -> None:
+    row = next(iter(dgxc.rows())).now()
+    assert row.error == pytest.approx(0.0, abs=0.2)
+
+
 def test_calibration_does_not_look_at_the_row_that_it_is_judged_by() -> None:
     def row(job: str, share: float, measured_s: float) -> Row:
         def predict(spec: DeviceSpec) -> Prediction:
@@ -62,14 +105,18 @@ def test_calibration_does_not_look_at_the_row_that_it_is_judged_by() -> None:
 
         return Row("s", job, "", measured_s, predict, spec=DEVICES["l4"]).now()
 
-    rows = [row("a", 0.9, 1.1), row("a", 0.5, 1.1), row("b", 0.8, 1.1), row("b", 0.2, 1.1)]
+    rows = [
+        row(job, share, 1.1) for job, share in zip("aabbccdd", (0.9, 0.5, 0.8, 0.2, 0.7, 0.4, 0.6, 0.3), strict=True)
+    ]
     found = calibrated(rows)
     # Each is close to the truth, which is 10% more, and as far from it whatever was measured.
-    assert [each.calibrated_s for each in found] == pytest.approx([1.1] * 4, abs=0.02)
-    assert [each.by_job_s for each in found] == pytest.approx([1.1] * 4, abs=0.03)
+    assert [each.calibrated_s for each in found] == pytest.approx([1.1] * 8, abs=0.02)
+    assert [each.by_job_s for each in found] == pytest.approx([1.1] * 8, abs=0.03)
     other = calibrated([replace(rows[0], measured_s=2.0), *rows[1:]])
     assert other[0].calibrated_s == found[0].calibrated_s
     assert other[1].calibrated_s != found[1].calibrated_s
+    # Two jobs cannot say whether a fit helps with a third.
+    assert [each.by_job_s for each in calibrated(rows[:6])] == [1.0] * 6
 
 
 def test_summary_of_rows_without_prediction() -> None:

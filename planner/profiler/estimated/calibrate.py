@@ -7,16 +7,21 @@ the logarithms of the factors, the fit minimises
 
     sum((log(e(x) / t) / 0.05)²) + sum((x / 0.16)²)
 
-that is: a step's estimate is right to 5% once the factors are, and the table's shares are right to 16%. Several steps
-must predict each other: unless a fit to the others is closer to each than the table is, by a fifth on average, it is
-declined. So it is where the fit to all is off by twice those 5% in a step, which no device explains.
+that is: a step's estimate is right to 5% once the factors are, and the table's shares are right to 16%.
+
+Such a fit is used only where it has been seen to help with what it was not fitted to. The steps are put into groups:
+for a model that is among them each model and batch size is one, for others each model. Every group is left out in turn,
+and its error with a fit to the others is compared with the table's. The mean gain must exceed three of its standard
+errors, over three groups or more: a smaller one, of few steps, is chance.
 """
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Annotated, Literal
 
 import numpy as np
@@ -36,7 +41,7 @@ Floats = NDArray[np.float64]
 _REMEDY = "see `KnownStep` in planner/profiler/estimated/calibrate.py for its fields"
 _STEP_ERROR = 0.05  # of an estimate with the right factors
 _SHARE_ERROR = 0.16  # of the table's shares
-_WORTH = 0.8  # of the table's error: a smaller gain, of few steps, is chance
+_LEAST_GROUPS, _LEAST_ERRORS = 3, 3.0  # that say whether a fit helps, and standard errors of the gain
 _Seconds = Annotated[float, Field(gt=0)]
 # Weight of the table, where a profile has weight 1: shares that no profile depends on stay as they are.
 _TRUST_IN_TABLE = 1e-5
@@ -147,32 +152,44 @@ def load_calibration(path: Path | str) -> list[Calibration]:
     return [Calibration(profile, load_model_file(folder / "model.py"))]
 
 
-def calibrated(spec: DeviceSpec, calibrations: Sequence[Calibration], dtype: DType) -> DeviceSpec:
+def calibrated(
+    spec: DeviceSpec, calibrations: Sequence[Calibration], dtype: DType, target: TrainingSpec | None = None
+) -> DeviceSpec:
     """Return `spec` fitted to profiles (its shares and launch time), and then to steps (two factors).
 
-    Without calibrations it is `spec` itself.
+    Without calibrations it is `spec` itself. `target` is the model to estimate; None for one that is not known.
 
     Raises:
         InputError: for a profile of another kind of device, or of another model than its model file's.
     """
-    fitted, samples, timed = spec, [], []
+    fitted, samples, groups = spec, [], dict[Hashable, list[Timed]]()
+    own = target is not None and any(_model(each.training_spec) == _model(target) for each in calibrations)
     for each in calibrations:
         if isinstance(each.measured, Profile):
             samples.append((_trace_of(each.measured, each.training_spec, spec, dtype), each.measured))
         else:
-            timed.append(_timed(each.measured, each.training_spec, spec.kind))
+            group = _model(each.training_spec), each.measured.batch_size if own else None
+            groups.setdefault(group, []).extend(_timed(each.measured, each.training_spec, spec.kind))
     if samples:
         device = samples[0][1].device
         fitted = replace(fit(spec, samples), name=device.name, memory_bytes=device.memory_bytes)
-    if timed and (better := fit_times(fitted, timed)) is not None:
+    if groups and (better := fit_times(fitted, list(groups.values()))) is not None:
         fitted = better
-    elif timed:
-        return replace(fitted, name=f"{fitted.name}, not calibrated: the known steps predict each other worse than it")
+    elif len(groups) >= _LEAST_GROUPS:
+        return replace(fitted, name=f"{fitted.name}, not calibrated: known steps do not predict each other any better")
+    elif groups:
+        what = "batch sizes" if own else "models"
+        return replace(fitted, name=f"{fitted.name}, not calibrated: that takes steps of {_LEAST_GROUPS} {what}")
     models = [profile.model for _, profile in samples]
     models += [each.training_spec.name for each in calibrations if isinstance(each.measured, KnownStep)]
     if not models:
         return spec
     return replace(fitted, name=f"{fitted.name}, calibrated on {', '.join(dict.fromkeys(models))}")
+
+
+def _model(training_spec: TrainingSpec) -> Hashable:
+    path = training_spec.path
+    return None if path is None else path.resolve(), training_spec.builder
 
 
 def _timed(step: KnownStep, training_spec: TrainingSpec, kind: Literal["cpu", "cuda"]) -> list[Timed]:
@@ -216,18 +233,17 @@ def _trace_of(profile: Profile, training_spec: TrainingSpec, spec: DeviceSpec, d
     return trace
 
 
-def fit_times(spec: DeviceSpec, steps: Sequence[Sequence[Timed]]) -> DeviceSpec | None:
-    """Return the device with both factors fitted; None where that predicts steps no better, or not within 10%."""
-    everything = [each for step in steps for each in step]
-    if len(steps) > 1:
-        others = [[each for other in steps if other is not step for each in other] for step in steps]
-        fits = [_fit_factors(spec, rest) for rest in others]
-        left_out = [_error(fit, each) for fit, step in zip(fits, steps, strict=True) for each in step]
-        if sum(left_out) > _WORTH * sum(_error(spec, each) for each in everything):
-            return None
-    fitted = _fit_factors(spec, everything)
-    apart = max(_error(fitted, each) for each in everything) > 2 * _STEP_ERROR
-    return None if apart and len(steps) > 1 else fitted
+def fit_times(spec: DeviceSpec, groups: Sequence[Sequence[Timed]]) -> DeviceSpec | None:
+    """Return the device with both factors fitted; None where fits to all groups but one do not help with that one."""
+    if len(groups) < _LEAST_GROUPS:
+        return None
+    gains = []
+    for group in groups:
+        fitted = _fit_factors(spec, [each for other in groups if other is not group for each in other])
+        gains.append(fmean(_error(spec, each) - _error(fitted, each) for each in group))
+    if fmean(gains) <= _LEAST_ERRORS * stdev(gains) / math.sqrt(len(gains)):
+        return None
+    return _fit_factors(spec, [each for group in groups for each in group])
 
 
 def _error(spec: DeviceSpec, timed: Timed) -> float:

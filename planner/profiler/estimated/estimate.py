@@ -129,7 +129,7 @@ class Estimator:
         dtype, host = options.dtype, options.host or ("compiled" if options.fusion is compiler else None)
         device = options.device if isinstance(options.device, DeviceSpec) else device_spec(options.device, dtype)
         _check_kind(device, options)
-        spec = calibrated(device, options.calibration, dtype)
+        spec = calibrated(device, options.calibration, dtype, training_spec)
         told = None if host is None or device.kind == "cpu" else launch_of(host)
         self._spec = spec if told is None else replace(spec, dispatch_s=told)
         self._degrees = sorted(set(options.tensor) - {1})

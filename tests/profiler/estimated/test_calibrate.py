@@ -123,32 +123,55 @@ def test_profiles_that_say_nothing_about_the_device(folder: Path) -> None:
         )
 
 
+def steps_of(folder: Path, truth: DeviceSpec, sizes: tuple[int, ...], factors: tuple[float, ...] = (1.0,)) -> Path:
+    """Write steps of these batch sizes, as long as they take on the device, times the factors."""
+    steps = list[dict[str, object]]()
+    for size in sizes:
+        trace = trace_step(load_model_file(folder / "model.py"), size, execution=Execution("cuda"))
+        parts = [sum(part) for part in trace.layer_seconds(truth)]
+        for factor in factors:
+            names = ("forward_s", "backward_s", "update_s")
+            times = {name: seconds * factor for name, seconds in zip(names, parts, strict=True)}
+            steps.append({"model": "model.py", "batch_size": size, **times})
+    (folder / "steps.json").write_text(json.dumps({"schema_version": 1, "steps": steps}))
+    return folder / "steps.json"
+
+
 def test_whole_steps_tell_two_factors(folder: Path) -> None:
     """The table's shares are a guess that weighs as much as a step within 16% does, so nothing is recovered exactly."""
-    truth = scaled(DEVICES["l4"], 0.8, 1.25)
-    trace = trace_step(load_model_file(folder / "model.py"), 4096, execution=Execution("cuda"))
-    forward_s, backward_s, update_s = map(sum, trace.layer_seconds(truth))
-    known = {"model": "model.py", "batch_size": 4096, "forward_s": forward_s, "backward_s": backward_s}
-    (folder / "steps.json").write_text(json.dumps({"schema_version": 1, "steps": [{**known, "update_s": update_s}]}))
-    calibration = load_calibration(folder / "steps.json")
-    fitted = calibrated(DEVICES["l4"], calibration, "float32")
+    truth, training_spec = scaled(DEVICES["l4"], 0.8, 1.25), load_model_file(folder / "model.py")
+    calibration = load_calibration(steps_of(folder, truth, (2048, 4096, 8192)))
+    fitted = calibrated(DEVICES["l4"], calibration, "float32", training_spec)
     assert fitted.name.endswith(f"calibrated on {folder.name}")
-    table, close = (sum(map(sum, trace.layer_seconds(spec))) for spec in (DEVICES["l4"], fitted))
-    measured = forward_s + backward_s + update_s
+    trace = trace_step(training_spec, 4096, execution=Execution("cuda"))
+    measured, table, close = (sum(map(sum, trace.layer_seconds(spec))) for spec in (truth, DEVICES["l4"], fitted))
     assert abs(close / measured - 1) < 0.03 < abs(table / measured - 1)
     share = fitted.achieved_arithmetic["gemm"] / DEVICES["l4"].achieved_arithmetic["gemm"]
     assert share == pytest.approx(0.8, rel=0.05)
+    # They are all of one model, which cannot say whether they help with another.
+    other = calibrated(DEVICES["l4"], calibration, "float32")
+    assert other.name.endswith("not calibrated: that takes steps of 3 models")
+    assert other.achieved_arithmetic == DEVICES["l4"].achieved_arithmetic
 
 
-# Each tells another clock; or all are slow, so that each is nearer to the others than the table is, but not equally.
-@pytest.mark.parametrize("factors", [(0.7, 1 / 0.7), (1.9, 1.9, 1.45)])
+def test_repeated_steps_are_no_evidence(folder: Path) -> None:
+    truth, training_spec = scaled(DEVICES["l4"], 0.8, 1.25), load_model_file(folder / "model.py")
+    calibration = load_calibration(steps_of(folder, truth, (2048, 4096), (1.0, 1.0)))
+    fitted = calibrated(DEVICES["l4"], calibration, "float32", training_spec)
+    assert fitted.name.endswith("not calibrated: that takes steps of 3 batch sizes")
+
+
+# Each tells another clock; or one is slow, which helps with none of the others.
+@pytest.mark.parametrize("factors", [(0.7, 1 / 0.7, 1.0), (1.9, 1.0, 1.0)])
 def test_steps_that_contradict_each_other_are_declined(folder: Path, factors: tuple[float, ...]) -> None:
-    trace = trace_step(load_model_file(folder / "model.py"), 4096, execution=Execution("cuda"))
-    seconds = sum(map(sum, trace.layer_seconds(DEVICES["l4"])))
-    steps = [{"model": "model.py", "batch_size": 4096, "step_s": seconds * factor} for factor in factors]
+    training_spec, steps = load_model_file(folder / "model.py"), []
+    for size, factor in zip((2048, 4096, 8192), factors, strict=True):
+        trace = trace_step(training_spec, size, execution=Execution("cuda"))
+        seconds = sum(map(sum, trace.layer_seconds(DEVICES["l4"])))
+        steps.append({"model": "model.py", "batch_size": size, "step_s": seconds * factor})
     (folder / "steps.json").write_text(json.dumps({"schema_version": 1, "steps": steps}))
-    fitted = calibrated(DEVICES["l4"], load_calibration(folder / "steps.json"), "float32")
-    assert "not calibrated" in fitted.name
+    fitted = calibrated(DEVICES["l4"], load_calibration(folder / "steps.json"), "float32", training_spec)
+    assert fitted.name.endswith("not calibrated: known steps do not predict each other any better")
     assert fitted.achieved_arithmetic == DEVICES["l4"].achieved_arithmetic
 
 
