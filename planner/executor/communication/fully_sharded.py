@@ -17,11 +17,12 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.optim import Optimizer
 
 from planner.errors import PlanError, first_line
-from planner.executor.communication.sharding import Exchange, Shard, Sharding, exchange_over
+from planner.executor.communication.sharding import Shard, Sharding
 from planner.model.options import gradient_dtype
 from planner.model.stage.stage import StageModule
 from planner.model.stage.units import Unit
 from planner.model.tensor.division import own_rows
+from planner.model.tensor.row_exchange import Exchange, exchange_over
 
 _HINT = "solve with `shard_optimizer=never`"
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from planner.errors import InputError
 from planner.formats.cluster import CodecTime, Level
 from planner.formats.names import CODECS, FLOAT_BYTES, Codec
+from planner.model.tensor.row_exchange import Exchange, exchange_over
 from planner.profiler.this_machine import keep_freed_pages
 from planner.runtime import runtime_of
 from planner.schedule.instructions import POSTED
@@ -38,6 +39,7 @@ _CODECS = [codec for codec in CODECS.values() if codec.element_bytes]
 _CODINGS = 10  # of each codec
 
 Pairs = tuple[tuple[int, int], ...]  # of ranks, which exchange messages at the same time
+Act = Callable[[torch.Tensor], None]  # what members of a group do together with rows, one for each
 
 
 def pairs_by_turn(hosts: int, workers: int) -> tuple[list[Pairs], list[Pairs]]:
@@ -124,15 +126,37 @@ class LevelMeasurement:
         latency_s = max(self._latency_s(pairs if sharing == 1 else pairs[:1]) for pairs in turns)
         bandwidth = min(self._bandwidth(pairs, sharing) for pairs in turns)
         reduced_per_s = self._all_reduce(ring, size)
-        summed_per_s, sum_latency_s = self._sums(ring, size, reduced_per_s)
+        rows = exchange_over(ring)
+
+        def sum_up(value: torch.Tensor) -> None:
+            dist.all_reduce(value, group=ring)
+
+        # As `fully_shard` does: weights are copied to where they are gathered, and from there; gradients likewise.
+        def gather(value: torch.Tensor) -> None:
+            whole = torch.empty_like(value)
+            whole[rows.own].copy_(value[rows.own])
+            Exchange(ring).all_gather(whole)()
+            value.copy_(whole)
+
+        def scatter(value: torch.Tensor) -> None:
+            whole = torch.empty_like(value).copy_(value)
+            rows.reduce_scatter(whole)()
+            value[rows.own].copy_(whole[rows.own])
+
+        measured: dict[str, float] = {}
+        for what, act, steps in (
+            ("sum", sum_up, 2 * (size - 1)),
+            ("gather", gather, size - 1),
+            ("scatter", scatter, size - 1),
+        ):
+            rate, step_s = self._between(act, steps, size, reduced_per_s)
+            measured |= {f"{what}_bandwidth_bytes_per_s": rate * sharing, f"{what}_latency_s": max(latency_s, step_s)}
         return Level(
             size=size,
             bandwidth_bytes_per_s=bandwidth,
             latency_s=latency_s,
             all_reduce_bandwidth_bytes_per_s=reduced_per_s * sharing,
-            sum_bandwidth_bytes_per_s=summed_per_s * sharing,
-            sum_latency_s=max(latency_s, sum_latency_s),
-        )
+        ).model_copy(update=measured)
 
     def _latency_s(self, pairs: Pairs) -> float:
         """Return the latency of a message; pairs that share a link would wait for each other, which is no latency."""
@@ -218,38 +242,37 @@ class LevelMeasurement:
         rounds = max(3, int(_SECONDS / self._median_s(reduce, 2)))
         return 2 * (size - 1) / size * self._bucket_bytes / self._median_s(reduce, rounds)
 
-    def _sums(self, ring: dist.ProcessGroup, size: int, reduced_per_s: float) -> tuple[float, float]:
-        """Return the bytes per second and the latency of a step of all-reduces between computations, by two sizes."""
+    def _between(self, act: Act, steps: int, size: int, reduced_per_s: float) -> tuple[float, float]:
+        """Return the bytes per second and the latency of a step of what runs between computations, by two sizes."""
         small, large = _SMALL_SUM_BYTES, max(2 * _SMALL_SUM_BYTES, self._message_bytes)
         rounds = [int(min(20, 2**25 / each, _SECONDS / 8 * reduced_per_s / each)) for each in (small, large)]
         small_s, large_s = (
-            self._slowest(self._added_s(each, max(2, count), ring))
+            self._slowest(self._added_s(each, max(2, count), act, size))
             for each, count in zip((small, large), rounds, strict=True)
         )
-        steps = 2 * (size - 1)
         moved = steps / size * (large - small)
         # Where something disturbed the measurement so much that the larger one was no slower, gradients' rate counts.
         rate = moved / (large_s - small_s) if large_s > small_s else reduced_per_s
         return rate, (small_s - steps / size * small / rate) / steps
 
-    def _added_s(self, size: int, rounds: int, ring: dist.ProcessGroup) -> float:
-        """Return the seconds that an all-reduce of `size` bytes adds to computations that make and use them.
+    def _added_s(self, size: int, rounds: int, act: Act, members: int) -> float:
+        """Return the seconds that an `act` on `size` bytes adds to computations that make and use them.
 
         It waits for the slowest process, and for threads and memory that were at work until then, and leaves the sum
-        where the next computation has to fetch it from. Right after another all-reduce it is several times as fast.
+        where the next computation has to fetch it from. Right after another one it is several times as fast.
         """
         # Zeros stay zeros, where other numbers would soon be infinite or too small for full speed.
         few, many = torch.zeros(512, 512, device=self._device), torch.zeros(size // 4 // 512, 512, device=self._device)
         taken_s = {True: 0.0, False: 0.0}
-        for sums in (True, False) * _TURNS:
+        for acts in (True, False) * _TURNS:
             self._wait_for_all()
             start_s = time.perf_counter()
             for _ in range(rounds):
                 many = torch.mm(torch.mm(many + many, few), few)
-                if sums:
-                    dist.all_reduce(many, group=ring)
+                if acts:
+                    act(many.view(-1)[: many.numel() // members * members].view(members, -1))
             wait_for_device(self._device)
-            taken_s[sums] += time.perf_counter() - start_s
+            taken_s[acts] += time.perf_counter() - start_s
         return (taken_s[True] - taken_s[False]) / (_TURNS * rounds)
 
     def _median_s(self, action: Callable[[], object], rounds: int) -> float:
