@@ -15,11 +15,13 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from planner.errors import InputError
 from planner.formats.cluster import CodecTime, Level
 from planner.formats.names import CODECS, FLOAT_BYTES, Codec
-from planner.model.tensor.row_exchange import Exchange, exchange_over
+from planner.model.tensor.row_exchange import exchange_over
 from planner.profiler.this_machine import keep_freed_pages
 from planner.runtime import runtime_of
 from planner.schedule.instructions import POSTED
@@ -34,12 +36,12 @@ _FIRST_ROUNDS = 3  # in which TCP comes up to speed
 _LEAST_ROUNDS = 8
 _SLOW_S = 5.0  # a message that takes longer is not repeated: the first few rounds are accurate enough
 _SMALL_SUM_BYTES = 2**18
+_UNITS, _UNIT_WIDTH, _UNIT_ROWS = 4, 512, 1024  # of a small network with divided weights
 _TURNS = 4  # with and without all-reduces: what disturbs the one disturbs the other
 _CODECS = [codec for codec in CODECS.values() if codec.element_bytes]
 _CODINGS = 10  # of each codec
 
 Pairs = tuple[tuple[int, int], ...]  # of ranks, which exchange messages at the same time
-Act = Callable[[torch.Tensor], None]  # what members of a group do together with rows, one for each
 
 
 def pairs_by_turn(hosts: int, workers: int) -> tuple[list[Pairs], list[Pairs]]:
@@ -126,37 +128,21 @@ class LevelMeasurement:
         latency_s = max(self._latency_s(pairs if sharing == 1 else pairs[:1]) for pairs in turns)
         bandwidth = min(self._bandwidth(pairs, sharing) for pairs in turns)
         reduced_per_s = self._all_reduce(ring, size)
-        rows = exchange_over(ring)
-
-        def sum_up(value: torch.Tensor) -> None:
-            dist.all_reduce(value, group=ring)
-
-        # As `fully_shard` does: weights are copied to where they are gathered, and from there; gradients likewise.
-        def gather(value: torch.Tensor) -> None:
-            whole = torch.empty_like(value)
-            whole[rows.own].copy_(value[rows.own])
-            Exchange(ring).all_gather(whole)()
-            value.copy_(whole)
-
-        def scatter(value: torch.Tensor) -> None:
-            whole = torch.empty_like(value).copy_(value)
-            rows.reduce_scatter(whole)()
-            value[rows.own].copy_(whole[rows.own])
-
-        measured: dict[str, float] = {}
-        for what, act, steps in (
-            ("sum", sum_up, 2 * (size - 1)),
-            ("gather", gather, size - 1),
-            ("scatter", scatter, size - 1),
-        ):
-            rate, step_s = self._between(act, steps, size, reduced_per_s)
-            measured |= {f"{what}_bandwidth_bytes_per_s": rate * sharing, f"{what}_latency_s": max(latency_s, step_s)}
-        return Level(
+        summed_per_s, sum_latency_s = self._sums(ring, size, reduced_per_s)
+        level = Level(
             size=size,
             bandwidth_bytes_per_s=bandwidth,
             latency_s=latency_s,
             all_reduce_bandwidth_bytes_per_s=reduced_per_s * sharing,
-        ).model_copy(update=measured)
+            sum_bandwidth_bytes_per_s=summed_per_s * sharing,
+            sum_latency_s=max(latency_s, sum_latency_s),
+        )
+        # Elsewhere it exchanges beside computations.
+        return (
+            level.model_copy(update=self._sharded(ring, size, sharing, reduced_per_s))
+            if self._device.type == "cpu"
+            else level
+        )
 
     def _latency_s(self, pairs: Pairs) -> float:
         """Return the latency of a message; pairs that share a link would wait for each other, which is no latency."""
@@ -242,37 +228,75 @@ class LevelMeasurement:
         rounds = max(3, int(_SECONDS / self._median_s(reduce, 2)))
         return 2 * (size - 1) / size * self._bucket_bytes / self._median_s(reduce, rounds)
 
-    def _between(self, act: Act, steps: int, size: int, reduced_per_s: float) -> tuple[float, float]:
-        """Return the bytes per second and the latency of a step of what runs between computations, by two sizes."""
+    def _sums(self, ring: dist.ProcessGroup, size: int, reduced_per_s: float) -> tuple[float, float]:
+        """Return the bytes per second and the latency of a step of all-reduces between computations, by two sizes."""
         small, large = _SMALL_SUM_BYTES, max(2 * _SMALL_SUM_BYTES, self._message_bytes)
         rounds = [int(min(20, 2**25 / each, _SECONDS / 8 * reduced_per_s / each)) for each in (small, large)]
         small_s, large_s = (
-            self._slowest(self._added_s(each, max(2, count), act, size))
+            self._slowest(self._added_s(each, max(2, count), ring))
             for each, count in zip((small, large), rounds, strict=True)
         )
-        moved = steps / size * (large - small)
-        # Where something disturbed the measurement so much that the larger one was no slower, gradients' rate counts.
-        rate = moved / (large_s - small_s) if large_s > small_s else reduced_per_s
-        return rate, (small_s - steps / size * small / rate) / steps
+        return _line(2 * (size - 1), size, (small, small_s), (large, large_s), reduced_per_s)
 
-    def _added_s(self, size: int, rounds: int, act: Act, members: int) -> float:
-        """Return the seconds that an `act` on `size` bytes adds to computations that make and use them.
+    def _sharded(self, ring: dist.ProcessGroup, size: int, sharing: int, reduced_per_s: float) -> dict[str, float]:
+        """Return the rates and latencies of what `fully_shard` does for a unit between computations, by two sizes."""
+        sizes = _SMALL_SUM_BYTES, max(2 * _SMALL_SUM_BYTES, self._message_bytes)
+        taken_s = [self._units_s(ring, size_bytes) for size_bytes in sizes]
+        found = dict[str, float]()
+        for what, added_s in (
+            ("scatter", [kept_s - whole_s for whole_s, kept_s, _ in taken_s]),
+            ("gather", [(gathered_s - kept_s) / 2 for _, kept_s, gathered_s in taken_s]),
+        ):
+            small, large = zip(sizes, added_s, strict=True)
+            rate, latency_s = _line(size - 1, size, small, large, reduced_per_s)
+            found |= {f"{what}_bandwidth_bytes_per_s": rate * sharing, f"{what}_latency_s": max(0.0, latency_s)}
+        return found
+
+    def _units_s(self, ring: dist.ProcessGroup, size_bytes: int) -> list[float]:
+        """Return the seconds of a unit of so many bytes, forward and backward, by what its replicas divide.
+
+        Nothing, gradients, and weights, too: these are gathered twice. Units differ between replicas by what disturbs
+        these, so each exchange waits.
+        """
+        from planner.model.tensor.sharded_unit import divide
+
+        mesh, rows, nets = DeviceMesh.from_group(ring, self._device.type), exchange_over(ring), []
+        for level in (1, 2, 3):
+            inner = max(1, size_bytes // (8 * _UNIT_WIDTH))
+            layers = [(nn.Linear(_UNIT_WIDTH, inner), nn.Linear(inner, _UNIT_WIDTH)) for _ in range(_UNITS)]
+            net = nn.Sequential(*(nn.Sequential(*each) for each in layers))
+            if level > 1:
+                whole = [divide(each, mesh, rows, level) for each in (*net, net)][-1]
+                whole.set_reshard_after_backward(level == 3)
+            nets.append(net)
+        taken_s = [0.0] * len(nets)
+        for turn in range(_TURNS + 1):
+            for number, net in enumerate(nets):
+                net.zero_grad()
+                self._wait_for_all()
+                start_s = time.perf_counter()
+                net(torch.ones(_UNIT_ROWS, _UNIT_WIDTH)).sum().backward()
+                taken_s[number] += (time.perf_counter() - start_s) * (turn > 0)  # the first one prepares
+        return [self._slowest(each / (_TURNS * _UNITS)) for each in taken_s]
+
+    def _added_s(self, size: int, rounds: int, ring: dist.ProcessGroup) -> float:
+        """Return the seconds that an all-reduce of `size` bytes adds to computations that make and use them.
 
         It waits for the slowest process, and for threads and memory that were at work until then, and leaves the sum
-        where the next computation has to fetch it from. Right after another one it is several times as fast.
+        where the next computation has to fetch it from. Right after another all-reduce it is several times as fast.
         """
         # Zeros stay zeros, where other numbers would soon be infinite or too small for full speed.
         few, many = torch.zeros(512, 512, device=self._device), torch.zeros(size // 4 // 512, 512, device=self._device)
         taken_s = {True: 0.0, False: 0.0}
-        for acts in (True, False) * _TURNS:
+        for sums in (True, False) * _TURNS:
             self._wait_for_all()
             start_s = time.perf_counter()
             for _ in range(rounds):
                 many = torch.mm(torch.mm(many + many, few), few)
-                if acts:
-                    act(many.view(-1)[: many.numel() // members * members].view(members, -1))
+                if sums:
+                    dist.all_reduce(many, group=ring)
             wait_for_device(self._device)
-            taken_s[acts] += time.perf_counter() - start_s
+            taken_s[sums] += time.perf_counter() - start_s
         return (taken_s[True] - taken_s[False]) / (_TURNS * rounds)
 
     def _median_s(self, action: Callable[[], object], rounds: int) -> float:
@@ -308,6 +332,16 @@ class LevelMeasurement:
         value = torch.tensor([seconds], dtype=torch.float64)
         dist.all_reduce(value, op=dist.ReduceOp.MAX)
         return float(value)
+
+
+def _line(
+    steps: int, size: int, small: tuple[int, float], large: tuple[int, float], otherwise: float
+) -> tuple[float, float]:
+    """Return bytes per second and the latency of a step, by what two sizes take: bytes, and seconds."""
+    moved = steps / size * (large[0] - small[0])
+    # Where something disturbed the measurement so much that the larger one was no slower, gradients' rate counts.
+    rate = moved / (large[1] - small[1]) if large[1] > small[1] else otherwise
+    return rate, (small[1] - steps / size * small[0] / rate) / steps
 
 
 def _peer_of(rank: int, pairs: Pairs) -> int | None:
