@@ -23,7 +23,7 @@ from planner.model.stage.stage import StageModule
 from planner.model.stage.units import Unit
 from planner.model.tensor.division import own_rows
 from planner.model.tensor.row_exchange import exchange_over
-from planner.model.tensor.sharded_unit import divide
+from planner.model.tensor.sharded_unit import POSSIBLE, divide
 
 _HINT = "solve with `shard_optimizer=never`"
 
@@ -45,7 +45,7 @@ class FullSharding(Sharding):
 
     def __init__(self, stage: StageModule, level: int, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__((), (dist.get_rank(group), dist.get_world_size(group)), (), device)
-        if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
+        if not POSSIBLE:
             problem = f"replicas that divide weights need a newer fully_shard than that of PyTorch {torch.__version__}"
             raise PlanError(problem, hint=f"install a newer PyTorch, or {_HINT}")
         self._stage, self._level = stage, level

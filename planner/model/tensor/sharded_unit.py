@@ -26,6 +26,9 @@ class _ReduceScatter:
         output_tensor.copy_(rows[self._exchange.own])
 
 
+POSSIBLE = hasattr(FSDPModule, "set_force_sum_reduction_for_comms")  # with this PyTorch
+
+
 def divide(unit: nn.Module, mesh: DeviceMesh, exchange: Exchange, level: int, **options: Any) -> FSDPModule:
     """Divide the unit's gradients at level 2, its weights, too, at level 3; `options` are of `fully_shard`."""
     fully_shard(unit, mesh=mesh, reshard_after_forward=level == 3, **options)

@@ -137,12 +137,10 @@ class LevelMeasurement:
             sum_bandwidth_bytes_per_s=summed_per_s * sharing,
             sum_latency_s=max(latency_s, sum_latency_s),
         )
-        # Elsewhere it exchanges beside computations.
-        return (
-            level.model_copy(update=self._sharded(ring, size, sharing, reduced_per_s))
-            if self._device.type == "cpu"
-            else level
-        )
+        # Elsewhere it runs beside computations.
+        if self._device.type == "cpu":
+            level = level.model_copy(update=self._sharded(ring, size, sharing, reduced_per_s))
+        return level
 
     def _latency_s(self, pairs: Pairs) -> float:
         """Return the latency of a message; pairs that share a link would wait for each other, which is no latency."""
@@ -240,7 +238,12 @@ class LevelMeasurement:
 
     def _sharded(self, ring: dist.ProcessGroup, size: int, sharing: int, reduced_per_s: float) -> dict[str, float]:
         """Return the rates and latencies of what `fully_shard` does for a unit between computations, by two sizes."""
-        sizes = _SMALL_SUM_BYTES, max(2 * _SMALL_SUM_BYTES, self._message_bytes)
+        from planner.model.tensor.sharded_unit import POSSIBLE  # which takes a second to import
+
+        if not POSSIBLE:
+            return {}
+        most = min(self._message_bytes, int(_SECONDS / 8 * reduced_per_s))
+        sizes = _SMALL_SUM_BYTES, max(2 * _SMALL_SUM_BYTES, most)
         taken_s = [self._units_s(ring, size_bytes) for size_bytes in sizes]
         found = dict[str, float]()
         for what, added_s in (
@@ -255,8 +258,8 @@ class LevelMeasurement:
     def _units_s(self, ring: dist.ProcessGroup, size_bytes: int) -> list[float]:
         """Return the seconds of a unit of so many bytes, forward and backward, by what its replicas divide.
 
-        Nothing, gradients, and weights, too: these are gathered twice. Units differ between replicas by what disturbs
-        these, so each exchange waits.
+        That is nothing, gradients, and weights, too, which are gathered twice. They compute as long as such units do in
+        training, because an exchange waits for the replica that something has disturbed.
         """
         from planner.model.tensor.sharded_unit import divide
 
