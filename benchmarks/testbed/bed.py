@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.netns import Network, shaped_network
 from planner.errors import PlannerError
-from planner.formats.cluster import Cluster
+from planner.formats.cluster import Cluster, Level
 from planner.workers.job import Job, TrainResult
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,7 +69,7 @@ class Testbed:
             seconds = 120 + 60 * message_bytes / min(rates)
             answer = self._ask({"kind": "links", "message_bytes": message_bytes}, nominal, 1.0, seconds)
             # Emulated devices sleep while they compute, which leaves the cores to the messages, and to their codecs.
-            levels = [level | {"sum_bandwidth_bytes_per_s": None, "sum_latency_s": None} for level in answer["levels"]]
+            levels = [level | dict.fromkeys(Level.later_fields) for level in answer["levels"]]
             at_once = max(1.0, nominal.gpus / (os.cpu_count() or 1))
             times = [each | {"s_per_byte": each["s_per_byte"] / at_once} for each in answer["codec_times"]]
             changes = {"overlap": True, "levels": levels, "codec_times": times}

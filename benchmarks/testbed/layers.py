@@ -28,6 +28,7 @@ from planner.cost.work import WEIGHT_SHARE
 from planner.model.capture.graph import LayerGraph
 from planner.model.tensor.division import DividedWeights
 from planner.model.tensor.group import TensorGroup
+from planner.model.tensor.row_exchange import swap
 
 SLACK_S = 0.005
 ELEMENT_BYTES = 4
@@ -105,7 +106,11 @@ class Device:
         taken = torch.empty_like(part)
         for _ in range(count):
             if exchanges:
-                dist.all_to_all_single(taken, part, group=ranks)
+                swap(
+                    ranks,
+                    lambda peer: part.view(group.degree, -1)[peer],
+                    lambda peer: taken.view(group.degree, -1)[peer],
+                )()
             else:
                 dist.all_reduce(part, group=ranks)
         self._busy_until_s = time.perf_counter()

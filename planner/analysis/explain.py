@@ -144,7 +144,7 @@ def _what_if(given: GivenPlan) -> tuple[Alternative, ...]:
 def _at_bandwidth(level: Level, bandwidth_bytes_per_s: float) -> Level:
     """Return the level with another bandwidth; those measured of all-reduces keep their ratios to it."""
     factor = bandwidth_bytes_per_s / level.bandwidth_bytes_per_s
-    names = ("all_reduce_bandwidth_bytes_per_s", "sum_bandwidth_bytes_per_s")
+    names = (f"{what}_bandwidth_bytes_per_s" for what in ("all_reduce", "sum", "gather", "scatter"))
     scaled = {name: rate * factor for name in names if (rate := getattr(level, name)) is not None}
     return level.model_copy(update={"bandwidth_bytes_per_s": bandwidth_bytes_per_s, **scaled})
 

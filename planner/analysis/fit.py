@@ -14,6 +14,7 @@ from planner.formats.profile import Profile
 from planner.formats.shown import Shown
 from planner.options.solving import SolveOptions
 from planner.options.verbs import SAMPLES
+from planner.plan.lengths import mean_tokens
 from planner.schedule.instructions import MICROBATCHES_PER_GPU
 from planner.schedule.one_stage import FLUSH
 from planner.solver.assemble import GIVEN, complete
@@ -61,16 +62,17 @@ def minibatch_of(options: SolveOptions, tokens: int | None, profile: Profile, gp
     no, 1 and 5 billion parameters on (Brown et al. 2020, "Language Models are Few-Shot Learners", table 2.1), and 4
     million from 100 on (BLOOM, Le Scao et al. 2022; Llama 3, Llama team 2024); or some microbatches per GPU.
     """
-    if tokens is not None and (options.minibatch is not None or profile.tokens_per_sample is None):
+    each = mean_tokens(profile)
+    if tokens is not None and (options.minibatch is not None or each is None):
         why = "`minibatch` says the same" if options.minibatch is not None else f"'{profile.model}' reads no tokens"
         raise InputError(f"`tokens={tokens}` makes no minibatch, because {why}", hint="leave out `tokens`")
     if options.minibatch is not None or not options.order.divides:
         return options.minibatch
-    if profile.tokens_per_sample is None:
+    if each is None:
         return MICROBATCHES_PER_GPU * gpus * SAMPLES
     parameters = sum(layer.weight_bytes for layer in profile.layers) / (2 if profile.dtype in HALVES else FLOAT_BYTES)
     usual = next(count for least, count in MINIBATCH_TOKENS.items() if parameters >= least)
-    return 1 << max(0, round(math.log2((tokens or usual) / profile.tokens_per_sample)))
+    return 1 << max(0, round(math.log2((tokens or usual) / each)))
 
 
 def fit(

@@ -15,19 +15,19 @@ level 2 its part of the weights is not one with the gathered ones. Weights that 
 whole model runs.
 
 Exchanges overlap with the computation beside them, except for the first part of the weights or the last of the
-gradients, and for the weights after an update. On CPUs nothing overlaps, for `fully_shard` has no streams there, and
-the sums of a unit take as long as its all-reduce: half of the bytes, in messages of each pair of replicas. Level 1 may
-be in any stage of a plan: see `planner.cost.models`.
+gradients, and for the weights after an update. On CPUs nothing overlaps, for `fully_shard` has no streams there; what
+an exchange adds to the computations around it is measured there by `planner.profiler.links`. Level 1 may be in any
+stage of a plan: see `planner.cost.models`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from planner.cost.candidate import Candidate
 from planner.cost.communicators import with_overheads
 from planner.cost.layer_costs import LayerCosts
-from planner.cost.network.link import BUCKETS, link_of, ring_all_reduce_s
+from planner.cost.network.link import BUCKETS, Link, link_of, ring_all_reduce_s
 from planner.cost.network.topology import Topology, places_matter
 from planner.cost.overheads import Price
 from planner.cost.setting import Setting
@@ -49,18 +49,20 @@ class ShardedTimes:
 def sharded_times(layer_costs: LayerCosts, stage: Candidate, setting: Setting) -> ShardedTimes:
     """Compute the seconds of a stage of level 2 or 3."""
     work, r, cluster = layer_costs.work(stage), stage.replicas, setting.cluster
-    link = Topology(cluster).stage_link(stage.ranks or range(r)) if places_matter(cluster) else link_of(cluster)
+    topology, ranks = Topology(cluster), stage.ranks or range(r)
+    link = topology.stage_link(ranks) if places_matter(cluster) else link_of(cluster)
 
-    def half_s(size_bytes: float) -> float:
-        return float(ring_all_reduce_s(size_bytes, r, link)) / 2
+    def halves_s(size_bytes: Iterable[float], over: Link) -> float:
+        return sum(float(ring_all_reduce_s(each, r, over)) / 2 for each in size_bytes)
 
     forward_s, backward_s = float(work.forward_s), float(work.backward_s)
     # Each unit has an exchange of its own, with the latencies of its steps.
     units = _unit_bytes(layer_costs, stage)
-    gather_s, share = sum(map(half_s, units)), float(work.trainable_bytes) / max(1, sum(units))
-    exchange_s = sum(half_s(size * share) for size in units)
+    share = float(work.trainable_bytes) / max(1, sum(units))
+    gather_s = halves_s(units, topology.measured_link(ranks, "gather") or link)
+    exchange_s = halves_s([size * share for size in units], topology.measured_link(ranks, "scatter") or link)
     if layer_costs.profile.device.kind == "cpu":
-        link, exchange_s = replace(link, overlap=False), 2 * exchange_s
+        link = replace(link, overlap=False)
     after_s = gather_s
     if stage.options.level == 3:
         after_s, exchange_s = 0.0, exchange_s + gather_s

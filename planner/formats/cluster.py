@@ -22,7 +22,9 @@ MOST_GPUS = 2**17  # a plan names every rank
 class Level(GrownRecord):
     """Groups of `size` members, joined by links: the innermost are of devices, the next ones of those groups."""
 
-    later_fields: ClassVar[frozenset[str]] = frozenset({"sum_bandwidth_bytes_per_s", "sum_latency_s"})
+    later_fields: ClassVar[frozenset[str]] = frozenset(
+        f"{what}_{name}" for what in ("sum", "gather", "scatter") for name in ("bandwidth_bytes_per_s", "latency_s")
+    )
 
     size: Annotated[int, Field(ge=1)]
     bandwidth_bytes_per_s: Annotated[float, Field(gt=0)]  # of a member's link in each direction (full duplex)
@@ -31,6 +33,11 @@ class Level(GrownRecord):
     # Of the all-reduces between the computations of ranks that divide layers, where measured: the latency of a step.
     sum_bandwidth_bytes_per_s: Annotated[float, Field(gt=0)] | None = None
     sum_latency_s: Annotated[float, Field(ge=0)] | None = None
+    # The same of a unit's weights that replicas gather, and of its gradients, each summed where it is needed alone.
+    gather_bandwidth_bytes_per_s: Annotated[float, Field(gt=0)] | None = None
+    gather_latency_s: Annotated[float, Field(ge=0)] | None = None
+    scatter_bandwidth_bytes_per_s: Annotated[float, Field(gt=0)] | None = None
+    scatter_latency_s: Annotated[float, Field(ge=0)] | None = None
     shared: bool = True  # the devices of a member share its link; false: each has one of its own
 
 

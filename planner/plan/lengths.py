@@ -60,6 +60,15 @@ def mean_terms(profile: Profile) -> NDArray[np.float64]:
     return np.asarray(np.mean(planned_terms(planned(profile)), axis=0))
 
 
+def mean_tokens(profile: Profile) -> int | None:
+    """Return the tokens of a sample, without what pads it; None where the model takes none."""
+    tokens, lengths = profile.tokens_per_sample, profile.lengths
+    if tokens is None or lengths is None:
+        return tokens
+    means = {most: round(fmean(own)) for most, own in zip(lengths.most, lengths.samples, strict=True)}
+    return means.get(tokens, tokens)  # sequences of one length are as long as they are
+
+
 # By which fit costs become means over lengths; what takes memory is that of the longest. Other kinds of devices, and
 # ranks that divide layers, take as much less for a shorter batch.
 _OF_LAYERS = {"forward_s": "forward_s", "backward_s": "backward_s", "forward_flops": "flops", "backward_flops": "flops"}
@@ -79,8 +88,7 @@ def expected(profile: Profile) -> Profile:
 
     columns = grown({name: [getattr(layer, name) for layer in profile.layers] for name in _OF_LAYERS})
     rows = zip(profile.layers, zip(*columns.values(), strict=True), strict=True)
-    tokens = {most: round(fmean(own)) for most, own in zip(lengths.most, lengths.samples, strict=True)}
-    changed: dict[str, Any] = {"tokens_per_sample": tokens.get(profile.tokens_per_sample or 0)}
+    changed: dict[str, Any] = {"tokens_per_sample": mean_tokens(profile)}
     changed["layers"] = tuple(layer.model_copy(update=dict(zip(columns, row, strict=True))) for layer, row in rows)
     for what in ("kinds", "tensor"):
         for each in getattr(profile, what) or ():

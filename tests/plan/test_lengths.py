@@ -9,7 +9,7 @@ from statistics import fmean
 import pytest
 
 from planner.formats.profile import DegreeCosts, Profile
-from planner.plan.lengths import DRAWN, expected, planned, terms
+from planner.plan.lengths import DRAWN, expected, mean_tokens, planned, terms
 from tests.lengths import LINEAR, QUADRATIC, cost_at, varying_profile
 from tests.samples import layer
 
@@ -86,7 +86,8 @@ def test_expected_costs_are_means_over_the_microbatches() -> None:
     assert mean.tensor is not None
     assert mean.tensor[0].forward_s == pytest.approx((linear, quadratic))
     assert mean.tensor[0].forward_reduced_bytes == (round(10**6 * linear), 0)
-    assert mean.tokens_per_sample == round(fmean(SAMPLES))
+    assert mean.tokens_per_sample == mean_tokens(whole) == round(fmean(SAMPLES))
+    assert mean_tokens(whole.model_copy(update={"tokens_per_sample": 7})) == 7  # no length that varies
     # The longest decides memory.
     assert (mean.layers[0].saved_bytes, mean.layers[0].outputs) == (500, whole.layers[0].outputs)
     fixed = whole.model_copy(update={"lengths": None})

@@ -63,6 +63,24 @@ def test_the_simulation_is_the_price(level: int, recompute: bool | int, overlap:
     assert costs_of(plan).stages == pipeline_for(asked, evaluate(asked, [candidate])).stages
 
 
+@pytest.mark.parametrize("level", [2, 3])
+def test_exchanges_between_computations_are_priced_as_measured(level: int) -> None:
+    cluster = flat_cluster(4, 1e3, overlap=False)
+    rates = {"gather_bandwidth_bytes_per_s": 50.0, "scatter_bandwidth_bytes_per_s": 25.0}
+    measured = cluster.levels[0].model_copy(update=rates | {"gather_latency_s": 0.01, "scatter_latency_s": 0.02})
+    own = OwnStage(blocks=8, replicas=4, sharded=True, sharding_level=level)
+    plan = price(
+        MODEL,
+        cluster.model_copy(update={"levels": (measured,)}),
+        OwnPlan(stages=(own,), schedule=FLUSH, microbatches=8),
+    )
+    # Of eight units: three steps, of a quarter of the bytes each.
+    gather_s, scatter_s = 8 * 3 * (25 / 50 + 0.01), 8 * 3 * (25 / 25 + 0.02)
+    gathers = 1 if level == 2 else 4
+    expected_s = 2 * (8 + 16 + scatter_s) + gathers * gather_s + 0.8 / 4 + 4 / 4
+    assert plan.predicted.seconds_per_minibatch == pytest.approx(expected_s)
+
+
 def test_recomputing_units_are_gathered_whole() -> None:
     held = {}
     for recompute in (False, 8, True):

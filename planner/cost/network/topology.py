@@ -84,12 +84,16 @@ class Topology:
 
     def group_link(self, degree: int) -> Link:
         """Return the link of so many ranks, the first ones, that all-reduce between computations."""
-        link, levels = self.stage_link(range(degree)), self._levels[: self.span(range(degree)) + 1]
-        measured = [level.sum_bandwidth_bytes_per_s for level in levels if level.sum_bandwidth_bytes_per_s]
-        if len(measured) < len(levels):
-            return link
-        latency_s = max(level.sum_latency_s or 0.0 for level in levels)
-        return replace(link, all_reduce_bandwidth_bytes_per_s=min(measured), latency_s=latency_s)
+        return self.measured_link(range(degree), "sum") or self.stage_link(range(degree))
+
+    def measured_link(self, ranks: Ranks, what: Literal["sum", "gather", "scatter"]) -> Link | None:
+        """Return the link of what ranks do together between computations, where it was measured on all their levels."""
+        levels = self._levels[: self.span(ranks) + 1]
+        rates = [getattr(level, f"{what}_bandwidth_bytes_per_s") for level in levels]
+        if None in rates:
+            return None
+        latency_s = max(getattr(level, f"{what}_latency_s") or 0.0 for level in levels)
+        return replace(self.stage_link(ranks), all_reduce_bandwidth_bytes_per_s=min(rates), latency_s=latency_s)
 
     def span(self, ranks: Ranks) -> int:
         return int(self.level(min(ranks), max(ranks)))

@@ -6,22 +6,24 @@ it runs, and its gradients are summed at their owners in every backward, so that
 The optimizer steps the rows where they are.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.optim import Optimizer
 
 from planner.errors import PlanError, first_line
-from planner.executor.communication.sharding import Exchange, Shard, Sharding, exchange_over
+from planner.executor.communication.sharding import Shard, Sharding
 from planner.model.options import gradient_dtype
 from planner.model.stage.stage import StageModule
 from planner.model.stage.units import Unit
 from planner.model.tensor.division import own_rows
+from planner.model.tensor.row_exchange import exchange_over
+from planner.model.tensor.sharded_unit import POSSIBLE, divide
 
 _HINT = "solve with `shard_optimizer=never`"
 
@@ -34,21 +36,6 @@ class _Rows(Shard):
         self.stepped = nn.Parameter(self.parameter.to_local().detach().view(-1))  # type: ignore[attr-defined]
 
 
-class _ReduceScatter:
-    """Sums gradients at their owners for `fully_shard` as `exchange` does."""
-
-    def __init__(self, exchange: Exchange) -> None:
-        self._exchange = exchange
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(size, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **_: object) -> None:
-        rows = input_tensor.view(-1, len(output_tensor))
-        self._exchange.reduce_scatter(rows)()
-        output_tensor.copy_(rows[self._exchange.own])
-
-
 class FullSharding(Sharding):
     """One replica's part of a stage of level 2 or 3, which is divided when its optimizer has been made.
 
@@ -58,11 +45,11 @@ class FullSharding(Sharding):
 
     def __init__(self, stage: StageModule, level: int, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__((), (dist.get_rank(group), dist.get_world_size(group)), (), device)
-        if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
+        if not POSSIBLE:
             problem = f"replicas that divide weights need a newer fully_shard than that of PyTorch {torch.__version__}"
             raise PlanError(problem, hint=f"install a newer PyTorch, or {_HINT}")
         self._stage, self._level = stage, level
-        self._reduce_scatter = _ReduceScatter(exchange_over(group))
+        self._exchange = exchange_over(group)
         self._mesh = DeviceMesh.from_group(group, device.type)
         self._modules: list[FSDPModule] = []
 
@@ -111,14 +98,8 @@ class FullSharding(Sharding):
             raise ValueError(f"those that run together are {' and '.join(sorted(map(str, dtypes)))}")
         others = set(self._stage.parameters()).difference(own)
         policy = MixedPrecisionPolicy(half, None if half is None else torch.float32, cast_forward_inputs=False)
-        again = self._level == 3
-        fully_shard(unit, mesh=self._mesh, reshard_after_forward=again, mp_policy=policy, ignored_params=others)
-        assert isinstance(unit, FSDPModule)
-        # Gradients add up, as microbatches' do: their losses are weighted. Gloo knows no means.
-        unit.set_gradient_divide_factor(1.0)
-        unit.set_force_sum_reduction_for_comms(True)
-        unit.set_custom_reduce_scatter(self._reduce_scatter)  # type: ignore[arg-type]
-        self._modules.append(unit)
+        whole = divide(unit, self._mesh, self._exchange, self._level, mp_policy=policy, ignored_params=others)
+        self._modules.append(whole)
 
     def begin_backward(self, *, last: bool) -> None:
         """Prepare for a backward, after which level 2 keeps the weights unless it is the `last` before an update."""

@@ -11,7 +11,6 @@ level 2 or 3: see `planner.executor.communication.fully_sharded`.
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
 from itertools import pairwise, zip_longest
 from typing import Any, NamedTuple
 
@@ -23,7 +22,7 @@ from torch.optim import Optimizer
 from planner.errors import ModelFileError
 from planner.executor.communication.gradients import Bucket, WholeBucket, chunks, copy_all
 from planner.model.options import gradient_dtype
-from planner.workers.groups import GLOO
+from planner.model.tensor.row_exchange import Exchange, exchange_over
 
 # Slices begin at multiples of so many elements. PyTorch computes the last few elements of a tensor one by one on a CPU,
 # and others as vectors, with other roundings: with aligned slices each element is computed as in the whole tensor.
@@ -123,67 +122,6 @@ def divided(state: Mapping[str, Any], shard: Shard) -> dict[str, Any]:
                 hint="solve again with `shard_optimizer=never`",
             )
     return found
-
-
-class Exchange:
-    """Exchanges a tensor of equal rows, one for each member of `group`, with NCCL's own operations, in place.
-
-    Each method moves (r-1)/r of the bytes, as half a ring all-reduce. It begins at once, and returns what waits: on a
-    GPU the stream, and not the host. All members call the same methods in the same order.
-
-    Attributes:
-        own: this member's number.
-    """
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-        self.own, self._members = dist.get_rank(group), dist.get_world_size(group)
-
-    def reduce_scatter(self, rows: Tensor) -> Callable[[], object]:
-        """Add up all members' rows, each at its owner, which has the sum in place of its own row."""
-        # PyTorch 2.13 renamed both operations.
-        post: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        work = post(rows[self.own], rows.view(-1), group=self._group, async_op=True)
-        return lambda: work.wait()
-
-    def all_gather(self, rows: Tensor) -> Callable[[], object]:
-        """Give every member all owners' rows."""
-        post: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        work = post(rows.view(-1), rows[self.own], group=self._group, async_op=True)
-        return lambda: work.wait()
-
-
-class _Direct(Exchange):
-    """Sends every row straight to its owner, over gloo, whose reduce_scatter is slower than its all-reduce."""
-
-    def reduce_scatter(self, rows: Tensor) -> Callable[[], object]:
-        received = torch.empty_like(rows[1:])
-        wait = self._swap(lambda peer: rows[peer], lambda peer: received[peer - (peer > self.own)])
-
-        def add_up() -> None:
-            wait()
-            # In the order of the members, so that a sum does not depend on which of them has it.
-            rows[self.own] = reduce(torch.add, (*received[: self.own], rows[self.own], *received[self.own :]))
-
-        return add_up
-
-    def all_gather(self, rows: Tensor) -> Callable[[], object]:
-        return self._swap(lambda peer: rows[self.own], lambda peer: rows[peer])
-
-    def _swap(self, given: Callable[[int], Tensor], taken: Callable[[int], Tensor]) -> Callable[[], object]:
-        """Send each other member the row `given` to it, and receive one into the row `taken` from it."""
-        works: list[dist.Work | None] = []  # PyTorch's annotations do not know that these are never None
-        for member in range(self._members):
-            if member != self.own:
-                peer = dist.get_global_rank(self._group, member)
-                works.append(dist.isend(given(member), peer, self._group))
-                works.append(dist.irecv(taken(member), peer, self._group))
-        return lambda: [work.wait() for work in works if work is not None]
-
-
-def exchange_over(group: dist.ProcessGroup) -> Exchange:
-    """Return what exchanges rows over `group` fastest."""
-    return (_Direct if dist.get_backend(group) == GLOO else Exchange)(group)
 
 
 class DividedBucket(Bucket):

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from planner.model.tensor.dimensions import Cut
+from planner.model.tensor.row_exchange import over_gloo, swap
 
 
 class Rows(NamedTuple):
@@ -150,7 +151,12 @@ class TensorGroup:
         return self._moved(value[rows.back], rows.sends, rows.takes)
 
     def _moved(self, value: Tensor, takes: list[int] | None = None, sends: list[int] | None = None) -> Tensor:
-        moved: Tensor = funcol.all_to_all_single_autograd(value, takes, sends, self.mesh.get_group())
+        group = self.mesh.get_group()
+        if over_gloo(group) and not isinstance(value, FakeTensor):
+            equal = [len(value) // self.degree] * self.degree
+            swapped: Tensor = _Swapped.apply(value, takes or equal, sends or equal, group)  # type: ignore[no-untyped-call]
+            return swapped
+        moved: Tensor = funcol.all_to_all_single_autograd(value, takes, sends, group)
         return moved
 
     def matrices(self, weights: Tensor) -> Tensor:
@@ -255,6 +261,24 @@ class _Alone(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         summed: Tensor = torch.ops._c10d_functional.wait_tensor(funcol.all_reduce(gradient, "sum", ctx.group))
         return summed, None
+
+
+class _Swapped(torch.autograd.Function):
+    """Rows that go to other ranks, over gloo; their gradients come back."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, takes: list[int], sends: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.back = sends, takes, group
+        own, whole = dist.get_rank(group), value.new_empty((sum(takes), *value.shape[1:]))
+        given, taken = torch.split(value.contiguous(), sends), torch.split(whole, takes)
+        taken[own].copy_(given[own])
+        swap(group, given.__getitem__, taken.__getitem__)()
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        moved: Tensor = _Swapped.apply(gradient, *ctx.back)  # type: ignore[no-untyped-call]
+        return moved, None, None, None
 
 
 class _Gathered(torch.autograd.Function):

@@ -15,10 +15,13 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from planner.errors import InputError
 from planner.formats.cluster import CodecTime, Level
 from planner.formats.names import CODECS, FLOAT_BYTES, Codec
+from planner.model.tensor.row_exchange import exchange_over
 from planner.profiler.this_machine import keep_freed_pages
 from planner.runtime import runtime_of
 from planner.schedule.instructions import POSTED
@@ -33,6 +36,7 @@ _FIRST_ROUNDS = 3  # in which TCP comes up to speed
 _LEAST_ROUNDS = 8
 _SLOW_S = 5.0  # a message that takes longer is not repeated: the first few rounds are accurate enough
 _SMALL_SUM_BYTES = 2**18
+_UNITS, _UNIT_WIDTH, _UNIT_ROWS = 4, 512, 1024  # of a small network with divided weights
 _TURNS = 4  # with and without all-reduces: what disturbs the one disturbs the other
 _CODECS = [codec for codec in CODECS.values() if codec.element_bytes]
 _CODINGS = 10  # of each codec
@@ -125,7 +129,7 @@ class LevelMeasurement:
         bandwidth = min(self._bandwidth(pairs, sharing) for pairs in turns)
         reduced_per_s = self._all_reduce(ring, size)
         summed_per_s, sum_latency_s = self._sums(ring, size, reduced_per_s)
-        return Level(
+        level = Level(
             size=size,
             bandwidth_bytes_per_s=bandwidth,
             latency_s=latency_s,
@@ -133,6 +137,10 @@ class LevelMeasurement:
             sum_bandwidth_bytes_per_s=summed_per_s * sharing,
             sum_latency_s=max(latency_s, sum_latency_s),
         )
+        # Elsewhere it runs beside computations.
+        if self._device.type == "cpu":
+            level = level.model_copy(update=self._sharded(ring, size, sharing, reduced_per_s))
+        return level
 
     def _latency_s(self, pairs: Pairs) -> float:
         """Return the latency of a message; pairs that share a link would wait for each other, which is no latency."""
@@ -226,11 +234,53 @@ class LevelMeasurement:
             self._slowest(self._added_s(each, max(2, count), ring))
             for each, count in zip((small, large), rounds, strict=True)
         )
-        steps = 2 * (size - 1)
-        moved = steps / size * (large - small)
-        # Where something disturbed the measurement so much that the larger one was no slower, gradients' rate counts.
-        rate = moved / (large_s - small_s) if large_s > small_s else reduced_per_s
-        return rate, (small_s - steps / size * small / rate) / steps
+        return _line(2 * (size - 1), size, (small, small_s), (large, large_s), reduced_per_s)
+
+    def _sharded(self, ring: dist.ProcessGroup, size: int, sharing: int, reduced_per_s: float) -> dict[str, float]:
+        """Return the rates and latencies of what `fully_shard` does for a unit between computations, by two sizes."""
+        from planner.model.tensor.sharded_unit import POSSIBLE  # which takes a second to import
+
+        if not POSSIBLE:
+            return {}
+        most = min(self._message_bytes, int(_SECONDS / 8 * reduced_per_s))
+        sizes = _SMALL_SUM_BYTES, max(2 * _SMALL_SUM_BYTES, most)
+        taken_s = [self._units_s(ring, size_bytes) for size_bytes in sizes]
+        found = dict[str, float]()
+        for what, added_s in (
+            ("scatter", [kept_s - whole_s for whole_s, kept_s, _ in taken_s]),
+            ("gather", [(gathered_s - kept_s) / 2 for _, kept_s, gathered_s in taken_s]),
+        ):
+            small, large = zip(sizes, added_s, strict=True)
+            rate, latency_s = _line(size - 1, size, small, large, reduced_per_s)
+            found |= {f"{what}_bandwidth_bytes_per_s": rate * sharing, f"{what}_latency_s": max(0.0, latency_s)}
+        return found
+
+    def _units_s(self, ring: dist.ProcessGroup, size_bytes: int) -> list[float]:
+        """Return the seconds of a unit of so many bytes, forward and backward, by what its replicas divide.
+
+        That is nothing, gradients, and weights, too, which are gathered twice. They compute as long as such units do in
+        training, because an exchange waits for the replica that something has disturbed.
+        """
+        from planner.model.tensor.sharded_unit import divide
+
+        mesh, rows, nets = DeviceMesh.from_group(ring, self._device.type), exchange_over(ring), []
+        for level in (1, 2, 3):
+            inner = max(1, size_bytes // (8 * _UNIT_WIDTH))
+            layers = [(nn.Linear(_UNIT_WIDTH, inner), nn.Linear(inner, _UNIT_WIDTH)) for _ in range(_UNITS)]
+            net = nn.Sequential(*(nn.Sequential(*each) for each in layers))
+            if level > 1:
+                whole = [divide(each, mesh, rows, level) for each in (*net, net)][-1]
+                whole.set_reshard_after_backward(level == 3)
+            nets.append(net)
+        taken_s = [0.0] * len(nets)
+        for turn in range(_TURNS + 1):
+            for number, net in enumerate(nets):
+                net.zero_grad()
+                self._wait_for_all()
+                start_s = time.perf_counter()
+                net(torch.ones(_UNIT_ROWS, _UNIT_WIDTH)).sum().backward()
+                taken_s[number] += (time.perf_counter() - start_s) * (turn > 0)  # the first one prepares
+        return [self._slowest(each / (_TURNS * _UNITS)) for each in taken_s]
 
     def _added_s(self, size: int, rounds: int, ring: dist.ProcessGroup) -> float:
         """Return the seconds that an all-reduce of `size` bytes adds to computations that make and use them.
@@ -285,6 +335,16 @@ class LevelMeasurement:
         value = torch.tensor([seconds], dtype=torch.float64)
         dist.all_reduce(value, op=dist.ReduceOp.MAX)
         return float(value)
+
+
+def _line(
+    steps: int, size: int, small: tuple[int, float], large: tuple[int, float], otherwise: float
+) -> tuple[float, float]:
+    """Return bytes per second and the latency of a step, by what two sizes take: bytes, and seconds."""
+    moved = steps / size * (large[0] - small[0])
+    # Where something disturbed the measurement so much that the larger one was no slower, gradients' rate counts.
+    rate = moved / (large[1] - small[1]) if large[1] > small[1] else otherwise
+    return rate, (small[1] - steps / size * small[0] / rate) / steps
 
 
 def _peer_of(rank: int, pairs: Pairs) -> int | None:

@@ -119,6 +119,10 @@ def test_links_on_this_machine(hosts: int, workers: int, tmp_path: Path, capsys:
         assert 0 < level.latency_s < 1
         assert level.latency_s <= (level.sum_latency_s or 0) < 1
         assert 1e6 < (level.sum_bandwidth_bytes_per_s or 0) < 1e12
+        assert 0 <= (level.gather_latency_s or 0) < 1
+        assert 0 <= (level.scatter_latency_s or 0) < 1
+        assert 1e6 < (level.gather_bandwidth_bytes_per_s or 0) < 1e12
+        assert 1e6 < (level.scatter_bandwidth_bytes_per_s or 0) < 1e12
     assert [each.codec for each in cluster.codec_times] == ["bfloat16", "int8"]
     assert all(0 < each.s_per_byte < 1e-6 for each in cluster.codec_times)
     profile = str(Path(__file__).parents[3] / "profiles" / "vgg16" / "cpu.json")
