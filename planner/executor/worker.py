@@ -45,9 +45,14 @@ def launch(
     allowed = job.run_options.max_restarts
     reasons: list[str] = []
     job = job.model_copy(update={"run": uuid.uuid4().hex})
+
+    def tell(timeline: Timeline) -> None:
+        assert on_timeline is not None
+        on_timeline(timeline.model_copy(update={"restarts": tuple(reasons)}))
+
     while True:
         try:
-            return run_workers(__name__, job, on_timeline).model_copy(update={"restarts": tuple(reasons)})
+            return run_workers(__name__, job, on_timeline and tell).model_copy(update={"restarts": tuple(reasons)})
         except WorkersFailedError as error:  # noqa: PERF203 - a turn of this loop is a whole run
             if len(reasons) == allowed or not error.again:
                 raise
@@ -112,7 +117,7 @@ def run_worker(
         end_process(1 if error is None else error.exit_code)
 
     try:
-        if int(os.environ["WORLD_SIZE"]) == workers or (elastic and rank < workers):
+        if int(os.environ["WORLD_SIZE"]) == workers or elastic:
             supervisor.watch(tell_and_end)
         from planner.executor.checkpoint.recovery import await_end, recover
         from planner.executor.run.train import train_worker

@@ -18,10 +18,16 @@ from pathlib import Path
 from typing import cast
 from unittest.mock import patch
 
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # exported by a star import
+from torch.distributed import DistStoreError, Store, TCPStore  # type: ignore[attr-defined]  # exported by a star import
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousError,
+    RendezvousInfo,
+    RendezvousTimeoutError,
+)
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from planner.errors import InputError, WorkerError
@@ -30,7 +36,6 @@ from planner.formats.timeline import Timeline, load_timeline
 from planner.workers.failures import WorkersFailedError, error_of, stage_of, worker_name
 from planner.workers.interfaces import LOOPBACK, VARIABLES, address_of, address_towards
 from planner.workers.job import LAUNCHER_VARIABLE, RESULT_FILE, TIMELINE_FILE, Failure, Job, TrainResult
-from planner.workers.meeting import NO_SHARED_STORE
 from planner.workers.place import GPU_VARIABLES
 from planner.workers.watch import MEMORY_HINT, cause_in, last_beat, own_keys
 
@@ -112,11 +117,10 @@ def run_on_hosts(job: Job, command: Sequence[str]) -> None:
     own = address_of(interface) if interface else address_towards(host)
     if own is None:
         raise InputError(f"no way leads to the host of `rendezvous={place}`", hint="is its name known here?")
-    # Each start has a store of its own, on the host of its first worker: otherwise torchrun's agents would look for the
-    # first start's for ever, whose host may be the one that is lost.
-    launching = _launching(interface, **{NO_SHARED_STORE: "1"})
-    ending = patch.object(PContext, "close", _close_soon)
-    with tempfile.TemporaryDirectory(prefix="plan-train-") as folder, launching, ending:
+    # All hosts have as many workers, so agents need not ask each other for these, and wait for one that is lost then.
+    launching = _launching(interface, TORCH_ELASTIC_WORKER_IDENTICAL="1")
+    ending, joining = (patch.object(*each) for each in _CHANGED)
+    with tempfile.TemporaryDirectory(prefix="plan-train-") as folder, launching, ending, joining:
         config = LaunchConfig(
             min_nodes=least,
             max_nodes=most,
@@ -150,12 +154,24 @@ def run_on_hosts(job: Job, command: Sequence[str]) -> None:
             raise WorkerError(problem, hint=hint) from None
 
 
-_close = PContext.close
+_close, _join = PContext.close, DynamicRendezvousHandler.next_rendezvous
 
 
 def _close_soon(workers: PContext, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
     # What a start ends has nothing more to do. One that is stopped does not end before SIGKILL.
     _close(workers, death_sig, min(timeout, END_S))
+
+
+def _join_anew(agent: DynamicRendezvousHandler) -> RendezvousInfo:
+    # Each start has a store of its own, which the agent of its first worker opens before any worker begins. Otherwise
+    # agents would look for the first start's for ever, whose host may be the one that is lost.
+    while True:
+        agent._bootstrap_store_info = None
+        with suppress(DistStoreError):  # that agent was lost before it told where its store is
+            return _join(agent)
+
+
+_CHANGED = (PContext, "close", _close_soon), (DynamicRendezvousHandler, "next_rendezvous", _join_anew)
 
 
 def _is_free(address: str, port: int) -> bool:

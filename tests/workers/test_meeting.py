@@ -15,7 +15,6 @@ import pytest
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # exported by a star import
 
 from planner.errors import WorkerError
-from planner.workers import meeting
 from planner.workers.meeting import exchange, first_node, started_as_worker, worker_store, worker_variables
 from planner.workers.place import own_seat
 
@@ -107,19 +106,6 @@ def test_all_hear_what_each_says(monkeypatch: pytest.MonkeyPatch) -> None:
     mine = own_seat({"steps": "`steps=5`"})
     assert exchange(store, mine) == [mine]
     assert (mine.server, mine.gpus, mine.same) == (3, (), {"steps": "`steps=5`"})
-
-
-def test_a_worker_0_whose_store_does_not_open_is_a_failure_soon_in_an_elastic_run(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    monkeypatch.setattr(meeting, "_ELASTIC_TIMEOUT", timedelta(seconds=1))
-    for name, value in {"RANK": 1, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
-        monkeypatch.setenv(name, str(value))
-    monkeypatch.setenv(meeting.NO_SHARED_STORE, "1")
-    with pytest.raises(WorkerError, match=rf"^the store at 127.0.0.1:{port}, where worker 1 meets others, cannot be"):
-        started_as_worker()
 
 
 def _meet_at(ports: Sequence[int], rank: int) -> None:

@@ -159,9 +159,11 @@ def describe(recovery: Recovery, first: int, job: Job) -> str:
     """Return the line on what happened; empty at the first start."""
     if not recovery.what:
         return ""
-    after = "" if recovery.since_s is None else f", {time.time() - recovery.since_s:.1f} s after that was noticed"
+    now_s = time.time()
+    at = f"at {time.strftime('%H:%M:%S on %d %B', time.localtime(recovery.since_s or now_s))}"
+    after = at if recovery.since_s is None else f"{now_s - recovery.since_s:.1f} s after that was noticed {at}"
     goes_on = f"training goes on from minibatch {first} with the plan {job.plan.config}"
-    return f"{recovery.what}: {goes_on}, {job.left}{after}"
+    return f"{recovery.what}: {goes_on}, {job.left}, {after}"
 
 
 def await_end(store: Store) -> None:
