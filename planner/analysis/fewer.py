@@ -3,9 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
 
 from planner.errors import ClusterError, PlannerError
 from planner.formats.cluster import Cluster
@@ -18,7 +16,6 @@ from planner.solver.find_plan import find_plan
 from planner.solver.problem.budget import Patience
 
 COPY_EVERY = ElasticOptions().copy_every  # minibatches
-START_S = 20.0  # from a loss until new processes have begun, beside the state: about that measured, benchmarks/elastic
 _COPIES = 2  # that a host holds: a whole one, and the next one while it is made
 _TRIED = 64  # hosts whose loss is priced, where there are more
 
@@ -32,11 +29,6 @@ class LossCost:
     # Until the hosts that are left have the state of their stages in the next smaller plan, at most; infinite for a
     # plan on one host, of which no other one has a copy.
     restore_s: float
-
-    def useful_share(self, seconds_per_minibatch: float, lost_every_s: float) -> float:
-        """Return the share of the time that is not lost: a loss repeats half of what lies between two copies."""
-        lost_s = START_S + self.restore_s + self.copy_s + COPY_EVERY / 2 * seconds_per_minibatch
-        return max(0.0, 1.0 - lost_s / lost_every_s)
 
 
 def fewer_hosts(cluster: Cluster, most: int) -> Iterator[Cluster]:
@@ -60,12 +52,10 @@ def fewer_hosts(cluster: Cluster, most: int) -> Iterator[Cluster]:
 def with_fewer_hosts(profile: Profile, plan: Plan, options: SolveOptions, patience: Patience) -> Plan:
     """Return the plan with the fastest plans for up to `options.survive` hosts fewer, or a note why there is none.
 
-    They train the same minibatches under the same schedule, so that a run can go on with any of them. Where the options
-    say how often hosts are lost, the plan may be another one with fewer stages, of which losses leave more work.
+    They train the same minibatches under the same schedule, so that a run can go on with any of them.
     """
     wanted, smaller = list(fewer_hosts(plan.cluster, options.survive)), list[Plan]()
-    same: dict[str, Any] = {"schedule": plan.schedule, "microbatches": plan.microbatches, "minibatch": None}
-    every_s, options = options.lost_every_s, replace(options, survive=0, lost_every_s=None, **same)
+    options = replace(options, schedule=plan.schedule, microbatches=plan.microbatches, minibatch=None, survive=0)
     for number, cluster in enumerate(wanted):
         try:
             found = find_plan(profile, cluster, options, patience.part(1 / (len(wanted) - number)))
@@ -74,48 +64,28 @@ def with_fewer_hosts(profile: Profile, plan: Plan, options: SolveOptions, patien
             plan = plan.noting(f"The loss of {number + 1} hosts cannot be survived: {error.message}.")
             break
         smaller.append(found)
-    plan = plan.model_copy(update={"smaller": tuple(smaller)})
-    if every_s is None or not smaller:
-        return plan
-    plans, stages = [plan], len(plan.stages) // plan.chunks
-    while (stages := stages // 2) > 0:
-        with suppress(PlannerError):  # where so few stages do not fit
-            other = find_plan(profile, plan.cluster, replace(options, max_stages=stages), patience.part(0.5))
-            plans.append(other.model_copy(update={"smaller": plan.smaller, "synchronous": plan.synchronous}))
-    work = [_useful_rate(each, every_s) for each in plans]
-    best = plans[work.index(max(work))]
-    if best is plan:
-        return plan
-    slower = best.predicted.seconds_per_minibatch / plan.predicted.seconds_per_minibatch - 1
-    less = f"with a loss every {every_s:g} s it does {1 - work[0] / max(work):.1%} less work"
-    return best.noting(f"The plan {plan.config} is {slower:.1%} faster while nothing fails; {less}.")
-
-
-def _useful_rate(plan: Plan, lost_every_s: float) -> float:
-    seconds = plan.predicted.seconds_per_minibatch
-    return cost_of_loss(plan).useful_share(seconds, lost_every_s) / seconds
+    return plan.model_copy(update={"smaller": tuple(smaller)})
 
 
 def cost_of_loss(plan: Plan) -> LossCost:
     """Price copies and the loss of one host, for a plan with a smaller one: bytes over the hosts' links.
 
-    As `planner.executor.checkpoint.copies` has it: the first replica of a stage writes its state, and the first replica
-    on another host does, too, unless ranks divide it or it has buffers. What no second host has is sent to the next.
+    As `planner.executor.checkpoint.copies` has it: a replica on each host writes the state of its stage, or only the
+    first one and sends it to the next host, where ranks divide the state, the stage has buffers, or it is on one host.
     """
     outer = plan.cluster.joined[-1]
     per_host, rate = plan.cluster.gpus // outer.size, outer.bandwidth_bytes_per_s
     used = sorted({rank // per_host for stage in plan.stages for rank in stage.ranks})
     after = dict(zip(used, [*used[1:], *used[:1]], strict=True))
     state = [_state_bytes(plan, stage) for stage in plan.stages]
-    held, sent, holders = Counter[int](), Counter[int](), list[tuple[int, int]]()
+    held, sent, holders = Counter[int](), Counter[int](), list[set[int]]()
     for stage, size in zip(plan.stages, state, strict=True):
-        first, *others = dict.fromkeys(rank // per_host for rank in stage.ranks)
-        alike = stage.tensor == 1 and not stage.sharded and not stage.memory.buffers_bytes
-        second = others[0] if alike and others else after[first]
-        holders.append((first, second))
-        sent[first] += 0 if (alike and others) or second == first else size
-        for host in {first, second}:
-            held[host] += size
+        hosts, first = {rank // per_host for rank in stage.ranks}, stage.ranks[0] // per_host
+        if len(hosts) == 1 or stage.tensor > 1 or stage.sharded or stage.memory.buffers_bytes:
+            hosts = {first, after[first]}
+            sent[first] += size * (len(hosts) - 1)
+        holders.append(hosts)
+        held.update(dict.fromkeys(hosts, size))
     left = plan.smaller[0]
     stage_of = {layer: number for number, stage in enumerate(plan.stages) for layer in stage.layers}
     wanted: dict[int, set[int]] = {}  # stages of this plan whose state a host of the smaller one needs
@@ -125,7 +95,7 @@ def cost_of_loss(plan: Plan) -> LossCost:
     moved = [0]
     for lost in range(0, outer.size, -(-outer.size // _TRIED)):
         passing = Counter[tuple[str, int]]()
-        for place, stages in wanted.items():
+        for turn, (place, stages) in enumerate(sorted(wanted.items())):
             host = place + (place >= lost)
             for number in stages:
                 having = sorted(each for each in holders[number] if each != lost)
@@ -133,9 +103,9 @@ def cost_of_loss(plan: Plan) -> LossCost:
                     return LossCost(_COPIES * max(held.values()), 0.0, math.inf)
                 if host not in having:
                     passing["receives", host] += state[number]
-                    passing["sends", having[0]] += state[number]
+                    passing["sends", having[turn % len(having)]] += state[number]
         moved += passing.values()
-    return LossCost(_COPIES * max(held.values()), max(sent.values()) / rate, max(moved) / rate)
+    return LossCost(_COPIES * max(held.values()), max(sent.values(), default=0) / rate, max(moved) / rate)
 
 
 def _state_bytes(plan: Plan, stage: Stage) -> int:

@@ -55,7 +55,7 @@ def add_parser(verbs: arguments.Verbs) -> None:
     arguments.add_profile_argument(parser)
     arguments.add_output_argument(parser, arguments.PLAN)
     arguments.add_options(parser, SolveOptions, "schedule", "microbatches", "minibatch", "chunks", "depth")
-    arguments.add_options(parser, SolveOptions, "accept_divided_loss", "survive", "lost_every_s")
+    arguments.add_options(parser, SolveOptions, "accept_divided_loss", "survive")
     arguments.add_rule_arguments(parser)
     arguments.add_options(parser, SolveOptions, "cost_model", "solver")
 

@@ -135,15 +135,6 @@ class SolveOptions(StageRules):
         "N",
         least=0,
     )
-    lost_every_s: float | None = option(
-        None,
-        "with `survive`, mean time between losses of a host, as 7200s: take the plan of which they leave the most work",
-        "TIME",
-        flag="--lost-every",
-        unit="s",
-        parse=parse_seconds,
-        told="take the fastest plan",
-    )
     time_limit_s: float | None = option(
         TIME_LIMIT_S,
         "answer after a time such as 30s with the best plans so far; none: however long it takes",
@@ -163,8 +154,6 @@ class SolveOptions(StageRules):
         object.__setattr__(self, "schedule", find(self.schedule))
         if self.microbatches is not None and self.minibatch is not None:
             raise InputError("`microbatches` and `minibatch` say the same twice", hint="leave out one of them")
-        if self.lost_every_s is not None and not self.survive:
-            raise InputError("`lost_every_s` is of losses that a run survives", hint="add `survive=1`, or more")
 
     @property
     def order(self) -> Schedule:

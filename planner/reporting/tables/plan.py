@@ -1,5 +1,6 @@
 """The report of a plan: what it runs on, what to expect of it, and how it compares with other ways to train."""
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby
@@ -96,6 +97,8 @@ def _losses(plan: Plan) -> list[tuple[str, str | None]]:
     of_link = f"{of_link} {format_seconds(COPY_EVERY * plan.predicted.seconds_per_minibatch)}"
     copies = f"up to {format_bytes(cost.memory_bytes)} of a host's memory; each takes {of_link}"
     moves = f"{format_seconds(cost.restore_s)} until the state is in place, at most, beside the start of processes"
+    if cost.restore_s == math.inf:
+        moves = "of the one host of this plan: the run goes on from its newest checkpoint, if it writes any"
     return [("copies", copies), ("a loss", moves)]
 
 
