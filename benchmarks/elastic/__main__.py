@@ -21,7 +21,7 @@ from typing import Any
 from tabulate import tabulate
 
 from benchmarks.elastic.copies import measure_copies
-from benchmarks.elastic.faults import BRIEFLY, EVERY, KINDS, run
+from benchmarks.elastic.faults import BRIEFLY, EVERY, KINDS, measure, run
 from benchmarks.elastic.hook.sitecustomize import START
 
 RESULTS = Path(__file__).with_name("results.json")
@@ -51,7 +51,11 @@ def main() -> int:
             draw = random.Random(args.seed)
             starts = [START[i % len(START)] for i in range(args.faults // 2)] if args.starts else []
             draw.shuffle(starts)
-            how: dict[str, Any] = {"replicated": args.replicated, "starts": starts}
+            how: dict[str, Any] = {
+                "replicated": args.replicated,
+                "starts": starts,
+                "measured": measure(args.hosts * args.per_host),
+            }
             outcome = run(args.hosts, args.per_host, args.faults, args.steps, draw, **how)
             faults = [vars(fault) for fault in outcome.faults]
             portion |= {"per_host": args.per_host, "replicated": args.replicated, "start_s": outcome.start_s}

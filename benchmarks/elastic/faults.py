@@ -26,7 +26,11 @@ import planner
 from benchmarks.elastic.hook.sitecustomize import IMPORTS, START, STRUCK
 from benchmarks.elastic.model import BACKWARD_S, FORWARD_S, Block
 from benchmarks.netns import INTERFACE, Host, network
+from planner.formats.cluster import Level
 from planner.formats.plan import Plan
+from planner.formats.profile import Profile
+from planner.profiler.links.measure_cluster import measure_host
+from planner.workers.place import available_cores
 
 ROOT = Path(__file__).parents[2]
 MODEL, HOOK = Path(__file__).with_name("model.py"), Path(__file__).with_name("hook")
@@ -87,17 +91,42 @@ class Update(NamedTuple):
     workers: int
 
 
-def write_plan(hosts: int, per_host: int, folder: Path, *, replicated: bool = False) -> Plan:
-    """Write a plan of lone stages, or of stages with two replicas, with those for every smaller number of hosts."""
-    profile = planner.estimate(MODEL, device="cpu", batch_size=BATCH_SIZE)
-    times = {"forward_s": FORWARD_S, "backward_s": BACKWARD_S}
-    layers = [each.model_copy(update=times) if each.op == Block.__name__ else each for each in profile.layers]
-    profile = profile.model_copy(update={"layers": tuple(layers)})
+class Measured(NamedTuple):
+    """What predictions are made from: the times of layers, those of computations included, and a link."""
+
+    profile: Profile
+    link: Level
+
+
+def measure(workers: int) -> Measured:
+    """Measure the model, while other workers use the other cores, and the messages of two workers."""
+    processes = min(workers, available_cores())
+    profile = planner.profile(MODEL, batch_size=BATCH_SIZE, device="cpu", processes=processes)
+    return Measured(profile, measure_host(2, "cpu").levels[0])
+
+
+def write_plan(
+    hosts: int, per_host: int, folder: Path, *, replicated: bool = False, measured: Measured | None = None
+) -> Plan:
+    """Write a plan of lone stages, or of stages with two replicas, with those for every smaller number of hosts.
+
+    If nothing was measured, layers take the time that they sleep.
+    """
+    link: dict[str, Any] = {}
+    if measured is not None:
+        profile, link = measured.profile, measured.link.model_dump()
+    else:
+        profile = planner.estimate(MODEL, device="cpu", batch_size=BATCH_SIZE)
+        times = {"forward_s": FORWARD_S, "backward_s": BACKWARD_S}
+        layers = [each.model_copy(update=times) if each.op == Block.__name__ else each for each in profile.layers]
+        profile = profile.model_copy(update={"layers": tuple(layers)})
     plans = []
     for workers in range(hosts * per_host, 0, -per_host):
         replicas = [2] * (workers // 2) + [1] * (workers % 2) if replicated else [1] * workers
         how: dict[str, Any] = {"schedule": "1f1b-flush", "microbatches": MICROBATCHES, "replicas": replicas}
-        plans.append(planner.price(profile, planner.flat_cluster(workers, "10Gbps"), len(replicas), **how))
+        cluster = planner.flat_cluster(workers, "10Gbps")
+        level = cluster.levels[0].model_copy(update=link | {"size": workers})
+        plans.append(planner.price(profile, cluster.model_copy(update={"levels": (level,)}), len(replicas), **how))
     plan = plans[0].model_copy(update={"smaller": tuple(plans[1:])})
     plan.save(folder / "plan.json")
     return plan
@@ -226,6 +255,7 @@ def run(
     *,
     replicated: bool,
     starts: Sequence[str] = (),
+    measured: Measured | None = None,
 ) -> Outcome:
     """Train with so many faults, and compare the losses with a run that was stopped and resumed at the same places.
 
@@ -235,7 +265,7 @@ def run(
     outcome = Outcome()
     with tempfile.TemporaryDirectory(prefix="elastic-") as name:
         folder = Path(name)
-        plan = write_plan(hosts, per_host, folder, replicated=replicated)
+        plan = write_plan(hosts, per_host, folder, replicated=replicated, measured=measured)
         more = ("--copy-every", str(EVERY), *_OFTEN, "--checkpoint-every", str(CHECKPOINT_EVERY))
         with cluster(hosts, steps, folder, more) as found:
             campaign = Campaign(found, hosts, plan, draw, outcome)
