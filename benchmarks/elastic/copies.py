@@ -18,7 +18,7 @@ from benchmarks.elastic.faults import cluster, write_plan
 from planner.analysis.fewer import COPY_EVERY
 
 WINDOW = 12  # minibatches
-PAIRS = 40
+PAIRS = 30
 WARM_UP = 3  # pairs that are left out: the first copy takes its memory
 WIDTHS = (16, 1024)  # of the model's layers
 

@@ -105,12 +105,25 @@ def run_workers(module: str, job: Job, on_timeline: Callable[[Timeline], None] |
         return TrainResult.model_validate_json(result_path.read_text(encoding="utf-8"))
 
 
-def run_on_hosts(job: Job, command: Sequence[str]) -> None:
+def run_on_hosts(job: Job, command: Sequence[str], note: Callable[[str], None]) -> None:
     """Start `command` as this host's workers of an elastic run, each time anew that hosts are lost or come.
 
-    torchrun's agents, one of which this process becomes, agree on who is there. Raise WorkerError when this host's part
-    of the run ends without a result.
+    torchrun's agents, one of which this process becomes, agree on who is there. `note` is told which of this host's
+    workers were killed, and so left no reason. Raise WorkerError when this host's part of the run ends without one.
     """
+    closed = list[PContext]()
+
+    def close(workers: PContext, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
+        failures = {} if workers in closed else getattr(workers, "_failures", {})  # later those that were ended, too
+        closed[:] = [workers]
+        for local_rank, failure in failures.items():
+            if failure.exitcode < 0:
+                name = signal.Signals(-failure.exitcode).name
+                why = f"; {MEMORY_HINT}" if name == "SIGKILL" else ""
+                note(f"worker {workers.envs[local_rank]['RANK']} was killed by {name}{why}")
+        # What a start ends has nothing more to do. One that is stopped does not end before SIGKILL.
+        _close(workers, death_sig, min(timeout, END_S))
+
     least, most = job.elastic.hosts
     place, interface = job.elastic.rendezvous or "", job.run_options.interface
     host, _, port = place.rpartition(":")
@@ -119,7 +132,8 @@ def run_on_hosts(job: Job, command: Sequence[str]) -> None:
         raise InputError(f"no way leads to the host of `rendezvous={place}`", hint="is its name known here?")
     # All hosts have as many workers, so agents need not ask each other for these, and wait for one that is lost then.
     launching = _launching(interface, TORCH_ELASTIC_WORKER_IDENTICAL="1")
-    ending, joining = (patch.object(*each) for each in _CHANGED)
+    ending = patch.object(PContext, "close", close)
+    joining = patch.object(DynamicRendezvousHandler, "next_rendezvous", _join_anew)
     with tempfile.TemporaryDirectory(prefix="plan-train-") as folder, launching, ending, joining:
         config = LaunchConfig(
             min_nodes=least,
@@ -157,11 +171,6 @@ def run_on_hosts(job: Job, command: Sequence[str]) -> None:
 _close, _join = PContext.close, DynamicRendezvousHandler.next_rendezvous
 
 
-def _close_soon(workers: PContext, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
-    # What a start ends has nothing more to do. One that is stopped does not end before SIGKILL.
-    _close(workers, death_sig, min(timeout, END_S))
-
-
 def _join_anew(agent: DynamicRendezvousHandler) -> RendezvousInfo:
     # Each start has a store of its own, which the agent of its first worker opens before any worker begins. Otherwise
     # agents would look for the first start's for ever, whose host may be the one that is lost.
@@ -169,9 +178,6 @@ def _join_anew(agent: DynamicRendezvousHandler) -> RendezvousInfo:
         agent._bootstrap_store_info = None
         with suppress(DistStoreError):  # that agent was lost before it told where its store is
             return _join(agent)
-
-
-_CHANGED = (PContext, "close", _close_soon), (DynamicRendezvousHandler, "next_rendezvous", _join_anew)
 
 
 def _is_free(address: str, port: int) -> bool:
