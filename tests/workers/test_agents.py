@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import cast
 from unittest.mock import patch
 
 from torch.distributed import DistStoreError
@@ -25,6 +26,6 @@ def test_each_start_has_a_new_store_and_an_agent_that_was_lost_is_not_waited_for
         return "joined"
 
     with patch.object(launch, "_join", join):
-        assert launch._join_anew(agent) == "joined"
-        assert launch._join_anew(agent) == "joined"
+        assert cast("object", launch._join_anew(agent)) == "joined"
+        assert cast("object", launch._join_anew(agent)) == "joined"
     assert calls == [None, None, None]
