@@ -78,7 +78,8 @@ def tables(portions: list[dict[str, Any]]) -> str:
             times = [[fault[name] for fault in timed if fault[name] is not None] for name in _TIMES]
             noticed, began, imported, went_on = (statistics.median(each) if each else 0.0 for each in times)
             spent = [noticed, began - noticed, imported - began, went_on - imported]
-            numbers = [f"{x:.1f}" if kind in KINDS else "" for x in spent]
+            known = [bool(each) and kind in KINDS for each in times]
+            numbers = [f"{x:.1f}" if there else "" for x, there in zip(spent, known, strict=True)]
             name = f"{kind}, in a start" if starting else kind
             rows.append([name, len(own), f"{went_on:.1f}", f"{max(times[-1]):.1f}", *numbers])
             rows[-1].append(max(fault["repeated"] for fault in timed))
