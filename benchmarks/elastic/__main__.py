@@ -14,13 +14,15 @@ import statistics
 import sys
 import time
 from collections import Counter
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from tabulate import tabulate
 
 from benchmarks.elastic.copies import measure_copies
-from benchmarks.elastic.faults import BRIEFLY, EVERY, KINDS, run
+from benchmarks.elastic.faults import BRIEFLY, EVERY, KINDS, measure, run
+from benchmarks.elastic.hook.sitecustomize import START
 
 RESULTS = Path(__file__).with_name("results.json")
 _TIMES = ("noticed_s", "began_s", "imported_s", "went_on_s")  # from the fault
@@ -34,6 +36,7 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=5)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--replicated", action="store_true", help="stages have two replicas")
+    parser.add_argument("--starts", action="store_true", help="every second fault meets the start after another one")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--copies", action="store_true", help="measure what copies cost, without faults")
     parser.add_argument("--save", action="store_true", help=f"add to {RESULTS.name} beside this file")
@@ -46,7 +49,14 @@ def main() -> int:
             portion["copies"] = measure_copies(args.hosts)
         else:
             draw = random.Random(args.seed)
-            outcome = run(args.hosts, args.per_host, args.faults, args.steps, draw, replicated=args.replicated)
+            starts = [START[i % len(START)] for i in range(args.faults // 2)] if args.starts else []
+            draw.shuffle(starts)
+            how: dict[str, Any] = {
+                "replicated": args.replicated,
+                "starts": starts,
+                "measured": measure(args.hosts * args.per_host),
+            }
+            outcome = run(args.hosts, args.per_host, args.faults, args.steps, draw, **how)
             faults = [vars(fault) for fault in outcome.faults]
             portion |= {"per_host": args.per_host, "replicated": args.replicated, "start_s": outcome.start_s}
             portion |= {"faults": faults, "problems": outcome.problems, "speeds": outcome.speeds}
@@ -61,15 +71,17 @@ def tables(portions: list[dict[str, Any]]) -> str:
     """Return the tables of faults and of the cost of copies."""
     faults = [fault for portion in portions for fault in portion.get("faults", ())]
     rows = []
-    for kind in (*KINDS, BRIEFLY):
-        own = [fault for fault in faults if fault["kind"] == kind]
+    for kind, starting in product((*KINDS, BRIEFLY), (False, True)):
+        own = [fault for fault in faults if fault["kind"] == kind and (fault["phase"] in START) == starting]
         timed = [fault for fault in own if fault["went_on_s"] is not None and not fault["paused"]]
         if timed:
             times = [[fault[name] for fault in timed if fault[name] is not None] for name in _TIMES]
             noticed, began, imported, went_on = (statistics.median(each) if each else 0.0 for each in times)
             spent = [noticed, began - noticed, imported - began, went_on - imported]
-            numbers = [f"{x:.1f}" if kind in KINDS else "" for x in spent]
-            rows.append([kind, len(own), f"{went_on:.1f}", f"{max(times[-1]):.1f}", *numbers])
+            known = [bool(each) and kind in KINDS for each in times]
+            numbers = [f"{x:.1f}" if there else "" for x, there in zip(spent, known, strict=True)]
+            name = f"{kind}, in a start" if starting else kind
+            rows.append([name, len(own), f"{went_on:.1f}", f"{max(times[-1]):.1f}", *numbers])
             rows[-1].append(max(fault["repeated"] for fault in timed))
     headers = ["fault", "times", "median s to the next update", "longest", "until noticed", "until processes begin"]
     headers += ["their imports", "then", "most repeated"]

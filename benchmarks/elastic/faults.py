@@ -23,12 +23,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import planner
-from benchmarks.elastic.model import BACKWARD_S, FORWARD_S, STRUCK, Block
+from benchmarks.elastic.hook.sitecustomize import IMPORTS, START, STRUCK
+from benchmarks.elastic.model import BACKWARD_S, FORWARD_S, Block
 from benchmarks.netns import INTERFACE, Host, network
+from planner.formats.cluster import Level
 from planner.formats.plan import Plan
+from planner.formats.profile import Profile
+from planner.profiler.links.measure_cluster import measure_host
+from planner.workers.place import available_cores
 
 ROOT = Path(__file__).parents[2]
-MODEL = Path(__file__).with_name("model.py")
+MODEL, HOOK = Path(__file__).with_name("model.py"), Path(__file__).with_name("hook")
 EVERY = 10  # minibatches between copies
 EVALUATE_EVERY, CHECKPOINT_EVERY = 15, 35
 HANG_TIMEOUT_S = 8.0
@@ -38,11 +43,10 @@ AWAY_S = (6.0, 30.0)  # for which a lost host, or a link, stays away, at least a
 KILLED, STOPPED, LOST, UNPLUGGED = KINDS = ("worker killed", "worker stopped", "host lost", "link down")
 BRIEFLY = "link down for a moment"  # and up again before a worker noticed
 _ACTS = {KILLED: "kill", STOPPED: "stop", LOST: "hold", UNPLUGGED: "hold"}
-RECOVERY = "recovery"
 PHASES = ("forward", "backward", "message", "all-reduce", "update", "evaluation", "checkpoint", "copy")
-RECOVERING_S = 12.0  # from the begin of a process, at most, until it is hit while the run recovers
-RECOVERED_S = 60.0  # a process begins in the recovery
+AFTER_S = {IMPORTS: 3.0, "copy": 0.03}  # from the begin of a phase to the fault, at most; at once in others
 STRIKE_WITHIN_S = 8.0  # a worker that is to be hit comes to the phase; or else it is hit where it is
+RECOVERED_S = 60.0  # the same in a start after another fault; or else it is not hit
 TAKEN_IN_S = 40.0
 PAUSE_S = 2.0  # between two looks, 20 ms apart
 GIVE_UP_S = 240.0  # for one recovery, on a machine that is also otherwise busy
@@ -61,7 +65,7 @@ class Fault:
     workers: int
     noticed_s: float | None = None  # from the fault until a worker that failed said so
     began_s: float | None = None  # until the process began that trained first after it
-    imported_s: float | None = None  # until that had imported what it needs, and read the model's file
+    imported_s: float | None = None  # until that had imported what it needs
     went_on_s: float | None = None  # until the first update
     repeated: int | None = None  # minibatches that were trained again
     paused: bool = False  # this process did not run for seconds: other work had the machine, and times say nothing
@@ -87,17 +91,42 @@ class Update(NamedTuple):
     workers: int
 
 
-def write_plan(hosts: int, per_host: int, folder: Path, *, replicated: bool = False) -> Plan:
-    """Write a plan of lone stages, or of stages with two replicas, with those for every smaller number of hosts."""
-    profile = planner.estimate(MODEL, device="cpu", batch_size=BATCH_SIZE)
-    times = {"forward_s": FORWARD_S, "backward_s": BACKWARD_S}
-    layers = [each.model_copy(update=times) if each.op == Block.__name__ else each for each in profile.layers]
-    profile = profile.model_copy(update={"layers": tuple(layers)})
+class Measured(NamedTuple):
+    """What predictions are made from: the times of layers, those of computations included, and a link."""
+
+    profile: Profile
+    link: Level
+
+
+def measure(workers: int) -> Measured:
+    """Measure the model, while other workers use the other cores, and the messages of two workers."""
+    processes = min(workers, available_cores())
+    profile = planner.profile(MODEL, batch_size=BATCH_SIZE, device="cpu", processes=processes)
+    return Measured(profile, measure_host(2, "cpu").levels[0])
+
+
+def write_plan(
+    hosts: int, per_host: int, folder: Path, *, replicated: bool = False, measured: Measured | None = None
+) -> Plan:
+    """Write a plan of lone stages, or of stages with two replicas, with those for every smaller number of hosts.
+
+    If nothing was measured, layers take the time that they sleep.
+    """
+    link: dict[str, Any] = {}
+    if measured is not None:
+        profile, link = measured.profile, measured.link.model_dump()
+    else:
+        profile = planner.estimate(MODEL, device="cpu", batch_size=BATCH_SIZE)
+        times = {"forward_s": FORWARD_S, "backward_s": BACKWARD_S}
+        layers = [each.model_copy(update=times) if each.op == Block.__name__ else each for each in profile.layers]
+        profile = profile.model_copy(update={"layers": tuple(layers)})
     plans = []
     for workers in range(hosts * per_host, 0, -per_host):
         replicas = [2] * (workers // 2) + [1] * (workers % 2) if replicated else [1] * workers
         how: dict[str, Any] = {"schedule": "1f1b-flush", "microbatches": MICROBATCHES, "replicas": replicas}
-        plans.append(planner.price(profile, planner.flat_cluster(workers, "10Gbps"), len(replicas), **how))
+        cluster = planner.flat_cluster(workers, "10Gbps")
+        level = cluster.levels[0].model_copy(update=link | {"size": workers})
+        plans.append(planner.price(profile, cluster.model_copy(update={"levels": (level,)}), len(replicas), **how))
     plan = plans[0].model_copy(update={"smaller": tuple(plans[1:])})
     plan.save(folder / "plan.json")
     return plan
@@ -148,7 +177,7 @@ class Cluster:
     def start(self, host: int) -> None:
         command = [*self._command, "--copy-folder", str(self.memory(host))]
         command += ["--rendezvous", f"{self._hosts[self.meets_at].address}:{PORT}"]
-        environment = {**_environment(), "ELASTIC_HOST": str(host)}
+        environment = {**_environment(HOOK), "ELASTIC_HOST": str(host)}
         with (self.folder / f"out-{host}").open("a") as out, (self.folder / f"err-{host}").open("a") as err:
             options = {"env": environment, "cwd": self.folder, "stdout": out, "stderr": err}
             self.processes[host] = self._hosts[host].popen(command, **options)
@@ -217,22 +246,37 @@ def cluster(hosts: int, steps: int, folder: Path, more: Sequence[str] = ()) -> I
                 shutil.rmtree(found.memory(host), ignore_errors=True)
 
 
-def run(hosts: int, per_host: int, faults: int, steps: int, draw: random.Random, *, replicated: bool) -> Outcome:
+def run(
+    hosts: int,
+    per_host: int,
+    faults: int,
+    steps: int,
+    draw: random.Random,
+    *,
+    replicated: bool,
+    starts: Sequence[str] = (),
+    measured: Measured | None = None,
+) -> Outcome:
     """Train with so many faults, and compare the losses with a run that was stopped and resumed at the same places.
 
-    Host 0, which has the store where hosts meet, keeps its agent and its link; its workers fail as any others.
+    With `starts` a worker is killed again and again, and another fault meets each of these phases of the start after
+    it. Host 0, which has the store where hosts meet, keeps its agent and its link; its workers fail as any others.
     """
     outcome = Outcome()
     with tempfile.TemporaryDirectory(prefix="elastic-") as name:
         folder = Path(name)
-        plan = write_plan(hosts, per_host, folder, replicated=replicated)
+        plan = write_plan(hosts, per_host, folder, replicated=replicated, measured=measured)
         more = ("--copy-every", str(EVERY), *_OFTEN, "--checkpoint-every", str(CHECKPOINT_EVERY))
         with cluster(hosts, steps, folder, more) as found:
             campaign = Campaign(found, hosts, plan, draw, outcome)
             if (first := campaign.wait_for(0.0)) is not None:
                 outcome.start_s = first.at_s - first.began_s
-                while len(outcome.faults) < faults and campaign.hit(twice=len(outcome.faults) + 1 < faults):
-                    pass
+                phases = iter(starts)
+                while len(outcome.faults) < faults:
+                    twice = len(outcome.faults) + 1 < faults and draw.random() < 0.3
+                    start = next(phases, None) if starts else draw.choice(START) if twice else None
+                    if not campaign.hit(KILLED if starts else draw.choice(KINDS), start):
+                        break
                 campaign.await_hosts()
             deadline = time.monotonic() + GIVE_UP_S + steps
             while not found.ended and time.monotonic() < deadline:
@@ -273,30 +317,30 @@ class Campaign:
             time.sleep(0.02)
         return None
 
-    def hit(self, *, twice: bool) -> bool:
-        """Let one fault happen, or another one during the recovery from it, and wait; return False at the end."""
+    def hit(self, kind: str, start: str | None, again: str | None = None, host: int | None = None) -> bool:
+        """Let one fault happen, or another one in a phase of the start after it, and wait; return False at the end.
+
+        The other one is of the kind `again`, on `host`, or else drawn.
+        """
         found, draw = self._found, self._draw
         ended = {host for host, process in found.processes.items() if process.poll() is not None} - self._away.keys()
         if ended:
             if 0 not in ended:
                 self._outcome.problems.append(f"hosts {ended} ended before the run")
             return False
-        kind, phase = draw.choice(KINDS), draw.choice(self._phases)
-        again = draw.choice(KINDS) if twice and draw.random() < 0.3 else None
         time.sleep(draw.uniform(0.2, 2.5))
-        self._await_copies(kind)
-        struck = self._strike(kind, phase)
+        self._await_copies(kind if start is None else LOST)
+        here = None if host is None else draw.choice([each for each in range(self._hosts) if each != host])
+        struck = self._strike(kind, draw.choice(self._phases), here)
         if struck is None:
             return not found.ended
         fault, at_s = struck
-        if again is not None:
+        if start is not None:
             # What was on two hosts is on one when a host or its link is lost, until the next copy.
-            second = again if kind in (KILLED, STOPPED) else draw.choice((KILLED, STOPPED))
-            self._outcome.faults.append(fault)
-            after = self._strike(second, RECOVERY, other=fault.host)
-            if after is None:
-                return not found.ended
-            fault, at_s = after
+            possible = KINDS if kind in (KILLED, STOPPED) and self._copied else (KILLED, STOPPED)
+            if (second := self._strike(again or draw.choice(possible), start, host, other=fault.host)) is not None:
+                self._outcome.faults.append(fault)
+                fault, at_s = second
         update = self.wait_for(at_s, fault)
         if update is None:
             if not found.ended:
@@ -329,18 +373,23 @@ class Campaign:
             self._copied = self._found.all_is_copied()
             time.sleep(0.1)
 
-    def _strike(self, kind: str, phase: str, other: int | None = None) -> tuple[Fault, float] | None:
-        """Let a fault happen when a worker comes to a phase; return when it did, or None when it did not."""
+    def _strike(
+        self, kind: str, phase: str, host: int | None = None, other: int | None = None
+    ) -> tuple[Fault, float] | None:
+        """Let a fault happen when a worker comes to a phase; return when it did, or None when it did not.
+
+        It is a worker of `host`, or else of any host but the `other` one.
+        """
         found, act = self._found, _ACTS[kind]
         hosts = range(0 if kind in (KILLED, STOPPED) else 1, self._hosts)
-        here = [host for host in hosts if host != other and host not in self._away]
+        here = [each for each in hosts if each != other and each not in self._away and host in (None, each)]
         if not here:
             return None
         host, rank = self._draw.choice(here), self._draw.randrange(self._per_host)
         newest = found.updates()[-1].minibatch
         fault = Fault(kind, phase, host, newest, sum(len(found.workers(each)) for each in range(self._hosts)))
         struck = found.folder / STRUCK
-        pid = self._recovering(fault, rank) if phase == RECOVERY else self._await_phase(fault, rank, act)
+        pid = self._await_phase(fault, rank, act)
         if found.ended or (pid is None and not struck.exists()):
             return None
         if act != "hold" and pid is not None:
@@ -359,31 +408,22 @@ class Campaign:
         fault.minibatch = found.updates()[-1].minibatch
         return fault, time.time()
 
-    def _recovering(self, fault: Fault, rank: int) -> int | None:
-        """Return a worker's new process some seconds after it began; None when it is not started again in time."""
-        found, now_s = self._found, time.time()
-        before, deadline = found.workers(fault.host).get(rank), time.monotonic() + RECOVERED_S
-        while (pid := found.workers(fault.host).get(rank)) in (None, before):
-            if time.monotonic() > deadline or found.ended:
-                return None
-            time.sleep(0.02)
-        time.sleep(self._draw.uniform(0.5, RECOVERING_S))
-        if found.updates()[-1].began_s > now_s:  # it has recovered by now
-            fault.phase = "any"
-        return pid
-
     def _await_phase(self, fault: Fault, rank: int, act: str) -> int | None:
         """Let a worker be hit when it comes to the fault's phase; return it where it does not come there in time."""
         found, struck = self._found, self._found.folder / STRUCK
         wish = found.folder / f"wish-{fault.host}-{rank}"
         hidden = wish.with_name(f".{wish.name}")
-        hidden.write_text(f"{fault.phase} {act}", encoding="utf-8")
+        delay_s = self._draw.uniform(0.0, AFTER_S.get(fault.phase, 0.0))
+        hidden.write_text(f"{fault.phase} {act} {delay_s}", encoding="utf-8")
         hidden.rename(wish)
-        deadline = time.monotonic() + STRIKE_WITHIN_S
+        deadline = time.monotonic() + (RECOVERED_S if fault.phase in START else STRIKE_WITHIN_S)
         while not struck.exists() and time.monotonic() < deadline and not found.ended:
             time.sleep(0.001)
         wish.unlink(missing_ok=True)
-        if struck.exists() or found.ended:
+        if struck.exists():
+            fault.phase = struck.read_text(encoding="utf-8")
+            return None
+        if found.ended or fault.phase in START:
             return None
         fault.phase = "any"
         return found.workers(fault.host).get(rank)
@@ -432,5 +472,5 @@ def _check(found: Cluster, plan: Plan, steps: int, outcome: Outcome) -> None:
             outcome.problems.append(f"{fault.kind}: {fault.repeated} minibatches were trained again")
 
 
-def _environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+def _environment(*folders: Path) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, *folders))), "OMP_NUM_THREADS": "1"}

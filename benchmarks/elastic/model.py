@@ -1,16 +1,13 @@
 """A model of twelve small layers that emulates a device: blocks sleep for their time, and compute as they always do.
 
-It tells of its updates in the file `updates`, and under `ELASTIC_HOST` lets faults happen at what its workers do.
+It tells of its updates in the file `updates`. The folder `hook` lets faults happen at what its workers do.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import signal
-import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from planner.workers.heartbeat import Heartbeat
-
 WIDTH = int(os.environ.get("ELASTIC_WIDTH", "16"))
 FORWARD_S, BACKWARD_S = 0.002, 0.004  # of a block, for a microbatch
 SLEEPS = "ELASTIC_AT_ONCE" not in os.environ  # a reference, of which only the losses count, need not
 BLOCKS = 10
-STRUCK = Path("struck")
-_PHASES = {"evaluat": "evaluation", "checkpoint": "checkpoint", "aside": "copy"}
-_WHILE_COPYING_S = 0.03  # after the state was set aside, while the thread copies it
 
 
 def _began_s() -> float:
@@ -36,7 +28,7 @@ def _began_s() -> float:
     return time.time() - up_s + ticks / os.sysconf("SC_CLK_TCK")
 
 
-_BEGAN_S, _IMPORTED_S = _began_s(), time.time()
+_BEGAN_S = _began_s()
 
 
 class _Sleep(torch.autograd.Function):
@@ -114,49 +106,6 @@ def on_update(minibatch: int, loss: float, metrics: Any) -> None:
     if metrics and any("loss" in name for name in metrics):  # of an evaluation
         return
     with Path("updates").open("a", encoding="utf-8") as file:
-        entry = (_BEGAN_S, _IMPORTED_S, time.time(), minibatch, int(os.environ["WORLD_SIZE"]))
+        imported_s = float(os.environ.get("ELASTIC_IMPORTED_S", "nan"))
+        entry = (_BEGAN_S, imported_s, time.time(), minibatch, int(os.environ["WORLD_SIZE"]))
         file.write(json.dumps(entry) + "\n")
-
-
-def _phase(what: object, evaluating: bool) -> str:
-    """Return what a worker does, by the instruction or the activity that its heartbeat is told."""
-    if isinstance(what, str):
-        return next((phase for words, phase in _PHASES.items() if words in what), "other")
-    names = {"Forward": "forward", "AllReduce": "all-reduce", "Update": "update"}
-    name = type(what).__name__
-    phase = "backward" if name.startswith("Backward") else names.get(name, "message")
-    return "evaluation" if evaluating else phase
-
-
-def _listening(told: Callable[..., None], wish: Path) -> Callable[..., None]:
-    """Wrap a method of Heartbeat: a fault that is wished for this worker happens in the phase that it names."""
-
-    def tell(self: Heartbeat, what: Any, **flags: bool) -> None:
-        told(self, what, **flags)
-        if not wish.exists():
-            return
-        phase, act = wish.read_text(encoding="utf-8").split()
-        if phase == _phase(what, flags.get("evaluating", False)):
-            wish.unlink()
-            if phase == "copy":
-                threading.Timer(_WHILE_COPYING_S, _strike, (act,)).start()
-            else:
-                _strike(act)
-
-    return tell
-
-
-def _strike(act: str) -> None:
-    hidden = STRUCK.with_name(".struck")
-    hidden.write_text(str(time.time()), encoding="utf-8")
-    hidden.rename(STRUCK)
-    if act != "hold":
-        os.kill(os.getpid(), signal.SIGKILL if act == "kill" else signal.SIGSTOP)
-    while STRUCK.exists():  # until the benchmark has taken the host or its link
-        time.sleep(0.001)
-
-
-if "ELASTIC_HOST" in os.environ and "RANK" in os.environ and Heartbeat.begin.__name__ == "begin":
-    _wish = Path(f"wish-{os.environ['ELASTIC_HOST']}-{os.environ['LOCAL_RANK']}")
-    Heartbeat.begin = _listening(Heartbeat.begin, _wish)  # type: ignore[method-assign]
-    Heartbeat.enter = _listening(Heartbeat.enter, _wish)  # type: ignore[method-assign]

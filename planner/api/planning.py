@@ -277,7 +277,10 @@ def report(plan: Plan | str | Path, output: str | Path | None, options: ReportOp
         raise InputError(f"'{path}' is no name of a report, which is HTML", hint="print report.html from a browser")
     patience = Patience.of(options.time_limit_s, options.progress)
     plan = plan if isinstance(plan, Plan) else load_plan(plan)
-    simulated, measured = timelines(plan, options, options.measured, "measured")
+    run = load_run(options.measured) if isinstance(options.measured, str | Path) else options.measured
+    # A run that lost hosts ends under a smaller plan.
+    plan = next((each for each in plan.smaller if run is not None and each.config == run.config != plan.config), plan)
+    simulated, measured = timelines(plan, options, run, "measured")
     alternatives = _alternatives(plan, options, patience)
     write_text(path, report_page(plan, simulated, measured, **alternatives))
     return path

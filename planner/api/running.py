@@ -36,7 +36,7 @@ from planner.profiler.estimated.trace import collecting
 from planner.profiler.measured.profiling import ProfilingOptions, profile_model
 from planner.reporting.trace import save_trace
 from planner.solver.problem.budget import Patience
-from planner.workers.job import Job, TrainResult
+from planner.workers.job import LAUNCHER_VARIABLE, Job, TrainResult
 
 SELDOM = 100_000  # allocations of a question, after which garbage is collected
 
@@ -215,7 +215,7 @@ def check_trainable(plan: Plan) -> None:
 def check_elastic(plan: Plan, options: ElasticOptions) -> None:
     """Raise PlanError unless there is a plan for each number of hosts; InputError for hosts that meet nowhere."""
     least, most = options.hosts
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
+    if LAUNCHER_VARIABLE not in os.environ and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
         what = "`elastic` starts torchrun's agents itself, and torchrun has started this process"
         raise InputError(what, hint="start plan train on every host, without torchrun")
     if plan.cluster.gpus % most:

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -134,14 +135,14 @@ def train(args: argparse.Namespace) -> int:
 
 
 def _run_as_host(job: Job) -> int:
-    from planner.executor.checkpoint.host_memory import HostMemory
+    from planner.executor.checkpoint.host_memory import HostMemory, note_fault
     from planner.workers.launch import run_on_hosts
 
     # The same on all hosts, and when all of them are started again.
     job = job.model_copy(update={"run": f"{str(job.plan.graph_hash)[:16]}-{job.seed}"})
     memory = HostMemory.of(job)
     try:
-        run_on_hosts(job, ("planner", *sys.argv[1:]))
+        run_on_hosts(job, ("planner", *sys.argv[1:]), partial(note_fault, job))
     except KeyboardInterrupt:
         memory.remove()
         raise

@@ -95,7 +95,7 @@ def run_worker(
         end_process(1 if error is None else error.exit_code)
 
     try:
-        if int(os.environ["WORLD_SIZE"]) == workers or (elastic and rank < workers):
+        if int(os.environ["WORLD_SIZE"]) == workers or elastic:
             supervisor.watch(tell_and_end)
         from planner.executor.checkpoint.recovery import await_end, recover
         from planner.executor.run.train import train_worker

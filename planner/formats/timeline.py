@@ -131,6 +131,7 @@ class Timeline(Shown, Record):
     events: Events
     memory: tuple[MemoryCurve, ...] = ()  # empty if not recorded
     links: tuple[LinkUse, ...] = ()  # empty if only workers were recorded
+    restarts: tuple[str, ...] = ()  # of the workers, before what was recorded: why, and how the run went on
 
     @classmethod
     def of_plan(

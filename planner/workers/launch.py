@@ -18,10 +18,16 @@ from pathlib import Path
 from typing import cast
 from unittest.mock import patch
 
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # exported by a star import
+from torch.distributed import DistStoreError, Store, TCPStore  # type: ignore[attr-defined]  # exported by a star import
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousError,
+    RendezvousInfo,
+    RendezvousTimeoutError,
+)
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from planner.errors import InputError, WorkerError
@@ -30,7 +36,6 @@ from planner.formats.timeline import Timeline, load_timeline
 from planner.workers.failures import WorkersFailedError, error_of, stage_of, worker_name
 from planner.workers.interfaces import LOOPBACK, VARIABLES, address_of, address_towards
 from planner.workers.job import LAUNCHER_VARIABLE, RESULT_FILE, TIMELINE_FILE, Failure, Job, TrainResult
-from planner.workers.meeting import NO_SHARED_STORE
 from planner.workers.place import GPU_VARIABLES
 from planner.workers.watch import MEMORY_HINT, cause_in, last_beat, own_keys
 
@@ -100,23 +105,36 @@ def run_workers(module: str, job: Job, on_timeline: Callable[[Timeline], None] |
         return TrainResult.model_validate_json(result_path.read_text(encoding="utf-8"))
 
 
-def run_on_hosts(job: Job, command: Sequence[str]) -> None:
+def run_on_hosts(job: Job, command: Sequence[str], note: Callable[[str], None]) -> None:
     """Start `command` as this host's workers of an elastic run, each time anew that hosts are lost or come.
 
-    torchrun's agents, one of which this process becomes, agree on who is there. Raise WorkerError when this host's part
-    of the run ends without a result.
+    torchrun's agents, one of which this process becomes, agree on who is there. `note` is told which of this host's
+    workers were killed, and so left no reason. Raise WorkerError when this host's part of the run ends without one.
     """
+    closed = list[PContext]()
+
+    def close(workers: PContext, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
+        failures = {} if workers in closed else getattr(workers, "_failures", {})  # later those that were ended, too
+        closed[:] = [workers]
+        for local_rank, failure in failures.items():
+            if failure.exitcode < 0:
+                name = signal.Signals(-failure.exitcode).name
+                why = f"; {MEMORY_HINT}" if name == "SIGKILL" else ""
+                note(f"worker {workers.envs[local_rank]['RANK']} was killed by {name}{why}")
+        # What a start ends has nothing more to do. One that is stopped does not end before SIGKILL.
+        _close(workers, death_sig, min(timeout, END_S))
+
     least, most = job.elastic.hosts
     place, interface = job.elastic.rendezvous or "", job.run_options.interface
     host, _, port = place.rpartition(":")
     own = address_of(interface) if interface else address_towards(host)
     if own is None:
         raise InputError(f"no way leads to the host of `rendezvous={place}`", hint="is its name known here?")
-    # Each start has a store of its own, on the host of its first worker: otherwise torchrun's agents would look for the
-    # first start's for ever, whose host may be the one that is lost.
-    launching = _launching(interface, **{NO_SHARED_STORE: "1"})
-    ending = patch.object(PContext, "close", _close_soon)
-    with tempfile.TemporaryDirectory(prefix="plan-train-") as folder, launching, ending:
+    # All hosts have as many workers, so agents need not ask each other for these, and wait for one that is lost then.
+    launching = _launching(interface, TORCH_ELASTIC_WORKER_IDENTICAL="1")
+    ending = patch.object(PContext, "close", close)
+    joining = patch.object(DynamicRendezvousHandler, "next_rendezvous", _join_anew)
+    with tempfile.TemporaryDirectory(prefix="plan-train-") as folder, launching, ending, joining:
         config = LaunchConfig(
             min_nodes=least,
             max_nodes=most,
@@ -150,12 +168,16 @@ def run_on_hosts(job: Job, command: Sequence[str]) -> None:
             raise WorkerError(problem, hint=hint) from None
 
 
-_close = PContext.close
+_close, _join = PContext.close, DynamicRendezvousHandler.next_rendezvous
 
 
-def _close_soon(workers: PContext, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
-    # What a start ends has nothing more to do. One that is stopped does not end before SIGKILL.
-    _close(workers, death_sig, min(timeout, END_S))
+def _join_anew(agent: DynamicRendezvousHandler) -> RendezvousInfo:
+    # Each start has a store of its own, which the agent of its first worker opens before any worker begins. Otherwise
+    # agents would look for the first start's for ever, whose host may be the one that is lost.
+    while True:
+        agent._bootstrap_store_info = None
+        with suppress(DistStoreError):  # that agent was lost before it told where its store is
+            return _join(agent)
 
 
 def _is_free(address: str, port: int) -> bool:

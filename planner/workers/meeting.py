@@ -20,14 +20,14 @@ from torch.distributed.rendezvous import rendezvous
 
 from planner.errors import InputError, WorkerError, first_line
 from planner.workers.interfaces import choose_interface
+from planner.workers.job import LAUNCHER_VARIABLE
 from planner.workers.place import Seat
 
 # Below the ports that Linux gives to outgoing connections (32768 and up), so that none of those is in the way.
 _FIRST_PORT, _PORTS = 12000, 20000
-_TIMEOUT, _ELASTIC_TIMEOUT = timedelta(minutes=10), timedelta(minutes=2)
+_TIMEOUT = timedelta(minutes=10)
 _TASKS = re.compile(r"(?P<tasks>\d+)(\(x(?P<nodes>\d+)\))?")
 _COUNT = "TORCHELASTIC_RESTART_COUNT"
-NO_SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # which elastic runs set
 _ANSWERS_EVERY_S = 0.05
 
 
@@ -85,7 +85,9 @@ def started_as_worker() -> bool:
     if (missing := {"MASTER_ADDR", "MASTER_PORT"} - os.environ.keys()) and not dist.is_initialized():
         problem = f"the environment has RANK and WORLD_SIZE of a worker, and no {' and no '.join(sorted(missing))}"
         raise InputError(problem, hint="set worker 0's host and a free port of it for all; or start with torchrun")
-    if not missing:
+    if LAUNCHER_VARIABLE in os.environ:  # an agent of ours, which has opened a store for this start alone
+        os.environ[_COUNT] = "0"
+    elif not missing:
         _open_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     return True
 
@@ -98,11 +100,9 @@ def _open_store(host: str, port: int) -> None:
     global _own_store
     rank = int(os.environ["RANK"])
     opens = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
-    # An elastic run starts again without a worker 0 that was stopped before it opened its store.
-    timeout = _ELASTIC_TIMEOUT if NO_SHARED_STORE in os.environ else _TIMEOUT
     try:
         # Multi-tenant: what else worker 0 opens at this address is the same store.
-        store = TCPStore(host, port, is_master=opens, wait_for_workers=False, timeout=timeout, multi_tenant=opens)
+        store = TCPStore(host, port, is_master=opens, wait_for_workers=False, timeout=_TIMEOUT, multi_tenant=opens)
         _agree_on_start(PrefixStore("planner", store), rank, int(os.environ["WORLD_SIZE"]))
     except RuntimeError as cause:
         done = "opened" if opens else "reached"

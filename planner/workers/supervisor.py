@@ -30,9 +30,19 @@ from planner.workers.ending import ABORT_S, END_S, GRACE_S, bound_exit, end_proc
 from planner.workers.failures import error_of, failure_of, innermost, stage_of, worker_name
 from planner.workers.heartbeat import Heartbeat
 from planner.workers.job import Failure, Job
-from planner.workers.watch import MEMORY_HINT, Ending, HangDetector, NextWorker, Page, cause_in, last_beat, own_keys
+from planner.workers.watch import (
+    MEMORY_HINT,
+    Ending,
+    HangDetector,
+    NextWorker,
+    Page,
+    age_s,
+    cause_in,
+    last_beat,
+    own_keys,
+)
 
-_CONNECT = timedelta(seconds=60)
+_CONNECT_S = 20.0  # to a store that is there before any worker
 _FIRST_ENDS_S = ABORT_S + 1.0  # for a worker that failed to abort its groups and end
 _LAST_WORDS_S = 1.0  # until the report of a worker that failed can be read in the store
 _log = logging.getLogger(__name__)
@@ -71,10 +81,16 @@ class Supervisor:
             hangs: whether a worker that does nothing new for the time-out has failed.
         """
         self._end_process = end_process
-        if hangs and self._rank in (0, self._job.plan.workers - 1):
-            self._detector = HangDetector(self._job, self._timeout_s)
+        # The last one of all that were started: a plan of one worker may leave others idle.
+        if hangs and self._rank in (0, int(os.environ.get("WORLD_SIZE", self._job.plan.workers)) - 1):
+            self._detector = HangDetector(self._job, self._timeout_s, age_s())
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        self._store = own_keys(TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_CONNECT))
+        timeout = timedelta(seconds=_CONNECT_S)
+        connect = partial(TCPStore, host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+        reached = within(_CONNECT_S, connect)
+        if not reached:
+            raise self._lost(f"not reached in {_CONNECT_S:.0f} s")
+        self._store = own_keys(reached[0])
         self._thread.start()
 
     def enter(self) -> None:

@@ -7,10 +7,12 @@ not deliver what was sent, when all workers wait. The streams of a checked plan 
 
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import NoReturn
 
 import torch
@@ -68,11 +70,13 @@ class HangDetector:
     Args:
         timeout_s: how long a worker may do nothing new, in addition to the slowest instruction so far. One that has
             written no page for half of it does not respond.
+        started_s: how long this process took to start. One that has written nothing yet may take twice as long.
     """
 
-    def __init__(self, job: Job, timeout_s: float) -> None:
+    def __init__(self, job: Job, timeout_s: float, started_s: float = 0.0) -> None:
         self._job = job
         self._timeout_s = timeout_s
+        self._first_s = max(0.0, started_s - timeout_s)
         self._seen: dict[int, _Seen] = {}
 
     def look(self, pages: Mapping[int, Page], now_s: float) -> Failure | None:
@@ -80,7 +84,8 @@ class HangDetector:
         for rank in range(self._job.plan.workers):
             page, seen = pages.get(rank, _NONE_YET), self._seen.get(rank)
             if seen is None or seen.has_moved(page, now_s):
-                self._seen[rank] = _Seen(page, page, now_s, now_s)
+                moved_s = now_s + self._first_s * (page is _NONE_YET)
+                self._seen[rank] = _Seen(page, page, moved_s, moved_s)
             else:
                 seen.written_s = now_s if page.sequence != seen.page.sequence else seen.written_s
                 seen.page = page
@@ -130,6 +135,14 @@ class HangDetector:
             exit_code=WorkerError.exit_code,
             consequence=False,
         )
+
+
+def age_s() -> float:
+    """Return for how long this process has run; 0 where the system does not tell."""
+    with suppress(OSError):
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # proc_pid_stat(5): starttime
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return 0.0
 
 
 def own_keys(store: Store) -> Store:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import planner
+from planner.analysis.fewer import cost_of_loss
 from planner.errors import ClusterError, PlanError
 from planner.formats.cluster import DeviceKind
+from planner.formats.plan import Plan
 from planner.reporting.tables.plan import plan_report
 from tests.samples import layer, profile
 
@@ -73,3 +77,44 @@ def test_only_plans_of_the_same_minibatches_go_together() -> None:
     content["smaller"][0]["microbatches"] += 1
     with pytest.raises(ValueError, match="is no smaller plan of the same model, schedule and minibatch"):
         type(plan).model_validate_json(json.dumps(content))
+
+
+def lone_stages(gpus: int) -> Plan:
+    return planner.price(MODEL, planner.flat_cluster(gpus, 1e3), gpus, schedule="1f1b-flush", microbatches=4)
+
+
+def test_the_cost_of_losing_a_lone_stage() -> None:
+    """Hosts hold stages 0 and 2, 1 and 0, 2 and 1; stages of three layers then each need two of them."""
+    plan = lone_stages(3).model_copy(update={"smaller": (lone_stages(2),)})
+    memory = plan.stages[0].memory
+    stage = memory.weights_bytes + memory.optimizer_bytes
+    cost = cost_of_loss(plan)
+    assert cost.memory_bytes == 2 * 2 * stage
+    assert cost.copy_s == stage / 1e3
+    # Without host 0 the others have what they need. Without host 2, hosts 0 and 1 lack stages 1 and 2.
+    assert cost.restore_s == stage / 1e3
+    assert "a loss" in plan_report(plan)
+
+
+def test_what_a_replica_has_is_not_sent() -> None:
+    how: dict[str, Any] = {"schedule": "1f1b-flush", "microbatches": 4}
+    cluster = planner.flat_cluster(4, 1e3)
+    plan = planner.price(MODEL, cluster, 2, replicas=2, **how)
+    stages = [stage.memory.weights_bytes + stage.memory.optimizer_bytes for stage in plan.stages]
+    same_cut = planner.price(MODEL, planner.flat_cluster(3, 1e3), 2, replicas=[2, 1], **how)
+    cost = cost_of_loss(plan.model_copy(update={"smaller": (same_cut,)}))
+    assert (cost.copy_s, cost.memory_bytes) == (0.0, 2 * max(stages))
+    # Host 2 becomes the second replica of stage 0 when one of that is lost: the other one sends it.
+    assert cost.restore_s == stages[0] / 1e3
+    whole = planner.price(MODEL, cluster, 1, replicas=4, **how)
+    one_less = planner.price(MODEL, planner.flat_cluster(3, 1e3), 1, replicas=3, **how)
+    cost = cost_of_loss(whole.model_copy(update={"smaller": (one_less,)}))
+    assert (cost.copy_s, cost.restore_s) == (0.0, 0.0)
+
+
+def test_a_plan_on_one_host_has_no_copy_elsewhere() -> None:
+    how: dict[str, Any] = {"schedule": "1f1b-flush", "microbatches": 4}
+    alone = planner.price(MODEL, planner.flat_cluster(2, 1e3), 1, replicas=1, **how)
+    plan = alone.model_copy(update={"smaller": (lone_stages(1),)})
+    assert cost_of_loss(plan).restore_s == math.inf
+    assert "from its newest checkpoint" in plan_report(plan)

@@ -10,7 +10,18 @@ from pathlib import Path
 import pytest
 
 from benchmarks.elastic.__main__ import tables
-from benchmarks.elastic.faults import EVERY, cluster, reference, run, write_plan
+from benchmarks.elastic.faults import (
+    EVERY,
+    HANG_TIMEOUT_S,
+    KILLED,
+    STOPPED,
+    Campaign,
+    Outcome,
+    cluster,
+    reference,
+    run,
+    write_plan,
+)
 from benchmarks.elastic.spot.__main__ import WAYS, ideal, read_trace, train
 from benchmarks.netns import NetworkUnavailableError
 
@@ -26,6 +37,26 @@ def test_a_run_that_loses_hosts_computes_what_one_that_is_stopped_and_resumed_do
     assert outcome.faults
     portion = {"faults": [vars(fault) for fault in outcome.faults], "start_s": outcome.start_s, "problems": []}
     assert f"{len(outcome.faults)} faults in 1 runs" in tables([portion])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_worker_that_is_stopped_while_it_starts_up_is_noticed(tmp_path: Path) -> None:
+    """Stopped before it opened the store of its start, worker 0 let all others wait for two minutes."""
+    plan, outcome = write_plan(3, 1, tmp_path), Outcome()
+    try:
+        with cluster(3, 5000, tmp_path, ("--copy-every", str(EVERY))) as found:
+            campaign = Campaign(found, 3, plan, random.Random(1), outcome)
+            assert campaign.wait_for(0.0) is not None
+            for host, phase in ((0, "imports"), (2, "imports"), (0, "meeting"), (1, "joining"), (0, "connecting")):
+                assert campaign.hit(KILLED, phase, STOPPED, host)
+                fault = outcome.faults[-1]
+                assert (fault.kind, fault.phase, fault.host) == (STOPPED, phase, host)
+                assert fault.went_on_s is not None
+                assert fault.went_on_s < 8 * HANG_TIMEOUT_S  # with the start after it
+    except NetworkUnavailableError as cause:
+        pytest.skip(f"no network namespaces here: {cause}")
+    assert outcome.problems == []
 
 
 @pytest.mark.slow

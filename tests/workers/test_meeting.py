@@ -15,7 +15,7 @@ import pytest
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # exported by a star import
 
 from planner.errors import WorkerError
-from planner.workers import meeting
+from planner.workers.job import LAUNCHER_VARIABLE
 from planner.workers.meeting import exchange, first_node, started_as_worker, worker_store, worker_variables
 from planner.workers.place import own_seat
 
@@ -109,17 +109,13 @@ def test_all_hear_what_each_says(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (mine.server, mine.gpus, mine.same) == (3, (), {"steps": "`steps=5`"})
 
 
-def test_a_worker_0_whose_store_does_not_open_is_a_failure_soon_in_an_elastic_run(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    monkeypatch.setattr(meeting, "_ELASTIC_TIMEOUT", timedelta(seconds=1))
-    for name, value in {"RANK": 1, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+def test_a_start_of_an_elastic_run_has_a_store_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nobody listens: its agent has opened it, and counts only the failures of its own workers."""
+    place = {"RANK": 1, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
+    for name, value in {**place, LAUNCHER_VARIABLE: os.getppid(), "TORCHELASTIC_RESTART_COUNT": 3}.items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setenv(meeting.NO_SHARED_STORE, "1")
-    with pytest.raises(WorkerError, match=rf"^the store at 127.0.0.1:{port}, where worker 1 meets others, cannot be"):
-        started_as_worker()
+    assert started_as_worker()
+    assert os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
 
 
 def _meet_at(ports: Sequence[int], rank: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -305,3 +307,25 @@ def test_the_place_is_the_users_innermost_line_in_the_thread_that_runs_it(
     waits = [("<frozen runpy>", 88, "_run_code"), loop, ("/usr/lib/python3/threading.py", 327, "wait")]
     reads = [("/usr/lib/python3/threading.py", 1, "_bootstrap"), (str(model), 12, "__getitem__")]
     assert innermost([waits, reads], job) == f"{model.name}:12 in __getitem__()"
+
+
+def test_a_worker_that_has_written_nothing_may_take_twice_as_long_to_start(model: Path) -> None:
+    started_s = 3 * TIMEOUT_S
+    job = Job(model=str(model), plan=make_plan(structural_profile(model, 4), (1, 1)))
+    clock = Clock(HangDetector(job, TIMEOUT_S, started_s))
+    here = Heartbeat()
+    for now_s in (0.0, TIMEOUT_S + 1, started_s - 1):
+        here.enter("meeting the other workers", meeting=True)
+        assert clock.look({0: here.read()}, now_s) is None
+    here.enter("joining the other workers", meeting=True)
+    hang = clock.look({0: here.read()}, started_s + 1)
+    assert hang is not None
+    assert (hang.rank, hang.stage) == (1, 1)
+    assert "while starting: it does not respond" in hang.message
+
+
+def test_the_age_of_a_process_is_since_it_was_started() -> None:
+    code = "import time; time.sleep(0.5); from planner.workers.watch import age_s; print(age_s())"
+    began_s = time.monotonic()
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert 0.5 <= float(told) + 0.02 < time.monotonic() - began_s + 0.04  # the system counts in hundredths

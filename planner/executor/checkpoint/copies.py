@@ -1,10 +1,10 @@
 """Copies of a run's state in the memories of its hosts, made every N minibatches while training goes on.
 
 At the end of a segment each worker sets its state aside, and a thread does the rest: it writes the files of a
-checkpoint into the memory of its host, and sends those that no other host has to the next host. A replica on another
-host has the same weights and optimizer state, and writes them itself. When all files are in place on all hosts, each
-host writes the index, and only then removes the copy before. So after the loss of any one host either some host that is
-left has the new index, and then all files of the new copy are left, or none has, and then the copy before is.
+checkpoint into the memory of its host, and sends those that no other host has to the next host. Replicas on other
+hosts have the same weights and optimizer state, and write them themselves. When all files are in place on all hosts,
+each host writes the index, and only then removes the copy before. So after the loss of any one host either some host
+that is left has the new index, and then all files of the new copy are left, or none has, and then the copy before is.
 """
 
 import json
@@ -107,11 +107,11 @@ class Copies(Keeper):
             raise self._error
 
     def _has_twin(self, own: Restorable) -> bool:
-        """Whether this worker writes what the first replica does: it is the first one on another host."""
+        """Whether this worker writes what the first replica does: it is the first one on its host, another one."""
         stage = self._job.plan.stages[own.stage]
-        elsewhere = [rank for rank in stage.ranks if self._hosts[rank] != self._hosts[stage.ranks[0]]]
+        firsts = {self._hosts[rank]: rank for rank in reversed(stage.ranks)}
         alike = stage.tensor == 1 and not stage.sharded and not any(True for _ in own.module.buffers())
-        return alike and elsewhere[:1] == [self._rank]
+        return alike and self._rank in firsts.values() and self._rank != stage.ranks[0]
 
     def _aside(self, own: Restorable, content: Content) -> Content:
         """Copy tensors to memory of the CPU, which is used again for the next copy; tied ones, which are one, once."""

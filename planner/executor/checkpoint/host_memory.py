@@ -144,10 +144,12 @@ class HostMemory:
 
 
 def note_fault(job: Job, message: str) -> None:
-    """Note why this host's workers end, for the next start."""
+    """Note why this host's workers end, for the next start, unless it has been told another reason before."""
     memory = HostMemory.of(job)
-    last = memory.read(Start)
-    memory.note(Fault(message=message, at_s=time.time(), start=-1 if last is None else last.number))
+    last, noted = memory.read(Start), memory.read(Fault)
+    start = -1 if last is None else last.number
+    if noted is None or noted.start != start:
+        memory.note(Fault(message=message, at_s=time.time(), start=start))
 
 
 def allocate(folder: Path, transfers: Iterable[Transfer]) -> None:

@@ -122,11 +122,11 @@ def _having(hosts: _Copies, copy: str, file: str, size_bytes: int) -> list[int]:
 def _missing(copy: str, index: Checkpoint, wanted: Mapping[int, set[str]], hosts: _Copies) -> Iterator[Transfer]:
     """Yield the files that hosts lack for the layers that they are to have, and the losses."""
     losses = {LOSSES: next(held.copies[copy][LOSSES] for held in hosts.values() if copy in held.indices)}
-    for receiver, layers in sorted(wanted.items()):
+    for turn, (receiver, layers) in enumerate(sorted(wanted.items())):  # senders take turns
         files = {file.name: file.size_bytes for file in files_of(index.parts_with(layers)).values()}
         for name, size_bytes in (files | losses).items():
             if receiver not in (having := _having(hosts, copy, name, size_bytes)):
-                yield Transfer(name, size_bytes, having[0], receiver)
+                yield Transfer(name, size_bytes, having[turn % len(having)], receiver)
 
 
 def _history(hosts: Collection[_Held], first: int) -> tuple[Start, str, float | None]:
@@ -159,9 +159,11 @@ def describe(recovery: Recovery, first: int, job: Job) -> str:
     """Return the line on what happened; empty at the first start."""
     if not recovery.what:
         return ""
-    after = "" if recovery.since_s is None else f", {time.time() - recovery.since_s:.1f} s after that was noticed"
+    now_s = time.time()
+    at = f"at {time.strftime('%H:%M:%S on %d %B', time.localtime(recovery.since_s or now_s))}"
+    after = at if recovery.since_s is None else f"{now_s - recovery.since_s:.1f} s after that was noticed {at}"
     goes_on = f"training goes on from minibatch {first} with the plan {job.plan.config}"
-    return f"{recovery.what}: {goes_on}, {job.left}{after}"
+    return f"{recovery.what}: {goes_on}, {job.left}, {after}"
 
 
 def await_end(store: Store) -> None:

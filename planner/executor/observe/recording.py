@@ -81,6 +81,7 @@ def gather_timeline(
     plan: Plan,
     minibatches: int,
     lengths_of: Callable[[Unit], Mapping[str, int]] | None = None,
+    restarts: Sequence[str] = (),
 ) -> Timeline | None:
     """Return the timeline of all workers on rank 0; None elsewhere. All workers call it at the same point."""
     offsets = _clock_offsets()
@@ -119,6 +120,7 @@ def gather_timeline(
         memory=memory,
         length_names=tuple(next(iter(lengths.values()), ())),
         lengths=tuple(sorted({tuple(row) for part in parts for row in part["lengths"]})),
+        restarts=tuple(restarts),
     )
 
 

@@ -167,7 +167,8 @@ def train(
     if recorder is not None:
         context.heartbeat.enter("gathering the trace", meeting=True)
         lengths_of = context.lengths_of if context.lengths else None
-        timeline = gather_timeline(recorder, context.plan, context.minibatches, lengths_of)
+        events = () if copies is None else copies.events
+        timeline = gather_timeline(recorder, context.plan, context.minibatches, lengths_of, events)
         if timeline is not None and on_timeline is not None:
             on_timeline(timeline)
     return result

@@ -55,7 +55,7 @@ def report_page(
     runs = [simulated] if measured is None else [simulated, measured]
     summary, run = summarize(simulated), None if measured is None else compare_runs(simulated, measured)
     ran = None if run is None else run.measured
-    timeline = fill("timeline.html", timeline_section(runs, shown_workers(simulated)))
+    timeline = fill("timeline.html", timeline_section(runs, shown_workers(simulated))) + restarts_list(runs[-1])
     # Each has an anchor, a title and HTML.
     sections = [
         ("summary", "Summary", figures(plan, summary, ran)),
@@ -290,6 +290,12 @@ def timeline_section(runs: Sequence[Timeline], shown: Sequence[int]) -> dict[str
     if len(shown) < (workers := len(simulated.workers)):
         text += f" {len(shown)} of {workers} workers are shown."
     return {"what": escape(text), "legend": "".join(swatches)}
+
+
+def restarts_list(run: Timeline) -> str:
+    """List what made the run begin again before its minibatches here; "" if nothing did."""
+    items = "".join(f"<li>{escape(each)}</li>" for each in run.restarts)
+    return f"{paragraph('Before these minibatches the workers were started again:')}<ol>{items}</ol>" if items else ""
 
 
 def memory_section(summary: Summary, measured: Summary | None) -> str:

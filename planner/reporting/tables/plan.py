@@ -1,11 +1,12 @@
 """The report of a plan: what it runs on, what to expect of it, and how it compares with other ways to train."""
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby
 
 from planner.analysis.compare import DATA_PARALLEL, ONE_GPU, ORDERS
-from planner.analysis.fewer import shares_left
+from planner.analysis.fewer import COPY_EVERY, cost_of_loss, shares_left
 from planner.formats.cluster import Cluster
 from planner.formats.plan import GIVEN, Plan
 from planner.formats.plan_parts import Bottleneck, OtherWay, SolverReport, Stage, StageMemory, short_config
@@ -80,10 +81,25 @@ def prediction_lines(plan: Plan) -> list[tuple[str, str | None]]:
         ("baselines", best_baseline_line(plan)),
         ("synchronous", _synchronous(plan)),
         ("with fewer", shares_left(plan)),
+        *_losses(plan),
         ("communication", _communication(plan)),
         ("solver", _solver(plan)),
         ("bound", bound_words(solver) if simulated else None),
     ]
+
+
+def _losses(plan: Plan) -> list[tuple[str, str | None]]:
+    """Say what copies for the loss of a host take, and what a loss does."""
+    if not plan.smaller:
+        return []
+    cost = cost_of_loss(plan)
+    of_link = f"{format_seconds(cost.copy_s)} of its link, by which {COPY_EVERY} minibatches take"
+    of_link = f"{of_link} {format_seconds(COPY_EVERY * plan.predicted.seconds_per_minibatch)}"
+    copies = f"up to {format_bytes(cost.memory_bytes)} of a host's memory; each takes {of_link}"
+    moves = f"{format_seconds(cost.restore_s)} until the state is in place, at most, beside the start of processes"
+    if cost.restore_s == math.inf:
+        moves = "of the one host of this plan: the run goes on from its newest checkpoint, if it writes any"
+    return [("copies", copies), ("a loss", moves)]
 
 
 def lengths_line(plan: Plan) -> str | None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import planner
 from planner.analysis.compare import compare
 from planner.errors import InputError
 from planner.formats.cluster import hierarchical_cluster
@@ -19,6 +20,7 @@ from planner.formats.plan import Plan
 from planner.formats.timeline import Events, Timeline
 from planner.reporting.page.page import report_page, script_json
 from planner.reporting.timeline import MOST_WORKERS, opening, shown_workers
+from planner.reporting.trace import save_trace
 from planner.simulator.simulate_plan import simulate
 from planner.simulator.summary import summarize
 from planner.solver import solve
@@ -134,6 +136,20 @@ def test_a_run_is_laid_over_the_simulation() -> None:
     other = plan_of(equal_layers(2), (1, 1))
     with pytest.raises(InputError, match="the run is of another plan: its config '1-1-1' is not the plan's '1-1'"):
         report_page(other, simulate(other, 6), timeline)
+
+
+def test_a_run_that_lost_a_host_tells_what_happened_under_the_plan_that_it_ended_with(tmp_path: Path) -> None:
+    cluster, costs = planner.flat_cluster(3, 1e3), profile(*(layer(name, 1, 2, output_bytes=9) for name in "abcdef"))
+    plan = planner.solve(costs, cluster, schedule="1f1b-flush", microbatches=4, survive=1)
+    (left,) = plan.smaller
+    assert left.config != plan.config
+    run = slower(simulate(left, 6), 1.1).model_copy(update={"restarts": (f"lost host {EVIL[1]}: training goes on",)})
+    save_trace(run, tmp_path / "run.json")
+    page = planner.report(plan, tmp_path / "report.html", measured=tmp_path / "run.json").read_text(encoding="utf-8")
+    Elements(page)
+    assert f"{left.config} on 2 GPUs" in page
+    assert "Before these minibatches the workers were started again:" in page
+    assert "<li>lost host &lt;img src=&quot;x&quot;&gt;: training goes on</li>" in page
 
 
 def test_with_the_profile_there_are_alternatives() -> None:
