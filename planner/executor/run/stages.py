@@ -303,11 +303,13 @@ def transferred(plan: Plan, modules: Mapping[int, StageModule]) -> dict[tuple[in
     for t in plan.transfers:
         ends = [modules[stage] for stage in (t.source, t.target) if stage in modules]
         specs = {spec.name: spec for end in ends for spec in (*end.received, *end.sent)}
-        if ends and (missing := [name for name in t.values if name not in specs]):
+        # Plans of before each stage made what depends on constants alone send that, too.
+        values = [name for name in t.values if not any(name in end.made_by_all for end in ends)] or t.values
+        if ends and (missing := [name for name in values if name not in specs]):
             raise PlanError(
                 f"the plan sends value '{missing[0]}' from stage {t.source} to {t.target}, which do not exchange it",
                 hint="make the plan again with: plan solve",
             )
         if ends:
-            found[t.source, t.target] = [specs[name] for name in t.values]
+            found[t.source, t.target] = [specs[name] for name in values]
     return found

@@ -53,6 +53,7 @@ class StageModule(nn.Module):
         # Values that come from earlier stages, and that later ones use or that were to be kept, as they are made.
         self.received = tuple(specs[node] for node in boundary.received)
         self.sent = tuple(specs[node] for node in boundary.sent)
+        self.made_by_all = frozenset(node.name for node in graph.fixed)  # values that no stage sends
         self.has_loss = boundary.loss is not None  # whether `forward` returns the loss
         self.fixed_batch_size = graph.batch_size  # the only number of samples that the stage takes, if any
         self.least_batch_size = _least_batch_size(boundary.layers)  # that the stage can be trained on

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import planner
 from planner.executor.run.data import BatchSource, make_batches
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
@@ -288,3 +289,20 @@ def test_deferred_weights_change_nothing_to_the_bit(tmp_path: Path) -> None:
     whole, deferred = (torch.load(str(job.save_weights), weights_only=True) for job in jobs)
     for name, tensor in whole.items():
         assert torch.equal(tensor, deferred[name]), name
+
+
+def test_a_plan_that_sends_what_every_stage_makes_itself_trains_as_before(tmp_path: Path) -> None:
+    """Plans of before sent values of constants, too: here the positions modulo 2."""
+    path = write_model(tmp_path, "language", "momentum", samples=16)
+    spec = load_model_file(path)
+    made = {node.name for node in capture_file(spec, spec.example_batch(BATCH_SIZE)).fixed}
+    profile = planner.estimate(path, device="cpu", batch_size=BATCH_SIZE)
+    plan = planner.price(profile, planner.flat_cluster(2, "1Gbps"), 2, schedule="1f1b-flush", microbatches=2)
+    (transfer,) = plan.transfers
+    [constant] = [name for name in made if name.startswith("remainder")]
+    assert made.isdisjoint(transfer.values)
+    more = transfer.model_copy(update={"values": (*transfer.values, constant)})
+    plans = plan, plan.model_copy(update={"transfers": (more,)})
+    losses = [[each.loss for each in planner.train(path, each, steps=3).losses] for each in plans]
+    assert len(losses[0]) == 3
+    assert losses[0] == losses[1]
