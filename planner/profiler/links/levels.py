@@ -242,7 +242,7 @@ class LevelMeasurement:
 
         if not POSSIBLE:
             return {}
-        most = min(self._message_bytes, int(_SECONDS / 8 * reduced_per_s))
+        most = min(self._message_bytes // 2, int(_SECONDS / 8 * reduced_per_s))
         sizes = _SMALL_SUM_BYTES, max(2 * _SMALL_SUM_BYTES, most)
         taken_s = [self._units_s(ring, size_bytes) for size_bytes in sizes]
         found = dict[str, float]()
