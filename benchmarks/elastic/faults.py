@@ -281,8 +281,8 @@ def run(
             deadline = time.monotonic() + GIVE_UP_S + steps
             while not found.ended and time.monotonic() < deadline:
                 time.sleep(0.1)
+            outcome.speeds = _speeds(found, plan)  # before the reference, which writes its updates there, too
             _check(found, plan, steps, outcome)
-            outcome.speeds = _speeds(found, plan)
     return outcome
 
 
