@@ -99,9 +99,9 @@ def test_without_overlap_all_exchanges_are_waited_for() -> None:
 
 def test_on_cpus_nothing_overlaps() -> None:
     half_s, asked = 3.0, problem(GPUS, model=ON_CPUS)
-    # The sums are priced as all-reduces, of twice the half that each replica keeps.
-    assert at_level(asked, 2).seconds == pytest.approx(24 + 2 * half_s + half_s + 1)
-    assert at_level(asked, 3).seconds == pytest.approx(24 + 2 * half_s + 2 * half_s + 1)
+    # Where nobody has measured what sums and gathers take between computations, each takes half an all-reduce.
+    assert at_level(asked, 2).seconds == pytest.approx(24 + half_s + half_s + 1)
+    assert at_level(asked, 3).seconds == pytest.approx(24 + half_s + 2 * half_s + 1)
 
 
 def test_stage_2_of_one_microbatch_is_a_stage_whose_optimizer_is_sharded() -> None:
