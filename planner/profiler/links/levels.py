@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from planner.errors import InputError
 from planner.formats.cluster import CodecTime, Level
 from planner.formats.names import CODECS, FLOAT_BYTES, Codec
-from planner.model.tensor.row_exchange import exchange_over
+from planner.model.tensor.row_exchange import exchange_over, over_gloo
 from planner.profiler.this_machine import keep_freed_pages
 from planner.runtime import runtime_of
 from planner.schedule.instructions import POSTED
@@ -138,7 +138,7 @@ class LevelMeasurement:
             sum_latency_s=max(latency_s, sum_latency_s),
         )
         # Elsewhere it runs beside computations.
-        if self._device.type == "cpu":
+        if self._device.type == "cpu" and over_gloo(ring):
             level = level.model_copy(update=self._sharded(ring, size, sharing, reduced_per_s))
         return level
 
