@@ -12,7 +12,6 @@ from planner.formats.plan import Plan
 from planner.formats.plan_parts import Bottleneck, SolverReport
 from planner.formats.profile import Profile
 from planner.formats.shown import Shown
-from planner.options.solving import SolveOptions
 from planner.simulator.simulate_plan import simulate
 from planner.simulator.summary import summarize
 from planner.solver.find_plan import find_plan
@@ -60,15 +59,12 @@ class Explanation(Shown, Record):
 
 
 @checked
-def explain(
-    profile: Profile, plan: Plan, *, options: SolveOptions | None = None, patience: Patience | None = None
-) -> Explanation:
+def explain(profile: Profile, plan: Plan, *, patience: Patience | None = None) -> Explanation:
     """Explain why `plan` is as it is.
 
     Args:
         profile: that the plan was made from.
         plan: from `solve`.
-        options: how the plan was solved, where the plan does not record it; by default as `solve` does.
         patience: how long all searches for other plans may take together.
 
     Raises:
@@ -81,7 +77,7 @@ def explain(
         >>> why.bottleneck.stage, why.bottleneck.resource
         (1, 'compute')
     """
-    given, bottleneck = GivenPlan.of(profile, plan, options, patience), plan.predicted.bottleneck
+    given, bottleneck = GivenPlan.of(profile, plan, patience=patience), plan.predicted.bottleneck
     uses = tuple(_simulated_uses(plan) if given.simulated else _priced_uses(given))
     kinds = {"link": ("send", "receive")}.get(bottleneck.resource, (bottleneck.resource,))
     limiting = [use.busy_s for use in uses if use.stage == bottleneck.stage and use.resource in kinds]

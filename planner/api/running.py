@@ -116,8 +116,7 @@ def fit(model: str | Path, gpus: int, options: FitOptions) -> Fit:
     servers = options.servers or -(-gpus // PER_SERVER)
     rates: list[Any] = [] if options.bandwidth is None else listed(options.bandwidth)
     apart = 1 < servers == gpus  # servers of one GPU have no links inside
-    levels = 1 if servers == 1 or apart else 2
-    if rates and len(rates) != levels:
+    if rates and len(rates) != (1 if servers == 1 or apart else 2):
         raise ClusterError(
             f"the bandwidth has {len(rates)} rates, and there are {servers} servers",
             hint="give one for GPUs in one server, or for servers of one GPU, else two, inside a server and between "
@@ -146,15 +145,15 @@ def fit(model: str | Path, gpus: int, options: FitOptions) -> Fit:
     if options.batch_size is None and minibatch is not None and options.order.divides:
         sizes = [2**n for n in range(max(1, minibatch // gpus).bit_length()) if minibatch % 2**n == 0]
     memory = options.memory or planned_bytes(profile.device)
-    rates = rates or [usual_link(options.gpu), usual_between(options.gpu)][apart:]
+    rates += [usual_link(options.gpu), usual_between(options.gpu)][len(rates) + apart :]
 
     def cluster_of(count: int) -> Cluster:
         """Return so many GPUs in as few servers of up to that size as hold equally many."""
-        if levels == 1 or count <= gpus // servers:  # fewer GPUs than were asked about may be in one server
+        if apart or count <= gpus // servers:  # only one level
             cluster = flat_cluster(count, rates[0], memory)
         else:
             needed = next(each for each in range(-(-count * servers // gpus), count + 1) if count % each == 0)
-            cluster = hierarchical_cluster([count // needed, needed], rates[:2], memory)
+            cluster = hierarchical_cluster([count // needed, needed], rates, memory)
         return cluster.model_copy(update={"compress": options.compress})
 
     def profile_at(size: int) -> Profile:

@@ -315,7 +315,7 @@ def _written(module: fx.GraphModule, names: Names, facts: TensorFacts) -> frozen
 def _fixed(graph: LayerGraph, operations: Sequence[fx.Node], facts: TensorFacts) -> frozenset[fx.Node]:
     """Return the operations on constants alone, such as those that make a causal mask, of layers that do more.
 
-    A mask has as many bytes as an activation where samples are long, and nobody waits for one that he makes himself.
+    A mask has as many bytes as an activation where samples are long. A stage that makes it receives none.
     """
     owner = graph.owner
     written = {storage for storages in facts.writes.values() for storage in storages}
