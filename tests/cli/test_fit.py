@@ -47,6 +47,23 @@ def test_fewer_gpus_than_fill_the_servers_are_all_in_the_cluster(tmp_path: Path)
     assert sizes == {9: [3, 3], 4: [4], 2: [2], 1: [1]}
 
 
+@pytest.mark.parametrize("links", [(), ("--bandwidth", "nvlink3")], ids=["usual", "given"])
+def test_more_gpus_than_were_asked_about_are_in_several_servers(links: tuple[str, ...], tmp_path: Path) -> None:
+    """Where a model does not fit the GPUs of one server, more of them have the usual links between servers."""
+    wide = "nn.Linear(8, 2048), *[nn.Linear(2048, 2048) for _ in range(8)]"
+    text = MODEL.replace("nn.Linear(8, 16)", wide).replace("nn.Linear(16, 4)", "nn.Linear(2048, 4)")
+    (tmp_path / "model.py").write_text(text)
+    fitted = plan("fit", "model.py", "--gpus", "1", "--memory", "2.3GB", "--json", *links, cwd=tmp_path)
+    answer = json.loads(fitted.stdout)
+    assert answer["asked"]["plan"] is None
+    found = {row["gpus"]: row["plan"]["cluster"]["levels"] for row in answer["others"] if row["plan"] is not None}
+    rates = {
+        gpus: [(level["size"], level["bandwidth_bytes_per_s"]) for level in levels] for gpus, levels in found.items()
+    }
+    assert rates
+    assert rates == {gpus: [(1, 228e9), (gpus, 12.5e9)] for gpus in rates}
+
+
 def test_servers_of_one_gpu_have_one_link(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(MODEL)
     fitted = plan("fit", "model.py", "--gpus", "4", "--servers", "4", "--bandwidth", "1Gbps", "--json", cwd=tmp_path)
