@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
 from planner.analysis.compare import LEAST_S, usual_ways, with_baselines
 from planner.cost.tensor import layer_costs_on
@@ -215,7 +216,8 @@ def _no_slower(
     profile: Profile, cluster: Cluster, plan: Plan | None, options: SolveOptions, patience: Patience
 ) -> Plan | None:
     """Return the plan, or the fastest allowed way that people use where a search that ran out of time missed it."""
-    best, best_s = None, math.inf if plan is None else plan.predicted.seconds_per_minibatch * (1 - SLACK)
+    best: Plan | None = None
+    best_s = math.inf if plan is None else plan.predicted.seconds_per_minibatch * (1 - SLACK)
     asked = options.order, options.microbatches_on(cluster, profile)
     if options.recompute in ("always", "blocks"):
         return plan
@@ -224,20 +226,20 @@ def _no_slower(
         if all(way.over_memory_bytes or way.seconds_per_microbatch >= each_s for way in plan.baselines):
             return plan
     costs, budget = layer_costs_on(profile, cluster), Budget(patience.at_most(LEAST_S).deadline)
+    known = GIVEN if plan is None else plan.solver
     for way in usual_ways(options, costs, cluster, budget):
         problem, allowed = way.problem, way.plan.stages[0].options.level in way.problem.levels
         alike = (problem.schedule, problem.microbatches) == asked
         if alike and allowed and problem.allows(way.plan) and way.plan.seconds < best_s:
-            best, best_s = way, way.plan.seconds
+            bound_s = min(known.lower_bound_s, way.plan.seconds)
+            report = known.model_copy(update={"lower_bound_s": bound_s, "gap": 1 - bound_s / way.plan.seconds})
+            with suppress(InfeasibleError):  # copies of weights that several stages use do not fit
+                best, best_s = complete(problem, way.plan, report), way.plan.seconds
     if best is None:
         return plan
-    known = GIVEN if plan is None else plan.solver
-    bound_s = min(known.lower_bound_s, best_s)
-    report = known.model_copy(update={"lower_bound_s": bound_s, "gap": 1 - bound_s / best_s})
-    found = complete(best.problem, best.plan, report)
     if plan is None:
-        return with_baselines(profile, found, patience)
-    return found.model_copy(update={"baselines": plan.baselines})
+        return with_baselines(profile, best, patience)
+    return best.model_copy(update={"baselines": plan.baselines})
 
 
 def _seconds(row: FitRow) -> float:

@@ -33,7 +33,7 @@ from planner.solver.degrees import solve_degrees
 from planner.solver.evaluate.evaluation import TOLERANCE, evaluate
 from planner.solver.evaluate.pipelines import too_large
 from planner.solver.methods import PAYS, solve_by_method
-from planner.solver.problem.budget import Budget, Deadline, Patience
+from planner.solver.problem.budget import Budget, Patience
 from planner.solver.problem.infeasible import UnexplainedError
 from planner.solver.problem.problem import Problem, Step
 from planner.solver.problem.result import WAITING, Found
@@ -83,7 +83,7 @@ def find_plan(profile: Profile, cluster: Cluster, options: SolveOptions, patienc
     drained = problem.schedule.formula == "synchronous" and not cluster.kinds
     if drained and not (found.best.simulated or too_large(problem, found.best.stages)):
         # Without its waiting, which may be half of its time, nobody could compare the plan with others.
-        last = replace(problem, budget=Budget.unlimited(Deadline.after(LAST_S)))
+        last = replace(problem, budget=Budget.unlimited(patience.deadline.at_least(LAST_S).at_most(LAST_S)))
         found = found.with_best(evaluate(last, found.best.stages))
     plan = complete(problem, found.best, _report(problem, found))
     if accepted and plan.loss is not None:

@@ -17,7 +17,7 @@ from planner.cli.output import progress_text, searching, stopped_by_interrupt
 from planner.formats.plan import load_plan
 from planner.formats.profile import save_profile
 from planner.options.solving import Progress
-from planner.solver.problem.budget import Patience
+from planner.solver.problem.budget import Deadline, Patience
 from tests.cli.test_surface import surface
 from tests.plan.test_blocks import transformer
 
@@ -85,6 +85,31 @@ def test_parts_of_the_time_end_with_it() -> None:
     assert 1 < (patience.at_most(2).deadline.left_s or 0) <= 2
     assert Patience().part(0.5).deadline.left_s is None
     assert (Patience().at_most(2).deadline.left_s or 0) > 1
+
+
+def test_a_part_of_the_time_is_spent_by_computing_and_the_whole_by_waiting_too() -> None:
+    """Beside other work on the machine a search computes as long as alone, as long as the whole is not over."""
+    whole = Deadline.after(30.0)
+    parts = [whole.earlier(0.001), whole.at_most(0.03)]
+    time.sleep(0.06)
+    assert not any(part.passed for part in parts)
+    began_s = time.thread_time()
+    while time.thread_time() < began_s + 0.05:
+        pass
+    assert all(part.passed for part in parts) and not whole.passed
+    over = Deadline.after(0.01)
+    time.sleep(0.02)
+    assert over.passed and over.earlier(0.5).passed and over.at_most(1.0).passed
+    assert 0.5 < (over.at_least(1.0).left_s or 0) <= 1.0
+
+
+def test_what_comes_after_a_part_of_the_time_has_some_left() -> None:
+    """A part that takes three times as long as it computes leaves a third of their share to those after it."""
+    whole = Deadline.after(30.0)
+    part = whole.earlier(0.4)
+    assert part.at_s is not None and whole.at_s is not None
+    assert part.at_s == pytest.approx(whole.at_s - 6, abs=0.1)
+    assert whole.at_most(2.0).at_s == pytest.approx(whole.at_s - 24, abs=0.1)
 
 
 def test_the_first_interrupt_ends_the_search_and_the_second_one_all(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
@@ -19,28 +20,43 @@ if TYPE_CHECKING:
 
 
 SEARCHING = 0.8  # share of the time for searches; the rest is for simulating what they find
+BUSY = 3.0  # times as long as it computes may a part of a search take, because the machine does other work
 LATER = 1.05  # how many times as fast a pipeline must be whose gradients are an update later
 MOST_INSTRUCTIONS = 2**19  # of all workers in all simulations of one search: some seconds
 
 
+def computed_s() -> float:
+    """Return the processor time of this thread, and of the programs that the process ran and waited for."""
+    return time.thread_time() + sum(os.times()[2:4])
+
+
 @dataclass(frozen=True)
 class Deadline:
-    """When a search must answer; `at_s` is None without a time limit. Once `stop` is set, no time is left."""
+    """When a search must answer; both are None without a time limit. Once `stop` is set, no time is left.
+
+    The whole ends on the wall clock, and its parts in processor time, so that beside other work on the machine a
+    search looks at what it would look at alone. A thread never computes for longer than what passes.
+    """
 
     at_s: float | None
     stop: Event = field(default_factory=Event, compare=False, repr=False)
+    computed_at_s: float | None = None  # the same on the clock of `computed_s`, perhaps sooner
 
     @classmethod
     def after(cls, seconds: float | None, stop: Event | None = None) -> Deadline:
         """Return the deadline so many seconds from now."""
-        return cls(None if seconds in (None, math.inf) else time.monotonic() + seconds, stop or Event())
+        if seconds is None or math.isinf(seconds):
+            return cls(None, stop or Event())
+        return cls(time.monotonic() + seconds, stop or Event(), computed_s() + seconds)
 
     @property
     def left_s(self) -> float | None:
         """Seconds that are left, never negative."""
         if self.stop.is_set():
             return 0.0
-        return None if self.at_s is None else max(self.at_s - time.monotonic(), 0.0)
+        if self.at_s is None or self.computed_at_s is None:
+            return None
+        return max(min(self.at_s - time.monotonic(), self.computed_at_s - computed_s()), 0.0)
 
     @property
     def passed(self) -> bool:
@@ -49,7 +65,18 @@ class Deadline:
     def at_least(self, seconds: float) -> Deadline:
         """Return this deadline, but no sooner than so many seconds from now, even if it was stopped."""
         left_s = self.left_s
-        return self if left_s is None or left_s > seconds else Deadline.after(seconds)
+        if left_s is None or left_s > seconds:
+            return self
+        soon = Deadline.after(seconds)
+        return soon if self.stop.is_set() else replace(soon, at_s=max(self.at_s or 0.0, soon.at_s or 0.0))
+
+    def at_most(self, seconds: float) -> Deadline:
+        """Return the deadline after so many seconds of processor time, or `BUSY` times as many on the wall clock."""
+        soon = Deadline.after(seconds, self.stop)
+        if self.at_s is None or self.computed_at_s is None or soon.computed_at_s is None:
+            return soon
+        at_s = min(self.at_s, time.monotonic() + BUSY * seconds)
+        return replace(soon, at_s=at_s, computed_at_s=min(self.computed_at_s, soon.computed_at_s))
 
     def check(self) -> None:
         """Raise `OutOfTimeError` if no time is left: for searches that have no answer yet."""
@@ -57,8 +84,15 @@ class Deadline:
             raise OutOfTimeError
 
     def earlier(self, share: float) -> Deadline:
-        """Return the deadline after this share of the time that is left."""
-        return self if self.left_s is None else Deadline.after(share * self.left_s, self.stop)
+        """Return the deadline after this share of the processor time that is left.
+
+        On the wall clock a part may take longer, if what comes after it keeps a `BUSY`th of its own share.
+        """
+        if self.at_s is None or self.computed_at_s is None:
+            return self
+        left_s, compute_s = self.at_s - time.monotonic(), self.computed_at_s - computed_s()
+        wall = self.at_s - (1 - share) / BUSY * max(left_s, 0.0)
+        return replace(self, at_s=wall, computed_at_s=self.computed_at_s - (1 - share) * max(compute_s, 0.0))
 
 
 class OutOfTimeError(Exception):
@@ -81,14 +115,12 @@ class Patience:
         return cls(Deadline.after(time_limit_s, None if progress is None else progress.stop), progress)
 
     def part(self, share: float) -> Patience:
-        """Return the patience for this share of the time that is left."""
+        """Return the patience for this share of the time that is left: see `Deadline.earlier`."""
         return replace(self, deadline=self.deadline.earlier(share))
 
     def at_most(self, seconds: float) -> Patience:
-        """Return the patience for so many seconds, if they are left."""
-        left_s = self.deadline.left_s
-        shorter = left_s is None or seconds < left_s
-        return replace(self, deadline=Deadline.after(seconds, self.deadline.stop)) if shorter else self
+        """Return the patience for so many seconds of processor time, if they are left."""
+        return replace(self, deadline=self.deadline.at_most(seconds))
 
 
 @dataclass
