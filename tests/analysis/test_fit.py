@@ -17,6 +17,7 @@ from planner.reporting.tables.answers import fit_report
 from planner.schedule.one_stage import FLUSH
 from planner.solver.find_plan import find_plan
 from planner.solver.problem.budget import Patience
+from tests.cost.test_weight_copies import tied
 from tests.samples import layer, profile
 
 MB = 10**6
@@ -98,6 +99,27 @@ def test_no_row_of_its_table_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
         assert plan is not None
         found = f"level {plan.stages[0].level}" if plan.config == "4" else "none"
         assert found == expected
+
+
+def test_a_usual_way_without_room_for_copies_is_not_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two stages fit but for the copy of the embedding's weight in the second one; four have room for it."""
+    heavier = {"weight_bytes": 2 * MB, "gradient_bytes": 2 * MB, "optimizer_bytes": 4 * MB}
+    embedding, one, two, head = tied().layers
+    model = tied().model_copy(update={"layers": (embedding, one, two.model_copy(update=heavier), head)})
+
+    def none(profile: Profile, cluster: Cluster, options: SolveOptions, patience: Patience) -> Plan:
+        raise PlannerError("the time limit passed before any plan was found")
+
+    monkeypatch.setattr("planner.analysis.fit.find_plan", none)
+
+    def asked(memory_bytes: int) -> str | None:
+        parts = (lambda _: model, undivided, (1,), 4, lambda gpus: flat_cluster(gpus, 1e9, memory_bytes))
+        plan = fit(*parts, replace(OPTIONS, recompute="never"))[0].asked.plan
+        return None if plan is None else plan.config
+
+    assert asked(14 * MB) == "2-2"
+    assert asked(11 * MB) == "1-1-1-1"
+    assert asked(5 * MB) is None
 
 
 def test_where_it_does_not_fit_more_gpus_are_tried() -> None:
