@@ -51,7 +51,7 @@ class Question:
     more: dict[str, Any] = field(default_factory=dict)
 
 
-SLOW = {"servers": 4, "bandwidth": "pcie3,1Gbps"}  # workstations of one GPU each on their office's network
+SLOW = {"servers": 4, "bandwidth": "1Gbps"}  # workstations of one GPU each on their office's network
 LAN = {"servers": 2, "bandwidth": "pcie4,10Gbps"}
 MEGATRON = "Korthikanti et al. 2022"
 EXPERTS = "experts divided over 8 GPUs"

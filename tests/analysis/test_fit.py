@@ -11,13 +11,13 @@ from planner.api.planning import price
 from planner.errors import InputError, PlannerError
 from planner.formats.cluster import Cluster, flat_cluster
 from planner.formats.plan import Plan
-from planner.formats.profile import Profile
+from planner.formats.profile import Layer, Profile
 from planner.options.solving import SolveOptions
 from planner.reporting.tables.answers import fit_report
 from planner.schedule.one_stage import FLUSH
 from planner.solver.find_plan import find_plan
 from planner.solver.problem.budget import Patience
-from tests.cost.test_weight_copies import tied
+from tests.plan.test_blocks import transformer
 from tests.samples import layer, profile
 
 MB = 10**6
@@ -103,23 +103,25 @@ def test_no_row_of_its_table_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_usual_way_without_room_for_copies_is_not_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two stages fit but for the copy of the embedding's weight in the second one; four have room for it."""
-    heavier = {"weight_bytes": 2 * MB, "gradient_bytes": 2 * MB, "optimizer_bytes": 4 * MB}
-    embedding, one, two, head = tied().layers
-    model = tied().model_copy(update={"layers": (embedding, one, two.model_copy(update=heavier), head)})
+    tied = {"embed": ("embed.weight",), "head": ("head.bias", "embed.weight")}
+    layers, made = list[Layer](), transformer(4, "h.{block}.part{part}")
+    for each in made.layers:
+        size = 800 if each.name in tied else 100
+        sizes = {"weight_bytes": size, "gradient_bytes": size, "optimizer_bytes": 2 * size}
+        layers.append(each.model_copy(update={**sizes, "parameters": tied.get(each.name, (each.name,))}))
+    model = made.model_copy(update={"layers": tuple(layers)})
 
     def none(profile: Profile, cluster: Cluster, options: SolveOptions, patience: Patience) -> Plan:
         raise PlannerError("the time limit passed before any plan was found")
 
     monkeypatch.setattr("planner.analysis.fit.find_plan", none)
-
-    def asked(memory_bytes: int) -> str | None:
-        parts = (lambda _: model, undivided, (1,), 4, lambda gpus: flat_cluster(gpus, 1e9, memory_bytes))
-        plan = fit(*parts, replace(OPTIONS, recompute="never"))[0].asked.plan
-        return None if plan is None else plan.config
-
-    assert asked(14 * MB) == "2-2"
-    assert asked(11 * MB) == "1-1-1-1"
-    assert asked(5 * MB) is None
+    options = replace(OPTIONS, recompute="never")
+    found = dict[int, str | None]()
+    for memory_bytes in (10_000, 11_000, 12_500, 13_000):
+        roomy = {gpus: flat_cluster(gpus, 1e3, memory_bytes) for gpus in (1, 2, 4, 8, 16, 32, 64)}
+        plan = fit(lambda _: model, undivided, (1,), 4, roomy.__getitem__, options)[0].asked.plan
+        found[memory_bytes] = None if plan is None else plan.config
+    assert found == {10_000: None, 11_000: "1-1-1-1", 12_500: "2-2", 13_000: "4"}
 
 
 def test_where_it_does_not_fit_more_gpus_are_tried() -> None:
