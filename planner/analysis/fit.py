@@ -40,7 +40,7 @@ WORSE = 0.05  # how much slower the next size must look, on the line through two
 
 
 class FitRow(Record):
-    """The fastest plan on some number of GPUs, or why there is none."""
+    """The fastest plan on some number of GPUs, or why there is none; in full for the number that was asked about."""
 
     gpus: int
     plan: Plan | None
@@ -109,7 +109,8 @@ def fit(
     def row(profile: Profile, count: int, patience: Patience) -> FitRow:
         why_not, found, cluster = "", None, cluster_of(count)
         try:
-            found = with_baselines(profile, find_plan(profile, cluster, options, patience), patience)
+            found = find_plan(profile, cluster, options, patience, explains=count == gpus)
+            found = with_baselines(profile, found, patience)
         except InputError:
             raise
         except PlannerError as error:  # none fits, or there was too little time

@@ -48,11 +48,19 @@ LAST_S = 5.0  # after the time limit, to simulate an answer that would not be ot
 STEPS: tuple[Step, ...] = (solve_degrees, solve_with_room, solve_tied, solve_zero_bubble)
 
 
-def find_plan(profile: Profile, cluster: Cluster, options: SolveOptions, patience: Patience | None = None) -> Plan:
+def find_plan(
+    profile: Profile,
+    cluster: Cluster,
+    options: SolveOptions,
+    patience: Patience | None = None,
+    *,
+    explains: bool = True,
+) -> Plan:
     """Find the fastest plan by the options; the `patience` of several searches takes the place of their time limit.
 
     Raises:
-        InfeasibleError: if no plan fits the memory, with the smallest change that makes one fit.
+        InfeasibleError: if no plan fits the memory; where it `explains`, which takes searches, with the smallest
+            change that makes one fit.
         InputError: for options that make no sense under the schedule.
     """
     started = time.perf_counter()
@@ -79,7 +87,7 @@ def find_plan(profile: Profile, cluster: Cluster, options: SolveOptions, patienc
     try:
         found = answered(problem)
     except UnexplainedError as error:
-        raise error.explanation() from None
+        raise (error.explanation() if explains else error) from None
     drained = problem.schedule.formula == "synchronous" and not cluster.kinds
     if drained and not (found.best.simulated or too_large(problem, found.best.stages)):
         # Without its waiting, which may be half of its time, nobody could compare the plan with others.

@@ -64,7 +64,7 @@ def test_fewer_gpus_are_tried_down_to_the_first_that_do_not_fit() -> None:
 def test_no_row_of_its_table_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where a search ran out of time: the answer is then the fastest of the ways that people use."""
 
-    def worst(profile: Profile, cluster: Cluster, options: SolveOptions, patience: Patience) -> Plan:
+    def worst(profile: Profile, cluster: Cluster, options: SolveOptions, patience: Patience, *, explains: bool) -> Plan:
         found = price(profile, cluster, cluster.gpus, replicas=1, schedule=FLUSH, microbatches=32)
         return found.model_copy(update={"solver": found.solver.model_copy(update={"lower_bound_s": 1e-6, "gap": 0.9})})
 
@@ -78,7 +78,7 @@ def test_no_row_of_its_table_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plan.predicted.seconds_per_minibatch == pytest.approx(32 * fastest.seconds_per_microbatch)
     assert plan.solver.gap == pytest.approx(1 - 1e-6 / plan.predicted.seconds_per_minibatch)
 
-    def none(profile: Profile, cluster: Cluster, options: SolveOptions, patience: Patience) -> Plan:
+    def none(profile: Profile, cluster: Cluster, options: SolveOptions, patience: Patience, *, explains: bool) -> Plan:
         raise PlannerError("the time limit passed before any plan was found")
 
     with monkeypatch.context() as patch:
@@ -111,7 +111,7 @@ def test_a_usual_way_without_room_for_copies_is_not_the_answer(monkeypatch: pyte
         layers.append(each.model_copy(update={**sizes, "parameters": tied.get(each.name, (each.name,))}))
     model = made.model_copy(update={"layers": tuple(layers)})
 
-    def none(profile: Profile, cluster: Cluster, options: SolveOptions, patience: Patience) -> Plan:
+    def none(profile: Profile, cluster: Cluster, options: SolveOptions, patience: Patience, *, explains: bool) -> Plan:
         raise PlannerError("the time limit passed before any plan was found")
 
     monkeypatch.setattr("planner.analysis.fit.find_plan", none)
@@ -153,9 +153,9 @@ def test_what_cannot_be_the_answer_is_not_estimated(monkeypatch: pytest.MonkeyPa
     """
     sizes, divisions, sought = list[int](), list[int](), list[tuple[int | None, int]]()
 
-    def seek(profile: Profile, cluster: Cluster, options: SolveOptions, patience: Patience) -> Plan:
+    def seek(profile: Profile, cluster: Cluster, options: SolveOptions, patience: Patience, *, explains: bool) -> Plan:
         sought.append((profile.microbatch_size, cluster.gpus))
-        return find_plan(profile, cluster, options, patience)
+        return find_plan(profile, cluster, options, patience, explains=explains)
 
     monkeypatch.setattr("planner.analysis.fit.find_plan", seek)
 
