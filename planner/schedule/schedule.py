@@ -210,6 +210,10 @@ class PipelineShape:
         """Return how many updates late the gradients of `stage` are."""
         return self.schedule.staleness(self.in_flight(stage))
 
+    def own_depth(self, stage: int) -> int:
+        """Return how many of the units in flight one worker of `stage` runs; no more than one of the first stage."""
+        return -(-self.in_flight(0) * self.replicas[0] // max(self.replicas[0], self.replicas[stage]))
+
     def rank_of(self, stage: int, unit: Unit) -> int:
         """Return the worker that runs `unit` at `stage`, forward and backward: replicas take turns (1F1B-RR)."""
         replicas = self.ranks[stage]

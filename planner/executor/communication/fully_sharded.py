@@ -113,9 +113,6 @@ class FullSharding(Sharding):
         for module in self._modules:
             module.reshard()
 
-    def connect(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-
     def take_gradients(self) -> None:
         for parameter, shard in self.shards.items():
             if parameter.grad is not None:

@@ -229,7 +229,7 @@ def gather_result(
 ) -> TrainResult | None:
     """Gather what all workers measured on rank 0, which returns the result; None elsewhere. All workers call it."""
     job, plan, shape, data, place = context.job, context.plan, context.shape, context.data, context.place
-    log, stages, depth = loop.worker.log, loop.worker.stages, context.shape.in_flight(0)
+    log, stages, depth = loop.worker.log, loop.worker.stages, context.shape.own_depth(min(loop.worker.stages))
     checkpointer, copies, first = kept
     per_minibatch = sum(len(shape.units_of(stage, context.rank, 0)) for stage in stages)
     steady = steady_state(

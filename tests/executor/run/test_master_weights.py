@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -108,13 +107,10 @@ def assert_equal(found: Weights, expected: Weights) -> None:
 def test_replicas_and_divided_layers_train_as_one_process(tmp_path: Path) -> None:
     tied, attention = (write_model(tmp_path, name, "adamw", samples=SAMPLES) for name in ("tied", "attention"))
     whole, options = plan_of(tied, (2,)), TrainingOptions(clip_grad_norm=0.5)
-    cases = [Case(path, plan_of(path, (1,)), options, STEPS) for path in (tied, attention)]
-    *alone, unclipped = eager.run_cases([*cases, replace(cases[0], options=TrainingOptions())])
+    alone = eager.run_cases([Case(path, plan_of(path, (1,)), options, STEPS) for path in (tied, attention)])
     plans = [(tied, whole), *((tied, sharded(whole, level)) for level in (1, 2, 3))]
     plans.append((attention, in_groups(plan_of(attention, (1,)), 2)))
-    cases = [Case(path, plan, options, STEPS) for path, plan in plans]
-    *runs, (_, divided) = eager.run_cases([*cases, replace(cases[3], options=TrainingOptions())])
-    assert_equal(divided, unclipped[1])  # by ZeRO-3: the sum of two microbatches has no order
+    runs = eager.run_cases([Case(path, plan, options, STEPS) for path, plan in plans])
     for (path, plan), (result, weights) in zip(plans, runs, strict=True):
         expected, one = alone[path == attention]
         assert losses(result) == pytest.approx(losses(expected), rel=5e-3), plan.config
