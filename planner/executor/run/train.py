@@ -232,7 +232,8 @@ def gather_result(
     log, stages = loop.worker.log, loop.worker.stages
     checkpointer, copies, first = kept
     per_minibatch = sum(len(shape.units_of(stage, context.rank, 0)) for stage in stages)
-    steady = steady_state(log.completions, *shape.unsteady(context.rank), 1 if shape.schedule.stashes else per_minibatch)
+    per_round = 1 if shape.schedule.stashes else per_minibatch
+    steady = steady_state(log.completions, *shape.unsteady(context.rank), per_round)
     own = WorkerReport(
         rank=context.rank,
         stage=min(stages),
