@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import TypeVar
 
 from tabulate import tabulate
+
+from benchmarks.kept import ROOT, Results, marks, write_between
+
+CaseT = TypeVar("CaseT")
+RowT = TypeVar("RowT", bound="Compared")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,21 +30,63 @@ class Compared:
         return self.predicted_s / self.measured_s - 1
 
 
-class Draw(Protocol):
-    """Returns so many random cases, each in words: the same for the same seed."""
+def compare(
+    doc: str | None,
+    module: str,
+    kind: type[RowT],
+    *,
+    draw: Callable[[int, int], Sequence[CaseT]],
+    words: Callable[[CaseT], Sequence[object]],
+    run: Callable[[Sequence[CaseT], Sequence[int], float], Iterable[tuple[int, RowT]]],
+    table: Callable[[Sequence[RowT], str], str],
+    cases: int,
+    seconds: float,
+    page: Path | None = None,
+    whole: bool = False,
+) -> str | None:
+    """Draw cases as the command line asks, run them, and print a table for each seed.
 
-    def __call__(self, seed: int, count: int, /) -> Sequence[Sequence[object]]: ...
-
-
-def asked(doc: str | None, in_words: Draw, *, cases: int, seconds: float) -> tuple[argparse.Namespace, range] | None:
-    """Read the command line; return it and the numbers of the cases to run, or None if they were only to be listed.
+    To save, each row is kept when it has run, and the tables are written into a page between the marks of `module`.
 
     Args:
         doc: the benchmark's description.
-        in_words: for the list.
+        module: its name in this package. Its first part is the folder of the results; its last one, their name there.
+        kind: of the rows.
+        draw: so many cases of a seed: the same for the same seed.
+        words: of a case, for the list.
+        run: those of all cases that have these numbers, for so many seconds each; yields each number with its row.
+        table: of rows, and the text of when and where they were measured.
         cases: how many are drawn, by default.
         seconds: of each run, by default.
+        page: the README of the folder, by default.
+        whole: whether the page shows this seed alone, once all of its cases have run; else it shows all seeds.
+
+    Returns:
+        What was written into the page; None where nothing was.
     """
+    arguments = _asked(doc, cases, seconds)
+    drawn = draw(arguments.seed, arguments.cases)
+    if arguments.list:
+        print(tabulate([[number, *words(case)] for number, case in enumerate(drawn)]))
+        return None
+    folder, part = ROOT / "benchmarks" / module.partition(".")[0], module.rpartition(".")[2]
+    ran = run(drawn, range(len(drawn))[arguments.first : arguments.until], arguments.seconds)
+    results = Results(folder, save=arguments.save)
+    kept = results.measured(part, kind, ((f"{arguments.seed}:{number}", row) for number, row in ran))
+    own = [key for key in kept if key.startswith(f"{arguments.seed}:")]
+    tables = []
+    for seed in [str(arguments.seed)] if whole else dict.fromkeys(key.partition(":")[0] for key in kept):
+        keys = sorted((key for key in kept if key.startswith(f"{seed}:")), key=lambda key: int(key.partition(":")[2]))
+        tables.append(table([kept[key] for key in keys], f"{results.about(part, keys)}, seed {seed}"))
+    text = "\n\n".join(tables)
+    print(text)
+    if not arguments.save or (whole and len(own) < len(drawn)):
+        return None
+    write_between(page or folder / "README.md", marks(part, module), text)
+    return text
+
+
+def _asked(doc: str | None, cases: int, seconds: float) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, required=True, help="another one draws other cases")
     parser.add_argument("--cases", type=int, default=cases, help="how many are drawn (default: %(default)s)")
@@ -47,9 +95,4 @@ def asked(doc: str | None, in_words: Draw, *, cases: int, seconds: float) -> tup
     parser.add_argument("--seconds", type=float, default=seconds, help="of each run, after its start-up")
     parser.add_argument("--list", action="store_true", help="show the cases, and run none")
     parser.add_argument("--save", action="store_true", help="keep each run, and write the tables")
-    arguments = parser.parse_args()
-    if arguments.list:
-        print(tabulate([[number, *words] for number, words in enumerate(in_words(arguments.seed, arguments.cases))]))
-        return None
-    end = arguments.cases if arguments.until is None else min(arguments.until, arguments.cases)
-    return arguments, range(arguments.first, end)
+    return parser.parse_args()

@@ -11,7 +11,7 @@ import json
 import platform
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -91,11 +91,24 @@ class Results:
         """Return the parts whose names begin like this, in the order in which they were first measured."""
         return [part for part in self._parts if part.startswith(name)]
 
-    def about(self, part: str) -> str:
-        """Return when and where the part was measured."""
+    def measured(self, part: str, kind: type[T], rows: Iterable[tuple[str, T]]) -> dict[str, T]:
+        """Add rows by their keys, and print each when it comes; return what tables show.
+
+        That is these rows alone, or all of the part, if they are saved.
+        """
+        own: dict[str, T] = {}
+        for key, row in rows:
+            print(f"{key}: {row}", file=sys.stderr, flush=True)
+            self.add(part, key, row)
+            own[key] = row
+        return self.records(part, kind) if self._save else own
+
+    def about(self, part: str, keys: Collection[str] | None = None) -> str:
+        """Return when and where the part was measured, or its rows of these keys."""
         dates: dict[str, set[str]] = {}
-        for row in self._parts.get(part, {}).values():
-            dates.setdefault(row["environment"], set()).add(row["date"])
+        for key, row in self._parts.get(part, {}).items():
+            if keys is None or key in keys:
+                dates.setdefault(row["environment"], set()).add(row["date"])
         return "; ".join(f"{', '.join(sorted(dates[machine]))}, {machine}" for machine in sorted(dates))
 
     def show(self, text: str, picture: str = "") -> None:
@@ -109,14 +122,17 @@ class Results:
         if not self._save:
             return
         write_text(self._folder / "results.md", text + "\n")
-        content = f"{picture}\n\n{text}" if picture else text
-        page = PAPERS.read_text(encoding="utf-8")
-        write_text(PAPERS, between_marks(page, marks(self._folder.name), content))
+        write_between(PAPERS, marks(self._folder.name), f"{picture}\n\n{text}" if picture else text)
 
 
-def marks(name: str) -> tuple[str, str]:
-    """Return the comments in a page between which a benchmark writes."""
-    return f"<!-- {name}: written by benchmarks.{name} -->", f"<!-- end of {name} -->"
+def marks(name: str, module: str | None = None) -> tuple[str, str]:
+    """Return the comments in a page between which a benchmark writes; `module` where it has another name."""
+    return f"<!-- {name}: written by benchmarks.{module or name} -->", f"<!-- end of {name} -->"
+
+
+def write_between(page: Path, around: tuple[str, str], content: str) -> None:
+    """Replace the text between its marks in a page."""
+    write_text(page, between_marks(page.read_text(encoding="utf-8"), around, content))
 
 
 def between_marks(page: str, around: tuple[str, str], content: str) -> str:

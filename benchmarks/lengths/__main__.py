@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import math
 import random
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -18,7 +17,7 @@ from pathlib import Path
 from tabulate import tabulate
 
 from benchmarks.drawn_cases import Compared
-from benchmarks.kept import Results, between_marks, marks
+from benchmarks.kept import Results, marks, write_between
 from benchmarks.lengths.emulate import emulate
 from benchmarks.lengths.sentences import DISTRIBUTIONS, pairs
 from benchmarks.testbed.bed import Testbed, TestbedError, testbed
@@ -41,7 +40,6 @@ README = FOLDER / "README.md"
 PROFILE = FOLDER / "gnmt8-v100.json"
 BANDWIDTH = "25Gbps"
 MICROBATCHES = 128  # per epoch: about as many as a plan is made for
-DRAWN_MARKS = "<!-- drawn lengths: written by benchmarks.lengths -->", "<!-- end of drawn lengths -->"
 DATA_PARALLELISM = "data parallelism"
 SCHEDULES = ("1f1b", "1f1b-flush", DATA_PARALLELISM)
 
@@ -130,22 +128,22 @@ def main() -> None:
     part = "runs" if arguments.seed is None else f"drawn {arguments.seed}"
     asked = list(cases()) if arguments.seed is None else drawn(arguments.seed, arguments.cases)
     chosen = [case for case in asked if arguments.only is None or arguments.only in case.name]
-    for devices in sorted({case.devices for case in chosen}):
-        with testbed(devices) as bed, tempfile.TemporaryDirectory(prefix="lengths-") as folder:
-            for case in chosen:
-                if case.devices == devices:
-                    row = run(bed, case, Path(folder))
-                    print(row, file=sys.stderr, flush=True)
-                    results.add(part, case.name, row)
-    rows = results.records(part, Row)
+    rows = results.measured(part, Row, measured(chosen))
     print(table([rows[case.name] for case in asked if case.name in rows]))
     if arguments.save:
-        page = README.read_text(encoding="utf-8")
         for name in results.parts(""):
             text = table(list(results.records(name, Row).values()))
-            around = marks("lengths") if name == "runs" else DRAWN_MARKS
-            page = between_marks(page, around, f"{results.about(name)}\n\n{text}")
-        README.write_text(page, encoding="utf-8")
+            around = marks("lengths" if name == "runs" else "drawn lengths", "lengths")
+            write_between(README, around, f"{results.about(name)}\n\n{text}")
+
+
+def measured(cases: Sequence[Case]) -> Iterator[tuple[str, Row]]:
+    """Run cases, those of as many devices on one set of hosts."""
+    for devices in sorted({case.devices for case in cases}):
+        with testbed(devices) as bed, tempfile.TemporaryDirectory(prefix="lengths-") as folder:
+            for case in cases:
+                if case.devices == devices:
+                    yield case.name, run(bed, case, Path(folder))
 
 
 def run(bed: Testbed, case: Case, folder: Path) -> Row:

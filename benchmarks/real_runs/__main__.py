@@ -6,17 +6,15 @@ python -m benchmarks.real_runs --seed 1 --save
 from __future__ import annotations
 
 import random
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
 from statistics import median
 
 from tabulate import tabulate
 
-from benchmarks.drawn_cases import Compared, asked
-from benchmarks.kept import ROOT, Results, between_marks, marks
+from benchmarks.drawn_cases import Compared, compare
+from benchmarks.kept import ROOT
 from planner.analysis.given_plan import price
 from planner.api.running import profile as measure
 from planner.errors import PlannerError, first_line
@@ -31,10 +29,8 @@ from planner.reporting.tables.profile import disturbance_words
 from planner.schedule.registry import SCHEDULES, find
 from planner.workers.job import Job, TrainResult
 
-FOLDER = Path(__file__).parent
 HEADERS = ("model", "plan", "predicted, s", "measured, s", "error", "of computing", "machine")
 FORMATS = ("", "", ".3f", ".3f", "+.1%", "+.1%", "")
-README, PART = FOLDER / "README.md", "drawn"
 # Samples of a microbatch with which a step of the whole model takes a tenth of a second to one.
 SIZES = {
     "alexnet": (4, 8),
@@ -107,26 +103,17 @@ class Row(Compared):
 
 def main() -> None:
     """Draw cases, run them, print the table, and save it if asked."""
-    found = asked(__doc__, lambda *of: [(case.model, case) for case in draw(*of)], cases=20, seconds=10.0)
-    if found is None:
-        return
-    arguments, chosen = found
-    cases = draw(arguments.seed, arguments.cases)
-    keep_freed_pages()  # as the workers do
-    results = Results(FOLDER, save=arguments.save)
-    cluster = measure_host(2, "cpu")
-    rows = []
-    for number in chosen:
-        rows.append(run(cases[number], cluster, arguments.seconds))
-        print(rows[-1], file=sys.stderr, flush=True)
-        results.add(PART, f"{arguments.seed}:{number}", rows[-1])
-    kept = list(results.records(PART, Row).values()) if arguments.save else rows
-    print(_table(kept))
-    if arguments.save:
-        page = between_marks(
-            README.read_text(encoding="utf-8"), marks("real_runs"), f"{results.about(PART)}\n\n{_table(kept)}"
-        )
-        README.write_text(page, encoding="utf-8")
+    compare(
+        __doc__,
+        "real_runs",
+        Row,
+        draw=draw,
+        words=lambda case: (case.model, case),
+        run=measured,
+        table=_table,
+        cases=20,
+        seconds=10.0,
+    )
 
 
 def draw(seed: int, count: int) -> list[Case]:
@@ -148,6 +135,14 @@ def _case(choose: random.Random) -> Case:
         sharded=replicated and choose.random() < 0.5,
         recompute=(choose.random() < 0.25, choose.random() < 0.25 and not replicated),
     )
+
+
+def measured(cases: Sequence[Case], chosen: Sequence[int], seconds: float) -> Iterator[tuple[int, Row]]:
+    """Run the cases of these numbers."""
+    keep_freed_pages()  # as the workers do
+    cluster = measure_host(2, "cpu")
+    for number in chosen:
+        yield number, run(cases[number], cluster, seconds)
 
 
 def run(case: Case, cluster: Cluster, seconds: float, train: Callable[[Job], TrainResult] = launch) -> Row:
@@ -191,7 +186,7 @@ def _computing_s(plan: Plan, rank: int) -> float:
     )
 
 
-def _table(rows: list[Row]) -> str:
+def _table(rows: Sequence[Row], about: str) -> str:
     ran = [row for row in rows if not row.failure]
     cells = [
         [row.model, row.plan, row.predicted_s, row.measured_s, row.error, row.computing_error, row.disturbed]
@@ -199,7 +194,7 @@ def _table(rows: list[Row]) -> str:
     ]
     table = tabulate(cells, headers=HEADERS, floatfmt=FORMATS, tablefmt="github")
     failures = "".join(f"\n- {row.model}, {row.plan}: {row.failure}" for row in rows if row.failure)
-    return f"{table}\n\n{summary([row.error for row in ran])}\n{failures}"
+    return f"{about}\n\n{table}\n\n{summary([row.error for row in ran])}\n{failures}"
 
 
 def summary(errors: Sequence[float]) -> str:

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from benchmarks.kept import between_marks, environment
-from planner.formats.files import write_text
+from benchmarks.kept import environment, marks, write_between
 from planner.profiler.this_machine import keep_freed_pages
 from planner.selfcheck.run import Row, SelftestReport, selftest
 
@@ -30,14 +29,8 @@ def main() -> int:
     report = selftest(device=arguments.device, workers=arguments.workers, on_row=_show)
     print(str(report))
     if arguments.save:
-        page = README.read_text(encoding="utf-8")
-        write_text(README, between_marks(page, marks(report.device), section(report)))
+        write_between(README, marks(f"selftest_{report.device}", "selftest"), section(report))
     return 0 if report.passed else 1
-
-
-def marks(device: str) -> tuple[str, str]:
-    """Return the comments in the README between which the table for a kind of device stands."""
-    return f"<!-- selftest_{device}: written by benchmarks.selftest -->", f"<!-- end of selftest_{device} -->"
 
 
 def section(report: SelftestReport) -> str:

@@ -6,9 +6,8 @@ python -m benchmarks.stage_options.drawn --seed 1 --save
 from __future__ import annotations
 
 import random
-import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,8 +15,7 @@ from pathlib import Path
 import torch
 from tabulate import tabulate
 
-from benchmarks.drawn_cases import Compared, asked
-from benchmarks.kept import Results, between_marks
+from benchmarks.drawn_cases import Compared, compare
 from planner.analysis.given_plan import price
 from planner.api.running import profile as measure
 from planner.errors import PlannerError, first_line
@@ -33,9 +31,6 @@ from planner.reporting.tables.profile import disturbance_words
 from planner.schedule.registry import find
 from planner.workers.job import Job, TrainResult
 
-FOLDER = Path(__file__).parent
-README, PART = FOLDER / "README.md", "drawn"
-MARKS = "<!-- drawn: written by benchmarks.stage_options.drawn -->", "<!-- end of drawn -->"
 KINDS, EACH = ("sharded", "masters", "sequence"), 4  # cases of each kind, one kind after the other
 PROFILE_S, EXACT_STEPS = 8.0, 4
 FLOPS = 4e9, 3e10  # of a microbatch of the whole model, forward and backward
@@ -117,25 +112,17 @@ class Case(Compared):
 
 def main() -> None:
     """Draw cases, run them, print the table, and save it if asked."""
-    found = asked(__doc__, lambda *of: [case.words for case in draw(*of)], cases=EACH * len(KINDS), seconds=10.0)
-    if found is None:
-        return
-    arguments, chosen = found
-    cases = draw(arguments.seed, arguments.cases)
-    keep_freed_pages()  # as the workers do
-    results = Results(FOLDER, save=arguments.save)
-    cluster = measure_host(2, "cpu")
-    rows = []
-    for number in chosen:
-        with tempfile.TemporaryDirectory(prefix="stage-options-") as folder:
-            rows.append(run(cases[number], cluster, arguments.seconds, Path(folder)))
-        print(rows[-1], file=sys.stderr, flush=True)
-        results.add(PART, f"{arguments.seed}:{number}", rows[-1])
-    kept = list(results.records(PART, Case).values()) if arguments.save else rows
-    print(table(kept))
-    if arguments.save:
-        page = between_marks(README.read_text(encoding="utf-8"), MARKS, f"{results.about(PART)}\n\n{table(kept)}")
-        README.write_text(page, encoding="utf-8")
+    compare(
+        __doc__,
+        "stage_options.drawn",
+        Case,
+        draw=draw,
+        words=lambda case: case.words,
+        run=measured,
+        table=table,
+        cases=EACH * len(KINDS),
+        seconds=10.0,
+    )
 
 
 def draw(seed: int, count: int) -> list[Case]:
@@ -164,6 +151,15 @@ def _case(choose: random.Random, number: int) -> Case:
         case _:
             schedule, microbatches = choose.choice((("1f1b", 1), flush))
             return model(microbatches, schedule, (1,), tensor=2)
+
+
+def measured(cases: Sequence[Case], chosen: Sequence[int], seconds: float) -> Iterator[tuple[int, Case]]:
+    """Run the cases of these numbers."""
+    keep_freed_pages()  # as the workers do
+    cluster = measure_host(2, "cpu")
+    for number in chosen:
+        with tempfile.TemporaryDirectory(prefix="stage-options-") as folder:
+            yield number, run(cases[number], cluster, seconds, Path(folder))
 
 
 def run(case: Case, cluster: Cluster, seconds: float, folder: Path) -> Case:
@@ -206,6 +202,10 @@ def _apart(path: Path, plan: Plan, alone: Plan, folder: Path) -> tuple[float, fl
         saved = folder / f"{number}.pt"
         results.append(launch(Job(model=str(path), plan=each, steps=steps, seed=1, save_weights=str(saved))))
         weights.append(torch.load(saved, weights_only=True))
+    one, other = weights[:2]
+    if found := [name for name, tensor in one.items() if tensor.dtype != other[name].dtype]:
+        problem = f"'{found[0]}' is {one[found[0]].dtype}, and {other[found[0]].dtype} in one process"
+        raise PlannerError(f"{problem}: {len(found)} of {len(one)} weights have another type")
     losses = [[entry.loss or 0.0 for entry in result.losses] for result in results]
     apart, moved = (
         sum(float((one[name].double() - other[name].double()).square().sum()) for name in one)
@@ -214,7 +214,7 @@ def _apart(path: Path, plan: Plan, alone: Plan, folder: Path) -> tuple[float, fl
     return max(abs(one / other - 1) for one, other in zip(*losses[:2], strict=True)), (apart / moved) ** 0.5
 
 
-def table(rows: Sequence[Case]) -> str:
+def table(rows: Sequence[Case], about: str) -> str:
     """Return the rows in Markdown, and those that failed."""
     cells = [
         [
@@ -230,7 +230,7 @@ def table(rows: Sequence[Case]) -> str:
         if not row.failure
     ]
     failures = "".join(f"\n- {', '.join(row.words)}: {row.failure}" for row in rows if row.failure)
-    return tabulate(cells, headers=HEADERS, floatfmt=FORMATS, tablefmt="github") + failures
+    return f"{about}\n\n{tabulate(cells, headers=HEADERS, floatfmt=FORMATS, tablefmt='github')}{failures}"
 
 
 if __name__ == "__main__":

@@ -6,14 +6,13 @@ python -m benchmarks.tensor_parallel --save
 from __future__ import annotations
 
 import argparse
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from tabulate import tabulate
 
 from benchmarks.drawn_cases import Compared
-from benchmarks.kept import Results, between_marks, marks
+from benchmarks.kept import Results, marks, write_between
 from planner.analysis.given_plan import price
 from planner.api.running import profile as measure
 from planner.errors import PlannerError, first_line
@@ -53,18 +52,17 @@ def main() -> None:
     keep_freed_pages()  # as the workers do
     results = Results(FOLDER, save=arguments.save)
     cluster = measure_host(2, "cpu")
-    for builder, samples in CASES:
-        if arguments.only and f"{builder}/{samples}" not in arguments.only.split(","):
-            continue
-        for row in run(builder, samples, cluster, arguments.seconds):
-            print(row, file=sys.stderr, flush=True)
-            results.add(PART, f"{row.model} {row.samples} {row.config}", row)
-    table = _table(list(results.records(PART, Row).values()))
+    only = arguments.only.split(",") if arguments.only else [f"{builder}/{samples}" for builder, samples in CASES]
+    rows = (
+        (f"{row.model} {row.samples} {row.config}", row)
+        for builder, samples in CASES
+        if f"{builder}/{samples}" in only
+        for row in run(builder, samples, cluster, arguments.seconds)
+    )
+    table = _table(list(results.measured(PART, Row, rows).values()))
     print(table)
     if arguments.save:
-        text = f"{results.about(PART)}\n\n{table}"
-        page = between_marks(README.read_text(encoding="utf-8"), marks("tensor_parallel"), text)
-        README.write_text(page, encoding="utf-8")
+        write_between(README, marks("tensor_parallel"), f"{results.about(PART)}\n\n{table}")
 
 
 def run(builder: str, samples: int, cluster: Cluster, seconds: float) -> list[Row]:

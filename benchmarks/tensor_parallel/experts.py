@@ -25,7 +25,7 @@ PLANS = (
 
 def main() -> None:
     """Draw cases, run them, print the table, and save it if asked."""
-    levels.compare(__doc__, "experts", draw, cases=len(PLANS))
+    levels.compare_cases(__doc__, "experts", draw, cases=len(PLANS))
 
 
 def draw(seed: int, count: int) -> list[Case]:

@@ -6,27 +6,25 @@ python -m benchmarks.tensor_parallel.levels --seed 1 --save
 from __future__ import annotations
 
 import random
-import sys
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate, islice, pairwise
 from pathlib import Path
 from statistics import median
 
 from tabulate import tabulate
 
-from benchmarks.drawn_cases import Compared, asked
-from benchmarks.kept import ROOT, Results, between_marks
-from benchmarks.testbed.bed import Testbed, TestbedError, testbed
+from benchmarks.drawn_cases import Compared, compare
+from benchmarks.kept import ROOT
+from benchmarks.testbed.bed import Testbed
 from benchmarks.testbed.buckets import scaled_buckets
+from benchmarks.testbed.drawn import on_hosts
 from benchmarks.testbed.emulate import LINK_BYTES_PER_S, emulate, fitting_scale
 from benchmarks.testbed.measure import described, train_s
 from benchmarks.testbed.predict import balanced_stages
 from planner.analysis.given_plan import price
 from planner.api.running import estimate
-from planner.errors import PlannerError, first_line
 from planner.formats.cluster import Cluster, hierarchical_cluster
 from planner.formats.own_plan import OwnPlan, OwnStage
 from planner.formats.plan_parts import config_of
@@ -34,8 +32,6 @@ from planner.formats.profile import Profile
 from planner.schedule.registry import SCHEDULES, find
 from planner.units import parse_bandwidth
 
-FOLDER = Path(__file__).parent
-README = FOLDER / "README.md"
 RANKS = 2  # of a group, and GPUs of a host
 MODELS = {"profiles/gpt2/model.py": "gpt2", "benchmarks/tensor_parallel/model.py:wide": "wide"}
 NAMES = MODELS | {"benchmarks/tensor_parallel/model.py:experts": "experts"}  # of all that may run
@@ -90,30 +86,22 @@ class Case(Compared):
 
 def main() -> None:
     """Draw cases, run them, print the table, and save it if asked."""
-    compare(__doc__, "levels", draw, cases=8)
+    compare_cases(__doc__, "levels", draw, cases=8)
 
 
-def compare(doc: str | None, name: str, draw: Callable[[int, int], list[Case]], cases: int) -> None:
+def compare_cases(doc: str | None, name: str, draw: Callable[[int, int], list[Case]], cases: int) -> None:
     """Run the cases of a draw as the command line asks; `name`: of their tables, and of the marks in the README."""
-    found = asked(doc, lambda *of: [case.cells[:5] for case in draw(*of)], cases=cases, seconds=8.0)
-    if found is None:
-        return
-    arguments, chosen = found
-    drawn = draw(arguments.seed, arguments.cases)
-    results, part = Results(FOLDER, save=arguments.save), f"{name}, seed {arguments.seed}"
-    for number, case in _measured(drawn, chosen, arguments.seconds):
-        results.add(part, str(number), case)
-        print(f"{number + 1}/{len(drawn)}: {case.cells}", file=sys.stderr, flush=True)
-    tables = []
-    for each in results.parts(name) if arguments.save else [part]:
-        kept = results.records(each, Case)
-        about = f"On emulated devices, {results.about(each)}, {each.partition(', ')[2]}:"
-        tables.append(f"{about}\n\n{_table([kept[key] for key in sorted(kept, key=int)])}")
-    text = "\n\n".join(tables)
-    print(text)
-    if arguments.save:
-        around = f"<!-- {name}: written by benchmarks.tensor_parallel.{name} -->", f"<!-- end of {name} -->"
-        README.write_text(between_marks(README.read_text(encoding="utf-8"), around, text), encoding="utf-8")
+    compare(
+        doc,
+        f"tensor_parallel.{name}",
+        Case,
+        draw=draw,
+        words=lambda case: case.cells[:5],
+        run=_measured,
+        table=_table,
+        cases=cases,
+        seconds=8.0,
+    )
 
 
 def draw(seed: int, count: int) -> list[Case]:
@@ -154,24 +142,13 @@ def _estimated(model: str, samples: int, device: str, degree: int) -> Profile:
     return estimate(ROOT / model, device=device, batch_size=samples, tensor=(degree,))
 
 
-def _measured(cases: Sequence[Case], chosen: Iterable[int], seconds: float) -> Iterable[tuple[int, Case]]:
-    """Run the cases of these numbers on one set of hosts; after a failure on a new one."""
-    left = list(chosen)
-    for number in left:
-        _profile(cases[number])
-    while left:
-        with tempfile.TemporaryDirectory(prefix="testbed-") as folder, testbed(RANKS * 3) as bed:
-            while left:
-                number = left.pop(0)
-                try:
-                    yield number, run(bed, cases[number], seconds, Path(folder) / str(number))
-                except PlannerError as error:
-                    yield number, replace(cases[number], failure=f"{type(error).__name__}: {first_line(error)}")
-                    if isinstance(error, TestbedError):
-                        break  # its workers may hang
+def _measured(cases: Sequence[Case], chosen: Sequence[int], seconds: float) -> Iterator[tuple[int, Case]]:
+    for number in chosen:
+        _profile(cases[number])  # before there are hosts
+    return on_hosts(RANKS * 3, cases, chosen, partial(run, seconds=seconds), lambda case: case)
 
 
-def run(bed: Testbed, case: Case, seconds: float, folder: Path) -> Case:
+def run(bed: Testbed, case: Case, folder: Path, seconds: float) -> Case:
     """Emulate the case's model in `folder`, and train its plan for about `seconds` after the start-up."""
     profile = _profile(case)
     scale = fitting_scale(profile, case.there, 2 * LINK_BYTES_PER_S / case.faster)
@@ -192,10 +169,11 @@ def run(bed: Testbed, case: Case, seconds: float, folder: Path) -> Case:
     return replace(case, predicted_s=plan.predicted.seconds_per_minibatch, measured_s=measured_s, links=said)
 
 
-def _table(rows: Sequence[Case]) -> str:
+def _table(rows: Sequence[Case], about: str) -> str:
     ran = [row for row in rows if not row.failure]
     formats = ("", "", "", "", "", ".4f", ".4f", "+.1%")
-    lines = [tabulate([row.cells for row in ran], HEADERS, tablefmt="github", floatfmt=formats)]
+    table = tabulate([row.cells for row in ran], HEADERS, tablefmt="github", floatfmt=formats)
+    lines = [f"On emulated devices, {about}:\n", table]
     if ran:
         errors = [abs(row.error) for row in ran]
         lines.append(f"\nmedian error {median(errors):.1%}, worst {max(errors):.1%} over {len(ran)} runs")

@@ -18,7 +18,7 @@ NAMES = [each.name for each in SCHEDULES if not each.chunked]
 
 def main() -> None:
     """Draw cases, run them, print the table, and save it if asked."""
-    levels.compare(__doc__, "schedules", draw, cases=len(NAMES) + 2)
+    levels.compare_cases(__doc__, "schedules", draw, cases=len(NAMES) + 2)
 
 
 def draw(seed: int, count: int) -> list[Case]:

@@ -22,7 +22,7 @@ CODED = [name for name in CODECS if name != "none"]
 
 def main() -> None:
     """Draw cases, run them, print the table, and save it if asked."""
-    drawn.compare(__doc__, "compressed", draw, cases=24)
+    drawn.compare_cases(__doc__, "compressed", draw, cases=24)
 
 
 def draw(seed: int, count: int) -> list[Case]:

@@ -6,20 +6,19 @@ python -m benchmarks.testbed.drawn --seed 1 --save
 from __future__ import annotations
 
 import random
-import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import islice, pairwise
 from pathlib import Path
 from statistics import median
 
 from tabulate import tabulate
 
-from benchmarks.drawn_cases import Compared, asked
-from benchmarks.kept import ROOT, Results, between_marks
-from benchmarks.testbed.bed import TestbedError, testbed
+from benchmarks.drawn_cases import CaseT, Compared, RowT, compare
+from benchmarks.kept import ROOT
+from benchmarks.testbed.bed import Testbed, TestbedError, testbed
 from benchmarks.testbed.emulate import LINK_BYTES_PER_S, as_chain
 from benchmarks.testbed.predictions import Case, run_case
 from planner.errors import PlannerError, first_line
@@ -54,27 +53,26 @@ class Row(Compared):
 
 def main() -> None:
     """Draw cases, run them, print the table, and save it if asked."""
-    compare(__doc__, "drawn", draw, cases=30)
+    compare_cases(__doc__, "drawn", draw, cases=30)
 
 
-def compare(doc: str | None, name: str, draw: Callable[[int, int], list[Case]], cases: int) -> None:
+def compare_cases(doc: str | None, name: str, draw: Callable[[int, int], list[Case]], cases: int) -> None:
     """Run the cases of a draw as the command line asks; `name`: of their table and of its marks in the docs."""
-    found = asked(doc, lambda *of: [_described(case) for case in draw(*of)], cases=cases, seconds=8.0)
-    if found is None:
-        return
-    arguments, chosen = found
-    drawn = draw(arguments.seed, arguments.cases)
-    results, part = Results(FOLDER, save=arguments.save), f"{name}, seed {arguments.seed}"
-    for number, row in measured(drawn, chosen, arguments.seconds):
-        results.add(part, str(number), row)
-        print(f"{number + 1}/{len(drawn)}: {_cells(row)}", file=sys.stderr, flush=True)
-    kept = results.records(part, Row)
-    text = report([kept[key] for key in sorted(kept, key=int)], f"{results.about(part)}, seed {arguments.seed}")
-    print(text)
-    if arguments.save and len(kept) == len(drawn):
+    text = compare(
+        doc,
+        f"testbed.{name}",
+        Row,
+        draw=draw,
+        words=_described,
+        run=measured,
+        table=report,
+        cases=cases,
+        seconds=8.0,
+        page=PAGE,
+        whole=True,
+    )
+    if text is not None:
         (FOLDER / f"{name}.md").write_text(text + "\n", encoding="utf-8")
-        around = f"<!-- {name}: written by benchmarks.testbed.{name} -->", f"<!-- end of {name} -->"
-        PAGE.write_text(between_marks(PAGE.read_text(encoding="utf-8"), around, text), encoding="utf-8")
 
 
 def draw(seed: int, count: int) -> list[Case]:
@@ -127,24 +125,48 @@ def _config(rng: random.Random, gpus: int, most: int) -> tuple[int, ...]:
     return tuple(end - start for start, end in pairwise(ends))
 
 
-def measured(cases: Sequence[Case], chosen: Iterable[int], seconds: float) -> Iterable[tuple[int, Row]]:
-    """Run the cases of these numbers on one set of hosts; after a failure on a new one."""
+def measured(cases: Sequence[Case], chosen: Sequence[int], seconds: float) -> Iterator[tuple[int, Row]]:
+    """Run the cases of these numbers."""
+    most = max((hierarchical_cluster(cases[n].sizes, [1.0] * len(cases[n].sizes)).gpus for n in chosen), default=0)
+
+    def row(case: Case) -> Row:
+        model, devices, plan = _described(case)
+        return Row(model, devices, plan, schedule=case.schedule, levels=len(case.sizes), compress=case.compress)
+
+    def run(bed: Testbed, case: Case, folder: Path) -> Row:
+        ran = run_case(bed, case, seconds, folder, MESSAGE_BYTES)
+        return _ran(row(case), ran.cluster, f"{ran.config} {ran.schedule}", ran.predicted_s, ran.measured_s)
+
+    return on_hosts(most, cases, chosen, run, row)
+
+
+def on_hosts(
+    hosts: int,
+    cases: Sequence[CaseT],
+    chosen: Iterable[int],
+    run: Callable[[Testbed, CaseT, Path], RowT],
+    row: Callable[[CaseT], RowT],
+) -> Iterator[tuple[int, RowT]]:
+    """Run the cases of these numbers on one set of hosts, after a failure on a new one; yield each with its row.
+
+    Args:
+        hosts: how many.
+        cases: all.
+        chosen: their numbers.
+        run: returns the row of a case, whose files go to a folder.
+        row: that of a case which failed, without the failure.
+    """
     left = list(chosen)
-    most = max((hierarchical_cluster(cases[n].sizes, [1.0] * len(cases[n].sizes)).gpus for n in left), default=0)
     while left:
-        with tempfile.TemporaryDirectory(prefix="testbed-") as folder, testbed(most) as bed:
+        with tempfile.TemporaryDirectory(prefix="testbed-") as folder, testbed(hosts) as bed:
             while left:
                 number = left.pop(0)
-                case, (model, devices, plan) = cases[number], _described(cases[number])
-                row = Row(model, devices, plan, schedule=case.schedule, levels=len(case.sizes), compress=case.compress)
                 try:
-                    run = run_case(bed, case, seconds, Path(folder) / str(number), MESSAGE_BYTES)
+                    yield number, run(bed, cases[number], Path(folder) / str(number))
                 except PlannerError as error:
-                    yield number, _failed(row, error)
+                    yield number, replace(row(cases[number]), failure=f"{type(error).__name__}: {first_line(error)}")
                     if isinstance(error, TestbedError):
                         break  # its workers may hang
-                    continue
-                yield number, _ran(row, run.cluster, f"{run.config} {run.schedule}", run.predicted_s, run.measured_s)
 
 
 def _ran(row: Row, devices: str, plan: str, predicted_s: float, measured_s: float) -> Row:
@@ -152,10 +174,6 @@ def _ran(row: Row, devices: str, plan: str, predicted_s: float, measured_s: floa
     plan += _sent_as(row.compress)
     said = asdict(row) | {"devices": devices, "plan": plan, "replicated": replicated}
     return Row(**said | {"predicted_s": predicted_s, "measured_s": measured_s})
-
-
-def _failed(row: Row, error: PlannerError) -> Row:
-    return Row(**asdict(row) | {"failure": f"{type(error).__name__}: {first_line(error)}"})
 
 
 def _described(case: Case) -> tuple[str, str, str]:

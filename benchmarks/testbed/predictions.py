@@ -18,7 +18,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from benchmarks.kept import between_marks, environment
+from benchmarks.kept import environment, marks, write_between
 from benchmarks.testbed.bed import ROOT, Testbed, testbed
 from benchmarks.testbed.buckets import scaled_buckets
 from benchmarks.testbed.emulate import LINK_BYTES_PER_S, emulate, fitting_scale
@@ -35,7 +35,6 @@ from planner.units import parse_bandwidth
 TABLE = Path(__file__).with_name("predictions.md")
 PICTURE = ROOT / "docs" / "images" / "testbed-predictions.svg"
 PAGE = ROOT / "docs" / "benchmarks.md"
-MARKS = "<!-- predictions: written by benchmarks.testbed.predictions -->", "<!-- end of predictions -->"
 HEADERS = ("model", "devices", "plan", "predicted, s", "measured, s", "error", "of the cost model")
 FORMATS = ("", "", "", ".4f", ".4f", "+.1%", "+.1%")
 
@@ -119,8 +118,7 @@ def main() -> None:
         TABLE.write_text(text + "\n", encoding="utf-8")
         PICTURE.write_text(scatter_svg(runs), encoding="utf-8")
         image = f"![Predicted against measured seconds per minibatch](images/{PICTURE.name})"
-        page = PAGE.read_text(encoding="utf-8")
-        PAGE.write_text(between_marks(page, MARKS, f"{text}\n\n{image}"), encoding="utf-8")
+        write_between(PAGE, marks("predictions", "testbed.predictions"), f"{text}\n\n{image}")
 
 
 def measure(cases: Sequence[Case], seconds: float) -> list[Measured]:

@@ -210,6 +210,16 @@ class PipelineShape:
         """Return how many updates late the gradients of `stage` are."""
         return self.schedule.staleness(self.in_flight(stage))
 
+    def unsteady(self, rank: int) -> tuple[int, int]:
+        """Return how many of a worker's first units fill the pipeline, and how many of its last ones empty it."""
+        stages, first = self.stages_of(rank), self.replicas[0]
+        last = self.in_flight(stages[0])
+        depth = max(last, -(-self.in_flight(0) * first // max(first, self.replicas[stages[0]])))
+        if not self.asynchronous:
+            return 2 * depth * len(stages), 0
+        # All stages are steady in the same time, in which later ones are ahead by what is in flight between.
+        return (3 * depth - last) * len(stages), last * len(stages)
+
     def rank_of(self, stage: int, unit: Unit) -> int:
         """Return the worker that runs `unit` at `stage`, forward and backward: replicas take turns (1F1B-RR)."""
         replicas = self.ranks[stage]

@@ -60,7 +60,7 @@ def content_of(own: Restorable) -> Content | None:
     The first replica saves the parameters; each has its own buffers, and maybe its part of the optimizer's state.
     """
     first = own.replica == 0
-    weights = whole_state(own.module, kept=first)
+    weights = whole_state(own.module, kept=first, masters=True)
     if not first:
         for name, _ in own.module.named_parameters(remove_duplicate=False):
             del weights[name]

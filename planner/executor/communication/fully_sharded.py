@@ -58,13 +58,15 @@ class FullSharding(Sharding):
             problem = f"the plan divides weights by rows, and {type(optimizer).__name__} must see some of them whole"
             raise PlanError(problem, hint=_HINT)
         names = {parameter: name for name, parameter in self._stage.named_parameters()}
+        used = {name: parameter.dtype for parameter, name in names.items()}  # half precision, of what has masters
         try:
             self._divide_stage()
         except (ValueError, NotImplementedError) as cause:
             problem = f"PyTorch's fully_shard does not divide these weights: {first_line(cause)}"
             raise PlanError(problem, hint=_HINT) from cause
         now = dict(self._stage.named_parameters())
-        for parameter in now.values():
+        for name, parameter in now.items():
+            parameter.used_dtype = used[name]  # type: ignore[attr-defined]
             rows, width = own_rows(parameter), parameter.numel() // max(1, parameter.shape[0])
             if parameter.requires_grad and rows.stop > rows.start:
                 self.shards[parameter] = _Rows(parameter, rows.start * width, rows.stop * width, whole=False)
@@ -110,9 +112,6 @@ class FullSharding(Sharding):
         """Leave no weights gathered, as forwards without a backward do at level 2."""
         for module in self._modules:
             module.reshard()
-
-    def connect(self, group: dist.ProcessGroup) -> None:
-        self._group = group
 
     def take_gradients(self) -> None:
         for parameter, shard in self.shards.items():

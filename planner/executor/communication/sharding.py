@@ -311,9 +311,6 @@ class Masters(Sharding):
         self.shards = {each: Shard(each, 0, each.numel(), whole=True) for each in self._alone}
         self.step_shards(optimizer, {})
 
-    def sum(self, value: Tensor) -> Tensor:
-        return value
-
 
 def _divided(
     parameters: Sequence[nn.Parameter], replicas: int, whole: Collection[nn.Parameter]

@@ -186,11 +186,9 @@ class Pipeline:
     def state_dict(self) -> dict[str, Tensor]:
         """Return the newest weights of this worker's stages, by their names in the unsplit model; drain first.
 
-        Replicas that divide their weights all call it.
+        Replicas and ranks that divide their weights all call it, and get them whole.
         """
-        modules = (stage.module for stage in self._context.stages.values())
-        full = self.plan.stages[0].level > 1
-        states = (whole_state(module) if full else module.state_dict() for module in modules)
+        states = (whole_state(stage.module) for stage in self._context.stages.values())
         return {name: tensor for state in states for name, tensor in state.items()}
 
     @property

@@ -229,15 +229,11 @@ def gather_result(
 ) -> TrainResult | None:
     """Gather what all workers measured on rank 0, which returns the result; None elsewhere. All workers call it."""
     job, plan, shape, data, place = context.job, context.plan, context.shape, context.data, context.place
-    log, stages, depth = loop.worker.log, loop.worker.stages, context.shape.in_flight(0)
+    log, stages = loop.worker.log, loop.worker.stages
     checkpointer, copies, first = kept
     per_minibatch = sum(len(shape.units_of(stage, context.rank, 0)) for stage in stages)
-    steady = steady_state(
-        log.completions,
-        start_up=2 * depth * len(stages),
-        drain=depth * len(stages) if shape.asynchronous else 0,
-        per_round=1 if shape.schedule.stashes else per_minibatch,
-    )
+    per_round = 1 if shape.schedule.stashes else per_minibatch
+    steady = steady_state(log.completions, *shape.unsteady(context.rank), per_round)
     own = WorkerReport(
         rank=context.rank,
         stage=min(stages),

@@ -182,7 +182,7 @@ class StageOptimizer:
         return [stepped.grad for stepped in counted if stepped.grad is not None]
 
     def _sum(self, value: Tensor) -> Tensor:
-        total = value if self.sharding is None else self.sharding.sum(value)
+        total = self.sharding.sum(value) if self.sharding is not None and self.sharding.divides else value
         return total if self._division.group is None else self._division.group.sum(total)
 
     def _prepare(self) -> None:

@@ -326,10 +326,11 @@ def own_memory(weight: Tensor) -> Tensor:
     return weight.to_local() if is_divided(weight) else weight  # type: ignore[attr-defined]
 
 
-def whole_state(module: nn.Module, *, kept: bool = True) -> dict[str, Tensor]:
+def whole_state(module: nn.Module, *, kept: bool = True, masters: bool = False) -> dict[str, Tensor]:
     """Return the state of a module with its weights whole; all ranks that divide them call it.
 
-    Weights that replicas divide are on the CPU, or empty where they are not to be `kept`.
+    Weights that replicas divide are on the CPU, or empty where they are not to be `kept`, and rounded as they are used,
+    where replicas have nothing but `masters` of them, and those are not asked for.
     """
     division, wholes = divided_weights(module), dict[int, Tensor]()
     state = module.state_dict(keep_vars=True)
@@ -337,6 +338,7 @@ def whole_state(module: nn.Module, *, kept: bool = True) -> dict[str, Tensor]:
         if id(tensor) not in wholes:  # tied weights stay one tensor
             whole = division.whole(name, tensor.detach())
             if is_divided(whole):
+                whole = whole if masters else whole.to(tensor.used_dtype)
                 whole = whole.full_tensor()  # type: ignore[attr-defined]
                 whole = whole.cpu() if kept else whole[:0].clone()
             wholes[id(tensor)] = whole

@@ -16,9 +16,12 @@ from planner.executor.observe.progress import (
     steady_state,
 )
 from planner.options.training import TrainingOptions
+from planner.plan.shape import shape_of
+from planner.simulator.simulate_plan import simulate
 from tests.executor import eager
 from tests.executor.models import EVALUATION, write_model
 from tests.executor.plans import make_plan, structural_profile
+from tests.samples import layer, profile
 
 HOOK = """
 def on_update(minibatch, loss, metrics):
@@ -47,6 +50,19 @@ def test_start_up_and_drain_do_not_count() -> None:
     result = steady_state([*slow, *steady, *fast], start_up=6, drain=3, per_round=1)
     assert result.units_per_s == pytest.approx(1.0)
     assert result.busy_share == pytest.approx(0.75)
+
+
+def test_workers_of_stages_with_more_replicas_leave_out_as_many_minibatches() -> None:
+    """While minibatches fill the pipeline, the last stage runs at the pace of forwards."""
+    plan = make_plan(profile(layer("a", 1, 2, output_bytes=1), layer("b", 1, 2)), (1, 4), depths=(12, 1))
+    shape, run = shape_of(plan), simulate(plan, 60)
+    assert [shape.unsteady(rank) for rank in (0, 1)] == [(24, 12), (8, 1)]
+    rates = [0.0, 0.0]
+    for stage, ranks in enumerate(shape.ranks):
+        for rank in ranks:
+            ends = sorted(e.end_s for e in run.events.rows() if (e.rank, e.kind) == (rank, "backward"))
+            rates[stage] += steady_state([Completion(end, 0.0) for end in ends], *shape.unsteady(rank), 1).units_per_s
+    assert rates == pytest.approx([1 / 3, 1 / 3], rel=1e-3)
 
 
 def test_the_window_of_a_synchronous_schedule_holds_whole_minibatches() -> None:
