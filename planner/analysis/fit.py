@@ -56,11 +56,12 @@ class Fit(Shown, Record):
 
 
 def minibatch_of(options: SolveOptions, tokens: int | None, profile: Profile, gpus: int) -> int | None:
-    """Return the samples of a minibatch, which microbatches of any size make; None where the schedule divides none.
+    """Return the samples of a minibatch, whole microbatches of the profile; None where the schedule divides none.
 
     Where nobody says, a minibatch has as many tokens as models of this size are trained with: 0.5, 1 and 2 million from
     no, 1 and 5 billion parameters on (Brown et al. 2020, "Language Models are Few-Shot Learners", table 2.1), and 4
-    million from 100 on (BLOOM, Le Scao et al. 2022; Llama 3, Llama team 2024); or some microbatches per GPU.
+    million from 100 on (BLOOM, Le Scao et al. 2022; Llama 3, Llama team 2024); or some microbatches per GPU. Where they
+    are enough, all GPUs have equally many samples: only then can replicas divide gradients and weights.
     """
     each = mean_tokens(profile)
     if tokens is not None and (options.minibatch is not None or each is None):
@@ -68,11 +69,14 @@ def minibatch_of(options: SolveOptions, tokens: int | None, profile: Profile, gp
         raise InputError(f"`tokens={tokens}` makes no minibatch, because {why}", hint="leave out `tokens`")
     if options.minibatch is not None or not options.order.divides:
         return options.minibatch
+    step = profile.microbatch_size or 1
     if each is None:
-        return MICROBATCHES_PER_GPU * gpus * SAMPLES
+        return MICROBATCHES_PER_GPU * gpus * step * max(1, round(SAMPLES / step))
     parameters = sum(layer.weight_bytes for layer in profile.layers) / (2 if profile.dtype in HALVES else FLOAT_BYTES)
     usual = next(count for least, count in MINIBATCH_TOKENS.items() if parameters >= least)
-    return 1 << max(0, round(math.log2((tokens or usual) / each)))
+    samples, odd = (tokens or usual) / each, gpus // (gpus & -gpus)
+    step = math.lcm(step, odd) if math.lcm(step, odd) <= samples else step
+    return step << max(0, round(math.log2(samples / step)))
 
 
 def fit(

@@ -56,6 +56,8 @@ class NamedModel:
         with _transformers(self.name) as transformers:
             full = transformers.AutoConfig.for_model(**self.config)
         if hasattr(full, "image_size"):
+            if asked is not None:
+                raise InputError(f"{self.name} reads images, not {asked} tokens", hint="leave out `length`")
             return None
         limits = [limit for name in _LENGTHS if isinstance(limit := getattr(full, name, None), int)]
         most = min(limits, default=None)

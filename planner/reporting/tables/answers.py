@@ -60,10 +60,11 @@ def comparison_legend(comparison: Comparison) -> str:
         "memory: per GPU; late: updates that gradients are late; idle: share of the workers' time without computation"
     )
     chosen, *others = comparison.rows
-    for schedule in dict.fromkeys(row.schedule for row in others if row.schedule != chosen.schedule):
-        rows = [row for row in others if row.schedule is schedule]
-        names = ", ".join(row.name for row in rows) if len(rows) < len(others) else "all others"
-        lines.append(f"{names}: {schedule}, one update for {rows[0].microbatches} microbatches")
+    updates = {row.name: (row.schedule, row.microbatches) for row in others if row.schedule != chosen.schedule}
+    for schedule, microbatches in dict.fromkeys(updates.values()):
+        names = [name for name, update in updates.items() if update == (schedule, microbatches)]
+        named = ", ".join(names) if len(names) < len(others) else "all others"
+        lines.append(f"{named}: {schedule}, one update for {microbatches} microbatches")
     if any("ZeRO" in row.name for row in others):
         lines.append("ZeRO-1 to 3: data parallel, with the optimizer's state, gradients, weights divided over the GPUs")
     if any(row.name == PACKED for row in others):

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from planner.workers.job import Loss, TrainResult, WorkerReport
 
 LOSS_WINDOW = 10  # minibatches averaged at either end, because single losses are noisy
+LEAST_ERROR = 5e-4  # relative; a smaller one has no sign that says anything
 MOST_ROWS = 32  # workers; of more the first of each stage is shown
 
 
@@ -60,7 +61,10 @@ def _training_lines(result: "TrainResult") -> list[tuple[str, str | None]]:
 
 def percent_error(predicted: float, measured: float) -> str:
     """Write the signed error of a prediction, relative to the measurement."""
-    return f"{(predicted - measured) / measured:+.1%}" if measured else "-"
+    if not measured:
+        return "-"
+    error = (predicted - measured) / measured
+    return "0.0%" if abs(error) < LEAST_ERROR else f"{error:+.1%}"
 
 
 def workers_table(reports: "Sequence[WorkerReport]") -> str:
@@ -111,7 +115,8 @@ def pace_table(comparison: RunComparison, plan: Plan) -> Table:
     predicted, runs = plan.predicted, (comparison.simulated, comparison.measured)
     paces = [pace(each.samples_per_s, each.seconds_per_minibatch) for each in (predicted, *runs)]
     measured_s = comparison.measured.seconds_per_minibatch
-    errors = [f"{each.seconds_per_minibatch / measured_s - 1:+.1%}" for each in (predicted, comparison.simulated)]
+    seconds = predicted.seconds_per_minibatch, comparison.simulated.seconds_per_minibatch
+    errors = [percent_error(each_s, measured_s) for each_s in seconds]
     rows = [
         ["pace", *paces],
         ["time, relative to measured", *errors, ""],
@@ -130,7 +135,7 @@ def stage_times_table(comparison: RunComparison) -> Table:
         rows.append([str(number)])
         for what in ("forward_s", "backward_s", "update_s"):
             simulated_s, measured_s = getattr(stage.simulated, what), getattr(stage.measured, what)
-            error = f" ({simulated_s / measured_s - 1:+.1%})" if measured_s > 0 else ""
+            error = f" ({percent_error(simulated_s, measured_s)})" if measured_s > 0 else ""
             rows[-1] += [format_seconds(simulated_s) + error, format_seconds(measured_s)]
     return Table(["stage", "forward", "measured", "backward", "measured", "update", "measured"], rows, "lrrrrrr")
 
@@ -153,12 +158,13 @@ def _run_lines(summary: Summary, plan: Plan | None) -> list[tuple[str, str | Non
     rate, whole, predicted, kinds = summary.samples_per_s_of_run, summary.bubble_share_of_run, "", [""]
     uneven = None
     if plan is not None and plan.lengths is not None:
-        longer = plan.predicted.seconds_per_minibatch / simulated_s(plan.model_copy(update={"lengths": None})) - 1
-        uneven = f"{longer:+.1%} of time per minibatch, because microbatches differ"
+        alike_s = simulated_s(plan.model_copy(update={"lengths": None}))
+        longer = percent_error(plan.predicted.seconds_per_minibatch, alike_s)
+        uneven = f"{longer} of time per minibatch, because microbatches differ"
     if plan is not None:
         planned_s = plan.predicted.seconds_per_minibatch
-        error = summary.seconds_per_minibatch / planned_s - 1
-        predicted = f" (predicted {format_seconds(planned_s)}, {error:+.1%})"
+        error = percent_error(summary.seconds_per_minibatch, planned_s)
+        predicted = f" (predicted {format_seconds(planned_s)}, {error})"
         kinds = [plan.cluster.kinds_on(stage.ranks) for stage in plan.stages]
     return [
         ("model", summary.model),
