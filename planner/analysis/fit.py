@@ -18,10 +18,9 @@ from planner.plan.lengths import mean_tokens
 from planner.schedule.instructions import MICROBATCHES_PER_GPU
 from planner.schedule.one_stage import FLUSH
 from planner.solver.assemble import GIVEN, complete
-from planner.solver.find_plan import find_plan, or_interleaved, setting_of
+from planner.solver.find_plan import ALIKE, find_plan, or_interleaved, setting_of
 from planner.solver.problem.bounds import balanced_s
 from planner.solver.problem.budget import Budget, Patience
-from planner.units import SLACK
 
 MOST_SIZES, FIRST = 2, 0.6  # of microbatches, for which plans are sought; share of the first one's time
 SOLVING = 0.6  # share of the time for the cluster that was asked about; other numbers of GPUs share the rest
@@ -51,8 +50,8 @@ class Fit(Shown, Record):
     model: str
     asked: FitRow
     others: tuple[FitRow, ...]
-    folder: str = ""  # that has the model file, profile.json and plan.json
-    model_file: str = ""
+    folder: str = ""  # that has profile.json and plan.json
+    model_file: str = ""  # as seen from there
 
 
 def minibatch_of(options: SolveOptions, tokens: int | None, profile: Profile, gpus: int) -> int | None:
@@ -219,7 +218,7 @@ def _no_slower(
     profile: Profile, cluster: Cluster, plan: Plan | None, options: SolveOptions, patience: Patience
 ) -> Plan | None:
     """Return the plan, or the fastest allowed way that people use where a search that ran out of time missed it."""
-    best, best_s = None, math.inf if plan is None else plan.predicted.seconds_per_minibatch * (1 - SLACK)
+    best, best_s = None, math.inf if plan is None else plan.predicted.seconds_per_minibatch * (1 - ALIKE)
     asked = options.order, options.microbatches_on(cluster, profile)
     if options.recompute in ("always", "blocks"):
         return plan

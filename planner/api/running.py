@@ -99,7 +99,8 @@ def estimate(model: str | Path, asked: EstimateArguments) -> Profile:
 def fit(model: str | Path, gpus: int, options: FitOptions) -> Fit:
     """Say whether a model fits GPUs, how to split it, how fast it would train, and how few GPUs would do.
 
-    All numbers are estimates. model.py, profile.json and plan.json are left in the folder that the answer names.
+    All numbers are estimates. profile.json and plan.json are left in the folder that the answer names, and the
+    model.py of a model that was given by its name.
 
     Args:
         model: llama-7b, gpt2-xl, ...; a class of transformers; its config.json; or a model file.
@@ -170,7 +171,7 @@ def fit(model: str | Path, gpus: int, options: FitOptions) -> Fit:
     replace_profile(chosen, folder / "profile.json")
     if answer.asked.plan is not None:
         save_plan(answer.asked.plan, folder / "plan.json")
-    return answer.model_copy(update={"folder": str(folder), "model_file": path.name})
+    return answer.model_copy(update={"folder": str(folder), "model_file": os.path.relpath(path, folder)})
 
 
 @keywords_of(TrainArguments)

@@ -96,13 +96,11 @@ def _head(answer: Fit, plan: Plan) -> list[tuple[str, str | None]]:
     used, limit = plan.predicted.flop_utilisation, plan.cluster.memory_bytes
     full = f", {_most(plan) / limit:.0%} of {format_bytes(limit)}" if limit else ""
     if limit and plan.device.memory_bytes and limit < plan.device.memory_bytes:
-        full += f", which leave {1 - limit / plan.device.memory_bytes:.0%} of its memory free"
-    saved = {
-        "recomputation": sum(bool(stage.recomputes) for stage in plan.stages),
-        "a divided optimizer's state": sum(stage.level == 1 for stage in plan.stages),
-        "divided gradients (ZeRO-2)": sum(stage.level == 2 for stage in plan.stages),
-        "divided weights (ZeRO-3, FSDP)": sum(stage.level == 3 for stage in plan.stages),
-    }
+        full += f" that plans may fill, {limit / plan.device.memory_bytes:.0%} of its memory"
+    split = _split(plan)
+    saved = {"recomputation": sum(bool(stage.recomputes) for stage in plan.stages)}
+    if "ZeRO" not in split:
+        saved["a divided optimizer's state"] = sum(stage.level == 1 for stage in plan.stages)
     of_all = f" of {len(plan.stages)} stages" if len(plan.stages) > 1 else ""
     saving = [f", {what}" + (of_all and f" in {count}{of_all}") for what, count in saved.items() if count]
     return [
@@ -114,7 +112,7 @@ def _head(answer: Fit, plan: Plan) -> list[tuple[str, str | None]]:
         ("stages run", words.options_words(plan)),
         ("GPUs", f"{plan.device.name}; {words.cluster_line(plan.cluster)}"),
         ("fits", f"yes: {format_bytes(_most(plan))} on the fullest GPU{full}"),
-        ("split", _split(plan) + "".join(saving)),
+        ("split", split + words.unused_gpus(plan) + "".join(saving)),
         ("schedule", words.schedule_line(plan)),
         ("gradients", words.staleness_line(plan) if plan.staleness else None),
         ("speed", words.speed(plan) + ("" if used is None else f", {used:.0%} of the GPUs' peak")),

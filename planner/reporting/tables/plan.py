@@ -50,14 +50,18 @@ def _bound(plan: Plan) -> list[str]:
     return [f"at least {seconds} per minibatch, a lower bound ({why}): waiting is left out, which took up to 20% more"]
 
 
-def _head(plan: Plan) -> list[tuple[str, str | None]]:
+def unused_gpus(plan: Plan) -> str:
+    """Say how many of the cluster's GPUs a plan leaves: " (2 of 4 GPUs are not used)"; nothing where it uses all."""
     unused = plan.cluster.gpus - plan.workers
     # Only a plan that is proven optimal knows what the unused GPUs would do.
     verdict = "would not make it faster" if plan.solver.status == "optimal" else "are not used"
-    spare = f" ({unused} of {plan.cluster.gpus} GPUs {verdict})" if unused else ""
+    return f" ({unused} of {plan.cluster.gpus} GPUs {verdict})" if unused else ""
+
+
+def _head(plan: Plan) -> list[tuple[str, str | None]]:
     return [
         ("model", plan.model),
-        ("plan", f"{short_config(plan.config)} on {gpus(plan.workers)}{spare}"),
+        ("plan", f"{short_config(plan.config)} on {gpus(plan.workers)}{unused_gpus(plan)}"),
         ("schedule", schedule_line(plan)),
         ("gradients", staleness_line(plan)),
         ("cluster", cluster_line(plan.cluster)),
