@@ -38,6 +38,7 @@ class FitRow(Record):
     gpus: int
     plan: Plan | None
     why_not: str = ""
+    unknown: bool = False  # whether there was too little time to find a plan, or that there is none
 
 
 class Fit(Shown, Record):
@@ -116,7 +117,9 @@ def fit(
         if plan is not None and interleaves and plan.schedule is FLUSH:
             best = or_interleaved(profile, plan, options, patience)
             plan = plan if best is plan else best.model_copy(update={"baselines": plan.baselines})
-        return FitRow(gpus=count, plan=plan, why_not="" if plan is not None else why_not)
+        if plan is not None:
+            return FitRow(gpus=count, plan=plan)
+        return FitRow(gpus=count, plan=None, why_not=why_not, unknown=count in unfinished)
 
     def say(step: str) -> None:
         if patience.progress is not None:
@@ -183,7 +186,7 @@ def fit(
             break
     assert best is not None
     asked, profile = best
-    if asked.plan is None and gpus in unfinished:
+    if asked.unknown:
         asked = row(profile, gpus, patience.part(1.0))
     others = list[FitRow]()
     fewer = [gpus // 2**n for n in range(1, gpus.bit_length())]

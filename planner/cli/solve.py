@@ -8,7 +8,7 @@ from pathlib import Path
 
 import planner
 from planner.cli import arguments, output
-from planner.errors import InfeasibleError
+from planner.errors import InfeasibleError, PlannerError
 from planner.options.numbers import count
 from planner.options.solving import SolveOptions
 from planner.options.verbs import FitOptions, PriceOptions
@@ -135,7 +135,7 @@ def fit(args: argparse.Namespace) -> int:
         answer = planner.fit(args.model, args.gpus, **arguments.given_options(FitOptions, args), progress=progress)
     output.print_answer(answer, args.json)
     if answer.asked.plan is None:
-        return InfeasibleError.exit_code
+        return PlannerError.exit_code if answer.asked.unknown else InfeasibleError.exit_code
     model = answer.model_file  # of another folder, with the way from here to there
     files, train = "" if Path(model).name != model else f"{model}, ", f"plan train {model}"
     output.print_progress("\n" + NEXT.format(folder=answer.folder, files=files, train=train, model=Path(model).name))

@@ -107,6 +107,18 @@ def test_where_it_does_not_fit_more_gpus_are_tried() -> None:
     assert "it fits 2 of these GPUs" in fit_report(answer)
 
 
+def test_where_time_runs_out_it_does_not_say_that_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(profile: Profile, cluster: Cluster, options: SolveOptions, patience: Patience) -> Plan:
+        raise PlannerError("the time limit passed before any plan was found")
+
+    monkeypatch.setattr("planner.analysis.fit.find_plan", none)
+    answer = answered(1)  # which no usual way fits either
+    assert answer.asked.unknown
+    assert "fits   not known: the time limit passed" in fit_report(answer)
+    monkeypatch.undo()
+    assert not answered(1).asked.unknown
+
+
 def test_where_nothing_else_was_tried_it_says_so() -> None:
     text = fit_report(Fit(model="m", asked=FitRow(gpus=8, plan=None, why_not="too large"), others=()))
     assert text.endswith("no: too large; no other number of GPUs was tried")

@@ -62,8 +62,8 @@ def comparison_legend(comparison: Comparison) -> str:
     chosen, *others = comparison.rows
     updates = {row.name: (row.schedule, row.microbatches) for row in others if row.schedule != chosen.schedule}
     for schedule, microbatches in dict.fromkeys(updates.values()):
-        names = [name for name, update in updates.items() if update == (schedule, microbatches)]
-        named = ", ".join(names) if len(names) < len(others) else "all others"
+        own = [name for name, update in updates.items() if update == (schedule, microbatches)]
+        named = ", ".join(own) if len(own) < len(others) else "all others"
         lines.append(f"{named}: {schedule}, one update for {microbatches} microbatches")
     if any("ZeRO" in row.name for row in others):
         lines.append("ZeRO-1 to 3: data parallel, with the optimizer's state, gradients, weights divided over the GPUs")
@@ -83,7 +83,8 @@ def fit_report(answer: Fit) -> str:
     if plan is None:
         others = (f"it fits {row.gpus} of these GPUs" for row in reversed(answer.others) if row.plan is not None)
         least = f"nor does it fit {answer.others[0].gpus}" if answer.others else "no other number of GPUs was tried"
-        why = f"no: {answer.asked.why_not}; {next(others, least)}"
+        known = "not known" if answer.asked.unknown else "no"
+        why = f"{known}: {answer.asked.why_not}; {next(others, least)}"
         parts = [named_values([("model", answer.model), ("fits", why)])]
     else:
         parts = [named_values(_head(answer, plan)), _ways(plan).text()]
