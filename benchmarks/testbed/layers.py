@@ -14,6 +14,7 @@ says.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, astuple, dataclass, replace
@@ -57,8 +58,8 @@ class Divided:
     weight_bytes: int
     forward_reduced_bytes: int
     backward_reduced_bytes: int
-    forward_reduces: int
-    backward_reduces: int
+    forward_reduces: float
+    backward_reduces: float
     by_samples: bool = False  # each has samples of its own: what forwards send is exchanged, and comes back so
 
     def __add__(self, other: Divided) -> Divided:
@@ -148,8 +149,8 @@ class EmulatedLayer(nn.Module):
         """All-reduce the outputs, or the gradients of the inputs, with the ranks that have the other parts."""
         if self._group is not None and (own := self.block.divided) is not None:
             size_bytes = own.forward_reduced_bytes if forward else own.backward_reduced_bytes
-            count, exchanges = own.forward_reduces if forward else own.backward_reduces, own.by_samples
-            DEVICE.all_reduce(self._group, size_bytes, count, exchanges=exchanges and own.forward_reduces > 0)
+            count = math.ceil(own.forward_reduces if forward else own.backward_reduces)
+            DEVICE.all_reduce(self._group, size_bytes, count, exchanges=own.by_samples and own.forward_reduces > 0)
 
     def forward(self, value: Tensor) -> Tensor:
         """Sleep, and return the output."""

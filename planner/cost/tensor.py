@@ -5,7 +5,7 @@ al., "Megatron-LM", 2019, section 3). A plan whose stages have groups of one siz
 """
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -38,8 +38,9 @@ def profile_at(profile: Profile, degree: int, link: Link, *, sequence_parallel: 
     """Return the profile of the layers on a group of so many ranks, which all-reduces over this link."""
     costs = costs_at(profile, degree)
     costs = by_tokens(profile, costs) if sequence_parallel and not costs.by_samples else costs
-    forward_s = costs.forward_s + _reduces_s(costs.forward_reduced_bytes, costs.forward_reduces, degree, link)
-    backward_s = costs.backward_s + _reduces_s(costs.backward_reduced_bytes, costs.backward_reduces, degree, link)
+    forward_s = _with_reduces(costs.forward_s, costs.forward_reduced_bytes, costs.forward_reduces, degree, link)
+    reduced_bytes, reduces = costs.backward_reduced_bytes[::-1], costs.backward_reduces[::-1]
+    backward_s = _with_reduces(costs.backward_s[::-1], reduced_bytes, reduces, degree, link)[::-1]
     columns = {name: getattr(costs, name) for name in DEGREE_COLUMNS}
     columns |= {"forward_s": forward_s.tolist(), "backward_s": backward_s.tolist()}
     if sequence_parallel or costs.by_samples:
@@ -60,7 +61,10 @@ def by_tokens(profile: Profile, costs: DegreeCosts) -> DegreeCosts:
 
     Norms, dropouts and sums that every rank would compute whole take a t-th of the time, and all that is saved is
     divided (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022, section 4.2).
+    That is for estimates: what was measured so is returned as it is.
     """
+    if costs.by_tokens is not None:
+        return costs.by_tokens
     times = "forward_s", "backward_s", "workspace_bytes"
     columns = {name: list(getattr(costs, name)) for name in (*times, "saved_bytes")}
     for number, layer in enumerate(profile.layers):
@@ -75,10 +79,17 @@ def by_tokens(profile: Profile, costs: DegreeCosts) -> DegreeCosts:
     return costs.model_copy(update={name: tuple(values) for name, values in columns.items()})
 
 
-def _reduces_s(size_bytes: Collection[int], counts: Collection[int], degree: int, link: Link) -> Floats:
-    many = np.array(counts, dtype=np.float64)
-    each_bytes = np.array(size_bytes, dtype=np.float64) / np.maximum(many, 1)
-    return np.asarray(many * ring_all_reduce_s(each_bytes, degree, link))
+def _with_reduces(
+    times_s: Sequence[float], size_bytes: Sequence[int], counts: Sequence[float], degree: int, link: Link
+) -> Floats:
+    """Return the seconds of layers, in the order in which they run, with their all-reduces and the waits for these."""
+    many, computed_s, waits_s = np.array(counts, dtype=np.float64), 0.0, list[float]()
+    for seconds, count in zip(times_s, counts, strict=True):
+        computed_s += seconds
+        waits_s.append(min(link.wait_share * computed_s, link.most_wait_s * count))
+        computed_s = 0.0 if count else computed_s
+    each_bytes = np.array(size_bytes, dtype=np.float64) / np.where(many > 0, many, 1)
+    return np.asarray(times_s + many * ring_all_reduce_s(each_bytes, degree, link) + waits_s)
 
 
 def layer_costs_on(profile: Profile, cluster: Cluster) -> LayerCosts:

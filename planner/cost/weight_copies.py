@@ -12,7 +12,7 @@ from planner.cost.overheads import Price
 from planner.cost.setting import Setting
 from planner.errors import InfeasibleError
 from planner.formats.plan_parts import StageMemory
-from planner.formats.profile import Layer, Profile
+from planner.formats.profile import DegreeCosts, Layer, Profile
 from planner.plan.shared_weights import SharedWeight, copied_layers, shared_weights, trained_parameters
 from planner.schedule.versions import lag
 from planner.units import format_bytes
@@ -51,11 +51,15 @@ def counted_with_copies(profile: Profile, held: Sequence[tuple[int, int, int]] =
             more["buffer_bytes"][layer] += times * columns["gradient_bytes"][other]
         return {name: tuple(column) for name, column in more.items()}
 
+    def counted_at(costs: DegreeCosts) -> DegreeCosts:
+        by_tokens = costs.by_tokens and counted_at(costs.by_tokens)
+        return costs.model_copy(update={**counted(vars(costs)), "by_tokens": by_tokens})
+
     names = (*_OF_A_WEIGHT, "buffer_bytes")
     columns = counted({name: [getattr(layer, name) for layer in profile.layers] for name in names})
     rows = ({name: columns[name][number] for name in names} for number in place.values())
     layers = (layer.model_copy(update=row) for layer, row in zip(profile.layers, rows, strict=True))
-    tensor = profile.tensor and tuple(each.model_copy(update=counted(vars(each))) for each in profile.tensor)
+    tensor = profile.tensor and tuple(map(counted_at, profile.tensor))
     return profile.model_copy(update={"layers": tuple(layers), "tensor": tensor})
 
 

@@ -23,7 +23,8 @@ class Level(GrownRecord):
     """Groups of `size` members, joined by links: the innermost are of devices, the next ones of those groups."""
 
     later_fields: ClassVar[frozenset[str]] = frozenset(
-        f"{what}_{name}" for what in ("sum", "gather", "scatter") for name in ("bandwidth_bytes_per_s", "latency_s")
+        {f"{what}_{name}" for what in ("sum", "gather", "scatter") for name in ("bandwidth_bytes_per_s", "latency_s")}
+        | {"sum_wait_share", "sum_wait_s"}
     )
 
     size: Annotated[int, Field(ge=1)]
@@ -33,6 +34,9 @@ class Level(GrownRecord):
     # Of the all-reduces between the computations of ranks that divide layers, where measured: the latency of a step.
     sum_bandwidth_bytes_per_s: Annotated[float, Field(gt=0)] | None = None
     sum_latency_s: Annotated[float, Field(ge=0)] | None = None
+    # For the slowest of them a rank waits this share of what it has computed since the last one, at most so long.
+    sum_wait_share: Annotated[float, Field(ge=0)] | None = None
+    sum_wait_s: Annotated[float, Field(ge=0)] | None = None
     # The same of a unit's weights that replicas gather, and of its gradients, each summed where it is needed alone.
     gather_bandwidth_bytes_per_s: Annotated[float, Field(gt=0)] | None = None
     gather_latency_s: Annotated[float, Field(ge=0)] | None = None

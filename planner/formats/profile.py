@@ -132,10 +132,11 @@ class DegreeCosts(_Times):
     saved_bytes: tuple[Bytes, ...]
     forward_reduced_bytes: tuple[Bytes, ...]  # that the ranks all-reduce in a forward of one microbatch
     backward_reduced_bytes: tuple[Bytes, ...]
-    forward_reduces: tuple[Annotated[int, Field(ge=0)], ...]  # in so many all-reduces
-    backward_reduces: tuple[Annotated[int, Field(ge=0)], ...]
+    forward_reduces: tuple[Annotated[float, Field(ge=0)], ...]  # in so many all-reduces; a gather is half of one
+    backward_reduces: tuple[Annotated[float, Field(ge=0)], ...]
     by_samples: Literal[True] | None = None  # each has a part of a microbatch's samples, and they divide experts alone
     experts: tuple[Annotated[int, Field(ge=0)], ...] | None = None  # of mixtures, which the ranks divide between them
+    by_tokens: "DegreeCosts | None" = None  # the same with sequence parallelism; None where that was not measured
 
 
 class WholeStep(Record):
@@ -294,7 +295,9 @@ class Profile(Shown, GrownRecord):
         if unknown := set(self.no_cut_after) - position.keys():
             raise ValueError(f"no_cut_after names the unknown layer '{min(unknown)}'")
         columns: dict[str, Record] = {f"the kind '{kind.name}'": kind for kind in self.kinds or ()}
-        columns |= {f"the tensor-parallel degree {costs.degree}": costs for costs in self.tensor or ()}
+        for costs in self.tensor or ():
+            name = f"the tensor-parallel degree {costs.degree}"
+            columns |= {name: costs} | ({f"{name} by tokens": costs.by_tokens} if costs.by_tokens else {})
         for name, record in columns.items():
             if {len(value) for value in dict(record).values() if isinstance(value, tuple)} != {len(self.layers)}:
                 raise ValueError(f"{name} has not one value for each of {len(self.layers)} layers")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from planner.cost.network.link import Link
@@ -30,3 +32,30 @@ def test_what_every_rank_would_do_is_divided() -> None:
     assert [each.saved_bytes for each in by_tokens.layers] == [100, 100]
     assert [each.outputs[0].output_bytes for each in plain.layers] == [100, 100]
     assert [each.outputs[0].output_bytes for each in by_tokens.layers] == [25, 25]
+
+
+def test_what_was_measured_by_tokens_is_taken_as_it_is() -> None:
+    model = divided(profile(layer("norm"), layer("product")), 2)
+    (costs,) = model.tensor or ()
+    counts = {"forward_reduces": (0.0, 0.0), "backward_reduces": (0.0, 0.5)}
+    counts |= {"forward_reduced_bytes": (0, 0), "backward_reduced_bytes": (0, 100)}
+    measured = costs.model_copy(update={"forward_s": (0.25, 0.5), "backward_s": (0.5, 1.0), **counts})
+    model = model.model_copy(update={"tensor": (costs.model_copy(update={"by_tokens": measured}),)})
+    by_tokens = profile_at(model, 2, Link(100.0, latency_s=0.125), sequence_parallel=True)
+    assert [each.forward_s for each in by_tokens.layers] == [0.25, 0.5]
+    # Half of an all-reduce's two steps, and a second for the bytes.
+    assert [each.backward_s for each in by_tokens.layers] == [0.5, 1.0 + 0.125 + 1.0]
+    assert profile_at(model, 2, Link(math.inf)).layers[0].forward_s == costs.forward_s[0]
+
+
+def test_ranks_wait_for_a_share_of_what_they_computed_since_the_last_sum() -> None:
+    """The first layer's time counts for the second one's all-reduces, of which each waits so long at most."""
+    model = divided(profile(layer("norm"), layer("product"), layer("last")), 2)
+    (costs,) = model.tensor or ()
+    nothing = dict.fromkeys(("forward_reduced_bytes", "backward_reduced_bytes"), (0, 0, 0))
+    times = {"forward_s": (1.0, 2.0, 8.0), "backward_s": (1.0, 2.0, 8.0)}
+    counts = {"forward_reduces": (0, 2, 1), "backward_reduces": (1, 0, 0)}
+    model = model.model_copy(update={"tensor": (costs.model_copy(update=nothing | times | counts),)})
+    divided_by_two = profile_at(model, 2, Link(100.0, wait_share=0.125, most_wait_s=0.5)).layers
+    assert [each.forward_s for each in divided_by_two] == [1.0, 2.0 + 0.125 * 3, 8.0 + 0.5]
+    assert [each.backward_s for each in divided_by_two] == [1.0 + 0.5, 2.0, 8.0]

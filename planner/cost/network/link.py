@@ -26,6 +26,8 @@ class Link:
     all_reduce_bandwidth_bytes_per_s: float | None = None  # where it differs
     overlap: bool = True  # transfers go on while the device computes
     coding_s_per_byte: float = 0.0  # that the device itself takes to code what it sends, and to decode what it receives
+    wait_share: float = 0.0  # of what ranks compute between all-reduces: they wait so long for the slowest of them
+    most_wait_s: float = 0.0  # for one all-reduce
 
     @property
     def ring_bytes_per_s(self) -> float:

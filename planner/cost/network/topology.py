@@ -84,7 +84,13 @@ class Topology:
 
     def group_link(self, degree: int) -> Link:
         """Return the link of so many ranks, the first ones, that all-reduce between computations."""
-        return self.measured_link(range(degree), "sum") or self.stage_link(range(degree))
+        ranks = range(degree)
+        levels = self._levels[: self.span(ranks) + 1]
+        share, wait_s = (
+            max(getattr(level, name) or 0.0 for level in levels) for name in ("sum_wait_share", "sum_wait_s")
+        )
+        link = self.measured_link(ranks, "sum") or self.stage_link(ranks)
+        return replace(link, wait_share=share, most_wait_s=wait_s)
 
     def measured_link(self, ranks: Ranks, what: Literal["sum", "gather", "scatter"]) -> Link | None:
         """Return the link of what ranks do together between computations, where it was measured on all their levels."""

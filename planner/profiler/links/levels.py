@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import pairwise
 from statistics import median
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,13 +36,27 @@ _SECONDS = 1.0  # for the long messages of one set of pairs
 _FIRST_ROUNDS = 3  # in which TCP comes up to speed
 _LEAST_ROUNDS = 8
 _SLOW_S = 5.0  # a message that takes longer is not repeated: the first few rounds are accurate enough
-_SMALL_SUM_BYTES = 2**18
+_SMALL_SUM_BYTES = 2**16
+_CPU_SUM_BYTES = 2**20  # what models exchange on CPUs: rates of larger sums are better, and say little of those
+_SUMMED_BYTES = 2**22  # in a row: small sums are many, because what one of them takes varies most
+_SUM_TURNS = 8
+_PAIRS = 4, 12  # of products before a small sum: one and four milliseconds, after which more hardly add to the wait
+_SMALL_UNIT_BYTES = 2**18
 _UNITS, _UNIT_WIDTH, _UNIT_ROWS = 4, 512, 1024  # of a small network with divided weights
 _TURNS = 4  # with and without all-reduces: what disturbs the one disturbs the other
 _CODECS = [codec for codec in CODECS.values() if codec.element_bytes]
 _CODINGS = 10  # of each codec
 
 Pairs = tuple[tuple[int, int], ...]  # of ranks, which exchange messages at the same time
+
+
+class _Sums(NamedTuple):
+    """What all-reduces between computations take."""
+
+    bytes_per_s: float
+    latency_s: float  # of a step
+    wait_share: float  # of what was computed since the last one
+    wait_s: float  # at most
 
 
 def pairs_by_turn(hosts: int, workers: int) -> tuple[list[Pairs], list[Pairs]]:
@@ -128,14 +143,16 @@ class LevelMeasurement:
         latency_s = max(self._latency_s(pairs if sharing == 1 else pairs[:1]) for pairs in turns)
         bandwidth = min(self._bandwidth(pairs, sharing) for pairs in turns)
         reduced_per_s = self._all_reduce(ring, size)
-        summed_per_s, sum_latency_s = self._sums(ring, size, reduced_per_s)
+        sums = self._sums(ring, size, reduced_per_s)
         level = Level(
             size=size,
             bandwidth_bytes_per_s=bandwidth,
             latency_s=latency_s,
             all_reduce_bandwidth_bytes_per_s=reduced_per_s * sharing,
-            sum_bandwidth_bytes_per_s=summed_per_s * sharing,
-            sum_latency_s=max(latency_s, sum_latency_s),
+            sum_bandwidth_bytes_per_s=sums.bytes_per_s * sharing,
+            sum_latency_s=max(latency_s, sums.latency_s),
+            sum_wait_share=sums.wait_share,
+            sum_wait_s=sums.wait_s,
         )
         # Elsewhere it runs beside computations.
         if self._device.type == "cpu" and over_gloo(ring):
@@ -226,15 +243,19 @@ class LevelMeasurement:
         rounds = max(3, int(_SECONDS / self._median_s(reduce, 2)))
         return 2 * (size - 1) / size * self._bucket_bytes / self._median_s(reduce, rounds)
 
-    def _sums(self, ring: dist.ProcessGroup, size: int, reduced_per_s: float) -> tuple[float, float]:
-        """Return the bytes per second and the latency of a step of all-reduces between computations, by two sizes."""
-        small, large = _SMALL_SUM_BYTES, max(2 * _SMALL_SUM_BYTES, self._message_bytes)
-        rounds = [int(min(20, 2**25 / each, _SECONDS / 8 * reduced_per_s / each)) for each in (small, large)]
-        small_s, large_s = (
-            self._slowest(self._added_s(each, max(2, count), ring))
-            for each, count in zip((small, large), rounds, strict=True)
+    def _sums(self, ring: dist.ProcessGroup, size: int, reduced_per_s: float) -> "_Sums":
+        """Return what all-reduces between computations take, by two sizes, and by short and long computations."""
+        small = _SMALL_SUM_BYTES
+        large = _CPU_SUM_BYTES if self._device.type == "cpu" else max(2 * small, self._message_bytes)
+        (short_s, short_gap_s), (long_s, long_gap_s), (large_s, _) = (
+            self._added_s(each, max(2, int(min(_SUMMED_BYTES, _SECONDS / 8 * reduced_per_s) / each)), pairs, ring)
+            for each, pairs in ((small, _PAIRS[0]), (small, _PAIRS[1]), (large, 1))
         )
-        return _line(2 * (size - 1), size, (small, small_s), (large, large_s), reduced_per_s)
+        longer_s = long_gap_s - short_gap_s  # than nothing, unless something disturbed the measurement
+        share = max(0.0, long_s - short_s) / longer_s if longer_s > 0 else 0.0
+        wait_s = max(0.0, min(share * long_gap_s, long_s))  # a disturbed sum may have added less than nothing
+        ends = (small, long_s - wait_s), (large, large_s - wait_s)
+        return _Sums(*_line(2 * (size - 1), size, *ends, reduced_per_s), share, wait_s)
 
     def _sharded(self, ring: dist.ProcessGroup, size: int, sharing: int, reduced_per_s: float) -> dict[str, float]:
         """Return the rates and latencies of what `fully_shard` does for a unit between computations, by two sizes."""
@@ -243,7 +264,7 @@ class LevelMeasurement:
         if not POSSIBLE:
             return {}
         most = min(self._message_bytes // 2, int(_SECONDS / 8 * reduced_per_s))
-        sizes = _SMALL_SUM_BYTES, max(2 * _SMALL_SUM_BYTES, most)
+        sizes = _SMALL_UNIT_BYTES, max(2 * _SMALL_UNIT_BYTES, most)
         taken_s = [self._units_s(ring, size_bytes) for size_bytes in sizes]
         found = dict[str, float]()
         for what, added_s in (
@@ -282,8 +303,8 @@ class LevelMeasurement:
                 taken_s[number] += (time.perf_counter() - start_s) * (turn > 0)  # the first one prepares
         return [self._slowest(each / (_TURNS * _UNITS)) for each in taken_s]
 
-    def _added_s(self, size: int, rounds: int, ring: dist.ProcessGroup) -> float:
-        """Return the seconds that an all-reduce of `size` bytes adds to computations that make and use them.
+    def _added_s(self, size: int, rounds: int, pairs: int, ring: dist.ProcessGroup) -> tuple[float, float]:
+        """Return the seconds that an all-reduce of `size` bytes adds to `pairs` of products before it, and of these.
 
         It waits for the slowest process, and for threads and memory that were at work until then, and leaves the sum
         where the next computation has to fetch it from. Right after another all-reduce it is several times as fast.
@@ -291,16 +312,17 @@ class LevelMeasurement:
         # Zeros stay zeros, where other numbers would soon be infinite or too small for full speed.
         few, many = torch.zeros(512, 512, device=self._device), torch.zeros(size // 4 // 512, 512, device=self._device)
         taken_s = {True: 0.0, False: 0.0}
-        for sums in (True, False) * _TURNS:
+        for sums in (True, False) * _SUM_TURNS:
             self._wait_for_all()
             start_s = time.perf_counter()
             for _ in range(rounds):
-                many = torch.mm(torch.mm(many + many, few), few)
+                for _ in range(pairs):
+                    many = torch.mm(torch.mm(many + many, few), few)
                 if sums:
                     dist.all_reduce(many, group=ring)
             wait_for_device(self._device)
-            taken_s[sums] += time.perf_counter() - start_s
-        return (taken_s[True] - taken_s[False]) / (_TURNS * rounds)
+            taken_s[sums] += (time.perf_counter() - start_s) / (_SUM_TURNS * rounds)
+        return self._slowest(taken_s[True] - taken_s[False]), self._slowest(taken_s[False])
 
     def _median_s(self, action: Callable[[], object], rounds: int) -> float:
         """Return the median seconds of an action that all processes begin at once, of the slowest one."""

@@ -193,6 +193,9 @@ def measure_degrees(
         with first_rank(degree, device) as group:
             division = division_of(graph, plan, group, batch.size)
             own = batch.split(degree)[0] if division.by_samples else batch
-            measurement = StepMeasurement(spec, graph, own, device, division=division)
-            found.append(measurement.degree_costs(effort))
+            by_tokens = replace(division, by_tokens=True)
+            ways = (division, by_tokens) if by_tokens.within(graph, ()).tokens else (division,)
+            measured = (StepMeasurement(spec, graph, own, device, division=way).degree_costs(effort) for way in ways)
+            plain, *others = measured
+            found.append(plain.model_copy(update={"by_tokens": others[0]}) if others else plain)
     return tuple(found)

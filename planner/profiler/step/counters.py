@@ -38,8 +38,14 @@ _FUSED_RECURRENT = ("mkldnn_rnn_layer", "_cudnn_rnn")
 GROUPED = ("_grouped_mm", "_scaled_grouped_mm", "grouped_mm_fallback")
 _OTHERS = ("_scaled_dot_product", *_VECTORS, *_FUSED_RECURRENT, *GROUPED)  # beside those that PyTorch counts
 COLLECTIVES = "_c10d_functional"  # the namespace of their operations
-# Ranks send (t - 1)/t of the bytes for each of these, and an all-reduce in a ring is two of them.
-_SHARES = {"all_reduce": 1.0, "all_gather_into_tensor": 0.5, "reduce_scatter_tensor": 0.5, "all_to_all_single": 0.5}
+# What each is of a ring all-reduce, in bytes and in steps. An all-to-all waits for every other rank.
+_SHARES = {
+    "all_reduce": (1.0, 1.0),
+    "all_gather_into_tensor": (0.5, 0.5),
+    "reduce_scatter_tensor": (0.5, 0.5),
+    "all_to_all_single": (0.5, 1.0),
+}
+_GLOO_SHARES = {**_SHARES, "reduce_scatter_tensor": (1.0, 1.0)}  # gloo's sends as much as its all-reduce
 Totals = tuple[float, float, float]  # model FLOPs, bytes that are all-reduced, and all-reduces
 
 
@@ -73,9 +79,11 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of a base 
         if _counts(func):
             self.flops += model_flops(func, args, kwargs, out)
         space, _, name = func._schema.name.partition("::")
-        if space.startswith(COLLECTIVES) and name in _SHARES:
-            self.reduced_bytes += _SHARES[name] * max(args[0].nbytes, out.nbytes)
-            self.reduces += 1
+        shares = _GLOO_SHARES if isinstance(out, Tensor) and out.device.type == "cpu" else _SHARES
+        if space.startswith(COLLECTIVES) and name in shares:
+            of_bytes, of_steps = shares[name]
+            self.reduced_bytes += of_bytes * max(args[0].nbytes, out.nbytes)
+            self.reduces += of_steps
 
 
 @dataclass(frozen=True)
@@ -83,19 +91,19 @@ class LayerCounts:
     """What each layer's forward, and its backward, computes and exchanges."""
 
     flops: list[tuple[int, int]]
-    reduced: Mapping[str, tuple[int, ...]]  # by column of DegreeCosts
+    reduced: Mapping[str, tuple[float, ...]]  # by column of DegreeCosts
 
 
 def layer_counts(marks: LayerMarks[MarkT], totals: Callable[[MarkT], Totals]) -> LayerCounts:
     """Return the counts between the marks, where `totals` reads those until a mark."""
 
-    def columns(place: int) -> list[tuple[int, ...]]:
+    def columns(place: int, number: Callable[[float], float] = round) -> list[tuple[Any, ...]]:
         sums = marks.sums(lambda start, end: totals(end)[place] - totals(start)[place])
-        return [tuple(map(round, column)) for column in sums]
+        return [tuple(map(number, column)) for column in sums]
 
     reduced = {}
-    for place, name in ((1, "reduced_bytes"), (2, "reduces")):
-        reduced[f"forward_{name}"], reduced[f"backward_{name}"] = columns(place)
+    for place, name, number in ((1, "reduced_bytes", round), (2, "reduces", float)):
+        reduced[f"forward_{name}"], reduced[f"backward_{name}"] = columns(place, number)
     forward, backward = columns(0)
     return LayerCounts(list(zip(forward, backward, strict=True)), reduced)
 

@@ -39,7 +39,7 @@ def _training_lines(result: "TrainResult") -> list[tuple[str, str | None]]:
     name = f" ({result.device_name})" if result.device_name is not None else ""
     predicted = deferred = resumed = None
     if (expected := result.predicted_samples_per_s) is not None:
-        predicted = f"{expected:.1f} samples/s ({percent_error(expected, measured)})"
+        predicted = f"{expected:.1f} samples/s" + (f" ({percent_error(expected, measured)})" if measured else "")
     if own := sum(report.deferred_weights for report in result.reports):
         deferred = f"made stage by stage: {own} of {result.workers} workers made only their own"
     if result.resumed_from is not None:
@@ -102,7 +102,10 @@ def _loss(result: "TrainResult") -> str:
     if not result.losses:
         return "No minibatch was left to train: the checkpoint is from the end of the run."
     first, last, window = loss_ends(result.losses)
-    return f"loss {first:.4f} -> {last:.4f} (means of the first and the last {window} minibatches)"
+    if len(result.losses) == 1:
+        return f"loss {first:.4f}"
+    ends = f"means of the first and the last {window} minibatches" if window > 1 else "first and last minibatch"
+    return f"loss {first:.4f} -> {last:.4f} ({ends})"
 
 
 def run_comparison_report(comparison: RunComparison, plan: Plan) -> str:

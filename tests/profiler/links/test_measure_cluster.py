@@ -119,6 +119,8 @@ def test_links_on_this_machine(hosts: int, workers: int, tmp_path: Path, capsys:
         assert 0 < level.latency_s < 1
         assert level.latency_s <= (level.sum_latency_s or 0) < 1
         assert 1e6 < (level.sum_bandwidth_bytes_per_s or 0) < 1e12
+        assert level.sum_wait_share is not None
+        assert 0 <= (level.sum_wait_s or 0) < 1
         assert 0 <= (level.gather_latency_s or 0) < 1
         assert 0 <= (level.scatter_latency_s or 0) < 1
         assert 1e6 < (level.gather_bandwidth_bytes_per_s or 0) < 1e12

@@ -40,6 +40,21 @@ def test_ranks_hold_and_exchange_what_the_plan_says(model: str, tmp_path: Path) 
     assert not dist.is_initialized()
 
 
+def test_a_rank_is_measured_with_its_tokens_too(tmp_path: Path) -> None:
+    """It exchanges more often then: gathers, scatters, and the gradients of norms, but computes norms for its part."""
+    path = write_model(tmp_path, "attention", "adamw")
+    profile = planner.profile(path, batch_size=2, seconds=0.1, repeats=3, tensor=(2,))
+    whole = of_two(profile)
+    by_tokens = whole.by_tokens
+    assert by_tokens is not None
+    assert (by_tokens.degree, by_tokens.source, by_tokens.by_tokens) == (2, "measured", None)
+    assert by_tokens.weight_bytes == whole.weight_bytes
+    assert sum(by_tokens.saved_bytes) < sum(whole.saved_bytes)
+    assert sum(by_tokens.backward_reduces) > sum(whole.backward_reduces)
+    for name, one, other in zip(profile.layers, whole.saved_bytes, by_tokens.saved_bytes, strict=True):
+        assert other <= one, name
+
+
 def test_what_is_not_measured_together(tmp_path: Path) -> None:
     path = write_model(tmp_path, "language", "sgd")
     with pytest.raises(InputError, match="does not say how its layers are divided"):
