@@ -117,9 +117,8 @@ def fit(
         if plan is not None and interleaves and plan.schedule is FLUSH:
             best = or_interleaved(profile, plan, options, patience)
             plan = plan if best is plan else best.model_copy(update={"baselines": plan.baselines})
-        if plan is not None:
-            return FitRow(gpus=count, plan=plan)
-        return FitRow(gpus=count, plan=None, why_not=why_not, unknown=count in unfinished)
+        none = plan is None
+        return FitRow(gpus=count, plan=plan, why_not=why_not if none else "", unknown=none and count in unfinished)
 
     def say(step: str) -> None:
         if patience.progress is not None:

@@ -75,6 +75,9 @@ def cluster(profile: Profile, options: ClusterOptions) -> Cluster:
                 hint="give `kinds` as many GPUs as `gpus` or `topology`",
             )
         changes["kinds"] = tuple(DeviceKind(name=name, count=count) for name, count in counts.items())
+    if options.sequence_parallel and not profile.tensor:
+        what = f"`sequence_parallel` is for groups of ranks, of which the profile of '{profile.model}' says nothing"
+        raise InputError(what, hint="profile with `tensor=2`, or leave it out")
     if options.sequence_parallel:
         changes["sequence_parallel"] = True
     return cluster_for(profile, described.model_copy(update=changes))

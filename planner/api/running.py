@@ -132,7 +132,7 @@ def fit(model: str | Path, gpus: int, options: FitOptions) -> Fit:
     device_spec(options.gpu, dtype)  # before anything is written
     path, tokens = Path(model), None
     folder = path.parent if options.place is None else Path(options.place)
-    if path.suffix != ".py":
+    if path.suffix.partition(":")[0] != ".py":  # which a builder may follow
         named = find_model(str(model))
         tokens = named.tokens(options.length)
         folder = Path(named.name) if options.place is None else folder
@@ -144,7 +144,8 @@ def fit(model: str | Path, gpus: int, options: FitOptions) -> Fit:
     masters = not options.autocast and dtype in HALVES
     how = EstimateOptions(options.gpu, dtype, master_weights=masters, tensor=degrees, where_divided=not options.tensor)
     estimator = Estimator(load_model_file(path), how)
-    usual = 1 if options.order.divides else SAMPLES if tokens is None else max(1, TOKENS // tokens)
+    usual = SAMPLES if tokens is None else max(1, TOKENS // tokens)
+    usual = 1 if options.order.divides else options.minibatch or usual
     profile = estimator.profile(options.batch_size or usual)
     minibatch = minibatch_of(options, options.tokens, profile, gpus)
     sizes = [profile.microbatch_size or 1]

@@ -133,10 +133,7 @@ def solve(profile: Profile, cluster: Cluster, options: SolveOptions) -> Plan:
 
 
 def plainest(problem: Problem, found: Found) -> Found:
-    """Return the answer with replicas of a single stage that divide as little as takes no longer, but for `ALIKE`.
-
-    Such plans need fewer kernels and messages than are priced, and run where `fully_shard` does not.
-    """
+    """Return the answer with replicas of a single stage that divide as little as takes no longer, but for `ALIKE`."""
     stage, best = found.best.stages[0], found.best
     if len(best.stages) > 1 or stage.options.tensor > 1 or problem.rules.shard_optimizer == "always":
         return found

@@ -16,8 +16,8 @@ from planner.options.solving import ShardRule, SolveOptions
 from planner.reporting.tables.answers import comparison_report
 from planner.schedule.one_stage import FLUSH
 from planner.solver import solve
-from planner.solver.find_plan import ALIKE
 from planner.solver.evaluate.evaluation import priced
+from planner.solver.find_plan import ALIKE
 from planner.solver.problem.budget import Budget
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation

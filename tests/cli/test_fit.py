@@ -29,6 +29,14 @@ def test_a_model_file_gets_an_answer_and_the_files_for_other_verbs(tmp_path: Pat
     assert json.loads((tmp_path / "plan.json").read_text())["schedule"] == "1f1b-flush"
 
 
+def test_a_builder_of_a_file_in_another_folder(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MODEL.replace("def build_model", "def small"))
+    fitted = plan("fit", "mine.py:small", "--gpus", "2", "-o", "there", cwd=tmp_path)
+    assert fitted.returncode == 0, fitted.stderr
+    assert "there holds profile.json and plan.json. Next:" in fitted.stderr
+    assert "  plan train ../mine.py:small " in fitted.stderr
+
+
 def test_what_does_not_fit_ends_with_3_and_says_so_as_json(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(MODEL)
     fitted = plan("fit", "model.py", "--gpus", "1", "--memory", "1kB", "--json", cwd=tmp_path)

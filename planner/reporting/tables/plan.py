@@ -15,6 +15,7 @@ from planner.reporting.tables.table import Table, named_values, table_of
 from planner.schedule.instructions import LATE_UPDATES, MOMENTUM_UPDATES
 from planner.units import (
     as_fast,
+    counted,
     format_bandwidth,
     format_bytes,
     format_memory,
@@ -61,7 +62,7 @@ def unused_gpus(plan: Plan) -> str:
 def _head(plan: Plan) -> list[tuple[str, str | None]]:
     return [
         ("model", plan.model),
-        ("plan", f"{short_config(plan.config)} on {gpus(plan.workers)}{unused_gpus(plan)}"),
+        ("plan", f"{short_config(plan.config)} on {counted(plan.workers, 'GPU')}{unused_gpus(plan)}"),
         ("schedule", schedule_line(plan)),
         ("gradients", staleness_line(plan)),
         ("cluster", cluster_line(plan.cluster)),
@@ -128,7 +129,7 @@ def staleness_line(plan: Plan) -> str:
     late = plan.staleness
     if late == 0:
         return "of the current weights"
-    updates = f"up to {late} update{'s' * (late > 1)} late"
+    updates = f"up to {counted(late, 'update')} late"
     if late > LATE_UPDATES:
         return f"{updates}: TRAINING MAY NOT CONVERGE"
     return f"{updates}, at the first stage" + ("; train with little momentum" if late >= MOMENTUM_UPDATES else "")
@@ -216,7 +217,7 @@ def bottleneck_place(bottleneck: Bottleneck) -> str:
 
 def speed_ups(plan: Plan) -> dict[str, str]:
     """Write the speed-up over each usual way: "1.86x"; or that it does not fit."""
-    predicted, on = plan.predicted, f"data parallel on {gpus(plan.cluster.gpus)}"
+    predicted, on = plan.predicted, f"data parallel on {counted(plan.cluster.gpus, 'GPU')}"
     one = speed_over(predicted.speedup_over_one_gpu, plan.over_memory_bytes(ONE_GPU))
     return {"one GPU": one, on: speed_over(predicted.speedup_over_data_parallel, plan.over_memory_bytes(DATA_PARALLEL))}
 
@@ -259,11 +260,6 @@ def _synchronous(plan: Plan) -> str | None:
 def share_of_speed(plan: Plan, way: OtherWay) -> float:
     """Return how many times as fast as the plan another way is."""
     return plan.predicted.seconds_per_minibatch / plan.microbatches / way.seconds_per_microbatch
-
-
-def gpus(count: int) -> str:
-    """Write a number of GPUs: "1 GPU"."""
-    return f"{count} GPU{'s' * (count > 1)}"
 
 
 def _communication(plan: Plan) -> str:

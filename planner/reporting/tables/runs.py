@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from planner.workers.job import Loss, TrainResult, WorkerReport
 
 LOSS_WINDOW = 10  # minibatches averaged at either end, because single losses are noisy
-LEAST_ERROR = 5e-4  # relative; a smaller one has no sign that says anything
 MOST_ROWS = 32  # workers; of more the first of each stage is shown
 
 
@@ -64,7 +63,7 @@ def percent_error(predicted: float, measured: float) -> str:
     if not measured:
         return "-"
     error = (predicted - measured) / measured
-    return "0.0%" if abs(error) < LEAST_ERROR else f"{error:+.1%}"
+    return f"{error:+.1%}" if round(error, 3) else "0.0%"  # without a sign, which would say nothing
 
 
 def workers_table(reports: "Sequence[WorkerReport]") -> str:
@@ -118,8 +117,7 @@ def pace_table(comparison: RunComparison, plan: Plan) -> Table:
     predicted, runs = plan.predicted, (comparison.simulated, comparison.measured)
     paces = [pace(each.samples_per_s, each.seconds_per_minibatch) for each in (predicted, *runs)]
     measured_s = comparison.measured.seconds_per_minibatch
-    seconds = predicted.seconds_per_minibatch, comparison.simulated.seconds_per_minibatch
-    errors = [percent_error(each_s, measured_s) for each_s in seconds]
+    errors = [percent_error(each.seconds_per_minibatch, measured_s) for each in (predicted, comparison.simulated)]
     rows = [
         ["pace", *paces],
         ["time, relative to measured", *errors, ""],
