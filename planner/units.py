@@ -52,6 +52,11 @@ def parse_seconds(text: str) -> float:
     return float(match[1]) * _TIME[match[2]]
 
 
+def counted(count: int, what: str) -> str:
+    """Return a number of things for people: "1 server", "2 servers"."""
+    return f"{count} {what}{'s' * (count != 1)}"
+
+
 def format_bandwidth(bytes_per_s: float) -> str:
     """Return a bandwidth for people, in bits per second: 1.25e9 -> "10 Gbps"."""
     return _scaled(bytes_per_s * 8, "bps")

@@ -233,7 +233,7 @@ def usual_ways(options: SolveOptions, layer_costs: LayerCosts, cluster: Cluster,
     many = options.microbatches if schedule.divides else None
     drained = replace(options, schedule=FLUSH, microbatches=many, depth="published")
     flushed = problem_of(drained, layer_costs, cluster, budget)
-    for count in BLOCK_STAGES:
+    for count in sorted({*BLOCK_STAGES, max(2, min(gpus, max(BLOCK_STAGES)))}):  # 3 on 3 GPUs
         stages = equal_blocks(layer_costs, count)
         if gpus % count == 0 and len(stages) == count:
             stages = [replace(stage, options=replace(stage.options, replicas=gpus // count)) for stage in stages]

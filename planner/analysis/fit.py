@@ -20,10 +20,9 @@ from planner.plan.lengths import mean_tokens
 from planner.schedule.instructions import MICROBATCHES_PER_GPU
 from planner.schedule.one_stage import FLUSH
 from planner.solver.assemble import GIVEN, complete
-from planner.solver.find_plan import find_plan, or_interleaved, setting_of
+from planner.solver.find_plan import ALIKE, find_plan, or_interleaved, setting_of
 from planner.solver.problem.bounds import balanced_s
 from planner.solver.problem.budget import Budget, Patience
-from planner.units import SLACK
 
 MOST_SIZES, FIRST = 2, 0.6  # of microbatches, for which plans are sought; share of the first one's time
 SOLVING = 0.6  # share of the time for the cluster that was asked about; other numbers of GPUs share the rest
@@ -45,6 +44,7 @@ class FitRow(Record):
     gpus: int
     plan: Plan | None
     why_not: str = ""
+    unknown: bool = False  # whether there was too little time to find a plan, or that there is none
 
 
 class Fit(Shown, Record):
@@ -57,16 +57,17 @@ class Fit(Shown, Record):
     model: str
     asked: FitRow
     others: tuple[FitRow, ...]
-    folder: str = ""  # that has the model file, profile.json and plan.json
-    model_file: str = ""
+    folder: str = ""  # that has profile.json and plan.json
+    model_file: str = ""  # as seen from there
 
 
 def minibatch_of(options: SolveOptions, tokens: int | None, profile: Profile, gpus: int) -> int | None:
-    """Return the samples of a minibatch, which microbatches of any size make; None where the schedule divides none.
+    """Return the samples of a minibatch, whole microbatches of the profile; None where the schedule divides none.
 
     Where nobody says, a minibatch has as many tokens as models of this size are trained with: 0.5, 1 and 2 million from
     no, 1 and 5 billion parameters on (Brown et al. 2020, "Language Models are Few-Shot Learners", table 2.1), and 4
-    million from 100 on (BLOOM, Le Scao et al. 2022; Llama 3, Llama team 2024); or some microbatches per GPU.
+    million from 100 on (BLOOM, Le Scao et al. 2022; Llama 3, Llama team 2024); or some microbatches per GPU. Where they
+    are enough, all GPUs have equally many samples: only then can replicas divide gradients and weights.
     """
     each = mean_tokens(profile)
     if tokens is not None and (options.minibatch is not None or each is None):
@@ -74,11 +75,14 @@ def minibatch_of(options: SolveOptions, tokens: int | None, profile: Profile, gp
         raise InputError(f"`tokens={tokens}` makes no minibatch, because {why}", hint="leave out `tokens`")
     if options.minibatch is not None or not options.order.divides:
         return options.minibatch
+    step = profile.microbatch_size or 1
     if each is None:
-        return MICROBATCHES_PER_GPU * gpus * SAMPLES
+        return MICROBATCHES_PER_GPU * gpus * step * max(1, round(SAMPLES / step))
     parameters = sum(layer.weight_bytes for layer in profile.layers) / (2 if profile.dtype in HALVES else FLOAT_BYTES)
     usual = next(count for least, count in MINIBATCH_TOKENS.items() if parameters >= least)
-    return 1 << max(0, round(math.log2((tokens or usual) / each)))
+    samples, odd = (tokens or usual) / each, gpus // (gpus & -gpus)
+    step = math.lcm(step, odd) if math.lcm(step, odd) <= samples else step
+    return step << max(0, round(math.log2(samples / step)))
 
 
 def fit(
@@ -120,7 +124,8 @@ def fit(
         if plan is not None and interleaves and plan.schedule is FLUSH:
             best = or_interleaved(profile, plan, options, patience)
             plan = plan if best is plan else best.model_copy(update={"baselines": plan.baselines})
-        return FitRow(gpus=count, plan=plan, why_not="" if plan is not None else why_not)
+        none = plan is None
+        return FitRow(gpus=count, plan=plan, why_not=why_not if none else "", unknown=none and count in unfinished)
 
     def say(step: str) -> None:
         if patience.progress is not None:
@@ -188,7 +193,7 @@ def fit(
             break
     assert best is not None
     asked, profile = best
-    if asked.plan is None and gpus in unfinished:
+    if asked.unknown:
         asked = row(profile, gpus, patience.part(1.0))
     others = list[FitRow]()
     fewer = [gpus // 2**n for n in range(1, gpus.bit_length())]
@@ -227,7 +232,7 @@ def _no_slower(
 ) -> Plan | None:
     """Return the plan, or the fastest allowed way that people use where a search that ran out of time missed it."""
     best: Plan | None = None
-    best_s = math.inf if plan is None else plan.predicted.seconds_per_minibatch * (1 - SLACK)
+    best_s = math.inf if plan is None else plan.predicted.seconds_per_minibatch * (1 - ALIKE)
     asked = options.order, options.microbatches_on(cluster, profile)
     if options.recompute in ("always", "blocks"):
         return plan

@@ -13,7 +13,7 @@ from planner.cost.overheads import Price
 from planner.cost.pricing import busy_resources
 from planner.cost.recomputation import units_of
 from planner.cost.tensor import layer_costs_on
-from planner.errors import InputError, PlanError
+from planner.errors import InputError, PlanError, did_you_mean
 from planner.formats.cluster import Cluster
 from planner.formats.device_kinds import cluster_for
 from planner.formats.own_plan import OwnPlan, OwnStage
@@ -31,7 +31,7 @@ from planner.solver.evaluate.evaluation import evaluate
 from planner.solver.find_plan import setting_of
 from planner.solver.problem.budget import Budget, Patience
 from planner.solver.problem.problem import Problem
-from planner.units import format_bytes, format_memory
+from planner.units import counted, format_bytes, format_memory
 
 
 def problem_of(
@@ -49,7 +49,7 @@ def priced_plan(options: SolveOptions, layer_costs: LayerCosts, cluster: Cluster
     """
     needed = sum(stage.options.gpus for stage in stages) // options.chunks_per_gpu
     if needed > cluster.gpus:
-        message = f"the stages need {needed} GPUs, and the cluster has {cluster.gpus}"
+        message = f"the stages need {counted(needed, 'GPU')}, and the cluster has {cluster.gpus}"
         raise InputError(message, hint=f"give `gpus={needed}` or more")
     if any(stage.options.level > 1 for stage in stages):
         counts, setting = [stage.replicas for stage in stages], setting_of(options, layer_costs.profile, cluster)
@@ -170,7 +170,7 @@ def equal_stages(profile: Profile, count: int) -> list[OwnStage]:
     blocks = len(_blocks(profile))
     if not 1 <= count <= blocks:
         raise InputError(
-            f"'{profile.model}' has {blocks} blocks, too few for {count} stages",
+            f"'{profile.model}' has {counted(blocks, 'block')}, which do not make {counted(count, 'stage')}",
             hint=f"give 1 to {blocks} stages, or name the last layer of each stage but the final one",
         )
     return [OwnStage(blocks=each) for each in equal_counts(blocks, count)]
@@ -183,7 +183,7 @@ def stages_ending_at(profile: Profile, names: Iterable[str]) -> list[OwnStage]:
     for name in names:
         if name not in layers:
             message = f"the profile of '{profile.model}' has no layer '{name}'"
-            raise InputError(message, hint="plan show profile.json lists the layers")
+            raise InputError(message, hint=f"{did_you_mean(name, layers)}`plan show` with the profile lists the layers")
         ends.append(layers.index(name) + 1)
     if any(start >= end for start, end in pairwise([*ends, len(layers)])):
         raise InputError(

@@ -75,6 +75,9 @@ def cluster(profile: Profile, options: ClusterOptions) -> Cluster:
                 hint="give `kinds` as many GPUs as `gpus` or `topology`",
             )
         changes["kinds"] = tuple(DeviceKind(name=name, count=count) for name, count in counts.items())
+    if options.sequence_parallel and not profile.tensor:
+        what = f"`sequence_parallel` is for groups of ranks, of which the profile of '{profile.model}' says nothing"
+        raise InputError(what, hint="profile with `tensor=2`, or leave it out")
     if options.sequence_parallel:
         changes["sequence_parallel"] = True
     return cluster_for(profile, described.model_copy(update=changes))
@@ -209,9 +212,10 @@ def _replicas(given: Any, stages: int, possible: int) -> list[tuple[int, int]]:
     parts = [part.partition("x") for part in _parts(given)]
     pairs = [(count, degree if times else "1") for count, times, degree in parts]
     if not all(is_count(number) and int(number) for pair in pairs for number in pair) or len(pairs) not in (1, stages):
+        example = ",".join("2" + "1" * (stages - 1))
         raise InputError(
             f"`replicas={','.join(_parts(given))}` does not say how many replicas each of {stages} stages has",
-            hint=f"give one number for all, or {stages} numbers, each 1 or more: `replicas=2,1,1`",
+            hint=f"give one number for all, or one for each, 1 or more: `replicas={example}`",
         )
     return [(int(count), int(degree)) for count, degree in pairs] * (stages if len(pairs) == 1 else 1)
 
@@ -221,10 +225,12 @@ def _chosen(name: str, given: Any, stages: int) -> dict[int, bool | int]:
     chosen: dict[int, bool | int] = {}
     for part in ["all"] if given is True else [] if given is False else _parts(given):
         which, colon, units = part.partition(":")
-        has_units = is_count(units) and int(units) > 0 and (name == "recompute" or int(units) <= 3)
-        if not (which == "all" or (is_count(which) and int(which) < stages)) or (colon and not has_units):
+        if not (which == "all" or (is_count(which) and int(which) < stages)):
             what = f"`{name}={part}` names none of the stages, which count from 0 to {stages - 1}"
-            raise InputError(what, hint=f"for example: `{name}=0,1`, or all")
+            raise InputError(what, hint=f"for example: `{name}=0`, or all")
+        if colon and not (is_count(units) and int(units) > 0 and (name == "recompute" or int(units) <= 3)):
+            wanted = "a number of blocks, 1 or more" if name == "recompute" else "1, 2 or 3"
+            raise InputError(f"`{name}={part}` does not end with {wanted}", hint=f"for example: `{name}={which}:2`")
         chosen |= dict.fromkeys(range(stages) if which == "all" else [int(which)], int(units) if colon else True)
     return chosen
 

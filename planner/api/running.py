@@ -15,7 +15,7 @@ from planner.executor.checkpoint.folders import seed_of_run
 from planner.executor.run.agreement import check_loss, device_kind
 from planner.executor.run.stages import check_divided
 from planner.executor.worker import launch
-from planner.formats.cluster import Cluster, flat_cluster, hierarchical_cluster
+from planner.formats.cluster import Cluster, checked_gpus, flat_cluster, hierarchical_cluster
 from planner.formats.device_kinds import planned_bytes
 from planner.formats.files import check_writable
 from planner.formats.link_names import usual_between, usual_link
@@ -36,6 +36,7 @@ from planner.profiler.estimated.trace import collecting
 from planner.profiler.measured.profiling import ProfilingOptions, profile_model
 from planner.reporting.trace import save_trace
 from planner.solver.problem.budget import Patience
+from planner.units import counted
 from planner.workers.job import LAUNCHER_VARIABLE, Job, TrainResult
 
 SELDOM = 100_000  # allocations of a question, after which garbage is collected
@@ -98,7 +99,8 @@ def estimate(model: str | Path, asked: EstimateArguments) -> Profile:
 def fit(model: str | Path, gpus: int, options: FitOptions) -> Fit:
     """Say whether a model fits GPUs, how to split it, how fast it would train, and how few GPUs would do.
 
-    All numbers are estimates. model.py, profile.json and plan.json are left in the folder that the answer names.
+    All numbers are estimates. profile.json and plan.json are left in the folder that the answer names, and the
+    model.py of a model that was given by its name.
 
     Args:
         model: llama-7b, gpt2-xl, ...; a class of transformers; its config.json; or a model file.
@@ -113,32 +115,37 @@ def fit(model: str | Path, gpus: int, options: FitOptions) -> Fit:
         2
     """
     patience = Patience.of(options.time_limit_s, options.progress)
-    servers = options.servers or -(-gpus // PER_SERVER)
+    divisors = [count for count in range(1, checked_gpus(gpus) + 1) if gpus % count == 0]
+    servers = options.servers or next(count for count in divisors if gpus <= count * PER_SERVER)
     rates: list[Any] = [] if options.bandwidth is None else listed(options.bandwidth)
     apart = 1 < servers == gpus  # servers of one GPU have no links inside
     if rates and len(rates) != (1 if servers == 1 or apart else 2):
         raise ClusterError(
-            f"the bandwidth has {len(rates)} rates, and there are {servers} servers",
+            f"`bandwidth` has {counted(len(rates), 'rate')} for {counted(servers, 'server')}",
             hint="give one for GPUs in one server, or for servers of one GPU, else two, inside a server and between "
             "servers: nvlink4,100Gbps",
         )
-    if gpus % servers:
-        uneven = f"{gpus} GPUs are not divided evenly over {servers} servers"
-        raise ClusterError(uneven, hint="give another number of `servers`")
+    if servers not in divisors:
+        uneven = f"{counted(gpus, 'GPU')} are not divided evenly over {counted(servers, 'server')}"
+        raise ClusterError(uneven, hint=f"give `servers` as one of {', '.join(map(str, divisors))}")
     dtype = parse_dtype(options.dtype or usual_dtype(options.gpu))
     device_spec(options.gpu, dtype)  # before anything is written
     path, tokens = Path(model), None
     folder = path.parent if options.place is None else Path(options.place)
-    if path.suffix != ".py":
+    if path.suffix.partition(":")[0] != ".py":  # which a builder may follow
         named = find_model(str(model))
         tokens = named.tokens(options.length)
         folder = Path(named.name) if options.place is None else folder
         path = named.write(folder, tokens)
+    elif options.length is not None:
+        what = f"'{model}' says itself how long its samples are, so `length={options.length}` has no meaning"
+        raise InputError(what, hint="change its example_batch(), or leave out `length`")
     degrees = options.tensor or [degree for degree in TENSOR if gpus // servers % degree == 0]
     masters = not options.autocast and dtype in HALVES
     how = EstimateOptions(options.gpu, dtype, master_weights=masters, tensor=degrees, where_divided=not options.tensor)
     estimator = Estimator(load_model_file(path), how)
-    usual = 1 if options.order.divides else SAMPLES if tokens is None else max(1, TOKENS // tokens)
+    usual = SAMPLES if tokens is None else max(1, TOKENS // tokens)
+    usual = 1 if options.order.divides else options.minibatch or usual
     profile = estimator.profile(options.batch_size or usual)
     minibatch = minibatch_of(options, options.tokens, profile, gpus)
     sizes = [profile.microbatch_size or 1]
@@ -165,7 +172,7 @@ def fit(model: str | Path, gpus: int, options: FitOptions) -> Fit:
     replace_profile(chosen, folder / "profile.json")
     if answer.asked.plan is not None:
         save_plan(answer.asked.plan, folder / "plan.json")
-    return answer.model_copy(update={"folder": str(folder), "model_file": path.name})
+    return answer.model_copy(update={"folder": str(folder), "model_file": os.path.relpath(path, folder)})
 
 
 @keywords_of(TrainArguments)

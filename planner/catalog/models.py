@@ -56,6 +56,8 @@ class NamedModel:
         with _transformers(self.name) as transformers:
             full = transformers.AutoConfig.for_model(**self.config)
         if hasattr(full, "image_size"):
+            if asked is not None:
+                raise InputError(f"{self.name} reads images, not {asked} tokens", hint="leave out `length`")
             return None
         limits = [limit for name in _LENGTHS if isinstance(limit := getattr(full, name, None), int)]
         most = min(limits, default=None)
@@ -94,8 +96,9 @@ def find_model(name: str) -> NamedModel:
         if made_from is None:
             raise InputError(
                 f"there is no model '{name}'",
-                hint=f"{did_you_mean(plain, [*MODELS, *ALIASES])}Give a model file, a config.json, a class of "
-                f"transformers such as LlamaForCausalLM, or one of {', '.join(MODELS)}",
+                hint=did_you_mean(plain, [*MODELS, *ALIASES]).strip()
+                or "give a model file, a config.json, a class of transformers such as LlamaForCausalLM, or one of "
+                + ", ".join(MODELS),
             )
         found = NamedModel(name, {"architectures": [name], "model_type": made_from.model_type})
     with _transformers(found.name) as transformers:
@@ -108,7 +111,8 @@ def _of_file(path: Path) -> NamedModel:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as cause:
-        raise InputError(f"'{path}' cannot be read as JSON: {cause}", hint="name a config.json") from None
+        why = getattr(cause, "strerror", None) or cause
+        raise InputError(f"'{path}' cannot be read as JSON: {why}", hint="name a config.json") from None
     for field in ("architectures", "model_type"):
         if not isinstance(config, dict) or not config.get(field):
             raise InputError(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from pathlib import Path
 
 import planner
 from planner.cli import arguments, output
-from planner.errors import InfeasibleError
+from planner.errors import InfeasibleError, PlannerError
 from planner.options.numbers import count
 from planner.options.solving import SolveOptions
 from planner.options.verbs import FitOptions, PriceOptions
@@ -33,11 +34,11 @@ A name or a config.json of Hugging Face needs the package transformers. A folder
 model; profile.json and plan.json are left beside it, for the other verbs.
 """
 NEXT = """\
-{folder} holds {files}. Next:
+{folder} holds {files}profile.json and plan.json. Next:
   cd {folder}
   plan show                                     # stages, memory, what limits the plan
   plan report                                   # all of it, with a timeline
-  plan train model.py                           # on those GPUs, with a dataset() in model.py"""
+  {train:46}# on those GPUs, with a dataset() in {model}"""
 PRICE = """\
 Price stages that you chose yourself, by the same costs and the same simulation as `plan solve`: what would my Megatron
 or DeepSpeed run give on this cluster? The plan is written like any other, so that it can be simulated and trained.
@@ -134,9 +135,10 @@ def fit(args: argparse.Namespace) -> int:
         answer = planner.fit(args.model, args.gpus, **arguments.given_options(FitOptions, args), progress=progress)
     output.print_answer(answer, args.json)
     if answer.asked.plan is None:
-        return InfeasibleError.exit_code
-    files = f"{answer.model_file}, profile.json and plan.json"
-    output.print_progress("\n" + NEXT.format(folder=answer.folder, files=files))
+        return PlannerError.exit_code if answer.asked.unknown else InfeasibleError.exit_code
+    model = answer.model_file  # of another folder, with the way from here to there
+    files, train = "" if Path(model).name != model else f"{model}, ", f"plan train {model}"
+    output.print_progress("\n" + NEXT.format(folder=answer.folder, files=files, train=train, model=Path(model).name))
     return 0
 
 

@@ -14,7 +14,7 @@ from planner.formats.files import AlwaysTrue, GrownRecord, Record, first_problem
 from planner.formats.link_names import link_bandwidth
 from planner.formats.names import Backend, CodecName
 from planner.formats.shown import Shown
-from planner.units import parse_bytes, parse_seconds
+from planner.units import counted, parse_bytes, parse_seconds
 
 MOST_GPUS = 2**17  # a plan names every rank
 
@@ -201,10 +201,11 @@ def hierarchical_cluster(
         32
     """
     latencies_s = latencies_s or (0.0,) * len(sizes)
-    for values, what in ((bandwidths_bytes_per_s, "bandwidths"), (latencies_s, "latencies")):
+    for values, what in ((bandwidths_bytes_per_s, "`bandwidth`"), (latencies_s, "`latency`")):
         if len(values) != len(sizes):
+            levels = f"{counted(len(sizes), 'level')} of {'x'.join(map(str, sizes))}"
             raise ClusterError(
-                f"{len(values)} {what} do not describe the {len(sizes)} levels of {'x'.join(map(str, sizes))}",
+                f"{what} has {counted(len(values), 'value')} for {levels}",
                 hint="give one per level, inner to outer, such as 128Gbps,10Gbps for 4x8",
             )
     return _cluster(sizes, bandwidths_bytes_per_s, latencies_s, memory_bytes, overlap, shared)
@@ -220,7 +221,7 @@ def _cluster(
     reduces: Sequence[float | str | None] = (),
 ) -> Cluster:
     for size in (*sizes, math.prod(sizes)):
-        _checked(size)
+        checked_gpus(size)
     levels = [
         {
             "size": size,
@@ -242,7 +243,7 @@ def _cluster(
 def load_cluster(path: Path | str) -> Cluster:
     """Read `cluster.json`; raise ClusterError naming the file, the field and the value that is wrong."""
     cluster = load_record(Cluster, path, ClusterError, "see cluster.json in the file formats")
-    _checked(cluster.gpus)
+    checked_gpus(cluster.gpus)
     return cluster
 
 
@@ -251,7 +252,8 @@ def save_cluster(cluster: Cluster, path: Path | str) -> None:
     save_record(cluster, path)
 
 
-def _checked(gpus: int) -> int:
+def checked_gpus(gpus: int) -> int:
+    """Return a number of GPUs; raise ClusterError for one that is no cluster's."""
     if gpus < 1:
         raise ClusterError(f"a cluster of {gpus} GPUs cannot train anything", hint="give `gpus` 1 or more")
     if gpus > MOST_GPUS:

@@ -61,7 +61,7 @@ class FitOptions(SolveOptions):
 
     gpu: str = option("a100-80gb", "kind of GPU")
     servers: int | None = option(
-        None, "servers that the GPUs are divided over", "N", least=1, told=f"{PER_SERVER} GPUs in each"
+        None, "servers that the GPUs are divided over", "N", least=1, told=f"up to {PER_SERVER} GPUs in each"
     )
     bandwidth: Quantities | None = option(
         None,
@@ -82,7 +82,7 @@ class FitOptions(SolveOptions):
     minibatch: int | None = same(SolveOptions, "minibatch", told="that of `tokens`, or 4 microbatches per GPU")
     tokens: int | None = option(
         None,
-        "tokens per minibatch, in place of `minibatch`, rounded to a power of two of samples",
+        "about so many tokens per minibatch, in place of `minibatch`",
         "N",
         parse=token_count,
         told="500k, 1M, 2M or 4M, from 1, 5 and 100 billion parameters on",

@@ -43,6 +43,7 @@ from planner.solver.tied import solve_tied
 from planner.units import SLACK
 
 REGULAR = "chunks of equally many blocks"  # where a bound is of interleaved plans, too
+ALIKE = 0.005  # share of the time by which no two plans are told apart: estimates are not that true
 LAST_S = 5.0  # after the time limit, to simulate an answer that would not be otherwise
 
 STEPS: tuple[Step, ...] = (solve_degrees, solve_with_room, solve_tied, solve_zero_bubble)
@@ -89,10 +90,12 @@ def find_plan(
     except UnexplainedError as error:
         raise (error.explanation() if explains else error) from None
     drained = problem.schedule.formula == "synchronous" and not cluster.kinds
-    if drained and not (found.best.simulated or too_large(problem, found.best.stages)):
-        # Without its waiting, which may be half of its time, nobody could compare the plan with others.
+    if drained:
         last = replace(problem, budget=Budget.unlimited(patience.deadline.at_least(LAST_S).at_most(LAST_S)))
-        found = found.with_best(evaluate(last, found.best.stages))
+        if not (found.best.simulated or too_large(problem, found.best.stages)):
+            # Without its waiting, which may be half of its time, nobody could compare the plan with others.
+            found = found.with_best(evaluate(last, found.best.stages))
+        found = plainest(last, found)
     plan = complete(problem, found.best, _report(problem, found))
     if accepted and plan.loss is not None:
         plan = plan.model_copy(update={"loss": plan.loss.model_copy(update={"accepted": True})})
@@ -135,6 +138,18 @@ def answered(problem: Problem, steps: Sequence[Step] = STEPS) -> Found:
 def solve(profile: Profile, cluster: Cluster, options: SolveOptions) -> Plan:
     """Find the fastest plan, with nothing to read beside it: see `planner.solve`."""
     return find_plan(profile, cluster, options)
+
+
+def plainest(problem: Problem, found: Found) -> Found:
+    """Return the answer with replicas of a single stage that divide as little as takes no longer, but for `ALIKE`."""
+    stage, best = found.best.stages[0], found.best
+    if len(best.stages) > 1 or stage.options.tensor > 1 or problem.rules.shard_optimizer == "always":
+        return found
+    for level in range(stage.options.level):
+        plan = evaluate(problem, [replace(stage, options=replace(stage.options, level=level))])
+        if plan.simulated == best.simulated and plan.seconds <= best.seconds * (1 + ALIKE) and problem.allows(plan):
+            return found.with_best(plan)
+    return found
 
 
 def setting_of(options: SolveOptions, profile: Profile, cluster: Cluster) -> Setting:

@@ -130,3 +130,10 @@ def test_an_interleaved_plan_counts_its_workers_and_their_memory() -> None:
     assert 0 <= chosen.idle_share < 1
     assert {other.schedule.name for other in comparison.rows[1:]} == {"1f1b-flush"}
     assert "all others: 1f1b-flush, one update for 4 microbatches" in comparison_report(comparison)
+
+
+def test_rows_of_another_schedule_say_how_many_microbatches_they_have() -> None:
+    model = load_profile(PROFILES / "vgg16" / "cpu.json")
+    report = comparison_report(compare(model, solve(model, flat_cluster(4, 1.25e8))))
+    assert "ZeRO-2, ZeRO-3, FSDP: 1f1b-flush, one update for 4 microbatches" in report
+    assert "2 equal stages, 4 equal stages: 1f1b-flush, one update for 16 microbatches" in report

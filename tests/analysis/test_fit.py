@@ -131,6 +131,18 @@ def test_where_it_does_not_fit_more_gpus_are_tried() -> None:
     assert "it fits 2 of these GPUs" in fit_report(answer)
 
 
+def test_where_time_runs_out_it_does_not_say_that_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(profile: Profile, cluster: Cluster, options: SolveOptions, patience: Patience) -> Plan:
+        raise PlannerError("the time limit passed before any plan was found")
+
+    monkeypatch.setattr("planner.analysis.fit.find_plan", none)
+    answer = answered(1)  # which no usual way fits either
+    assert answer.asked.unknown
+    assert "fits   not known: the time limit passed" in fit_report(answer)
+    monkeypatch.undo()
+    assert not answered(1).asked.unknown
+
+
 def test_where_nothing_else_was_tried_it_says_so() -> None:
     text = fit_report(Fit(model="m", asked=FitRow(gpus=8, plan=None, why_not="too large"), others=()))
     assert text.endswith("no: too large; no other number of GPUs was tried")
@@ -184,23 +196,31 @@ def test_what_cannot_be_the_answer_is_not_estimated(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    ("parameters", "tokens_per_sample", "tokens", "samples"),
+    ("parameters", "tokens_per_sample", "tokens", "gpus", "size", "samples"),
     [
-        (1e8, 512, None, 1024),
-        (2e9, 2048, None, 512),
-        (7e9, 2048, None, 1024),
-        (2e11, 4096, None, 1024),
-        (7e9, 2048, 65536, 32),
-        (7e9, 2048, 100, 1),
-        (7e9, None, None, 512),
+        (1e8, 512, None, 8, 1, 1024),
+        (2e9, 2048, None, 8, 2, 512),
+        (7e9, 2048, None, 8, 1, 1024),
+        (2e11, 4096, None, 8, 1, 1024),
+        (7e9, 2048, 65536, 8, 1, 32),
+        (7e9, 2048, 100, 8, 1, 1),
+        (7e9, 2048, 100, 8, 2, 2),
+        (7e9, None, None, 8, 2, 512),
+        # Equally many for all GPUs, in whole microbatches.
+        (7e9, 2048, None, 24, 1, 768),
+        (7e9, 2048, None, 6, 4, 768),
+        (2e9, 2048, None, 10, 3, 480),
+        (2e9, 2048, 65536, 40, 1, 40),
+        (2e9, 2048, 65536, 37, 1, 32),  # which is too many of them
+        (7e9, None, None, 9, 3, 540),
     ],
 )
 def test_a_minibatch_has_as_many_tokens_as_such_models_are_trained_with(
-    parameters: float, tokens_per_sample: int | None, tokens: int | None, samples: int
+    parameters: float, tokens_per_sample: int | None, tokens: int | None, gpus: int, size: int, samples: int
 ) -> None:
-    large = profile(layer("l", 1, 2, weight_bytes=int(4 * parameters)), microbatch_size=2)
+    large = profile(layer("l", 1, 2, weight_bytes=int(4 * parameters)), microbatch_size=size)
     large = large.model_copy(update={"tokens_per_sample": tokens_per_sample})
-    assert minibatch_of(SolveOptions(schedule=FLUSH), tokens, large, 8) == samples
+    assert minibatch_of(SolveOptions(schedule=FLUSH), tokens, large, gpus) == samples
 
 
 def test_a_minibatch_is_given_once() -> None:

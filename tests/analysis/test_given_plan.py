@@ -185,7 +185,7 @@ def test_cuts_out_of_order_and_too_many_stages_are_refused() -> None:
         stages_ending_at(MODEL, ["c", "a"])
     with pytest.raises(InputError, match="leaves a stage empty"):
         stages_ending_at(MODEL, ["d"])
-    with pytest.raises(InputError, match="'sample' has 4 blocks, too few for 5 stages"):
+    with pytest.raises(InputError, match="'sample' has 4 blocks, which do not make 5 stages"):
         equal_stages(MODEL, 5)
 
 

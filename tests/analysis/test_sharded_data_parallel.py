@@ -12,11 +12,12 @@ from planner.cost.candidate import Candidate, candidates
 from planner.cost.layer_costs import LayerCosts
 from planner.formats.cluster import Cluster, flat_cluster
 from planner.formats.profile import Device, Profile
-from planner.options.solving import SolveOptions
+from planner.options.solving import ShardRule, SolveOptions
 from planner.reporting.tables.answers import comparison_report
 from planner.schedule.one_stage import FLUSH
 from planner.solver import solve
 from planner.solver.evaluate.evaluation import priced
+from planner.solver.find_plan import ALIKE
 from planner.solver.problem.budget import Budget
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation
@@ -135,3 +136,17 @@ def test_where_data_parallelism_does_not_fit_another_way_is_the_measure() -> Non
     assert f"speed-up: over {comparison.over}; less sent" in comparison_report(comparison)
     over_chosen = rows[comparison.over].seconds_per_microbatch / comparison.rows[0].seconds_per_microbatch
     assert comparison.rows[0].speedup == pytest.approx(over_chosen)
+
+
+def test_what_is_as_fast_is_divided_as_little_as_can_be() -> None:
+    """Where no memory asks for it, nobody divides weights for a thousandth of the time."""
+    layers = tuple(each.model_copy(update={"update_s": 0.001}) for each in LAYERS)
+    known = MODEL.model_copy(update={"layers": layers, "optimizer_elementwise": True})
+    asked = problem(GPUS, flat_cluster(GPUS, 1e10), known)
+    seconds = [at_level(asked, level).seconds for level in range(4)]
+    assert min(seconds[2:]) < seconds[0] < min(seconds) * (1 + ALIKE)
+    rules: dict[ShardRule, set[int]] = {"auto": {0}, "always": {1, 2, 3}}
+    for rule, levels in rules.items():
+        plan = solve(known, asked.cluster, schedule=FLUSH, microbatches=GPUS, shard_optimizer=rule)
+        assert plan.config == "4"
+        assert plan.stages[0].level in levels

@@ -38,6 +38,14 @@ def test_baselines_are_those_of_compare(tmp_path: Path) -> None:
     assert "synchronous" not in without
 
 
+@pytest.mark.parametrize(("gpus", "counts"), [(1, []), (3, [3]), (4, [2, 4]), (6, [2, 6]), (12, [2, 4])])
+def test_a_stage_for_each_gpu_is_a_usual_way(gpus: int, counts: list[int]) -> None:
+    deep = profile(*(layer(f"h.{n}", 1, 2, output_bytes=10, weight_bytes=100) for n in range(6)))
+    plan = with_baselines(deep, solve(deep, flat_cluster(gpus, 1e8), schedule=FLUSH), Patience())
+    names = [way.name for way in plan.baselines if way.name.endswith("equal stages")]
+    assert names == [f"{count} equal stages" for count in counts]
+
+
 def test_what_does_not_fit_is_no_measure() -> None:
     plan = with_baselines(MODEL, solve(MODEL, flat_cluster(4, 1e8, 7 * 10**8)), Patience())
     text = plan_report(plan)

@@ -49,7 +49,8 @@ def test_compressed_messages_are_an_axis_of_the_cluster(folder: Path) -> None:
     assert "cluster" in plain.stdout
     assert "sent as" not in plain.stdout
     priced = plan("price", "--stages", "a", "--cluster", "cluster.json", "--sequence-parallel", cwd=folder)
-    assert "sequence parallelism" in priced.stdout
+    assert priced.returncode == 2
+    assert "--sequence-parallel is for groups of ranks, of which the profile" in priced.stderr
     wrong = plan("solve", *CLUSTER, "--compress", "int4", cwd=folder)
     assert wrong.returncode == 2
     assert "int4" in wrong.stderr
@@ -142,12 +143,14 @@ def test_price_takes_stages_as_flags(folder: Path) -> None:
         ((), "the following arguments are required: --stages"),
         (("--stages", "a", "--replicas", "1,1,1"), "does not say how many replicas each of 2 stages has"),
         (("--stages", "a", "--replicas", "x"), "--replicas x does not say"),
+        (("--stages", "a", "--replicas", "0"), "or one for each, 1 or more: --replicas 2,1"),
         (("--stages", "a", "--recompute", "2"), "--recompute 2 names none of the stages, which count from 0 to 1"),
         (
             ("--stages", "a", "--recompute", "0:3"),
             "3 blocks are to recompute in the stage from 'a'",
         ),
-        (("--stages", "a", "--recompute", "0:x"), "--recompute 0:x names none of the stages"),
+        (("--stages", "a", "--recompute", "0:x"), "--recompute 0:x does not end with a number of blocks"),
+        (("--stages", "a", "--shard-optimizer", "all:4"), "--shard-optimizer all:4 does not end with 1, 2 or 3"),
         (("--stages", "1,0"), "has a stage without blocks"),
         (("--stages", "x"), "has no layer 'x'"),
     ],

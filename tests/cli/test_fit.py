@@ -18,7 +18,7 @@ def test_a_model_file_gets_an_answer_and_the_files_for_other_verbs(tmp_path: Pat
     assert fitted.returncode == 0, fitted.stderr
     for text in (
         "fits",
-        "of 16.1 GB, which leave 5% of its memory free",
+        "of 16.1 GB that plans may fill, 95% of its memory",
         "split",
         "data parallel",
         "estimated",
@@ -27,6 +27,14 @@ def test_a_model_file_gets_an_answer_and_the_files_for_other_verbs(tmp_path: Pat
         assert text in fitted.stdout
     assert plan("show", cwd=tmp_path).returncode == 0
     assert json.loads((tmp_path / "plan.json").read_text())["schedule"] == "1f1b-flush"
+
+
+def test_a_builder_of_a_file_in_another_folder(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MODEL.replace("def build_model", "def small"))
+    fitted = plan("fit", "mine.py:small", "--gpus", "2", "-o", "there", cwd=tmp_path)
+    assert fitted.returncode == 0, fitted.stderr
+    assert "there holds profile.json and plan.json. Next:" in fitted.stderr
+    assert "  plan train ../mine.py:small " in fitted.stderr
 
 
 def test_what_does_not_fit_ends_with_3_and_says_so_as_json(tmp_path: Path) -> None:
@@ -64,6 +72,14 @@ def test_more_gpus_than_were_asked_about_are_in_several_servers(links: tuple[str
     assert rates == {gpus: [(1, 228e9), (gpus, 12.5e9)] for gpus in rates}
 
 
+def test_servers_nobody_counted_have_equally_many_gpus(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    fitted = plan("fit", "model.py", "--gpus", "9", "--batch-size", "3", "--json", cwd=tmp_path)
+    found = json.loads(fitted.stdout)["asked"]["plan"]
+    assert [level["size"] for level in found["cluster"]["levels"]] == [3, 3]
+    assert (found["microbatch_size"], found["microbatches"]) == (3, 4 * 9 * 5)
+
+
 def test_servers_of_one_gpu_have_one_link(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(MODEL)
     fitted = plan("fit", "model.py", "--gpus", "4", "--servers", "4", "--bandwidth", "1Gbps", "--json", cwd=tmp_path)
@@ -76,8 +92,14 @@ def test_servers_of_one_gpu_have_one_link(tmp_path: Path) -> None:
     [
         (("no-such-model", "--gpus", "2"), "there is no model 'no-such-model'"),
         (("absent.py", "--gpus", "2"), "absent.py"),
-        (("model.py", "--gpus", "5", "--servers", "2"), "5 GPUs are not divided evenly over 2 servers"),
-        (("model.py", "--gpus", "4", "--servers", "2", "--bandwidth", "1Gbps"), "the bandwidth has 1 rates"),
+        (
+            ("model.py", "--gpus", "6", "--servers", "4"),
+            "6 GPUs are not divided evenly over 4 servers\nhint: give --servers as one of 1, 2, 3, 6",
+        ),
+        (("model.py", "--gpus", "4", "--servers", "2", "--bandwidth", "1Gbps"), "--bandwidth has 1 rate for 2 servers"),
+        (("model.py", "--gpus", "4", "--bandwidth", "1Gbps,1Gbps"), "--bandwidth has 2 rates for 1 server"),
+        (("model.py", "--gpus", "2", "--length", "64"), "'model.py' says itself how long its samples are"),
+        (("model.py", "--gpus", str(10**12)), "a cluster of 1000000000000 GPUs is beyond"),
         (("model.py", "--gpus", "0"), "'0' is not a number of 1 or more"),
         (("model.py",), "--gpus"),
     ],

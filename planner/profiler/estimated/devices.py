@@ -217,7 +217,7 @@ def supporting(spec: DeviceSpec, dtype: DType, label: str) -> DeviceSpec:
     """Return the device; raise InputError where it has no such arithmetic."""
     if dtype not in spec.peak_flops_per_s and dtype != "tf32":
         known = ", ".join(spec.peak_flops_per_s)
-        raise InputError(f"{label} has no {dtype} arithmetic", hint=f"give `dtype` one of {known}, or add its peak")
+        raise InputError(f"{label} has no {dtype} arithmetic", hint=f"give `dtype` one of {known}")
     return spec
 
 

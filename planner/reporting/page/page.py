@@ -27,7 +27,7 @@ from planner.reporting.tables.table import Table
 from planner.reporting.timeline import COLOURS, TEXTS, Row, colour_legend, ink_on, opening, rows_of, shown_workers
 from planner.simulator.simulate_plan import ROUNDS, simulate
 from planner.simulator.summary import Summary, summarize
-from planner.units import format_bytes, format_memory, format_rate, format_seconds
+from planner.units import counted, format_bytes, format_memory, format_rate, format_seconds
 from planner.version import __version__
 
 MOST_STAGES = 12  # whose table is open from the start
@@ -73,7 +73,7 @@ def report_page(
         "page.html",
         {
             "title": escape(f"{plan.model}: {short_config(plan.config)}"),
-            "heading": escape(f"{plan.model}: {short_config(plan.config)} on {words.gpus(plan.workers)}"),
+            "heading": escape(f"{plan.model}: {short_config(plan.config)} on {counted(plan.workers, 'GPU')}"),
             "lead": escape(f"{words.schedule_line(plan)} · {words.cluster_line(plan.cluster)}"),
             "contents": " ".join(f'<a href="#{name}">{title}</a>' for name, title, _ in shown),
             "sections": "\n".join(

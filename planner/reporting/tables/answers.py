@@ -60,10 +60,11 @@ def comparison_legend(comparison: Comparison) -> str:
         "memory: per GPU; late: updates that gradients are late; idle: share of the workers' time without computation"
     )
     chosen, *others = comparison.rows
-    for schedule in dict.fromkeys(row.schedule for row in others if row.schedule != chosen.schedule):
-        rows = [row for row in others if row.schedule is schedule]
-        names = ", ".join(row.name for row in rows) if len(rows) < len(others) else "all others"
-        lines.append(f"{names}: {schedule}, one update for {rows[0].microbatches} microbatches")
+    updates = {row.name: (row.schedule, row.microbatches) for row in others if row.schedule != chosen.schedule}
+    for schedule, microbatches in dict.fromkeys(updates.values()):
+        own = [name for name, update in updates.items() if update == (schedule, microbatches)]
+        named = ", ".join(own) if len(own) < len(others) else "all others"
+        lines.append(f"{named}: {schedule}, one update for {microbatches} microbatches")
     if any("ZeRO" in row.name for row in others):
         lines.append("ZeRO-1 to 3: data parallel, with the optimizer's state, gradients, weights divided over the GPUs")
     if any(row.name == PACKED for row in others):
@@ -82,7 +83,8 @@ def fit_report(answer: Fit) -> str:
     if plan is None:
         others = (f"it fits {row.gpus} of these GPUs" for row in reversed(answer.others) if row.plan is not None)
         least = f"nor does it fit {answer.others[0].gpus}" if answer.others else "no other number of GPUs was tried"
-        why = f"no: {answer.asked.why_not}; {next(others, least)}"
+        known = "not known" if answer.asked.unknown else "no"
+        why = f"{known}: {answer.asked.why_not}; {next(others, least)}"
         parts = [named_values([("model", answer.model), ("fits", why)])]
     else:
         parts = [named_values(_head(answer, plan)), _ways(plan).text()]
@@ -95,13 +97,11 @@ def _head(answer: Fit, plan: Plan) -> list[tuple[str, str | None]]:
     used, limit = plan.predicted.flop_utilisation, plan.cluster.memory_bytes
     full = f", {_most(plan) / limit:.0%} of {format_bytes(limit)}" if limit else ""
     if limit and plan.device.memory_bytes and limit < plan.device.memory_bytes:
-        full += f", which leave {1 - limit / plan.device.memory_bytes:.0%} of its memory free"
-    saved = {
-        "recomputation": sum(bool(stage.recomputes) for stage in plan.stages),
-        "a divided optimizer's state": sum(stage.level == 1 for stage in plan.stages),
-        "divided gradients (ZeRO-2)": sum(stage.level == 2 for stage in plan.stages),
-        "divided weights (ZeRO-3, FSDP)": sum(stage.level == 3 for stage in plan.stages),
-    }
+        full += f" that plans may fill, {limit / plan.device.memory_bytes:.0%} of its memory"
+    split = _split(plan)
+    saved = {"recomputation": sum(bool(stage.recomputes) for stage in plan.stages)}
+    if "ZeRO" not in split:
+        saved["a divided optimizer's state"] = sum(stage.level == 1 for stage in plan.stages)
     of_all = f" of {len(plan.stages)} stages" if len(plan.stages) > 1 else ""
     saving = [f", {what}" + (of_all and f" in {count}{of_all}") for what, count in saved.items() if count]
     return [
@@ -113,7 +113,7 @@ def _head(answer: Fit, plan: Plan) -> list[tuple[str, str | None]]:
         ("stages run", words.options_words(plan)),
         ("GPUs", f"{plan.device.name}; {words.cluster_line(plan.cluster)}"),
         ("fits", f"yes: {format_bytes(_most(plan))} on the fullest GPU{full}"),
-        ("split", _split(plan) + "".join(saving)),
+        ("split", split + words.unused_gpus(plan) + "".join(saving)),
         ("schedule", words.schedule_line(plan)),
         ("gradients", words.staleness_line(plan) if plan.staleness else None),
         ("speed", words.speed(plan) + ("" if used is None else f", {used:.0%} of the GPUs' peak")),

@@ -15,6 +15,7 @@ from planner.reporting.tables.table import Table, named_values, table_of
 from planner.schedule.instructions import LATE_UPDATES, MOMENTUM_UPDATES
 from planner.units import (
     as_fast,
+    counted,
     format_bandwidth,
     format_bytes,
     format_memory,
@@ -50,14 +51,18 @@ def _bound(plan: Plan) -> list[str]:
     return [f"at least {seconds} per minibatch, a lower bound ({why}): waiting is left out, which took up to 20% more"]
 
 
-def _head(plan: Plan) -> list[tuple[str, str | None]]:
+def unused_gpus(plan: Plan) -> str:
+    """Say how many of the cluster's GPUs a plan leaves: " (2 of 4 GPUs are not used)"; nothing where it uses all."""
     unused = plan.cluster.gpus - plan.workers
     # Only a plan that is proven optimal knows what the unused GPUs would do.
     verdict = "would not make it faster" if plan.solver.status == "optimal" else "are not used"
-    spare = f" ({unused} of {plan.cluster.gpus} GPUs {verdict})" if unused else ""
+    return f" ({unused} of {plan.cluster.gpus} GPUs {verdict})" if unused else ""
+
+
+def _head(plan: Plan) -> list[tuple[str, str | None]]:
     return [
         ("model", plan.model),
-        ("plan", f"{short_config(plan.config)} on {gpus(plan.workers)}{spare}"),
+        ("plan", f"{short_config(plan.config)} on {counted(plan.workers, 'GPU')}{unused_gpus(plan)}"),
         ("schedule", schedule_line(plan)),
         ("gradients", staleness_line(plan)),
         ("cluster", cluster_line(plan.cluster)),
@@ -124,7 +129,7 @@ def staleness_line(plan: Plan) -> str:
     late = plan.staleness
     if late == 0:
         return "of the current weights"
-    updates = f"up to {late} update{'s' * (late > 1)} late"
+    updates = f"up to {counted(late, 'update')} late"
     if late > LATE_UPDATES:
         return f"{updates}: TRAINING MAY NOT CONVERGE"
     return f"{updates}, at the first stage" + ("; train with little momentum" if late >= MOMENTUM_UPDATES else "")
@@ -212,7 +217,7 @@ def bottleneck_place(bottleneck: Bottleneck) -> str:
 
 def speed_ups(plan: Plan) -> dict[str, str]:
     """Write the speed-up over each usual way: "1.86x"; or that it does not fit."""
-    predicted, on = plan.predicted, f"data parallel on {gpus(plan.cluster.gpus)}"
+    predicted, on = plan.predicted, f"data parallel on {counted(plan.cluster.gpus, 'GPU')}"
     one = speed_over(predicted.speedup_over_one_gpu, plan.over_memory_bytes(ONE_GPU))
     return {"one GPU": one, on: speed_over(predicted.speedup_over_data_parallel, plan.over_memory_bytes(DATA_PARALLEL))}
 
@@ -255,11 +260,6 @@ def _synchronous(plan: Plan) -> str | None:
 def share_of_speed(plan: Plan, way: OtherWay) -> float:
     """Return how many times as fast as the plan another way is."""
     return plan.predicted.seconds_per_minibatch / plan.microbatches / way.seconds_per_microbatch
-
-
-def gpus(count: int) -> str:
-    """Write a number of GPUs: "1 GPU"."""
-    return f"{count} GPU{'s' * (count > 1)}"
 
 
 def _communication(plan: Plan) -> str:

@@ -38,7 +38,7 @@ def _training_lines(result: "TrainResult") -> list[tuple[str, str | None]]:
     name = f" ({result.device_name})" if result.device_name is not None else ""
     predicted = deferred = resumed = None
     if (expected := result.predicted_samples_per_s) is not None:
-        predicted = f"{expected:.1f} samples/s ({percent_error(expected, measured)})"
+        predicted = f"{expected:.1f} samples/s" + (f" ({percent_error(expected, measured)})" if measured else "")
     if own := sum(report.deferred_weights for report in result.reports):
         deferred = f"made stage by stage: {own} of {result.workers} workers made only their own"
     if result.resumed_from is not None:
@@ -60,7 +60,10 @@ def _training_lines(result: "TrainResult") -> list[tuple[str, str | None]]:
 
 def percent_error(predicted: float, measured: float) -> str:
     """Write the signed error of a prediction, relative to the measurement."""
-    return f"{(predicted - measured) / measured:+.1%}" if measured else "-"
+    if not measured:
+        return "-"
+    error = (predicted - measured) / measured
+    return f"{error:+.1%}" if round(error, 3) else "0.0%"  # without a sign, which would say nothing
 
 
 def workers_table(reports: "Sequence[WorkerReport]") -> str:
@@ -98,7 +101,10 @@ def _loss(result: "TrainResult") -> str:
     if not result.losses:
         return "No minibatch was left to train: the checkpoint is from the end of the run."
     first, last, window = loss_ends(result.losses)
-    return f"loss {first:.4f} -> {last:.4f} (means of the first and the last {window} minibatches)"
+    if len(result.losses) == 1:
+        return f"loss {first:.4f}"
+    ends = f"means of the first and the last {window} minibatches" if window > 1 else "first and last minibatch"
+    return f"loss {first:.4f} -> {last:.4f} ({ends})"
 
 
 def run_comparison_report(comparison: RunComparison, plan: Plan) -> str:
@@ -111,7 +117,7 @@ def pace_table(comparison: RunComparison, plan: Plan) -> Table:
     predicted, runs = plan.predicted, (comparison.simulated, comparison.measured)
     paces = [pace(each.samples_per_s, each.seconds_per_minibatch) for each in (predicted, *runs)]
     measured_s = comparison.measured.seconds_per_minibatch
-    errors = [f"{each.seconds_per_minibatch / measured_s - 1:+.1%}" for each in (predicted, comparison.simulated)]
+    errors = [percent_error(each.seconds_per_minibatch, measured_s) for each in (predicted, comparison.simulated)]
     rows = [
         ["pace", *paces],
         ["time, relative to measured", *errors, ""],
@@ -130,7 +136,7 @@ def stage_times_table(comparison: RunComparison) -> Table:
         rows.append([str(number)])
         for what in ("forward_s", "backward_s", "update_s"):
             simulated_s, measured_s = getattr(stage.simulated, what), getattr(stage.measured, what)
-            error = f" ({simulated_s / measured_s - 1:+.1%})" if measured_s > 0 else ""
+            error = f" ({percent_error(simulated_s, measured_s)})" if measured_s > 0 else ""
             rows[-1] += [format_seconds(simulated_s) + error, format_seconds(measured_s)]
     return Table(["stage", "forward", "measured", "backward", "measured", "update", "measured"], rows, "lrrrrrr")
 
@@ -153,12 +159,13 @@ def _run_lines(summary: Summary, plan: Plan | None) -> list[tuple[str, str | Non
     rate, whole, predicted, kinds = summary.samples_per_s_of_run, summary.bubble_share_of_run, "", [""]
     uneven = None
     if plan is not None and plan.lengths is not None:
-        longer = plan.predicted.seconds_per_minibatch / simulated_s(plan.model_copy(update={"lengths": None})) - 1
-        uneven = f"{longer:+.1%} of time per minibatch, because microbatches differ"
+        alike_s = simulated_s(plan.model_copy(update={"lengths": None}))
+        longer = percent_error(plan.predicted.seconds_per_minibatch, alike_s)
+        uneven = f"{longer} of time per minibatch, because microbatches differ"
     if plan is not None:
         planned_s = plan.predicted.seconds_per_minibatch
-        error = summary.seconds_per_minibatch / planned_s - 1
-        predicted = f" (predicted {format_seconds(planned_s)}, {error:+.1%})"
+        error = percent_error(summary.seconds_per_minibatch, planned_s)
+        predicted = f" (predicted {format_seconds(planned_s)}, {error})"
         kinds = [plan.cluster.kinds_on(stage.ranks) for stage in plan.stages]
     return [
         ("model", summary.model),
