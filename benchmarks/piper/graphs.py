@@ -22,7 +22,7 @@ from planner.formats.profile import DegreeCosts, Device, Edge, Layer, Profile, P
 from planner.version import __version__
 
 RECOMPUTING = "activation recomp"
-_COLUMNS = DegreeCosts.model_fields.keys() - {"degree", "source", "by_samples", "experts"}
+_COLUMNS = DegreeCosts.model_fields.keys() - {"degree", "source", "by_samples", "experts", "by_tokens"}
 _HINT = "such a file has 'maxDevices', 'nodes' with 'TMPCs', and 'edges'"
 
 

@@ -132,7 +132,7 @@ def test_where_it_does_not_fit_more_gpus_are_tried() -> None:
 
 
 def test_where_time_runs_out_it_does_not_say_that_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none(profile: Profile, cluster: Cluster, options: SolveOptions, patience: Patience) -> Plan:
+    def none(profile: Profile, cluster: Cluster, options: SolveOptions, patience: Patience, *, explains: bool) -> Plan:
         raise PlannerError("the time limit passed before any plan was found")
 
     monkeypatch.setattr("planner.analysis.fit.find_plan", none)

@@ -120,7 +120,7 @@ def names(model: Profile, cluster: Cluster) -> list[str]:
 def test_equal_stages_are_those_that_divide_the_gpus() -> None:
     replicated = ["data parallel", "one GPU", "ZeRO-1", "ZeRO-2", "ZeRO-3, FSDP"]
     assert names(MODEL, flat_cluster(8, 1e8)) == [*replicated, "2 equal stages", "4 equal stages", "8 equal stages"]
-    assert names(MODEL, flat_cluster(6, 1e8)) == [*replicated, "2 equal stages"]
+    assert names(MODEL, flat_cluster(6, 1e8)) == [*replicated, "2 equal stages", "6 equal stages"]
     assert names(MODEL, flat_cluster(1, 1e8)) == ["data parallel", "one GPU"]
     (*_, ways) = usual_ways(SolveOptions(), LayerCosts(MODEL), flat_cluster(16, 1e8), Budget.unlimited())
     assert [(len(stage.layers), stage.replicas) for stage in ways.plan.stages] == [(1, 2)] * 8

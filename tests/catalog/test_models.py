@@ -128,7 +128,7 @@ def test_a_folder_of_another_model_is_kept(tmp_path: Path) -> None:
     ("name", "content", "message", "hint"),
     [
         ("lama-7b", None, "there is no model 'lama-7b'", "did you mean llama-7b"),
-        ("absent.json", None, "'absent.json' cannot be read as JSON: [Errno 2] No such file", "config.json"),
+        ("absent.json", None, "'absent.json' cannot be read as JSON: No such file", "config.json"),
         ("bad.json", "{", "'bad.json' cannot be read as JSON", "config.json"),
         ("list.json", "[]", "'list.json' has no field 'architectures'", "LlamaForCausalLM"),
         ("half.json", '{"architectures": ["X"]}', "'half.json' has no field 'model_type'", "LlamaForCausalLM"),

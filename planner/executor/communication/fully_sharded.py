@@ -58,15 +58,17 @@ class FullSharding(Sharding):
             problem = f"the plan divides weights by rows, and {type(optimizer).__name__} must see some of them whole"
             raise PlanError(problem, hint=_HINT)
         names = {parameter: name for name, parameter in self._stage.named_parameters()}
-        used = {name: parameter.dtype for parameter, name in names.items()}  # half precision, of what has masters
+        # Half precision, of what has masters.
+        self._stage.used_dtypes = {
+            name: each.dtype for name, each in self._stage.named_parameters(remove_duplicate=False)
+        }
         try:
             self._divide_stage()
         except (ValueError, NotImplementedError) as cause:
             problem = f"PyTorch's fully_shard does not divide these weights: {first_line(cause)}"
             raise PlanError(problem, hint=_HINT) from cause
         now = dict(self._stage.named_parameters())
-        for name, parameter in now.items():
-            parameter.used_dtype = used[name]  # type: ignore[attr-defined]
+        for parameter in now.values():
             rows, width = own_rows(parameter), parameter.numel() // max(1, parameter.shape[0])
             if parameter.requires_grad and rows.stop > rows.start:
                 self.shards[parameter] = _Rows(parameter, rows.start * width, rows.stop * width, whole=False)

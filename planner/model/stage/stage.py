@@ -36,6 +36,7 @@ class StageModule(nn.Module):
     """
 
     units: Units | None  # of which replicas divide the weights
+    used_dtypes: dict[str, torch.dtype]  # of weights that are divided so, as computations use them
 
     def __init__(
         self,
