@@ -7,7 +7,9 @@ import math
 import pytest
 
 from planner.cost.network.link import Link
+from planner.cost.network.topology import Topology
 from planner.cost.tensor import profile_at
+from planner.formats.cluster import flat_cluster
 from tests.samples import layer, profile
 from tests.solver.test_degrees import divided
 
@@ -59,3 +61,14 @@ def test_ranks_wait_for_a_share_of_what_they_computed_since_the_last_sum() -> No
     divided_by_two = profile_at(model, 2, Link(100.0, wait_share=0.125, most_wait_s=0.5)).layers
     assert [each.forward_s for each in divided_by_two] == [1.0, 2.0 + 0.125 * 3, 8.0 + 0.5]
     assert [each.backward_s for each in divided_by_two] == [1.0 + 0.5, 2.0, 8.0]
+
+
+def test_only_sums_are_waited_for() -> None:
+    cluster = flat_cluster(2, 1000.0)
+    rates = {"sum_bandwidth_bytes_per_s": 500.0, "sum_wait_share": 0.25, "sum_wait_s": 2.0}
+    level = cluster.levels[0].model_copy(update=rates | {"gather_bandwidth_bytes_per_s": 100.0})
+    topology = Topology(cluster.model_copy(update={"levels": (level,)}))
+    group, gather = topology.group_link(2), topology.measured_link(range(2), "gather")
+    assert (group.ring_bytes_per_s, group.wait_share, group.most_wait_s) == (500.0, 0.25, 2.0)
+    assert gather is not None
+    assert (gather.ring_bytes_per_s, gather.wait_share, gather.most_wait_s) == (100.0, 0.0, 0.0)

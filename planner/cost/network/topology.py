@@ -84,13 +84,7 @@ class Topology:
 
     def group_link(self, degree: int) -> Link:
         """Return the link of so many ranks, the first ones, that all-reduce between computations."""
-        ranks = range(degree)
-        levels = self._levels[: self.span(ranks) + 1]
-        share, wait_s = (
-            max(getattr(level, name) or 0.0 for level in levels) for name in ("sum_wait_share", "sum_wait_s")
-        )
-        link = self.measured_link(ranks, "sum") or self.stage_link(ranks)
-        return replace(link, wait_share=share, most_wait_s=wait_s)
+        return self.measured_link(range(degree), "sum") or self.stage_link(range(degree))
 
     def measured_link(self, ranks: Ranks, what: Literal["sum", "gather", "scatter"]) -> Link | None:
         """Return the link of what ranks do together between computations, where it was measured on all their levels."""
@@ -98,8 +92,12 @@ class Topology:
         rates = [getattr(level, f"{what}_bandwidth_bytes_per_s") for level in levels]
         if None in rates:
             return None
-        latency_s = max(getattr(level, f"{what}_latency_s") or 0.0 for level in levels)
-        return replace(self.stage_link(ranks), all_reduce_bandwidth_bytes_per_s=min(rates), latency_s=latency_s)
+        latency_s, share, wait_s = (
+            max(getattr(level, f"{what}_{name}", None) or 0.0 for level in levels)  # waits are known of sums alone
+            for name in ("latency_s", "wait_share", "wait_s")
+        )
+        link = replace(self.stage_link(ranks), all_reduce_bandwidth_bytes_per_s=min(rates), latency_s=latency_s)
+        return replace(link, wait_share=share, most_wait_s=wait_s)
 
     def span(self, ranks: Ranks) -> int:
         return int(self.level(min(ranks), max(ranks)))
