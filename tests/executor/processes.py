@@ -9,7 +9,7 @@ import multiprocessing
 import os
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from datetime import timedelta
 from functools import cache, partial
@@ -42,19 +42,32 @@ def run_jobs(jobs: Sequence[Job], folder: Path) -> list[TrainResult]:
         path = folder / f"job-{index}.json"
         path.write_text(job.model_dump_json(), encoding="utf-8")
         paths.append(str(path))
-    world, log = jobs[0].plan.workers, folder / "workers.log"
+    run_workers(_run, paths, folder / "workers.log", jobs[0].plan.workers)
+    return [TrainResult.model_validate_json(Path(f"{path}.result").read_text("utf-8")) for path in paths]
+
+
+def run_workers(
+    run: Callable[[Sequence[str]], None],
+    arguments: Sequence[str],
+    log: Path,
+    world: int,
+    *,
+    may_fail: bool = False,
+) -> None:
+    """Call `run` with the arguments in so many worker processes, in the environment of torchrun."""
     store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=TIMEOUT_S))
     common = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": _HOST, "MASTER_PORT": store.port}
     common |= {"TORCHELASTIC_USE_AGENT_STORE": True}
     variables = os.environ | _ENVIRONMENT | {name: str(value) for name, value in common.items()}
     workers = [
         _warm().Process(
-            target=_worker, args=(paths, log, variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)}), daemon=True
+            target=_worker,
+            args=(run, arguments, log, variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)}),
+            daemon=True,
         )
         for rank in range(world)
     ]
-    run_to_end(workers, log)
-    return [TrainResult.model_validate_json(Path(f"{path}.result").read_text("utf-8")) for path in paths]
+    run_to_end(workers, log, may_fail=may_fail)
 
 
 def run_to_end(workers: Sequence[BaseProcess], log: Path, *, may_fail: bool = False) -> None:
@@ -84,12 +97,14 @@ def _warm() -> ForkServerContext:
     return context
 
 
-def _worker(paths: Sequence[str], log: Path, variables: dict[str, str]) -> None:
+def _worker(
+    run: Callable[[Sequence[str]], None], arguments: Sequence[str], log: Path, variables: dict[str, str]
+) -> None:
     os.environ.update(variables)
     torch.set_num_threads(1)
     with log.open("a", encoding="utf-8") as file, redirect_stdout(file), redirect_stderr(file):
         try:
-            _run(paths)
+            run(arguments)
         except BaseException:
             traceback.print_exc()
             raise

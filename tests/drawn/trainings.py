@@ -1,0 +1,145 @@
+"""Train a drawn model file under a drawn plan, in real worker processes, and say how it compares with one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from planner.api.running import make_job, profile
+from planner.errors import PlannerError
+from planner.executor.run.train import train_worker
+from planner.formats.plan import Plan
+from planner.formats.profile import Profile
+from planner.model.spec import load_model_file
+from planner.options.training import TrainArguments
+from planner.schedule.registry import find
+from planner.selfcheck.lab import even_plan
+from planner.workers.job import Job, TrainResult
+from tests.drawn.model_files import DrawnFile
+from tests.drawn.one_process import Reader, largest_difference, train_alone
+from tests.executor.processes import run_workers
+
+MICROBATCH_SIZE, STEPS, SEED = 4, 6, 5
+SAME = 2e-3  # weights may differ by this share of the largest change of a weight, by rounding
+SAME_IN_BFLOAT16 = 3e-2  # whose digits are fewer: each microbatch's gradients are rounded
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How a plan divides the work."""
+
+    schedule: str
+    replicas: tuple[int, ...]
+    microbatches: int
+
+
+# Two workers each, and schedules that equal one device.
+SHAPES = (
+    Shape("1f1b-flush", (1, 1), 1),
+    Shape("1f1b-flush", (1, 1), 2),
+    Shape("gpipe", (1, 1), 4),
+    Shape("zb-h1", (1, 1), 2),
+    Shape("interleaved", (1, 1), 2),
+    Shape("1f1b-flush", (2,), 2),
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a training.
+
+    Attributes:
+        kind: "equal", "different", "refused" with a sentence, or "crashed".
+        detail: the sentence, or how far from one process it is.
+    """
+
+    kind: str
+    detail: str
+    shape: Shape
+
+
+def outcome_of(drawn: DrawnFile, folder: Path) -> Outcome:
+    """Profile, plan and train a drawn file in `folder`, and compare the training with one process."""
+    path = folder / "model.py"
+    path.write_text(drawn.text, encoding="utf-8")
+    shape = random.Random(drawn.seed).choice(SHAPES)
+
+    try:
+        plan = _plan(profile(path, batch_size=MICROBATCH_SIZE, seconds=0.0), shape)
+        weights = folder / "weights.safetensors"
+        arguments = TrainArguments(steps=STEPS, seed=SEED, save_weights=weights)
+        result = _trained(make_job(path, plan, arguments), folder)
+    except PlannerError as refusal:
+        return Outcome("refused", f"{refusal.message} Hint: {refusal.hint}", shape)
+    except Exception:
+        return Outcome("crashed", traceback.format_exc(), shape)
+
+    return _compared(drawn, path, plan, result, load_file(weights), shape)
+
+
+def _plan(profiled: Profile, shape: Shape) -> Plan:
+    schedule = find(shape.schedule)
+    return even_plan(profiled, schedule, shape.replicas, microbatches=shape.microbatches)
+
+
+def _compared(
+    drawn: DrawnFile,
+    path: Path,
+    plan: Plan,
+    result: TrainResult,
+    weights: dict[str, torch.Tensor],
+    shape: Shape,
+) -> Outcome:
+    spec = load_model_file(str(path))
+    reader = Reader(MICROBATCH_SIZE, plan.microbatches, SEED)
+    alone = train_alone(spec, reader, SEED, STEPS)
+    off_by = largest_difference(alone.after, weights) / max(alone.moved, 1e-9)
+    allowed = SAME_IN_BFLOAT16 if drawn.names["region"] == "autocast" else SAME
+
+    losses = [loss.loss for loss in result.losses]
+    detail = f"weights off by {off_by:.1e} of their change; losses {losses} of {alone.losses}"
+    same = off_by <= allowed and len(losses) == len(alone.losses)
+    return Outcome("equal" if same else "different", detail, shape)
+
+
+def _trained(job: Job, folder: Path) -> TrainResult:
+    """Run a job in forked workers; raise the error of the first one that refused it."""
+    log = folder / "workers.log"
+    log.touch()
+    path = folder / "job.json"
+    path.write_text(job.model_dump_json(), encoding="utf-8")
+    run_workers(_train, [str(path)], log, job.plan.workers, may_fail=True)
+
+    refusals = [path for path in folder.glob("refusal-*.json") if path.stat().st_size]
+    if refusals:
+        raise PlannerError(**json.loads(min(refusals, key=_time_written).read_text("utf-8")))
+    result = folder / "result.json"
+    if not result.exists():
+        raise RuntimeError(log.read_text("utf-8"))
+    return TrainResult.model_validate_json(result.read_text("utf-8"))
+
+
+def _train(paths: Sequence[str]) -> None:
+    """Train a job as one worker; leave its result, or the sentence of its refusal, beside the job's file."""
+    path = Path(paths[0])
+    job = Job.model_validate_json(path.read_text("utf-8"))
+    try:
+        result = train_worker(job)
+    except PlannerError as error:
+        refusal = path.with_name(f"refusal-{os.environ['RANK']}.json")
+        refusal.write_text(json.dumps({"message": error.message, "hint": error.hint}), encoding="utf-8")
+        return
+    if result is not None:
+        path.with_name("result.json").write_text(result.model_dump_json(), encoding="utf-8")
+
+
+def _time_written(path: Path) -> int:
+    return path.stat().st_mtime_ns
