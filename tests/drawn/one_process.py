@@ -5,11 +5,15 @@ It is written from the documentation alone, and calls nothing of the package but
 
 from __future__ import annotations
 
+import hashlib
+import random
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
 
 from planner.model.spec import TrainingSpec
@@ -73,7 +77,11 @@ def state_copy(model: torch.nn.Module) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Reader:
-    """Reads minibatches of a dataset in its order, epoch after epoch, the last of each perhaps smaller."""
+    """Reads minibatches of a dataset in its order, epoch after epoch, the last of each perhaps smaller.
+
+    Items, and batches that a model file's collate() makes, are drawn by seeds of their own, as the documentation says.
+    A minibatch is made of microbatches, because collate() may mix the samples that it gets.
+    """
 
     microbatch_size: int
     microbatches: int
@@ -83,10 +91,34 @@ class Reader:
         """Return the arguments and the target of a minibatch, as one batch."""
         size = self.microbatch_size * self.microbatches
         per_epoch = -(-len(dataset) // size)
-        position = number % per_epoch
-        indices = range(position * size, min(len(dataset), (position + 1) * size))
-        samples = [dataset[index] for index in indices]
-        return spec.functions.get("collate", _stacked)(samples)
+        epoch, position = divmod(number, per_epoch)
+        start = position * size
+        samples = min(size, len(dataset) - start)
+
+        parts = []
+        for part in range(self.microbatches):
+            length = samples // self.microbatches + (part < samples % self.microbatches)
+            if length:
+                parts.append(self._microbatch(spec, dataset, epoch, range(start, start + length)))
+            start += length
+        return tree_map(lambda *tensors: torch.cat(tensors), *parts)
+
+    def _microbatch(self, spec: TrainingSpec, dataset: Any, epoch: int, indices: range) -> Any:
+        items = []
+        for index in indices:
+            seed_all(f"{self.seed}/{epoch}/item/{index}")
+            items.append(dataset[index])
+
+        seed_all(f"{self.seed}/{epoch}/collate/{indices.start}")
+        return spec.functions.get("collate", _stacked)(items)
+
+
+def seed_all(text: str) -> None:
+    """Seed Python's, NumPy's and PyTorch's generators by the digest of a text."""
+    seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big")
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
 
 
 def _stacked(samples: list[Any]) -> Any:
