@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar, get_args
 from uuid import uuid4
 
 from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, ValidationError, model_serializer
@@ -61,8 +61,11 @@ def load_record(record: type[RecordT], path: Path | str, error: type[InputError]
         raise error(f"'{path}' holds a {type(content).__name__}, not an object", hint=remedy)
     # Checked before the fields: a field of another version or of another file is not a misspelt one.
     version, fields = content.get("schema_version"), record.model_fields
-    if "schema_version" in fields and version != (expected := fields["schema_version"].default):
-        raise error(f"'{path}' has schema_version {version!r}, this version reads {expected}", hint=remedy)
+    if "schema_version" in fields:
+        known = get_args(fields["schema_version"].annotation)
+        if version not in known:
+            expected = " or ".join(map(str, known))
+            raise error(f"'{path}' has schema_version {version!r}, this version reads {expected}", hint=remedy)
     if other := next((kind for field, kind in _KINDS.items() if field in content and field not in fields), None):
         wanted = next((kind for field, kind in _KINDS.items() if field in fields), "file of this kind")
         raise error(f"'{path}' holds a {other}, not a {wanted}", hint=remedy)
