@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from planner.errors import InputError, did_you_mean
-from planner.formats.files import write_text
+from planner.formats.files import parse_json, write_text
 
 Config = Mapping[str, Any]
 
@@ -109,7 +109,7 @@ def find_model(name: str) -> NamedModel:
 
 def _of_file(path: Path) -> NamedModel:
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as cause:
         why = getattr(cause, "strerror", None) or cause
         raise InputError(f"'{path}' cannot be read as JSON: {why}", hint="name a config.json") from None

@@ -143,6 +143,12 @@ def _unknown(parser: Parser, verb: str, unknown: Sequence[str]) -> InputError:
     return InputError(f"`plan {verb}` does not know {' '.join(unknown)}", hint=f"{hint}see: plan {verb} --help")
 
 
+def _out_of_range(error: ValueError) -> PlannerError | None:
+    from planner.formats.files import out_of_range  # not at the top: it imports pydantic
+
+    return out_of_range(error)
+
+
 def _failure(error: BaseException) -> PlannerError:
     match error:
         case PlannerError():
@@ -151,6 +157,8 @@ def _failure(error: BaseException) -> PlannerError:
             return PlannerError("interrupted")
         case OSError():
             return PlannerError(f"the system refused: {error}", hint="-vv shows where")
+        case ValueError() if (sentence := _out_of_range(error)) is not None:
+            return sentence
         case _:
             what = f"{type(error).__name__}: {error}".rstrip(": ")
             return PlannerError(f"unexpected {what}", hint="this is a bug in plan; -vv shows where")

@@ -13,10 +13,17 @@ from planner.errors import ClusterError
 from planner.formats.files import AlwaysTrue, GrownRecord, Record, first_problem, load_record, save_record
 from planner.formats.link_names import link_bandwidth
 from planner.formats.names import Backend, CodecName
+from planner.formats.quantities import (
+    MOST_GPUS,
+    BytesPerSecond,
+    NonNegativeFloat,
+    PositiveFloat,
+    Seconds,
+    SomeBytes,
+    Workers,
+)
 from planner.formats.shown import Shown
 from planner.units import counted, parse_bytes, parse_seconds
-
-MOST_GPUS = 2**17  # a plan names every rank
 
 
 class Level(GrownRecord):
@@ -27,21 +34,21 @@ class Level(GrownRecord):
         | {"sum_wait_share", "sum_wait_s"}
     )
 
-    size: Annotated[int, Field(ge=1)]
-    bandwidth_bytes_per_s: Annotated[float, Field(gt=0)]  # of a member's link in each direction (full duplex)
-    latency_s: Annotated[float, Field(ge=0)] = 0.0  # of a message
-    all_reduce_bandwidth_bytes_per_s: Annotated[float, Field(gt=0)] | None = None  # where measured to differ
+    size: Workers
+    bandwidth_bytes_per_s: BytesPerSecond  # of a member's link in each direction (full duplex)
+    latency_s: Seconds = 0.0  # of a message
+    all_reduce_bandwidth_bytes_per_s: BytesPerSecond | None = None  # where measured to differ
     # Of the all-reduces between the computations of ranks that divide layers, where measured: the latency of a step.
-    sum_bandwidth_bytes_per_s: Annotated[float, Field(gt=0)] | None = None
-    sum_latency_s: Annotated[float, Field(ge=0)] | None = None
+    sum_bandwidth_bytes_per_s: BytesPerSecond | None = None
+    sum_latency_s: Seconds | None = None
     # For the slowest of them a rank waits this share of what it has computed since the last one, at most so long.
-    sum_wait_share: Annotated[float, Field(ge=0)] | None = None
-    sum_wait_s: Annotated[float, Field(ge=0)] | None = None
+    sum_wait_share: NonNegativeFloat | None = None
+    sum_wait_s: Seconds | None = None
     # The same of a unit's weights that replicas gather, and of its gradients, each summed where it is needed alone.
-    gather_bandwidth_bytes_per_s: Annotated[float, Field(gt=0)] | None = None
-    gather_latency_s: Annotated[float, Field(ge=0)] | None = None
-    scatter_bandwidth_bytes_per_s: Annotated[float, Field(gt=0)] | None = None
-    scatter_latency_s: Annotated[float, Field(ge=0)] | None = None
+    gather_bandwidth_bytes_per_s: BytesPerSecond | None = None
+    gather_latency_s: Seconds | None = None
+    scatter_bandwidth_bytes_per_s: BytesPerSecond | None = None
+    scatter_latency_s: Seconds | None = None
     shared: bool = True  # the devices of a member share its link; false: each has one of its own
 
 
@@ -50,10 +57,10 @@ class DeviceKind(GrownRecord):
 
     later_fields: ClassVar[frozenset[str]] = frozenset({"name", "device"})
 
-    count: Annotated[int, Field(ge=1)]
+    count: Workers
     name: str | None = None  # as the profile calls it, where that has several kinds
-    speed: Annotated[float, Field(gt=0)] = 1.0  # relative to the profiled device of that name
-    memory_bytes: Annotated[int, Field(gt=0)] | None = None  # per device; None for that of the cluster
+    speed: PositiveFloat = 1.0  # relative to the profiled device of that name
+    memory_bytes: SomeBytes | None = None  # per device; None for that of the cluster
     device: str | None = None  # name of the device that was measured; workers on these ranks must have it
     pays_transfers: AlwaysTrue = True  # always true; files of version 0.1 have it
 
@@ -70,7 +77,7 @@ class CodecTime(Record):
     """What a codec takes of a worker's time."""
 
     codec: CodecName
-    s_per_byte: Annotated[float, Field(ge=0)]  # of a byte on the link, at either end
+    s_per_byte: Seconds  # of a byte on the link, at either end
 
 
 class Cluster(Shown, GrownRecord):
@@ -80,7 +87,7 @@ class Cluster(Shown, GrownRecord):
 
     schema_version: Literal[1] = 1
     levels: Annotated[tuple[Level, ...], Field(min_length=1)]  # inner to outer
-    memory_bytes: Annotated[int, Field(gt=0)] | None = None  # per device; None for no limit
+    memory_bytes: SomeBytes | None = None  # per device; None for no limit
     overlap: bool = True  # messages travel while devices compute; not on a CPU without a core to spare
     backend: Backend | None = None  # that the links were measured with
     compress: CodecName = "none"  # how activations and their gradients travel between stages
@@ -132,7 +139,9 @@ class Cluster(Shown, GrownRecord):
         return self.model_copy(update={"memory_bytes": changed(self.memory_bytes), "kinds": kinds})
 
     @model_validator(mode="after")
-    def _check_kinds(self) -> "Cluster":
+    def _check_counts(self) -> "Cluster":
+        if self.gpus > MOST_GPUS:
+            raise ValueError(f"{self.gpus} devices are beyond the {MOST_GPUS} that can be solved for")
         if self.kinds and sum(kind.count for kind in self.kinds) != self.gpus:
             counts = " + ".join(str(kind.count) for kind in self.kinds)
             raise ValueError(f"kinds of {counts} devices are not the {self.gpus} devices of the levels")

@@ -4,10 +4,11 @@ import errno
 import json
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar, get_args
 from uuid import uuid4
 
 from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, ValidationError, model_serializer
@@ -50,7 +51,7 @@ def load_record(record: type[RecordT], path: Path | str, error: type[InputError]
     """Read and validate `path`; raise `error` with the file, the field, the offending value, and `remedy` as hint."""
     try:
         text = Path(path).read_text(encoding="utf-8")
-        content = json.loads(text)
+        content = parse_json(text)
     except FileNotFoundError:
         raise error(f"there is no file '{path}'", hint=remedy) from None
     except OSError as cause:
@@ -61,8 +62,12 @@ def load_record(record: type[RecordT], path: Path | str, error: type[InputError]
         raise error(f"'{path}' holds a {type(content).__name__}, not an object", hint=remedy)
     # Checked before the fields: a field of another version or of another file is not a misspelt one.
     version, fields = content.get("schema_version"), record.model_fields
-    if "schema_version" in fields and version != (expected := fields["schema_version"].default):
-        raise error(f"'{path}' has schema_version {version!r}, this version reads {expected}", hint=remedy)
+    if "schema_version" in fields:
+        field = fields["schema_version"]
+        known = get_args(field.annotation) or (field.default,)
+        if version not in known:
+            expected = " or ".join(map(str, known))
+            raise error(f"'{path}' has schema_version {version!r}, this version reads {expected}", hint=remedy)
     if other := next((kind for field, kind in _KINDS.items() if field in content and field not in fields), None):
         wanted = next((kind for field, kind in _KINDS.items() if field in fields), "file of this kind")
         raise error(f"'{path}' holds a {other}, not a {wanted}", hint=remedy)
@@ -71,6 +76,27 @@ def load_record(record: type[RecordT], path: Path | str, error: type[InputError]
         return record.model_validate_json(text, strict=True)
     except ValidationError as cause:
         raise error(f"'{path}': {first_problem(cause)}", hint=remedy) from None
+
+
+def parse_json(text: str) -> Any:
+    """Return what JSON says.
+
+    Raises:
+        ValueError: for what is no JSON, for what is nested as deeply as no file of ours, and for an object that has a
+            key twice, of which readers take one or the other.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=_without_doubles)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+        raise ValueError(f"an object has the key '{twice}' twice")
+    return content
 
 
 def save_record(record: Record, path: Path | str) -> None:
@@ -117,6 +143,17 @@ def replacing(path: Path) -> Iterator[Path]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def out_of_range(error: ValueError) -> InputError | None:
+    """Return a sentence for a record of an answer that cannot be, as sums of huge quantities give it; else None."""
+    if not isinstance(error, ValidationError):
+        return None
+    return InputError(
+        f"the answer has a number that cannot be, {error.title}.{first_problem(error)}",
+        hint="look for a quantity of the input that is far too large or too small: a rate, a latency, a number of "
+        "samples",
+    )
 
 
 def first_problem(cause: ValidationError) -> str:

@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from planner.formats.files import Record
 from planner.formats.plan_parts import ScheduleField
+from planner.formats.quantities import Parts, Workers
 from planner.schedule.instructions import CHUNKS
 from planner.schedule.registry import DEFAULT
 
@@ -13,15 +14,15 @@ from planner.schedule.registry import DEFAULT
 class OwnStage(Record):
     """One stage: how many of the model's blocks it has, or the names of its layers."""
 
-    blocks: Annotated[int, Field(ge=1)] | None = None
+    blocks: Parts | None = None
     layers: tuple[str, ...] = ()  # as in the profile
-    replicas: Annotated[int, Field(ge=1)] = 1
-    tensor: Annotated[int, Field(ge=1)] = 1  # ranks of a replica, which divide every layer between them
+    replicas: Workers = 1
+    tensor: Workers = 1  # ranks of a replica, which divide every layer between them
     sharded: bool = False  # the replicas divide the optimizer's state
     sharding_level: Annotated[int, Field(ge=1, le=3)] = 1  # of a plan's only stage: 2 gradients, too, 3 weights, too
     # Runs its forward again before each backward: true for the whole stage, a number for that many of its units, the
     # first ones, each by itself.
-    recompute: bool | Annotated[int, Field(ge=1)] = False
+    recompute: bool | Parts = False
 
     @model_validator(mode="after")
     def _check_one(self) -> "OwnStage":
@@ -41,5 +42,5 @@ class OwnPlan(Record):
 
     stages: Annotated[tuple[OwnStage, ...], Field(min_length=1)]
     schedule: ScheduleField = Field(default=DEFAULT.name, validate_default=True)
-    microbatches: Annotated[int, Field(ge=1)] | None = None  # per minibatch; None as `plan solve` chooses
-    chunks: Annotated[int, Field(ge=1)] = CHUNKS  # stages per GPU, where the schedule leaves the choice
+    microbatches: Parts | None = None  # per minibatch; None as `plan solve` chooses
+    chunks: Parts = CHUNKS  # stages per GPU, where the schedule leaves the choice

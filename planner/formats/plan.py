@@ -24,6 +24,7 @@ from planner.formats.plan_parts import (
     why_whole,
 )
 from planner.formats.profile import Autocast, Device, LossMean, MemoryFormat
+from planner.formats.quantities import MOST_PARTS, Parts, Samples
 from planner.formats.shown import Shown
 
 REMEDY = "make a plan with: plan solve"
@@ -51,13 +52,14 @@ class Plan(Shown, GrownRecord):
     device: Device
     config: str  # see `config_of`
     schedule: ScheduleField
-    microbatch_size: Annotated[int, Field(ge=1)] | None
+    microbatch_size: Samples | None
     loss: LossMean | None = None  # what it is a mean over; None stands for the samples
     lengths: PlannedLengths | None = None  # of batches, that vary
-    microbatches: Annotated[int, Field(ge=1)] = 1  # per minibatch
+    microbatches: Parts = 1  # per minibatch
     vertical_sync: Literal[False] = False  # always false; version 0.2 had plans in which it was true
     stages: Annotated[tuple[Stage, ...], Field(min_length=1)]
-    experts: Annotated[int, Field(ge=2)] | None = None  # of a layer, which the ranks of a replica divide between them
+    # Of a layer, which the ranks of a replica divide between them.
+    experts: Annotated[int, Field(ge=2, le=MOST_PARTS)] | None = None
     by_samples: bool = False  # whether those ranks have a part of a microbatch's samples each, and divide experts alone
     transfers: tuple[Transfer, ...]
     shared: tuple[Shared, ...] = ()
@@ -156,6 +158,10 @@ class Plan(Shown, GrownRecord):
         layers = [name for stage in self.stages for name in stage.layers]
         if len(set(layers)) < len(layers):
             raise ValueError(f"layer '{Counter(layers).most_common(1)[0][0]}' is in two stages")
+        last = len(self.stages) - 1
+        named = (self.predicted.bottleneck.stage, *(stage for each in self.shared for stage in each.stages))
+        if max(named) > last:
+            raise ValueError(f"stage {max(named)} is named, and the last one is {last}")
         pairs = Counter((transfer.source, transfer.target) for transfer in self.transfers)
         for (source, target), times in pairs.items():
             if not source < target < len(self.stages) or times > 1:

@@ -8,7 +8,18 @@ from pydantic import Field, PlainSerializer, PlainValidator, WithJsonSchema, mod
 
 from planner.errors import InputError
 from planner.formats.files import GrownRecord, Record
-from planner.formats.profile import Bytes, Seconds, Shares, VaryingLengths
+from planner.formats.profile import Shares, VaryingLengths
+from planner.formats.quantities import (
+    Bytes,
+    BytesPerSecond,
+    NonNegativeFloat,
+    Number,
+    Parts,
+    PositiveFloat,
+    Rank,
+    Seconds,
+    Workers,
+)
 from planner.schedule.one_stage import FLUSH
 from planner.schedule.registry import NAMES, find
 from planner.schedule.schedule import Schedule
@@ -106,18 +117,18 @@ class StageMemory(GrownRecord):
 class Exchanged(Record):
     """What each rank of a group sends to the others for a microbatch, over a link that messages cross, too."""
 
-    forward_bytes: Annotated[float, Field(ge=0)]
-    backward_bytes: Annotated[float, Field(ge=0)]
-    bytes_per_s: Annotated[float, Field(gt=0)]  # while nothing else crosses the link
+    forward_bytes: NonNegativeFloat
+    backward_bytes: NonNegativeFloat
+    bytes_per_s: BytesPerSecond  # while nothing else crosses the link
 
 
 class Stage(GrownRecord):
     """Consecutive layers, replicated on `ranks`; minibatch b runs on `ranks[b % replicas]`, or that group."""
 
     layers: Annotated[tuple[str, ...], Field(min_length=1)]
-    ranks: Annotated[tuple[int, ...], Field(min_length=1)]
-    tensor: Annotated[int, Field(ge=1)] = 1  # ranks of a replica, which divide every layer between them
-    in_flight: Annotated[int, Field(ge=1)]  # minibatches (microbatches) in flight per replica, at most
+    ranks: Annotated[tuple[Rank, ...], Field(min_length=1)]
+    tensor: Workers = 1  # ranks of a replica, which divide every layer between them
+    in_flight: Parts  # minibatches (microbatches) in flight per replica, at most
     sharded: bool = False  # the replicas divide the optimizer's state, and each updates its part
     sharding_level: Annotated[int, Field(ge=1, le=3)] = 1  # of a plan's only stage: 2 gradients, too, 3 weights, too
     # Groups of layers that keep only the values which enter them, and run their forward again before their own
@@ -129,7 +140,7 @@ class Stage(GrownRecord):
     update_s: Seconds  # of its part of the weights, where the optimizer's state is divided
     accumulate_s: Seconds = 0.0  # gradient accumulation, in every backward of a minibatch except the first
     ready_s: tuple[Seconds, ...] = ()  # from the start of a backward until each part of the gradients is complete
-    ready_shares: tuple[Annotated[float, Field(ge=0)], ...] = ()  # of their bytes in each part; equal ones if empty
+    ready_shares: tuple[NonNegativeFloat, ...] = ()  # of their bytes in each part; equal ones if empty
     # Where lengths vary, seconds are means over the plan's microbatches; a microbatch takes its shares of them.
     forward_shares: Shares = ()
     backward_shares: Shares = ()
@@ -183,6 +194,9 @@ class Stage(GrownRecord):
             raise ValueError(f"the ranks {list(self.ranks)} are no groups of {self.tensor} consecutive ones")
         if self.sharded and self.replicas == 1:
             raise ValueError("only a stage of two replicas or more is sharded")
+        if self.ready_shares and len(self.ready_shares) != len(self.ready_s):
+            times, shares = len(self.ready_s), len(self.ready_shares)
+            raise ValueError(f"ready_s has {times} parts of the gradients, and ready_shares {shares}")
         if isinstance(self.recompute, bool):
             return self
         names = list(chain.from_iterable(self.recompute))
@@ -207,8 +221,8 @@ class Transfer(GrownRecord):
 
     later_fields: ClassVar[frozenset[str]] = frozenset({"shares"})
 
-    source: Annotated[int, Field(ge=0)]
-    target: Annotated[int, Field(ge=0)]
+    source: Number
+    target: Number
     values: Annotated[tuple[str, ...], Field(min_length=1)]
     output_bytes: Bytes
     gradient_bytes: Bytes
@@ -229,7 +243,7 @@ class PlannedLengths(VaryingLengths):
 class Shared(Record):
     """Weights that two stages share: each has a copy, and they exchange its gradients."""
 
-    stages: tuple[int, int]
+    stages: tuple[Number, Number]
     weights: Annotated[tuple[str, ...], Field(min_length=1)]
     gradient_bytes: Bytes  # an upper bound: profiles know the bytes of layers, not of single weights
 
@@ -237,7 +251,7 @@ class Shared(Record):
 class Bottleneck(Record):
     """The resource that limits the pipeline."""
 
-    stage: int
+    stage: Number
     # shared_link: the link of the server that holds most of the stage; boundary: the cut after it, in older plans alone
     resource: Literal["compute", "link", "shared_link", "boundary"]
     busy_s: Seconds  # per minibatch
@@ -246,17 +260,17 @@ class Bottleneck(Record):
 class Prediction(Record):
     """What to expect of the plan in steady state."""
 
-    seconds_per_minibatch: Annotated[float, Field(gt=0)]
+    seconds_per_minibatch: PositiveFloat
     by: Literal["simulation", "cost model"] = "cost model"  # if it is too slow to simulate
-    samples_per_s: Annotated[float, Field(gt=0)] | None  # None if the profile does not know its batch size
+    samples_per_s: PositiveFloat | None  # None if the profile does not know its batch size
     bottleneck: Bottleneck
     speedup_over_one_gpu: float
     speedup_over_data_parallel: float
     communication_bytes_per_sample: float | None
     data_parallel_communication_bytes_per_sample: float | None
     communication_cut: float | None = None  # share of data parallelism's bytes that the plan avoids
-    tokens_per_s: Annotated[float, Field(gt=0)] | None = None  # None where the model is not of token ids
-    flop_utilisation: Annotated[float, Field(gt=0)] | None = None  # of the workers' peak, by the model's own FLOPs
+    tokens_per_s: PositiveFloat | None = None  # None where the model is not of token ids
+    flop_utilisation: PositiveFloat | None = None  # of the workers' peak, by the model's own FLOPs
 
 
 class OtherWay(GrownRecord):
@@ -267,11 +281,11 @@ class OtherWay(GrownRecord):
     name: str
     config: str
     schedule: ScheduleField
-    microbatches: Annotated[int, Field(ge=1)]  # per minibatch
+    microbatches: Parts  # per minibatch
     seconds_per_microbatch: Seconds
     memory_bytes: Bytes  # of the GPU that needs most
     over_memory_bytes: Bytes = 0  # by how much that exceeds the memory; 0 if it fits
-    staleness: int = 0  # updates that the gradients are late
+    staleness: Number = 0  # updates that the gradients are late
 
 
 class SolverReport(GrownRecord):
@@ -284,9 +298,9 @@ class SolverReport(GrownRecord):
     status: Literal["optimal", "feasible"]
     lower_bound_s: Seconds  # per minibatch: no plan in the profile's order is faster by the cost model
     bound_of: str = ""  # of which plans: "cuts between blocks"; where empty, of all
-    gap: Annotated[float, Field(ge=0)]  # (seconds_per_minibatch - lower_bound_s) / seconds_per_minibatch
+    gap: NonNegativeFloat  # (seconds_per_minibatch - lower_bound_s) / seconds_per_minibatch
     seconds: Seconds
     cost_model_s: Seconds | None = None  # per minibatch: this plan by the cost model
-    simulated: Annotated[int, Field(ge=0)] = 0  # number of candidates that were simulated
+    simulated: Number = 0  # number of candidates that were simulated
     exhausted: bool = True  # all candidates were simulated that could be faster by the cost model
     depth: Literal["auto", "published"] = "auto"  # how many units in flight stages were given

@@ -16,11 +16,21 @@ from pydantic import Field, model_validator
 
 from planner.errors import ProfileError
 from planner.formats.files import GrownRecord, Record, load_record, save_record
+from planner.formats.quantities import (
+    MOST_GPUS,
+    Bytes,
+    FloatingOperations,
+    NonNegativeFloat,
+    Number,
+    PositiveFloat,
+    Samples,
+    Seconds,
+    SomeBytes,
+    Threads,
+)
 from planner.formats.shown import Shown
 
 _log = logging.getLogger(__name__)
-Seconds = Annotated[float, Field(ge=0, le=1e15)]  # what is above is no time, and would overflow
-Bytes = Annotated[int, Field(ge=0, le=2**62)]
 
 Autocast = Literal["bfloat16", "float16"]
 MemoryFormat = Literal["channels-last"]
@@ -38,7 +48,7 @@ class Value(Record):
     name: str
     output_bytes: Bytes
     gradient_bytes: Bytes  # 0 where no gradient flows back (integers, booleans, detached tensors)
-    element_bytes: Annotated[int, Field(ge=1)] | None = None  # None: 4, or 2 under autocast
+    element_bytes: SomeBytes | None = None  # None: 4, or 2 under autocast
 
 
 class Layer(Record):
@@ -66,8 +76,8 @@ class Layer(Record):
     workspace_bytes: Bytes = 0  # 0 if not measured
     update_workspace_bytes: Bytes = 0  # peak of temporary memory in the optimizer's step
     # Multiplications and additions of products, convolutions and attention, for one microbatch; None: not counted.
-    forward_flops: Annotated[int, Field(ge=0)] | None = None
-    backward_flops: Annotated[int, Field(ge=0)] | None = None
+    forward_flops: FloatingOperations | None = None
+    backward_flops: FloatingOperations | None = None
     parameters: tuple[str, ...] = ()  # fully qualified names
 
     @property
@@ -92,11 +102,11 @@ class Device(GrownRecord):
 
     kind: str  # "cpu", "cuda"
     name: str
-    threads: Annotated[int, Field(ge=1)] | None = None  # intra-op threads, on a CPU
-    processes: Annotated[int, Field(ge=1)] | None = None  # training at the same time, the measured one included
-    memory_bytes: Annotated[int, Field(gt=0)] | None = None
+    threads: Threads | None = None  # intra-op threads, on a CPU
+    processes: Threads | None = None  # training at the same time, the measured one included
+    memory_bytes: SomeBytes | None = None
     context_bytes: Bytes | None = None  # of its memory that a process takes beside tensors, on CUDA; None: not measured
-    peak_flops_per_s: Annotated[float, Field(gt=0)] | None = None  # of an estimate's device, in the profile's dtype
+    peak_flops_per_s: PositiveFloat | None = None  # of an estimate's device, in the profile's dtype
 
 
 class _Times(Record):
@@ -124,7 +134,7 @@ class DegreeCosts(_Times):
     Times are without the all-reduces of activations in the group.
     """
 
-    degree: Annotated[int, Field(ge=2)]
+    degree: Annotated[int, Field(ge=2, le=MOST_GPUS)]
     weight_bytes: tuple[Bytes, ...]
     gradient_bytes: tuple[Bytes, ...]
     optimizer_bytes: tuple[Bytes, ...]
@@ -132,10 +142,10 @@ class DegreeCosts(_Times):
     saved_bytes: tuple[Bytes, ...]
     forward_reduced_bytes: tuple[Bytes, ...]  # that the ranks all-reduce in a forward of one microbatch
     backward_reduced_bytes: tuple[Bytes, ...]
-    forward_reduces: tuple[Annotated[float, Field(ge=0)], ...]  # in so many all-reduces; a gather is half of one
-    backward_reduces: tuple[Annotated[float, Field(ge=0)], ...]
+    forward_reduces: tuple[NonNegativeFloat, ...]  # in so many all-reduces; a gather is half of one
+    backward_reduces: tuple[NonNegativeFloat, ...]
     by_samples: Literal[True] | None = None  # each has a part of a microbatch's samples, and they divide experts alone
-    experts: tuple[Annotated[int, Field(ge=0)], ...] | None = None  # of mixtures, which the ranks divide between them
+    experts: tuple[Number, ...] | None = None  # of mixtures, which the ranks divide between them
     by_tokens: "DegreeCosts | None" = None  # the same with sequence parallelism; None where that was not measured
 
 
@@ -182,7 +192,7 @@ class Disturbance(Record):
     """What disturbed a measurement on a CPU: then times are longer than an idle machine's."""
 
     waited_share: Annotated[float, Field(ge=0, le=1)] | None = None  # of the steps, in which they had no core
-    others_cores: Annotated[float, Field(ge=0)] | None = None  # in older files
+    others_cores: NonNegativeFloat | None = None  # in older files
     drift: float | None = None  # how much longer steps took in a second measurement; 0.1 is 10%
 
 
@@ -209,7 +219,7 @@ class Fit(Record):
     """
 
     shares: Shares
-    residual: Annotated[float, Field(ge=0)]  # root mean square of what the fit misses, by the mean cost
+    residual: NonNegativeFloat  # root mean square of what the fit misses, by the mean cost
 
     @property
     def kind(self) -> Literal["constant", "linear", "quadratic"]:
@@ -234,7 +244,7 @@ class VaryingLengths(Record):
 
     names: Annotated[tuple[str, ...], Field(min_length=1)]
     least: tuple[int, ...]
-    most: tuple[Annotated[int, Field(ge=1)], ...]
+    most: tuple[Samples, ...]
     # random: samples come in any order; buckets: in minibatches of similar length; given: as the profile lists them
     order: Literal["random", "buckets", "given"]
 
@@ -264,9 +274,9 @@ class Profile(Shown, GrownRecord):
     deterministic: Literal[True] | None = None  # measured with deterministic algorithms, and to be trained so
     # Only then may replicas divide its state. None in older profiles, and where nothing is trained.
     optimizer_elementwise: bool | None = None  # whether replicas can divide its state
-    microbatch_size: Annotated[int, Field(ge=1)] | None = None  # samples; None where the source does not say
+    microbatch_size: Samples | None = None  # samples; None where the source does not say
     loss: LossMean | None = None  # what it is a mean over; None where that was not checked
-    tokens_per_sample: Annotated[int, Field(ge=1)] | None = None  # length of sequences of token ids
+    tokens_per_sample: Samples | None = None  # length of sequences of token ids
     layers: Annotated[tuple[Layer, ...], Field(min_length=1)]
     edges: tuple[Edge, ...]
     no_cut_after: tuple[str, ...] = ()  # layers that must share a stage with the next one

@@ -2,15 +2,16 @@
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 from typing_extensions import Self
 
 from planner.errors import InputError
 from planner.formats.files import Record, load_record, write_text
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import ScheduleField
+from planner.formats.quantities import Bytes, BytesPerSecond, Number, Parts, Rank, Samples
 from planner.formats.shown import Shown
 
 REMEDY = "see timeline.json in the file formats"
@@ -67,15 +68,15 @@ class _Columns(Record):
 class Events(_Columns):
     """Events, as one list per field because there may be hundreds of thousands. The first computation is at time 0."""
 
-    rank: tuple[int, ...]
+    rank: tuple[Rank, ...]
     kind: tuple[EventKind, ...]
-    stage: tuple[int, ...]
-    minibatch: tuple[int, ...]  # for updates and all-reduces, the round
-    microbatch: tuple[int, ...]
+    stage: tuple[Number, ...]
+    minibatch: tuple[Number, ...]  # for updates and all-reduces, the round
+    microbatch: tuple[Number, ...]
     start_s: tuple[float, ...]
     end_s: tuple[float, ...]
-    peer_rank: tuple[int | None, ...]  # the other end of a message
-    peer_stage: tuple[int | None, ...]
+    peer_rank: tuple[Rank | None, ...]  # the other end of a message
+    peer_stage: tuple[Number | None, ...]
 
     @classmethod
     def of(cls, rows: Iterable[Event]) -> "Events":
@@ -95,19 +96,19 @@ class Events(_Columns):
 class MemoryCurve(_Columns):
     """Memory of a worker over time: it holds `held_bytes[i]` from `time_s[i]` on."""
 
-    rank: int
+    rank: Rank
     time_s: tuple[float, ...]
-    held_bytes: tuple[int, ...]
-    limit_bytes: int | None = None  # of its device
+    held_bytes: tuple[Bytes, ...]
+    limit_bytes: Bytes | None = None  # of its device
 
 
 class LinkUse(_Columns):
     """Intervals in which one direction of a link was busy: from `start_s[i]` to `end_s[i]`, one after another."""
 
     name: str  # "worker 3 sends", "workers 4-7 together send"
-    rank: int | None = None  # of the worker whose own link it is; None for a link that several workers share
+    rank: Rank | None = None  # of the worker whose own link it is; None for a link that several workers share
     sends: bool = True  # away from the worker or workers; false: towards them
-    bandwidth_bytes_per_s: Annotated[float, Field(gt=0)]
+    bandwidth_bytes_per_s: BytesPerSecond
     start_s: tuple[float, ...]
     end_s: tuple[float, ...]
     share: tuple[float, ...] = ()  # mean share of the bandwidth in use; empty: all of it
@@ -121,10 +122,10 @@ class Timeline(Shown, Record):
     model: str
     config: str  # of the plan
     schedule: ScheduleField
-    ranks: tuple[tuple[int, ...], ...]  # per stage, the workers that run it
-    minibatches: int
-    microbatches: int = 1  # per minibatch
-    microbatch_size: int | None = None  # samples
+    ranks: tuple[tuple[Rank, ...], ...]  # per stage, the workers that run it
+    minibatches: Number
+    microbatches: Parts = 1  # per minibatch
+    microbatch_size: Samples | None = None
     accumulate: Literal[1] = 1  # always 1; version 0.2 had runs under 1f1b in which replicas updated more rarely
     length_names: tuple[str, ...] = ()  # of lengths in which microbatches differ
     lengths: tuple[tuple[int, ...], ...] = ()  # of each: its minibatch, its number in that, and its lengths
@@ -150,6 +151,17 @@ class Timeline(Shown, Record):
             events=events,
             **others,
         )
+
+    @model_validator(mode="after")
+    def _check_places(self) -> Self:
+        events = self.events
+        stages = [*events.stage, *(stage for stage in events.peer_stage if stage is not None)]
+        if max(stages, default=0) >= len(self.ranks):
+            raise ValueError(f"an event is of stage {max(stages)}, and the last one is {len(self.ranks) - 1}")
+        ranks = {*events.rank, *(curve.rank for curve in self.memory)}
+        if strange := ranks - set(self.workers):
+            raise ValueError(f"worker {min(strange)} runs no stage")
+        return self
 
     @property
     def workers(self) -> tuple[int, ...]:

@@ -133,7 +133,15 @@ def keywords_of(record: Any, **_: Any) -> Any:
         def called(*arguments: Any, **keywords: Any) -> Any:
             own = {each.name: keywords.pop(each.name) for each in first if each.name in keywords}
             check(arguments, own)
-            return function(*arguments, **own, **{last.name: record(**keywords)})
+            try:
+                return function(*arguments, **own, **{last.name: record(**keywords)})
+            except ValueError as cause:
+                from planner.formats.files import out_of_range  # not at the top: it imports pydantic
+
+                sentence = out_of_range(cause)
+                if sentence is None:
+                    raise
+                raise sentence from cause
 
         parameters = first + [
             each.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=inspect.formatannotation(each.annotation))

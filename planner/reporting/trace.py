@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 from pydantic import ValidationError
 
 from planner.errors import InputError
-from planner.formats.files import first_problem, write_text
+from planner.formats.files import first_problem, parse_json, write_text
 from planner.formats.timeline import Event, Events, Timeline, load_timeline
 from planner.reporting.timeline import LANE_ORDER, side_by_side
 from planner.simulator.simulate_plan import ROUNDS
@@ -46,7 +46,7 @@ def load_run(path: Path | str) -> Timeline:
     """Read the timeline from a file that `save_trace` or `save_timeline` wrote; raise InputError for any other file."""
     path = Path(path)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         content = None
     if not isinstance(content, dict) or "traceEvents" not in content:
@@ -55,7 +55,7 @@ def load_run(path: Path | str) -> Timeline:
         head = content["otherData"]["timeline"]
         events = Events.of(_event(row) for row in content["traceEvents"] if row["ph"] == "X")
         return Timeline.model_validate({**head, "events": events.model_dump()})
-    except (KeyError, TypeError):
+    except (KeyError, TypeError, AttributeError):  # whatever another program's rows lack
         raise InputError(f"'{path}' is a trace of another program: it has no timeline", hint=_REMEDY) from None
     except ValidationError as cause:
         raise InputError(f"'{path}': {first_problem(cause)}", hint=_REMEDY) from None

@@ -19,10 +19,11 @@ import torch.distributed as dist
 
 from planner.errors import InputError, PlannerError
 from planner.executor.checkpoint import folders
+from planner.executor.checkpoint.folder_lock import lock_folder
 from planner.executor.checkpoint.stage_parts import Restorable, content_of, restore_stage, write_part
 from planner.executor.communication.control import broadcast_bytes, gather_bytes, merge_losses, message_timeout
 from planner.executor.observe.run_log import NOTHING, Past, RunLog
-from planner.formats.files import Record, save_record
+from planner.formats.files import Record
 from planner.version import __version__
 from planner.workers.heartbeat import Heartbeat
 from planner.workers.job import Evaluation, Job
@@ -151,6 +152,7 @@ class Checkpointer(Keeper):
             if writes:
                 try:
                     self.folder.mkdir(parents=True, exist_ok=True)
+                    lock_folder(self.folder, self._job.run)
                     folders.remove_leftovers(self.folder)
                     (self.folder / folders.partial_name(folders.PROBE, token)).mkdir()
                 except OSError as cause:
@@ -197,7 +199,7 @@ class Checkpointer(Keeper):
         # The order matters. Workers synced their files before they reported; the index and the names in the folder are
         # synced before the rename, so that after a crash no complete name stands for missing content. The parent is
         # synced last: only then does the new name itself outlive a crash, and older checkpoints may be removed.
-        save_record(index_of(self._job, self._data, minibatch, parts), folder / folders.INDEX)
+        folders.save_index(folder, index_of(self._job, self._data, minibatch, parts))
         folders.sync_folder(folder)
         final = folder.with_name(f"{folders.STEP}{minibatch:08}")
         folder.rename(final)

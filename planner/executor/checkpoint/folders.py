@@ -2,7 +2,8 @@
 
     FOLDER/
         step-00000200/                    complete: it got this name when everything in it was on disk
-            index.json                    a `Checkpoint`
+            index.json                    a `Checkpoint`, with the checksums of all files beside it
+            index.sha256                  its own checksum; `sha256sum -c` reads it
             stage-0.weights.safetensors   parameters and buffers by their names in the model
             stage-0.optimizer.safetensors
             ...
@@ -12,6 +13,7 @@ A folder is renamed into place, so at any moment there is the whole checkpoint o
 InputError when there is none, or when it is of another model or run.
 """
 
+import hashlib
 import os
 import shutil
 from contextlib import suppress
@@ -19,17 +21,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
+from typing_extensions import Self
 
 from planner.errors import InputError
 from planner.executor.checkpoint.optimizer_state import OptimizerState
 from planner.executor.checkpoint.tensor_file import TensorFile
 from planner.executor.observe.run_log import is_of
-from planner.formats.files import Record, load_record
+from planner.formats.files import Record, load_record, save_record, write_text
 from planner.formats.plan import Plan
 from planner.options.training import BaselineName, CheckpointOptions
 
-INDEX = "index.json"
+INDEX, INDEX_DIGEST = "index.json", "index.sha256"
+OTHER = "resume from another checkpoint with `resume=PATH`"
 REMEDY = "train with `every=N` to write checkpoints"
 AUTO = "auto"  # the newest checkpoint in the run's own folder, or none
 # A folder by which rank 0 checks that all hosts see its files, named like a half-written checkpoint, so that
@@ -53,11 +57,17 @@ class StagePart(Record):
     optimizer_file: TensorFile | None = None
     extras: dict[str, Any]  # state of learning rate schedulers and the like, by `optimizer_state.to_json`
 
+    @model_validator(mode="after")
+    def _has_whole_optimizer(self) -> Self:
+        if (self.optimizer is None) != (self.optimizer_file is None):
+            raise ValueError("an optimizer has both its state and a file of tensors, or neither")
+        return self
+
 
 class Checkpoint(Record):
     """index.json: where a run was after `minibatch` minibatches, at a point where its pipeline was empty."""
 
-    schema_version: Literal[1] = 1
+    schema_version: Literal[1, 2] = 2  # 1 had no checksum of its own
     tool: str
     torch: str
     model: str
@@ -96,8 +106,50 @@ class SavedCheckpoint:
             raise InputError(problem, hint=f"resume with `seed={index.seed}` or without a seed")
 
 
+def save_index(folder: Path, index: Checkpoint) -> None:
+    """Write a checkpoint's index, and the checksum of it."""
+    save_record(index, folder / INDEX)
+    write_text(folder / INDEX_DIGEST, _digest_line(folder))
+
+
 def load_checkpoint(path: Path) -> SavedCheckpoint:
-    return SavedCheckpoint(path, load_record(Checkpoint, path / INDEX, InputError, REMEDY))
+    """Read the index of a checkpoint; raise InputError when it is not the one that was written there."""
+    index = load_record(Checkpoint, path / INDEX, InputError, REMEDY)
+    if index.schema_version > 1:
+        _check_digest(path)
+    elif (path / INDEX_DIGEST).exists():
+        problem = f"'{path / INDEX}' says that it is of version 1, which had no checksum, and has one"
+        raise InputError(problem, hint=OTHER)
+
+    named = path.resolve().name
+    if _is_step(named) and int(named[len(STEP) :]) != index.minibatch:
+        raise InputError(
+            f"the index of '{path}' is of minibatch {index.minibatch}, and the folder's name is of another",
+            hint=OTHER,
+        )
+    return SavedCheckpoint(path, index)
+
+
+def _check_digest(path: Path) -> None:
+    try:
+        written = (path / INDEX_DIGEST).read_text(encoding="ascii", errors="replace")
+        actual = _digest_line(path)
+    except OSError as cause:
+        problem = f"'{path / INDEX_DIGEST}' cannot be read: {cause.strerror or cause}"
+        raise InputError(problem, hint=OTHER) from None
+
+    if actual != written:
+        problem = f"'{path / INDEX}' is corrupt: its SHA-256 is not the one in {INDEX_DIGEST}"
+        raise InputError(problem, hint=OTHER)
+
+
+def _digest_line(folder: Path) -> str:
+    return f"{hashlib.sha256((folder / INDEX).read_bytes()).hexdigest()}  {INDEX}\n"
+
+
+def _is_step(name: str) -> bool:
+    number = name[len(STEP) :]
+    return name.startswith(STEP) and number.isascii() and number.isdigit()
 
 
 def partial_name(what: str, token: str) -> str:
@@ -107,7 +159,7 @@ def partial_name(what: str, token: str) -> str:
 
 def complete(folder: Path) -> list[Path]:
     """Return the complete checkpoints in `folder`, oldest first."""
-    found = [path for path in folder.glob(f"{STEP}*") if path.name[len(STEP) :].isdigit() and path.is_dir()]
+    found = [path for path in folder.glob(f"{STEP}*") if _is_step(path.name) and path.is_dir()]
     return sorted(found, key=_minibatch_of)  # by name those of more than eight digits would come first
 
 

@@ -83,18 +83,20 @@ def write_part(folder: Path, own: Restorable, content: Content) -> StagePart:
     if division.group is not None and not division.is_first_rank:
         stem += f"-rank-{division.group.place}"
     tensors, aliases = distinct(content.weights)
-    part = StagePart(
+    weights = write_tensors(folder / f"{stem}.weights.safetensors", tensors)
+    optimizer_file = None
+    if content.optimizer is not None:
+        optimizer_file = write_tensors(folder / f"{stem}.optimizer.safetensors", content.optimizer_tensors)
+
+    return StagePart(
         stage=own.stage,
         replica=own.replica,
-        weights=write_tensors(folder / f"{stem}.weights.safetensors", tensors),
+        weights=weights,
         aliases=aliases,
         optimizer=content.optimizer,
+        optimizer_file=optimizer_file,
         extras=content.extras,
     )
-    if content.optimizer is None:
-        return part
-    file = write_tensors(folder / f"{stem}.optimizer.safetensors", content.optimizer_tensors)
-    return part.model_copy(update={"optimizer_file": file})
 
 
 def distinct(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -15,7 +15,6 @@ and its error with a fit to the others is compared with the table's. The mean ga
 errors, over three groups or more: a smaller one, of few steps, is chance.
 """
 
-import json
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +28,7 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from planner.errors import InputError
-from planner.formats.files import Record, load_record
+from planner.formats.files import Record, load_record, parse_json
 from planner.formats.profile import Profile, load_profile
 from planner.model.spec import TrainingSpec, load_model_file
 from planner.profiler.estimated.devices import COMPUTE_CLASSES, OP_CLASSES, DeviceSpec, DType
@@ -139,7 +138,7 @@ def load_calibration(path: Path | str) -> list[Calibration]:
     """
     folder = Path(path).parent
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = parse_json(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         content = None  # load_profile says what is wrong
     if isinstance(content, dict) and "steps" in content:

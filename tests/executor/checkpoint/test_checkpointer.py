@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -9,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,19 +24,20 @@ from planner.errors import InputError, PlannerError
 from planner.executor.checkpoint.checkpointer import Checkpointer, DataPosition, position
 from planner.executor.checkpoint.folders import (
     INDEX,
+    INDEX_DIGEST,
     Checkpoint,
     SavedCheckpoint,
     complete,
     find,
     load_checkpoint,
     resolve,
+    save_index,
 )
 from planner.executor.checkpoint.optimizer_state import take_state
 from planner.executor.checkpoint.stage_parts import Restorable, content_of, fill_optimizer, restore_stage, write_part
 from planner.executor.checkpoint.tensor_file import write_tensors
 from planner.executor.communication.sharding import Sharding
 from planner.executor.observe.run_log import FILE, RunLog
-from planner.formats.files import save_record
 from planner.model.capture.capture import capture_file
 from planner.model.capture.graph import LayerGraph
 from planner.model.spec import TrainingSpec, load_model_file
@@ -145,7 +148,7 @@ class Split:
             tool="test", torch="any", model="any", graph_hash=self.graph.hash, config="any", schedule="1f1b", seed=0,
             minibatch=1, minibatch_size=1, minibatches_per_epoch=None, parts=parts,
         )  # fmt: skip
-        save_record(index, folder / INDEX)
+        save_index(folder, index)
 
     def restore(self, folder: Path) -> None:
         saved = load_checkpoint(folder)
@@ -262,12 +265,12 @@ def test_a_damaged_checkpoint_is_one_sentence_and_changes_no_model(tmp_path: Pat
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     damages: list[tuple[Callable[[Path], object], str]] = [
         (Path.unlink, "cannot be read|there is no"),
-        (lambda path: path.write_bytes(path.read_bytes()[:-3]), "truncated|is not JSON"),
-        (lambda path: path.write_bytes(b""), "has 0 bytes|is not JSON"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-3]), "truncated|is not JSON|is corrupt"),
+        (lambda path: path.write_bytes(b""), "has 0 bytes|is not JSON|is corrupt"),
         (lambda path: path.write_bytes(path.read_bytes().replace(b"e", b"f", 1)), "is corrupt|missing|unknown|index"),
     ]
     files = [path.name for path in sorted((tmp_path / "good").iterdir()) if "optimizer" not in path.name]
-    assert files == [INDEX, "stage-0.weights.safetensors", "stage-1.weights.safetensors"]
+    assert files == [INDEX, INDEX_DIGEST, "stage-0.weights.safetensors", "stage-1.weights.safetensors"]
     for file in files:
         for number, (damage, words) in enumerate(damages):
             bad = tmp_path / f"bad-{number}-{file}"
@@ -282,6 +285,61 @@ def test_a_damaged_checkpoint_is_one_sentence_and_changes_no_model(tmp_path: Pat
         damages[1][0](path)
     with pytest.raises(InputError, match="truncated"):
         fill_optimizer(Restorable(0, 0, model, optimizer), saved)
+
+
+# What a run would go on with in silence: each is a valid index.
+CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
+    "another learning rate": lambda index: _group(index)["hyperparameters"].update(lr=0.5),
+    "another momentum": lambda index: _group(index)["hyperparameters"].update(betas={"tuple": [0.5, 0.5]}),
+    "another minibatch": lambda index: index.update(minibatch=7),
+    "another seed": lambda index: index.update(seed=9),
+    "another stage's optimizer": lambda index: index["parts"][0].update(optimizer=index["parts"][1]["optimizer"]),
+    "no state of a parameter": lambda index: index["parts"][0]["optimizer"]["states"].popitem(),
+    "no state at all": lambda index: index["parts"][0].update(optimizer=None),
+    "no optimizer": lambda index: index["parts"][0].update(optimizer=None, optimizer_file=None),
+    "no state of a scheduler": lambda index: index["parts"][0].update(extras={"scheduler": {"dict": []}}),
+    "an older version": lambda index: index.update(schema_version=1, seed=9),
+}
+
+
+def _group(index: dict[str, Any]) -> dict[str, Any]:
+    group: dict[str, Any] = index["parts"][0]["optimizer"]["groups"][0]
+    return group
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_index_is_refused(change: str, tmp_path: Path) -> None:
+    folder = _saved(tmp_path)
+    index = json.loads((folder / INDEX).read_text("utf-8"))
+    CHANGES[change](index)
+    (folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
+    with pytest.raises(InputError, match=r"is corrupt: its SHA-256|neither|no checksum") as refusal:
+        load_checkpoint(folder)
+    assert refusal.value.hint
+
+
+def test_an_index_under_the_name_of_another_minibatch_is_refused(tmp_path: Path) -> None:
+    folder = _saved(tmp_path)
+    assert load_checkpoint(folder.rename(tmp_path / "step-00000001")).index.minibatch == 1
+    with pytest.raises(InputError, match="is of minibatch 1, and the folder's name is of another"):
+        load_checkpoint((tmp_path / "step-00000001").rename(tmp_path / "step-00000009"))
+
+
+def test_checkpoints_of_before_the_checksum_load(tmp_path: Path) -> None:
+    folder = _saved(tmp_path)
+    text = (folder / INDEX).read_text("utf-8")
+    (folder / INDEX).write_text(text.replace('"schema_version": 2', '"schema_version": 1'), encoding="utf-8")
+    (folder / INDEX_DIGEST).unlink()
+    assert load_checkpoint(folder).index.schema_version == 1
+
+
+def _saved(folder: Path) -> Path:
+    spec = load_model_file(write_model(folder, "convolutional", "adamw"))
+    graph = capture_file(spec, spec.example_batch(4))
+    split = Split(spec, [graph], [4])
+    split.train()
+    split.save(folder / "saved")
+    return folder / "saved"
 
 
 def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
