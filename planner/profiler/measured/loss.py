@@ -1,12 +1,11 @@
 """Find what a model's loss is a mean over."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner.errors import ModelFileError
