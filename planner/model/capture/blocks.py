@@ -30,6 +30,7 @@ from planner.model.capture.graph import (
     structure_of,
     tensors_of,
 )
+from planner.model.capture.hooks import refuse_hooks
 from planner.model.capture.layers import adopt_unused
 from planner.model.capture.operations import Names
 from planner.model.capture.size import BATCH, SizeReader
@@ -75,6 +76,7 @@ def capture_blocks(
     options.prepare(model)
     example = example.prepared(options)
     named = _named(model, blocks)
+    refuse_hooks(model, blocks)
     build = partial(_graph, model, named, example, loss, options)
     with keep_state(model):
         with autocasting(example.device_type, options.autocast):

@@ -27,6 +27,7 @@ from planner.model.capture.failure import (
 )
 from planner.model.capture.fake import TensorFacts, fake_run
 from planner.model.capture.graph import LOSS, LayerGraph, ValueSpec, graph_digest
+from planner.model.capture.hooks import refuse_hooks, refuse_new_hooks
 from planner.model.capture.layers import group_layers
 from planner.model.capture.operations import MODEL, Names, is_check, is_random
 from planner.model.capture.recurrent import recurrence_untraced
@@ -128,6 +129,7 @@ def traced(
 ) -> Trace:
     """Trace a model, for `observed`; arguments and errors are those of `capture`."""
     refuse_untrainable(model)
+    refuse_hooks(model)
     # The tracer takes a size of one for a constant, and a tensor that occurs twice for one input.
     options.prepare(model)
     example = (batch.doubled() if batch.size == 1 else batch).distinct().prepared(options)
@@ -146,7 +148,7 @@ def traced(
         ]
     )
     with ExitStack() as contexts:
-        for context in (silent_tracer(), refuse_custom_autograd()):
+        for context in (silent_tracer(), refuse_custom_autograd(), refuse_new_hooks()):
             contexts.enter_context(context)
         for context in (recurrence_untraced(), noting_places()) if places else ():
             contexts.enter_context(context)

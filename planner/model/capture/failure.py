@@ -47,7 +47,7 @@ def capture_failure(cause: Exception, model: nn.Module) -> PlannerError:
             return inner
         inner = inner.__cause__ or inner.__context__
     frames = traceback.extract_tb(cause.__traceback__)
-    own = [each for each in frames if Path(each.filename).is_file() and _is_users(each.filename)]
+    own = [each for each in frames if Path(each.filename).is_file() and is_users(each.filename)]
     place = f" at {own[-1].filename}:{own[-1].lineno}, '{own[-1].line}'" if own else ""
     what = f"{type(model).__name__} cannot be captured as a graph{place}"
     if any(word in f"{type(cause).__name__} {cause}" for word in _DATA_DEPENDENT):
@@ -97,7 +97,7 @@ class FailuresPlaced:
 def user_place(node: fx.Node) -> str | None:
     """Return where the user's code asked for the operation: "model.py:12", or the part where only a library did."""
     frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    own = [f"{file}:{line}" for file, line in frames if _is_users(file)]
+    own = [f"{file}:{line}" for file, line in frames if is_users(file)]
     if own:
         return own[-1]
     scope = scope_of(node)
@@ -124,7 +124,7 @@ def noting_places() -> Iterator[None]:
 
 def _runs_users_code(file: str) -> bool:
     # A decorator may stand between the user's line and the operation.
-    return Path(file).is_file() and _is_users(file) and Path(file).parent != _STANDARD
+    return Path(file).is_file() and is_users(file) and Path(file).parent != _STANDARD
 
 
 def refuse_pinned(model: nn.Module, placeholders: Sequence[fx.Node], lengths: Varying) -> None:
@@ -268,5 +268,6 @@ def silent_tracer() -> Iterator[None]:
         logging.disable(before)
 
 
-def _is_users(file: str) -> bool:
+def is_users(file: str) -> bool:
+    """Return whether a file of code is the user's, or of a library that the user calls."""
     return not any(Path(file).is_relative_to(library) for library in _LIBRARIES)
