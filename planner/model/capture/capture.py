@@ -36,6 +36,7 @@ from planner.model.capture.size import SizeReader, is_symbolic
 from planner.model.deferred_weights import allocate_buffers, is_deferred, without_storage
 from planner.model.lengths import Varying, varying
 from planner.model.loss import loss_of
+from planner.model.modes import evaluating, put_in_training
 from planner.model.options import PLAIN, LossFunction, ModuleOptions
 from planner.model.spec import TrainingSpec
 from planner.runtime import runtime_of
@@ -52,10 +53,21 @@ def capture_file(
 ) -> LayerGraph:
     """Return the graph of a model with its loss, as `capture` or, where the user names blocks, `capture_blocks` does.
 
-    The model was built from `spec`, its weights perhaps without memory; it is left in the mode that `training` says.
+    The model was built from `spec`, its weights perhaps without memory. For training, modules that it has in evaluation
+    mode stay so, unless all are; for evaluation, all are in evaluation mode while it is captured.
     Of equal blocks five are traced, `quickly`, which a model deceives that treats the twentieth alone in another way.
     """
-    model = (spec.build_model() if model is None else model).train(training)
+    model = spec.build_model() if model is None else model
+    if training:
+        put_in_training(model)
+        return _capture_as_it_is(spec, batch, model, options, quickly=quickly)
+    with evaluating(model):
+        return _capture_as_it_is(spec, batch, model, options, quickly=quickly)
+
+
+def _capture_as_it_is(
+    spec: TrainingSpec, batch: Batch, model: nn.Module, options: ModuleOptions, *, quickly: bool
+) -> LayerGraph:
     lengths = varying(spec, max(2, batch.size))
     deferred = is_deferred(model)
     if deferred:
@@ -86,8 +98,9 @@ def capture(
 ) -> LayerGraph:
     """Return the graph of `model` on batches like `batch`, up to the loss.
 
-    The mode of the model is fixed in the graph; its parameters become the stages' own. Values between layers have the
-    dtypes that they will have under autocast on the device of `options`; channels-last weights are laid out in place.
+    The modes of modules are fixed in the graph; the model's parameters become the stages' own. Values between layers
+    have the dtypes that they will have under autocast on the device of `options`. Channels-last weights are laid out in
+    place.
 
     Raises:
         CaptureError: when the model depends on values of tensors, changes its weights in forward, makes no loss, or

@@ -144,15 +144,20 @@ class BlockLayer:
     blocks: tuple[tuple[str, nn.Module], ...]  # with their names
     takes: Structure | None  # of what the layer before returns; None for the first layer, which takes the batch
     gives: Structure | None  # of what the layer after takes; None for the last layer, which computes the loss
+    training: tuple[bool, ...]  # for each of `modules`, the mode that it is put into
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The blocks and all modules within them, each once."""
+        return [*dict.fromkeys(module for _, block in self.blocks for module in block.modules())]
 
 
 @dataclass(frozen=True)
 class BlockChain:
-    """The modules that a graph of blocks runs; `training` is the mode that they are put into."""
+    """The modules that a graph of blocks runs."""
 
     layers: tuple[BlockLayer, ...]
     loss: LossFunction | None
-    training: bool
 
 
 def tensors_of(value: Any) -> list[Tensor]:

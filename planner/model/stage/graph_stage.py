@@ -11,6 +11,7 @@ from planner.model.capture.graph import GraphLayer, LayerGraph
 from planner.model.capture.operations import enters_autocast, is_random, movable, moved
 from planner.model.capture.size import is_symbolic
 from planner.model.loss import loss_of
+from planner.model.modes import set_modes
 from planner.model.randomness import reseed
 from planner.model.stage.code import FUNCTIONS, compiled
 from planner.model.stage.parts import Boundary, LayerObserver, Segment, Variant
@@ -48,7 +49,8 @@ class StageBlocks:
 
         The first layer takes the leaves of the arguments, the last one those of the target, too, at the end.
         """
-        layer, loss, training = self._chain.layers[index], self._chain.loss, self._chain.training
+        layer, loss = self._chain.layers[index], self._chain.loss
+        modes = list(zip(layer.modules, layer.training, strict=True))
         # Only this layer's: the chain, which the function would keep, leads to the whole model's weights.
         blocks = [(module, self._calls[module]) for _, module in layer.blocks]
         spec = self._batch_spec
@@ -57,9 +59,7 @@ class StageBlocks:
         def run(*values: Any) -> list[Tensor] | Tensor:
             end = len(values) - target_spec.num_leaves if layer.gives is None else len(values)
             # Stages in training and in evaluation run the same modules.
-            for module, _ in blocks:
-                if module.training != training:
-                    module.train(training)
+            set_modes(modes)
             rest = [block for _, block in blocks]
             if layer.takes is None:
                 args, kwargs, _ = spec.unflatten([*values[:end], *[None] * target_spec.num_leaves])

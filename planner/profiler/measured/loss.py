@@ -13,6 +13,7 @@ from planner.formats.profile import LossMean
 from planner.model.batch import Batch
 from planner.model.capture.graph import LayerGraph
 from planner.model.loss import labels_of, shares_by_samples, shares_function, unsplit_loss, with_labels
+from planner.model.modes import evaluating
 from planner.model.options import ModuleOptions
 from planner.model.spec import TrainingSpec
 
@@ -32,24 +33,26 @@ def find_loss_mean(spec: TrainingSpec, graph: LayerGraph, batch: Batch, options:
     if any(parameter.is_meta for parameter in graph.model.parameters()):
         return None  # nothing can be run
     batch = batch if batch.size > 1 else spec.example_batch(2).to(batch.device_type)
-    training = graph.model.training
-    graph.model.eval()
     if options.half is not None:  # whose roundings would hide what a loss is a mean over
         graph.model.float()
     try:
-        losses = _Losses(spec, graph, replace(options, autocast=None, half=None, compiled=False))
-        weighted = spec.defines("loss_weight")
-        # The same batch twice differs where the loss depends on random numbers, as that of a diffusion model does.
-        if not losses.explained(batch, [LossMean(over="samples")], parts=1):
-            return LossMean(over="loss_weight") if weighted else None
-        return losses.own_weight(batch) if weighted else losses.found(batch)
+        with evaluating(graph.model):
+            return _found(spec, graph, batch, options)
     except Exception as cause:  # whatever a model of one batch size raises at a part of a batch
         if graph.batch_size is None or isinstance(cause, ModelFileError):
             raise
         return None
     finally:
-        graph.model.train(training)
         options.prepare(graph.model)
+
+
+def _found(spec: TrainingSpec, graph: LayerGraph, batch: Batch, options: ModuleOptions) -> LossMean | None:
+    losses = _Losses(spec, graph, replace(options, autocast=None, half=None, compiled=False))
+    weighted = spec.defines("loss_weight")
+    # The same batch twice differs where the loss depends on random numbers, as that of a diffusion model does.
+    if not losses.explained(batch, [LossMean(over="samples")], parts=1):
+        return LossMean(over="loss_weight") if weighted else None
+    return losses.own_weight(batch) if weighted else losses.found(batch)
 
 
 class _Losses:

@@ -16,6 +16,7 @@ from planner.model.capture.failure import warn_of_unregistered
 from planner.model.capture.graph import LayerGraph
 from planner.model.elementwise import has_divisible_optimizer
 from planner.model.lengths import extent_of
+from planner.model.modes import warn_of_modes
 from planner.model.options import ModuleOptions, autocast_dtype
 from planner.model.spec import TrainingSpec
 from planner.model.stage.capture_check import can_be_checked, check_captured, further_batches
@@ -110,6 +111,7 @@ def profile_model(
         batch, *others = (spec.example_batch(batch_size, each) for each in (None, *other_lengths(spec)))
         model = spec.build_model()
         warn_of_unregistered(model)
+        warn_of_modes(model)
         # For the device itself: `options.device` may have the number of a GPU.
         graph = capture_file(spec, batch, model, options=replace(options.stage, device=device.type))
         with contention(spec, batch_size, options.processes - 1, threads=options.threads, options=options.stage):
