@@ -24,8 +24,8 @@ _PACKAGE = __name__.partition(".")[0]
 _SAME = 1e-4  # relative difference that is rounding: hooks run in float32
 _SIZES = (1e-3, 1.0, 1e3)  # of gradients: a hook that clips leaves small ones alone
 
-# Read in PyTorch 2.13: the hooks that torch.autograd.graph.register_multi_grad_hook puts on every tensor.
-_MULTIPLE = ("register_multi_grad_hook.",)
+# Read in PyTorch 2.13: register_multi_grad_hook puts a function of this module on every tensor, under the user's name.
+_MULTIPLE = "torch.autograd.graph"
 
 _GRADIENT_HINT = (
     "write it with operations: x * s + x.detach() * (1 - s) is x whose gradient is multiplied by s, negative to turn "
@@ -86,7 +86,7 @@ def _refuse_hooks_of_parameter(name: str, parameter: nn.Parameter) -> None:
         )
 
     for hook in gradient_hooks(parameter):
-        if getattr(hook, "__qualname__", "").startswith(_MULTIPLE):
+        if getattr(hook, "__globals__", {}).get("__name__") == _MULTIPLE:
             raise CaptureError(
                 f"parameter '{name}' has a hook on the gradients of several tensors, which may be in several stages",
                 hint=_STEP_HINT,
