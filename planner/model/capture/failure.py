@@ -27,8 +27,6 @@ from planner.model.lengths import Varying
 _STANDARD = Path(contextlib.__file__).parent
 _log = logging.getLogger(__name__)
 _LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[2])  # whose frames are not the user's
-# LSTM and GRU rebuild the last in forward.
-_REGISTRIES = ("_parameters", "_buffers", "_modules", "_flat_weights")
 _DATA_DEPENDENT = ("data-dependent", "GuardOnDataDependent", "DynamicOutputShape", "DataDependentOutput")
 _BLOCKS = "name parts of the model that run as they are in blocks(model): see docs/guides/own-model.md"
 _VALUE_HINT = (
@@ -170,6 +168,14 @@ def refuse_untrainable(model: nn.Module) -> None:
                 f"parameter '{name}' has no shape yet, its module is lazy",
                 hint="call the model once on an example at the end of build_model()",
             )
+    for path, module in model.named_modules():
+        for name in (*module._modules, *module._parameters, *module._buffers):
+            if hasattr(nn.Module, name):
+                place = f"{path}.{name}".removeprefix(".")
+                raise CaptureError(
+                    f"'{place}' of {type(model).__name__} is named like a method of torch.nn.Module, which hides it",
+                    hint=f"give it another name, such as 'own_{name}'",
+                )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise CaptureError(
             f"{type(model).__name__} has no parameters that require a gradient",
@@ -223,35 +229,6 @@ def refuse_custom_autograd() -> Iterator[None]:
 
     with mock.patch.object(base, "apply", classmethod(refuse)):
         yield
-
-
-@contextlib.contextmanager
-def refuse_assignments(model: nn.Module) -> Iterator[None]:
-    """Raise when the traced forward keeps another tensor than before in `model`: tracing would drop it.
-
-    What has a new name is removed again: it is the tracer's, without data, and of no use to later code.
-    """
-    before = _held_tensors(model)
-    yield
-    for key, (holder, name, tensors) in _held_tensors(model).items():
-        if key not in before:
-            if tensors:
-                delattr(holder, name)
-        elif [*map(id, before[key][2])] != [*map(id, tensors)]:
-            raise CaptureError(
-                f"{type(holder).__name__} keeps a tensor in 'self.{name}' from one forward to the next",
-                hint=f"make it a buffer and change it in place, with self.{name}.copy_(...)",
-            )
-
-
-def _held_tensors(model: nn.Module) -> dict[tuple[int, str], tuple[nn.Module, str, list[Tensor]]]:
-    return {
-        # The tracer wraps a module that has several names, each time anew. Its wrappers share the module's attributes.
-        (id(vars(module)), name): (module, name, [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)])
-        for module in model.modules()
-        for name, value in {**vars(module), **module._buffers}.items()
-        if isinstance(value, (Tensor, list, tuple, dict)) and name not in _REGISTRIES
-    }
 
 
 @contextlib.contextmanager

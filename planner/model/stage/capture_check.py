@@ -168,10 +168,9 @@ def _gradient_difference(one: Tensor | None, other: Tensor | None, tolerance: fl
     if one is None or other is None:
         # Optimizers leave a weight without a gradient alone, and decay one whose gradient is zero.
         return f"{_shown_norm(one)} and {_shown_norm(other)}"
-    error = (one - other).float()
     alike = (one == other) | (one.isnan() & other.isnan())
-    error = error.masked_fill(alike, 0.0).norm()
-    if float(error) <= tolerance * max(float(one.float().norm()), least):
+    error = (one - other).float().masked_fill(alike, 0.0).norm()
+    if not error or float(error) <= tolerance * max(float(one.float().norm()), least):
         return None
     return f"norms of {_shown_norm(one)} and {_shown_norm(other)}, which are {float(error):.3g} apart"
 
