@@ -36,6 +36,7 @@ from planner.model.capture.hooks import refuse_hooks, refuse_new_hooks
 from planner.model.capture.layers import group_layers
 from planner.model.capture.operations import MODEL, Names, is_check, is_random, name_slices
 from planner.model.capture.recurrent import recurrence_untraced
+from planner.model.capture.regions import inline_regions, regions_of
 from planner.model.capture.repeated import extended, noting_nodes, shortened
 from planner.model.capture.size import SizeReader, is_symbolic
 from planner.model.deferred_weights import allocate_buffers, is_deferred, without_storage
@@ -186,6 +187,7 @@ def traced(
                 trace_scratch(model, trace, assignments, module)
         except Exception as cause:  # whatever the user's forward or the tracer raises
             raise capture_failure(cause, model) from cause
+    inline_regions(module)
     name_slices(module, model)
     if lengths is not None:
         refuse_pinned(model, module.graph.find_nodes(op="placeholder"), lengths)
@@ -370,6 +372,7 @@ def _fixed(graph: LayerGraph, operations: Sequence[fx.Node], facts: TensorFacts)
     kept = {leaf for leaf in graph.outputs if isinstance(leaf, fx.Node)}
     known = {node for node in operations if node not in kept and not facts.writes[node]}
     known = {node for node in known if not (facts.storages[node] & written or is_random(node, graph.module))}
+    known = {node for node in known if not regions_of(node)}  # code that runs it may be in another region
 
     def constant(node: fx.Node) -> bool:
         if node.op == "get_attr":
