@@ -36,7 +36,7 @@ from planner.model.capture.hooks import refuse_hooks, refuse_new_hooks
 from planner.model.capture.layers import group_layers
 from planner.model.capture.operations import MODEL, Names, is_check, is_random, name_slices
 from planner.model.capture.recurrent import recurrence_untraced
-from planner.model.capture.regions import inline_regions, regions_of
+from planner.model.capture.regions import regions_noted, regions_of
 from planner.model.capture.repeated import extended, noting_nodes, shortened
 from planner.model.capture.size import SizeReader, is_symbolic
 from planner.model.deferred_weights import allocate_buffers, is_deferred, without_storage
@@ -176,7 +176,7 @@ def traced(
         return made
 
     with ExitStack() as contexts:
-        for context in (silent_tracer(), refuse_custom_autograd(), refuse_new_hooks()):
+        for context in (silent_tracer(), regions_noted(), refuse_custom_autograd(), refuse_new_hooks()):
             contexts.enter_context(context)
         for context in (recurrence_untraced(), noting_places()) if places else ():
             contexts.enter_context(context)
@@ -187,7 +187,6 @@ def traced(
                 trace_scratch(model, trace, assignments, module)
         except Exception as cause:  # whatever the user's forward or the tracer raises
             raise capture_failure(cause, model) from cause
-    inline_regions(module)
     name_slices(module, model)
     if lengths is not None:
         refuse_pinned(model, module.graph.find_nodes(op="placeholder"), lengths)

@@ -1,25 +1,31 @@
 """Regions of a forward under torch.autocast, or with gradients switched off or on: cut as everything else.
 
-The tracer puts the operations of a region into a nested graph, which one operation of the flat graph runs. So the model
-could not be cut within a region, and a forward that is decorated with autocast was a single layer. Here the operations
-come back into the flat graph, each with the regions that it is in, and code that runs them enters these again.
+The tracer notes where a region begins and ends, and then puts its operations into a nested graph, which one operation
+of the flat graph runs. So a model could not be cut within a region: a forward that is decorated with autocast was a
+single layer. Of a region without gradients in one under autocast the tracer even loses the inner one. So here its
+passes are replaced: operations stay in the flat graph, each with the regions that it is in, and code that runs them
+enters these again.
 
 Casts of weights that autocast remembers are those of one process as long as a region stays in one piece of code: two
 uses of a weight in a region have one cast. A weight that is used on both sides of a cut has copies on both anyway.
+Where a model says `cache_enabled=False`, gradients of weights that are used twice in a region differ by rounding.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any
+from unittest import mock
 
 import torch
-from torch import fx, nn
+from torch import fx
+from torch._export.passes import replace_autocast_with_hop_pass, replace_set_grad_with_hop_pass
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 
-from planner.model.capture.operations import enters_autocast, enters_region
 from planner.runtime import known_kinds
+
+_set_grad_pass = replace_set_grad_with_hop_pass.replace_set_grad_with_hop_pass
+_autocast_pass = replace_autocast_with_hop_pass.replace_autocast_with_hop_pass
 
 _META = "planner_regions"
 _TRACED_ON = "cpu"
@@ -33,7 +39,6 @@ class Region:
     device_type: str = ""  # of autocast
     dtype: torch.dtype | None = None
     enabled: bool = False
-    cached: bool = True  # whether casts of weights are remembered
 
     def kind(self, device_type: str) -> str:
         """Return the kind of device of autocast where the model runs on one of `device_type`.
@@ -46,12 +51,12 @@ class Region:
         """Return the context manager for a device."""
         if self.grad is not None:
             return torch.set_grad_enabled(self.grad)
-        return torch.autocast(self.kind(device_type), self.dtype, self.enabled, self.cached)
+        return torch.autocast(self.kind(device_type), self.dtype, self.enabled)
 
     def __str__(self) -> str:
         if self.grad is not None:
             return f"gradients {self.grad}"
-        return f"autocast {self.device_type} {self.dtype} {self.enabled} {self.cached}"
+        return f"autocast {self.device_type} {self.dtype} {self.enabled}"
 
 
 def regions_of(node: fx.Node) -> tuple[Region, ...]:
@@ -68,88 +73,50 @@ def entered(node: fx.Node, device_type: str) -> ExitStack:
     return stack
 
 
-def inline_regions(module: fx.GraphModule) -> None:
-    """Replace, in a flat graph, each operation that runs a region by the region's own operations.
+@contextmanager
+def regions_noted() -> Iterator[None]:
+    """Let the tracer note the regions of operations, in place of its own passes (read in PyTorch 2.13).
 
-    The nodes that read nested graphs have no users then.
+    Graphs of branches and loops keep their regions as nested graphs: they are run as they are.
     """
-    graph = module.graph
-    for node in list(graph.nodes):
-        if _runs_region(node):
-            region, nested, values = _parts(module, node)
-            with graph.inserting_before(node):
-                results = _copied(module, nested, values, (region,))
-            _replace(node, results)
+    with (
+        mock.patch.object(replace_set_grad_with_hop_pass, "replace_set_grad_with_hop_pass", _note_regions),
+        mock.patch.object(replace_autocast_with_hop_pass, "replace_autocast_with_hop_pass", _leave),
+    ):
+        yield
 
 
-def _runs_region(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.HigherOrderOperator) and enters_region(node.target)
+def _leave(module: fx.GraphModule, signature: Any) -> tuple[fx.GraphModule, Any]:
+    return module, signature
 
 
-def _parts(holder: nn.Module, node: fx.Node) -> tuple[Region, fx.GraphModule, list[Any]]:
-    """Return the region that an operation runs, its graph, which `holder` has, and what that takes."""
-    if enters_autocast(node.target):
-        device_type, dtype, enabled, cached, nested, *values = node.args
-        region = Region(None, str(device_type), dtype, bool(enabled), bool(cached))  # type: ignore[arg-type]
-    else:
-        grad, nested, *values = node.args
-        region = Region(bool(grad))
-    assert isinstance(nested, fx.Node)
-    graph = attrgetter(str(nested.target))(holder)
-    assert isinstance(graph, fx.GraphModule)
-    return region, graph, values
+def _note_regions(module: fx.GraphModule, signature: Any) -> tuple[fx.GraphModule, Any]:
+    """Give every operation of a flat graph its regions, and take out the nodes where they begin and end."""
+    usual = torch.is_grad_enabled()
+    gradients: Region | None = None
+    autocast: dict[fx.Node, Region] = {}  # in the order that they were entered
+    for node in list(module.graph.nodes):
+        if node.target is torch._C._set_grad_enabled:
+            gradients = None if node.args[0] == usual else Region(bool(node.args[0]))
+        elif node.target is _enter_autocast:
+            # The tracer remembers no casts, and says so in the last argument; one process does.
+            device_type, dtype, enabled, _ = node.args
+            autocast[node] = Region(None, str(device_type), dtype, bool(enabled))
+        elif node.target is _exit_autocast:
+            del autocast[node.args[0]]
+        elif node.op == "call_function":
+            # What autocast does is the same whether gradients are on, so theirs may be the innermost region.
+            node.meta[_META] = (*autocast.values(), *([gradients] if gradients is not None else []))
+        elif node.op == "get_attr" and isinstance(nested := getattr(module, str(node.target), None), fx.GraphModule):
+            for replaced in (_set_grad_pass, _autocast_pass):
+                nested, _ = replaced(nested, None)
+            setattr(module, str(node.target), nested)
 
-
-def _copied(root: fx.GraphModule, nested: fx.GraphModule, values: Sequence[Any], regions: tuple[Region, ...]) -> Any:
-    """Copy the operations of a nested graph to where the root's graph is written; return its results."""
-    copies: dict[fx.Node, Any] = {}
-    taken = iter(values)
-    for node in nested.graph.nodes:
-        source = node.args[0] if node.args else None
-        results = copies.get(source) if isinstance(source, fx.Node) else None
-        if node.op == "placeholder":
-            copies[node] = next(taken)
-        elif node.op == "output":
-            return fx.map_arg(source, copies.__getitem__)
-        elif _runs_region(node):
-            region, inner, given = _parts(nested, node)
-            copies[node] = _copied(root, inner, fx.map_arg(given, copies.__getitem__), (*regions, region))
-        elif isinstance(results, (tuple, list)):  # of a region within
-            copies[node] = results[node.args[1]]
-        elif node.op == "get_attr":
-            if not all(map(_runs_region, node.users)):
-                copies[node] = root.graph.get_attr(_moved_attribute(root, nested, node))
-        else:
-            made = root.graph.node_copy(node, copies.__getitem__)
-            made.meta[_META] = regions
-            copies[node] = made
-    raise AssertionError("a graph has an output")
-
-
-def _moved_attribute(root: fx.GraphModule, holder: nn.Module, node: fx.Node) -> str:
-    """Give the root what a nested graph reads besides its arguments; return its name there."""
-    value = attrgetter(str(node.target))(holder)
-    name = f"region_{str(node.target).replace('.', '_')}"
-    number = 0
-    while hasattr(root, name):
-        number += 1
-        name = f"{name}_{number}"
-    if isinstance(value, nn.Module):
-        root.add_module(name, value)
-    else:
-        root.register_buffer(name, value, persistent=False)
-    return name
-
-
-def _replace(node: fx.Node, results: Any) -> None:
-    """Let the users of a region's operation, which take its results one by one, use the copies."""
-    if not isinstance(results, (tuple, list)):
-        node.replace_all_uses_with(results)
-    else:
-        for user in list(node.users):
-            user.replace_all_uses_with(results[user.args[1]])  # type: ignore[index]
-            user.graph.erase_node(user)
-    node.graph.erase_node(node)
+    for node in reversed(list(module.graph.nodes)):
+        if node.target in (torch._C._set_grad_enabled, _enter_autocast, _exit_autocast):
+            module.graph.erase_node(node)
+    module.recompile()
+    return module, signature
 
 
 class RegionWriter:
@@ -176,7 +143,7 @@ class RegionWriter:
                 self._code.call_function(torch._C._set_grad_enabled, (region.grad,))
             else:
                 kind = device_type if region.device_type == _TRACED_ON else region.device_type
-                handle = self._code.call_function(_enter_autocast, (kind, region.dtype, region.enabled, region.cached))
+                handle = self._code.call_function(_enter_autocast, (kind, region.dtype, region.enabled))
             self._open.append((region, handle))
 
 

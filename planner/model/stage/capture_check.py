@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from planner.errors import CaptureError
 from planner.model.batch import Batch
 from planner.model.capture.graph import LOSS, LayerGraph
+from planner.model.capture.regions import regions_of
 from planner.model.loss import unsplit_loss
 from planner.model.options import ModuleOptions
 from planner.model.randomness import generators_kept, keep_state
@@ -100,6 +101,8 @@ class _Runs:
     def __init__(self, spec: TrainingSpec, graph: LayerGraph, options: ModuleOptions) -> None:
         self._spec, self._graph, self._options = spec, graph, options
         self._stage = build_stage(graph, [layer.name for layer in graph.layers])
+        regions = {region for node in graph.module.graph.nodes for region in regions_of(node)}
+        self._dtypes_of_regions = {each.dtype for each in regions if each.enabled and each.dtype is not None}
 
     def compare(self, batch: Batch, one: _Step, captured: _Step) -> None:
         """Raise CaptureError where steps of the model and of its captured layers on a batch differ."""
@@ -157,8 +160,8 @@ class _Runs:
         return None
 
     def _tolerance(self, dtype: torch.dtype) -> float:
-        computed_in = self._options.autocast or self._options.half or dtype
-        return max(_SAME, _EPSILONS * torch.finfo(computed_in).eps)
+        computed_in = {self._options.autocast or self._options.half or dtype, *self._dtypes_of_regions}
+        return max(_SAME, *(_EPSILONS * torch.finfo(each).eps for each in computed_in))
 
 
 def _gradient_difference(one: Tensor | None, other: Tensor | None, tolerance: float, least: float) -> str | None:
