@@ -14,6 +14,7 @@ from planner.formats.profile import Profile, save_profile
 from planner.model.batch import Batch
 from planner.model.capture.capture import capture_file
 from planner.model.capture.graph import LayerGraph
+from planner.model.modes import evaluating
 from planner.model.spec import TrainingSpec, load_model_file
 from planner.model.stage.evaluation import matching_cut
 from planner.profiler.measured.profiling import ProfilingOptions, profile_model
@@ -102,7 +103,8 @@ def _evaluation(file: TrainingSpec, training: LayerGraph, batch: Batch) -> str:
         cut = matching_cut(training, cut_evenly(training, 7), graph)
     except CaptureError as refused:
         return refused.message
-    mine = run_model(graph, batch, file.loss)
+    with evaluating(graph.model):
+        mine = run_model(graph, batch, file.loss)
     split = run_split(graph, batch, [names for names in cut if names], None)
     try:
         assert_same(mine, split)

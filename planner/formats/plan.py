@@ -37,7 +37,7 @@ class Plan(Shown, GrownRecord):
 
     later_fields: ClassVar[frozenset[str]] = frozenset(
         {"master_weights", "loss", "tf32", "deterministic", "lengths", "baselines", "synchronous", "notes"}
-    ) | {"experts", "by_samples", "smaller", "schedules"}
+    ) | {"experts", "by_samples", "smaller", "schedules", "capture_checked"}
 
     schema_version: Literal[1] = 1
     model: str
@@ -54,6 +54,7 @@ class Plan(Shown, GrownRecord):
     schedule: ScheduleField
     microbatch_size: Samples | None
     loss: LossMean | None = None  # what it is a mean over; None stands for the samples
+    capture_checked: bool = False  # as in the profile; training compares them at its start where that did not
     lengths: PlannedLengths | None = None  # of batches, that vary
     microbatches: Parts = 1  # per minibatch
     vertical_sync: Literal[False] = False  # always false; version 0.2 had plans in which it was true

@@ -260,7 +260,7 @@ class Lengths(VaryingLengths):
 class Profile(Shown, GrownRecord):
     """A model's costs per layer on one device, for one microbatch."""
 
-    later_fields: ClassVar[frozenset[str]] = frozenset({"lengths"})
+    later_fields: ClassVar[frozenset[str]] = frozenset({"lengths", "capture_checked"})
 
     schema_version: Literal[1] = 1
     model: str
@@ -276,6 +276,7 @@ class Profile(Shown, GrownRecord):
     optimizer_elementwise: bool | None = None  # whether replicas can divide its state
     microbatch_size: Samples | None = None  # samples; None where the source does not say
     loss: LossMean | None = None  # what it is a mean over; None where that was not checked
+    capture_checked: Literal[True] | None = None  # the model and its captured layers were run, with equal gradients
     tokens_per_sample: Samples | None = None  # length of sequences of token ids
     layers: Annotated[tuple[Layer, ...], Field(min_length=1)]
     edges: tuple[Edge, ...]

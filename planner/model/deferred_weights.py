@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from typing_extensions import Self
 
 from planner.errors import ModelFileError, PlannerError
+from planner.model.options import copy_hooks, gradient_hooks
 from planner.runtime import address_of
 
 LEAST_BYTES = 1 << 16  # smaller tensors are made at once: constructors may look at their values
@@ -57,6 +58,13 @@ class DeferredModel:
             if parameter.device.type not in ("cpu", "meta"):
                 # Another device has another generator, and memory that is not the host's.
                 raise ModelFileError(f"build_model() makes weights on {parameter.device}, not on the CPU", hint=_HINT)
+            if gradient_hooks(parameter):
+                # Tensors that the hook reads, such as a mask, may have been put off, and nothing would fill them.
+                raise ModelFileError(
+                    f"a parameter of shape {tuple(parameter.shape)} has a hook on its gradient, and what it "
+                    "reads may not be there where weights are put off",
+                    hint=_HINT,
+                )
             self._values[nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)] = parameter
         _replace(self.model, {value: deferred for deferred, value in self._values.items()})
         # Buffers are small, and captured with the model.
@@ -79,6 +87,8 @@ def allocate(model: nn.Module, names: Collection[str]) -> None:
         parameter: nn.Parameter(torch.empty_like(parameter, device="cpu"), parameter.requires_grad)
         for parameter in _without_values(model, names)
     }
+    for parameter, made in empty.items():
+        copy_hooks(parameter, made)
     _replace(model, empty)
 
 

@@ -5,6 +5,7 @@ half precision themselves, with masters: copies in float32 that the optimizer st
 float32 (Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.1; as in Megatron-LM).
 """
 
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -84,6 +85,17 @@ def parameter_like(parameter: Tensor, data: Tensor) -> nn.Parameter:
     if gradient_dtype(parameter) != parameter.dtype:
         made.grad_dtype = gradient_dtype(parameter)
     return made
+
+
+def gradient_hooks(parameter: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
+    """Return the user's hooks on the gradient of a parameter."""
+    return [*(parameter._backward_hooks or {}).values()]
+
+
+def copy_hooks(source: Tensor, target: Tensor) -> None:
+    """Put the hooks on the gradient of a parameter on another one of its shape, which stands for it."""
+    if source._backward_hooks:
+        target._backward_hooks = OrderedDict(source._backward_hooks)
 
 
 def gradient_bytes(parameter: Tensor) -> int:

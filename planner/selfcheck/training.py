@@ -19,6 +19,7 @@ from planner.executor.run.data import make_batches
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
 from planner.model.loss import loss_of
+from planner.model.modes import put_in_training
 from planner.model.spec import TrainingSpec, load_model_file
 from planner.plan.shape import shape_of
 from planner.profiler.this_machine import large_blocks_apart, thread_count
@@ -86,6 +87,7 @@ def train_alone(
     assert plan.microbatch_size is not None
     torch.manual_seed(seed)
     model = spec.build_model().to(device)
+    put_in_training(model)
     data = make_batches(spec, plan.microbatch_size, plan.microbatches, seed)
     with thread_count(1):  # as the workers: how a sum is divided over threads changes its rounding
         stages, losses = _stages(spec, profile, plan, model, minibatches), []

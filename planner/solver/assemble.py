@@ -68,6 +68,7 @@ def assemble(problem: Problem, best: Evaluation, report: SolverReport = GIVEN) -
         schedule=problem.schedule,
         microbatch_size=profile.microbatch_size,
         loss=profile.loss,
+        capture_checked=bool(profile.capture_checked),
         lengths=planned(profile, problem.microbatches),
         microbatches=problem.microbatches,
         stages=tuple(_stages(problem, best)),

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from planner.executor.communication.gradients import check_dense
 from planner.model.capture.graph import ValueSpec
-from planner.model.options import gradient_dtype, parameter_like
+from planner.model.options import copy_hooks, gradient_dtype, parameter_like
 from planner.schedule.versions import sharers
 
 
@@ -86,6 +86,7 @@ def separate_copies(modules: Sequence[nn.Module]) -> None:
             if parameter in seen:
                 if parameter not in copies:
                     copies[parameter] = parameter_like(parameter, parameter.detach().clone())
+                    copy_hooks(parameter, copies[parameter])
                 _set_parameter(module, name, copies[parameter])
         seen.update(dict.fromkeys(module.parameters()))
 

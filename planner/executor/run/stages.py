@@ -4,6 +4,7 @@ A worker's own weights have the same initial values however they are made: by th
 that makes the worker's weights, or from the files that pretrained() names. So hosts need not agree on a way.
 """
 
+import logging
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from planner.errors import ModelFileError, PlanError, PlannerError
+from planner.errors import ModelFileError, PlanError, PlannerError, reason_of
 from planner.executor.checkpoint.pretrained import Pretrained
 from planner.executor.communication.shared_gradients import separate_copies, use_parameters
 from planner.formats.plan import Plan
@@ -26,6 +27,7 @@ from planner.model.lengths import Length
 from planner.model.options import module_options
 from planner.model.randomness import generators_kept
 from planner.model.spec import TrainingSpec
+from planner.model.stage.capture_check import can_be_checked, check_captured
 from planner.model.stage.evaluation import EvaluationStages, build_evaluation
 from planner.model.stage.parts import Variant
 from planner.model.stage.stage import StageModule, build_stage
@@ -38,10 +40,13 @@ from planner.workers.job import Job
 if TYPE_CHECKING:
     from planner.model.tensor.group import TensorGroup
 
+_log = logging.getLogger(__name__)
 
 # Of the host's memory that whole models, one per local worker, may take: training on a CPU needs the rest, and on a GPU
 # its data and checkpoints do.
 _WHOLE_MODELS = 0.5
+_MOST_CHECKED = 10**8  # parameters of a model that is compared with its captured layers at the start
+_FEW = 2  # samples for that
 _LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
@@ -93,6 +98,7 @@ class _Making:
         model = self.spec.build_model()
         names = self._captured(model)
         self._read(model, names)
+        self._check_captured()
         bare = next((name for name in names if model.get_parameter(name).is_meta), None)
         if bare is not None:
             raise ModelFileError(
@@ -109,6 +115,7 @@ class _Making:
         read = set() if self.pretrained is None else self.pretrained.sources(deferred.model).keys()
         deferred.materialize(names - read)
         self._read(deferred.model, names)
+        self._check_captured()
 
     def _built_from_files(self) -> DeferredModel | None:
         """Return the model without random numbers; None unless files have all that the constructor would draw."""
@@ -144,6 +151,37 @@ class _Making:
         layers = {name for stage in self.stages for name in plan.stages[stage].layers}
         own = [name for layer in graph.layers if layer.name in layers for name in layer.parameters]
         return set(graph.names_of(own))
+
+    def _check_captured(self) -> None:
+        """Compare the captured layers with the model, where the profile did not: an estimate runs neither.
+
+        A worker of the first stage does so, on its CPU; where it has not all weights, or many, it says that it did not.
+        """
+        graph, spec = self.graph, self.spec
+        if self.job.plan.capture_checked or 0 not in self.stages:
+            return
+
+        problem = None
+        if not can_be_checked(graph, "cpu"):
+            problem = "no worker has all weights"
+        elif sum(parameter.numel() for parameter in graph.model.parameters()) > _MOST_CHECKED:
+            problem = "that would take long on a CPU"
+        else:
+            # Its values on a CPU, whatever the device that the graph was captured for.
+            options = replace(graph.options, autocast=None, device="cpu")
+            try:
+                with generators_kept():
+                    batch = spec.example_batch(_FEW if graph.batch_size is None else graph.batch_size)
+                    check_captured(spec, replace(graph, options=options), [batch], options)
+            except PlannerError:
+                raise
+            except Exception as cause:  # whatever a model raises that runs on a GPU only
+                problem = f"on a CPU the model fails: {reason_of(cause)}"
+        if problem is not None:
+            _log.warning(
+                f"warning: the captured layers are not compared with the model: {problem}; a profile that is measured "
+                "compares them"
+            )
 
     def _read(self, model: nn.Module, names: Collection[str]) -> None:
         """Read this worker's pretrained weights, and all buffers, which are small."""

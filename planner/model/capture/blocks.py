@@ -30,10 +30,12 @@ from planner.model.capture.graph import (
     structure_of,
     tensors_of,
 )
+from planner.model.capture.hooks import refuse_hooks
 from planner.model.capture.layers import adopt_unused
 from planner.model.capture.operations import Names
 from planner.model.capture.size import BATCH, SizeReader
 from planner.model.loss import loss_of
+from planner.model.modes import modes_of
 from planner.model.options import PLAIN, LossFunction, ModuleOptions, autocasting
 from planner.model.randomness import keep_state
 from planner.runtime import address_of, runtime_of
@@ -75,6 +77,7 @@ def capture_blocks(
     options.prepare(model)
     example = example.prepared(options)
     named = _named(model, blocks)
+    refuse_hooks(model, blocks)
     build = partial(_graph, model, named, example, loss, options)
     with keep_state(model):
         with autocasting(example.device_type, options.autocast):
@@ -249,7 +252,8 @@ def _graph(
                 made.append(value(code.call_function(operator.getitem, (node, index)), *pair))
             if after == end:
                 outputs, output_spec = tree_flatten(gives.value(made))
-        layers.append(BlockLayer(blocks, takes, gives))
+        modes = tuple(training for _, training in modes_of(module for _, module in blocks))
+        layers.append(BlockLayer(blocks, takes, gives, modes))
         tensors = {id(t) for _, module in blocks for t in (*module.parameters(), *module.buffers())}
         parameters = tuple(n for n, p in model.named_parameters() if id(p) in tensors)
         buffers = tuple(n for n, b in model.named_buffers() if id(b) in tensors)
@@ -276,7 +280,7 @@ def _graph(
         batch_size=None,
         options=options,
         written=frozenset(),  # no node says what blocks write
-        blocks=BlockChain(tuple(layers), loss, model.training),
+        blocks=BlockChain(tuple(layers), loss),
     )
     return replace(graph, hash=graph_digest(graph, specs))
 

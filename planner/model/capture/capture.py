@@ -14,11 +14,16 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map
 
 from planner.errors import CaptureError, PlannerError
 from planner.model.batch import Batch
+from planner.model.capture.assignments import (
+    Assignment,
+    attributes_kept,
+    noting_assignments,
+    trace_scratch,
+)
 from planner.model.capture.blocks import capture_blocks
 from planner.model.capture.failure import (
     capture_failure,
     noting_places,
-    refuse_assignments,
     refuse_custom_autograd,
     refuse_loss,
     refuse_pinned,
@@ -27,14 +32,17 @@ from planner.model.capture.failure import (
 )
 from planner.model.capture.fake import TensorFacts, fake_run
 from planner.model.capture.graph import LOSS, LayerGraph, ValueSpec, graph_digest
+from planner.model.capture.hooks import refuse_hooks, refuse_new_hooks
 from planner.model.capture.layers import group_layers
-from planner.model.capture.operations import MODEL, Names, is_check, is_random
+from planner.model.capture.operations import MODEL, Names, is_check, is_random, name_slices
 from planner.model.capture.recurrent import recurrence_untraced
+from planner.model.capture.regions import regions_noted, regions_of
 from planner.model.capture.repeated import extended, noting_nodes, shortened
 from planner.model.capture.size import SizeReader, is_symbolic
 from planner.model.deferred_weights import allocate_buffers, is_deferred, without_storage
 from planner.model.lengths import Varying, varying
 from planner.model.loss import loss_of
+from planner.model.modes import evaluating, put_in_training
 from planner.model.options import PLAIN, LossFunction, ModuleOptions
 from planner.model.spec import TrainingSpec
 from planner.runtime import runtime_of
@@ -51,10 +59,21 @@ def capture_file(
 ) -> LayerGraph:
     """Return the graph of a model with its loss, as `capture` or, where the user names blocks, `capture_blocks` does.
 
-    The model was built from `spec`, its weights perhaps without memory; it is left in the mode that `training` says.
+    The model was built from `spec`, its weights perhaps without memory. For training, modules that it has in evaluation
+    mode stay so, unless all are; for evaluation, all are in evaluation mode while it is captured.
     Of equal blocks five are traced, `quickly`, which a model deceives that treats the twentieth alone in another way.
     """
-    model = (spec.build_model() if model is None else model).train(training)
+    model = spec.build_model() if model is None else model
+    if training:
+        put_in_training(model)
+        return _capture_as_it_is(spec, batch, model, options, quickly=quickly)
+    with evaluating(model):
+        return _capture_as_it_is(spec, batch, model, options, quickly=quickly)
+
+
+def _capture_as_it_is(
+    spec: TrainingSpec, batch: Batch, model: nn.Module, options: ModuleOptions, *, quickly: bool
+) -> LayerGraph:
     lengths = varying(spec, max(2, batch.size))
     deferred = is_deferred(model)
     if deferred:
@@ -85,8 +104,9 @@ def capture(
 ) -> LayerGraph:
     """Return the graph of `model` on batches like `batch`, up to the loss.
 
-    The mode of the model is fixed in the graph; its parameters become the stages' own. Values between layers have the
-    dtypes that they will have under autocast on the device of `options`; channels-last weights are laid out in place.
+    The modes of modules are fixed in the graph; the model's parameters become the stages' own. Values between layers
+    have the dtypes that they will have under autocast on the device of `options`. Channels-last weights are laid out in
+    place.
 
     Raises:
         CaptureError: when the model depends on values of tensors, changes its weights in forward, makes no loss, or
@@ -128,10 +148,10 @@ def traced(
 ) -> Trace:
     """Trace a model, for `observed`; arguments and errors are those of `capture`."""
     refuse_untrainable(model)
+    refuse_hooks(model)
     # The tracer takes a size of one for a constant, and a tensor that occurs twice for one input.
     options.prepare(model)
     example = (batch.doubled() if batch.size == 1 else batch).distinct().prepared(options)
-    forward = _ForwardToLoss(model, loss)
     leaves, spec = example.flatten()
     tree = spec.unflatten(leaves)
     # AUTO, because a model may pin its batch size, which a dimension declared dynamic would refuse. What it pins of
@@ -145,17 +165,29 @@ def traced(
             for leaf, value in enumerate(leaves)
         ]
     )
+    output = _Output()
+
+    def trace(noted: list[Assignment]) -> fx.GraphModule:
+        forward = _ForwardToLoss(model, loss, output, noted)
+        with attributes_kept(model):
+            # Not strict: the user's Python runs as it is. The contexts around find what this silently loses.
+            made = export(forward, tree, dynamic_shapes=dynamic, strict=False).module()
+        assert isinstance(made, fx.GraphModule)
+        return made
+
     with ExitStack() as contexts:
-        for context in (silent_tracer(), refuse_custom_autograd()):
+        for context in (silent_tracer(), regions_noted(), refuse_custom_autograd(), refuse_new_hooks()):
             contexts.enter_context(context)
         for context in (recurrence_untraced(), noting_places()) if places else ():
             contexts.enter_context(context)
         try:
-            # Not strict: the user's Python runs as it is. The contexts around find what this silently loses.
-            module = export(forward, tree, dynamic_shapes=dynamic, strict=False).module()
+            assignments: list[Assignment] = []
+            module = trace(assignments)
+            if assignments:
+                trace_scratch(model, trace, assignments, module)
         except Exception as cause:  # whatever the user's forward or the tracer raises
             raise capture_failure(cause, model) from cause
-    assert isinstance(module, fx.GraphModule)
+    name_slices(module, model)
     if lengths is not None:
         refuse_pinned(model, module.graph.find_nodes(op="placeholder"), lengths)
     # Without the tracer's checks and unused attributes. Backwards, so that the arguments of a removed check have no
@@ -165,7 +197,7 @@ def traced(
             module.graph.erase_node(node)
         elif node.name == LOSS:
             node._rename("loss_value")  # "loss" is the stage's result
-    return Trace(model, module, example, forward.output, lengths)
+    return Trace(model, module, example, output, lengths)
 
 
 def observed(trace: Trace, options: ModuleOptions) -> LayerGraph:
@@ -214,23 +246,40 @@ def _layouts_kept() -> AbstractContextManager[object]:
     return mock.patch.object(Tensor, "contiguous", lambda self, **layout: torch.ops.aten.contiguous(self, **layout))
 
 
+def _causal_if_told(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
+    """Return whether a mask is known to be causal without a look at it."""
+    return bool(is_causal)
+
+
+def _masks_unread() -> AbstractContextManager[object]:
+    """Let nn.Transformer take its masks as they are: it looks at them for kernels that need none if they are causal.
+
+    Both compute the same, to rounding.
+    """
+    return mock.patch("torch.nn.modules.transformer._detect_is_causal_mask", _causal_if_told)
+
+
 class _ForwardToLoss(nn.Module):
     """The model followed by the loss, so that both are captured together."""
 
-    def __init__(self, model: nn.Module, loss: LossFunction | None) -> None:
+    def __init__(self, model: nn.Module, loss: LossFunction | None, output: "_Output", noted: list[Assignment]) -> None:
         super().__init__()
         self.add_module(MODEL, model)
         self._loss = partial(loss_of, loss=loss)  # it may be a module, which is not the model's
-        self.output = _Output()
+        # In functions, because the tracer copies and restores a module's attributes.
+        self._tell_output = partial(setattr, output)
+        self._noting = partial(noting_assignments, noted=noted)
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> tuple[Any, ...]:
         model = self.get_submodule(MODEL)
-        with _layouts_kept():
-            with refuse_assignments(model):
+        with _layouts_kept(), _masks_unread():
+            with self._noting(model):
                 output = model(*args, **kwargs)
             loss = self._loss(output, target)
-        self.output.leaves, self.output.spec = tree_flatten(as_tree(output))
-        return (loss, *(leaf for leaf in self.output.leaves if isinstance(leaf, Tensor)))
+        leaves, spec = tree_flatten(as_tree(output))
+        self._tell_output("leaves", leaves)
+        self._tell_output("spec", spec)
+        return (loss, *(leaf for leaf in leaves if isinstance(leaf, Tensor)))
 
 
 class _Output:
@@ -322,6 +371,7 @@ def _fixed(graph: LayerGraph, operations: Sequence[fx.Node], facts: TensorFacts)
     kept = {leaf for leaf in graph.outputs if isinstance(leaf, fx.Node)}
     known = {node for node in operations if node not in kept and not facts.writes[node]}
     known = {node for node in known if not (facts.storages[node] & written or is_random(node, graph.module))}
+    known = {node for node in known if not regions_of(node)}  # code that runs it may be in another region
 
     def constant(node: fx.Node) -> bool:
         if node.op == "get_attr":

@@ -27,8 +27,6 @@ from planner.model.lengths import Varying
 _STANDARD = Path(contextlib.__file__).parent
 _log = logging.getLogger(__name__)
 _LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[2])  # whose frames are not the user's
-# LSTM and GRU rebuild the last in forward.
-_REGISTRIES = ("_parameters", "_buffers", "_modules", "_flat_weights")
 _DATA_DEPENDENT = ("data-dependent", "GuardOnDataDependent", "DynamicOutputShape", "DataDependentOutput")
 _BLOCKS = "name parts of the model that run as they are in blocks(model): see docs/guides/own-model.md"
 _VALUE_HINT = (
@@ -47,7 +45,7 @@ def capture_failure(cause: Exception, model: nn.Module) -> PlannerError:
             return inner
         inner = inner.__cause__ or inner.__context__
     frames = traceback.extract_tb(cause.__traceback__)
-    own = [each for each in frames if Path(each.filename).is_file() and _is_users(each.filename)]
+    own = [each for each in frames if Path(each.filename).is_file() and is_users(each.filename)]
     place = f" at {own[-1].filename}:{own[-1].lineno}, '{own[-1].line}'" if own else ""
     what = f"{type(model).__name__} cannot be captured as a graph{place}"
     if any(word in f"{type(cause).__name__} {cause}" for word in _DATA_DEPENDENT):
@@ -97,7 +95,7 @@ class FailuresPlaced:
 def user_place(node: fx.Node) -> str | None:
     """Return where the user's code asked for the operation: "model.py:12", or the part where only a library did."""
     frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    own = [f"{file}:{line}" for file, line in frames if _is_users(file)]
+    own = [f"{file}:{line}" for file, line in frames if is_users(file)]
     if own:
         return own[-1]
     scope = scope_of(node)
@@ -124,7 +122,7 @@ def noting_places() -> Iterator[None]:
 
 def _runs_users_code(file: str) -> bool:
     # A decorator may stand between the user's line and the operation.
-    return Path(file).is_file() and _is_users(file) and Path(file).parent != _STANDARD
+    return Path(file).is_file() and is_users(file) and Path(file).parent != _STANDARD
 
 
 def refuse_pinned(model: nn.Module, placeholders: Sequence[fx.Node], lengths: Varying) -> None:
@@ -170,6 +168,14 @@ def refuse_untrainable(model: nn.Module) -> None:
                 f"parameter '{name}' has no shape yet, its module is lazy",
                 hint="call the model once on an example at the end of build_model()",
             )
+    for path, module in model.named_modules():
+        for name in (*module._modules, *module._parameters, *module._buffers):
+            if hasattr(nn.Module, name):
+                place = f"{path}.{name}".removeprefix(".")
+                raise CaptureError(
+                    f"'{place}' of {type(model).__name__} is named like a method of torch.nn.Module, which hides it",
+                    hint=f"give it another name, such as 'own_{name}'",
+                )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise CaptureError(
             f"{type(model).__name__} has no parameters that require a gradient",
@@ -226,35 +232,6 @@ def refuse_custom_autograd() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def refuse_assignments(model: nn.Module) -> Iterator[None]:
-    """Raise when the traced forward keeps another tensor than before in `model`: tracing would drop it.
-
-    What has a new name is removed again: it is the tracer's, without data, and of no use to later code.
-    """
-    before = _held_tensors(model)
-    yield
-    for key, (holder, name, tensors) in _held_tensors(model).items():
-        if key not in before:
-            if tensors:
-                delattr(holder, name)
-        elif [*map(id, before[key][2])] != [*map(id, tensors)]:
-            raise CaptureError(
-                f"{type(holder).__name__} keeps a tensor in 'self.{name}' from one forward to the next",
-                hint=f"make it a buffer and change it in place, with self.{name}.copy_(...)",
-            )
-
-
-def _held_tensors(model: nn.Module) -> dict[tuple[int, str], tuple[nn.Module, str, list[Tensor]]]:
-    return {
-        # The tracer wraps a module that has several names, each time anew. Its wrappers share the module's attributes.
-        (id(vars(module)), name): (module, name, [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)])
-        for module in model.modules()
-        for name, value in {**vars(module), **module._buffers}.items()
-        if isinstance(value, (Tensor, list, tuple, dict)) and name not in _REGISTRIES
-    }
-
-
-@contextlib.contextmanager
 def silent_tracer() -> Iterator[None]:
     """Keep the tracer's own reports off the terminal; the error says what matters of them."""
     before = logging.root.manager.disable
@@ -268,5 +245,6 @@ def silent_tracer() -> Iterator[None]:
         logging.disable(before)
 
 
-def _is_users(file: str) -> bool:
+def is_users(file: str) -> bool:
+    """Return whether a file of code is the user's, or of a library that the user calls."""
     return not any(Path(file).is_relative_to(library) for library in _LIBRARIES)

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from planner.errors import CaptureError, ModelFileError
 from planner.model.batch import Batch
 from planner.model.capture.operations import enters_region, movable, moved, place_nested
+from planner.model.capture.regions import entered
 from planner.model.options import autocasting, parameter_like
 from planner.runtime import address_of, runtime_of
 
@@ -193,7 +194,8 @@ class _FakeRun(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         self._writes.storages.clear()
-        value = super().run_node(n)
+        with entered(n, self._device.type):
+            value = super().run_node(n)
         facts = self.facts
         if (
             isinstance(value, Tensor)

@@ -14,6 +14,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map
 from planner.errors import CaptureError
 from planner.formats.profile import Edge
 from planner.model.capture.operations import Names
+from planner.model.capture.regions import regions_of
 from planner.model.capture.size import Extent, Size, SizeReader, evaluate, is_symbolic
 from planner.model.lengths import Length
 from planner.model.options import LossFunction, ModuleOptions
@@ -144,15 +145,20 @@ class BlockLayer:
     blocks: tuple[tuple[str, nn.Module], ...]  # with their names
     takes: Structure | None  # of what the layer before returns; None for the first layer, which takes the batch
     gives: Structure | None  # of what the layer after takes; None for the last layer, which computes the loss
+    training: tuple[bool, ...]  # for each of `modules`, the mode that it is put into
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The blocks and all modules within them, each once."""
+        return [*dict.fromkeys(module for _, block in self.blocks for module in block.modules())]
 
 
 @dataclass(frozen=True)
 class BlockChain:
-    """The modules that a graph of blocks runs; `training` is the mode that they are put into."""
+    """The modules that a graph of blocks runs."""
 
     layers: tuple[BlockLayer, ...]
     loss: LossFunction | None
-    training: bool
 
 
 def tensors_of(value: Any) -> list[Tensor]:
@@ -270,6 +276,7 @@ def graph_digest(graph: LayerGraph, specs: Mapping[fx.Node, ValueSpec]) -> str:
         spec = specs.get(node)
         value = f" {spec.dtype} {spec.requires_grad} {[str(size) for size in spec.sizes]} {spec.order}" if spec else ""
         value += f" {spec.expanded}" if spec and spec.expanded else ""
+        value += "".join(f" in {region}" for region in regions_of(node))
         lines.append(f"{node.op} {node.name} {_target(graph, node)} {_arguments(graph, node)}{value}")
     return hashlib.sha256("".join(line + "\n" for line in lines).encode()).hexdigest()
 

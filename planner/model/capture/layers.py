@@ -16,6 +16,7 @@ from torch import fx, nn
 from planner.model.capture.fake import TensorFacts
 from planner.model.capture.graph import GraphLayer, ValueSpec
 from planner.model.capture.operations import Names, scope_of
+from planner.model.modes import is_training
 
 _LOSS = None  # the scope of the loss function's operations
 
@@ -68,7 +69,7 @@ def group_layers(
         buffers = dict.fromkeys(n for node in reads if (n := names.buffer(node)) is not None)
         layers.append(GraphLayer(name, run.op, tuple(run.nodes), tuple(parameters), tuple(buffers)))
     # In evaluation the stages have the weights that training gave them, whether an operation reads them or not.
-    return adopt_unused(layers, names) if model.training else tuple(layers)
+    return adopt_unused(layers, names) if is_training(model) else tuple(layers)
 
 
 def _runs(operations: Sequence[fx.Node], model: nn.Module) -> list[_Run]:

@@ -6,6 +6,7 @@ of branches, that hold a buffer: it goes where their stage goes, and its device 
 """
 
 import copy
+import re
 from collections.abc import Mapping
 from operator import attrgetter
 from typing import Any
@@ -16,6 +17,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 MODEL = "model"  # attribute of the exported wrapper that holds the user's model
 _PREFIX = MODEL + "."
+_SLICE = re.compile(r"\.slice\(([^)]*)\)")
+_SLICED = re.compile(r"(?P<slices>(?:\.slice\([^)]*\))+)(?:\.(?P<inner>\w+))?")  # one slice of another, and what of it
 
 # An operation draws nothing where one of these arguments is zero, nor where it has an argument `train` that is false.
 _SHARES = ("p", "dropout", "dropout_p")
@@ -68,6 +71,38 @@ def scope_of(node: fx.Node) -> str | None:
     inside = [path for path in paths if path == MODEL or path.startswith(_PREFIX)]
     # The tracer numbers the calls of a module that is called more than once: "block@1".
     return inside[-1].removeprefix(MODEL).removeprefix(".").split("@")[0] if inside else None
+
+
+def name_slices(module: fx.GraphModule, model: nn.Module) -> None:
+    """Write into a traced graph which modules ran that the model took from a slice of a list, by their own paths.
+
+    Where a module has several names, the tracer (read in PyTorch 2.13) calls those of `layers[1:3]`
+    "layers.slice(1, 3, None).0" and so on.
+    """
+    for node in module.graph.nodes:
+        stack = node.meta.get("nn_module_stack", {})
+        if any(_SLICE.search(path) for path, _ in stack.values()):
+            named = {key: (_without_slices(path, model), kind) for key, (path, kind) in stack.items()}
+            node.meta["nn_module_stack"] = named
+
+
+def _without_slices(path: str, model: nn.Module) -> str:
+    """Return the path of a module as the model has it; that of a slice itself is the list's."""
+    match = _SLICED.search(path)
+    if match is None:
+        return path
+    holder, rest = path[: match.start()], path[match.end() :]
+    container = model.get_submodule(holder.removeprefix(MODEL).removeprefix("."))
+    names = [*container._modules]
+    for bounds in _SLICE.findall(match["slices"]):
+        names = names[slice(*(None if bound == "None" else int(bound) for bound in bounds.split(", ")))]
+
+    inner = match["inner"]
+    if inner is None:
+        return holder + _without_slices(rest, model)
+    # A slice of a Sequential keeps the names; one of a ModuleList counts anew.
+    name = inner if isinstance(container, nn.Sequential) else names[int(inner)]
+    return _without_slices(f"{holder}.{name}{rest}", model)
 
 
 # The tracer's checks of its assumptions pin a device or cost time. A stage checks its inputs itself.

@@ -9,8 +9,10 @@ from torch import Tensor, fx, nn
 from planner.model.capture.failure import user_place
 from planner.model.capture.graph import GraphLayer, LayerGraph
 from planner.model.capture.operations import enters_autocast, is_random, movable, moved
+from planner.model.capture.regions import RegionWriter, regions_of, restored_after_failure
 from planner.model.capture.size import is_symbolic
 from planner.model.loss import loss_of
+from planner.model.modes import set_modes
 from planner.model.randomness import reseed
 from planner.model.stage.code import FUNCTIONS, compiled
 from planner.model.stage.parts import Boundary, LayerObserver, Segment, Variant
@@ -48,7 +50,8 @@ class StageBlocks:
 
         The first layer takes the leaves of the arguments, the last one those of the target, too, at the end.
         """
-        layer, loss, training = self._chain.layers[index], self._chain.loss, self._chain.training
+        layer, loss = self._chain.layers[index], self._chain.loss
+        modes = list(zip(layer.modules, layer.training, strict=True))
         # Only this layer's: the chain, which the function would keep, leads to the whole model's weights.
         blocks = [(module, self._calls[module]) for _, module in layer.blocks]
         spec = self._batch_spec
@@ -57,9 +60,7 @@ class StageBlocks:
         def run(*values: Any) -> list[Tensor] | Tensor:
             end = len(values) - target_spec.num_leaves if layer.gives is None else len(values)
             # Stages in training and in evaluation run the same modules.
-            for module, _ in blocks:
-                if module.training != training:
-                    module.train(training)
+            set_modes(modes)
             rest = [block for _, block in blocks]
             if layer.takes is None:
                 args, kwargs, _ = spec.unflatten([*values[:end], *[None] * target_spec.num_leaves])
@@ -107,7 +108,8 @@ class SegmentBuilder:
         self._compiled = variant.compiled and blocks is None  # each block is compiled by itself
         self.places: dict[str, str] = {}
         self._new = fx.Graph()
-        self._kind: fx.Node | None = None  # of the device, for the graphs nested within that run under autocast
+        self._kind: fx.Node | None = None  # of the device, for what runs under autocast
+        self._region_writer = RegionWriter(self._new)
         self._copies: dict[fx.Node, fx.Node] = {}
         self._attributes: dict[fx.Node, str] = {}
         self._regions = Regions(graph, variant.division, self._new)
@@ -131,8 +133,10 @@ class SegmentBuilder:
         self._device, self._key, self._observer = map(self._new.placeholder, ("device", "random_key", "observer"))
         self._copies |= {node: self._new.placeholder(node.name) for node in taken}
         self._copies |= {node: self._regions.taken(node, self._copies[node]) for node in taken}
+        self._copy_fixed()
         for index, layer in enumerate(self._part.layers, start=self._part.first):
             self._copy_layer(index, layer)
+        self._region_writer.move_to(())
         self._new.output(tuple(self._regions.made(node, self._copies) for node in makes))
         # Only the generated function is kept; the module around it, with the graph, is dropped.
         code = type(fx.GraphModule(self._weights, self._new)).forward
@@ -143,7 +147,12 @@ class SegmentBuilder:
         def forward(*values: Any) -> Any:
             return code(weights, *[registry[name] for registry, name in looked_up], *values)
 
-        return Segment(forward, tuple(node.name for node in taken), tuple(node.name for node in makes))
+        def forward_in_regions(device: torch.device, *values: Any) -> Any:
+            with restored_after_failure(device.type):
+                return forward(device, *values)
+
+        run = forward_in_regions if self._region_writer.used else forward
+        return Segment(run, tuple(node.name for node in taken), tuple(node.name for node in makes))
 
     def _copy_layer(self, index: int, layer: GraphLayer) -> None:
         # Each random layer is seeded anew, so that its numbers do not depend on what the process ran before. From
@@ -157,7 +166,7 @@ class SegmentBuilder:
             self._copies[call] = self._new.call_function(self._blocks.code_of(index), values)
         for node in layer.nodes:
             if node not in self._copies:
-                self._copy(node)
+                self._copy_in_regions(node)
         if self._variant.observable:
             # Of a layer's values the one whose backward runs first; of operations, that is the last.
             specs, path = self._graph.specs, self._graph.loss_path
@@ -165,14 +174,33 @@ class SegmentBuilder:
             last = [self._copies[node] for node in (nodes if self._blocks is not None else nodes[-1:])]
             self._new.call_function(_notify, (self._observer, index, last))
 
+    def _copy_fixed(self) -> None:
+        """Run what is fixed and read within regions first: it is in no region, and would be run where it is read."""
+        nodes = [node for layer in self._part.layers for node in layer.nodes if regions_of(node)]
+        for source in (source for node in nodes for source in node.all_input_nodes):
+            if source in self._graph.fixed and source not in self._copies:
+                self._copy(source)
+
+    def _copy_in_regions(self, node: fx.Node) -> None:
+        """Copy an operation such that it runs in its regions."""
+        regions = regions_of(node)
+        kind = self._device_kind() if any(region.grad is None for region in regions) else None
+        self._region_writer.move_to(regions, kind)
+        self._copy(node)
+
+    def _device_kind(self) -> fx.Node:
+        if self._kind is None:
+            self._kind = self._new.call_function(getattr, (self._device, "type"))
+        return self._kind
+
     def _copy(self, node: fx.Node) -> None:
         for source in node.all_input_nodes:
             if source.op == "get_attr" and source not in self._copies:
                 self._copies[source] = self._new.get_attr(self._attributes[source])
             elif source in self._graph.fixed and source not in self._copies:  # an earlier piece has run it for itself
                 self._copy(source)
-        if enters_autocast(node.target) and self._kind is None:
-            self._kind = self._new.call_function(getattr, (self._device, "type"))
+        if enters_autocast(node.target):
+            self._device_kind()
         copy = self._new.node_copy(node, self._regions.reader(node, self._copies))
         # The stage runs where its inputs are.
         copy.args, copy.kwargs = moved(node.target, copy.args, copy.kwargs, self._device, self._kind)

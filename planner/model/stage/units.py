@@ -11,6 +11,7 @@ from planner.errors import PlanError
 from planner.model.capture.graph import LayerGraph
 from planner.model.stage.parts import Segment
 from planner.model.stage.weights import recurrent_modules
+from planner.model.tensor.division import refuse_divided_hooks
 
 Run = Callable[..., tuple[Tensor, ...]]
 
@@ -56,6 +57,8 @@ def units_of(graph: LayerGraph, layers: Sequence[Sequence[str]]) -> Units:
             "block, which runs as it is and remembers them",
             hint="leave out blocks(), or solve with `shard_optimizer=never`",
         )
+    for name, parameter in graph.model.named_parameters():
+        refuse_divided_hooks(name, parameter)
     unit_of = {name: number for number, names in enumerate(layers) for name in names}
     units = [unit_of[layer.name] for layer in graph.layers]
     users: dict[str, set[int]] = {}

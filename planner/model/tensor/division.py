@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from planner.errors import PlanError
 from planner.model.capture.graph import LayerGraph, ValueSpec
 from planner.model.capture.operations import is_random
-from planner.model.options import parameter_like
+from planner.model.options import gradient_hooks, parameter_like
 from planner.model.tensor.dimensions import (
     PARTS,
     PRODUCTS,
@@ -305,9 +305,20 @@ def keep_parts(module: nn.Module) -> None:
     for name, whole in list(module.named_parameters(remove_duplicate=False)):
         if name in division.cuts:
             if whole not in parts:
+                refuse_divided_hooks(name, whole)
                 parts[whole] = parameter_like(whole, division.part(name, whole.detach()).clone())
             path, _, last = name.rpartition(".")
             module.get_submodule(path)._parameters[last] = parts[whole]
+
+
+def refuse_divided_hooks(name: str, parameter: Tensor) -> None:
+    """Raise PlanError for a parameter that ranks divide and that has a hook on its gradient."""
+    if gradient_hooks(parameter):
+        raise PlanError(
+            f"parameter '{name}' has a hook on its gradient, which would see a part of it where ranks divide the "
+            "parameter",
+            hint="solve with `tensor=1` and `shard_optimizer=never`",
+        )
 
 
 def own_rows(weight: Tensor) -> slice:

@@ -23,6 +23,7 @@ from planner.model.capture.failure import capture_failure, decides_by_values, wa
 from planner.model.capture.fake import fake_batch, fake_modules, make_fake, on_meta
 from planner.model.capture.graph import LOSS, LayerGraph
 from planner.model.capture.size import Extent
+from planner.model.modes import warn_of_modes
 from planner.model.options import ModuleOptions, gradient_bytes
 from planner.model.spec import TrainingSpec
 from planner.model.stage.parts import OBSERVABLE, LayerObserver
@@ -214,6 +215,7 @@ class _Tracer:
         else:
             model = spec.build_model() if has_blocks else on_meta(spec.build_model)
             warn_of_unregistered(model)
+            warn_of_modes(model)
             if not has_blocks:
                 self.options.prepare(model)
                 (model,) = fake_modules([model], FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()))

@@ -1,70 +1,26 @@
-"""Check that a captured model computes the model's own loss, and find what that loss is a mean over."""
+"""Find what a model's loss is a mean over."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from planner.errors import CaptureError, ModelFileError
+from planner.errors import ModelFileError
 from planner.formats.profile import LossMean
 from planner.model.batch import Batch
-from planner.model.capture.graph import LOSS, LayerGraph
+from planner.model.capture.graph import LayerGraph
 from planner.model.loss import labels_of, shares_by_samples, shares_function, unsplit_loss, with_labels
+from planner.model.modes import evaluating
 from planner.model.options import ModuleOptions
-from planner.model.randomness import keep_state
 from planner.model.spec import TrainingSpec
-from planner.model.stage.stage import build_stage
 
-# Relative differences that are none: some kernels of GPUs add in another order each time.
-_SAME, _EPSILONS = 1e-4, 4
 _LIKELIHOODS = (torch.ops.aten.nll_loss_forward, torch.ops.aten.nll_loss2d_forward)  # what cross entropies end in
 _IGNORED = 4  # position of their argument
 _PARTS = 4  # several, because two may have as many labels by chance
 _ROUNDING = 3e-5  # relative difference of losses in float32 whose sums have another order
-
-
-def check_captured(spec: TrainingSpec, graph: LayerGraph, batch: Batch, options: ModuleOptions) -> None:
-    """Raise CaptureError where losses of the model and of its captured layers differ, on one batch and one seed.
-
-    The capture records one call. What the model takes from elsewhere (a count of its calls, random numbers of Python or
-    numpy) became a constant there, and training would go on with it in silence.
-    """
-    options = replace(options, compiled=False)
-    stage = build_stage(graph, [layer.name for layer in graph.layers])
-
-    def model(seed: int) -> Tensor:
-        return _loss(graph, seed, lambda: unsplit_loss(graph.model, spec, batch, options))
-
-    one, again = model(0), model(0)
-    tolerance = max(_SAME, _EPSILONS * torch.finfo(options.autocast or options.half or one.dtype).eps)
-
-    def equal(first: Tensor, second: Tensor) -> bool:
-        return torch.allclose(first, second, rtol=tolerance, atol=0.0, equal_nan=True)
-
-    if not equal(one, again):
-        raise _differ("two calls of the model with the same batch and the same random numbers of torch", one, again)
-    captured = _loss(graph, 0, lambda: stage(batch, {})[LOSS])
-    # Captured layers may draw random numbers in another order than the model does.
-    if not equal(one, captured) and equal(one, model(1)):
-        raise _differ("the model and its captured layers", one, captured)
-
-
-def _loss(graph: LayerGraph, seed: int, run: Callable[[], Tensor]) -> Tensor:
-    with keep_state(graph.model):
-        torch.manual_seed(seed)
-        return run().detach()  # with gradients, which a forward may itself ask for
-
-
-def _differ(what: str, one: Tensor, other: Tensor) -> CaptureError:
-    return CaptureError(
-        f"{what} give losses of {float(one):.6g} and {float(other):.6g}",
-        hint="draw random numbers with torch alone, and keep counts of calls in buffers: all other numbers stay as "
-        "they were when the model was captured",
-    )
 
 
 def find_loss_mean(spec: TrainingSpec, graph: LayerGraph, batch: Batch, options: ModuleOptions) -> LossMean | None:
@@ -77,24 +33,26 @@ def find_loss_mean(spec: TrainingSpec, graph: LayerGraph, batch: Batch, options:
     if any(parameter.is_meta for parameter in graph.model.parameters()):
         return None  # nothing can be run
     batch = batch if batch.size > 1 else spec.example_batch(2).to(batch.device_type)
-    training = graph.model.training
-    graph.model.eval()
     if options.half is not None:  # whose roundings would hide what a loss is a mean over
         graph.model.float()
     try:
-        losses = _Losses(spec, graph, replace(options, autocast=None, half=None, compiled=False))
-        weighted = spec.defines("loss_weight")
-        # The same batch twice differs where the loss depends on random numbers, as that of a diffusion model does.
-        if not losses.explained(batch, [LossMean(over="samples")], parts=1):
-            return LossMean(over="loss_weight") if weighted else None
-        return losses.own_weight(batch) if weighted else losses.found(batch)
+        with evaluating(graph.model):
+            return _found(spec, graph, batch, options)
     except Exception as cause:  # whatever a model of one batch size raises at a part of a batch
         if graph.batch_size is None or isinstance(cause, ModelFileError):
             raise
         return None
     finally:
-        graph.model.train(training)
         options.prepare(graph.model)
+
+
+def _found(spec: TrainingSpec, graph: LayerGraph, batch: Batch, options: ModuleOptions) -> LossMean | None:
+    losses = _Losses(spec, graph, replace(options, autocast=None, half=None, compiled=False))
+    weighted = spec.defines("loss_weight")
+    # The same batch twice differs where the loss depends on random numbers, as that of a diffusion model does.
+    if not losses.explained(batch, [LossMean(over="samples")], parts=1):
+        return LossMean(over="loss_weight") if weighted else None
+    return losses.own_weight(batch) if weighted else losses.found(batch)
 
 
 class _Losses:

@@ -18,6 +18,7 @@ import torch
 from planner.errors import InputError, PlannerError, WorkerError
 from planner.formats.profile import Disturbance
 from planner.model.loss import unsplit_loss
+from planner.model.modes import put_in_training
 from planner.model.options import ModuleOptions, autocast_dtype, autocast_name
 from planner.model.spec import TrainingSpec, load_model_file
 from planner.profiler.step.timing import StepTimes
@@ -123,6 +124,7 @@ def _train(order: str) -> None:
     options = ModuleOptions(autocast_dtype(parsed["autocast"]), parsed["channels_last"], half=half)
     spec = load_model_file(parsed["model"])
     model = spec.build_model()
+    put_in_training(model)
     batch = spec.example_batch(parsed["batch_size"])
     options.prepare(model)
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}

@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,13 +16,15 @@ from planner.model.capture.failure import warn_of_unregistered
 from planner.model.capture.graph import LayerGraph
 from planner.model.elementwise import has_divisible_optimizer
 from planner.model.lengths import extent_of
+from planner.model.modes import warn_of_modes
 from planner.model.options import ModuleOptions, autocast_dtype
 from planner.model.spec import TrainingSpec
+from planner.model.stage.capture_check import can_be_checked, check_captured, further_batches
 from planner.model.stage.code import check_compiler
 from planner.options.profiling import SECONDS, ProfileOptions
 from planner.profiler.lengths import other_lengths, with_lengths
 from planner.profiler.make_profile import Measurement, make_profile
-from planner.profiler.measured.loss import check_captured, find_loss_mean
+from planner.profiler.measured.loss import find_loss_mean
 from planner.profiler.measured.other_processes import check_processes, contention, disturbance
 from planner.profiler.measured.part_by_part import measure_in_parts
 from planner.profiler.measured.step_measurement import StepMeasurement, measure_degrees
@@ -108,6 +111,7 @@ def profile_model(
         batch, *others = (spec.example_batch(batch_size, each) for each in (None, *other_lengths(spec)))
         model = spec.build_model()
         warn_of_unregistered(model)
+        warn_of_modes(model)
         # For the device itself: `options.device` may have the number of a GPU.
         graph = capture_file(spec, batch, model, options=replace(options.stage, device=device.type))
         with contention(spec, batch_size, options.processes - 1, threads=options.threads, options=options.stage):
@@ -117,6 +121,7 @@ def profile_model(
             shorter = [_measure(spec, graph, each, device, share, options) for each in others]
             degrees = set(options.tensor) - {1}
             tensor = measure_degrees(spec, graph, batch, effort, sorted(degrees)) if degrees else None
+    checked = _check_captured(spec, graph, (batch, *others[-1:]), device, options)
     loss = _loss_mean(spec, graph, batch, device, options)
     described = describe_device(device, options.threads, options.processes)
     profile, *profiles = (
@@ -126,6 +131,7 @@ def profile_model(
     profile = with_lengths(profile, profiles, spec)
     own: dict[str, object] = {
         "loss": loss,
+        "capture_checked": checked or None,
         "optimizer_elementwise": has_divisible_optimizer(spec, graph.model),
         "tokens_per_sample": batch.tokens_per_sample,
         "tensor": tensor,
@@ -137,15 +143,30 @@ def profile_model(
     return profile.model_copy(update=own | ({"deterministic": True} if options.deterministic else {}))
 
 
+def _check_captured(
+    spec: TrainingSpec, graph: LayerGraph, batches: Sequence[Batch], device: torch.device, options: ProfilingOptions
+) -> bool:
+    """Compare the captured layers with the model; return whether that was possible: the device may hold parts only."""
+    if not can_be_checked(graph, device.type):
+        _log.warning(
+            f"warning: the captured layers were not compared with the model, which {device} does not hold as a whole"
+        )
+        return False
+    batches = [batch.to(device) for batch in batches]
+    with thread_count(options.threads), runtime_of(device).random_state_kept(device):
+        further = further_batches(spec, graph, batches[0])
+        check_captured(spec, graph, [*batches, *further], options.stage)
+    return True
+
+
 def _loss_mean(
     spec: TrainingSpec, graph: LayerGraph, batch: Batch, device: torch.device, options: ProfilingOptions
 ) -> LossMean | None:
-    """Check the captured model's loss, and return what it is a mean over; None where only parts fit the device."""
-    if any(parameter.device.type != device.type for parameter in graph.model.parameters()):
+    """Return what the loss is a mean over; None where only parts of the model fit the device."""
+    if not can_be_checked(graph, device.type):
         return None
     batch = batch.to(device)
     with thread_count(options.threads), runtime_of(device).random_state_kept(device):
-        check_captured(spec, graph, batch, options.stage)
         return find_loss_mean(spec, graph, batch, options.stage)
 
 

@@ -77,7 +77,7 @@ def test_layers_that_compute_something_else_are_refused(monkeypatch: pytest.Monk
         stage = build_stage(*args)
         return lambda *values: {name: 1.01 * value for name, value in stage(*values).items()}
 
-    monkeypatch.setattr("planner.profiler.measured.loss.build_stage", wrong)
+    monkeypatch.setattr("planner.model.stage.capture_check.build_stage", wrong)
     with pytest.raises(CaptureError, match="the model and its captured layers give losses of"):
         _profile(lambda _, x: x)
 
