@@ -264,6 +264,8 @@ class Profile(Shown, GrownRecord):
     deterministic: Literal[True] | None = None  # measured with deterministic algorithms, and to be trained so
     # Only then may replicas divide its state. None in older profiles, and where nothing is trained.
     optimizer_elementwise: bool | None = None  # whether replicas can divide its state
+    # Whether each parameter's update depends on its own gradients alone; None in older profiles, and in estimates.
+    optimizer_separable: bool | None = None
     microbatch_size: Annotated[int, Field(ge=1)] | None = None  # samples; None where the source does not say
     loss: LossMean | None = None  # what it is a mean over; None where that was not checked
     tokens_per_sample: Annotated[int, Field(ge=1)] | None = None  # length of sequences of token ids
@@ -322,7 +324,8 @@ class Profile(Shown, GrownRecord):
     @property
     def may_shard_optimizer(self) -> bool:
         """Whether replicas may divide the optimizer's state: never where an unknown optimizer would train a model."""
-        return bool(self.optimizer_elementwise) or not self.trainable
+        separable = self.optimizer_separable is not False
+        return (bool(self.optimizer_elementwise) and separable) or not self.trainable
 
     @property
     def flops(self) -> int | None:
