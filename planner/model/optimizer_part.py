@@ -91,9 +91,15 @@ def leave_out(optimizer: Optimizer, absent: Collection[nn.Parameter]) -> None:
         optimizer.state.pop(parameter, None)
 
 
-def steps_something(optimizer: Optimizer) -> bool:
-    """Return whether any group has a parameter: optimizer() may train none of a stage's."""
-    return any(group["params"] for group in optimizer.param_groups)
+def step_part(spec: TrainingSpec, optimizer: Optimizer) -> None:
+    """Step an optimizer without its empty groups, which the user's step() may not expect; do nothing if all are."""
+    groups = optimizer.param_groups
+    optimizer.param_groups = [group for group in groups if group["params"]]
+    try:
+        if optimizer.param_groups:
+            spec.step(optimizer)
+    finally:
+        optimizer.param_groups = groups
 
 
 def check_scheduler(spec: TrainingSpec, whole: Iterable[TrainedParameter]) -> None:

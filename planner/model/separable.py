@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from planner.errors import ModelFileError, PlannerError, first_line
 from planner.model.elementwise import kept_whole
-from planner.model.optimizer_part import TrainedParameter, optimizer_of_part
+from planner.model.optimizer_part import TrainedParameter, optimizer_of_part, step_part
 from planner.model.randomness import generators_kept
 from planner.model.silent_step import NoCommunication
 from planner.model.spec import TrainingSpec
@@ -189,7 +189,7 @@ class _Trial:
             for name, (piece, cut) in pieces.items():
                 piece.grad = cut(gradients[name]).to(self._device).view_as(piece).clone()
             with self._watched(f"step() of {self._kind}"):
-                self._spec.step(optimizer)
+                step_part(self._spec, optimizer)
 
     @contextmanager
     def _watched(self, who: str) -> Iterator[None]:

@@ -33,6 +33,7 @@ from planner.model.stage.stage import StageModule, build_stage
 from planner.model.tensor.division import UNDIVIDED, division_of, keep_parts
 from planner.model.tensor.parallel_plan import tensor_parallel_plan
 from planner.plan.blocks import units_of_stage
+from planner.plan.same_model import check_same_model
 from planner.plan.shared_weights import obstacle, shared_weights
 from planner.workers.job import Job
 
@@ -140,6 +141,8 @@ class _Making:
                 f"{graph.hash} captured",
                 hint="profile and solve again: plan profile, plan solve",
             )
+        constants = {node.name for node in graph.fixed}
+        check_same_model(plan, [layer.name for layer in graph.layers], graph.edges, constants)
         if self.job.options.evaluate_every is not None:
             self.evaluation = capture_file(spec, example, model, training=False, options=options)
         layers = {name for stage in self.stages for name in plan.stages[stage].layers}

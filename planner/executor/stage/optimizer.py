@@ -22,7 +22,7 @@ from planner.model.elementwise import is_elementwise, kept_whole
 from planner.model.optimizer_part import (
     TrainedParameter,
     optimizer_of_part,
-    steps_something,
+    step_part,
     trained_parameters,
 )
 from planner.model.spec import TrainingSpec
@@ -160,14 +160,9 @@ class StageOptimizer:
         if self.optimizer is None:
             return
         if self.sharding is None:
-            self._step_own(self.optimizer)
+            step_part(self._spec, self.optimizer)
         else:
-            self.sharding.update(partial(self._step_own, self.optimizer))
-
-    def _step_own(self, optimizer: Optimizer) -> None:
-        # The user's code may not expect groups without any parameter.
-        if steps_something(optimizer):
-            self._spec.step(optimizer)
+            self.sharding.update(partial(step_part, self._spec, self.optimizer))
 
     def forget_gradients(self) -> None:
         for parameter in (*self.parameters, *self._stepped.values()):
