@@ -35,7 +35,6 @@ from planner.model.tensor.division import own_memory
 from planner.plan.rank_groups import sample_parts
 from planner.schedule.instructions import Forward, Instruction, Unit, Update
 from planner.schedule.one_stage import FLUSH, ONE_F_ONE_B
-from planner.units import counted
 from planner.workers.heartbeat import Heartbeat
 from planner.workers.job import Evaluation, Job, TrainResult, WorkerReport
 from planner.workers.supervisor import Supervisor
@@ -254,8 +253,8 @@ def gather_result(
         return None
     if not losses and context.minibatches > first:
         raise PlannerError(
-            f"no worker has computed a loss in {counted(context.minibatches - first, 'minibatch')}, so nothing was "
-            "trained, and nothing is saved",
+            f"no worker has computed a loss, of {context.minibatches - first} minibatches, so nothing was trained, and "
+            "no weights are saved",
             hint="solve again, and report this with the plan if that does not help",
         )
     past = next((each.past for each in (copies, checkpointer) if each is not None), NOTHING)
