@@ -23,6 +23,7 @@ from planner.formats.profile import Profile
 from planner.options.solving import SolveOptions
 from planner.plan.blocks import blocks_of
 from planner.plan.rank_groups import of_groups
+from planner.plan.same_model import check_same_model
 from planner.plan.shape import check_versions
 from planner.schedule.schedule import gpus_after
 from planner.solver.assemble import GIVEN, complete
@@ -80,9 +81,7 @@ class GivenPlan:
         if plan.profile_digest != profile.digest:
             message = f"the plan was made from another profile of '{plan.model}' than this one of '{profile.model}'"
             raise PlanError(message, hint="give the plan's own `profile`, or solve again")
-        if missing := {name for stage in plan.stages for name in stage.layers} ^ set(layer_costs.position):
-            message = f"only one of plan and profile has the layer '{min(missing)}'"
-            raise PlanError(message, hint="make the plan again with: plan solve")
+        check_same_model(plan, list(layer_costs.position), profile.edges)
         in_order = dict.fromkeys(rank for stage in plan.stages for rank in stage.ranks)
         as_usual = list(in_order) == list(range(plan.workers))
         before: frozenset[int] = frozenset()

@@ -274,6 +274,8 @@ class Profile(Shown, GrownRecord):
     deterministic: Literal[True] | None = None  # measured with deterministic algorithms, and to be trained so
     # Only then may replicas divide its state. None in older profiles, and where nothing is trained.
     optimizer_elementwise: bool | None = None  # whether replicas can divide its state
+    # Whether each parameter's update depends on its own gradients alone; None in older profiles, and in estimates.
+    optimizer_separable: bool | None = None
     microbatch_size: Samples | None = None  # samples; None where the source does not say
     loss: LossMean | None = None  # what it is a mean over; None where that was not checked
     capture_checked: Literal[True] | None = None  # the model and its captured layers were run, with equal gradients
@@ -333,7 +335,8 @@ class Profile(Shown, GrownRecord):
     @property
     def may_shard_optimizer(self) -> bool:
         """Whether replicas may divide the optimizer's state: never where an unknown optimizer would train a model."""
-        return bool(self.optimizer_elementwise) or not self.trainable
+        separable = self.optimizer_separable is not False
+        return (bool(self.optimizer_elementwise) and separable) or not self.trainable
 
     @property
     def flops(self) -> int | None:

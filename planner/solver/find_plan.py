@@ -69,6 +69,7 @@ def find_plan(
     cluster = cluster_for(profile, cluster)
     if not options.tensor:
         options = replace(options, tensor=usual_degrees(profile, cluster))
+    options = with_one_optimizer(options, profile)
     setting = setting_of(options, profile, cluster)
     accepted = options.accept_divided_loss
     check_divided_loss(profile.model, profile.loss, setting.schedule, setting.microbatches, accepted=accepted)
@@ -150,6 +151,21 @@ def plainest(problem: Problem, found: Found) -> Found:
         if plan.simulated == best.simulated and plan.seconds <= best.seconds * (1 + ALIKE) and problem.allows(plan):
             return found.with_best(plan)
     return found
+
+
+def with_one_optimizer(options: SolveOptions, profile: Profile) -> SolveOptions:
+    """Return the options for plans whose workers each step all parameters, where the optimizer combines them.
+
+    Raise InputError where `tensor` asks for ranks that divide them.
+    """
+    if profile.optimizer_separable is not False:
+        return options
+    if options.tensor and 1 not in options.tensor:
+        raise InputError(
+            f"the optimizer of '{profile.model}' combines parameters, which ranks of `tensor` would divide",
+            hint="leave `tensor` out, or take an optimizer that updates each parameter by itself, such as AdamW",
+        )
+    return replace(options, max_stages=1, tensor=(1,))
 
 
 def setting_of(options: SolveOptions, profile: Profile, cluster: Cluster) -> Setting:

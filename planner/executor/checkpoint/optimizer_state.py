@@ -186,15 +186,18 @@ def give_state(
     # A tied parameter may have been saved under another of its names.
     first = {name: names[parameter] for name, parameter in module.named_parameters(remove_duplicate=False)}
     hyperparameters: dict[str, dict[str, Any]] = {}
+    by_place: dict[int, dict[str, Any]] = {}  # of groups of which this part of the model has no parameter
     states: dict[str, list[tuple[str, ParameterState]]] = {}
     for part in saved:
         if part.kind != (kind := type(optimizer).__name__):
             problem = f"the checkpoint has the state of {part.kind}, but the model file's optimizer is {kind}"
             raise InputError(problem, hint=SAME_OPTIMIZER)
-        for group in part.groups:
+        for index, group in enumerate(part.groups):
             values = {key: from_json(value) for key, value in group.hyperparameters.items()}
             values = rescale_rates(values, learning_rate_factor / part.learning_rate_factor)
             hyperparameters |= {first.get(name, name): values for name in group.parameters}
+            if len(part.groups) == len(optimizer.param_groups):
+                by_place[index] = values
         for name, state in part.states.items():
             before = states.setdefault(first.get(name, name), [])
             if state.part is None or (before and before[-1][1].part is None):
@@ -202,8 +205,9 @@ def give_state(
             before.append((name, state))
     packed, division = optimizer.state_dict(), divided_weights(module)
     packed["state"] = {}
-    for parameters, stepped, packed_group in _groups(optimizer, packed, sharding):
-        packed_group.update(_common([names[parameter] for parameter in parameters], hyperparameters))
+    for index, (parameters, stepped, packed_group) in enumerate(_groups(optimizer, packed, sharding)):
+        common = _common([names[parameter] for parameter in parameters], hyperparameters)
+        packed_group.update(common if parameters else by_place.get(index, {}))
         for number, (parameter, shard) in stepped.items():
             name = names[parameter]
             if name not in states:

@@ -21,6 +21,7 @@ from planner.executor.run.data import BatchSource, LengthDrift, OfRank, VaryingB
 from planner.executor.run.reading_ahead import AHEAD, ReadAhead
 from planner.executor.run.stages import build_modules, check_sizes, tensor_group, transferred
 from planner.executor.stage.optimizer import StageOptimizer
+from planner.executor.stage.separate import check_separate
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import Stage
 from planner.model.capture.graph import ValueSpec
@@ -196,6 +197,7 @@ def pipeline_context(
     numbers = [number for number, stage in enumerate(job.plan.stages) if rank in stage.ranks]
     tensor = tensor_group(job.plan, rank)
     built = build_modules(job, numbers, spec, place.compute.type, tensor)
+    check_separate(spec, job.plan, built.trained, built.parts, place.compute)
     plan = plan_of_tensor_rank(job.plan, 0 if tensor is None else tensor.place)
     # Without build_model(), which keeps a model in memory alive.
     spec = replace(spec, functions={name: f for name, f in spec.functions.items() if name != "build_model"})
@@ -245,6 +247,7 @@ def pipeline_context(
             sharding=sharding_of(plan.stages[number], module, shared, rank, place.wire)
             if everywhere is None
             else full_sharding(module, plan.stages[number].level, everywhere, place),
+            whole=built.trained,
         )
         held[number] = HeldStage(number, module, optimizer, shared)
     minibatches = data.minibatches(job.steps, job.epochs)

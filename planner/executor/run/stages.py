@@ -24,6 +24,7 @@ from planner.model.capture.capture import capture_file
 from planner.model.capture.graph import LayerGraph, ValueSpec
 from planner.model.deferred_weights import DeferredModel, allocate
 from planner.model.lengths import Length
+from planner.model.optimizer_part import TrainedParameter, trained_parameters
 from planner.model.options import module_options
 from planner.model.randomness import generators_kept
 from planner.model.spec import TrainingSpec
@@ -34,6 +35,7 @@ from planner.model.stage.stage import StageModule, build_stage
 from planner.model.tensor.division import UNDIVIDED, division_of, keep_parts
 from planner.model.tensor.parallel_plan import tensor_parallel_plan
 from planner.plan.blocks import units_of_stage
+from planner.plan.same_model import check_same_model
 from planner.plan.shared_weights import obstacle, shared_weights
 from planner.workers.job import Job
 
@@ -146,6 +148,8 @@ class _Making:
                 f"{graph.hash} captured",
                 hint="profile and solve again: plan profile, plan solve",
             )
+        constants = {node.name for node in graph.fixed}
+        check_same_model(plan, [layer.name for layer in graph.layers], graph.edges, constants)
         if self.job.options.evaluate_every is not None:
             self.evaluation = capture_file(spec, example, model, training=False, options=options)
         layers = {name for stage in self.stages for name in plan.stages[stage].layers}
@@ -238,6 +242,8 @@ class Modules:
     evaluation: EvaluationStages | None  # the same stages of the evaluation graph, with the same parameters
     lengths: tuple[Length, ...]  # of batches, that vary
     shared: SharedNames  # of all stages of the plan, on this worker or not
+    trained: Sequence[TrainedParameter]  # of the whole model
+    parts: Sequence[Sequence[str]]  # the names of those that each stage of the plan trains
     deferred: bool  # whether no other stage's weights were made to build them
 
 
@@ -291,7 +297,27 @@ def build_modules(
         )
         for number, module in evaluated.modules.items():
             use_parameters(module, modules[number])
-    return Modules(modules, evaluated, graph.lengths, shared, initial.defers)
+    trained = trained_parameters(graph.model)
+    return Modules(
+        training=modules,
+        evaluation=evaluated,
+        lengths=graph.lengths,
+        shared=shared,
+        trained=trained,
+        parts=_parts(plan, graph, trained),
+        deferred=initial.defers,
+    )
+
+
+def _parts(plan: Plan, graph: LayerGraph, trained: Iterable[TrainedParameter]) -> list[list[str]]:
+    """Return the names of the parameters that each stage trains."""
+    layers = {layer.name: layer for layer in graph.layers}
+    names = {each.name for each in trained}
+    parts = []
+    for stage in plan.stages:
+        used = dict.fromkeys(name for layer in stage.layers for name in layers[layer].parameters)
+        parts.append([name for name in used if name in names])
+    return parts
 
 
 def _shared(job: Job, graph: LayerGraph, spec: TrainingSpec) -> SharedNames:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from planner.errors import InputError
+from planner.errors import InputError, PlannerError
 from planner.executor.checkpoint.checkpointer import Checkpointer, DataPosition
 from planner.executor.checkpoint.copies import Copies
 from planner.executor.checkpoint.recovery import Recovery
@@ -251,6 +251,12 @@ def gather_result(
     evaluations = [line for part in gather_bytes(lines.encode()) for line in part.splitlines()]
     if context.rank != 0:
         return None
+    if not losses and context.minibatches > first:
+        raise PlannerError(
+            f"no worker has computed a loss, of {context.minibatches - first} minibatches, so nothing was trained, and "
+            "no weights are saved",
+            hint="solve again, and report this with the plan if that does not help",
+        )
     past = next((each.past for each in (copies, checkpointer) if each is not None), NOTHING)
     resumed = None if checkpointer is None else checkpointer.resumed_from
     newest = None if checkpointer is None else checkpointer.newest

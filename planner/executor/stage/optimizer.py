@@ -6,7 +6,7 @@ Gradients that are small underflow in float16, so backward starts from a loss ti
 
 import math
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from planner.errors import PlanError
 from planner.executor.communication.sharding import Sharding
 from planner.model.elementwise import is_elementwise, kept_whole
+from planner.model.optimizer_part import (
+    TrainedParameter,
+    optimizer_of_part,
+    step_part,
+    trained_parameters,
+)
 from planner.model.spec import TrainingSpec
 from planner.model.tensor.division import divided_weights
 
@@ -57,8 +63,14 @@ class LossScaler:
 class StageOptimizer:
     """The user's optimizer for one stage's trained parameters, with its scheduler, loss scaler and clipping.
 
-    With `sharding` it steps this replica's part of each parameter, and replicas exchange the weights. Raises a
-    PlanError when the optimizer is to be divided, and does not treat each element of a parameter alone.
+    It has the groups of the whole model's optimizer: see `planner.model.optimizer_part`. With `sharding` it steps this
+    replica's part of each parameter, and replicas exchange the weights.
+
+    Args:
+        whole: all trained parameters of the model; None for those of `module` alone.
+
+    Raises:
+        PlanError: when the optimizer is to be divided, and does not treat each element of a parameter alone.
     """
 
     def __init__(
@@ -70,12 +82,17 @@ class StageOptimizer:
         clip_grad_norm: float | None = None,
         scale_loss: bool = False,
         sharding: Sharding | None = None,
+        whole: Sequence[TrainedParameter] | None = None,
     ) -> None:
         trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
         self._spec = spec
         self.parameters = list(trained.values())
         self.learning_rate_factor = learning_rate_factor if trained else 1.0
-        self.optimizer = spec.optimizer(trained) if trained else None  # user code, which may not expect an empty list
+        self.optimizer: Optimizer | None = None
+        if trained:
+            everything = trained_parameters(module) if whole is None else whole
+            named = dict(module.named_parameters(remove_duplicate=False))
+            self.optimizer = optimizer_of_part(spec, everything, named)
         self.sharding = sharding
         self._division = divided_weights(module)
         self._alike = [parameter for name, parameter in trained.items() if name not in self._division.cuts]
@@ -84,12 +101,12 @@ class StageOptimizer:
             raise _indivisible(self.optimizer, "weights over ranks", "solve with `tensor=1`")
         self._stepped = {parameter: parameter for parameter in self.parameters}  # what steps, by whole parameters
         if sharding is not None and self.optimizer is not None:
-            whole = kept_whole(self.optimizer) if sharding.divides else []
-            if whole is None:
+            undivided = kept_whole(self.optimizer) if sharding.divides else []
+            if undivided is None:
                 raise _indivisible(
                     self.optimizer, "the optimizer's state over replicas", "solve again with `shard_optimizer=never`"
                 )
-            sharding.divide(self.optimizer, set(whole))
+            sharding.divide(self.optimizer, set(undivided))
             self._stepped = {parameter: shard.stepped for parameter, shard in sharding.shards.items()}
             self.parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]  # may be new
         for group in self.optimizer.param_groups if self.optimizer is not None else ():
@@ -143,9 +160,9 @@ class StageOptimizer:
         if self.optimizer is None:
             return
         if self.sharding is None:
-            self._spec.step(self.optimizer)
+            step_part(self._spec, self.optimizer)
         else:
-            self.sharding.update(partial(self._spec.step, self.optimizer))
+            self.sharding.update(partial(step_part, self._spec, self.optimizer))
 
     def forget_gradients(self) -> None:
         for parameter in (*self.parameters, *self._stepped.values()):

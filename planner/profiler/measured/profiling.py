@@ -25,6 +25,7 @@ from planner.options.profiling import SECONDS, ProfileOptions
 from planner.profiler.lengths import other_lengths, with_lengths
 from planner.profiler.make_profile import Measurement, make_profile
 from planner.profiler.measured.loss import find_loss_mean
+from planner.profiler.measured.optimizer import try_optimizer
 from planner.profiler.measured.other_processes import check_processes, contention, disturbance
 from planner.profiler.measured.part_by_part import measure_in_parts
 from planner.profiler.measured.step_measurement import StepMeasurement, measure_degrees
@@ -114,6 +115,7 @@ def profile_model(
         warn_of_modes(model)
         # For the device itself: `options.device` may have the number of a GPU.
         graph = capture_file(spec, batch, model, options=replace(options.stage, device=device.type))
+        separable = try_optimizer(spec, graph.model, device)
         with contention(spec, batch_size, options.processes - 1, threads=options.threads, options=options.stage):
             half = replace(effort, seconds=effort.seconds / 2) if others else effort
             measured = _measure(spec, graph, batch, device, half, options)
@@ -133,6 +135,7 @@ def profile_model(
         "loss": loss,
         "capture_checked": checked or None,
         "optimizer_elementwise": has_divisible_optimizer(spec, graph.model),
+        "optimizer_separable": separable,
         "tokens_per_sample": batch.tokens_per_sample,
         "tensor": tensor,
     }

@@ -144,6 +144,20 @@ def model_flops(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict
 
 
 @contextmanager
+def fake_group(size: int) -> Iterator[None]:
+    """Let this process be the first of so many, of which no other is there: what it sends goes nowhere."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    hook = sys.excepthook
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    sys.excepthook = hook  # PyTorch puts one more "[rank0]: " before each line of an error for every group
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
 def first_rank(degree: int, device: torch.device) -> "Iterator[TensorGroup]":
     """Make a group of which only this process is there; raise InputError if it has joined others."""
     if dist.is_initialized():
@@ -151,20 +165,13 @@ def first_rank(degree: int, device: torch.device) -> "Iterator[TensorGroup]":
             "what ranks divide is profiled by one process alone, and this one has joined others",
             hint="start plan profile without torchrun; the times of all-reduces follow from the cluster's links",
         )
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     from planner.model.tensor.group import TensorGroup
 
-    hook = sys.excepthook
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=degree)
-    sys.excepthook = hook  # PyTorch puts one more "[rank0]: " before each line of an error for every group
-    try:
+    with fake_group(degree):
         group = TensorGroup(degree, 0)
         assert dist.group.WORLD is not None
         group.connect(dist.group.WORLD, device)
         yield group
-    finally:
-        dist.destroy_process_group()
 
 
 def degree_costs(

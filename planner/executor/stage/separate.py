@@ -1,0 +1,73 @@
+"""Refuse a plan whose stages, replicas or ranks would each step parts of what the user's optimizer combines."""
+
+from collections.abc import Sequence
+
+import torch
+
+from planner.errors import PlanError
+from planner.formats.plan import Plan
+from planner.model.optimizer_part import TrainedParameter, check_scheduler
+from planner.model.separable import Separability, separability
+from planner.model.spec import TrainingSpec
+
+
+def check_separate(
+    spec: TrainingSpec,
+    plan: Plan,
+    whole: Sequence[TrainedParameter],
+    parts: Sequence[Sequence[str]],
+    device: torch.device,
+) -> None:
+    """Try the user's optimizer on parameters like the model's, divided as the plan divides them.
+
+    Args:
+        whole: all trained parameters of the model.
+        parts: the names of those that each stage trains.
+        device: where the optimizers will run.
+
+    Raises:
+        PlanError: when the optimizer would update the parts otherwise than one process updates all parameters.
+        ModelFileError: when it communicates in step(), or when scheduler() is of no use to stages.
+    """
+    if not whole:
+        return
+    check_scheduler(spec, whole)
+    if plan.workers == 1:
+        return
+
+    ways = [parts] if sum(map(bool, parts)) > 1 else []
+    by_elements = any(stage.sharded or stage.tensor > 1 for stage in plan.stages)
+    tried = separability(spec, whole, ways, device, by_elements=by_elements)
+    if tried.problem is None:
+        return
+
+    replicated = max(plan.replicas) > 1 or max(plan.degrees) > 1
+    if tried.draws and replicated:
+        raise PlanError(
+            f"{tried.kind} {tried.problem}, so replicas of a stage would not stay equal",
+            hint="take an optimizer that draws no numbers, or solve for stages of one GPU each",
+        )
+    if not ways and not by_elements:
+        return
+    if _accepted(tried):
+        return
+    raise _inseparable(tried, plan)
+
+
+def _accepted(tried: Separability) -> bool:
+    """Return whether the optimizer's own word counts: only where trying it has shown nothing against it."""
+    return tried.claimed and not tried.combines
+
+
+def _inseparable(tried: Separability, plan: Plan) -> PlanError:
+    stages = len(plan.stages)
+    divided = f"the plan has {stages} stages with an optimizer each"
+    hint = "solve with `max_stages=1`, `tensor=1` and `shard_optimizer=never`"
+    if stages == 1:
+        divided = "the plan divides its parameters over replicas or ranks"
+        hint = "solve with `tensor=1` and `shard_optimizer=never`"
+    if tried.combines:
+        hint += "; for a norm of all gradients there is `clip_grad_norm`, beside an optimizer that does not clip"
+    else:
+        hint += f"; or, if each parameter is updated by itself, let optimizer() set {tried.kind}.separable = True"
+    return PlanError(f"{divided}, but {tried.kind} {tried.problem}", hint=hint)

@@ -1,0 +1,85 @@
+"""Compare a plan with the model, or with the profile, that it is to be used with: a plan may have been edited.
+
+A plan that lacks a layer, or has two of them the other way round, still has streams that run to their end. So it is
+compared before anything starts: its stages are the model's layers, each once, in order, and its transfers are what the
+model's values make of these stages.
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+from itertools import chain, pairwise, zip_longest
+
+from planner.errors import PlanError
+from planner.formats.plan import REMEDY, Plan
+from planner.formats.profile import Edge
+
+Ends = tuple[int, int]  # the stage that sends, and the one that receives
+
+
+def check_same_model(
+    plan: Plan,
+    layers: Sequence[str],
+    edges: Iterable[Edge],
+    constants: Collection[str] = (),
+) -> None:
+    """Raise PlanError, naming the first difference, unless the plan's stages are these layers.
+
+    Args:
+        layers: of the model, in order.
+        edges: which layers use the values of which.
+        constants: values that each stage makes itself; older plans send them.
+    """
+    problem = _layers_differ(plan, layers) or _transfers_differ(plan, edges, constants)
+    if problem is not None:
+        raise PlanError(f"the plan is not one of the model '{plan.model}': {problem}", hint=REMEDY)
+
+
+def expected_transfers(
+    stages: Sequence[Sequence[str]],
+    edges: Iterable[Edge],
+) -> dict[Ends, list[str]]:
+    """Return the values that stages of these layers exchange: each goes to its first user, and on to the next."""
+    stage_of = {name: number for number, stage in enumerate(stages) for name in stage}
+    users: dict[tuple[str, str], set[int]] = {}
+    for edge in edges:
+        value = edge.source, edge.value
+        users.setdefault(value, {stage_of[edge.source]}).add(stage_of[edge.target])
+
+    found: dict[Ends, list[str]] = {}
+    for (_, name), numbers in users.items():
+        for ends in pairwise(sorted(numbers)):
+            found.setdefault(ends, []).append(name)
+    return found
+
+
+def _layers_differ(plan: Plan, layers: Sequence[str]) -> str | None:
+    planned = chain.from_iterable(stage.layers for stage in plan.stages)
+    for expected, name in zip_longest(layers, planned):
+        if name is None:
+            return f"no stage has the layer '{expected}'"
+        if expected is None:
+            return f"its last stage goes on with '{name}' behind the model's last layer"
+        if name != expected:
+            return f"it has the layer '{name}' where the model has '{expected}'"
+    return None
+
+
+def _transfers_differ(
+    plan: Plan,
+    edges: Iterable[Edge],
+    constants: Collection[str],
+) -> str | None:
+    expected = expected_transfers([stage.layers for stage in plan.stages], edges)
+    planned = {(each.source, each.target): each.values for each in plan.transfers}
+    for source, target in sorted({*expected, *planned}):
+        between = f"stage {source} to stage {target}"
+        needed = expected.get((source, target), [])
+        sent = planned.get((source, target), ())
+        missing = [name for name in needed if name not in sent]
+        unknown = [name for name in sent if name not in needed and name not in constants]
+        if missing:
+            return f"it does not send the value '{missing[0]}' from {between}"
+        if unknown:
+            return f"it sends a value '{unknown[0]}' from {between}, which do not exchange one"
+        if len(set(sent)) < len(sent):
+            return f"it sends a value twice from {between}: {', '.join(sent)}"
+    return None

@@ -1,0 +1,39 @@
+"""Try the user's optimizer and scheduler before anything is measured: what no plan could train is refused here."""
+
+import logging
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from planner.model.optimizer_part import check_scheduler, trained_parameters
+from planner.model.separable import halves, separability
+from planner.model.spec import TrainingSpec
+from planner.profiler.step.counters import fake_group
+
+_log = logging.getLogger(__name__)
+
+
+def try_optimizer(spec: TrainingSpec, model: nn.Module, device: torch.device) -> bool | None:
+    """Return whether stages may each step their part of the parameters; None where nothing is trained.
+
+    It is tried as in a worker among others, so that an optimizer that communicates there does so here.
+
+    Raises:
+        ModelFileError: when the optimizer communicates or fails, or when stages cannot follow the scheduler.
+    """
+    whole = trained_parameters(model)
+    if not whole:
+        return None
+    check_scheduler(spec, whole)
+    with nullcontext() if dist.is_initialized() else fake_group(2):
+        tried = separability(spec, whole, halves([each.name for each in whole]), device)
+    if tried.problem is None or (tried.claimed and not tried.combines):
+        return True
+    _log.warning(
+        f"{tried.kind} {tried.problem}: `plan solve` makes plans of one stage alone; hint: with an optimizer that "
+        "updates each parameter by itself, such as AdamW, there are others; a norm of all gradients is "
+        "`clip_grad_norm` of `plan train`"
+    )
+    return False

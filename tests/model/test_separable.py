@@ -1,0 +1,140 @@
+"""Optimizers that combine parameters are told by what they do, whatever they are called and say of themselves."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn, optim
+
+from planner.errors import ModelFileError
+from planner.model.optimizer_part import trained_parameters
+from planner.model.separable import Separability, halves, separability
+from planner.model.spec import TrainingSpec, in_memory
+from planner.profiler.step.counters import fake_group
+from tests.model import optimizers as people
+
+CPU = torch.device("cpu")
+SMALL = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+APART: dict[str, Callable[[Any], optim.Optimizer]] = {
+    "SGD": lambda parameters: optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "Adagrad": optim.Adagrad,
+    "AdamW": lambda parameters: optim.AdamW(parameters, amsgrad=True),
+    "fused": lambda parameters: optim.AdamW(parameters, fused=True),
+    "foreach": lambda parameters: optim.Adam(parameters, foreach=True),
+    "ASGD": optim.ASGD,
+    "NAdam": optim.NAdam,
+    "Rprop": optim.Rprop,
+    "Adafactor": optim.Adafactor,  # combines within one parameter alone
+    "LAMB": lambda parameters: people.Lamb(parameters, max_grad_norm=None),
+    "Muon": lambda parameters: optim.Muon([each for each in parameters if each.ndim == 2]),
+}
+
+
+def spec_of(optimizer: Callable[[Any], optim.Optimizer], model: nn.Module = SMALL) -> TrainingSpec:
+    return in_memory(model, example_batch=((torch.zeros(2, 6),), torch.zeros(2)), optimizer=optimizer)
+
+
+def tried(
+    optimizer: Callable[[Any], optim.Optimizer], model: nn.Module = SMALL, *, by_elements: bool = False
+) -> Separability:
+    whole = trained_parameters(model)
+    ways = halves([each.name for each in whole])
+    return separability(spec_of(optimizer, model), whole, ways, CPU, by_elements=by_elements)
+
+
+@pytest.mark.parametrize("name", APART)
+def test_parameters_that_are_updated_by_themselves(name: str) -> None:
+    assert tried(APART[name]).problem is None
+
+
+@pytest.mark.parametrize("name", people.COMBINING)
+def test_parameters_that_are_combined(name: str) -> None:
+    found = tried(people.COMBINING[name])
+    assert found.combines
+    assert found.problem is not None
+    assert found.problem.startswith("combines parameters: the update of '")
+
+
+def test_groups_that_stages_do_not_divide_may_have_norms() -> None:
+    def by_layer(named_parameters: Any) -> optim.Optimizer:
+        named = list(named_parameters)
+        return people.NormalisedGroups([{"params": [p for n, p in named if n[0] == layer]} for layer in "02"])
+
+    whole = trained_parameters(SMALL)
+    layers = [["0.weight", "0.bias"], ["2.weight", "2.bias"]]
+    assert separability(spec_of(by_layer), whole, [layers], CPU).problem is None
+    assert separability(spec_of(by_layer), whole, [[["0.weight"], ["0.bias"]]], CPU).combines
+
+
+def test_elements_are_tried_where_an_optimizer_says_they_may() -> None:
+    found = tried(people.FalselyElementwise, by_elements=True)
+    assert found.combines  # and already without, by its clipping
+    without = lambda parameters: people.FalselyElementwise(parameters, max_grad_norm=None)  # noqa: E731
+    assert tried(without).problem is None
+    assert str(tried(without, by_elements=True).problem).startswith("combines elements of parameters")
+    assert tried(optim.AdamW, by_elements=True).problem is None
+    assert tried(optim.Adagrad, by_elements=True).problem is None
+    assert tried(optim.Adafactor, by_elements=True).problem is None  # refused elsewhere: it does not say that
+
+
+def test_random_numbers_are_told_and_generators_kept() -> None:
+    torch.manual_seed(5)
+    random.seed(5)
+    before = torch.get_rng_state(), random.getstate()
+    found = tried(people.Noisy)
+    assert found.draws
+    assert not found.claimed
+    assert tried(people.NoisyBySelf).claimed
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert before[1] == random.getstate()
+
+
+@contextmanager
+def among_two() -> Iterator[None]:
+    with fake_group(2):
+        yield
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("kind", [people.Averaging, people.Gathering])
+def test_communication_is_told_before_it_happens(kind: Any) -> None:
+    with among_two(), pytest.raises(ModelFileError, match=f"{kind.__name__} communicates with other processes"):
+        tried(kind)
+
+
+def test_one_that_communicates_only_among_others_is_alone_as_it_is() -> None:
+    assert tried(people.Averaging).problem is None
+
+
+def test_what_fails_on_a_part_is_not_shown() -> None:
+    found = tried(people.Particular)
+    assert not found.combines
+    assert found.problem == (
+        "fails on a part of the parameters: step() of Particular raises AssertionError: all four, please"
+    )
+
+
+def test_what_fails_on_the_whole_is_an_error() -> None:
+    three = nn.Sequential(nn.Linear(6, 16), nn.Linear(16, 3, bias=False))
+    with pytest.raises(ModelFileError, match=r"step\(\) of Particular raises AssertionError"):
+        tried(people.Particular, three)
+
+
+def test_large_models_are_tried_on_small_parameters() -> None:
+    large = nn.Sequential(nn.Linear(700, 900), nn.Linear(900, 3))
+    assert tried(optim.AdamW, large).problem is None
+    assert tried(people.Lamb, large).combines
+
+    def of_the_largest(parameters: Any) -> optim.Optimizer:
+        assert max(each.numel() for each in parameters) == 700 * 900
+        return optim.AdamW(parameters)
+
+    found = tried(of_the_largest, large)
+    assert not found.combines
+    assert str(found.problem).startswith("fails on smaller parameters of the same names")
