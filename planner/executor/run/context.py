@@ -216,9 +216,15 @@ def pipeline_context(
     shape = replace(shape_of(plan), shared=tuple(sorted(built.shared)))
     if data is None:
         assert plan.microbatch_size is not None  # or building the modules had failed
-        # After the model: dataset() may draw random numbers, which must not change the initial weights.
         microbatches = ranks * plan.microbatches
-        made = make_batches(spec, plan.microbatch_size, microbatches, job.seed, drop_last=options.drop_last)
+        made = make_batches(
+            spec,
+            plan.microbatch_size,
+            microbatches,
+            job.seed,
+            drop_last=options.drop_last,
+            device=place.compute,
+        )
         whole = any(module.has_loss for module in modules.values())
         data = ReadAhead(weighted(made, plan.loss, spec, whole=whole), place.compute)
     if tensor is not None and plan.by_samples:

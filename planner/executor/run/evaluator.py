@@ -26,6 +26,7 @@ from planner.executor.run.data import EvaluationBatches, EvaluationData, Extents
 from planner.formats.profile import LossMean
 from planner.model.batch import Batch
 from planner.model.capture.graph import LOSS
+from planner.model.generators import seeded
 from planner.model.loss import weight_function
 from planner.model.options import autocasting
 from planner.model.stage.evaluation import separate_buffers, share_buffers
@@ -91,12 +92,7 @@ class Evaluator:
             else:
                 separate_buffers(module)
         fixed = self._stages.batch_size
-        self._data = data or EvaluationBatches(
-            context.spec.evaluation_dataset(),
-            fixed or context.microbatch_size,
-            drop_last=fixed is not None,
-            collate=context.spec.collate,
-        )
+        self._data = data or _evaluation_batches(context, fixed)
         lengths = self._stages.lengths
         self._extents = Extents(self._data.batch, self._data.size, lengths, POSTED + 1) if lengths else None
         self._weight = weight_function(context.plan.loss or LossMean(over="samples"), context.spec)
@@ -198,6 +194,22 @@ class Evaluator:
         samples = sum(self._data.sizes)
         means = {name: _finite(value / samples) for name, value in sums.items()}
         return Evaluation(minibatch=minibatch, samples=samples, loss=loss, metrics=means)
+
+
+def _evaluation_batches(context: PipelineContext, fixed: int | None) -> EvaluationBatches:
+    """Return the batches of evaluation_dataset(), of as many samples as stages take."""
+    seed = context.job.seed
+    # The same seed as for dataset(), so that a random split in both divides the samples alike.
+    with seeded(seed):
+        dataset = context.spec.evaluation_dataset()
+    return EvaluationBatches(
+        dataset,
+        fixed or context.microbatch_size,
+        drop_last=fixed is not None,
+        collate=context.spec.collate,
+        seed=seed,
+        draws_on=context.place.compute,
+    )
 
 
 def evaluation_points(shape: PipelineShape, first: int, last: int, every: int, *, at_end: bool = False) -> list[int]:
