@@ -7,12 +7,12 @@ which follows from its place in the data alone. docs/guides/own-model.md shows t
 
 import hashlib
 import random
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
+from planner.model.randomness import generators_kept
 from planner.runtime import runtime_of
 
 State = tuple[object, ...]  # of several generators; equal if they would give the same numbers
@@ -45,24 +45,6 @@ def seeded(seed: int) -> Iterator[None]:
     with generators_kept():
         seed_generators(seed)
         yield
-
-
-@contextmanager
-def generators_kept(*, on_success: bool = True) -> Iterator[None]:
-    """Restore PyTorch's generator of the CPU, Python's, and NumPy's where it is in use; at least after an error."""
-    numpy = sys.modules.get("numpy")
-    state, python_state = torch.get_rng_state(), random.getstate()
-    numpy_state = None if numpy is None else numpy.random.get_state()
-    succeeded = False
-    try:
-        yield
-        succeeded = True
-    finally:
-        if on_success or not succeeded:
-            torch.set_rng_state(state)
-            random.setstate(python_state)
-            if numpy is not None:
-                numpy.random.set_state(numpy_state)
 
 
 def seed_quickly(seed: int, device: torch.device) -> None:

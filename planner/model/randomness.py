@@ -1,5 +1,7 @@
 """Random numbers that do not depend on how the model is split: one seed per minibatch, microbatch and layer."""
 
+import random
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -43,6 +45,24 @@ def _mix(number: int) -> int:
     number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & _MASK
     return number ^ (number >> 31)
+
+
+@contextmanager
+def generators_kept(*, on_success: bool = True) -> Iterator[None]:
+    """Restore PyTorch's generator of the CPU, Python's, and NumPy's where it is in use; at least after an error."""
+    numpy = sys.modules.get("numpy")
+    state, python_state = torch.get_rng_state(), random.getstate()
+    numpy_state = None if numpy is None else numpy.random.get_state()
+    succeeded = False
+    try:
+        yield
+        succeeded = True
+    finally:
+        if on_success or not succeeded:
+            torch.set_rng_state(state)
+            random.setstate(python_state)
+            if numpy is not None:
+                numpy.random.set_state(numpy_state)
 
 
 @contextmanager

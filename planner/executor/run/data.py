@@ -18,9 +18,10 @@ from planner.formats.plan_parts import PlannedLengths
 from planner.formats.profile import LossMean
 from planner.model.batch import Batch, collate, make_batch
 from planner.model.capture.size import Extent
-from planner.model.generators import CPU, data_seed, generators_kept, seed_generators, seeded
+from planner.model.generators import CPU, data_seed, seed_generators, seeded
 from planner.model.lengths import Length, lengths_of, varying
 from planner.model.loss import Shares, shares_by_samples, shares_function
+from planner.model.randomness import generators_kept
 from planner.model.spec import TrainingSpec
 from planner.options.training import STEPS
 from planner.schedule.instructions import POSTED, Unit

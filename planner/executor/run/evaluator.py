@@ -21,6 +21,7 @@ from planner.executor.communication.control import gather_bytes
 from planner.executor.communication.links import Ahead, LinkGroups
 from planner.executor.communication.messages import Layouts
 from planner.executor.communication.nccl_links import links_over
+from planner.executor.run.comparison import FIRST
 from planner.executor.run.context import PipelineContext
 from planner.executor.run.data import EvaluationBatches, EvaluationData, Extents
 from planner.formats.profile import LossMean
@@ -114,7 +115,6 @@ class Evaluator:
         totals: Counter[str] = Counter()
         if self._extents is not None:
             self._extents.forget()
-        read = self._data.batch if self._extents is None else self._extents.batch
         self._context.heartbeat.enter("preparing to evaluate", meeting=True)
         # The first replica's buffers, such as BatchNorm's statistics, are those that are saved.
         for number, module in self._stages.modules.items():
@@ -142,7 +142,7 @@ class Evaluator:
                         layers = self._stages.modules.get(stage)
                         measures = stage == self._stages.last and self._context.spec.defines("metrics")
                         reads = measures or (layers is not None and layers.needs_batch)
-                        batch = read(unit).to(compute) if reads else None
+                        batch = self._read(minibatch, unit) if reads else None
                         if layers is not None:  # or all of the stage's layers are for training only
                             results = layers(batch, values)
                             values.update(results)
@@ -155,6 +155,14 @@ class Evaluator:
         links.drain()
         links.follow(Ahead())  # training needs the memory of the buffers that are left
         return self._merge(minibatch, totals)
+
+    def _read(self, minibatch: int, unit: Unit) -> Batch:
+        """Return a batch of the evaluation after `minibatch`; the first ones are compared with what others read."""
+        batch = self._data.batch(unit) if self._extents is None else self._extents.batch(unit)
+        if unit.minibatch < FIRST:
+            what = f"batch {unit.minibatch} of the evaluation after minibatch {minibatch}"
+            self._context.comparison.check(what, batch)
+        return batch.to(self._context.place.compute)
 
     def _even_out(self, ran: int) -> None:
         """Run as many batches as the replica with most of them, where all gather the weights for each."""

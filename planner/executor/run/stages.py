@@ -21,9 +21,10 @@ from planner.formats.plan import Plan
 from planner.model.capture.capture import capture_file
 from planner.model.capture.graph import LayerGraph, ValueSpec
 from planner.model.deferred_weights import DeferredModel, allocate
-from planner.model.generators import generators_kept, seed_generators, seeded
+from planner.model.generators import seed_generators, seeded
 from planner.model.lengths import Length
 from planner.model.options import module_options
+from planner.model.randomness import generators_kept
 from planner.model.spec import TrainingSpec
 from planner.model.stage.evaluation import EvaluationStages, build_evaluation
 from planner.model.stage.parts import Variant
