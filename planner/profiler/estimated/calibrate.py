@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from planner.errors import InputError
-from planner.formats.files import Record, load_record
+from planner.formats.files import Record, load_record, read_text
 from planner.formats.profile import Profile, load_profile
 from planner.model.spec import TrainingSpec, load_model_file
 from planner.profiler.estimated.devices import COMPUTE_CLASSES, OP_CLASSES, DeviceSpec, DType
@@ -139,7 +139,7 @@ def load_calibration(path: Path | str) -> list[Calibration]:
     """
     folder = Path(path).parent
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = json.loads(read_text(path))
     except (OSError, ValueError):
         content = None  # load_profile says what is wrong
     if isinstance(content, dict) and "steps" in content:
