@@ -173,6 +173,10 @@ class Runtime:
         """Seed the default generator of `device`."""
         torch.default_generator.manual_seed(seed)
 
+    def random_state(self, device: torch.device) -> Tensor:
+        """Return the state of the default generator of `device`."""
+        return torch.get_rng_state()
+
     def random_state_kept(self, device: torch.device) -> AbstractContextManager[None]:
         """Restore the states of the default generators of the CPU and of `device`, if it is there, afterwards."""
         return torch.random.fork_rng(devices=[])
@@ -268,6 +272,9 @@ class Accelerator(Runtime):
     def seed(self, device: torch.device, seed: int) -> None:
         with self.current(device):  # manual_seed seeds the current device only
             self._module.manual_seed(seed)
+
+    def random_state(self, device: torch.device) -> Tensor:
+        return cast("Tensor", self._module.get_rng_state(device))
 
     def random_state_kept(self, device: torch.device) -> AbstractContextManager[None]:
         # Without a list, fork_rng asks every device of the machine for its state, and so opens a context on each.

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from planner.errors import InputError, did_you_mean
-from planner.formats.files import parse_json, write_text
+from planner.formats.files import check_writable, read_json, write_text
 
 Config = Mapping[str, Any]
 
@@ -74,7 +74,9 @@ class NamedModel:
             "model.py": template.replace(line, line.replace(str(LENGTH), str(tokens or LENGTH))),
         }
         for name, text in texts.items():
-            if (path := folder / name).exists() and path.read_text(encoding="utf-8", errors="replace") != text:
+            path = folder / name
+            check_writable(path)
+            if path.exists() and path.read_text(encoding="utf-8", errors="replace") != text:
                 raise InputError(f"'{path}' is of another model", hint="choose a folder with `output`")
         for name, text in texts.items():
             write_text(folder / name, text)
@@ -109,7 +111,7 @@ def find_model(name: str) -> NamedModel:
 
 def _of_file(path: Path) -> NamedModel:
     try:
-        config = parse_json(path.read_text(encoding="utf-8"))
+        config = read_json(path)
     except (OSError, ValueError) as cause:
         why = getattr(cause, "strerror", None) or cause
         raise InputError(f"'{path}' cannot be read as JSON: {why}", hint="name a config.json") from None

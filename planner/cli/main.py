@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from planner.cli import profile, solve, train, views
 from planner.cli.output import as_flags, print_complaint, try_outputs
+from planner.cli.results import results_apart
 from planner.errors import InputError, PlannerError, did_you_mean
 
 # In the order in which help lists them.
@@ -117,7 +118,8 @@ def _run(arguments: list[str]) -> int:
             raise _unknown(parser, args.verb, unknown)
         verbose = getattr(args, "verbosity", 0) >= 2
         try_outputs(args)
-        return int(args.run(args))
+        with results_apart():
+            return int(args.run(args))
     except BrokenPipeError:
         raise
     except (Exception, KeyboardInterrupt) as error:

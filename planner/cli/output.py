@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from planner.cli.results import print_result
 from planner.options.cluster import ClusterOptions
 from planner.options.option import flag_of, options_in
 from planner.options.profiling import EstimateArguments, ProfileOptions
@@ -75,7 +76,10 @@ def print_answer(answer: "BaseModel", as_json: bool, table: str | None = None) -
     """Print a verb's answer on stdout: as JSON, or as its tables, or the one given."""
     import planner.reporting.shown  # noqa: F401 - makes answers show their tables
 
-    print(answer.model_dump_json(indent=1) if as_json else as_flags(str(answer) if table is None else table))
+    if as_json:
+        print_result(answer.model_dump_json(indent=1))
+    else:
+        print_result(as_flags(str(answer) if table is None else table))
 
 
 def print_complaint(kind: str, message: str, hint: str = "") -> None:
@@ -93,7 +97,7 @@ def print_progress(text: str) -> None:
 def print_written(path: Path, *, as_json: bool = False) -> None:
     """Print on stderr which file was written; as JSON on stdout, where the file is the whole answer."""
     if as_json:
-        print(json.dumps({"written": str(path)}, indent=1))
+        print_result(json.dumps({"written": str(path)}, indent=1))
     print_progress(f"written to {path}")
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import planner
 from planner.cli import arguments, output
+from planner.cli.results import print_result
 from planner.options.option import refuse
 from planner.options.training import CheckpointOptions, ElasticOptions, RunOptions, TrainArguments, TrainingOptions
 from planner.options.verbs import QuickstartOptions, SelftestOptions
@@ -178,7 +179,7 @@ def export(args: argparse.Namespace) -> int:
             "weigh them in the loss function: a comment in the text says how they count",
         )
     if args.output == output.STDOUT:
-        print(json.dumps({"text": text}) if args.json else text.rstrip("\n"))
+        print_result(json.dumps({"text": text}) if args.json else text.rstrip("\n"))
     else:
         write_text(args.output, text)
         output.print_written(args.output, as_json=args.json)
@@ -204,7 +205,7 @@ def quickstart(args: argparse.Namespace) -> int:
     options = arguments.given_options(QuickstartOptions, args) | {"show_progress": sys.stderr.isatty()}
     output.print_answer(planner.quickstart(args.place, **options, on_phase=output.print_progress), args.json)
     if not args.json:
-        print(f"\n{NEXT.format(folder=args.place)}")
+        print_result(f"\n{NEXT.format(folder=args.place)}")
     return 0
 
 

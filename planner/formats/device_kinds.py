@@ -10,7 +10,7 @@ from typing import Any
 
 from planner.errors import ClusterError, InputError, ProfileError
 from planner.formats.cluster import Cluster, DeviceKind
-from planner.formats.files import parse_json
+from planner.formats.files import read_json
 from planner.formats.names import PLANNED
 from planner.formats.profile import KIND_COLUMNS, Device, KindTimes, Layer, Profile, load_profile
 
@@ -58,7 +58,7 @@ def read_profile(text: str) -> Profile:
 
 def is_profile(path: Path) -> bool:
     with suppress(OSError, ValueError):  # loading it will say what is wrong
-        content: object = parse_json(path.read_text(encoding="utf-8"))
+        content: object = read_json(path)
         return isinstance(content, dict) and "layers" in content and "stages" not in content
     return False
 

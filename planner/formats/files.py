@@ -3,10 +3,11 @@
 import errno
 import json
 import os
+import stat
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar, get_args
 from uuid import uuid4
@@ -47,10 +48,35 @@ class GrownRecord(Record):
 AlwaysTrue = Literal[True]  # of what version 0.1 wrote; it was false in plans that could never be trained
 
 
+_IRREGULAR = {
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def check_regular(path: Path | str) -> None:
+    """Raise OSError for a FIFO, a socket or a device, which may have no end, or make whoever opens it wait for ever.
+
+    What is not there, or is a folder, is left to whoever opens it.
+    """
+    with suppress(FileNotFoundError, NotADirectoryError):
+        kind = _IRREGULAR.get(stat.S_IFMT(Path(path).stat().st_mode))
+        if kind is not None:
+            raise OSError(errno.EINVAL, f"it is {kind}, and no file")
+
+
+def read_text(path: Path | str) -> str:
+    """Return the text of a file in UTF-8; raise OSError as `check_regular` does, or ValueError for other bytes."""
+    check_regular(path)
+    return Path(path).read_text(encoding="utf-8")
+
+
 def load_record(record: type[RecordT], path: Path | str, error: type[InputError], remedy: str) -> RecordT:
     """Read and validate `path`; raise `error` with the file, the field, the offending value, and `remedy` as hint."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_text(path)
         content = parse_json(text)
     except FileNotFoundError:
         raise error(f"there is no file '{path}'", hint=remedy) from None
@@ -91,6 +117,11 @@ def parse_json(text: str) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
+def read_json(path: Path | str) -> Any:
+    """Return the content of a JSON file; raise OSError and ValueError as `read_text` and `parse_json` do."""
+    return parse_json(read_text(path))
+
+
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content = dict(pairs)
     if len(content) < len(pairs):
@@ -115,6 +146,7 @@ def check_writable(path: Path | str) -> None:
     with _writing(path):
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        check_regular(path)  # which would be replaced by a file
         folder = next(parent for parent in path.absolute().parents if parent.exists())
         with tempfile.NamedTemporaryFile(dir=folder, prefix=f".{path.name}.") as file:
             file.write(bytes(_TRIED_BYTES))
@@ -133,6 +165,7 @@ def _writing(path: Path) -> Iterator[None]:
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary file to write to; when the block ends without an error, it is flushed and replaces `path`."""
+    check_regular(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid4().hex}")
     try:

@@ -25,6 +25,7 @@ from torch.utils.data import Dataset, Sampler
 
 from planner.errors import ModelFileError, PlannerError, reason_of
 from planner.model.batch import Batch, collate, make_batch
+from planner.model.generators import seeded
 from planner.model.options import LossFunction
 
 DEFAULT_BUILDER = "build_model"
@@ -48,7 +49,8 @@ def import_file(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look their module up there
     try:
-        with on_path(path.parent):
+        # What a module draws while it is imported must be the same in all workers.
+        with on_path(path.parent), seeded(0):
             spec.loader.exec_module(module)
     except (Exception, SystemExit) as cause:  # whatever the user's code raises, sys.exit() included
         del sys.modules[name]

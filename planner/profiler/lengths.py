@@ -6,10 +6,10 @@ from itertools import combinations, islice
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from planner.formats.profile import Fit, Layer, LayerFits, Lengths, Profile
+from planner.model.generators import seeded
 from planner.model.lengths import varying
 from planner.model.samplers import BucketSampler
 from planner.model.spec import TrainingSpec
@@ -39,8 +39,7 @@ def with_lengths(profile: Profile, others: Sequence[Profile], spec: TrainingSpec
     least, most = zip(*between.values(), strict=True)
     points = (most, *(tuple(each.values()) for each in other_lengths(spec)))
     costs = [[cost for layer in each.layers for cost in _costs(layer)] for each in (profile, *others)]
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)  # of datasets that draw when they are made
+    with seeded(0):  # the dataset, the sampler and collate may draw
         data = _samples(spec, profile.microbatch_size or 1)
     fits = iter(fitted(np.array(terms(points, most)), np.array(costs, dtype=np.float64)))
     lengths = Lengths(

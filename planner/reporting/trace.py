@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 from pydantic import ValidationError
 
 from planner.errors import InputError
-from planner.formats.files import first_problem, parse_json, write_text
+from planner.formats.files import first_problem, read_json, write_text
 from planner.formats.timeline import Event, Events, Timeline, load_timeline
 from planner.reporting.timeline import LANE_ORDER, side_by_side
 from planner.simulator.simulate_plan import ROUNDS
@@ -46,7 +46,7 @@ def load_run(path: Path | str) -> Timeline:
     """Read the timeline from a file that `save_trace` or `save_timeline` wrote; raise InputError for any other file."""
     path = Path(path)
     try:
-        content = parse_json(path.read_text(encoding="utf-8"))
+        content = read_json(path)
     except (OSError, ValueError):
         content = None
     if not isinstance(content, dict) or "traceEvents" not in content:

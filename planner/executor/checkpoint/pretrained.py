@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from planner.errors import InputError
 from planner.executor.checkpoint.tensor_file import SUFFIX, each_tensor, tensor_shapes
-from planner.formats.files import parse_json
+from planner.formats.files import read_json
 from planner.model.spec import NameInFile, TrainingSpec
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -86,7 +86,7 @@ def _files(path: Path) -> list[Path]:
     index = path / INDEX if path.is_dir() else path
     if index.name.endswith(".index.json") and index.exists():
         try:
-            listed = parse_json(index.read_text(encoding="utf-8"))["weight_map"].values()
+            listed = read_json(index)["weight_map"].values()
             return [index.parent / str(name) for name in dict.fromkeys(listed)]
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             raise InputError(f"'{index}' is no index of safetensors files", hint='it has a "weight_map"') from None

@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from planner.errors import InputError
-from planner.formats.files import Record
+from planner.formats.files import Record, check_regular
 
 # Largest elements first: tensors written in this order are all aligned, without padding between them.
 _NAMES = {
@@ -149,6 +149,7 @@ def opened(path: Path, expected: TensorFile | None = None) -> Iterator[Any]:
     try:
         if expected is not None and (problem := _difference(path, expected)) is not None:
             raise InputError(f"'{path}' {problem}", hint="resume from another checkpoint with `resume=PATH`")
+        check_regular(path)
         with safe_open(path, framework="pt") as file:
             yield file
     except OSError as cause:
@@ -158,6 +159,7 @@ def opened(path: Path, expected: TensorFile | None = None) -> Iterator[Any]:
 
 
 def _difference(path: Path, expected: TensorFile) -> str | None:
+    check_regular(path)
     sha, size = hashlib.sha256(), 0
     with path.open("rb", buffering=0) as file:
         while piece := file.read(_PIECE_BYTES):

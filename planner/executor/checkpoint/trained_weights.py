@@ -22,7 +22,7 @@ from planner.executor.checkpoint import tensor_file
 from planner.executor.checkpoint.folders import find, load_checkpoint
 from planner.executor.checkpoint.stage_parts import each_weight
 from planner.executor.communication.control import broadcast_bytes, control_group, gather_bytes
-from planner.formats.files import replacing
+from planner.formats.files import check_regular, replacing
 
 
 def save_gathered(state: Mapping[str, Tensor], path: Path) -> None:
@@ -98,6 +98,7 @@ def read_trained(path: str | Path) -> dict[str, Tensor]:
         return dict(tensor_file.each_tensor(path))
     state = None
     with suppress(OSError, RuntimeError, EOFError, ValueError, KeyError, UnpicklingError):
+        check_regular(path)
         state = torch.load(path, weights_only=True, map_location="cpu")
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
         hint = "give a checkpoint, a .safetensors file, or a file that training wrote with `save_weights`"

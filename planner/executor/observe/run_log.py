@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
-from planner.formats.files import Record, write_text
+from planner.formats.files import Record, read_text, write_text
 from planner.workers.job import Evaluation, Loss
 
 FILE = "losses.jsonl"
@@ -46,7 +46,7 @@ NOTHING = Past()
 def is_of(folder: Path, run: str) -> bool:
     """Return whether the losses in `folder`, and so its newest checkpoints, are of `run`."""
     try:
-        header, _, _ = (folder / FILE).read_text(encoding="utf-8").partition("\n")
+        header, _, _ = read_text(folder / FILE).partition("\n")
         return _Header.model_validate_json(header).run == run
     except (OSError, ValueError):
         return False
@@ -71,7 +71,7 @@ class RunLog:
         if again and is_of(self._path.parent, self._run):
             try:
                 # A crash can leave half a line at the end.
-                whole, _, _ = self._path.read_text(encoding="utf-8").rpartition("\n")
+                whole, _, _ = read_text(self._path).rpartition("\n")
                 entries = [_LogLine.model_validate_json(line) for line in whole.splitlines()[1:]]
             except (OSError, ValueError) as cause:
                 _log.warning("the losses before the restart cannot be read from '%s': %s", self._path, cause)

@@ -17,6 +17,7 @@ from planner.executor.communication.control import message_timeout
 from planner.executor.communication.links import Receivers
 from planner.executor.communication.sharding import Masters, Sharding
 from planner.executor.communication.shared_gradients import SharedGradients
+from planner.executor.run.comparison import BatchComparison, ComparedBatches
 from planner.executor.run.data import BatchSource, LengthDrift, OfRank, VaryingBatches, make_batches, weighted
 from planner.executor.run.reading_ahead import AHEAD, ReadAhead
 from planner.executor.run.stages import build_modules, check_sizes, tensor_group, transferred
@@ -70,6 +71,7 @@ class PipelineContext:
     rank: int
     heartbeat: Heartbeat
     data: BatchSource
+    comparison: BatchComparison  # of what this worker reads with what others do
     minibatches: int  # of the whole run
     groups: DataGroups
     shape: PipelineShape
@@ -131,6 +133,7 @@ class PipelineContext:
         await_all("ready")  # one may have read a large checkpoint
         self.heartbeat.enter("connecting to the other workers", meeting=True)
         self.groups.use_once()
+        self.comparison.begin()
         self.heartbeat.enter("taking memory", meeting=True)
         compute, runtime = self.place.compute, runtime_of(self.place.compute)
         if not runtime.asynchronous:
@@ -215,12 +218,20 @@ def pipeline_context(
     return_free_pages()  # of the model: workers keep what they free for the next step otherwise
 
     ranks = sample_parts(job.plan)
+    comparison = BatchComparison(rank)
+    reads_dataset = data is None
     shape = replace(shape_of(plan), shared=tuple(sorted(built.shared)))
     if data is None:
         assert plan.microbatch_size is not None  # or building the modules had failed
-        # After the model: dataset() may draw random numbers, which must not change the initial weights.
         microbatches = ranks * plan.microbatches
-        made = make_batches(spec, plan.microbatch_size, microbatches, job.seed, drop_last=options.drop_last)
+        made = make_batches(
+            spec,
+            plan.microbatch_size,
+            microbatches,
+            job.seed,
+            drop_last=options.drop_last,
+            device=place.compute,
+        )
         whole = any(module.has_loss for module in modules.values())
         data = ReadAhead(weighted(made, plan.loss, spec, whole=whole), place.compute)
     if tensor is not None and plan.by_samples:
@@ -233,6 +244,8 @@ def pipeline_context(
     if built.lengths:
         drift = LengthDrift(plan.lengths, plan.microbatches, spec) if plan.lengths is not None and rank == 0 else None
         data = VaryingBatches(data, built.lengths, drift)
+    if reads_dataset:
+        data = ComparedBatches(data, comparison)
     check_sizes(modules.values(), data.last_sizes)
     held = {}
     for number, module in modules.items():
@@ -260,6 +273,7 @@ def pipeline_context(
         rank=rank,
         heartbeat=heartbeat,
         data=data,
+        comparison=comparison,
         minibatches=minibatches,
         groups=groups,
         shape=shape,

@@ -12,12 +12,16 @@ import torch
 from torch.utils.data import Dataset
 
 from planner.errors import InputError, ModelFileError
+from planner.executor.run.draws import reading_data, refuses_draws
+from planner.executor.run.sample_reader import EVALUATION, Collate, SampleReader
 from planner.formats.plan_parts import PlannedLengths
 from planner.formats.profile import LossMean
 from planner.model.batch import Batch, collate, make_batch
 from planner.model.capture.size import Extent
+from planner.model.generators import CPU, data_seed, seed_generators, seeded
 from planner.model.lengths import Length, lengths_of, varying
 from planner.model.loss import Shares, shares_by_samples, shares_function
+from planner.model.randomness import generators_kept
 from planner.model.spec import TrainingSpec
 from planner.options.training import STEPS
 from planner.schedule.instructions import POSTED, Unit
@@ -28,11 +32,8 @@ MINIBATCHES_WATCHED, DRIFT = 16, 0.1  # for the lengths of the data, and how far
 RANDOM_BATCHES = 8  # distinct random minibatches, used in turn: making new ones would count as training time
 
 _log = logging.getLogger(__name__)
-Collate = Callable[[Sequence[Any]], Batch]
 
 _SIZES = 4096  # of units, that are remembered
-# Datasets are read by one thread at a time: those of training and of evaluation may share an open file.
-_ONE_READER = threading.Lock()
 
 
 class Extents:
@@ -77,7 +78,7 @@ class BatchSource(ABC):
     """The training data, the same on all workers."""
 
     random = False  # whether it is made up, so that losses mean nothing
-    device = torch.device("cpu")  # that the batches are copied to, from pinned memory
+    device = CPU  # that the batches are copied to, from pinned memory
     last_size = 0  # samples of an epoch's last minibatch, if it is smaller
 
     def __init__(self, microbatches: int) -> None:
@@ -104,6 +105,11 @@ class BatchSource(ABC):
                 self._sizes.clear()
             found = self._sizes[unit] = samples // parts + (unit.microbatch < samples % parts)
         return found
+
+    @property
+    def draws(self) -> bool:
+        """Whether reading drew random numbers from a global generator, as far as is known."""
+        return False
 
     def extent(self, unit: Unit) -> Extent:
         """Return the extent of one microbatch."""
@@ -133,19 +139,38 @@ def even_sizes(samples: int, parts: int) -> list[int]:
 
 
 def make_batches(
-    spec: TrainingSpec, microbatch_size: int, microbatches: int, seed: int, *, drop_last: bool = False
+    spec: TrainingSpec,
+    microbatch_size: int,
+    microbatches: int,
+    seed: int,
+    *,
+    drop_last: bool = False,
+    device: torch.device = CPU,
 ) -> BatchSource:
-    """Divide the model file's dataset into minibatches, or make random ones if it has none."""
-    dataset = spec.dataset()
+    """Divide the model file's dataset into minibatches, or make random ones if it has none.
+
+    User code may draw on `device`, too.
+    """
+    with seeded(seed):
+        dataset = spec.dataset()
     if dataset is None:
         return RandomBatches(spec.random_batch, microbatch_size, microbatches, seed)
-    return DatasetBatches(dataset, microbatch_size, microbatches, seed, drop_last=drop_last, spec=spec)
+    return DatasetBatches(
+        dataset,
+        microbatch_size,
+        microbatches,
+        seed,
+        drop_last=drop_last,
+        spec=spec,
+        draws_on=device,
+    )
 
 
 class DatasetBatches(BatchSource):
     """Minibatches of a map-style dataset, shuffled in each epoch by a generator seeded with seed and epoch.
 
-    The `spec` may have another order, and another way to make a batch of samples.
+    The `spec` may have another order, and another way to make a batch of samples. Whatever user code draws, it draws
+    by seeds that follow from seed, epoch and index: see `SampleReader`.
 
     The last minibatch of an epoch has the remaining samples, unless `drop_last` leaves it out.
     """
@@ -159,10 +184,13 @@ class DatasetBatches(BatchSource):
         *,
         drop_last: bool = False,
         spec: TrainingSpec | None = None,
+        draws_on: torch.device = CPU,
     ) -> None:
         super().__init__(microbatches)
-        self._dataset, self._collate = dataset, collate if spec is None else spec.collate
-        sampler = self._sampler = None if spec is None else spec.sampler(microbatch_size, microbatches, seed)
+        together = collate if spec is None else spec.collate
+        self._reader = SampleReader(dataset, together, seed, "dataset()", draws_on)
+        with seeded(seed):
+            sampler = self._sampler = None if spec is None else spec.sampler(microbatch_size, microbatches, seed)
         self._size = microbatch_size * microbatches
         self._seed = seed
         # Map-style datasets have a length, their base does not.
@@ -182,12 +210,15 @@ class DatasetBatches(BatchSource):
         epoch, position = divmod(unit.minibatch, self.minibatches_per_epoch)
         sizes = even_sizes(self.minibatch_size(unit.minibatch), self.microbatches)
         start = position * self._size + sum(sizes[: unit.microbatch])
-        with _ONE_READER:
-            if epoch != self._epoch:
-                self._order, self._epoch = self._order_of(epoch), epoch
-            samples = [self._dataset[index] for index in self._order[start : start + sizes[unit.microbatch]]]
-            batch = self._collate(samples)
-        return batch.pinned(self.device)
+        if epoch != self._epoch:
+            self._order = self._order_of(epoch)
+            self._epoch = epoch
+        indices = self._order[start : start + sizes[unit.microbatch]]
+        return self._reader.read(epoch, indices, start).pinned(self.device)
+
+    @property
+    def draws(self) -> bool:
+        return self._reader.draws
 
     def _order_of(self, epoch: int) -> list[int]:
         if self._sampler is None:
@@ -197,15 +228,24 @@ class DatasetBatches(BatchSource):
             return found
         if (set_epoch := getattr(self._sampler, "set_epoch", None)) is not None:
             set_epoch(epoch)
-        order, again = list(self._sampler), list(self._sampler)
+        order = self._sampled(epoch)
+        again = self._sampled(epoch)
         if order != again or len(order) != self._samples:
             what = "another order each time" if order != again else f"{len(order)} samples, and says {self._samples}"
             raise ModelFileError(
                 f"{type(self._sampler).__name__}, which sampler() returned, gives {what}",
                 hint="all workers must find the same order: let it depend on seed and set_epoch(epoch) alone, as "
-                "planner.model.samplers.BucketSampler does",
+                "planner.model.samplers.BucketSampler does, or draw from torch's global generator, which is seeded "
+                "for each epoch",
             )
         return order
+
+    def _sampled(self, epoch: int) -> list[int]:
+        assert self._sampler is not None
+        with reading_data(self._reader.device):
+            if not refuses_draws():
+                seed_generators(data_seed(self._seed, epoch, "order", 0))
+            return list(self._sampler)
 
     def minibatch_size(self, minibatch: int) -> int:
         last = minibatch % self.minibatches_per_epoch == self.minibatches_per_epoch - 1
@@ -233,8 +273,7 @@ class RandomBatches(BatchSource):
         which = unit.minibatch % RANDOM_BATCHES * self.microbatches + unit.microbatch
         if which not in self._made:
             # A seed of its own, so that workers agree on a batch whatever else they have made before.
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(self._seed * 1_000_003 + which)
+            with seeded(self._seed * 1_000_003 + which):
                 made = self._example_batch(self.size(unit))
             self._made[which] = made.pinned(self.device)
         return self._made[which]
@@ -262,12 +301,22 @@ class EvaluationData:
 
 
 class EvaluationBatches(EvaluationData):
-    """A map-style dataset in its own order, in batches of `size` samples; the last one may be smaller."""
+    """A map-style dataset in its own order, in batches of `size` samples; the last one may be smaller.
+
+    What user code draws is drawn alike each time, so that evaluations can be compared with each other.
+    """
 
     def __init__(
-        self, dataset: Dataset[Any], size: int, *, drop_last: bool = False, collate: Collate = collate
+        self,
+        dataset: Dataset[Any],
+        size: int,
+        *,
+        drop_last: bool = False,
+        collate: Collate = collate,
+        seed: int = 0,
+        draws_on: torch.device = CPU,
     ) -> None:
-        self._dataset, self._collate = dataset, collate
+        self._reader = SampleReader(dataset, collate, seed, "evaluation_dataset()", draws_on)
         self._size = size
         samples = len(dataset)  # type: ignore[arg-type]  # as above
         self.sizes = [size] * (samples // size) + [samples % size] * (not drop_last and samples % size > 0)
@@ -279,8 +328,7 @@ class EvaluationBatches(EvaluationData):
 
     def batch(self, unit: Unit) -> Batch:
         start = unit.minibatch * self._size
-        with _ONE_READER:
-            return self._collate([self._dataset[index] for index in range(start, start + self.size(unit))])
+        return self._reader.read(EVALUATION, range(start, start + self.size(unit)), start)
 
 
 class ChangedBatches(BatchSource):
@@ -293,6 +341,10 @@ class ChangedBatches(BatchSource):
 
     def batch(self, unit: Unit) -> Batch:
         return self._source.batch(unit)
+
+    @property
+    def draws(self) -> bool:
+        return self._source.draws
 
     def minibatch_size(self, minibatch: int) -> int:
         return self._source.minibatch_size(minibatch)
@@ -309,7 +361,7 @@ class LengthDrift:
 
     def __init__(self, plan: PlannedLengths, microbatches: int, spec: TrainingSpec) -> None:
         self._plan, self._each, self._rows = plan, microbatches, list[tuple[int, ...]]()
-        with torch.random.fork_rng(devices=[]):  # example batches draw random numbers
+        with generators_kept():  # example batches draw random numbers
             self._varying = varying(spec, 2)
 
     def see(self, batch: Batch) -> None:

@@ -21,11 +21,13 @@ from planner.executor.communication.control import gather_bytes
 from planner.executor.communication.links import Ahead, LinkGroups
 from planner.executor.communication.messages import Layouts
 from planner.executor.communication.nccl_links import links_over
+from planner.executor.run.comparison import FIRST
 from planner.executor.run.context import PipelineContext
 from planner.executor.run.data import EvaluationBatches, EvaluationData, Extents
 from planner.formats.profile import LossMean
 from planner.model.batch import Batch
 from planner.model.capture.graph import LOSS
+from planner.model.generators import seeded
 from planner.model.loss import weight_function
 from planner.model.options import autocasting
 from planner.model.stage.evaluation import separate_buffers, share_buffers
@@ -91,12 +93,7 @@ class Evaluator:
             else:
                 separate_buffers(module)
         fixed = self._stages.batch_size
-        self._data = data or EvaluationBatches(
-            context.spec.evaluation_dataset(),
-            fixed or context.microbatch_size,
-            drop_last=fixed is not None,
-            collate=context.spec.collate,
-        )
+        self._data = data or _evaluation_batches(context, fixed)
         lengths = self._stages.lengths
         self._extents = Extents(self._data.batch, self._data.size, lengths, POSTED + 1) if lengths else None
         self._weight = weight_function(context.plan.loss or LossMean(over="samples"), context.spec)
@@ -118,7 +115,6 @@ class Evaluator:
         totals: Counter[str] = Counter()
         if self._extents is not None:
             self._extents.forget()
-        read = self._data.batch if self._extents is None else self._extents.batch
         self._context.heartbeat.enter("preparing to evaluate", meeting=True)
         # The first replica's buffers, such as BatchNorm's statistics, are those that are saved.
         for number, module in self._stages.modules.items():
@@ -146,7 +142,7 @@ class Evaluator:
                         layers = self._stages.modules.get(stage)
                         measures = stage == self._stages.last and self._context.spec.defines("metrics")
                         reads = measures or (layers is not None and layers.needs_batch)
-                        batch = read(unit).to(compute) if reads else None
+                        batch = self._read(minibatch, unit) if reads else None
                         if layers is not None:  # or all of the stage's layers are for training only
                             results = layers(batch, values)
                             values.update(results)
@@ -159,6 +155,14 @@ class Evaluator:
         links.drain()
         links.follow(Ahead())  # training needs the memory of the buffers that are left
         return self._merge(minibatch, totals)
+
+    def _read(self, minibatch: int, unit: Unit) -> Batch:
+        """Return a batch of the evaluation after `minibatch`; the first ones are compared with what others read."""
+        batch = self._data.batch(unit) if self._extents is None else self._extents.batch(unit)
+        if unit.minibatch < FIRST:
+            what = f"batch {unit.minibatch} of the evaluation after minibatch {minibatch}"
+            self._context.comparison.check(what, batch)
+        return batch.to(self._context.place.compute)
 
     def _even_out(self, ran: int) -> None:
         """Run as many batches as the replica with most of them, where all gather the weights for each."""
@@ -198,6 +202,22 @@ class Evaluator:
         samples = sum(self._data.sizes)
         means = {name: _finite(value / samples) for name, value in sums.items()}
         return Evaluation(minibatch=minibatch, samples=samples, loss=loss, metrics=means)
+
+
+def _evaluation_batches(context: PipelineContext, fixed: int | None) -> EvaluationBatches:
+    """Return the batches of evaluation_dataset(), of as many samples as stages take."""
+    seed = context.job.seed
+    # The same seed as for dataset(), so that a random split in both divides the samples alike.
+    with seeded(seed):
+        dataset = context.spec.evaluation_dataset()
+    return EvaluationBatches(
+        dataset,
+        fixed or context.microbatch_size,
+        drop_last=fixed is not None,
+        collate=context.spec.collate,
+        seed=seed,
+        draws_on=context.place.compute,
+    )
 
 
 def evaluation_points(shape: PipelineShape, first: int, last: int, every: int, *, at_end: bool = False) -> list[int]:

@@ -1,28 +1,24 @@
 """Read batches ahead in a thread of their own, so that training does not wait for slow datasets.
 
 What is trained stays what it is without the thread. A dataset that draws random numbers from a global generator is read
-by the training thread, which draws from it as well. So is one that fails in the thread.
+by the training thread, which draws from it as well: see `draws`. So is one that fails in the thread.
 
 A DataLoader's worker processes draw from generators of their own, and cannot always have a model file's dataset.
 """
 
 import queue
-import random
-import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from statistics import median
-from typing import Any
 
 import torch
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from planner.executor.run.data import BatchSource, ChangedBatches
+from planner.executor.run.draws import draws_refused
 from planner.model.batch import Batch
+from planner.model.generators import state_of_generators
 from planner.schedule.instructions import Unit
 
 AHEAD = 2  # batches: one that the next forward takes, and one in the making
@@ -63,11 +59,12 @@ class ReadAhead(ChangedBatches):
         return self._source.batch(unit)
 
     def _try(self, unit: Unit) -> Batch:
-        before, start_s = _global_generators(), time.perf_counter()
+        before, start_s = state_of_generators(), time.perf_counter()
         batch = self._source.batch(unit)
         self._times_s.append(time.perf_counter() - start_s)
+        draws = self._source.draws or state_of_generators() != before
         # A default device holds in the thread that set it only.
-        alone = _global_generators() == before and torch.get_default_device().type == "cpu"
+        alone = not draws and torch.get_default_device().type == "cpu"
         if alone and len(self._times_s) < TRIALS:
             return batch
         units, self._upcoming = self._upcoming, iter(())
@@ -81,7 +78,7 @@ class ReadAhead(ChangedBatches):
 
     def _run(self, units: Iterator[Unit], ready: queue.Queue[tuple[Unit, Batch] | None], stop: threading.Event) -> None:
         try:
-            with _RefusesDraws():
+            with draws_refused():
                 for unit in units:
                     ready.put((unit, self._source.batch(unit)))
                     if stop.is_set():
@@ -99,45 +96,3 @@ class ReadAhead(ChangedBatches):
         if wait:
             self._thread.join()
         self._thread = None
-
-
-class _DrawError(BaseException):
-    """Raised where a dataset draws in the thread; no `except Exception` of a user holds it up."""
-
-
-class _RefusesDraws(TorchFunctionMode):
-    """Mode, of one thread, that refuses to draw from PyTorch's global generator, before anything is drawn.
-
-    It looks at calls from Python alone. A mode for all operations would multiply the time of small datasets by five,
-    most of which a host that launches a GPU's kernels would wait for, because threads of Python take turns.
-    """
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        globally = kwargs.get("generator") in (None, torch.default_generator)
-        if globally and getattr(func, "__name__", None) in _drawing():
-            raise _DrawError
-        return func(*args, **kwargs)
-
-
-@cache
-def _drawing() -> frozenset[str]:
-    """Return the names of functions that draw: PyTorch's operations that say so, and what Python makes of these."""
-    packets = {name: getattr(torch.ops.aten, name) for name in dir(torch.ops.aten)}
-    found = {
-        name
-        for name, packet in packets.items()
-        if isinstance(packet, torch._ops.OpOverloadPacket)
-        and any(torch.Tag.nondeterministic_seeded in getattr(packet, each).tags for each in packet.overloads())  # type: ignore[no-untyped-call]
-    }
-    composed = {name for name in dir(F) if "dropout" in name or name in ("gumbel_softmax", "rrelu")}
-    return frozenset(found | composed | {"random_", "scaled_dot_product_attention"})
-
-
-def _global_generators() -> tuple[object, ...]:
-    """Return the states of the generators that all threads share: PyTorch's, Python's, and NumPy's where it is used."""
-    numpy = sys.modules.get("numpy")
-    state = None if numpy is None else numpy.random.get_state()
-    return torch.get_rng_state().tolist(), random.getstate(), state and (state[1].tolist(), state[2])

@@ -13,7 +13,6 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
 from torch import nn
 
 from planner.errors import ModelFileError, PlanError, PlannerError, reason_of
@@ -23,6 +22,7 @@ from planner.formats.plan import Plan
 from planner.model.capture.capture import capture_file
 from planner.model.capture.graph import LayerGraph, ValueSpec
 from planner.model.deferred_weights import DeferredModel, allocate
+from planner.model.generators import seed_generators, seeded
 from planner.model.lengths import Length
 from planner.model.optimizer_part import TrainedParameter, trained_parameters
 from planner.model.options import module_options
@@ -134,13 +134,15 @@ class _Making:
 
     def _seed(self) -> None:
         # All workers build from the same seed, so replicas of a stage begin with equal weights.
-        torch.manual_seed(self.job.seed)
+        seed_generators(self.job.seed)
 
     def _captured(self, model: nn.Module) -> set[str]:
         """Capture the model; return all names of the parameters of this worker's stages."""
         plan, spec = self.job.plan, self.spec
         assert plan.microbatch_size is not None  # or the plan is not trainable
-        options, example = replace(module_options(plan), device=self.kind), spec.example_batch(plan.microbatch_size)
+        options = replace(module_options(plan), device=self.kind)
+        with seeded(self.job.seed):
+            example = spec.example_batch(plan.microbatch_size)
         graph = self.graph = capture_file(spec, example, model, options=options)
         if graph.hash != plan.graph_hash:
             raise PlanError(

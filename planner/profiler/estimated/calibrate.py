@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from planner.errors import InputError
-from planner.formats.files import Record, load_record, parse_json
+from planner.formats.files import Record, load_record, read_json
 from planner.formats.profile import Profile, load_profile
 from planner.model.spec import TrainingSpec, load_model_file
 from planner.profiler.estimated.devices import COMPUTE_CLASSES, OP_CLASSES, DeviceSpec, DType
@@ -138,7 +138,7 @@ def load_calibration(path: Path | str) -> list[Calibration]:
     """
     folder = Path(path).parent
     try:
-        content = parse_json(Path(path).read_text(encoding="utf-8"))
+        content = read_json(path)
     except (OSError, ValueError):
         content = None  # load_profile says what is wrong
     if isinstance(content, dict) and "steps" in content:

@@ -23,6 +23,7 @@ from planner.model.capture.failure import capture_failure, decides_by_values, wa
 from planner.model.capture.fake import fake_batch, fake_modules, make_fake, on_meta
 from planner.model.capture.graph import LOSS, LayerGraph
 from planner.model.capture.size import Extent
+from planner.model.generators import seeded
 from planner.model.modes import warn_of_modes
 from planner.model.options import ModuleOptions, gradient_bytes
 from planner.model.spec import TrainingSpec
@@ -174,9 +175,7 @@ def trace_step(
     layout = memory_format == "channels-last"
     options = ModuleOptions(autocast, layout, device=execution.kind, half=halved, sums_in_half=execution.sums_in_half)
     one_rank = first_rank(degree, torch.device("cpu")) if degree > 1 else nullcontext()
-    # Without GPUs in the list, fork_rng does not touch them: an estimate needs none.
-    with torch.random.fork_rng(devices=[]), one_rank as group:
-        torch.manual_seed(0)
+    with seeded(0), one_rank as group:
         known = {} if like is None else like.known_updates
         return _Tracer(training_spec, batch_size, dtype, execution, options, group, known, lengths).trace(like)
 

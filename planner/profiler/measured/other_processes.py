@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import count
+from typing import TextIO
 
 import torch
 
@@ -116,8 +117,8 @@ def _failure(worker: subprocess.Popen[str], number: int) -> WorkerError:
     )
 
 
-def _train(order: str) -> None:
-    """Take training steps until the process is killed."""
+def _train(order: str, ready: TextIO) -> None:
+    """Take training steps until the process is killed; write to `ready` after the first one."""
     parsed = json.loads(order)
     torch.set_num_threads(parsed["threads"])
     half = autocast_dtype(parsed["half"])
@@ -134,16 +135,19 @@ def _train(order: str) -> None:
         unsplit_loss(model, spec, batch, options).backward()  # type: ignore[no-untyped-call]
         update()
         if step == 0:
-            sys.stdout.write(f"{_READY}\n")
-            sys.stdout.flush()
+            ready.write(f"{_READY}\n")
+            ready.flush()
 
 
 def main(order: str) -> int:
     """Run one of the other processes."""
     keep_freed_pages()  # as the workers do
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    # What the model prints is no answer; the measured process prints the same, for people to read.
+    ready = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     try:
-        _train(order)
+        _train(order, ready)
     except PlannerError as error:
         sys.stderr.write(f"{error.message}\n")
         return error.exit_code

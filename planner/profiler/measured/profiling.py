@@ -15,6 +15,7 @@ from planner.model.capture.capture import capture_file
 from planner.model.capture.failure import warn_of_unregistered
 from planner.model.capture.graph import LayerGraph
 from planner.model.elementwise import has_divisible_optimizer
+from planner.model.generators import seeded
 from planner.model.lengths import extent_of
 from planner.model.modes import warn_of_modes
 from planner.model.options import ModuleOptions, autocast_dtype
@@ -105,8 +106,8 @@ def profile_model(
         effort = replace(effort, progress=progress)
     # Libraries ask for the current device, and a context on another GPU would take memory there.
     current, kept = runtime_of(device).current(device), runtime_of(device).random_state_kept(device)
-    with current, thread_count(options.threads), computing(options.numerics), kept:
-        torch.manual_seed(0)  # the same weights and batch each time, so that profiles are comparable
+    # The same weights and batch each time, so that profiles are comparable.
+    with current, thread_count(options.threads), computing(options.numerics), kept, seeded(0):
         effort.progress("capturing", 0.0)
         # At the greatest lengths first, and then at others if they vary.
         batch, *others = (spec.example_batch(batch_size, each) for each in (None, *other_lengths(spec)))

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from planner.executor.communication.control import gather_bytes
 from planner.executor.communication.shared_gradients import SharedGradients
 from planner.executor.run import train
+from planner.executor.run.comparison import BatchComparison
 from planner.executor.run.context import HeldStage, PipelineContext, sharding_of
 from planner.executor.run.data import BatchSource
 from planner.executor.stage.optimizer import StageOptimizer
@@ -336,6 +337,7 @@ def make_context(run: Run, rank: int, world: World) -> PipelineContext:
         rank=rank,
         heartbeat=Heart(world),
         data=StandInData(run.microbatches),
+        comparison=BatchComparison(rank),
         minibatches=run.minibatches,
         groups=DataGroups(place, timedelta(0)),
         shape=shape,

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -42,10 +43,19 @@ def _read(dataset: Samples, worth_s: float) -> list[list[float]]:
     found = []
     torch.manual_seed(0)
     random.seed(0)
+    np.random.seed(0)
     with data.reading(UNITS):
         for unit in UNITS:
             batch = data.batch(unit)
-            found.append([*batch.args[0].tolist(), *batch.target.tolist(), torch.rand(()).item(), random.random()])
+            found.append(
+                [
+                    *batch.args[0].tolist(),
+                    *batch.target.tolist(),
+                    torch.rand(()).item(),
+                    random.random(),
+                    np.random.rand(),
+                ]
+            )
     assert not data._thread
     assert threading.active_count() == before
     return found
@@ -61,14 +71,19 @@ def _no_thread_is_left() -> None:
 
 
 def _own_generator() -> Callable[[int], object]:
-    own = torch.Generator().manual_seed(5)
-    return lambda _: torch.rand((), generator=own)
+    return lambda index: torch.rand((), generator=torch.Generator().manual_seed(index))
 
 
-def _late_draw() -> Callable[[int], object]:
+def _late_draw(draw: Callable[[], object]) -> Callable[[int], object]:
     """Draw for one sample only, which the training thread has not seen when it starts the thread."""
     late = DatasetBatches(Samples(), 2, 2, seed=1).batch(UNITS[TRIALS + 3]).args[0].tolist()
-    return lambda index: torch.rand(()) if index in late else 0.0
+    return lambda index: draw() if index in late else 0.0
+
+
+def _forked(_index: int) -> Tensor:
+    """Draw, and put the generator back, so that its state does not tell."""
+    with torch.random.fork_rng(devices=[]):
+        return torch.rand(())
 
 
 def _connection() -> Callable[[int], object]:
@@ -90,10 +105,21 @@ def _connection() -> Callable[[int], object]:
         (_own_generator, True),
         (lambda: lambda _: torch.rand(()), False),
         (lambda: lambda _: random.random(), False),
-        (_late_draw, True),
+        (lambda: lambda _: np.random.rand(), False),
+        (lambda: _forked, False),
+        (lambda: _late_draw(lambda: torch.rand(())), True),
         (_connection, False),
     ],
-    ids=["plain", "own generator", "torch", "python", "late draw", "connection"],
+    ids=[
+        "plain",
+        "own generator",
+        "torch",
+        "python",
+        "numpy",
+        "forked",
+        "late draw",
+        "connection",
+    ],
 )
 def test_equal_to_reading_in_the_training_thread(
     make_look: Callable[[], Callable[[int], object]], by_thread: bool
@@ -105,6 +131,17 @@ def test_equal_to_reading_in_the_training_thread(
     others = [thread for thread in ahead.threads if thread is not main]
     # What fails in the thread is read again: it has shown by its first sample that it cannot be read there.
     assert (len(others) > 1) == by_thread
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand])
+def test_what_is_drawn_late_is_drawn_by_its_seed(draw: Callable[[], object]) -> None:
+    """Python and NumPy draw before the thread notices, so the draws of the training thread itself may be others."""
+    plain, ahead = Samples(_late_draw(draw)), Samples(_late_draw(draw))
+    expected, found = (
+        [numbers[:4] for numbers in _read(dataset, worth_s)] for dataset, worth_s in ((plain, float("inf")), (ahead, 0))
+    )
+    assert found == expected
+    assert {thread.name for thread in ahead.threads} == {"reading ahead", threading.current_thread().name}
 
 
 def test_what_is_read_quickly_is_read_without_a_thread() -> None:

@@ -1,0 +1,116 @@
+"""What a user's code prints goes to stderr, and stdout has the answer alone: in all processes, from Python and C."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+PRINTING = """
+import os
+import sys
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+def say(place):
+    print(f"printed in {place}")
+    sys.__stdout__.write(f"written in {place}\\n")
+    os.write(1, f"written by the system in {place}\\n".encode())
+
+say("the module")
+
+class Net(nn.Sequential):
+    def forward(self, x):
+        say("forward")
+        return super().forward(x)
+
+def build_model():
+    say("build_model")
+    return Net(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+def example_batch(batch_size):
+    say("example_batch")
+    return (torch.randn(batch_size, 4),), torch.randn(batch_size, 1)
+
+def loss(output, target):
+    return nn.functional.mse_loss(output, target)
+
+def optimizer(parameters):
+    say("optimizer")
+    return torch.optim.SGD(parameters, lr=0.1)
+
+class Data(Dataset):
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, index):
+        say("an item")
+        return (torch.ones(4),), torch.ones(1)
+
+def dataset():
+    say("dataset")
+    return Data()
+
+def on_update(minibatch, loss, metrics):
+    say("on_update")
+"""
+
+
+OTHER = ["-o", "other.json", "--json"]
+
+
+def _plan(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run a verb in a process of its own, whose stdout is that of the system."""
+    command = [sys.executable, "-m", "planner", *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=240, env=dict(os.environ))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("printing")
+    (folder / "model.py").write_text(PRINTING, encoding="utf-8")
+    for arguments in (
+        ["profile", "model.py", "--batch-size", "4", "--seconds", "0.1", "--json"],
+        ["solve", "--gpus", "2", "--bandwidth", "1GB/s", "--schedule", "1f1b-flush", "--json"],
+    ):
+        done = _plan(*arguments, cwd=folder)
+        assert done.returncode == 0, done.stderr
+        json.loads(done.stdout)
+        assert ("printed in forward" in done.stderr) == (arguments[0] == "profile")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("arguments", "places"),
+    [
+        (["train", "model.py", "--steps", "2", "--json"], ["the module", "dataset", "an item", "on_update"]),
+        (["profile", "model.py", "--estimate", "--device", "a100", "--batch-size", "4", *OTHER], ["forward"]),
+        (["fit", "model.py", "--gpus", "2", "--json"], ["forward"]),
+        (["train", "missing.py", "--json"], []),
+    ],
+    ids=["train", "estimate", "fit", "error"],
+)
+def test_the_answer_is_alone_on_stdout(arguments: Sequence[str], places: Sequence[str], folder: Path) -> None:
+    done = _plan(*arguments, cwd=folder)
+    answer = json.loads(done.stdout)
+    assert ("error" in answer) == (done.returncode != 0), done.stderr
+    for place in places:
+        assert f"printed in {place}" in done.stderr
+        assert f"written in {place}" in done.stderr
+        assert f"written by the system in {place}" in done.stderr
+
+
+def test_who_reads_the_answer_may_leave(folder: Path) -> None:
+    """As `plan show | head -1` does."""
+    command = f"{sys.executable} -m planner show | head -c 1"
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240, shell=True)
+    assert len(done.stdout) == 1
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
