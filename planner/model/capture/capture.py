@@ -26,6 +26,7 @@ from planner.model.capture.failure import (
     silent_tracer,
 )
 from planner.model.capture.fake import TensorFacts, fake_run
+from planner.model.capture.foreign import RefuseForeignWeights
 from planner.model.capture.graph import LOSS, LayerGraph, ValueSpec, graph_digest
 from planner.model.capture.layers import group_layers
 from planner.model.capture.operations import MODEL, Names, is_check, is_random
@@ -36,6 +37,7 @@ from planner.model.deferred_weights import allocate_buffers, is_deferred, withou
 from planner.model.lengths import Varying, varying
 from planner.model.loss import loss_of
 from planner.model.options import PLAIN, LossFunction, ModuleOptions
+from planner.model.samples import check_samples
 from planner.model.spec import TrainingSpec
 from planner.runtime import runtime_of
 
@@ -55,6 +57,7 @@ def capture_file(
     Of equal blocks five are traced, `quickly`, which a model deceives that treats the twentieth alone in another way.
     """
     model = (spec.build_model() if model is None else model).train(training)
+    check_samples(spec, batch)
     lengths = varying(spec, max(2, batch.size))
     deferred = is_deferred(model)
     if deferred:
@@ -225,7 +228,7 @@ class _ForwardToLoss(nn.Module):
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> tuple[Any, ...]:
         model = self.get_submodule(MODEL)
-        with _layouts_kept():
+        with _layouts_kept(), RefuseForeignWeights(model):
             with refuse_assignments(model):
                 output = model(*args, **kwargs)
             loss = self._loss(output, target)

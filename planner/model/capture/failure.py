@@ -112,14 +112,18 @@ def noting_places() -> Iterator[None]:
     located = ShapeEnv._get_sloc
 
     def noted(env: ShapeEnv, *args: Any, **kwargs: Any) -> Any:
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and not _runs_users_code(frame.f_code.co_filename):
-            frame = frame.f_back
-        place = None if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        return replace(located(env, *args, **kwargs), maybe_user_loc=place)
+        return replace(located(env, *args, **kwargs), maybe_user_loc=calling_place())
 
     with mock.patch.object(ShapeEnv, "_get_sloc", noted):
         yield
+
+
+def calling_place() -> str | None:
+    """Return the line of the user's that is being run, "model.py:12"; None where only libraries are."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not _runs_users_code(frame.f_code.co_filename):
+        frame = frame.f_back
+    return None if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def _runs_users_code(file: str) -> bool:
