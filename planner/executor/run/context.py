@@ -17,7 +17,15 @@ from planner.executor.communication.control import message_timeout
 from planner.executor.communication.links import Receivers
 from planner.executor.communication.sharding import Masters, Sharding
 from planner.executor.communication.shared_gradients import SharedGradients
-from planner.executor.run.data import BatchSource, LengthDrift, OfRank, VaryingBatches, make_batches, weighted
+from planner.executor.run.data import (
+    BatchSource,
+    FedBatches,
+    LengthDrift,
+    OfRank,
+    VaryingBatches,
+    make_batches,
+    weighted,
+)
 from planner.executor.run.reading_ahead import AHEAD, ReadAhead
 from planner.executor.run.stages import build_modules, check_sizes, tensor_group, transferred
 from planner.executor.stage.optimizer import StageOptimizer
@@ -221,6 +229,8 @@ def pipeline_context(
         made = make_batches(spec, plan.microbatch_size, microbatches, job.seed, drop_last=options.drop_last)
         whole = any(module.has_loss for module in modules.values())
         data = ReadAhead(weighted(made, plan.loss, spec, whole=whole), place.compute)
+    if isinstance(data, FedBatches):
+        data.check_sizes_by(built.other_sizes)
     if tensor is not None and plan.by_samples:
         if built.lengths:
             raise PlanError(
@@ -231,7 +241,7 @@ def pipeline_context(
     if built.lengths:
         drift = LengthDrift(plan.lengths, plan.microbatches, spec) if plan.lengths is not None and rank == 0 else None
         data = VaryingBatches(data, built.lengths, drift)
-    check_sizes(modules.values(), data.last_sizes)
+    check_sizes(modules.values(), data.last_sizes, built.other_sizes, spec)
     held = {}
     for number, module in modules.items():
         shared = SharedGradients(number, module, built.shared)

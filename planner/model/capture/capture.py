@@ -198,7 +198,8 @@ def observed(trace: Trace, options: ModuleOptions) -> LayerGraph:
         output_spec=trace.output.spec,
         loss=loss,
         tied_parameters=names.tied,
-        batch_size=None if reader.dynamic else trace.example.size,
+        batch_size=None if reader.dynamic and not _pinned(placeholders) else trace.example.size,
+        constants=_constants(trace.example),
         options=options,
         written=_written(module, names, facts),
         lengths=tuple(map(trace.lengths.length, reader.places)) if trace.lengths is not None else (),
@@ -208,7 +209,19 @@ def observed(trace: Trace, options: ModuleOptions) -> LayerGraph:
     return dataclasses.replace(graph, hash=graph_digest(graph, _specs(values, reader, on_cpu)))
 
 
-def _layouts_kept() -> AbstractContextManager[object]:
+def _pinned(placeholders: Sequence[fx.Node]) -> bool:
+    """Return whether the model takes some tensor of the batch for one number of samples only."""
+    values = [node.meta.get("val") for node in placeholders]
+    sizes = [value.shape[0] for value in values if isinstance(value, Tensor) and value.dim()]
+    return any(isinstance(size, int) or not size.node.expr.free_symbols for size in sizes)
+
+
+def _constants(example: Batch) -> dict[int, Any]:
+    """Return what is no tensor in a batch, by its place among the leaves: the tracer made it part of the graph."""
+    return {place: leaf for place, leaf in enumerate(example.flatten()[0]) if not isinstance(leaf, Tensor)}
+
+
+def layouts_kept() -> AbstractContextManager[object]:
     """Let the tracer record `contiguous()` also where it copies nothing.
 
     The kernels of another device may lay values out otherwise. nn.MultiheadAttention is such a case: on a CPU its
@@ -228,7 +241,7 @@ class _ForwardToLoss(nn.Module):
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> tuple[Any, ...]:
         model = self.get_submodule(MODEL)
-        with _layouts_kept(), RefuseForeignWeights(model):
+        with layouts_kept(), RefuseForeignWeights(model):
             with refuse_assignments(model):
                 output = model(*args, **kwargs)
             loss = self._loss(output, target)

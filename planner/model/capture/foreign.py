@@ -45,6 +45,7 @@ class RefuseForeignWeights(TorchFunctionMode):
         raise CaptureError(
             f"a weight of shape {tuple(leaf.shape)} is used{where}, and is none of the model's parameters: no stage "
             "would train it",
-            hint="put it into the model, loss() included: make it in the model's __init__, and let forward return it, or "
-            "what is computed with it, for loss(output, target); if it is not to be trained, call requires_grad_(False)",
+            hint="put it into the model, that of loss() too: make it in the model's __init__, and let forward return "
+            "it, or what is computed with it, for loss(output, target); if it is not to be trained, call "
+            "requires_grad_(False)",
         )

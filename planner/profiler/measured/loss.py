@@ -76,13 +76,15 @@ def find_loss_mean(spec: TrainingSpec, graph: LayerGraph, batch: Batch, options:
     """
     if any(parameter.is_meta for parameter in graph.model.parameters()):
         return None  # nothing can be run
-    batch = batch if batch.size > 1 else spec.example_batch(2).to(batch.device_type)
     training = graph.model.training
     graph.model.eval()
     if options.half is not None:  # whose roundings would hide what a loss is a mean over
         graph.model.float()
     try:
-        losses = _Losses(spec, graph, replace(options, autocast=None, half=None, compiled=False))
+        plain = replace(options, autocast=None, half=None, compiled=False)
+        least = least_samples(spec, graph, batch, plain)
+        batch = batch if batch.size >= 2 * least else spec.example_batch(2 * least).to(batch.device_type)
+        losses = _Losses(spec, graph, plain, least)
         weighted = spec.defines("loss_weight")
         # The same batch twice differs where the loss depends on random numbers, as that of a diffusion model does.
         if not losses.explained(batch, [LossMean(over="samples")], parts=1):
@@ -97,11 +99,24 @@ def find_loss_mean(spec: TrainingSpec, graph: LayerGraph, batch: Batch, options:
         options.prepare(graph.model)
 
 
+def least_samples(spec: TrainingSpec, graph: LayerGraph, batch: Batch, options: ModuleOptions) -> int:
+    """Return the least number of samples that the model takes: two where it fails on one, as output.squeeze() may."""
+    if batch.size == 1:
+        return 1  # it has been captured and trained on one
+    with keep_state(graph.model), torch.no_grad():
+        try:
+            unsplit_loss(graph.model, spec, batch.split(batch.size)[-1], options)
+        except Exception:  # whatever the user's forward or loss raises; training refuses such microbatches
+            return 2
+    return 1
+
+
 class _Losses:
     """Losses of batches and of their parts."""
 
-    def __init__(self, spec: TrainingSpec, graph: LayerGraph, options: ModuleOptions) -> None:
+    def __init__(self, spec: TrainingSpec, graph: LayerGraph, options: ModuleOptions, least: int) -> None:
         self._spec, self._graph, self._options = spec, graph, options
+        self._least = least  # samples of a part
 
     def own_weight(self, batch: Batch) -> LossMean:
         """Return that the user's function weighs the parts, if it does."""
@@ -150,7 +165,7 @@ class _Losses:
 
         Both are relative to the loss.
         """
-        batches = batch.split(min(batch.size, parts))
+        batches = batch.split(min(batch.size // self._least, parts))
         whole, *of_parts = (
             unsplit_loss(self._graph.model, self._spec, each, self._options).detach() for each in (batch, *batches)
         )
