@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from planner.errors import ModelFileError, PlannerError, reason_of
 from planner.model.batch import Batch, collate, make_batch
 from planner.model.options import LossFunction
+from planner.model.randomness import generators_seeded
 from planner.model.samples import check_first_dimensions
 
 DEFAULT_BUILDER = "build_model"
@@ -49,7 +50,8 @@ def import_file(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look their module up there
     try:
-        with on_path(path.parent):
+        # A file may make a model, or a table, while it is imported: all workers must make the same.
+        with on_path(path.parent), generators_seeded(0):
             spec.loader.exec_module(module)
     except (Exception, SystemExit) as cause:  # whatever the user's code raises, sys.exit() included
         del sys.modules[name]

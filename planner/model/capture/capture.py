@@ -312,7 +312,10 @@ def _outputs(trace: Trace, specs: dict[fx.Node, ValueSpec]) -> tuple[fx.Node, li
 
 
 def _written(module: fx.GraphModule, names: Names, facts: TensorFacts) -> frozenset[fx.Node]:
-    """Return the nodes that read buffers and constants which the forward writes; refuse to write parameters."""
+    """Return the inputs, and the nodes that read buffers and constants, which the forward writes.
+
+    Refuse to write parameters.
+    """
     # By storage, because an operation may write a tensor through a view of it.
     writers = {storage: node for node in module.graph.nodes for storage in facts.writes[node]}
     found: set[fx.Node] = set()
@@ -325,6 +328,7 @@ def _written(module: fx.GraphModule, names: Names, facts: TensorFacts) -> frozen
                     "or in-place changes of weights the model can be trained in a pipeline",
                 )
             found.add(node)
+    found.update(node for node in module.graph.find_nodes(op="placeholder") if facts.storages[node] & writers.keys())
     return frozenset(found)
 
 

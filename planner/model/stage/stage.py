@@ -67,6 +67,7 @@ class StageModule(nn.Module):
         self._inputs = tuple((index, graph.specs.get(leaf)) for index, leaf in boundary.inputs)
         self._batch_spec = graph.batch_spec
         self._constants = graph.constants
+        self._written = {index for index, leaf in boundary.inputs if leaf in graph.written}
         self._expressions = tuple(numbers_of(graph, boundary).values())  # in the batch size
         self._numbers: dict[tuple[tuple[torch.Size, torch.dtype], ...], list[Any]] = {}  # by the shapes they are for
         self._results = (*(spec.name for spec in self.sent), *([LOSS] if self.has_loss else []))
@@ -148,6 +149,9 @@ class StageModule(nn.Module):
                     hint="leave it out of the batch, or let example_batch() and dataset() give a tensor with one "
                     "element for each sample",
                 )
+        # The batch may be read again, by another stage or to recompute this one.
+        for place in self._written:
+            leaves[place] = leaves[place].clone()
         arguments = len(leaves) - spec.children()[-1].num_leaves  # no targets
         return [
             self.options.input(leaves[index])

@@ -37,7 +37,7 @@ def check_captured(spec: TrainingSpec, graph: LayerGraph, batch: Batch, options:
     stage = build_stage(graph, [layer.name for layer in graph.layers])
 
     def model(seed: int) -> Tensor:
-        return _loss(graph, seed, lambda: unsplit_loss(graph.model, spec, batch, options))
+        return _loss(graph, seed, lambda: unsplit_loss(graph.model, spec, batch.copied(), options))
 
     one, again = model(0), model(0)
     tolerance = max(_SAME, _EPSILONS * torch.finfo(options.autocast or options.half or one.dtype).eps)
@@ -105,7 +105,7 @@ def least_samples(spec: TrainingSpec, graph: LayerGraph, batch: Batch, options: 
         return 1  # it has been captured and trained on one
     with keep_state(graph.model), torch.no_grad():
         try:
-            unsplit_loss(graph.model, spec, batch.split(batch.size)[-1], options)
+            unsplit_loss(graph.model, spec, batch.split(batch.size)[-1].copied(), options)
         except Exception:  # whatever the user's forward or loss raises; training refuses such microbatches
             return 2
     return 1
@@ -167,7 +167,8 @@ class _Losses:
         """
         batches = batch.split(min(batch.size // self._least, parts))
         whole, *of_parts = (
-            unsplit_loss(self._graph.model, self._spec, each, self._options).detach() for each in (batch, *batches)
+            unsplit_loss(self._graph.model, self._spec, each.copied(), self._options).detach()
+            for each in (batch, *batches)
         )
         losses = [float(loss) for loss in of_parts]
         tolerance = max(_ROUNDING, 2 * torch.finfo(whole.dtype).eps)
