@@ -7,7 +7,7 @@ from functools import cache, wraps
 from numbers import Integral, Real
 from typing import Any, ParamSpec, TypeVar
 
-from planner.errors import InputError
+from planner.errors import InputError, did_you_mean
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -27,10 +27,18 @@ def checked(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def checked_arguments(function: Callable[..., Any]) -> Callable[[Sequence[Any], Mapping[str, Any]], None]:
-    """Return a check of arguments by place and by name, for annotations that are classes alone."""
-    names = list(inspect.signature(function).parameters)
+    """Return a check of arguments: that names are the function's, and of values where annotations are classes alone."""
+    parameters = inspect.signature(function).parameters
+    names = list(parameters)
+    takes_others = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
 
     def check(arguments: Sequence[Any], keywords: Mapping[str, Any]) -> None:
+        unknown = next((name for name in keywords if name not in parameters), None)
+        if unknown is not None and not takes_others:
+            raise InputError(
+                f"planner.{function.__name__} takes no argument `{unknown}`",
+                hint=f"{did_you_mean(unknown, names)}help(planner.{function.__name__}) shows all",
+            )
         for name, value in (*zip(names, arguments, strict=False), *keywords.items()):
             wanted = _classes(function, name)
             if wanted and not isinstance(value, tuple(wanted.values())):

@@ -118,6 +118,10 @@ class Batch:
 
         return Batch(*tree_map_only(Tensor, repeat, self._tree()))
 
+    def copied(self) -> Batch:
+        """Return a batch with tensors of its own, for a model that changes its inputs in place."""
+        return self._with(Tensor.clone)
+
     def distinct(self) -> Batch:
         """Return this batch with copies of tensors that occur twice, as inputs and labels of language models may."""
         seen: set[int] = set()

@@ -1,10 +1,10 @@
 """Random numbers that do not depend on how the model is split: one seed per minibatch, microbatch and layer."""
 
 import random
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy
 import torch
 from torch import nn
 
@@ -49,10 +49,9 @@ def _mix(number: int) -> int:
 
 @contextmanager
 def generators_kept(*, on_success: bool = True) -> Iterator[None]:
-    """Restore PyTorch's generator of the CPU, Python's, and NumPy's where it is in use; at least after an error."""
-    numpy = sys.modules.get("numpy")
+    """Restore PyTorch's generator of the CPU, Python's and NumPy's; at least after an error."""
     state, python_state = torch.get_rng_state(), random.getstate()
-    numpy_state = None if numpy is None else numpy.random.get_state()
+    numpy_state = numpy.random.get_state()
     succeeded = False
     try:
         yield
@@ -61,8 +60,7 @@ def generators_kept(*, on_success: bool = True) -> Iterator[None]:
         if on_success or not succeeded:
             torch.set_rng_state(state)
             random.setstate(python_state)
-            if numpy is not None:
-                numpy.random.set_state(numpy_state)
+            numpy.random.set_state(numpy_state)
 
 
 @contextmanager

@@ -21,12 +21,13 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from planner.errors import ModelFileError, PlannerError, reason_of
 from planner.model.batch import Batch, collate, make_batch
 from planner.model.generators import seeded
 from planner.model.options import LossFunction
+from planner.model.samples import check_first_dimensions
 
 DEFAULT_BUILDER = "build_model"
 
@@ -93,6 +94,7 @@ class _Function(NamedTuple):
     arguments: str = ""
     returns: str = ""  # for messages
     accepts: Callable[[Any], object] = lambda _: True  # an error says no
+    hint: Callable[[Any], str | None] = lambda _: None  # for what is not accepted
 
 
 def _returning(value: Any) -> Callable[[], Any]:
@@ -100,7 +102,19 @@ def _returning(value: Any) -> Callable[[], Any]:
 
 
 def _is_dataset(value: Any) -> bool:
-    return hasattr(value, "__getitem__") and hasattr(value, "__len__")
+    # An IterableDataset inherits a __getitem__ that only raises, and may have a length.
+    return hasattr(value, "__getitem__") and hasattr(value, "__len__") and not isinstance(value, IterableDataset)
+
+
+def _dataset_hint(value: Any) -> str | None:
+    if isinstance(value, DataLoader):
+        return "return the loader's dataset; planner shuffles and divides it itself, and calls collate(samples)"
+    if isinstance(value, Iterable):
+        return (
+            "workers read any item by its number; a stream can be trained on in a loop of your own, with "
+            "planner.pipeline: docs/guides/own-loop.md"
+        )
+    return None
 
 
 def _is_plan(value: Any) -> bool:
@@ -137,8 +151,8 @@ _FUNCTIONS = {
         "a scheduler that follows the number of steps alone",
         lambda value: isinstance(value, LRScheduler) and not isinstance(value, ReduceLROnPlateau),
     ),
-    "dataset": _Function("", "something with a length and items", _is_dataset),
-    "evaluation_dataset": _Function("", "something with a length and items", _is_dataset),
+    "dataset": _Function("", "something with a length and items", _is_dataset, _dataset_hint),
+    "evaluation_dataset": _Function("", "something with a length and items", _is_dataset, _dataset_hint),
     "metrics": _Function("output, target", "numbers by name", lambda found: [list(map(float, found.values()))]),
     "on_update": _Function("minibatch, loss, metrics"),
     "blocks": _Function("model"),
@@ -235,7 +249,7 @@ class TrainingSpec:
                 continue  # Python knows no signature of some functions written in C
             except TypeError as cause:
                 raise ModelFileError(
-                    f"{self._place(name)} cannot be called with {count} arguments: {cause}",
+                    f"{self.place(name)} cannot be called with {count} arguments: {cause}",
                     hint=f"define it as {self._written(name)}({arguments})",
                 ) from None
 
@@ -275,18 +289,19 @@ class TrainingSpec:
         drawn = {name: int(torch.randint(least, most + 1, ())) for name, (least, most) in between}
         return self.example_batch(batch_size, drawn)
 
-    def example_batch(self, batch_size: int, lengths: Mapping[str, int] | None = None) -> Batch:
-        """Return a batch of `batch_size` samples, and of the greatest lengths where none are given."""
-        place = self._place("example_batch")
+    def example_batch(
+        self, batch_size: int, lengths: Mapping[str, int] | None = None, *, checked: bool = True
+    ) -> Batch:
+        """Return a batch of `batch_size` samples, and of the greatest lengths where none are given.
+
+        Raise ModelFileError when it has no tensor for the model, or, if `checked`, when samples are not the first
+        dimension of all tensors.
+        """
+        place = self.place("example_batch")
         given = {name: most for name, (_, most) in self.lengths().items()} if lengths is None else lengths
         batch = make_batch(self._call("example_batch", batch_size, **given), place)
-        for leaf in tree_leaves((batch.args, batch.kwargs, batch.target)):
-            if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] != batch_size:
-                raise ModelFileError(
-                    f"{place} returned for batch_size={batch_size} a tensor of shape {tuple(leaf.shape)}, whose first "
-                    f"dimension is not {batch_size}",
-                    hint="the batch is the first dimension of every tensor; masks and the like belong in the model",
-                )
+        if checked:
+            check_first_dimensions(batch, batch_size, place)
         if not any(isinstance(leaf, Tensor) and leaf.dim() for leaf in tree_leaves((batch.args, batch.kwargs))):
             raise ModelFileError(f"{place} returned no tensor for the model", hint="return (args, target)")
         return batch
@@ -312,10 +327,11 @@ class TrainingSpec:
         given = set(map(id, named.values()))
         if any(id(each) not in given for group in optimizer.param_groups for each in group["params"]):
             raise ModelFileError(
-                f"{self._place('optimizer')} returned an optimizer of other parameters than it was given, and would "
+                f"{self.place('optimizer')} returned an optimizer of other parameters than it was given, and would "
                 "not train the model's",
                 hint="every stage has an optimizer of its own: make it of the argument, as in "
-                "torch.optim.AdamW(parameters, lr=1e-3)",
+                "torch.optim.AdamW(parameters, lr=1e-3); put parameters of the loss into the model, whose output can "
+                "have them",
             )
         return optimizer
 
@@ -328,7 +344,7 @@ class TrainingSpec:
             if "closure" not in str(cause) and "'NoneType' object is not callable" not in str(cause):
                 raise
             raise ModelFileError(
-                f"{self._place('optimizer')} returned {type(optimizer).__name__}, whose step() needs a closure that "
+                f"{self.place('optimizer')} returned {type(optimizer).__name__}, whose step() needs a closure that "
                 "computes the loss again, and no stage of a pipeline can do that alone",
                 hint="take an optimizer whose step() needs no closure, such as torch.optim.AdamW",
             ) from cause
@@ -372,7 +388,7 @@ class TrainingSpec:
         """Return the batch of a dataset's samples, as the user's collate() or PyTorch's makes it."""
         if not self.defines("collate"):
             return collate(samples)
-        return make_batch(self._call("collate", list(samples)), self._place("collate"))
+        return make_batch(self._call("collate", list(samples)), self.place("collate"))
 
     def metrics(self, output: Any, target: Any) -> dict[str, float]:
         """Return the user's metrics(output, target), means over the batch; call it only where that is defined."""
@@ -401,11 +417,12 @@ class TrainingSpec:
                 return returned
         shown = reprlib.repr(returned) if name == "lengths" else f"a {type(returned).__name__}"
         raise ModelFileError(
-            f"{self._place(name)} returned {shown}, not {function.returns}",
-            hint=f"docs/guides/own-model.md says what {written}({function.arguments}) returns",
+            f"{self.place(name)} returned {shown}, not {function.returns}",
+            hint=function.hint(returned)
+            or f"docs/guides/own-model.md says what {written}({function.arguments}) returns",
         )
 
-    def _place(self, name: str) -> str:
+    def place(self, name: str) -> str:
         """Where the user's function is: "loss() at model.py:12", or "loss() of Net" for a model in memory."""
         if self.path is None:
             return f"{name}() of {self.name}"

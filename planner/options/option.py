@@ -9,6 +9,7 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 
 from planner.arguments import checked_arguments
 from planner.errors import InputError
+from planner.options.keywords import Keywords
 
 WIDTH = 116  # columns of an entry under "Args:"
 KeywordsT = ParamSpec("KeywordsT")
@@ -129,8 +130,10 @@ def keywords_of(record: Any, **_: Any) -> Any:
         signature = inspect.signature(function)
         *first, last = signature.parameters.values()
         check = checked_arguments(function)
+        known = Keywords(function.__name__, (each.name for each in first), record)
 
         def called(*arguments: Any, **keywords: Any) -> Any:
+            known.check(keywords)
             own = {each.name: keywords.pop(each.name) for each in first if each.name in keywords}
             check(arguments, own)
             try:

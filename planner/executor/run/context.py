@@ -18,7 +18,15 @@ from planner.executor.communication.links import Receivers
 from planner.executor.communication.sharding import Masters, Sharding
 from planner.executor.communication.shared_gradients import SharedGradients
 from planner.executor.run.comparison import BatchComparison, ComparedBatches
-from planner.executor.run.data import BatchSource, LengthDrift, OfRank, VaryingBatches, make_batches, weighted
+from planner.executor.run.data import (
+    BatchSource,
+    FedBatches,
+    LengthDrift,
+    OfRank,
+    VaryingBatches,
+    make_batches,
+    weighted,
+)
 from planner.executor.run.reading_ahead import AHEAD, ReadAhead
 from planner.executor.run.stages import build_modules, check_sizes, tensor_group, transferred
 from planner.executor.stage.optimizer import StageOptimizer
@@ -234,6 +242,8 @@ def pipeline_context(
         )
         whole = any(module.has_loss for module in modules.values())
         data = ReadAhead(weighted(made, plan.loss, spec, whole=whole), place.compute)
+    if isinstance(data, FedBatches):
+        data.check_sizes_by(built.other_sizes)
     if tensor is not None and plan.by_samples:
         if built.lengths:
             raise PlanError(
@@ -246,7 +256,7 @@ def pipeline_context(
         data = VaryingBatches(data, built.lengths, drift)
     if reads_dataset:
         data = ComparedBatches(data, comparison)
-    check_sizes(modules.values(), data.last_sizes)
+    check_sizes(modules.values(), data.last_sizes, built.other_sizes, spec)
     held = {}
     for number, module in modules.items():
         shared = SharedGradients(number, module, built.shared)

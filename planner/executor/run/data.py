@@ -17,6 +17,7 @@ from planner.executor.run.sample_reader import EVALUATION, Collate, SampleReader
 from planner.formats.plan_parts import PlannedLengths
 from planner.formats.profile import LossMean
 from planner.model.batch import Batch, collate, make_batch
+from planner.model.capture.other_sizes import OtherSizes
 from planner.model.capture.size import Extent
 from planner.model.generators import CPU, data_seed, seed_generators, seeded
 from planner.model.lengths import Length, lengths_of, varying
@@ -25,6 +26,7 @@ from planner.model.randomness import generators_kept
 from planner.model.spec import TrainingSpec
 from planner.options.training import STEPS
 from planner.schedule.instructions import POSTED, Unit
+from planner.units import counted
 
 KEPT = 3  # minibatches that a pipeline without weight stashing may have in flight, and one in the making
 ENDLESS = 2**40  # minibatches of a run whose end is not known
@@ -482,9 +484,23 @@ class FedBatches(BatchSource):
         self._shares_of = shares or shares_by_samples
         self._fed: dict[int, tuple[int, list[Batch], list[float]]] = {}  # samples, microbatches and their shares
         self.count = 0  # minibatches handed in, those before a checkpoint included
+        self._other_sizes: OtherSizes | None = None
+
+    def check_sizes_by(self, other_sizes: OtherSizes) -> None:
+        """Let `feed` refuse microbatches of sizes that the captured model does not take."""
+        self._other_sizes = other_sizes
 
     def feed(self, batch: Batch) -> None:
+        """Take the next minibatch; raise InputError where the model does not take microbatches of its sizes."""
         parts = batch.split(min(self.microbatches, batch.size))
+        for part in {part.size: part for part in parts}.values():
+            problem = None if self._other_sizes is None else self._other_sizes.problem(part)
+            if problem is not None:
+                raise InputError(
+                    f"a minibatch of {counted(batch.size, 'sample')} has microbatches of "
+                    f"{counted(part.size, 'sample')}: {problem}",
+                    hint="leave it out, as DataLoader(..., drop_last=True) does",
+                )
         self._fed[self.count] = batch.size, parts, self._shares_of(parts)
         self._fed.pop(self.count - self._kept, None)
         self.count += 1

@@ -9,7 +9,6 @@ import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +20,7 @@ from planner.executor.communication.shared_gradients import separate_copies, use
 from planner.formats.plan import Plan
 from planner.model.capture.capture import capture_file
 from planner.model.capture.graph import LayerGraph, ValueSpec
+from planner.model.capture.other_sizes import OtherSizes
 from planner.model.deferred_weights import DeferredModel, allocate
 from planner.model.generators import seed_generators, seeded
 from planner.model.lengths import Length
@@ -37,6 +37,7 @@ from planner.model.tensor.parallel_plan import tensor_parallel_plan
 from planner.plan.blocks import units_of_stage
 from planner.plan.same_model import check_same_model
 from planner.plan.shared_weights import obstacle, shared_weights
+from planner.units import counted
 from planner.workers.job import Job
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ class _Making:
     """Builds the model of `job`, captures it, and gives the weights of `stages` their initial values."""
 
     graph: LayerGraph  # of the captured model
+    other_sizes: OtherSizes  # of microbatches, for which the graph may not hold
     evaluation: LayerGraph | None = None  # the same in evaluation mode, if the job evaluates
 
     def __init__(self, job: Job, stages: Sequence[int], spec: TrainingSpec, kind: str) -> None:
@@ -152,6 +154,8 @@ class _Making:
             )
         constants = {node.name for node in graph.fixed}
         check_same_model(plan, [layer.name for layer in graph.layers], graph.edges, constants)
+        # Now, while the model is in this mode, and before ranks keep parts of its weights only.
+        self.other_sizes = OtherSizes(graph, spec.loss, example)
         if self.job.options.evaluate_every is not None:
             self.evaluation = capture_file(spec, example, model, training=False, options=options)
         layers = {name for stage in self.stages for name in plan.stages[stage].layers}
@@ -247,6 +251,7 @@ class Modules:
     trained: Sequence[TrainedParameter]  # of the whole model
     parts: Sequence[Sequence[str]]  # the names of those that each stage of the plan trains
     deferred: bool  # whether no other stage's weights were made to build them
+    other_sizes: OtherSizes  # whether the captured model holds for other sizes of microbatches
 
 
 def build_modules(
@@ -308,6 +313,7 @@ def build_modules(
         trained=trained,
         parts=_parts(plan, graph, trained),
         deferred=initial.defers,
+        other_sizes=initial.other_sizes,
     )
 
 
@@ -347,18 +353,18 @@ def _shared(job: Job, graph: LayerGraph, spec: TrainingSpec) -> SharedNames:
     return found
 
 
-def check_sizes(modules: Iterable[StageModule], sizes: Iterable[int]) -> None:
-    """Raise ModelFileError for `sizes` of microbatches, at an epoch's end, that stages do not accept."""
-    for module, size in product(modules, sorted(set(sizes) - {0})):
+def check_sizes(modules: Iterable[StageModule], sizes: Iterable[int], other: OtherSizes, spec: TrainingSpec) -> None:
+    """Raise ModelFileError for `sizes` of microbatches, at an epoch's end, that the model does not take as captured."""
+    for size in sorted(set(sizes) - {0}):
         problem = None
-        if module.fixed_batch_size not in (None, size):
-            problem = f"and the model takes microbatches of {module.fixed_batch_size} samples only"
-        elif size < module.least_batch_size:
-            problem = "of which BatchNorm cannot take the variance"
+        if any(size < module.least_batch_size for module in modules):
+            problem = "BatchNorm cannot take the variance of it"
+        else:
+            with generators_kept():
+                problem = other.problem(spec.example_batch(size))
         if problem is not None:
-            whose = "the last minibatch of an epoch"
             raise ModelFileError(
-                f"{whose} has microbatches of {size} sample{'s' * (size > 1)}, {problem}",
+                f"the last minibatch of an epoch has microbatches of {counted(size, 'sample')}: {problem}",
                 hint="leave it out with `drop_last`",
             )
 

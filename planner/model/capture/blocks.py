@@ -19,6 +19,7 @@ from planner.errors import CaptureError, ModelFileError, PlannerError, first_lin
 from planner.model.batch import Batch
 from planner.model.capture.failure import decides_by_values, refuse_loss, refuse_untrainable
 from planner.model.capture.fake import CPU, fake_batch, fake_device, fake_modules, pretended
+from planner.model.capture.foreign import RefuseForeignWeights
 from planner.model.capture.graph import (
     LOSS,
     BlockChain,
@@ -87,7 +88,8 @@ def capture_blocks(
                 refuse_loss(found.dim(), found.requires_grad)
                 torch.manual_seed(0)
                 # With gradients, which a forward may itself ask for, as of its input.
-                expected = loss_of(model(*example.args, **example.kwargs), example.target, loss).detach()
+                with RefuseForeignWeights(model):
+                    expected = loss_of(model(*example.args, **example.kwargs), example.target, loss).detach()
                 if not torch.allclose(found.detach(), expected, rtol=1e-3, atol=1e-6, equal_nan=True):
                     raise CaptureError(
                         "the blocks compute another loss than the model on example_batch(): "

@@ -31,6 +31,7 @@ from planner.model.capture.failure import (
     silent_tracer,
 )
 from planner.model.capture.fake import TensorFacts, fake_run
+from planner.model.capture.foreign import RefuseForeignWeights
 from planner.model.capture.graph import LOSS, LayerGraph, ValueSpec, graph_digest
 from planner.model.capture.hooks import refuse_hooks, refuse_new_hooks
 from planner.model.capture.layers import group_layers
@@ -44,6 +45,7 @@ from planner.model.lengths import Varying, varying
 from planner.model.loss import loss_of
 from planner.model.modes import evaluating, put_in_training
 from planner.model.options import PLAIN, LossFunction, ModuleOptions
+from planner.model.samples import check_samples
 from planner.model.spec import TrainingSpec
 from planner.runtime import runtime_of
 
@@ -64,6 +66,7 @@ def capture_file(
     Of equal blocks five are traced, `quickly`, which a model deceives that treats the twentieth alone in another way.
     """
     model = spec.build_model() if model is None else model
+    check_samples(spec, batch)
     if training:
         put_in_training(model)
         return _capture_as_it_is(spec, batch, model, options, quickly=quickly)
@@ -227,7 +230,8 @@ def observed(trace: Trace, options: ModuleOptions) -> LayerGraph:
         output_spec=trace.output.spec,
         loss=loss,
         tied_parameters=names.tied,
-        batch_size=None if reader.dynamic else trace.example.size,
+        batch_size=None if reader.dynamic and not _pinned(placeholders) else trace.example.size,
+        constants=_constants(trace.example),
         options=options,
         written=_written(module, names, facts),
         lengths=tuple(map(trace.lengths.length, reader.places)) if trace.lengths is not None else (),
@@ -237,7 +241,19 @@ def observed(trace: Trace, options: ModuleOptions) -> LayerGraph:
     return dataclasses.replace(graph, hash=graph_digest(graph, _specs(values, reader, on_cpu)))
 
 
-def _layouts_kept() -> AbstractContextManager[object]:
+def _pinned(placeholders: Sequence[fx.Node]) -> bool:
+    """Return whether the model takes some tensor of the batch for one number of samples only."""
+    values = [node.meta.get("val") for node in placeholders]
+    sizes = [value.shape[0] for value in values if isinstance(value, Tensor) and value.dim()]
+    return any(isinstance(size, int) or not size.node.expr.free_symbols for size in sizes)
+
+
+def _constants(example: Batch) -> dict[int, Any]:
+    """Return what is no tensor in a batch, by its place among the leaves: the tracer made it part of the graph."""
+    return {place: leaf for place, leaf in enumerate(example.flatten()[0]) if not isinstance(leaf, Tensor)}
+
+
+def layouts_kept() -> AbstractContextManager[object]:
     """Let the tracer record `contiguous()` also where it copies nothing.
 
     The kernels of another device may lay values out otherwise. nn.MultiheadAttention is such a case: on a CPU its
@@ -272,7 +288,7 @@ class _ForwardToLoss(nn.Module):
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> tuple[Any, ...]:
         model = self.get_submodule(MODEL)
-        with _layouts_kept(), _masks_unread():
+        with layouts_kept(), _masks_unread(), RefuseForeignWeights(model):
             with self._noting(model):
                 output = model(*args, **kwargs)
             loss = self._loss(output, target)
@@ -345,7 +361,10 @@ def _outputs(trace: Trace, specs: dict[fx.Node, ValueSpec]) -> tuple[fx.Node, li
 
 
 def _written(module: fx.GraphModule, names: Names, facts: TensorFacts) -> frozenset[fx.Node]:
-    """Return the nodes that read buffers and constants which the forward writes; refuse to write parameters."""
+    """Return the inputs, and the nodes that read buffers and constants, which the forward writes.
+
+    Refuse to write parameters.
+    """
     # By storage, because an operation may write a tensor through a view of it.
     writers = {storage: node for node in module.graph.nodes for storage in facts.writes[node]}
     found: set[fx.Node] = set()
@@ -358,6 +377,7 @@ def _written(module: fx.GraphModule, names: Names, facts: TensorFacts) -> frozen
                     "or in-place changes of weights the model can be trained in a pipeline",
                 )
             found.add(node)
+    found.update(node for node in module.graph.find_nodes(op="placeholder") if facts.storages[node] & writers.keys())
     return frozenset(found)
 
 

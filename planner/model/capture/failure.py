@@ -20,9 +20,10 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_leaves
 
-from planner.errors import CaptureError, LayerError, PlannerError, reason_of
+from planner.errors import CaptureError, LayerError, ModelFileError, PlannerError, reason_of
 from planner.model.capture.operations import scope_of
 from planner.model.lengths import Varying
+from planner.units import counted
 
 _STANDARD = Path(contextlib.__file__).parent
 _log = logging.getLogger(__name__)
@@ -44,16 +45,30 @@ def capture_failure(cause: Exception, model: nn.Module) -> PlannerError:
         if isinstance(inner, PlannerError):
             return inner
         inner = inner.__cause__ or inner.__context__
-    frames = traceback.extract_tb(cause.__traceback__)
-    own = [each for each in frames if Path(each.filename).is_file() and is_users(each.filename)]
-    place = f" at {own[-1].filename}:{own[-1].lineno}, '{own[-1].line}'" if own else ""
-    what = f"{type(model).__name__} cannot be captured as a graph{place}"
+    what = f"{type(model).__name__} cannot be captured as a graph{_place_in(cause)}"
     if any(word in f"{type(cause).__name__} {cause}" for word in _DATA_DEPENDENT):
         return CaptureError(f"{what}: this depends on the values of a tensor", hint=_VALUE_HINT)
     return CaptureError(
         f"{what}: {reason_of(cause)}",
         hint=f"the model must run on example_batch(n), and must not depend on the values of tensors; or {_BLOCKS}",
     )
+
+
+def run_failure(cause: Exception, model: nn.Module, samples: int) -> ModelFileError:
+    """Return the error for a model that raised `cause` as the user wrote it, on so many samples or on some of them."""
+    return ModelFileError(
+        f"{type(model).__name__} fails on {counted(samples, 'sample')} of example_batch() or fewer{_place_in(cause)}: "
+        f"{reason_of(cause)}",
+        hint="the model and loss(output, target) must run on any number of samples, as output.squeeze(-1) does where "
+        "output.squeeze() fails for one; or profile with a larger `batch_size`",
+    )
+
+
+def _place_in(cause: Exception) -> str:
+    """Return the innermost line of the user's that led to an error, as " at model.py:12, 'return x'"."""
+    frames = traceback.extract_tb(cause.__traceback__)
+    own = [each for each in frames if Path(each.filename).is_file() and _is_users(each.filename)]
+    return f" at {own[-1].filename}:{own[-1].lineno}, '{own[-1].line}'" if own else ""
 
 
 def decides_by_values(error: BaseException | None) -> bool:
@@ -110,14 +125,18 @@ def noting_places() -> Iterator[None]:
     located = ShapeEnv._get_sloc
 
     def noted(env: ShapeEnv, *args: Any, **kwargs: Any) -> Any:
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and not _runs_users_code(frame.f_code.co_filename):
-            frame = frame.f_back
-        place = None if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        return replace(located(env, *args, **kwargs), maybe_user_loc=place)
+        return replace(located(env, *args, **kwargs), maybe_user_loc=calling_place())
 
     with mock.patch.object(ShapeEnv, "_get_sloc", noted):
         yield
+
+
+def calling_place() -> str | None:
+    """Return the line of the user's that is being run, "model.py:12"; None where only libraries are."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not _runs_users_code(frame.f_code.co_filename):
+        frame = frame.f_back
+    return None if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def _runs_users_code(file: str) -> bool:

@@ -184,11 +184,12 @@ class LayerGraph:
     tied_parameters: tuple[tuple[str, ...], ...]  # groups of names of one and the same parameter
     batch_size: int | None  # the only one that the graph is valid for; None when it is valid for any
     options: ModuleOptions
-    written: frozenset[fx.Node]  # nodes that read buffers and constants whose memory the forward writes
+    written: frozenset[fx.Node]  # inputs, and nodes that read buffers and constants, whose memory the forward writes
     hash: str = ""  # see `graph_digest`
     blocks: BlockChain | None = None  # to run instead of the graph's operations
     repeated: Mapping[str, int] = field(default_factory=dict)  # how many blocks a list has of which few were traced
     lengths: tuple[Length, ...] = ()  # of the batch, that vary
+    constants: Mapping[int, Any] = field(default_factory=dict)  # leaves of the batch that are part of the graph
     fixed: frozenset[fx.Node] = frozenset()  # operations on constants alone: each piece of code runs those it needs
 
     @cached_property

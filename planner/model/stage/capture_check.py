@@ -117,7 +117,7 @@ class _Runs:
 
     def model(self, batch: Batch, seed: int) -> _Step:
         """Run a step of the model as the user wrote it."""
-        return self._step(seed, lambda: unsplit_loss(self._graph.model, self._spec, batch, self._options))
+        return self._step(seed, lambda: unsplit_loss(self._graph.model, self._spec, batch.copied(), self._options))
 
     def captured(self, batch: Batch) -> _Step:
         """Run the same step of the captured layers."""

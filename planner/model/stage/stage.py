@@ -1,6 +1,7 @@
 """Build a stage: a module that computes consecutive layers of a LayerGraph, and holds their weights and no others."""
 
 import math
+import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -65,6 +66,8 @@ class StageModule(nn.Module):
         self._failures = FailuresPlaced(places)
         self._inputs = tuple((index, graph.specs.get(leaf)) for index, leaf in boundary.inputs)
         self._batch_spec = graph.batch_spec
+        self._constants = graph.constants
+        self._written = {index for index, leaf in boundary.inputs if leaf in graph.written}
         self._expressions = tuple(numbers_of(graph, boundary).values())  # in the batch size
         self._numbers: dict[tuple[tuple[torch.Size, torch.dtype], ...], list[Any]] = {}  # by the shapes they are for
         self._results = (*(spec.name for spec in self.sent), *([LOSS] if self.has_loss else []))
@@ -138,6 +141,17 @@ class StageModule(nn.Module):
                 f"{_outline(self._batch_spec)}",
                 hint="dataset() and example_batch() must give the model the same arguments",
             )
+        for place, captured in self._constants.items():
+            if not _is_same(leaves[place], captured):
+                raise ModelFileError(
+                    f"a batch has {_named(leaves[place])} where example_batch() had {_named(captured)}, and what is no "
+                    "tensor is part of the captured model",
+                    hint="leave it out of the batch, or let example_batch() and dataset() give a tensor with one "
+                    "element for each sample",
+                )
+        # The batch may be read again, by another stage or to recompute this one.
+        for place in self._written:
+            leaves[place] = leaves[place].clone()
         arguments = len(leaves) - spec.children()[-1].num_leaves  # no targets
         return [
             self.options.input(leaves[index])
@@ -169,6 +183,15 @@ class StageModule(nn.Module):
                 self._numbers.clear()
             found = self._numbers[seen] = [evaluate_number(expression, size) for expression in self._expressions]
         return found
+
+
+def _is_same(leaf: Any, captured: Any) -> bool:
+    """Return whether a leaf of a batch is what the graph has in its place."""
+    return leaf is captured or (type(leaf) is type(captured) and bool(leaf == captured))
+
+
+def _named(leaf: Any) -> str:
+    return "a tensor" if isinstance(leaf, Tensor) else reprlib.repr(leaf)
 
 
 def _structure(spec: TreeSpec) -> object:

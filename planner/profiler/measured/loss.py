@@ -58,8 +58,9 @@ def _found(spec: TrainingSpec, graph: LayerGraph, batch: Batch, options: ModuleO
 class _Losses:
     """Losses of batches and of their parts."""
 
-    def __init__(self, spec: TrainingSpec, graph: LayerGraph, options: ModuleOptions) -> None:
+    def __init__(self, spec: TrainingSpec, graph: LayerGraph, options: ModuleOptions, least: int) -> None:
         self._spec, self._graph, self._options = spec, graph, options
+        self._least = least  # samples of a part
 
     def own_weight(self, batch: Batch) -> LossMean:
         """Return that the user's function weighs the parts, if it does."""
@@ -108,9 +109,10 @@ class _Losses:
 
         Both are relative to the loss.
         """
-        batches = batch.split(min(batch.size, parts))
+        batches = batch.split(min(batch.size // self._least, parts))
         whole, *of_parts = (
-            unsplit_loss(self._graph.model, self._spec, each, self._options).detach() for each in (batch, *batches)
+            unsplit_loss(self._graph.model, self._spec, each.copied(), self._options).detach()
+            for each in (batch, *batches)
         )
         losses = [float(loss) for loss in of_parts]
         tolerance = max(_ROUNDING, 2 * torch.finfo(whole.dtype).eps)

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from planner.errors import InputError
+from planner.errors import InputError, PlannerError
 from planner.formats.profile import TF32, LossMean, Profile
 from planner.model.batch import Batch
 from planner.model.capture.capture import capture_file
-from planner.model.capture.failure import warn_of_unregistered
+from planner.model.capture.failure import run_failure, warn_of_unregistered
 from planner.model.capture.graph import LayerGraph
 from planner.model.elementwise import has_divisible_optimizer
 from planner.model.generators import seeded
@@ -171,7 +171,12 @@ def _loss_mean(
         return None
     batch = batch.to(device)
     with thread_count(options.threads), runtime_of(device).random_state_kept(device):
-        return find_loss_mean(spec, graph, batch, options.stage)
+        try:
+            return find_loss_mean(spec, graph, batch, options.stage)
+        except (PlannerError, torch.OutOfMemoryError):
+            raise
+        except Exception as cause:  # whatever the user's forward or loss raises on a batch, or on a part of it
+            raise run_failure(cause, graph.model, batch.size) from cause
 
 
 def _measure(

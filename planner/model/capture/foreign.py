@@ -1,0 +1,51 @@
+"""Refuse to capture weights that are not the model's, such as those of a loss with weights of its own.
+
+The tracer takes them for constants: they would be part of the plan's graph, and no stage would train them.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from planner.errors import CaptureError
+from planner.model.capture.failure import calling_place
+
+
+class RefuseForeignWeights(TorchFunctionMode):
+    """Context that raises CaptureError when a leaf that requires a gradient, and is not the model's, is used in it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._known = {id(parameter) for parameter in model.parameters()}
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.is_grad_enabled():  # under no_grad they get no gradient in a plain training, either
+            for leaf in tree_leaves((args, kwargs)):
+                if self._is_foreign(leaf):
+                    self._refuse(leaf)
+        return func(*args, **kwargs)
+
+    def _is_foreign(self, leaf: Any) -> bool:
+        # While the model is traced, its own weights are fake.
+        if not isinstance(leaf, Tensor) or isinstance(leaf, FakeTensor):
+            return False
+        return leaf.requires_grad and leaf.is_leaf and id(leaf) not in self._known
+
+    def _refuse(self, leaf: Tensor) -> None:
+        place = calling_place()
+        where = "" if place is None else f" at {place}"
+        raise CaptureError(
+            f"a weight of shape {tuple(leaf.shape)} is used{where}, and is none of the model's parameters: no stage "
+            "would train it",
+            hint="put it into the model, that of loss() too: make it in the model's __init__, and let forward return "
+            "it, or what is computed with it, for loss(output, target); if it is not to be trained, call "
+            "requires_grad_(False)",
+        )
