@@ -12,7 +12,6 @@ also watches the next one's.
 import logging
 import os
 import socket
-import sys
 import threading
 import time
 from contextlib import suppress
@@ -20,7 +19,6 @@ from datetime import timedelta
 from functools import partial
 from itertools import count
 from pathlib import Path
-from traceback import extract_stack
 from typing import NoReturn
 
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # exported by a star import
@@ -28,8 +26,9 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # e
 from planner.errors import PlannerError, WorkerError, first_line
 from planner.workers.ending import ABORT_S, END_S, GRACE_S, bound_exit, end_process, end_within, within
 from planner.workers.failures import error_of, failure_of, innermost, stage_of, worker_name
-from planner.workers.heartbeat import Heartbeat
+from planner.workers.heartbeat import Beat, Heartbeat
 from planner.workers.job import Failure, Job
+from planner.workers.stacks import stacks_of_others
 from planner.workers.watch import (
     MEMORY_HINT,
     Ending,
@@ -44,6 +43,7 @@ from planner.workers.watch import (
 
 _CONNECT_S = 20.0  # to a store that is there before any worker
 _FIRST_ENDS_S = ABORT_S + 1.0  # for a worker that failed to abort its groups and end
+_OVERDUE_SHARE = 0.5  # of the time-out without a beat, after which the page has the place in the code
 _LAST_WORDS_S = 1.0  # until the report of a worker that failed can be read in the store
 _log = logging.getLogger(__name__)
 
@@ -68,6 +68,8 @@ class Supervisor:
         self._known = [self._rank]  # ranks that have written a page
         self._stopped = threading.Event()
         self._ending = threading.Lock()  # held by the thread that ends this worker
+        self._newest_beat: tuple[int, Beat | None] | None = None
+        self._moved_s = 0.0  # when that was new
         self._thread = threading.Thread(target=self._exchange, name="hang watch", daemon=True)
         self._next: NextWorker | None = None
         self._failure: Failure | None = None
@@ -184,20 +186,25 @@ class Supervisor:
             return first_line(error)
 
     def _own(self, sequence: int) -> Page:
-        frames = sys._current_frames()
-        frames.pop(threading.get_ident())
-        threads = sorted(frames, key=lambda thread: thread != threading.main_thread().ident)
-        stacks = [[(f.filename, f.lineno or 0, f.name) for f in extract_stack(frames[thread])] for thread in threads]
+        beat = self._heartbeat.read(device=True)
         starved_s = 0.0
         with suppress(OSError, ValueError):  # the second number: for how long the main thread waited for a core
             starved_s = int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
         return Page(
-            beat=self._heartbeat.read(device=True),
+            beat=beat,
             sequence=sequence,
-            place=innermost(stacks, self._job),
+            place=innermost(stacks_of_others(), self._job) if self._is_overdue(beat) else None,
             cpu_s=time.process_time(),
             starved_s=starved_s,
         )
+
+    def _is_overdue(self, beat: Beat) -> bool:
+        """Return whether the worker may soon be judged to hang: only then does anybody ask where in its code it is."""
+        moment = beat.beats, beat.device
+        now_s = time.monotonic()
+        if moment != self._newest_beat:
+            self._newest_beat, self._moved_s = moment, now_s
+        return now_s - self._moved_s >= _OVERDUE_SHARE * self._timeout_s
 
     def _gone(self, store: Store, rank: int) -> None:
         with suppress(RuntimeError):  # the store is gone, too: then `_exchange` tells
