@@ -43,6 +43,7 @@ from planner.workers.watch import (
 
 _CONNECT_S = 20.0  # to a store that is there before any worker
 _FIRST_ENDS_S = ABORT_S + 1.0  # for a worker that failed to abort its groups and end
+_FOR_SCRIPTS = "planner.pipeline(..., hang_timeout=SECONDS)"  # what allows for more time there
 _OVERDUE_SHARE = 0.5  # of the time-out without a beat, after which the page has the place in the code
 _LAST_WORDS_S = 1.0  # until the report of a worker that failed can be read in the store
 _log = logging.getLogger(__name__)
@@ -53,8 +54,8 @@ class Supervisor:
 
     Args:
         own_process: whether the process is a worker's alone, and so may be ended after a failure.
-        script: whether it runs a user's loop, whose hangs are not looked for. A failure must still end all workers: its
-            cause is logged before the script sees the error, and the interpreter's shutdown is bounded.
+        script: whether it runs a user's loop. A failure must end all workers there, too: its cause is logged before the
+            script sees the error, and the interpreter's shutdown is bounded.
     """
 
     def __init__(self, job: Job, heartbeat: Heartbeat, *, own_process: bool = False, script: bool = False) -> None:
@@ -75,17 +76,17 @@ class Supervisor:
         self._failure: Failure | None = None
         self._store: Store | None = None  # None where nobody watches
 
-    def watch(self, end_process: Ending, *, hangs: bool = True) -> None:
+    def watch(self, end_process: Ending) -> None:
         """Watch all workers from now on.
 
         Args:
             end_process: reports the error, if there is one, and ends the process from a thread.
-            hangs: whether a worker that does nothing new for the time-out has failed.
         """
         self._end_process = end_process
         # The last one of all that were started: a plan of one worker may leave others idle.
-        if hangs and self._rank in (0, int(os.environ.get("WORLD_SIZE", self._job.plan.workers)) - 1):
-            self._detector = HangDetector(self._job, self._timeout_s, age_s())
+        if self._rank in (0, int(os.environ.get("WORLD_SIZE", self._job.plan.workers)) - 1):
+            allows_more = _FOR_SCRIPTS if self._script else "`hang_timeout_s=SECONDS`"
+            self._detector = HangDetector(self._job, self._timeout_s, age_s(), allows_more)
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         timeout = timedelta(seconds=_CONNECT_S)
         connect = partial(TCPStore, host, port, is_master=False, wait_for_workers=False, timeout=timeout)
@@ -95,10 +96,15 @@ class Supervisor:
         self._store = own_keys(reached[0])
         self._thread.start()
 
+    @property
+    def watches(self) -> bool:
+        """Whether a worker that hangs will be noticed."""
+        return self._store is not None
+
     def enter(self) -> None:
         """Begin to watch the next worker's process; all workers call it once they have joined."""
-        if self._script and "TORCHELASTIC_RUN_ID" in os.environ:
-            self.watch(_log_and_end, hangs=False)
+        if self._script and "MASTER_PORT" in os.environ:  # or the script has met the others by means of its own
+            self.watch(_log_and_end)
         if self._store is not None and self._job.folder is None:  # or else the launcher sees every process
             self._next = NextWorker(partial(self._gone, self._store))
 
@@ -250,5 +256,5 @@ def _is_first_here(store: Store) -> bool:
 def _log_and_end(error: PlannerError | None) -> NoReturn:
     # From a thread, because the main thread may wait for a worker that is gone.
     if error is not None:
-        _log.error("%s", error.message)
+        _log.error("%s", error)
     end_process(1)
