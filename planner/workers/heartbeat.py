@@ -14,7 +14,6 @@ from planner.formats.files import Record
 from planner.schedule import instructions as do
 from planner.schedule.instructions import Instruction, Message, Receive
 
-
 State = Literal["preparing", "computing", "waiting", "elsewhere"]
 
 

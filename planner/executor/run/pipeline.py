@@ -157,11 +157,13 @@ class Pipeline:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Drain the pipeline, unless something failed, and leave the other workers."""
-        if kind is not None:
+        if error is not None and not isinstance(error, SystemExit):
             self._group.__exit__(kind, error, trace)
             return
         with self._group:  # which is told of a failure here as well
             self._calls.agree(Call.END, self._data.count)
+            if error is not None:  # all scripts end here, and drop what is in flight
+                raise error
             self._drain()
             self._loop.worker.drain()
             self._context.heartbeat.enter("waiting for the other ranks to end the loop", meeting=True)
