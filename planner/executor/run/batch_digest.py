@@ -1,7 +1,7 @@
 """A number for each batch, by which ranks tell whether all were given the same samples in the same order.
 
-It covers types, shapes and all values of a batch's tensors, and its plain numbers and texts. What else a batch may hold,
-such as an object of the user's, is told apart by its class alone.
+It covers types, shapes and all values of a batch's tensors, and its plain numbers and texts. What else a batch may
+hold, such as an object of the user's, is told apart by its class alone.
 """
 
 import hashlib
