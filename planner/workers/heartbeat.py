@@ -7,23 +7,34 @@ so whoever reads also asks what the device is at, which is known from events.
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Literal
 
 from planner.formats.files import Record
 from planner.schedule import instructions as do
 from planner.schedule.instructions import Instruction, Message, Receive
 
+State = Literal["preparing", "computing", "waiting", "elsewhere"]
+
 
 class Beat(Record):
     """What a worker, or its device, was doing."""
 
     beats: int  # grows with every instruction and phase
-    # Outside of the schedule it prepares, and processor time counts as progress.
-    state: Literal["preparing", "computing", "waiting"]
+    # Outside of the schedule it prepares, and processor time counts as progress. Elsewhere is a script's own code.
+    state: State
     doing: str  # in a sentence: "in the forward of minibatch 17"
     stage: int | None = None
     slowest_s: float = 0.0  # the longest instruction so far
     device: "Beat | None" = None  # what the device is at, where the host is ahead of it
+
+
+@dataclass(frozen=True)
+class _Phase:
+    """What is outside of the schedule."""
+
+    activity: str
+    state: State
 
 
 class Heartbeat:
@@ -34,9 +45,8 @@ class Heartbeat:
         self._slowest_s = 0.0
         self._began_s: float | None = None
         self._last_backward = 0  # minibatch
-        # Set at once, for threads that read: an instruction, and whether it is of an evaluation; or a phase, and
-        # whether it waits for others.
-        self._now: tuple[int, Instruction | str, bool] = 0, "starting", False
+        # Set at once, for threads that read: an instruction, and whether it is of an evaluation; or a phase.
+        self._now: tuple[int, Instruction | _Phase, bool] = 0, _Phase("starting", "preparing"), False
         self._device: Callable[[], tuple[int, Instruction | None]] | None = None
 
     def begin(self, instruction: Instruction, *, evaluating: bool = False) -> None:
@@ -53,23 +63,29 @@ class Heartbeat:
 
     def enter(self, activity: str, *, meeting: bool = False) -> None:
         """Record a phase outside of the schedule, as "writing a checkpoint"; in a `meeting` all wait for the last."""
+        self._enter(_Phase(activity, "waiting" if meeting else "preparing"))
+
+    def leave_to_script(self) -> None:
+        """Record that the user's script goes on, for as long as it likes while no other worker waits for it."""
+        self._enter(_Phase("running the script's own code", "elsewhere"))
+
+    def _enter(self, phase: _Phase) -> None:
         if self._began_s is not None:
             self._slowest_s = max(self._slowest_s, time.perf_counter() - self._began_s)
             self._began_s = None
         self._beats += 1
-        self._now = self._beats, activity, meeting
+        self._now = self._beats, phase, False
 
     def follow(self, device: Callable[[], tuple[int, Instruction | None]]) -> None:
         """Tell whoever reads what `device` says: how many computations it has passed, and what it is at."""
         self._device = device
 
     def read(self, *, device: bool = False) -> Beat:
-        beats, what, flag = self._now
-        if isinstance(what, str):
-            state: Literal["waiting", "preparing"] = "waiting" if flag else "preparing"
-            beat = Beat(beats=beats, state=state, doing=f"while {what}", slowest_s=self._slowest_s)
+        beats, what, evaluating = self._now
+        if isinstance(what, _Phase):
+            beat = Beat(beats=beats, state=what.state, doing=f"while {what.activity}", slowest_s=self._slowest_s)
         else:
-            beat = self._beat(beats, what, self._slowest_s, evaluating=flag)
+            beat = self._beat(beats, what, self._slowest_s, evaluating=evaluating)
         if device and self._device is not None:
             with suppress(RuntimeError):  # of a device that failed; the main thread tells
                 passed, instruction = self._device()

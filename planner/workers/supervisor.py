@@ -12,7 +12,6 @@ also watches the next one's.
 import logging
 import os
 import socket
-import sys
 import threading
 import time
 from contextlib import suppress
@@ -20,7 +19,6 @@ from datetime import timedelta
 from functools import partial
 from itertools import count
 from pathlib import Path
-from traceback import extract_stack
 from typing import NoReturn
 
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # exported by a star import
@@ -28,8 +26,9 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # e
 from planner.errors import PlannerError, WorkerError, first_line
 from planner.workers.ending import ABORT_S, END_S, GRACE_S, bound_exit, end_process, end_within, within
 from planner.workers.failures import error_of, failure_of, innermost, stage_of, worker_name
-from planner.workers.heartbeat import Heartbeat
+from planner.workers.heartbeat import Beat, Heartbeat
 from planner.workers.job import Failure, Job
+from planner.workers.stacks import stacks_of_others
 from planner.workers.watch import (
     MEMORY_HINT,
     Ending,
@@ -44,6 +43,8 @@ from planner.workers.watch import (
 
 _CONNECT_S = 20.0  # to a store that is there before any worker
 _FIRST_ENDS_S = ABORT_S + 1.0  # for a worker that failed to abort its groups and end
+_FOR_SCRIPTS = "planner.pipeline(..., hang_timeout=SECONDS)"  # what allows for more time there
+_OVERDUE_SHARE = 0.5  # of the time-out without a beat, after which the page has the place in the code
 _LAST_WORDS_S = 1.0  # until the report of a worker that failed can be read in the store
 _log = logging.getLogger(__name__)
 
@@ -53,8 +54,8 @@ class Supervisor:
 
     Args:
         own_process: whether the process is a worker's alone, and so may be ended after a failure.
-        script: whether it runs a user's loop, whose hangs are not looked for. A failure must still end all workers: its
-            cause is logged before the script sees the error, and the interpreter's shutdown is bounded.
+        script: whether it runs a user's loop. A failure must end all workers there, too: its cause is logged before the
+            script sees the error, and the interpreter's shutdown is bounded.
     """
 
     def __init__(self, job: Job, heartbeat: Heartbeat, *, own_process: bool = False, script: bool = False) -> None:
@@ -68,22 +69,24 @@ class Supervisor:
         self._known = [self._rank]  # ranks that have written a page
         self._stopped = threading.Event()
         self._ending = threading.Lock()  # held by the thread that ends this worker
+        self._newest_beat: tuple[int, Beat | None] | None = None
+        self._moved_s = 0.0  # when that was new
         self._thread = threading.Thread(target=self._exchange, name="hang watch", daemon=True)
         self._next: NextWorker | None = None
         self._failure: Failure | None = None
         self._store: Store | None = None  # None where nobody watches
 
-    def watch(self, end_process: Ending, *, hangs: bool = True) -> None:
+    def watch(self, end_process: Ending) -> None:
         """Watch all workers from now on.
 
         Args:
             end_process: reports the error, if there is one, and ends the process from a thread.
-            hangs: whether a worker that does nothing new for the time-out has failed.
         """
         self._end_process = end_process
         # The last one of all that were started: a plan of one worker may leave others idle.
-        if hangs and self._rank in (0, int(os.environ.get("WORLD_SIZE", self._job.plan.workers)) - 1):
-            self._detector = HangDetector(self._job, self._timeout_s, age_s())
+        if self._rank in (0, int(os.environ.get("WORLD_SIZE", self._job.plan.workers)) - 1):
+            allows_more = _FOR_SCRIPTS if self._script else "`hang_timeout_s=SECONDS`"
+            self._detector = HangDetector(self._job, self._timeout_s, age_s(), allows_more)
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         timeout = timedelta(seconds=_CONNECT_S)
         connect = partial(TCPStore, host, port, is_master=False, wait_for_workers=False, timeout=timeout)
@@ -93,10 +96,15 @@ class Supervisor:
         self._store = own_keys(reached[0])
         self._thread.start()
 
+    @property
+    def watches(self) -> bool:
+        """Whether a worker that hangs will be noticed."""
+        return self._store is not None
+
     def enter(self) -> None:
         """Begin to watch the next worker's process; all workers call it once they have joined."""
-        if self._script and "TORCHELASTIC_RUN_ID" in os.environ:
-            self.watch(_log_and_end, hangs=False)
+        if self._script and "MASTER_PORT" in os.environ:  # or the script has met the others by means of its own
+            self.watch(_log_and_end)
         if self._store is not None and self._job.folder is None:  # or else the launcher sees every process
             self._next = NextWorker(partial(self._gone, self._store))
 
@@ -184,20 +192,25 @@ class Supervisor:
             return first_line(error)
 
     def _own(self, sequence: int) -> Page:
-        frames = sys._current_frames()
-        frames.pop(threading.get_ident())
-        threads = sorted(frames, key=lambda thread: thread != threading.main_thread().ident)
-        stacks = [[(f.filename, f.lineno or 0, f.name) for f in extract_stack(frames[thread])] for thread in threads]
+        beat = self._heartbeat.read(device=True)
         starved_s = 0.0
         with suppress(OSError, ValueError):  # the second number: for how long the main thread waited for a core
             starved_s = int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
         return Page(
-            beat=self._heartbeat.read(device=True),
+            beat=beat,
             sequence=sequence,
-            place=innermost(stacks, self._job),
+            place=innermost(stacks_of_others(), self._job) if self._is_overdue(beat) else None,
             cpu_s=time.process_time(),
             starved_s=starved_s,
         )
+
+    def _is_overdue(self, beat: Beat) -> bool:
+        """Return whether the worker may soon be judged to hang: only then does anybody ask where in its code it is."""
+        moment = beat.beats, beat.device
+        now_s = time.monotonic()
+        if moment != self._newest_beat:
+            self._newest_beat, self._moved_s = moment, now_s
+        return now_s - self._moved_s >= _OVERDUE_SHARE * self._timeout_s
 
     def _gone(self, store: Store, rank: int) -> None:
         with suppress(RuntimeError):  # the store is gone, too: then `_exchange` tells
@@ -243,5 +256,5 @@ def _is_first_here(store: Store) -> bool:
 def _log_and_end(error: PlannerError | None) -> NoReturn:
     # From a thread, because the main thread may wait for a worker that is gone.
     if error is not None:
-        _log.error("%s", error.message)
+        _log.error("%s", error)
     end_process(1)

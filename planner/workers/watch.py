@@ -27,7 +27,7 @@ from planner.workers.heartbeat import Beat
 from planner.workers.job import Failure, Job
 
 Ending = Callable[[PlannerError | None], NoReturn]
-_FOR_EVER = timedelta(days=365)
+FOR_EVER = timedelta(days=365)
 MEMORY_HINT = "the system ends processes that exhaust its memory; see the kernel's log"
 # A worker that uses more than this share of the time that it had a core to run on makes progress while it prepares.
 BUSY_SHARE = 0.05
@@ -67,15 +67,26 @@ class _Seen:
 class HangDetector:
     """Decides from the workers' pages whether a job hangs.
 
+    A worker that is in a script's own code may be there for as long as it likes, until another one has waited in a call
+    for the time-out, and it has not come back for as long.
+
     Args:
         timeout_s: how long a worker may do nothing new, in addition to the slowest instruction so far. One that has
             written no page for half of it does not respond.
         started_s: how long this process took to start. One that has written nothing yet may take twice as long.
+        allows_more: what allows for more time, as a hint says it.
     """
 
-    def __init__(self, job: Job, timeout_s: float, started_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        job: Job,
+        timeout_s: float,
+        started_s: float = 0.0,
+        allows_more: str = "`hang_timeout_s=SECONDS`",
+    ) -> None:
         self._job = job
         self._timeout_s = timeout_s
+        self._allows_more = allows_more
         self._first_s = max(0.0, started_s - timeout_s)
         self._seen: dict[int, _Seen] = {}
 
@@ -97,7 +108,7 @@ class HangDetector:
         }
         longest = sorted(stuck, key=lambda rank: -stuck[rank])
         late = [rank for rank in longest if stuck[rank] > limit_s]
-        if not late:
+        if not any(self._seen[rank].page.beat.state != "elsewhere" for rank in late):
             return None
         # A worker that waits may have stopped up to a step before the cause did, which may not be late yet. So it is
         # looked for among all that have not moved for half the time: first one that does not respond, then one whose
@@ -131,7 +142,7 @@ class HangDetector:
             rank=rank,
             stage=stage_of(self._job, rank, self._seen[rank].page.beat),
             message=message,
-            hint="look there for what may block; allow more time with `hang_timeout_s=SECONDS`",
+            hint=f"look there for what may block; allow more time with {self._allows_more}",
             exit_code=WorkerError.exit_code,
             consequence=False,
         )
@@ -175,7 +186,7 @@ class NextWorker:
         self._left = False
         # gloo, whose connections break with the process, and of its own: when an operation on a group runs out of
         # time, gloo closes all the group's connections.
-        self._group = dist.new_group(backend="gloo", timeout=_FOR_EVER)
+        self._group = dist.new_group(backend="gloo", timeout=FOR_EVER)
         self._thread = threading.Thread(target=self._wait, name="next worker", daemon=True)
         if self._workers > 1:
             self._thread.start()

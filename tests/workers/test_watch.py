@@ -329,3 +329,53 @@ def test_the_age_of_a_process_is_since_it_was_started() -> None:
     began_s = time.monotonic()
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert 0.5 <= float(told) + 0.02 < time.monotonic() - began_s + 0.04  # the system counts in hundredths
+
+
+def elsewhere() -> Beat:
+    heartbeat = Heartbeat()
+    heartbeat.leave_to_script()
+    return heartbeat.read()
+
+
+def test_scripts_own_code_takes_as_long_as_it_likes_while_nobody_waits(detector_of: Detectors) -> None:
+    clock, beats = Clock(detector_of(1, 1)), {0: elsewhere(), 1: elsewhere()}
+    assert [clock.look(beats, float(second)) for second in range(0, 200, 5)] == [None] * 40
+
+
+def test_a_script_that_does_not_come_back_is_named_once_another_one_has_waited_for_the_time_out(
+    detector_of: Detectors,
+) -> None:
+    """Processor time that it uses is no progress: a loop without an end uses it, too."""
+    clock = Clock(detector_of(1, 1))
+    waits = preparing("waiting for the other ranks' step(), after 3 minibatches", meeting=True)
+    found = []
+    for second in range(60):
+        beats = {0: elsewhere(), 1: elsewhere() if second < 30 else waits.model_copy(update={"beats": 2})}
+        found.append(clock.look(beats, float(second), cpu_s=float(second)))
+    first = next(second for second, hang in enumerate(found) if hang)
+    assert first == 30 + TIMEOUT_S + 1
+    hang = found[first]
+    assert hang is not None
+    assert (hang.rank, hang.message) == (0, "has not moved for 41 s, while running the script's own code, at line 0")
+
+
+def test_a_script_that_went_on_lately_is_not_named(detector_of: Detectors) -> None:
+    clock = Clock(detector_of(1, 1))
+    waits = preparing("waiting", meeting=True)
+    for second in range(60):
+        back = elsewhere().model_copy(update={"beats": second // 8})
+        assert clock.look({0: back, 1: waits}, float(second)) is None
+
+
+def test_a_scripts_process_that_is_stopped_does_not_respond(detector_of: Detectors) -> None:
+    hang = judge(detector_of(1, 1), {0: preparing("waiting", meeting=True), 1: elsewhere()}, silent=[1])
+    assert (hang.rank, "it does not respond" in hang.message) == (1, True)
+
+
+def test_a_hint_says_what_allows_for_more_time(model: Path) -> None:
+    job = Job(model=str(model), plan=make_plan(structural_profile(model, 4), (1, 1)))
+    detector = HangDetector(job, TIMEOUT_S, allows_more="planner.pipeline(..., hang_timeout=SECONDS)")
+    hang = judge(detector, {0: beat_of(Forward(0, Unit(17))), 1: beat_of(RECEIVE)})
+    assert (
+        hang.hint == "look there for what may block; allow more time with planner.pipeline(..., hang_timeout=SECONDS)"
+    )

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -120,9 +120,13 @@ class Loop:
         for stage in self.worker.stages.values():
             stage.versions.restart()  # each segment of a stream counts versions of the weights from 0
 
-    def run_allowed(self, count: int, unread: int = 0) -> None:
-        """Execute what the first `count` minibatches of the run allow, but wait for no `unread` newest losses."""
-        self.worker.run(self._allowed(count), unread)
+    def run_allowed(self, count: int, unread: int = 0, before_update: Callable[[int], None] | None = None) -> None:
+        """Execute what the first `count` minibatches of the run allow, but wait for no `unread` newest losses.
+
+        Before each update, `before_update` is told how many minibatches of the run the weights have then seen.
+        """
+        allowed = self._allowed(count)
+        self.worker.run(allowed if before_update is None else self._announced(allowed, before_update), unread)
 
     def drain(self, count: int | None = None) -> None:
         """Finish all minibatches in flight, of `count` so far where the stream was begun without its end."""
@@ -167,6 +171,14 @@ class Loop:
             self._executed += 1
             yield instruction
 
+    def _announced(
+        self, instructions: Iterator[Instruction], before_update: Callable[[int], None]
+    ) -> Iterator[Instruction]:
+        for instruction in instructions:
+            if isinstance(instruction, Update):
+                before_update(self._minibatches_in(instruction.stage, instruction.round))
+            yield instruction
+
     def _allows(self, instruction: Instruction, count: int) -> bool:
         match instruction:
             case AllReduce(round=round_) | AddShared(round=round_) | Update(round=round_):
@@ -175,8 +187,11 @@ class Loop:
                 round_ = unit.minibatch
             case _:
                 return instruction.unit.minibatch < count
-        per_round = self._context.shape.minibatches_per_update(instruction.stage)
-        return self.first + (round_ - self.first + 1) * per_round <= count
+        return self._minibatches_in(instruction.stage, round_) <= count
+
+    def _minibatches_in(self, stage: int, round_: int) -> int:
+        """Count the minibatches of the run up to the end of a stage's round."""
+        return self.first + (round_ - self.first + 1) * self._context.shape.minibatches_per_update(stage)
 
 
 def make_checkpointer(context: PipelineContext, options: CheckpointOptions, per_epoch: int | None) -> Checkpointer:

@@ -6,11 +6,15 @@
 
 A step executes the schedule's instructions as far as the minibatches handed in allow. Under an asynchronous schedule
 the newest minibatches stay in flight until more come, or until `drain`.
+
+Ranks compare their calls and batches before anything comes of them: see `planner.executor.run.calls`. Under a
+synchronous schedule a step does so first. Under an asynchronous one that would empty the pipeline, so each update waits
+until the minibatches in it have been compared, by when all ranks that they passed have announced them.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -24,23 +28,27 @@ from torch.optim import Optimizer
 from planner.arguments import checked
 from planner.errors import InputError
 from planner.executor.checkpoint.checkpointer import Checkpointer
-from planner.executor.communication.control import control_group, share
+from planner.executor.communication.control import control_group, message_timeout, share
 from planner.executor.run.agreement import check_loss, check_schedule, joined, start_worker, take_place
+from planner.executor.run.batch_digest import digest_of
+from planner.executor.run.calls import Call, SharedCalls
 from planner.executor.run.context import pipeline_context
 from planner.executor.run.data import FedBatches, FedEvaluation
 from planner.executor.run.loop import Groups, Loop, make_checkpointer, save_weights
 from planner.executor.run.worker import Observers
 from planner.formats.names import Backend, DeviceType
 from planner.formats.plan import Plan
-from planner.model.batch import make_batch
+from planner.model.batch import Batch, make_batch
 from planner.model.loss import shares_function
 from planner.model.spec import TrainingSpec
 from planner.model.tensor.division import whole_state
-from planner.options.training import CheckpointOptions, TrainingOptions
+from planner.options.training import CheckpointOptions, RunOptions, TrainingOptions
 from planner.plan.rank_groups import sample_parts
+from planner.workers.groups import GLOO
 from planner.workers.job import Evaluation, Job
 from planner.workers.meeting import started_as_worker
 from planner.workers.supervisor import Supervisor
+from planner.workers.watch import FOR_EVER
 
 
 class SharedLosses:
@@ -121,7 +129,12 @@ class Pipeline:
         job, heartbeat = self._job, self._heartbeat
         place = take_place(job, heartbeat)
         with ExitStack() as entering:  # an error in here leaves the others as one in the loop does
-            entering.enter_context(joined(job, heartbeat, Supervisor(job, heartbeat, script=True)))
+            supervisor = Supervisor(job, heartbeat, script=True)
+            entering.enter_context(joined(job, heartbeat, supervisor))
+            # Of its own, because a rank's script may take as long as it likes between its calls.
+            limit = FOR_EVER if supervisor.watches else message_timeout(job.run_options.hang_timeout_s)
+            calls_group = dist.new_group(backend=GLOO, timeout=limit)
+            self._calls = SharedCalls(calls_group, heartbeat)
             self._context = pipeline_context(job, self._spec, place, heartbeat, self._data)
             self._context.await_models()
             groups, observers = Groups.create(self._context), Observers(self._context.heartbeat)
@@ -133,9 +146,10 @@ class Pipeline:
             # Under an asynchronous schedule nobody waits for the newest losses: the device, too, goes on meanwhile.
             lag = self._depth if self.plan.schedule.asynchronous else 0
             self._unread = lag * self.plan.microbatches
-            self._losses = SharedLosses(control_group(), lag, self._kept + lag, self._data.parts_of)
+            self._losses = SharedLosses(calls_group, lag, self._kept + lag, self._data.parts_of)
             self._context.connect()
             dist.barrier(control_group())
+            heartbeat.leave_to_script()
             self._group = entering.pop_all()
         return self
 
@@ -143,12 +157,16 @@ class Pipeline:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Drain the pipeline, unless something failed, and leave the other workers."""
-        if kind is not None:
+        if error is not None and not isinstance(error, SystemExit):
             self._group.__exit__(kind, error, trace)
             return
         with self._group:  # which is told of a failure here as well
-            self.drain()
+            self._calls.agree(Call.END, self._data.count)
+            if error is not None:  # all scripts end here, and drop what is in flight
+                raise error
+            self._drain()
             self._loop.worker.drain()
+            self._context.heartbeat.enter("waiting for the other ranks to end the loop", meeting=True)
             dist.barrier(control_group())
 
     def step(self, batch: Any) -> float | None:
@@ -160,6 +178,10 @@ class Pipeline:
         Returns:
             The loss of the newest minibatch that all workers know, the same on each of them: of `batch` under a
             synchronous schedule, of an earlier one under an asynchronous schedule; None before the first.
+
+        Raises:
+            InputError: where ranks are given different minibatches, or some of them have ended their loops. No weights
+                have seen such a minibatch then.
         """
         minibatch = make_batch(batch, "the batch given to step()")
         size = self._context.minibatch_size
@@ -168,27 +190,37 @@ class Pipeline:
                 f"a minibatch of {minibatch.size} samples was given to step(), and the plan is for {size}",
                 hint="give as many samples as the plan says, or fewer in a last one",
             )
-        self._data.feed(minibatch)
-        self._loop.run_allowed(self._data.count, self._unread)
-        self._share_losses()
-        self._context.heartbeat.enter("running the script's own code")
+        with self._called():
+            self._calls.announce(Call.STEP, self._data.count, minibatch.size, self._digests([minibatch]))
+            # Messages of another size than their receivers expect end a process.
+            if not self.plan.schedule.asynchronous or minibatch.size != size:
+                self._calls.compare()
+            self._data.feed(minibatch)
+            self._loop.run_allowed(self._data.count, self._unread, before_update=self._calls.compare)
+            self._share_losses()
         return self._losses.newest
 
     def drain(self) -> float | None:
         """Finish all minibatches in flight, as at the end of a run; return the newest loss, as `step` does."""
+        with self._called(Call.DRAIN):
+            self._drain()
+        return self._losses.newest
+
+    def _drain(self) -> None:
         if self._data.count > self._loop.first:
             self._loop.drain(self._data.count)
             self._share_losses()
             self._losses.settle()
             self._loop.begin(self._data.count)
-        return self._losses.newest
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the newest weights of this worker's stages, by their names in the unsplit model; drain first.
 
         Replicas and ranks that divide their weights all call it, and get them whole.
         """
-        states = (whole_state(stage.module) for stage in self._context.stages.values())
+        with self._called():
+            self._context.heartbeat.enter("gathering weights that ranks divide", meeting=True)
+            states = [whole_state(stage.module) for stage in self._context.stages.values()]
         return {name: tensor for state in states for name, tensor in state.items()}
 
     @property
@@ -241,19 +273,21 @@ class Pipeline:
             batches: as for `step`, each of as many samples as a microbatch at most.
 
         Raises:
-            InputError: where the pipeline was made without `evaluates`.
+            InputError: where the pipeline was made without `evaluates`, or ranks are given different batches.
         """
         if self._evaluated is None:
             raise InputError(
                 "this pipeline was made without stages for evaluation",
                 hint="make it with planner.pipeline(..., evaluates=True)",
             )
-        self.drain()
         self._evaluated.feed(batches)
-        found = self._loop.evaluate(self._data.count)
-        self._context.heartbeat.enter("sharing the evaluation", meeting=True)
-        texts = share("" if found is None else found.model_dump_json(), control_group())
-        self._context.heartbeat.enter("running the script's own code")
+        fed = self._evaluated.batches
+        with self._called():
+            self._calls.agree(Call.EVALUATE, self._data.count, sum(self._evaluated.sizes), self._digests(fed))
+            self._drain()
+            found = self._loop.evaluate(self._data.count)
+            self._context.heartbeat.enter("sharing the evaluation", meeting=True)
+            texts = share("" if found is None else found.model_dump_json(), control_group())
         return Evaluation.model_validate_json(next(filter(None, texts)))
 
     def save_checkpoint(self, folder: str | Path, *, keep: int = 2) -> None:
@@ -268,13 +302,13 @@ class Pipeline:
         Raises:
             PlannerError: when the folder has checkpoints of another run, or cannot be written.
         """
-        self.drain()
-        if self._checkpoints is None or self._checkpoints.folder != Path(folder):
-            options = CheckpointOptions(folder=str(folder), every=1, keep=keep, resume=self._resumed)
-            self._checkpoints = make_checkpointer(self._context, options, per_epoch=None)
-            self._checkpoints.begin(self._data.count)
-        self._checkpoints.save(self._data.count)
-        self._context.heartbeat.enter("running the script's own code")
+        with self._called(Call.SAVE_CHECKPOINT):
+            self._drain()
+            if self._checkpoints is None or self._checkpoints.folder != Path(folder):
+                options = CheckpointOptions(folder=str(folder), every=1, keep=keep, resume=self._resumed)
+                self._checkpoints = make_checkpointer(self._context, options, per_epoch=None)
+                self._checkpoints.begin(self._data.count)
+            self._checkpoints.save(self._data.count)
         self._checkpoints.check_last()
 
     def load_checkpoint(self, path: str | Path) -> int:
@@ -291,19 +325,31 @@ class Pipeline:
                 f"a checkpoint cannot be loaded after {self._data.count} minibatches",
                 hint="load it before the first step",
             )
-        found = make_checkpointer(self._context, CheckpointOptions(resume=str(path)), per_epoch=None)
-        first = found.restore()
-        self._resumed = str(found.resumed_from)
-        self._data.count = first
-        self._loop.begin(first)
-        self._context.heartbeat.enter("running the script's own code")
+        with self._called(Call.LOAD_CHECKPOINT):
+            found = make_checkpointer(self._context, CheckpointOptions(resume=str(path)), per_epoch=None)
+            first = found.restore()
+            self._resumed = str(found.resumed_from)
+            self._data.count = first
+            self._loop.begin(first)
         return first
 
     def save_weights(self, path: str | Path) -> None:
         """Drain, and write the whole model's weights to one file on the first worker; all workers call it."""
-        self.drain()
-        save_weights(self._context, Path(path))
-        dist.barrier(control_group())
+        with self._called(Call.SAVE_WEIGHTS):
+            self._drain()
+            save_weights(self._context, Path(path))
+            dist.barrier(control_group())
+
+    @contextmanager
+    def _called(self, call: Call | None = None) -> Iterator[None]:
+        """Carry out a call of the script, which all ranks must make where it is given here."""
+        if call is not None:
+            self._calls.agree(call, self._data.count)
+        yield
+        self._context.heartbeat.leave_to_script()
+
+    def _digests(self, batches: Sequence[Batch]) -> list[int]:
+        return [digest_of(batch) for batch in batches] if self.plan.workers > 1 else []
 
     def _share_losses(self) -> None:
         self._context.heartbeat.enter("sharing the losses", meeting=True)
@@ -322,6 +368,7 @@ def pipeline(
     backend: Backend | None = None,
     options: TrainingOptions | None = None,
     evaluates: bool = False,
+    hang_timeout: float = RunOptions().hang_timeout_s,
 ) -> Pipeline:
     """Return a pipeline for a custom training loop, in a script that torchrun starts once per worker of the plan.
 
@@ -333,11 +380,23 @@ def pipeline(
         backend: of messages: "nccl", with a GPU for each worker, or "gloo"; None for what suits the device.
         options: how to train; those of data and evaluation have no effect, because the script does both itself.
         evaluates: whether the script calls `evaluate`, for which stages are captured in evaluation mode, too.
+        hang_timeout: seconds after which the run ends when a rank makes no progress in a call of the pipeline, or does
+            not make a call that others wait in. It is no hang when all ranks run the script's own code.
 
     Raises:
         PlannerError: for anything wrong with the model, the plan or the environment.
     """
     spec = model if isinstance(model, TrainingSpec) else TrainingSpec.from_file(model)
     options = replace(options or TrainingOptions(), evaluate_every=1 if evaluates else None)
-    job = Job(model=spec.origin, plan=plan, seed=seed, device=device, backend=backend, options=options)
+    if not hang_timeout > 0:
+        raise InputError(f"hang_timeout={hang_timeout} is no time to wait", hint="give seconds, more than 0")
+    job = Job(
+        model=spec.origin,
+        plan=plan,
+        seed=seed,
+        device=device,
+        backend=backend,
+        options=options,
+        run_options=RunOptions(hang_timeout_s=float(hang_timeout)),
+    )
     return Pipeline(job, spec)
