@@ -16,7 +16,7 @@ from planner.errors import CaptureError, InputError, ModelFileError
 from planner.formats.cluster import flat_cluster
 from planner.formats.profile import LossMean, Profile
 from planner.model.batch import Batch
-from planner.model.loss import with_labels
+
 from planner.model.spec import TrainingSpec, in_memory
 from planner.model.stage.stage import build_stage
 from planner.profiler.measured.profiling import ProfilingOptions, profile_model

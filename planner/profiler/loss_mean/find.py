@@ -1,0 +1,314 @@
+"""Find what a loss is a mean over: the one answer that explains every trial, where a trial speaks against each other.
+
+An answer gives each part of a batch its share. It explains a trial if the losses of the parts, weighted by their
+shares, add up to the loss of the whole, and the gradients do. The trials are
+
+1. batches of the model file's own: the example batch, with its weights and with changed ones, under which a head that
+   begins at zero is none; and batches from several places of the dataset;
+2. the example batch with other labels and masks in one half: those that the model looks for, and those that people
+   pad with.
+
+No answer explains the first: then the loss belongs to the whole batch. One explains the first and not all of the
+second: then it holds as long as those labels do not come, and training refuses them.
+"""
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from planner.errors import ModelFileError, PlanError, first_line
+from planner.formats.profile import ForbiddenLabel, LossMean
+from planner.model.batch import Batch
+from planner.model.capture.graph import LayerGraph
+from planner.model.loss import labels_of, shares_by_samples, shares_function
+from planner.model.options import ModuleOptions
+from planner.model.randomness import generators_kept
+from planner.model.spec import TrainingSpec
+from planner.profiler.loss_mean.same_noise import UnequalNoise
+from planner.profiler.loss_mean.trial import MOST_IN_FLOAT64, ModelOnTrial, Trial, on_trial, ranges
+from planner.profiler.loss_mean.variations import Variation, variations, varied
+
+_log = logging.getLogger(__name__)
+GUESSING_S = 10.0  # for trials of labels that the model is not seen to look for
+_LEAST, _MOST = 3, 5  # samples of a trial
+_PLACES = 3  # of the dataset, from each of which a batch is taken
+
+SAMPLES = LossMean(over="samples")
+
+
+class Evidence(NamedTuple):
+    """What the trials were."""
+
+    natural: tuple[Trial, ...]  # of batches of the model file's own
+    varied: tuple[Trial, ...]  # with labels and masks that these may not have
+
+    @property
+    def tells(self) -> bool:
+        return any(trial.tells for trial in self.natural)
+
+
+def find_loss_mean(
+    spec: TrainingSpec, graph: LayerGraph, batch: Batch, options: ModuleOptions, *, reads_data: bool = True
+) -> LossMean | None:
+    """Return what the loss is a mean over; None where memory has no room for a trial, or weights have no values.
+
+    Args:
+        reads_data: whether to take batches of the model file's dataset, too.
+
+    Raises:
+        ModelFileError: when the model file's loss_weight() does not count what the loss is a mean over.
+    """
+    if any(parameter.is_meta for parameter in graph.model.parameters()):
+        return None
+    evidence = gather(spec, graph, batch, options, reads_data=reads_data)
+    if not isinstance(evidence, Evidence):
+        return evidence
+    if spec.defines("loss_weight"):
+        return _own_weight(spec, evidence)
+    return _answer(spec, graph, batch, evidence)
+
+
+def gather(
+    spec: TrainingSpec, graph: LayerGraph, batch: Batch, options: ModuleOptions, *, reads_data: bool
+) -> Evidence | LossMean | None:
+    """Run the trials; where none can be run, return what is then known of the loss, or None for want of memory."""
+    options = replace(options, autocast=None, half=None, compiled=False)
+    weights = sum(parameter.numel() for parameter in graph.model.parameters())
+    precisions = [torch.float64, torch.float32] if weights <= MOST_IN_FLOAT64 else [torch.float32]
+    attempts = [(dtype, False) for dtype in precisions] + [(torch.float32, True)]
+    reason = ""
+    for dtype, evaluates in attempts:
+        with generators_kept(), on_trial(spec, graph.model, options, dtype, evaluates=evaluates) as model:
+            small = _small(spec, batch, graph.batch_size)
+            try:
+                if not model.repeats(small):
+                    reason = "it differs from call to call, with the same batch and the same random numbers"
+                    continue
+                return _run(spec, graph, model, small, reads_data=reads_data)
+            except ModelFileError:
+                raise
+            except torch.OutOfMemoryError:
+                return None
+            except UnequalNoise as cause:
+                reason = str(cause)
+            except Exception as cause:  # whatever a model raises that takes float32 only, or one batch size
+                reason = f"a part of a batch cannot be run: {first_line(cause)}"
+    if spec.defines("loss_weight"):
+        return LossMean(over="loss_weight")
+    return LossMean(over="unchecked", reason=reason)
+
+
+def _run(spec: TrainingSpec, graph: LayerGraph, model: ModelOnTrial, batch: Batch, *, reads_data: bool) -> Evidence:
+    """Run all trials of a model that can be run."""
+    natural = [model.try_whole(batch)]
+    model.perturb()
+    perturbed = model.try_whole(batch)
+    if perturbed.whole.finite:
+        natural.append(perturbed)
+
+    for each in _of_dataset(spec, batch) if reads_data else ():
+        trial = _tried(model, each)
+        if trial is not None:
+            natural.append(trial)
+
+    return Evidence(tuple(natural), tuple(_vary(spec, graph, model, batch)))
+
+
+def _vary(spec: TrainingSpec, graph: LayerGraph, model: ModelOnTrial, batch: Batch) -> Iterator[Trial]:
+    """Yield the trials of other labels and masks that are legal."""
+    arguments = len(batch.flatten()[0]) - len(Batch((), {}, batch.target).flatten()[0])
+    of_target = None
+    until_s = time.monotonic() + GUESSING_S
+    for variation in variations(graph, batch, model.noted.numbers):
+        changed = varied(batch, variation, len(ranges(batch.size)[0]))
+        if changed is None or (not variation.known and time.monotonic() > until_s):
+            continue
+        if variation.leaf < arguments:
+            trial = _tried(model, changed, variation)
+        elif spec.loss is None:
+            continue  # nobody reads the target
+        else:
+            of_target = of_target or model.target_trials(batch)
+            try:
+                trial = of_target(changed, variation)
+            except Exception as cause:  # no label of the model
+                _log.debug("labels of %d: %s", variation.value, cause)
+                continue
+        if trial is not None and trial.whole.finite:
+            yield trial
+
+
+def _tried(model: ModelOnTrial, batch: Batch, variation: Variation | None = None) -> Trial | None:
+    """Run a trial; return None where the model does not take the batch, or its loss is not finite."""
+    try:
+        trial = model.try_whole(batch, variation, gradients=variation is None)
+    except Exception as cause:  # whatever a model raises at a number that is no label or index of its own
+        _log.debug("a batch that the model does not take: %s", cause)
+        return None
+    return trial if trial.whole.finite else None
+
+
+def _answer(spec: TrainingSpec, graph: LayerGraph, batch: Batch, evidence: Evidence) -> LossMean:
+    if not evidence.tells:
+        return LossMean(over="unchecked", reason="all samples of example_batch() have the same loss and gradients")
+
+    explaining = [each for each in _hypotheses(evidence) if _explains(spec, each, evidence.natural)]
+    if not explaining:
+        return LossMean(over="batch")
+    refuting = {each: _against(spec, each, explaining, evidence.varied) for each in explaining}
+    best = min(explaining, key=lambda each: (len(refuting[each]), explaining.index(each)))
+    if best.over == "labels" and _is_sample_label(best, evidence):
+        # Where each sample has a label that counts, samples do, and no worker has to read whole minibatches.
+        best = next((each for each in explaining if each.over == "samples"), best)
+    return _with_forbidden(best, refuting[best], evidence)
+
+
+def _hypotheses(evidence: Evidence) -> list[LossMean]:
+    """Return all answers that may be: over labels only where a trial had labels to ignore."""
+    found = [SAMPLES, LossMean(over="sum")]
+    usual = labels_of(evidence.natural[0].parts[0])
+    leaves = evidence.natural[0].parts[0].flatten()[0]
+    for trial in evidence.varied:
+        assert trial.variation is not None
+        leaf, value = trial.variation.leaf, trial.variation.value
+        labels = LossMean(over="labels", ignored=value, leaf=None if leaves[leaf] is usual else leaf)
+        found.append(labels)
+        if leaves[leaf].dim() > 1 and leaves[leaf].shape[1] > 1:
+            found.append(labels.model_copy(update={"shifted": True}))
+    return found
+
+
+def _explains(spec: TrainingSpec, mean: LossMean, trials: Sequence[Trial]) -> bool:
+    return all(trial.explained_by(_shares(spec, mean, trial)) for trial in trials)
+
+
+def _against(
+    spec: TrainingSpec, mean: LossMean, answers: Sequence[LossMean], trials: Sequence[Trial]
+) -> list[Trial]:
+    """Return the trials that an answer does not explain, or that another one with other shares explains as well."""
+    found = []
+    for trial in trials:
+        shares = _shares(spec, mean, trial)
+        rivals = (_shares(spec, each, trial) for each in answers if _counts(each, trial))
+        ambiguous = any(rival != shares and trial.explained_by(rival) for rival in rivals)
+        if ambiguous or not trial.explained_by(shares):
+            found.append(trial)
+    return found
+
+
+def _counts(mean: LossMean, trial: Trial) -> bool:
+    """Return whether an answer is one for which the trial was made."""
+    return mean.over == "samples" or (trial.variation is not None and mean.ignored == trial.variation.value)
+
+
+def _shares(spec: TrainingSpec, mean: LossMean, trial: Trial) -> list[float]:
+    shares_of = shares_function(mean, spec) or shares_by_samples
+    return shares_of(trial.parts)
+
+
+def _is_sample_label(mean: LossMean, evidence: Evidence) -> bool:
+    """Return whether the labels are one per sample, and all of those that were seen count."""
+    for trial in evidence.natural:
+        for each in trial.parts:
+            labels = labels_of(each, mean.leaf)
+            if labels is None or labels.dim() > 1 or bool((labels == mean.ignored).any()):
+                return False
+    return True
+
+
+def _with_forbidden(mean: LossMean, refuting: Sequence[Trial], evidence: Evidence) -> LossMean:
+    """Return the answer with the labels that it does not hold for; none holds where the model file has such labels."""
+    forbidden = []
+    for trial in refuting:
+        assert trial.variation is not None
+        forbidden.append(ForbiddenLabel(leaf=trial.variation.leaf, value=trial.variation.value))
+    for each in forbidden:
+        for trial in evidence.natural:
+            if any(_has(batch, each) for batch in trial.parts):
+                return LossMean(over="batch")
+    return mean.model_copy(update={"forbidden": tuple(forbidden)})
+
+
+def _has(batch: Batch, label: ForbiddenLabel) -> bool:
+    leaf = batch.flatten()[0][label.leaf]
+    return isinstance(leaf, Tensor) and bool((leaf == label.value).any())
+
+
+def _own_weight(spec: TrainingSpec, evidence: Evidence) -> LossMean:
+    """Return that the user's function weighs the parts, if it does."""
+    mean = LossMean(over="loss_weight")
+    for trial in evidence.natural:
+        error = trial.error_of(_shares(spec, mean, trial))
+        if error > 1:
+            raise ModelFileError(
+                f"loss_weight() of '{spec.origin}' does not count what the loss is a mean over: weighted by it, the "
+                f"losses and gradients of the parts of a batch differ from those of the whole by {error:.1e} times "
+                "what rounding explains",
+                hint="return how many labels of the target the loss is a mean over",
+            )
+    refuting = []
+    for trial in evidence.varied:
+        try:
+            refuting += _against(spec, mean, [mean], [trial])
+        except ModelFileError as cause:  # the function does not take such a label
+            _log.debug("loss_weight() of a varied batch: %s", cause)
+    return _with_forbidden(mean, refuting, evidence)
+
+
+def _small(spec: TrainingSpec, batch: Batch, fixed: int | None) -> Batch:
+    """Return a batch of few samples, or of as many as the model takes."""
+    if fixed is not None or _LEAST <= batch.size <= _MOST:
+        return batch
+    return spec.example_batch(min(max(batch.size, _LEAST), _MOST)).to(batch.device_type)
+
+
+def _of_dataset(spec: TrainingSpec, like: Batch) -> Iterator[Batch]:
+    """Yield batches from several places of the dataset; none where it cannot be read here."""
+    try:
+        dataset = spec.dataset()
+        length = 0 if dataset is None else len(dataset)  # type: ignore[arg-type]
+        starts = sorted({length * place // _PLACES for place in range(_PLACES)})
+        batches = []
+        for start in starts if length else ():
+            items = [dataset[index] for index in range(start, min(start + like.size, length))]  # type: ignore[index]
+            batches.append(spec.collate(items))
+    except Exception as cause:  # whatever the user's code raises, on a machine without the data perhaps
+        _log.warning("labels that only dataset() has are not known, because it cannot be read: %s", first_line(cause))
+        return
+
+    for batch in batches:
+        if batch.size == like.size and len(batch.flatten()[0]) == len(like.flatten()[0]):
+            yield batch.to(like.device_type)
+
+
+def check_stated(
+    spec: TrainingSpec, graph: LayerGraph, batch: Batch, options: ModuleOptions, stated: LossMean | None
+) -> LossMean | None:
+    """Check what a plan says of a loss against the model; return it with all labels that it does not hold for.
+
+    A plan that says nothing stands for the samples.
+
+    Raises:
+        PlanError: where batches of the model file show another loss.
+    """
+    evidence = gather(spec, graph, batch, options, reads_data=False)
+    if not isinstance(evidence, Evidence):
+        reason = "there is no memory for it" if evidence is None else evidence.reason
+        _log.warning("what the plan says of the loss of '%s' is not checked again: %s", spec.origin, reason)
+        return stated
+
+    mean = stated or SAMPLES
+    if not _explains(spec, mean, evidence.natural):
+        says = "says nothing of" if stated is None else f"takes the loss for a {mean.words}, which is not"
+        raise PlanError(
+            f"the plan {says} what the loss of '{spec.origin}' is a mean over: the losses or gradients of the parts of "
+            f"a batch, weighted as a {mean.words}, do not add up to those of the whole",
+            hint="profile the model and solve again: plan profile, plan solve",
+        )
+    forbidden = _with_forbidden(mean, _against(spec, mean, [mean], evidence.varied), evidence).forbidden
+    return mean.model_copy(update={"forbidden": tuple(dict.fromkeys((*mean.forbidden, *forbidden)))})
