@@ -14,6 +14,7 @@ second: then it holds as long as those labels do not come, and training refuses 
 
 import logging
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -30,12 +31,12 @@ from planner.model.options import ModuleOptions
 from planner.model.randomness import generators_kept
 from planner.model.spec import TrainingSpec
 from planner.profiler.loss_mean.same_noise import UnequalNoise
-from planner.profiler.loss_mean.trial import MOST_IN_FLOAT64, ModelOnTrial, Trial, on_trial, ranges
-from planner.profiler.loss_mean.variations import Variation, variations, varied
+from planner.profiler.loss_mean.trial import MOST_IN_FLOAT64, Attempt, ModelOnTrial, Trial, on_trial, ranges
+from planner.profiler.loss_mean.variations import Variation, spread, variations, varied
 
 _log = logging.getLogger(__name__)
 GUESSING_S = 10.0  # for trials of labels that the model is not seen to look for
-_LEAST, _MOST = 3, 5  # samples of a trial
+_SAMPLES, _OF_LARGE = 5, 2  # of a trial: parts of three and two, or for large models of one each
 _PLACES = 3  # of the dataset, from each of which a batch is taken
 
 SAMPLES = LossMean(over="samples")
@@ -78,18 +79,17 @@ def gather(
 ) -> Evidence | LossMean | None:
     """Run the trials; where none can be run, return what is then known of the loss, or None for want of memory."""
     options = replace(options, autocast=None, half=None, compiled=False)
-    weights = sum(parameter.numel() for parameter in graph.model.parameters())
-    precisions = [torch.float64, torch.float32] if weights <= MOST_IN_FLOAT64 else [torch.float32]
-    attempts = [(dtype, False) for dtype in precisions] + [(torch.float32, True)]
     reason = ""
-    for dtype, evaluates in attempts:
-        with generators_kept(), on_trial(spec, graph.model, options, dtype, evaluates=evaluates) as model:
-            small = _small(spec, batch, graph.batch_size)
+    for attempt in _attempts(spec, graph):
+        setting = on_trial(spec, graph.model, options, attempt)
+        with generators_kept(), warnings.catch_warnings(), setting as model:
+            warnings.simplefilter("ignore")  # of the model, about labels that are none of its own
             try:
-                if not model.repeats(small):
-                    reason = "it differs from call to call, with the same batch and the same random numbers"
-                    continue
-                return _run(spec, graph, model, small, reads_data=reads_data)
+                small = _small(spec, graph, batch)
+                first = model.try_whole(small)
+                if model.repeats(small, first):
+                    return _run(spec, graph, model, small, first, reads_data=reads_data)
+                reason = "it differs from call to call, with the same batch and the same random numbers"
             except ModelFileError:
                 raise
             except torch.OutOfMemoryError:
@@ -103,18 +103,40 @@ def gather(
     return LossMean(over="unchecked", reason=reason)
 
 
-def _run(spec: TrainingSpec, graph: LayerGraph, model: ModelOnTrial, batch: Batch, *, reads_data: bool) -> Evidence:
-    """Run all trials of a model that can be run."""
-    natural = [model.try_whole(batch)]
+def _attempts(spec: TrainingSpec, graph: LayerGraph) -> list[Attempt]:
+    """Return the ways to run a model, the most telling first."""
+    found = [Attempt(torch.float32), Attempt(torch.float32, evaluates=True)]
+    if not _is_large(graph):
+        found.insert(0, Attempt(torch.float64))
+    if graph.batch_size is not None and spec.loss is not None:
+        # Nobody can run the whole minibatch of such a model: its loss is that of the microbatches' outputs.
+        found.append(Attempt(torch.float32, divides_outputs=True))
+    return found
+
+
+def _is_large(graph: LayerGraph) -> bool:
+    return sum(parameter.numel() for parameter in graph.model.parameters()) > MOST_IN_FLOAT64
+
+
+def _run(
+    spec: TrainingSpec, graph: LayerGraph, model: ModelOnTrial, batch: Batch, first: Trial, *, reads_data: bool
+) -> Evidence:
+    """Run all trials of a model that can be run, after the first one."""
+    natural = [first]
     model.perturb()
-    perturbed = model.try_whole(batch)
-    if perturbed.whole.finite:
+    perturbed = _tried(model, batch, gradients=not _is_large(graph))
+    if perturbed is not None:
         natural.append(perturbed)
 
     for each in _of_dataset(spec, batch) if reads_data else ():
-        trial = _tried(model, each)
+        trial = _tried(model, each, gradients=not _is_large(graph))
         if trial is not None:
             natural.append(trial)
+
+    if not any(trial.tells for trial in natural):
+        # One sample that is repeated, or an example batch of zeros.
+        trial = _tried(model, spread(batch), gradients=True)
+        batch, natural = (batch, natural) if trial is None else (spread(batch), [*natural, trial])
 
     return Evidence(tuple(natural), tuple(_vary(spec, graph, model, batch)))
 
@@ -125,10 +147,14 @@ def _vary(spec: TrainingSpec, graph: LayerGraph, model: ModelOnTrial, batch: Bat
     of_target = None
     until_s = time.monotonic() + GUESSING_S
     for variation in variations(graph, batch, model.noted.numbers):
-        changed = varied(batch, variation, len(ranges(batch.size)[0]))
-        if changed is None or (not variation.known and time.monotonic() > until_s):
+        in_target = variation.leaf >= arguments
+        # Other targets need no more than the outputs that are there.
+        if not variation.known and not in_target and (_is_large(graph) or time.monotonic() > until_s):
             continue
-        if variation.leaf < arguments:
+        changed = varied(batch, variation, len(ranges(batch.size)[0]))
+        if changed is None:
+            continue
+        if not in_target:
             trial = _tried(model, changed, variation)
         elif spec.loss is None:
             continue  # nobody reads the target
@@ -143,10 +169,12 @@ def _vary(spec: TrainingSpec, graph: LayerGraph, model: ModelOnTrial, batch: Bat
             yield trial
 
 
-def _tried(model: ModelOnTrial, batch: Batch, variation: Variation | None = None) -> Trial | None:
+def _tried(
+    model: ModelOnTrial, batch: Batch, variation: Variation | None = None, *, gradients: bool = False
+) -> Trial | None:
     """Run a trial; return None where the model does not take the batch, or its loss is not finite."""
     try:
-        trial = model.try_whole(batch, variation, gradients=variation is None)
+        trial = model.try_whole(batch, variation, gradients=gradients)
     except Exception as cause:  # whatever a model raises at a number that is no label or index of its own
         _log.debug("a batch that the model does not take: %s", cause)
         return None
@@ -155,7 +183,7 @@ def _tried(model: ModelOnTrial, batch: Batch, variation: Variation | None = None
 
 def _answer(spec: TrainingSpec, graph: LayerGraph, batch: Batch, evidence: Evidence) -> LossMean:
     if not evidence.tells:
-        return LossMean(over="unchecked", reason="all samples of example_batch() have the same loss and gradients")
+        return LossMean(over="unchecked", reason="all samples of example_batch() are alike")
 
     explaining = [each for each in _hypotheses(evidence) if _explains(spec, each, evidence.natural)]
     if not explaining:
@@ -260,11 +288,12 @@ def _own_weight(spec: TrainingSpec, evidence: Evidence) -> LossMean:
     return _with_forbidden(mean, refuting, evidence)
 
 
-def _small(spec: TrainingSpec, batch: Batch, fixed: int | None) -> Batch:
+def _small(spec: TrainingSpec, graph: LayerGraph, batch: Batch) -> Batch:
     """Return a batch of few samples, or of as many as the model takes."""
-    if fixed is not None or _LEAST <= batch.size <= _MOST:
+    samples = _OF_LARGE if _is_large(graph) else _SAMPLES
+    if graph.batch_size is not None or batch.size == samples:
         return batch
-    return spec.example_batch(min(max(batch.size, _LEAST), _MOST)).to(batch.device_type)
+    return spec.example_batch(samples).to(batch.device_type)
 
 
 def _of_dataset(spec: TrainingSpec, like: Batch) -> Iterator[Batch]:

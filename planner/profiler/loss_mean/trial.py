@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from planner.model.batch import Batch
 from planner.model.loss import loss_of, unsplit_loss
@@ -101,12 +101,24 @@ class Trial:
 _TINY = torch.finfo(torch.float32).tiny
 
 
+@dataclass(frozen=True)
+class Attempt:
+    """A way to run trials."""
+
+    dtype: torch.dtype
+    evaluates: bool = False  # in evaluation mode, for models that draw in training what no part of a batch can repeat
+    divides_outputs: bool = False  # run the whole batch alone, and divide its outputs: tells of the loss function
+
+
 class ModelOnTrial:
     """The model while its weights are others: made by `on_trial`."""
 
-    def __init__(self, spec: TrainingSpec, model: nn.Module, options: ModuleOptions, dtype: torch.dtype) -> None:
-        self._spec, self._model, self._options, self._dtype = spec, model, options, dtype
-        self.tolerance = Tolerance.of(dtype)
+    def __init__(self, spec: TrainingSpec, model: nn.Module, options: ModuleOptions, attempt: Attempt) -> None:
+        self._spec = spec
+        self._model = model
+        self._options = options
+        self._attempt = attempt
+        self.tolerance = Tolerance.of(attempt.dtype)
         self.noted = NotedNumbers()
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
@@ -120,15 +132,16 @@ class ModelOnTrial:
                 noise = torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
                 weight.data += _scale_of(weight) * noise.to(weight.device)
 
-    def repeats(self, batch: Batch) -> bool:
-        """Return whether a batch has the same loss twice, with the same random numbers."""
+    def repeats(self, batch: Batch, trial: Trial) -> bool:
+        """Return whether the batch of a trial has the same loss again, with the same random numbers."""
         batch, noise = self._cast(batch), NoiseOfWhole()
-        one = self._outcome(batch, noise.of_whole(batch.size), gradients=False)
-        again = self._outcome(batch, noise.of_part(range(batch.size)), gradients=False)
-        return math.isclose(one.loss, again.loss, rel_tol=self.tolerance.loss)
+        again = self._outcome(batch, noise.of_whole(batch.size), gradients=False)
+        return math.isclose(trial.whole.loss, again.loss, rel_tol=self.tolerance.loss)
 
     def try_whole(self, batch: Batch, variation: Variation | None = None, *, gradients: bool = True) -> Trial:
         """Run a batch and two parts of it, which have unequal numbers of samples."""
+        if self._attempt.divides_outputs:
+            return self._try_outputs(batch, variation)
         batch, noise = self._cast(batch), NoiseOfWhole()
         whole = self._outcome(batch, noise.of_whole(batch.size), gradients=gradients)
         samples = ranges(batch.size)
@@ -144,7 +157,10 @@ class ModelOnTrial:
         batch, noise = self._cast(batch), NoiseOfWhole()
         samples = ranges(batch.size)
         outputs = [self._output(batch, noise.of_whole(batch.size))]
-        outputs += [self._output(part(batch, own), noise.of_part(own)) for own in samples]
+        if self._attempt.divides_outputs:
+            outputs += [rows_of(outputs[0], own, batch.size) for own in samples]
+        else:
+            outputs += [self._output(part(batch, own), noise.of_part(own)) for own in samples]
 
         def run(changed: Batch, variation: Variation) -> Trial:
             changed, noise = self._cast(changed), NoiseOfWhole()
@@ -157,6 +173,32 @@ class ModelOnTrial:
             return Trial(parts, whole, of_parts, self.tolerance, variation)
 
         return run
+
+    def _try_outputs(self, batch: Batch, variation: Variation | None) -> Trial:
+        """Run the loss on the outputs of a batch and on parts of them; gradients are those of the outputs."""
+        batch, noise = self._cast(batch), NoiseOfWhole()
+        outputs = self._output(batch, noise.of_whole(batch.size))
+        trained = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+        def outcome(samples: range) -> Outcome:
+            for leaf in trained:
+                leaf.grad = None
+                leaf.requires_grad_()
+            own, target = rows_of(outputs, samples, batch.size), part(batch, samples).target
+            with self._running(noise):
+                loss = loss_of(own, target, self._options.loss(self._spec.loss))
+                loss.sum().backward()  # type: ignore[no-untyped-call]
+            return Outcome(float(loss.detach()), tuple(_sketch(leaf) for leaf in trained))
+
+        samples = ranges(batch.size)
+        noise.of_whole(batch.size)
+        whole = outcome(range(batch.size))
+        parts = tuple(part(batch, each) for each in samples)
+        of_parts = []
+        for each in samples:
+            noise.of_part(each)
+            of_parts.append(outcome(each))
+        return Trial(parts, whole, tuple(of_parts), self.tolerance, variation)
 
     def _outcome(self, batch: Batch, noise: NoiseOfWhole, *, gradients: bool) -> Outcome:
         for weight in self._trained:
@@ -190,7 +232,7 @@ class ModelOnTrial:
 
     def _cast(self, batch: Batch) -> Batch:
         def cast(tensor: Tensor) -> Tensor:
-            return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+            return tensor.to(self._attempt.dtype) if tensor.is_floating_point() else tensor
 
         leaves, spec = batch.flatten()
         return Batch(*spec.unflatten([cast(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]))
@@ -198,24 +240,24 @@ class ModelOnTrial:
 
 @contextmanager
 def on_trial(
-    spec: TrainingSpec, model: nn.Module, options: ModuleOptions, dtype: torch.dtype, *, evaluates: bool
+    spec: TrainingSpec, model: nn.Module, options: ModuleOptions, attempt: Attempt
 ) -> Iterator[ModelOnTrial]:
-    """Give a model copies of its weights in `dtype`, and its own ones afterwards; `evaluates` is the mode."""
+    """Give a model copies of its weights as an attempt says, and its own ones afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     tensors = {id(each): each for each in (*model.parameters(), *model.buffers())}
     kept = [(tensor, tensor.data, tensor.grad) for tensor in tensors.values()]
     summed = [(each, gradient_dtype(each)) for each in model.parameters() if gradient_dtype(each) != each.dtype]
     default = torch.get_default_dtype()
     try:
-        if evaluates:
+        if attempt.evaluates:
             model.eval()
         for weight, _ in summed:
             weight.grad_dtype = None
         for tensor, data, _ in kept:
             tensor.grad = None
-            tensor.data = data.to(dtype, copy=True) if tensor.is_floating_point() else data.clone()
-        torch.set_default_dtype(dtype)
-        yield ModelOnTrial(spec, model, options, dtype)
+            tensor.data = data.to(attempt.dtype, copy=True) if tensor.is_floating_point() else data.clone()
+        torch.set_default_dtype(attempt.dtype)
+        yield ModelOnTrial(spec, model, options, attempt)
     finally:
         torch.set_default_dtype(default)
         for tensor, data, gradient in kept:
@@ -242,6 +284,16 @@ def part(batch: Batch, samples: range) -> Batch:
     return Batch(*spec.unflatten(chosen))
 
 
+def rows_of(output: Any, samples: range, size: int) -> Any:
+    """Return what a model's output has of some samples: of every tensor that has a row for each of them."""
+    rows = slice(samples.start, samples.stop)
+
+    def rows_in(tensor: Tensor) -> Tensor:
+        return tensor[rows] if tensor.dim() and tensor.shape[0] == size else tensor
+
+    return tree_map_only(Tensor, rows_in, output)
+
+
 def _scale_of(weight: Tensor) -> float:
     size = float(weight.detach().square().mean().sqrt()) if weight.numel() else 0.0
     if size:
@@ -249,7 +301,7 @@ def _scale_of(weight: Tensor) -> float:
     return _OF_ZEROS if weight.dim() < 2 else 1 / math.sqrt(weight[0].numel())
 
 
-def _sketch(weight: nn.Parameter) -> Tensor:
+def _sketch(weight: Tensor) -> Tensor:
     """Return the weight's gradient, or evenly many elements of a large one."""
     step = -(-weight.numel() // _SKETCH) or 1
     gradient = weight.grad

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from planner.model.batch import Batch
 from planner.model.capture.graph import LayerGraph
@@ -92,12 +93,28 @@ def varied(batch: Batch, variation: Variation, samples: int) -> Batch | None:
     elif before.dim() > 1 and before.shape[1] > 1:
         changed[:samples, 1:] = variation.value
     else:
-        changed[: samples - 1] = variation.value
+        changed[: max(1, samples - 1)] = variation.value
 
     if torch.equal(changed, before):
         return None
     leaves[variation.leaf] = changed
     return Batch(*spec.unflatten(leaves))
+
+
+def spread(batch: Batch) -> Batch:
+    """Return a batch whose samples differ: with noise in the model's numbers, and rows of integers moved along."""
+    generator = torch.Generator().manual_seed(0)
+
+    def changed(tensor: Tensor) -> Tensor:
+        if tensor.is_floating_point() and (not is_mask(tensor) or bool((tensor == tensor.flatten()[0]).all())):
+            noise = torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)
+            return tensor + noise.to(tensor.device)
+        if tensor.dim() > 1 and not tensor.is_complex():
+            return torch.stack([row.roll(number, dims=0) for number, row in enumerate(tensor)])
+        return tensor
+
+    args, kwargs = tree_map_only(Tensor, changed, (batch.args, batch.kwargs))
+    return Batch(args, kwargs, batch.target)
 
 
 def _fits(value: int, dtype: torch.dtype) -> bool:
