@@ -180,7 +180,9 @@ class LossMean(GrownRecord):
     over: Literal["samples", "labels", "loss_weight", "sum", "batch", "unchecked"]
     ignored: int | None = None  # with "labels": the label that does not count
     shifted: bool = False  # with "labels": each sample's first label does not count
-    accepted: bool = False  # with "batch" or "unchecked", in a plan: the user takes the mean of the microbatches' losses
+    accepted: bool = (
+        False  # with "batch" or "unchecked", in a plan: the user takes the mean of the microbatches' losses
+    )
     # With "labels": their number among the batch's leaves. None: the target's only tensor of integers with several per
     # sample, or the model's argument `labels`.
     leaf: Annotated[int, Field(ge=0)] | None = None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from planner.errors import CaptureError, PlanError
+from planner.errors import CaptureError, ModelFileError, PlanError
 from planner.formats.profile import LossMean
 from planner.model.batch import Batch
 from planner.model.options import LossFunction, ModuleOptions, autocasting
@@ -64,6 +64,28 @@ def labels_of(batch: Batch, leaf: int | None = None) -> Tensor | None:
 
     found = labels_in(batch.target) or labels_in([batch.kwargs.get("labels")])
     return found[0] if len(found) == 1 else None
+
+
+def check_labels(batch: Batch, mean: LossMean | None, origin: str) -> None:
+    """Raise ModelFileError for labels, or values of masks, with which the loss is not the mean that it is taken for."""
+    if mean is None or not mean.forbidden:
+        return
+    leaves, _ = batch.flatten()
+    for each in mean.forbidden:
+        leaf = leaves[each.leaf] if each.leaf < len(leaves) else None
+        if isinstance(leaf, Tensor) and bool((leaf == each.value).any()):
+            raise ModelFileError(
+                f"{_place_of(batch, each.leaf)} has the value {each.value}, with which the loss of '{origin}' is no "
+                f"{mean.words}, as its plan says",
+                hint="give example_batch() such a value too, profile the model and solve again; or define "
+                "loss_weight(target) in the model file",
+            )
+
+
+def _place_of(batch: Batch, leaf: int) -> str:
+    """Return where a tensor of the batch is, in words."""
+    arguments = len(tree_leaves((batch.args, batch.kwargs)))
+    return "the target" if leaf >= arguments else f"argument {leaf + 1} of the model"
 
 
 def weight_function(mean: LossMean, spec: TrainingSpec) -> WeightFunction:

@@ -17,12 +17,22 @@ from planner.executor.communication.control import message_timeout
 from planner.executor.communication.links import Receivers
 from planner.executor.communication.sharding import Masters, Sharding
 from planner.executor.communication.shared_gradients import SharedGradients
-from planner.executor.run.data import BatchSource, LengthDrift, OfRank, VaryingBatches, make_batches, weighted
+from planner.executor.run.data import (
+    BatchSource,
+    LengthDrift,
+    OfRank,
+    VaryingBatches,
+    first_samples,
+    make_batches,
+    weighted,
+)
 from planner.executor.run.reading_ahead import AHEAD, ReadAhead
 from planner.executor.run.stages import build_modules, check_sizes, tensor_group, transferred
 from planner.executor.stage.optimizer import StageOptimizer
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import Stage
+from planner.formats.profile import LossMean
+from planner.model.batch import Batch
 from planner.model.capture.graph import ValueSpec
 from planner.model.lengths import Length, Varying, varying
 from planner.model.options import gradient_dtype
@@ -78,6 +88,7 @@ class PipelineContext:
     evaluation: EvaluationStages | None  # the same stages of the evaluation graph, if the job evaluates
     lengths: Sequence[Length] = ()  # of batches, that vary
     deferred: bool = False  # whether the weights of other stages were never made
+    loss: LossMean | None = None  # what the loss is a mean over; None stands for the samples
 
     @cached_property
     def plan(self) -> Plan:
@@ -195,7 +206,22 @@ def pipeline_context(
     rank, options, heartbeat = int(os.environ["RANK"]), job.options, heartbeat or Heartbeat()
     numbers = [number for number, stage in enumerate(job.plan.stages) if rank in stage.ranks]
     tensor = tensor_group(job.plan, rank)
-    built = build_modules(job, numbers, spec, place.compute.type, tensor)
+    ranks = sample_parts(job.plan)
+    made = None
+
+    def read_first() -> list[Batch]:
+        nonlocal made
+        made = _made_batches(job, spec, ranks)
+        return first_samples(made)
+
+    built = build_modules(
+        job,
+        numbers,
+        spec,
+        place.compute.type,
+        tensor,
+        samples=read_first if data is None else list,
+    )
     plan = plan_of_tensor_rank(job.plan, 0 if tensor is None else tensor.place)
     # Without build_model(), which keeps a model in memory alive.
     spec = replace(spec, functions={name: f for name, f in spec.functions.items() if name != "build_model"})
@@ -212,15 +238,12 @@ def pipeline_context(
         module.to(place.compute)
     return_free_pages()  # of the model: workers keep what they free for the next step otherwise
 
-    ranks = sample_parts(job.plan)
     shape = replace(shape_of(plan), shared=tuple(sorted(built.shared)))
     if data is None:
-        assert plan.microbatch_size is not None  # or building the modules had failed
         # After the model: dataset() may draw random numbers, which must not change the initial weights.
-        microbatches = ranks * plan.microbatches
-        made = make_batches(spec, plan.microbatch_size, microbatches, job.seed, drop_last=options.drop_last)
+        made = made or _made_batches(job, spec, ranks)
         whole = any(module.has_loss for module in modules.values())
-        data = ReadAhead(weighted(made, plan.loss, spec, whole=whole), place.compute)
+        data = ReadAhead(weighted(made, built.loss, spec, whole=whole), place.compute)
     if tensor is not None and plan.by_samples:
         if built.lengths:
             raise PlanError(
@@ -266,6 +289,7 @@ def pipeline_context(
         evaluation=built.evaluation,
         lengths=built.lengths,
         deferred=built.deferred,
+        loss=built.loss,
     )
     alone = tensor is None and everywhere is None  # others run together
     if (plan.compiled or runtime_of(place.compute).asynchronous) and alone:
@@ -276,6 +300,18 @@ def pipeline_context(
             check_compiler(place.compute.type)
         context.run_once(modules.values(), context.sizes)
     return context
+
+
+def _made_batches(job: Job, spec: TrainingSpec, ranks: int) -> BatchSource:
+    plan = job.plan
+    assert plan.microbatch_size is not None  # or building the modules had failed
+    return make_batches(
+        spec,
+        plan.microbatch_size,
+        ranks * plan.microbatches,
+        job.seed,
+        drop_last=job.options.drop_last,
+    )
 
 
 def sharding_of(

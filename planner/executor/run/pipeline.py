@@ -33,7 +33,7 @@ from planner.executor.run.worker import Observers
 from planner.formats.names import Backend, DeviceType
 from planner.formats.plan import Plan
 from planner.model.batch import make_batch
-from planner.model.loss import shares_function
+from planner.model.loss import check_labels, shares_function
 from planner.model.spec import TrainingSpec
 from planner.model.tensor.division import whole_state
 from planner.options.training import CheckpointOptions, TrainingOptions
@@ -168,6 +168,7 @@ class Pipeline:
                 f"a minibatch of {minibatch.size} samples was given to step(), and the plan is for {size}",
                 hint="give as many samples as the plan says, or fewer in a last one",
             )
+        check_labels(minibatch, self._context.loss, self._spec.origin)
         self._data.feed(minibatch)
         self._loop.run_allowed(self._data.count, self._unread)
         self._share_losses()

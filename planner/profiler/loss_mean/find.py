@@ -21,8 +21,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
-from planner.errors import ModelFileError, PlanError, first_line
+from planner.errors import ModelFileError, first_line
 from planner.formats.profile import ForbiddenLabel, LossMean
 from planner.model.batch import Batch
 from planner.model.capture.graph import LayerGraph
@@ -30,7 +31,7 @@ from planner.model.loss import labels_of, shares_by_samples, shares_function
 from planner.model.options import ModuleOptions
 from planner.model.randomness import generators_kept
 from planner.model.spec import TrainingSpec
-from planner.profiler.loss_mean.same_noise import UnequalNoise
+from planner.profiler.loss_mean.same_noise import UnequalNoiseError
 from planner.profiler.loss_mean.trial import MOST_IN_FLOAT64, Attempt, ModelOnTrial, Trial, on_trial, ranges
 from planner.profiler.loss_mean.variations import Variation, spread, variations, varied
 
@@ -80,12 +81,12 @@ def gather(
     """Run the trials; where none can be run, return what is then known of the loss, or None for want of memory."""
     options = replace(options, autocast=None, half=None, compiled=False)
     reason = ""
-    for attempt in _attempts(spec, graph):
+    for attempt in attempts(spec, graph):
         setting = on_trial(spec, graph.model, options, attempt)
         with generators_kept(), warnings.catch_warnings(), setting as model:
             warnings.simplefilter("ignore")  # of the model, about labels that are none of its own
             try:
-                small = _small(spec, graph, batch)
+                small = small_batch(spec, graph, batch)
                 first = model.try_whole(small)
                 if model.repeats(small, first):
                     return _run(spec, graph, model, small, first, reads_data=reads_data)
@@ -94,7 +95,7 @@ def gather(
                 raise
             except torch.OutOfMemoryError:
                 return None
-            except UnequalNoise as cause:
+            except UnequalNoiseError as cause:
                 reason = str(cause)
             except Exception as cause:  # whatever a model raises that takes float32 only, or one batch size
                 reason = f"a part of a batch cannot be run: {first_line(cause)}"
@@ -103,10 +104,10 @@ def gather(
     return LossMean(over="unchecked", reason=reason)
 
 
-def _attempts(spec: TrainingSpec, graph: LayerGraph) -> list[Attempt]:
+def attempts(spec: TrainingSpec, graph: LayerGraph) -> list[Attempt]:
     """Return the ways to run a model, the most telling first."""
     found = [Attempt(torch.float32), Attempt(torch.float32, evaluates=True)]
-    if not _is_large(graph):
+    if not is_large(graph):
         found.insert(0, Attempt(torch.float64))
     if graph.batch_size is not None and spec.loss is not None:
         # Nobody can run the whole minibatch of such a model: its loss is that of the microbatches' outputs.
@@ -114,7 +115,7 @@ def _attempts(spec: TrainingSpec, graph: LayerGraph) -> list[Attempt]:
     return found
 
 
-def _is_large(graph: LayerGraph) -> bool:
+def is_large(graph: LayerGraph) -> bool:
     return sum(parameter.numel() for parameter in graph.model.parameters()) > MOST_IN_FLOAT64
 
 
@@ -124,12 +125,12 @@ def _run(
     """Run all trials of a model that can be run, after the first one."""
     natural = [first]
     model.perturb()
-    perturbed = _tried(model, batch, gradients=not _is_large(graph))
+    perturbed = _tried(model, batch, gradients=not is_large(graph))
     if perturbed is not None:
         natural.append(perturbed)
 
     for each in _of_dataset(spec, batch) if reads_data else ():
-        trial = _tried(model, each, gradients=not _is_large(graph))
+        trial = _tried(model, each, gradients=not is_large(graph))
         if trial is not None:
             natural.append(trial)
 
@@ -138,18 +139,22 @@ def _run(
         trial = _tried(model, spread(batch), gradients=True)
         batch, natural = (batch, natural) if trial is None else (spread(batch), [*natural, trial])
 
-    return Evidence(tuple(natural), tuple(_vary(spec, graph, model, batch)))
+    return Evidence(tuple(natural), tuple(vary(spec, graph, model, batch)))
 
 
-def _vary(spec: TrainingSpec, graph: LayerGraph, model: ModelOnTrial, batch: Batch) -> Iterator[Trial]:
-    """Yield the trials of other labels and masks that are legal."""
-    arguments = len(batch.flatten()[0]) - len(Batch((), {}, batch.target).flatten()[0])
+def vary(
+    spec: TrainingSpec, graph: LayerGraph, model: ModelOnTrial, batch: Batch, *, guesses: bool = True
+) -> Iterator[Trial]:
+    """Yield the trials of other labels and masks that are legal; without `guesses`, of those that the model names."""
+    arguments = len(tree_leaves((batch.args, batch.kwargs)))
     of_target = None
     until_s = time.monotonic() + GUESSING_S
     for variation in variations(graph, batch, model.noted.numbers):
+        if not (guesses or variation.known):
+            continue
         in_target = variation.leaf >= arguments
         # Other targets need no more than the outputs that are there.
-        if not variation.known and not in_target and (_is_large(graph) or time.monotonic() > until_s):
+        if not variation.known and not in_target and (is_large(graph) or time.monotonic() > until_s):
             continue
         changed = varied(batch, variation, len(ranges(batch.size)[0]))
         if changed is None:
@@ -185,15 +190,15 @@ def _answer(spec: TrainingSpec, graph: LayerGraph, batch: Batch, evidence: Evide
     if not evidence.tells:
         return LossMean(over="unchecked", reason="all samples of example_batch() are alike")
 
-    explaining = [each for each in _hypotheses(evidence) if _explains(spec, each, evidence.natural)]
+    explaining = [each for each in _hypotheses(evidence) if explains(spec, each, evidence.natural)]
     if not explaining:
         return LossMean(over="batch")
-    refuting = {each: _against(spec, each, explaining, evidence.varied) for each in explaining}
+    refuting = {each: against(spec, each, explaining, evidence.varied) for each in explaining}
     best = min(explaining, key=lambda each: (len(refuting[each]), explaining.index(each)))
     if best.over == "labels" and _is_sample_label(best, evidence):
         # Where each sample has a label that counts, samples do, and no worker has to read whole minibatches.
         best = next((each for each in explaining if each.over == "samples"), best)
-    return _with_forbidden(best, refuting[best], evidence)
+    return with_forbidden(best, refuting[best], evidence)
 
 
 def _hypotheses(evidence: Evidence) -> list[LossMean]:
@@ -211,13 +216,11 @@ def _hypotheses(evidence: Evidence) -> list[LossMean]:
     return found
 
 
-def _explains(spec: TrainingSpec, mean: LossMean, trials: Sequence[Trial]) -> bool:
+def explains(spec: TrainingSpec, mean: LossMean, trials: Sequence[Trial]) -> bool:
     return all(trial.explained_by(_shares(spec, mean, trial)) for trial in trials)
 
 
-def _against(
-    spec: TrainingSpec, mean: LossMean, answers: Sequence[LossMean], trials: Sequence[Trial]
-) -> list[Trial]:
+def against(spec: TrainingSpec, mean: LossMean, answers: Sequence[LossMean], trials: Sequence[Trial]) -> list[Trial]:
     """Return the trials that an answer does not explain, or that another one with other shares explains as well."""
     found = []
     for trial in trials:
@@ -249,7 +252,7 @@ def _is_sample_label(mean: LossMean, evidence: Evidence) -> bool:
     return True
 
 
-def _with_forbidden(mean: LossMean, refuting: Sequence[Trial], evidence: Evidence) -> LossMean:
+def with_forbidden(mean: LossMean, refuting: Sequence[Trial], evidence: Evidence) -> LossMean:
     """Return the answer with the labels that it does not hold for; none holds where the model file has such labels."""
     forbidden = []
     for trial in refuting:
@@ -279,18 +282,22 @@ def _own_weight(spec: TrainingSpec, evidence: Evidence) -> LossMean:
                 "what rounding explains",
                 hint="return how many labels of the target the loss is a mean over",
             )
-    refuting = []
-    for trial in evidence.varied:
-        try:
-            refuting += _against(spec, mean, [mean], [trial])
-        except ModelFileError as cause:  # the function does not take such a label
-            _log.debug("loss_weight() of a varied batch: %s", cause)
-    return _with_forbidden(mean, refuting, evidence)
+    known = [trial for trial in evidence.varied if _is_weighed(spec, trial)]
+    return with_forbidden(mean, against(spec, mean, [mean], known), evidence)
 
 
-def _small(spec: TrainingSpec, graph: LayerGraph, batch: Batch) -> Batch:
+def _is_weighed(spec: TrainingSpec, trial: Trial) -> bool:
+    """Return whether the user's function takes the labels of a trial."""
+    try:
+        return all(spec.loss_weight(each.target) >= 0 for each in trial.parts)
+    except ModelFileError as cause:
+        _log.debug("loss_weight() of a varied batch: %s", cause)
+        return False
+
+
+def small_batch(spec: TrainingSpec, graph: LayerGraph, batch: Batch) -> Batch:
     """Return a batch of few samples, or of as many as the model takes."""
-    samples = _OF_LARGE if _is_large(graph) else _SAMPLES
+    samples = _OF_LARGE if is_large(graph) else _SAMPLES
     if graph.batch_size is not None or batch.size == samples:
         return batch
     return spec.example_batch(samples).to(batch.device_type)
@@ -313,31 +320,3 @@ def _of_dataset(spec: TrainingSpec, like: Batch) -> Iterator[Batch]:
     for batch in batches:
         if batch.size == like.size and len(batch.flatten()[0]) == len(like.flatten()[0]):
             yield batch.to(like.device_type)
-
-
-def check_stated(
-    spec: TrainingSpec, graph: LayerGraph, batch: Batch, options: ModuleOptions, stated: LossMean | None
-) -> LossMean | None:
-    """Check what a plan says of a loss against the model; return it with all labels that it does not hold for.
-
-    A plan that says nothing stands for the samples.
-
-    Raises:
-        PlanError: where batches of the model file show another loss.
-    """
-    evidence = gather(spec, graph, batch, options, reads_data=False)
-    if not isinstance(evidence, Evidence):
-        reason = "there is no memory for it" if evidence is None else evidence.reason
-        _log.warning("what the plan says of the loss of '%s' is not checked again: %s", spec.origin, reason)
-        return stated
-
-    mean = stated or SAMPLES
-    if not _explains(spec, mean, evidence.natural):
-        says = "says nothing of" if stated is None else f"takes the loss for a {mean.words}, which is not"
-        raise PlanError(
-            f"the plan {says} what the loss of '{spec.origin}' is a mean over: the losses or gradients of the parts of "
-            f"a batch, weighted as a {mean.words}, do not add up to those of the whole",
-            hint="profile the model and solve again: plan profile, plan solve",
-        )
-    forbidden = _with_forbidden(mean, _against(spec, mean, [mean], evidence.varied), evidence).forbidden
-    return mean.model_copy(update={"forbidden": tuple(dict.fromkeys((*mean.forbidden, *forbidden)))})

@@ -32,7 +32,7 @@ _RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)  # whose on
 _ATTENTION_DROPOUT = 4  # position of scaled_dot_product_attention's
 
 
-class UnequalNoise(RuntimeError):
+class UnequalNoiseError(RuntimeError):
     """Parts of a batch draw random numbers that are no parts of the whole batch's."""
 
 
@@ -77,7 +77,7 @@ class NoiseOfWhole(TorchDispatchMode):
 
     def _repeat(self, drawn: Sequence[Tensor], samples: range) -> None:
         if self._next >= len(self.draws):
-            raise UnequalNoise("a part of a batch draws more random numbers than the whole batch")
+            raise UnequalNoiseError("a part of a batch draws more random numbers than the whole batch")
         recorded = self.draws[self._next]
         self._next += 1
 
@@ -89,12 +89,12 @@ class NoiseOfWhole(TorchDispatchMode):
         if whole.shape == shape:
             return whole
         if whole.dim() != len(shape):
-            raise UnequalNoise(f"a part of a batch draws {tuple(shape)}, and the whole batch {tuple(whole.shape)}")
+            raise UnequalNoiseError(f"a part of a batch draws {tuple(shape)}, and the whole batch {tuple(whole.shape)}")
 
         unequal = [d for d, (one, other) in enumerate(zip(shape, whole.shape, strict=True)) if one != other]
         each, rest = divmod(whole.shape[unequal[0]], self._size)
         if len(unequal) > 1 or rest or shape[unequal[0]] != each * len(samples):
-            raise UnequalNoise(f"a part of a batch draws {tuple(shape)}, and the whole batch {tuple(whole.shape)}")
+            raise UnequalNoiseError(f"a part of a batch draws {tuple(shape)}, and the whole batch {tuple(whole.shape)}")
         return whole.narrow(unequal[0], each * samples.start, each * len(samples))
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from planner.model.batch import Batch
+from planner.model.batch import Batch, part_of
 from planner.model.loss import loss_of, unsplit_loss
 from planner.model.options import ModuleOptions, gradient_dtype
 from planner.model.randomness import keep_state
@@ -145,7 +145,7 @@ class ModelOnTrial:
         batch, noise = self._cast(batch), NoiseOfWhole()
         whole = self._outcome(batch, noise.of_whole(batch.size), gradients=gradients)
         samples = ranges(batch.size)
-        parts = tuple(part(batch, each) for each in samples)
+        parts = tuple(part_of(batch, each) for each in samples)
         of_parts = tuple(
             self._outcome(each, noise.of_part(own), gradients=gradients)
             for each, own in zip(parts, samples, strict=True)
@@ -160,12 +160,12 @@ class ModelOnTrial:
         if self._attempt.divides_outputs:
             outputs += [rows_of(outputs[0], own, batch.size) for own in samples]
         else:
-            outputs += [self._output(part(batch, own), noise.of_part(own)) for own in samples]
+            outputs += [self._output(part_of(batch, own), noise.of_part(own)) for own in samples]
 
         def run(changed: Batch, variation: Variation) -> Trial:
             changed, noise = self._cast(changed), NoiseOfWhole()
             whole = self._loss_of_output(outputs[0], changed, noise.of_whole(batch.size))
-            parts = tuple(part(changed, own) for own in samples)
+            parts = tuple(part_of(changed, own) for own in samples)
             of_parts = tuple(
                 self._loss_of_output(output, each, noise.of_part(own))
                 for output, each, own in zip(outputs[1:], parts, samples, strict=True)
@@ -184,7 +184,7 @@ class ModelOnTrial:
             for leaf in trained:
                 leaf.grad = None
                 leaf.requires_grad_()
-            own, target = rows_of(outputs, samples, batch.size), part(batch, samples).target
+            own, target = rows_of(outputs, samples, batch.size), part_of(batch, samples).target
             with self._running(noise):
                 loss = loss_of(own, target, self._options.loss(self._spec.loss))
                 loss.sum().backward()  # type: ignore[no-untyped-call]
@@ -193,7 +193,7 @@ class ModelOnTrial:
         samples = ranges(batch.size)
         noise.of_whole(batch.size)
         whole = outcome(range(batch.size))
-        parts = tuple(part(batch, each) for each in samples)
+        parts = tuple(part_of(batch, each) for each in samples)
         of_parts = []
         for each in samples:
             noise.of_part(each)
@@ -239,9 +239,7 @@ class ModelOnTrial:
 
 
 @contextmanager
-def on_trial(
-    spec: TrainingSpec, model: nn.Module, options: ModuleOptions, attempt: Attempt
-) -> Iterator[ModelOnTrial]:
+def on_trial(spec: TrainingSpec, model: nn.Module, options: ModuleOptions, attempt: Attempt) -> Iterator[ModelOnTrial]:
     """Give a model copies of its weights as an attempt says, and its own ones afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     tensors = {id(each): each for each in (*model.parameters(), *model.buffers())}
@@ -274,14 +272,6 @@ def ranges(size: int) -> tuple[range, range]:
     """Divide samples into two parts, the first of which is larger."""
     first = min(size // 2 + 1, size - 1)
     return range(first), range(first, size)
-
-
-def part(batch: Batch, samples: range) -> Batch:
-    """Return some samples of a batch."""
-    leaves, spec = batch.flatten()
-    rows = slice(samples.start, samples.stop)
-    chosen = [leaf[rows] if isinstance(leaf, Tensor) and leaf.dim() else leaf for leaf in leaves]
-    return Batch(*spec.unflatten(chosen))
 
 
 def rows_of(output: Any, samples: range, size: int) -> Any:

@@ -126,9 +126,10 @@ def _fits(value: int, dtype: torch.dtype) -> bool:
 def _tensors(batch: Batch) -> Iterator[tuple[int, Tensor]]:
     """Yield the tensors that may be labels or masks, by their numbers."""
     for number, leaf in enumerate(batch.flatten()[0]):
-        if isinstance(leaf, Tensor) and leaf.dim() and leaf.numel() and not leaf.is_complex():
-            if not leaf.is_floating_point() or is_mask(leaf):
-                yield number, leaf
+        if not isinstance(leaf, Tensor) or leaf.is_complex() or not leaf.dim() or not leaf.numel():
+            continue
+        if not leaf.is_floating_point() or is_mask(leaf):
+            yield number, leaf
 
 
 def _known(graph: LayerGraph) -> Iterator[tuple[int, int]]:
