@@ -32,7 +32,15 @@ from planner.model.options import ModuleOptions
 from planner.model.randomness import generators_kept
 from planner.model.spec import TrainingSpec
 from planner.profiler.loss_mean.same_noise import UnequalNoiseError
-from planner.profiler.loss_mean.trial import MOST_IN_FLOAT64, Attempt, ModelOnTrial, Trial, on_trial, ranges
+from planner.profiler.loss_mean.trial import (
+    MOST_IN_FLOAT64,
+    Attempt,
+    ModelOnTrial,
+    TargetTrials,
+    Trial,
+    on_trial,
+    ranges,
+)
 from planner.profiler.loss_mean.variations import Variation, spread, variations, varied
 
 _log = logging.getLogger(__name__)
@@ -125,8 +133,13 @@ def _run(
     """Run all trials of a model that can be run, after the first one."""
     natural = [first]
     model.perturb()
-    perturbed = _tried(model, batch, gradients=not is_large(graph))
-    if perturbed is not None:
+    of_target = None
+    if is_large(graph) and spec.loss is not None:
+        of_target = model.target_trials(batch)
+        perturbed: Trial | None = of_target(batch, None)
+    else:
+        perturbed = _tried(model, batch, gradients=not is_large(graph))
+    if perturbed is not None and perturbed.whole.finite:
         natural.append(perturbed)
 
     for each in _of_dataset(spec, batch) if reads_data else ():
@@ -137,17 +150,25 @@ def _run(
     if not any(trial.tells for trial in natural):
         # One sample that is repeated, or an example batch of zeros.
         trial = _tried(model, spread(batch), gradients=True)
-        batch, natural = (batch, natural) if trial is None else (spread(batch), [*natural, trial])
+        if trial is not None:
+            batch = spread(batch)
+            of_target = None
+            natural.append(trial)
 
-    return Evidence(tuple(natural), tuple(vary(spec, graph, model, batch)))
+    return Evidence(tuple(natural), tuple(vary(spec, graph, model, batch, of_target)))
 
 
 def vary(
-    spec: TrainingSpec, graph: LayerGraph, model: ModelOnTrial, batch: Batch, *, guesses: bool = True
+    spec: TrainingSpec,
+    graph: LayerGraph,
+    model: ModelOnTrial,
+    batch: Batch,
+    of_target: TargetTrials | None = None,
+    *,
+    guesses: bool = True,
 ) -> Iterator[Trial]:
     """Yield the trials of other labels and masks that are legal; without `guesses`, of those that the model names."""
     arguments = len(tree_leaves((batch.args, batch.kwargs)))
-    of_target = None
     until_s = time.monotonic() + GUESSING_S
     for variation in variations(graph, batch, model.noted.numbers):
         if not (guesses or variation.known):

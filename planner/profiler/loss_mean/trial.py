@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -110,6 +110,9 @@ class Attempt:
     divides_outputs: bool = False  # run the whole batch alone, and divide its outputs: tells of the loss function
 
 
+TargetTrials: TypeAlias = Callable[[Batch, Variation | None], Trial]
+
+
 class ModelOnTrial:
     """The model while its weights are others: made by `on_trial`."""
 
@@ -152,7 +155,7 @@ class ModelOnTrial:
         )
         return Trial(parts, whole, of_parts, self.tolerance, variation)
 
-    def target_trials(self, batch: Batch) -> Callable[[Batch, Variation], Trial]:
+    def target_trials(self, batch: Batch) -> TargetTrials:
         """Return what runs the loss on other targets, with the outputs of this batch."""
         batch, noise = self._cast(batch), NoiseOfWhole()
         samples = ranges(batch.size)
@@ -162,7 +165,7 @@ class ModelOnTrial:
         else:
             outputs += [self._output(part_of(batch, own), noise.of_part(own)) for own in samples]
 
-        def run(changed: Batch, variation: Variation) -> Trial:
+        def run(changed: Batch, variation: Variation | None) -> Trial:
             changed, noise = self._cast(changed), NoiseOfWhole()
             whole = self._loss_of_output(outputs[0], changed, noise.of_whole(batch.size))
             parts = tuple(part_of(changed, own) for own in samples)
