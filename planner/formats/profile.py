@@ -173,19 +173,55 @@ class Compiled(Record):
     uncompiled_backward_s: Seconds
 
 
-class LossMean(Record):
+class ForbiddenLabel(Record):
+    """A label, or a value of a mask, with which the loss is not what the plan takes it for: training refuses it."""
+
+    leaf: Annotated[int, Field(ge=0)]  # number of the tensor among the batch's leaves: arguments, then the target
+    value: int
+
+
+class LossMean(GrownRecord):
     """What the loss of a batch is a mean over: each microbatch counts by its share of this."""
 
-    # loss_weight: what the model file's loss_weight(target) counts; sum: it is the sum over its parts; batch: no mean
-    over: Literal["samples", "labels", "loss_weight", "sum", "batch"]
+    later_fields: ClassVar[frozenset[str]] = frozenset({"leaf", "forbidden", "reason"})
+
+    # loss_weight: what the model file's loss_weight(target) counts; sum: it is the sum over its parts; batch: no mean;
+    # unchecked: the model was run, and nothing told one from another
+    over: Literal["samples", "labels", "loss_weight", "sum", "batch", "unchecked"]
     ignored: int | None = None  # with "labels": the label that does not count
     shifted: bool = False  # with "labels": each sample's first label does not count
-    accepted: bool = False  # with "batch", in a plan: the user takes the mean of the microbatches' losses
+    accepted: bool = (
+        False  # with "batch" or "unchecked", in a plan: the user takes the mean of the microbatches' losses
+    )
+    # With "labels": their number among the batch's leaves. None: the target's only tensor of integers with several per
+    # sample, or the model's argument `labels`.
+    leaf: Annotated[int, Field(ge=0)] | None = None
+    forbidden: tuple[ForbiddenLabel, ...] = ()
+    reason: str | None = None  # with "unchecked"
 
     @property
     def weighs(self) -> bool:
         """Whether the parts of a batch count unequally, or are added up."""
         return self.over in ("labels", "loss_weight", "sum")
+
+    @property
+    def divisible(self) -> bool:
+        """Whether the losses of parts, weighted, were seen to add up to the loss of the batch."""
+        return self.over not in ("batch", "unchecked")
+
+    @property
+    def words(self) -> str:
+        """What it is, for people."""
+        if self.over == "labels":
+            first = ", each sample's first one left out" if self.shifted else ""
+            return f"mean over the labels that are not {self.ignored}{first}"
+        return {
+            "samples": "mean over samples",
+            "loss_weight": "mean over what loss_weight(target) counts",
+            "sum": "sum over samples",
+            "batch": "of the whole batch: not a weighted mean of the losses of its parts",
+            "unchecked": f"not checked: {self.reason}",
+        }[self.over]
 
 
 class Disturbance(Record):

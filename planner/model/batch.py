@@ -144,6 +144,14 @@ class Batch:
         return self.args, {name: self.kwargs[name] for name in sorted(self.kwargs)}, self.target
 
 
+def part_of(batch: Batch, samples: range) -> Batch:
+    """Return consecutive samples of a batch."""
+    leaves, structure = batch.flatten()
+    rows = slice(samples.start, samples.stop)
+    chosen = [leaf[rows] if isinstance(leaf, Tensor) and leaf.dim() else leaf for leaf in leaves]
+    return Batch(*structure.unflatten(chosen))
+
+
 def make_batch(returned: Any, place: str) -> Batch:
     """Return the batch that a user's function returned: (args, target), (args, kwargs, target) or a Batch.
 

@@ -8,9 +8,9 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
-from planner.errors import CaptureError
+from planner.errors import CaptureError, ModelFileError, PlanError
 from planner.formats.profile import LossMean
 from planner.model.batch import Batch
 from planner.model.options import LossFunction, ModuleOptions, autocasting
@@ -47,8 +47,16 @@ def unsplit_loss(model: Callable[..., Any], spec: TrainingSpec, batch: Batch, op
         return loss_of(model(*batch.args, **batch.kwargs), batch.target, options.loss(spec.loss))
 
 
-def labels_of(batch: Batch) -> Tensor | None:
-    """Return the labels, several per sample: the target's only tensor of integers, or the model's argument `labels`."""
+def labels_of(batch: Batch, leaf: int | None = None) -> Tensor | None:
+    """Return the labels, by their number among the batch's leaves.
+
+    Without a number they are several per sample: the target's only tensor of integers, or the model's argument
+    `labels`.
+    """
+    if leaf is not None:
+        leaves, _ = batch.flatten()
+        labels = leaves[leaf] if leaf < len(leaves) else None
+        return labels if isinstance(labels, Tensor) else None
 
     def labels_in(tree: Any) -> list[Tensor]:
         tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
@@ -58,22 +66,38 @@ def labels_of(batch: Batch) -> Tensor | None:
     return found[0] if len(found) == 1 else None
 
 
-def with_labels(batch: Batch, labels: Tensor) -> Batch:
-    """Return the batch with other labels. The model's input keeps its values where it is the same tensor."""
-    before = labels_of(batch)
-    target = tree_map(lambda leaf: labels if leaf is before else leaf, batch.target)
-    in_target = any(leaf is before for leaf in tree_leaves(batch.target))
-    kwargs = batch.kwargs if in_target else {**batch.kwargs, "labels": labels}
-    return Batch(batch.args, kwargs, target)
+def check_labels(batch: Batch, mean: LossMean | None, origin: str) -> None:
+    """Raise ModelFileError for labels, or values of masks, with which the loss is not the mean that it is taken for."""
+    if mean is None or not mean.forbidden:
+        return
+    leaves, _ = batch.flatten()
+    for each in mean.forbidden:
+        leaf = leaves[each.leaf] if each.leaf < len(leaves) else None
+        if isinstance(leaf, Tensor) and bool((leaf == each.value).any()):
+            raise ModelFileError(
+                f"{_place_of(batch, each.leaf)} has the value {each.value}, with which the loss of '{origin}' is no "
+                f"{mean.words}, as its plan says",
+                hint="give example_batch() such a value too, profile the model and solve again; or define "
+                "loss_weight(target) in the model file",
+            )
+
+
+def _place_of(batch: Batch, leaf: int) -> str:
+    """Return where a tensor of the batch is, in words."""
+    arguments = len(tree_leaves((batch.args, batch.kwargs)))
+    return "the target" if leaf >= arguments else f"argument {leaf + 1} of the model"
 
 
 def weight_function(mean: LossMean, spec: TrainingSpec) -> WeightFunction:
     """Return what counts, in a batch, what its loss is a mean over."""
 
     def counted_labels(batch: Batch) -> float:
-        labels = labels_of(batch)
-        assert labels is not None  # or the profile had not found labels
-        assert mean.ignored is not None
+        labels = labels_of(batch, mean.leaf)
+        if labels is None or mean.ignored is None:
+            raise PlanError(
+                f"the plan takes the loss of '{spec.origin}' for a mean over labels that its batches do not have",
+                hint="profile the model and solve again: plan profile, plan solve",
+            )
         return float(torch.count_nonzero((labels[:, 1:] if mean.shifted else labels).ne(mean.ignored)))
 
     match mean.over:
@@ -87,7 +111,7 @@ def weight_function(mean: LossMean, spec: TrainingSpec) -> WeightFunction:
 
 def shares_function(mean: LossMean | None, spec: TrainingSpec) -> Shares | None:
     """Return what gives each microbatch's share of its minibatch's loss; None where it is that of its samples."""
-    if mean is None or mean.over in ("samples", "batch"):
+    if mean is None or mean.over in ("samples", "batch", "unchecked"):
         return None
     if mean.over == "sum":
         return lambda parts: [1.0] * len(parts)

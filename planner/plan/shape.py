@@ -25,15 +25,29 @@ def shape_of(plan: Plan) -> PipelineShape:
 def check_divided_loss(
     model: str, loss: LossMean | None, schedule: Schedule, microbatches: int, *, accepted: bool = False
 ) -> None:
-    """Raise InputError for a loss of whole batches under a schedule that divides them, unless the user accepts that."""
-    if loss is None or loss.over != "batch" or loss.accepted or accepted or microbatches == 1 or not schedule.divides:
+    """Raise InputError where a schedule divides minibatches whose loss was not seen to be that of their parts.
+
+    That is a loss of whole batches, or one of which the profile could not tell. The user may accept the mean of the
+    microbatches' losses in its place.
+    """
+    if loss is None or loss.divisible or loss.accepted or accepted:
         return
+    if microbatches == 1 or not schedule.divides:
+        return
+
+    other = "use `microbatches=1`, or `schedule=1f1b`"
+    mean = "or take the mean over microbatches with `accept_divided_loss`"
+    if loss.over == "unchecked":
+        raise InputError(
+            f"what the loss of '{model}' is a mean over is not known: {loss.reason}; so the {microbatches} "
+            f"microbatches into which {schedule} divides a minibatch may train on another loss",
+            hint=f"{other}; define loss_weight(target) in the model file and profile it again; {mean}",
+        )
     raise InputError(
         f"the loss of '{model}' is not a mean over samples or labels, so the {microbatches} microbatches into which "
         f"{schedule} divides a minibatch train on another loss",
-        hint="use `microbatches=1`, or `schedule=1f1b`; if the loss is a mean over some of the labels, define "
-        "loss_weight(target) in the model file and profile it again; or take the mean over microbatches with "
-        "`accept_divided_loss`",
+        hint=f"{other}; if the loss is a mean over some of the labels, define loss_weight(target) in the model file "
+        f"and profile it again; {mean}",
     )
 
 

@@ -24,6 +24,7 @@ from planner.executor.run.data import (
     LengthDrift,
     OfRank,
     VaryingBatches,
+    first_samples,
     make_batches,
     weighted,
 )
@@ -33,6 +34,8 @@ from planner.executor.stage.optimizer import StageOptimizer
 from planner.executor.stage.separate import check_separate
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import Stage
+from planner.formats.profile import LossMean
+from planner.model.batch import Batch
 from planner.model.capture.graph import ValueSpec
 from planner.model.lengths import Length, Varying, varying
 from planner.model.options import gradient_dtype
@@ -89,6 +92,7 @@ class PipelineContext:
     evaluation: EvaluationStages | None  # the same stages of the evaluation graph, if the job evaluates
     lengths: Sequence[Length] = ()  # of batches, that vary
     deferred: bool = False  # whether the weights of other stages were never made
+    loss: LossMean | None = None  # what the loss is a mean over; None stands for the samples
 
     @cached_property
     def plan(self) -> Plan:
@@ -207,7 +211,22 @@ def pipeline_context(
     rank, options, heartbeat = int(os.environ["RANK"]), job.options, heartbeat or Heartbeat()
     numbers = [number for number, stage in enumerate(job.plan.stages) if rank in stage.ranks]
     tensor = tensor_group(job.plan, rank)
-    built = build_modules(job, numbers, spec, place.compute.type, tensor)
+    ranks = sample_parts(job.plan)
+    made = None
+
+    def read_first() -> list[Batch]:
+        nonlocal made
+        made = _made_batches(job, spec, ranks, place.compute)
+        return first_samples(made)
+
+    built = build_modules(
+        job,
+        numbers,
+        spec,
+        place.compute.type,
+        tensor,
+        samples=read_first if data is None else list,
+    )
     check_separate(spec, job.plan, built.trained, built.parts, place.compute)
     plan = plan_of_tensor_rank(job.plan, 0 if tensor is None else tensor.place)
     # Without build_model(), which keeps a model in memory alive.
@@ -225,23 +244,13 @@ def pipeline_context(
         module.to(place.compute)
     return_free_pages()  # of the model: workers keep what they free for the next step otherwise
 
-    ranks = sample_parts(job.plan)
     comparison = BatchComparison(rank)
     reads_dataset = data is None
     shape = replace(shape_of(plan), shared=tuple(sorted(built.shared)))
     if data is None:
-        assert plan.microbatch_size is not None  # or building the modules had failed
-        microbatches = ranks * plan.microbatches
-        made = make_batches(
-            spec,
-            plan.microbatch_size,
-            microbatches,
-            job.seed,
-            drop_last=options.drop_last,
-            device=place.compute,
-        )
+        made = made or _made_batches(job, spec, ranks, place.compute)
         whole = any(module.has_loss for module in modules.values())
-        data = ReadAhead(weighted(made, plan.loss, spec, whole=whole), place.compute)
+        data = ReadAhead(weighted(made, built.loss, spec, whole=whole), place.compute)
     if isinstance(data, FedBatches):
         data.check_sizes_by(built.other_sizes)
     if tensor is not None and plan.by_samples:
@@ -293,6 +302,7 @@ def pipeline_context(
         evaluation=built.evaluation,
         lengths=built.lengths,
         deferred=built.deferred,
+        loss=built.loss,
     )
     alone = tensor is None and everywhere is None  # others run together
     if (plan.compiled or runtime_of(place.compute).asynchronous) and alone:
@@ -303,6 +313,19 @@ def pipeline_context(
             check_compiler(place.compute.type)
         context.run_once(modules.values(), context.sizes)
     return context
+
+
+def _made_batches(job: Job, spec: TrainingSpec, ranks: int, device: torch.device) -> BatchSource:
+    plan = job.plan
+    assert plan.microbatch_size is not None  # or building the modules had failed
+    return make_batches(
+        spec,
+        plan.microbatch_size,
+        ranks * plan.microbatches,
+        job.seed,
+        drop_last=job.options.drop_last,
+        device=device,
+    )
 
 
 def sharding_of(

@@ -9,6 +9,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import Dataset
 
 from planner.errors import InputError, ModelFileError
@@ -16,12 +17,12 @@ from planner.executor.run.draws import reading_data, refuses_draws
 from planner.executor.run.sample_reader import EVALUATION, Collate, SampleReader
 from planner.formats.plan_parts import PlannedLengths
 from planner.formats.profile import LossMean
-from planner.model.batch import Batch, collate, make_batch
+from planner.model.batch import Batch, collate, make_batch, part_of
 from planner.model.capture.other_sizes import OtherSizes
 from planner.model.capture.size import Extent
 from planner.model.generators import CPU, data_seed, seed_generators, seeded
 from planner.model.lengths import Length, lengths_of, varying
-from planner.model.loss import Shares, shares_by_samples, shares_function
+from planner.model.loss import Shares, check_labels, shares_by_samples, shares_function
 from planner.model.randomness import generators_kept
 from planner.model.spec import TrainingSpec
 from planner.options.training import STEPS
@@ -35,6 +36,7 @@ RANDOM_BATCHES = 8  # distinct random minibatches, used in turn: making new ones
 
 _log = logging.getLogger(__name__)
 
+_CHECKED, _EACH = 4, 2  # microbatches of the first minibatch, and samples of each, to check its loss with
 _SIZES = 4096  # of units, that are remembered
 
 
@@ -438,10 +440,53 @@ class OfRank(ChangedBatches):
             raise InputError(problem, hint="leave out an epoch's last minibatch with `drop_last`")
 
 
+def first_samples(source: BatchSource) -> list[Batch]:
+    """Return some samples of the first minibatch, from several microbatches: one batch, unless lengths differ.
+
+    None where the data are made up.
+    """
+    if source.random:
+        return []
+    with generators_kept():
+        units = [Unit(0, number) for number in range(min(source.microbatches, _CHECKED))]
+        parts = [source.batch(unit) for unit in units if source.size(unit)]
+
+    samples = [part_of(part, range(min(part.size, _EACH))) for part in parts]
+    columns = list(zip(*(each.flatten()[0] for each in samples), strict=True))
+    if not all(_stackable(column) for column in columns):
+        return samples  # of lengths of their own
+    joined = [torch.cat(column) if _has_rows(column[0]) else column[0] for column in columns]
+    _, structure = samples[0].flatten()
+    return [Batch(*structure.unflatten(joined))]
+
+
+def _has_rows(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dim() > 0
+
+
+def _stackable(leaves: Sequence[Any]) -> bool:
+    return len({leaf.shape[1:] for leaf in leaves if _has_rows(leaf)}) <= 1
+
+
 def weighted(source: BatchSource, mean: LossMean | None, spec: TrainingSpec, *, whole: bool = True) -> BatchSource:
-    """Return the batches with the shares that the plan's loss asks for."""
+    """Return the batches with the shares that the loss asks for, checked where they are read for it."""
+    if whole and mean is not None and mean.forbidden:
+        source = CheckedLabels(source, mean, spec.origin)
     shares = shares_function(mean, spec)
     return source if shares is None or source.microbatches == 1 else WeightedBatches(source, shares, whole=whole)
+
+
+class CheckedLabels(ChangedBatches):
+    """Batches that have no labels with which the loss is another."""
+
+    def __init__(self, source: BatchSource, mean: LossMean, origin: str) -> None:
+        super().__init__(source)
+        self._mean, self._origin = mean, origin
+
+    def batch(self, unit: Unit) -> Batch:
+        batch = self._source.batch(unit)
+        check_labels(batch, self._mean, self._origin)
+        return batch
 
 
 class WeightedBatches(ChangedBatches):

@@ -28,7 +28,7 @@ from planner.formats.profile import LossMean
 from planner.model.batch import Batch
 from planner.model.capture.graph import LOSS
 from planner.model.generators import seeded
-from planner.model.loss import weight_function
+from planner.model.loss import check_labels, weight_function
 from planner.model.options import autocasting
 from planner.model.stage.evaluation import separate_buffers, share_buffers
 from planner.runtime import runtime_of
@@ -96,7 +96,7 @@ class Evaluator:
         self._data = data or _evaluation_batches(context, fixed)
         lengths = self._stages.lengths
         self._extents = Extents(self._data.batch, self._data.size, lengths, POSTED + 1) if lengths else None
-        self._weight = weight_function(context.plan.loss or LossMean(over="samples"), context.spec)
+        self._weight = weight_function(context.loss or LossMean(over="samples"), context.spec)
         channels = tuple(Channel(source, target, gradient=False) for source, target in sorted(self._stages.transfers))
         self._shape = replace(context.shape, channels=channels)
         extent_of = self._data.size if self._extents is None else self._extents.of
@@ -178,6 +178,8 @@ class Evaluator:
     def _sums(self, unit: Unit, batch: Batch | None, loss: Tensor, known: Mapping[str, Tensor]) -> dict[str, Any]:
         """Return the loss of a batch and the metrics, each times what it is a mean over, and the loss' weight."""
         samples = self._data.size(unit)
+        if batch is not None:
+            check_labels(batch, self._context.loss, self._context.spec.origin)
         weight = samples if batch is None else self._weight(batch)
         # A mean over nothing is not a number, and counts nothing.
         found = {"loss": float(loss) * weight if weight else 0.0, _WEIGHT: weight}

@@ -39,7 +39,7 @@ from planner.executor.run.worker import Observers
 from planner.formats.names import Backend, DeviceType
 from planner.formats.plan import Plan
 from planner.model.batch import Batch, make_batch
-from planner.model.loss import shares_function
+from planner.model.loss import check_labels, shares_function
 from planner.model.spec import TrainingSpec
 from planner.model.tensor.division import whole_state
 from planner.options.training import CheckpointOptions, RunOptions, TrainingOptions
@@ -190,6 +190,7 @@ class Pipeline:
                 f"a minibatch of {minibatch.size} samples was given to step(), and the plan is for {size}",
                 hint="give as many samples as the plan says, or fewer in a last one",
             )
+        check_labels(minibatch, self._context.loss, self._spec.origin)
         with self._called():
             self._calls.announce(Call.STEP, self._data.count, minibatch.size, self._digests([minibatch]))
             # Messages of another size than their receivers expect end a process.

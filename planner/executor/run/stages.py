@@ -6,7 +6,7 @@ that makes the worker's weights, or from the files that pretrained() names. So h
 
 import logging
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +18,8 @@ from planner.errors import ModelFileError, PlanError, PlannerError, reason_of
 from planner.executor.checkpoint.pretrained import Pretrained
 from planner.executor.communication.shared_gradients import separate_copies, use_parameters
 from planner.formats.plan import Plan
+from planner.formats.profile import LossMean
+from planner.model.batch import Batch
 from planner.model.capture.capture import capture_file
 from planner.model.capture.graph import LayerGraph, ValueSpec
 from planner.model.capture.other_sizes import OtherSizes
@@ -35,8 +37,10 @@ from planner.model.stage.stage import StageModule, build_stage
 from planner.model.tensor.division import UNDIVIDED, division_of, keep_parts
 from planner.model.tensor.parallel_plan import tensor_parallel_plan
 from planner.plan.blocks import units_of_stage
+from planner.plan.rank_groups import sample_parts
 from planner.plan.same_model import check_same_model
 from planner.plan.shared_weights import obstacle, shared_weights
+from planner.profiler.loss_mean.stated import check_stated
 from planner.units import counted
 from planner.workers.job import Job
 
@@ -205,6 +209,13 @@ class _Making:
         self._seed()
 
 
+def divides_loss(job: Job) -> bool:
+    """Return whether the losses of parts of a minibatch must add up to its own, and the user accepts no other."""
+    plan = job.plan
+    accepted = job.options.accept_divided_loss or (plan.loss is not None and plan.loss.accepted)
+    return plan.schedule.divides and sample_parts(plan) * plan.microbatches > 1 and not accepted
+
+
 def tensor_group(plan: Plan, rank: int) -> "TensorGroup | None":
     """Return the group of ranks that divides a worker's layers; None where each is whole on a rank."""
     check_divided(plan)
@@ -252,12 +263,20 @@ class Modules:
     parts: Sequence[Sequence[str]]  # the names of those that each stage of the plan trains
     deferred: bool  # whether no other stage's weights were made to build them
     other_sizes: OtherSizes  # whether the captured model holds for other sizes of microbatches
+    loss: LossMean | None = None  # what the plan says of the loss, with what the model says against it
 
 
 def build_modules(
-    job: Job, stages: Sequence[int], spec: TrainingSpec, kind: str, tensor: "TensorGroup | None" = None
+    job: Job,
+    stages: Sequence[int],
+    spec: TrainingSpec,
+    kind: str,
+    tensor: "TensorGroup | None" = None,
+    samples: Callable[[], Sequence[Batch]] = list,
 ) -> Modules:
     """Build the model for a `kind` of device, capture it, and keep the layers of `stages`, without the rest.
+
+    What the plan says of the loss is checked with batches of the training data, which `samples` returns.
 
     Raise PlannerError when the plan has no model, when the captured model is not the one that was profiled, or when
     stages share a weight whose copies the schedule cannot keep equal.
@@ -271,6 +290,11 @@ def build_modules(
     initial = _Making(job, stages, spec, kind)
     initial.make()
     graph = initial.graph
+    loss = plan.loss
+    if not divides_loss(job):
+        loss = None if loss is None else loss.model_copy(update={"forbidden": ()})
+    elif len(plan.stages) - 1 in stages and not initial.defers:
+        loss = check_stated(spec, graph, samples(), graph.options, loss)
     shared = _shared(job, graph, spec)
     division = UNDIVIDED
     if tensor is not None:
@@ -314,6 +338,7 @@ def build_modules(
         parts=_parts(plan, graph, trained),
         deferred=initial.defers,
         other_sizes=initial.other_sizes,
+        loss=loss,
     )
 
 

@@ -24,8 +24,8 @@ from planner.model.stage.capture_check import can_be_checked, check_captured, fu
 from planner.model.stage.code import check_compiler
 from planner.options.profiling import SECONDS, ProfileOptions
 from planner.profiler.lengths import other_lengths, with_lengths
+from planner.profiler.loss_mean.find import find_loss_mean
 from planner.profiler.make_profile import Measurement, make_profile
-from planner.profiler.measured.loss import find_loss_mean
 from planner.profiler.measured.optimizer import try_optimizer
 from planner.profiler.measured.other_processes import check_processes, contention, disturbance
 from planner.profiler.measured.part_by_part import measure_in_parts

@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import Literal
 
 from planner.formats.plan import Plan
-from planner.formats.profile import Layer, LossMean, Profile
+from planner.formats.profile import Layer, Profile
 from planner.plan.blocks import BLOCK, FEWEST_REPEATS, kind_of, repeated_blocks
 from planner.reporting.tables.plan import options_words
 from planner.reporting.tables.table import Table, named_values, table_of
@@ -48,18 +48,6 @@ def profile_report(profile: Profile, *, by: Order = "order", top: int | None = N
     if top is not None and len(shown) < len(rows):
         parts.append(f"{len(shown)} of {len(rows)} layers")
     return "\n\n".join(parts)
-
-
-def _loss_words(loss: LossMean) -> str:
-    if loss.over == "labels":
-        first = ", each sample's first one left out" if loss.shifted else ""
-        return f"mean over the labels that are not {loss.ignored}{first}"
-    return {
-        "samples": "mean over samples",
-        "loss_weight": "mean over what loss_weight(target) counts",
-        "sum": "sum over samples",
-        "batch": "of the whole batch: not a weighted mean of the losses of its parts",
-    }[loss.over]
 
 
 def disturbance_words(profile: Profile) -> str | None:
@@ -113,7 +101,7 @@ def _head(profile: Profile) -> list[tuple[str, str | None]]:
         ("device", f"{device.name} ({device.kind}{own})" if device.name != "unknown" else "unknown"),
         ("microbatch", size + (f" of {profile.dtype}" if profile.dtype else "")),
         ("stages run", options_words(profile)),
-        ("loss", None if profile.loss is None else _loss_words(profile.loss)),
+        ("loss", None if profile.loss is None else profile.loss.words),
         ("numbers", profile.provenance.source + ("" if profile.provenance.sizes is None else valued)),
         ("sum of layers", _step(*sums)),
         ("model FLOPs", flops),

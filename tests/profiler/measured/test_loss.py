@@ -15,8 +15,6 @@ from torch.nn import functional as F
 from planner.errors import CaptureError, InputError, ModelFileError
 from planner.formats.cluster import flat_cluster
 from planner.formats.profile import LossMean, Profile
-from planner.model.batch import Batch
-from planner.model.loss import with_labels
 from planner.model.spec import TrainingSpec, in_memory
 from planner.model.stage.stage import build_stage
 from planner.profiler.measured.profiling import ProfilingOptions, profile_model
@@ -82,10 +80,11 @@ def test_layers_that_compute_something_else_are_refused(monkeypatch: pytest.Monk
         _profile(lambda _, x: x)
 
 
-def test_noise_of_torch_is_no_fault_and_tells_nothing_of_the_mean() -> None:
+def test_noise_of_torch_is_no_fault() -> None:
     """As a diffusion model, whose loss draws its noise: divided minibatches draw other noise and are not refused."""
     profile = _profile(_dropout)
-    assert profile.loss is None
+    assert profile.loss is not None
+    assert profile.loss.over == "samples"
     cluster = flat_cluster(gpus=2, bandwidth_bytes_per_s=1e9)
     assert solve(profile, cluster, schedule="gpipe", microbatches=2).microbatches == 2
 
@@ -187,10 +186,10 @@ def test_a_graph_of_one_batch_size_leaves_the_loss_to_the_model(loss: Loss, expe
     assert profile.loss.over == expected
 
 
-def test_a_model_of_one_batch_size_cannot_tell() -> None:
+def test_of_a_model_of_one_batch_size_the_outputs_are_divided() -> None:
     torch.manual_seed(0)
     spec = in_memory(OfFour(), example_batch=(torch.randn(4, 6), torch.randn(4, 6)), loss=F.mse_loss)
-    assert profile_model(spec, 4, OPTIONS).loss is None
+    assert profile_model(spec, 4, OPTIONS).loss == LossMean(over="samples")
 
 
 def test_a_model_file_can_say_what_counts() -> None:
@@ -214,14 +213,3 @@ def test_a_loss_of_the_whole_batch_is_not_divided_unless_accepted() -> None:
     plan = solve(profile, cluster, schedule="1f1b-flush", microbatches=8, accept_divided_loss=True)
     assert plan.loss == LossMean(over="batch", accepted=True)  # so that training need not be told again
     assert solve(profile, cluster).schedule.name == "1f1b"
-
-
-def test_a_tensor_that_is_input_and_target_keeps_its_values_as_input() -> None:
-    tokens = torch.zeros(2, 4, dtype=torch.long)
-    changed = torch.full_like(tokens, -100)
-    batch = with_labels(Batch((tokens,), {}, tokens), changed)
-    assert batch.args[0] is tokens
-    assert batch.target is changed
-    own = with_labels(Batch((tokens,), {"labels": tokens}, None), changed)
-    assert own.args[0] is tokens
-    assert own.kwargs["labels"] is changed

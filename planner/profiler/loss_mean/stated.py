@@ -1,0 +1,102 @@
+"""Check what a plan says of a loss against the model that it is to train, by a few trials.
+
+A plan's file may have been edited, or made for another dataset; one of an estimate says nothing. These trials are of
+losses alone, on few samples, because every start of a training waits for them.
+"""
+
+import logging
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from planner.errors import ModelFileError, PlanError, first_line
+from planner.formats.profile import LossMean
+from planner.model.batch import Batch
+from planner.model.capture.graph import LayerGraph
+from planner.model.options import ModuleOptions
+from planner.model.randomness import generators_kept
+from planner.model.spec import TrainingSpec
+from planner.profiler.loss_mean.find import (
+    SAMPLES,
+    Evidence,
+    against,
+    attempts,
+    explains,
+    is_large,
+    small_batch,
+    vary,
+    with_forbidden,
+)
+from planner.profiler.loss_mean.trial import Attempt, on_trial
+
+_log = logging.getLogger(__name__)
+
+
+def check_stated(
+    spec: TrainingSpec,
+    graph: LayerGraph,
+    batches: Sequence[Batch],
+    options: ModuleOptions,
+    stated: LossMean | None,
+) -> LossMean | None:
+    """Check what a plan says of a loss; return it with all labels that it does not hold for.
+
+    A plan that says nothing stands for the samples. Nothing is checked of large models, and of those that no trial
+    can be made of.
+
+    Args:
+        batches: of the training data, which must not differ from what the plan says either.
+
+    Raises:
+        PlanError: where the example batch or one of `batches` shows another loss.
+    """
+    if is_large(graph) or any(parameter.is_meta for parameter in graph.model.parameters()):
+        return stated
+    reason = ""
+    for attempt in attempts(spec, graph):
+        try:
+            with generators_kept():
+                evidence = _gather(spec, graph, batches, options, attempt)
+        except (ModelFileError, torch.OutOfMemoryError):
+            raise
+        except Exception as cause:  # whatever a model raises that takes float32 only, or one batch size
+            reason = first_line(cause)
+            continue
+        if evidence is not None:
+            return _checked(spec, stated, evidence)
+        reason = "it differs from call to call"
+    _log.info("the loss of '%s' is not checked against the plan: %s", spec.origin, reason)
+    return stated
+
+
+def _gather(
+    spec: TrainingSpec, graph: LayerGraph, batches: Sequence[Batch], options: ModuleOptions, attempt: Attempt
+) -> Evidence | None:
+    """Run the trials; return None where the model is not the same function twice."""
+    options = replace(options, autocast=None, half=None, compiled=False)
+    with on_trial(spec, graph.model, options, attempt) as model, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the model, about labels that are none of its own
+        model.perturb()
+        batch = small_batch(spec, graph, spec.example_batch(2))
+        first = model.try_whole(batch, gradients=False)
+        if not model.repeats(batch, first):
+            return None
+        own = [model.try_whole(each, gradients=False) for each in batches if each.size > 1]
+        natural = tuple(each for each in (first, *own) if each.whole.finite)
+        return Evidence(natural, tuple(vary(spec, graph, model, batch, guesses=False)))
+
+
+def _checked(spec: TrainingSpec, stated: LossMean | None, evidence: Evidence) -> LossMean:
+    mean = stated or SAMPLES
+    if not explains(spec, mean, evidence.natural):
+        says = "does not say what the loss" if stated is None else "says what the loss"
+        raise PlanError(
+            f"the plan {says} of '{spec.origin}' is a mean over, which the model contradicts: the losses of the parts "
+            f"of a batch, as of a {mean.words}, do not add up to the loss of the batch",
+            hint="profile the model and solve again: plan profile, plan solve; where labels or masks are in the data "
+            "that example_batch() has not, give it some, or define loss_weight(target)",
+        )
+    forbidden = with_forbidden(mean, against(spec, mean, [mean], evidence.varied), evidence).forbidden
+    return mean.model_copy(update={"forbidden": tuple(dict.fromkeys((*mean.forbidden, *forbidden)))})
