@@ -26,10 +26,12 @@ from typing import NoReturn
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # exported by a star import
 
 from planner.errors import PlannerError, WorkerError, first_line
+from planner.terminal import printable
 from planner.workers.ending import ABORT_S, END_S, GRACE_S, bound_exit, end_process, end_within, within
 from planner.workers.failures import error_of, failure_of, innermost, stage_of, worker_name
 from planner.workers.heartbeat import Heartbeat
 from planner.workers.job import Failure, Job
+from planner.workers.secret_store import record_in
 from planner.workers.watch import (
     MEMORY_HINT,
     Ending,
@@ -113,7 +115,7 @@ class Supervisor:
             if self._script:
                 bound_exit()
                 if (told := self.error()) is not None:
-                    _log.error("%s", told.message)
+                    _log.error("%s", printable(told.message))
         return self._failure
 
     def error(self) -> PlannerError | None:
@@ -176,7 +178,8 @@ class Supervisor:
                 unknown = [rank for rank in range(self._job.plan.workers) if rank not in self._known]
                 self._known += [rank for rank in unknown if store.check([f"page/{rank}"])]
                 texts = store.multi_get([f"page/{rank}" for rank in self._known])
-                pages = dict(zip(self._known, map(Page.model_validate_json, texts), strict=True))
+                read = [record_in(text, "page", Page) for text in texts]
+                pages = dict(zip(self._known, read, strict=True))
                 if (hang := self._detector.look(pages, time.monotonic())) is not None:
                     _post(store, hang)
             return cause_in(store)
@@ -203,7 +206,8 @@ class Supervisor:
         with suppress(RuntimeError):  # the store is gone, too: then `_exchange` tells
             # When a worker dies, torchrun ends the other workers of its host, and their connections break as well:
             # the first one of which that was recorded counts.
-            rank = int(store.compare_set("gone", "", str(rank)))
+            first = store.compare_set("gone", "", str(rank))
+            rank = int(first) if first.isdigit() else rank
             time.sleep(_LAST_WORDS_S)
             if cause_in(store) is not None:
                 return
@@ -243,5 +247,5 @@ def _is_first_here(store: Store) -> bool:
 def _log_and_end(error: PlannerError | None) -> NoReturn:
     # From a thread, because the main thread may wait for a worker that is gone.
     if error is not None:
-        _log.error("%s", error.message)
+        _log.error("%s", printable(error.message))
     end_process(1)

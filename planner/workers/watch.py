@@ -25,6 +25,7 @@ from planner.workers.ending import ABORT_S, within
 from planner.workers.failures import stage_of
 from planner.workers.heartbeat import Beat
 from planner.workers.job import Failure, Job
+from planner.workers.secret_store import ForgedValueError, protected, read_record
 
 Ending = Callable[[PlannerError | None], NoReturn]
 _FOR_EVER = timedelta(days=365)
@@ -147,19 +148,23 @@ def age_s() -> float:
 
 def own_keys(store: Store) -> Store:
     """Return the part of a store that the workers of this start have for themselves."""
-    return PrefixStore(f"plan/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    return PrefixStore(f"plan/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", protected(store))
 
 
 def cause_in(store: Store) -> Failure | None:
     """Return the failure that the run ends with, if one was reported."""
     rank = store.compare_set("cause", "", "")  # empty where it is missing, without a wait
-    return Failure.model_validate_json(store.get(f"failure/{int(rank)}")) if rank else None
+    if not rank:
+        return None
+    if not rank.isdigit():
+        raise ForgedValueError("cause")
+    return read_record(store, f"failure/{int(rank)}", Failure)
 
 
 def last_beat(store: Store, rank: int) -> Beat | None:
     """Return what a worker was last heard of; None if it has written nothing."""
     page = f"page/{rank}"
-    return Page.model_validate_json(store.get(page)).beat if store.check([page]) else None
+    return read_record(store, page, Page).beat if store.check([page]) else None
 
 
 class NextWorker:
