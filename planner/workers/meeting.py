@@ -15,14 +15,14 @@ from datetime import timedelta
 from functools import cache, lru_cache
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # exported by a star import
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # exported by a star import
 from torch.distributed.rendezvous import rendezvous
 
 from planner.errors import InputError, WorkerError, first_line
 from planner.workers.interfaces import choose_interface, listening_address
 from planner.workers.job import LAUNCHER_VARIABLE
 from planner.workers.place import Seat
-from planner.workers.secret_store import group_keys, protected, read_record
+from planner.workers.secret_store import Part, group_keys, protected, read_record
 from planner.workers.store_server import open_store
 
 # Below the ports that Linux gives to outgoing connections (32768 and up), so that none of those is in the way.
@@ -104,7 +104,7 @@ def _open_store(host: str, port: int) -> None:
     opens = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
     try:
         store = _listen(host, port) if opens else TCPStore(host, port, wait_for_workers=False, timeout=_TIMEOUT)
-        _agree_on_start(PrefixStore("planner", protected(store)), rank, int(os.environ["WORLD_SIZE"]))
+        _agree_on_start(Part("planner", protected(store)), rank, int(os.environ["WORLD_SIZE"]))
     except RuntimeError as cause:
         done = "opened" if opens else "reached"
         raise WorkerError(
@@ -185,7 +185,7 @@ def _rendezvous(address: str) -> Store:
 def _of_this_start(store: Store) -> Store:
     # torchrun keeps its store when it restarts the workers, and in it the addresses of those that have ended. So each
     # start uses its own keys.
-    return PrefixStore(f"start_{os.environ.get(_COUNT, '0')}", store)
+    return Part(f"start_{os.environ.get(_COUNT, '0')}", store)
 
 
 def exchange(store: Store, mine: Seat) -> list[Seat]:

@@ -11,7 +11,6 @@ from datetime import timedelta
 
 from torch.distributed import (  # type: ignore[attr-defined]  # exported by a star import
     DistStoreError,
-    PrefixStore,
     Store,
     TCPStore,
 )
@@ -28,7 +27,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 
 from planner.errors import InputError
 from planner.workers.secret import SECRET_VARIABLE, run_secret
-from planner.workers.secret_store import SecretStore
+from planner.workers.secret_store import Part, SecretStore
 from planner.workers.store_server import open_store
 
 ONE_HOST, HOSTS = "planner-host", "planner-hosts"  # names of the two ways to meet, in torchrun's registry
@@ -56,7 +55,7 @@ class OneHost(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """See base class."""
         place = RendezvousStoreInfo(self._tcp_store.host, self._tcp_store.port)
-        store = PrefixStore(self._run_id, _asking(self._tcp_store))
+        store = Part(self._run_id, _asking(self._tcp_store))
         return RendezvousInfo(store, 0, 1, place)
 
     def is_closed(self) -> bool:

@@ -126,6 +126,17 @@ class SecretStore(Store):
         return hmac.new(self._value_secret, name.encode() + content, _HASH).hexdigest().encode()
 
 
+class Part(PrefixStore):
+    """The keys of a store under a prefix.
+
+    It keeps the other store, too: PyTorch's PrefixStore keeps only what is in C++, and loses the methods in Python.
+    """
+
+    def __init__(self, prefix: str, store: Store) -> None:
+        super().__init__(prefix, store)
+        self._store = store
+
+
 def protected(store: Store) -> Store:
     """Return a store in which only processes of this run are believed; the same store where the run has no secret."""
     secret = run_secret()

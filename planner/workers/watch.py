@@ -17,7 +17,7 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # exported by a star import
+from torch.distributed import Store  # type: ignore[attr-defined]  # exported by a star import
 
 from planner.errors import PlannerError, WorkerError
 from planner.formats.files import Record
@@ -25,7 +25,7 @@ from planner.workers.ending import ABORT_S, within
 from planner.workers.failures import stage_of
 from planner.workers.heartbeat import Beat
 from planner.workers.job import Failure, Job
-from planner.workers.secret_store import ForgedValueError, protected, read_record
+from planner.workers.secret_store import ForgedValueError, Part, protected, read_record
 
 Ending = Callable[[PlannerError | None], NoReturn]
 _FOR_EVER = timedelta(days=365)
@@ -148,7 +148,7 @@ def age_s() -> float:
 
 def own_keys(store: Store) -> Store:
     """Return the part of a store that the workers of this start have for themselves."""
-    return PrefixStore(f"plan/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", protected(store))
+    return Part(f"plan/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", protected(store))
 
 
 def cause_in(store: Store) -> Failure | None:
