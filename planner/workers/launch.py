@@ -34,7 +34,7 @@ from planner.workers.rendezvous import HOSTS, JOIN_S, ONE_HOST
 from planner.workers.secret import SECRET_VARIABLE, default_file, new_secret, secret_of_hosts
 from planner.workers.secret_store import ForgedValueError, read_record
 from planner.workers.store_server import is_free, open_store
-from planner.workers.watch import MEMORY_HINT, cause_in, last_beat, own_keys
+from planner.workers.watch import MEMORY_HINT, cause_in, failure_key, last_beat, own_keys
 
 SHUTDOWN_S = "10"  # seconds from SIGTERM to SIGKILL, for the workers that are left when one has failed
 END_S = 1  # how long workers have to end when a start does
@@ -187,7 +187,7 @@ def explain(exit_codes: Mapping[int, int], store: Store, job: Job) -> WorkersFai
     if (cause := cause_in(store)) is not None:
         return error_of(cause)
     signals = [rank for rank, code in sorted(exit_codes.items()) if code < 0 and code != -signal.SIGTERM]
-    left = [key for rank in sorted(exit_codes) if store.check([key := f"failure/{rank}"])]
+    left = [key for rank in sorted(exit_codes) if store.check([key := failure_key(rank)])]
     if left and not signals:
         return error_of(read_record(store, left[0], Failure))
     rank = min(signals or exit_codes)

@@ -33,6 +33,7 @@ from planner.workers.heartbeat import Heartbeat
 from planner.workers.job import Failure, Job
 from planner.workers.secret_store import record_in
 from planner.workers.watch import (
+    CAUSE,
     MEMORY_HINT,
     Ending,
     HangDetector,
@@ -40,6 +41,7 @@ from planner.workers.watch import (
     Page,
     age_s,
     cause_in,
+    failure_key,
     last_beat,
     own_keys,
 )
@@ -234,9 +236,9 @@ class Supervisor:
 
 def _post(store: Store, failure: Failure) -> None:
     # The first report that is no consequence of others is the cause for all.
-    store.set(f"failure/{failure.rank}", failure.model_dump_json())
+    store.set(failure_key(failure.rank), failure.model_dump_json())
     if not failure.consequence:
-        store.compare_set("cause", "", str(failure.rank))
+        store.compare_set(CAUSE, "", str(failure.rank))
 
 
 def _is_first_here(store: Store) -> bool:

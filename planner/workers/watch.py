@@ -27,6 +27,7 @@ from planner.workers.heartbeat import Beat
 from planner.workers.job import Failure, Job
 from planner.workers.secret_store import ForgedValueError, Part, protected, read_record
 
+CAUSE = "cause"  # under which key stands who failed first
 Ending = Callable[[PlannerError | None], NoReturn]
 _FOR_EVER = timedelta(days=365)
 MEMORY_HINT = "the system ends processes that exhaust its memory; see the kernel's log"
@@ -151,14 +152,19 @@ def own_keys(store: Store) -> Store:
     return Part(f"plan/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", protected(store))
 
 
+def failure_key(rank: int) -> str:
+    """Return under which of these keys a worker reports its failure."""
+    return f"failure/{rank}"
+
+
 def cause_in(store: Store) -> Failure | None:
     """Return the failure that the run ends with, if one was reported."""
-    rank = store.compare_set("cause", "", "")  # empty where it is missing, without a wait
+    rank = store.compare_set(CAUSE, "", "")  # empty where it is missing, without a wait
     if not rank:
         return None
     if not rank.isdigit():
-        raise ForgedValueError("cause")
-    return read_record(store, f"failure/{int(rank)}", Failure)
+        raise ForgedValueError(CAUSE)
+    return read_record(store, failure_key(int(rank)), Failure)
 
 
 def last_beat(store: Store, rank: int) -> Beat | None:
