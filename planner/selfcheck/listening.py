@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported by a star import
 
 from planner.schedule.one_stage import FLUSH
 from planner.selfcheck.lab import Case, Lab, Outcome, even_plan, judged, location

@@ -178,7 +178,7 @@ def group_store(timeout: timedelta) -> Store:
 @lru_cache(maxsize=1)
 def _rendezvous(address: str) -> Store:
     # Once per address: worker 0 may have to open it.
-    store, _, _ = next(rendezvous("env://", timeout=_TIMEOUT))
+    store: Store = next(rendezvous("env://", timeout=_TIMEOUT))[0]
     return store
 
 

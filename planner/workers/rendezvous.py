@@ -124,7 +124,7 @@ def _hosts(params: RendezvousParameters) -> RendezvousHandler:
         raise RendezvousConnectionError(f"the store at {params.endpoint} is not reached") from cause
 
     store = _asking(tcp_store)
-    return Agent.from_backend(
+    agent: RendezvousHandler = Agent.from_backend(
         params.run_id,
         store,
         _Backend(store, params.run_id),
@@ -135,6 +135,7 @@ def _hosts(params: RendezvousParameters) -> RendezvousHandler:
         keep_alive_interval=1,
         keep_alive_max_attempt=SILENT_S,
     )
+    return agent
 
 
 def _compare_secrets(store: Store, run: str, endpoint: str) -> None:

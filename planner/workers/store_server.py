@@ -4,7 +4,7 @@ import socket
 from contextlib import suppress
 from datetime import timedelta
 
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported by a star import
 
 _TIMEOUT = timedelta(minutes=1)  # for an answer of a store
 _WAITING = 4096  # connections that a store has not accepted yet, at most

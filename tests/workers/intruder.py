@@ -11,11 +11,11 @@ import pickle
 import subprocess
 import sys
 from base64 import b64encode
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported by a star import
 
 NOBODY = 65534
 WITHIN_S = 60
@@ -82,5 +82,6 @@ if __name__ == "__main__":
     os.setgid(NOBODY)
     os.setuid(NOBODY)
     store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=10))
-    {"run_code": _run_code, "end": _end, "overwrite": _overwrite}[act](store, *arguments)
+    acts: dict[str, Callable[..., None]] = {"run_code": _run_code, "end": _end, "overwrite": _overwrite}
+    acts[act](store, *arguments)
     sys.stdout.write(f"{os.getuid()} did {act}\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import threading
 from base64 import b64encode
@@ -149,7 +150,7 @@ def test_without_a_secret_the_store_stays_as_it_is(tcp_store: TCPStore, monkeypa
 
 def test_what_is_no_failure_is_refused_without_a_secret_too(tcp_store: TCPStore) -> None:
     """Such as one that ends with exit code 0."""
-    for text in ('{"rank": 1}', "not JSON", Failure.model_construct(**FAILURE).model_dump_json()):
+    for text in ('{"rank": 1}', "not JSON", json.dumps(FAILURE)):
         tcp_store.set("failure", text)
         with pytest.raises(ForgedValueError):
             read_record(tcp_store, "failure", Failure)
