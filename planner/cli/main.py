@@ -5,6 +5,7 @@ Only light modules are imported here and by the verbs' `add_parser`, so that hel
 
 import argparse
 import json
+import logging
 import os
 import re
 import sys
@@ -16,6 +17,7 @@ from planner.cli import profile, solve, train, views
 from planner.cli.output import as_flags, print_complaint, try_outputs
 from planner.cli.results import results_apart
 from planner.errors import InputError, PlannerError, did_you_mean
+from planner.terminal import PrintableFormatter, printable
 
 # In the order in which help lists them.
 VERBS: tuple[Callable[[Any], None], ...] = (
@@ -69,7 +71,7 @@ class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
         from planner.profiler.this_machine import describe_machine
 
-        print(describe_machine())
+        print(printable(describe_machine()))
         parser.exit()
 
 
@@ -106,6 +108,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(PrintableFormatter())  # warnings of the library in this process
     verbose, as_json = False, "--json" in arguments  # also where they cannot be parsed
     try:
         parser = build_parser()
@@ -130,7 +134,7 @@ def _run(arguments: list[str]) -> int:
             print(json.dumps(told, indent=1))
         sys.stdout.flush()  # results printed before the failure come before the message
         if verbose:
-            traceback.print_exc()
+            sys.stderr.write(printable(traceback.format_exc()))
         print_complaint("error", failure.message, failure.hint)
         return code
 

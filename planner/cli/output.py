@@ -20,7 +20,7 @@ from planner.options.profiling import EstimateArguments, ProfileOptions
 from planner.options.solving import Progress, SolveOptions
 from planner.options.training import CheckpointOptions, ElasticOptions, RunOptions, TrainArguments, TrainingOptions
 from planner.options.verbs import FitOptions, PriceOptions, QuickstartOptions, ReportOptions, SelftestOptions
-from planner.terminal import ProgressLine
+from planner.terminal import ProgressLine, printable, printable_json
 from planner.units import format_seconds
 
 if TYPE_CHECKING:
@@ -77,21 +77,21 @@ def print_answer(answer: "BaseModel", as_json: bool, table: str | None = None) -
     import planner.reporting.shown  # noqa: F401 - makes answers show their tables
 
     if as_json:
-        print_result(answer.model_dump_json(indent=1))
+        print_result(printable_json(answer.model_dump_json(indent=1)))
     else:
-        print_result(as_flags(str(answer) if table is None else table))
+        print_result(printable(as_flags(str(answer) if table is None else table)))
 
 
 def print_complaint(kind: str, message: str, hint: str = "") -> None:
     """Print an error, a warning or a note on stderr, its hint on a second line."""
-    print(f"{kind}: {as_flags(message)}", file=sys.stderr)
+    print(printable(f"{kind}: {as_flags(message)}"), file=sys.stderr)
     if hint:
-        print(f"hint: {as_flags(hint)}", file=sys.stderr)
+        print(printable(f"hint: {as_flags(hint)}"), file=sys.stderr)
 
 
 def print_progress(text: str) -> None:
     """Print what happens, or has happened, on stderr."""
-    print(as_flags(text), file=sys.stderr, flush=True)
+    print(printable(as_flags(text)), file=sys.stderr, flush=True)
 
 
 def print_written(path: Path, *, as_json: bool = False) -> None:

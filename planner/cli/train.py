@@ -16,6 +16,7 @@ from planner.cli.results import print_result
 from planner.options.option import refuse
 from planner.options.training import CheckpointOptions, ElasticOptions, RunOptions, TrainArguments, TrainingOptions
 from planner.options.verbs import QuickstartOptions, SelftestOptions
+from planner.terminal import printable
 
 if TYPE_CHECKING:
     from planner.selfcheck.run import Row
@@ -137,7 +138,8 @@ def train(args: argparse.Namespace) -> int:
 
 def _run_as_host(job: Job) -> int:
     from planner.executor.checkpoint.host_memory import HostMemory, note_fault
-    from planner.workers.launch import run_on_hosts
+    from planner.workers.launch import run_on_hosts, secret_file
+    from planner.workers.secret import SECRET_VARIABLE
 
     # The same on all hosts, and when all of them are started again.
     job = job.model_copy(update={"run": f"{str(job.plan.graph_hash)[:16]}-{job.seed}"})
@@ -148,6 +150,8 @@ def _run_as_host(job: Job) -> int:
         memory.remove()
         raise
     memory.remove()
+    if job.elastic.secret_file is None and SECRET_VARIABLE not in os.environ:
+        secret_file(job).unlink(missing_ok=True)  # the next run makes another one
     return 0
 
 
@@ -179,7 +183,7 @@ def export(args: argparse.Namespace) -> int:
             "weigh them in the loss function: a comment in the text says how they count",
         )
     if args.output == output.STDOUT:
-        print_result(json.dumps({"text": text}) if args.json else text.rstrip("\n"))
+        print_result(json.dumps({"text": text}) if args.json else printable(text.rstrip("\n")))
     else:
         write_text(args.output, text)
         output.print_written(args.output, as_json=args.json)
@@ -205,7 +209,7 @@ def quickstart(args: argparse.Namespace) -> int:
     options = arguments.given_options(QuickstartOptions, args) | {"show_progress": sys.stderr.isatty()}
     output.print_answer(planner.quickstart(args.place, **options, on_phase=output.print_progress), args.json)
     if not args.json:
-        print_result(f"\n{NEXT.format(folder=args.place)}")
+        print_result(printable(f"\n{NEXT.format(folder=args.place)}"))
     return 0
 
 

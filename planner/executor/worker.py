@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from planner.formats.files import save_record
-from planner.terminal import ProgressLine
+from planner.terminal import PrintableFormatter, ProgressLine, printable
 from planner.workers.job import RESULT_FILE, TIMELINE_FILE, Job, TrainResult
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def run_worker(
     # Warnings of the library have lines of their own.
     over_progress = "\r\x1b[K" if job.show_progress else ""
     handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter(f"{over_progress}warning: %(message)s"))
+    handler.setFormatter(PrintableFormatter(f"{over_progress}warning: %(message)s"))
     logger = logging.getLogger("planner")
     logger.addHandler(handler)
     logger.propagate = False
@@ -133,7 +133,8 @@ class ProgressShown:
     def __call__(self, progress: Progress) -> None:
         if progress.evaluation is not None:
             self.line.keep()
-            sys.stderr.write(f"evaluation after minibatch {progress.evaluation.minibatch}: {progress.evaluation}\n")
+            text = f"evaluation after minibatch {progress.evaluation.minibatch}: {progress.evaluation}"
+            sys.stderr.write(f"{printable(text)}\n")
             return
         now = time.monotonic()
         if now - self._shown_s < _SHOWN_EVERY_S and progress.minibatch < progress.minibatches:

@@ -102,7 +102,14 @@ class ElasticOptions(Options):
         parse=host_range,
     )
     rendezvous: str | None = option(
-        None, "where the hosts meet: a store of torchrun's, which the host with that address opens", "HOST:PORT"
+        None, "where the hosts meet: a store, which the host with that address opens", "HOST:PORT"
+    )
+    secret_file: str | None = option(
+        None,
+        "file with the secret by which the hosts of a run know each other, made by the first; PLAN_SECRET in the "
+        "environment of all hosts does without a file",
+        "FILE",
+        told="a file in ~/.planner, for hosts that share the home folder",
     )
     copy_every: int = option(
         50,

@@ -31,7 +31,7 @@ from planner.profiler.this_machine import (
 )
 from planner.reporting.tables.table import Table
 from planner.runtime import kinds_here, runtime_of
-from planner.selfcheck import cuts, training
+from planner.selfcheck import cuts, listening, training
 from planner.selfcheck.lab import Case, Lab, Outcome, Result
 from planner.units import format_bandwidth, format_seconds
 from planner.version import __version__
@@ -110,6 +110,7 @@ def _link(lab: Lab, backend: Backend) -> Outcome:
 CHECKS: Mapping[str, Callable[[Lab], Iterator[Case]]] = {
     "environment": environment_cases,
     "links": link_cases,
+    "listening": listening.cases,
     "cuts": cuts.cases,
     "training": training.training_cases,
     "memory": training.memory_cases,

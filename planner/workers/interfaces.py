@@ -42,6 +42,28 @@ def address_towards(host: str) -> str | None:
         return str(probe.getsockname()[0])
 
 
+def listening_address(host: str, *, elsewhere: bool) -> str | None:
+    """Return the address of this machine to listen on, so that others reach it at `host`.
+
+    None where that is not known: the name is of no address here, as behind a gateway; or it leads to loopback here, as
+    on Debian the machine's own name does, and others may be `elsewhere`, on other machines.
+    """
+    try:
+        answers = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return None
+
+    is_loopback_name = host in ("localhost", "::1") or host.startswith("127.")
+    for family, *_, place in sorted(answers, key=lambda answer: answer[0] != socket.AF_INET):
+        address = str(place[0])
+        if elsewhere and not is_loopback_name and (address == "::1" or address.startswith("127.")):
+            continue
+        with suppress(OSError):
+            socket.create_server((address, 0), family=family).close()
+            return address
+    return None
+
+
 def choose_interface(addresses: Sequence[str | None], rank: int) -> None:
     """Let gloo listen where others reach this worker, by all their addresses, unless the user has chosen."""
     own = addresses[rank]

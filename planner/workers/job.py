@@ -119,7 +119,7 @@ class Failure(Record):
     activity: str | None = None  # "in the forward of minibatch 17"
     message: str
     hint: str
-    exit_code: int
+    exit_code: Annotated[int, Field(ge=1, le=255)]  # a failure never ends with 0, whoever wrote this
     traceback: str = ""
     again: bool = True  # whether a restart may help
     consequence: bool  # whether another worker failed first, as a lost connection tells

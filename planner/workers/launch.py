@@ -1,7 +1,7 @@
 """Start the workers on this host through torchrun's launcher, and say why one failed.
 
-torchrun's own rendezvous would open a store that listens on all addresses of the host. Here one that listens on one
-address alone is there before, and torchrun takes it.
+Workers and agents meet in a store that listens on one address and asks for the secret of the run: see
+`planner.workers.rendezvous`.
 """
 
 import logging
@@ -12,22 +12,15 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
-from datetime import timedelta
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import cast
 from unittest.mock import patch
 
-from torch.distributed import DistStoreError, Store, TCPStore  # type: ignore[attr-defined]  # exported by a star import
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # exported by a star import
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import (
-    RendezvousClosedError,
-    RendezvousError,
-    RendezvousInfo,
-    RendezvousTimeoutError,
-)
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from planner.errors import InputError, WorkerError
@@ -37,15 +30,13 @@ from planner.workers.failures import WorkersFailedError, error_of, stage_of, wor
 from planner.workers.interfaces import LOOPBACK, VARIABLES, address_of, address_towards
 from planner.workers.job import LAUNCHER_VARIABLE, RESULT_FILE, TIMELINE_FILE, Failure, Job, TrainResult
 from planner.workers.place import GPU_VARIABLES
-from planner.workers.watch import MEMORY_HINT, cause_in, last_beat, own_keys
+from planner.workers.rendezvous import HOSTS, JOIN_S, ONE_HOST
+from planner.workers.secret import SECRET_VARIABLE, default_file, new_secret, secret_of_hosts
+from planner.workers.secret_store import ForgedValueError, read_record
+from planner.workers.store_server import is_free, open_store
+from planner.workers.watch import MEMORY_HINT, cause_in, failure_key, last_beat, own_keys
 
-_TIMEOUT = timedelta(minutes=5)
 SHUTDOWN_S = "10"  # seconds from SIGTERM to SIGKILL, for the workers that are left when one has failed
-
-
-# Of torchrun's agents: how long a start waits for further hosts once the fewest have come, after how many seconds a
-# silent one counts as gone, and how long the fewest are waited for.
-LAST_CALL_S, SILENT_S, JOIN_S = 3, 5, 600
 END_S = 1  # how long workers have to end when a start does
 FAULTS = 100  # of its own workers that a host survives
 
@@ -60,40 +51,14 @@ def run_workers(module: str, job: Job, on_timeline: Callable[[Timeline], None] |
     Raise WorkersFailedError with why the first worker failed; all others have ended by then.
     """
     interface = job.run_options.interface or os.environ.get("GLOO_SOCKET_IFNAME", LOOPBACK).split(",")[0]
-    listening = socket.create_server((address_of(interface), 0))
-    address, port = listening.getsockname()
-    # Detached, because the store closes the socket. Without libuv: with it, the store of PyTorch 2.7 takes no socket
-    # that listens already. Multi-tenant: torchrun, which opens a store at this port, gets this one.
-    store = TCPStore(
-        address,
-        port,
-        is_master=True,
-        timeout=_TIMEOUT,
-        multi_tenant=True,
-        master_listen_fd=listening.detach(),
-        use_libuv=False,
-    )
+    store = open_store(address_of(interface), 0)
     with tempfile.TemporaryDirectory(prefix="plan-train-") as folder:
         job = job.model_copy(update={"folder": folder})
         job_path, result_path = Path(folder) / "job.json", Path(folder) / RESULT_FILE
         save_record(job, job_path)
-        with _launching(interface):
-            # PyTorch reads the time for shutting down when this is made.
-            config = LaunchConfig(
-                min_nodes=1,
-                max_nodes=1,
-                nproc_per_node=job.plan.workers,
-                run_id=uuid.uuid4().hex,
-                rdzv_backend="static",
-                rdzv_endpoint=f"{address}:{port}",
-                rdzv_configs={"rank": 0},
-                local_addr=address,
-                logs_specs=DefaultLogsSpecs(log_dir=folder),
-                max_restarts=0,
-                monitor_interval=0.1,
-            )
+        with launching(interface, **{SECRET_VARIABLE: new_secret()}):
             try:
-                elastic_launch(config, sys.executable)("-m", module, str(job_path))
+                start_workers(store, job.plan.workers, (module, str(job_path)), folder)
             except ChildFailedError as cause:
                 exit_codes = {rank: process.exitcode for rank, process in cause.failures.items()}
                 error = explain(exit_codes, own_keys(store), job)
@@ -103,6 +68,27 @@ def run_workers(module: str, job: Job, on_timeline: Callable[[Timeline], None] |
         if on_timeline is not None and (timeline_path := Path(folder) / TIMELINE_FILE).exists():
             on_timeline(load_timeline(timeline_path))
         return TrainResult.model_validate_json(result_path.read_text(encoding="utf-8"))
+
+
+def start_workers(store: TCPStore, workers: int, command: Sequence[str], folder: str) -> None:
+    """Start `command`, a module and its arguments, as workers that meet in `store`, and wait for their end.
+
+    Within `launching`, because PyTorch reads the time for shutting down from the environment. Raise ChildFailedError
+    when a worker failed; all others have ended by then.
+    """
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=workers,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend=ONE_HOST,
+        rdzv_configs={"store": store},
+        local_addr=store.host,
+        logs_specs=DefaultLogsSpecs(log_dir=folder),
+        max_restarts=0,
+        monitor_interval=0.1,
+    )
+    elastic_launch(config, sys.executable)("-m", *command)
 
 
 def run_on_hosts(job: Job, command: Sequence[str], note: Callable[[str], None]) -> None:
@@ -130,25 +116,22 @@ def run_on_hosts(job: Job, command: Sequence[str], note: Callable[[str], None]) 
     own = address_of(interface) if interface else address_towards(host)
     if own is None:
         raise InputError(f"no way leads to the host of `rendezvous={place}`", hint="is its name known here?")
-    # All hosts have as many workers, so agents need not ask each other for these, and wait for one that is lost then.
-    launching = _launching(interface, TORCH_ELASTIC_WORKER_IDENTICAL="1")
+    variables = {
+        # All hosts have as many workers, so agents need not ask each other for these, and wait for one that is lost.
+        "TORCH_ELASTIC_WORKER_IDENTICAL": "1",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0",  # or else worker 0 opens a store that listens on all addresses
+        SECRET_VARIABLE: secret_of_hosts(secret_file(job)),
+    }
     ending = patch.object(PContext, "close", close)
-    joining = patch.object(DynamicRendezvousHandler, "next_rendezvous", _join_anew)
-    with tempfile.TemporaryDirectory(prefix="plan-train-") as folder, launching, ending, joining:
+    with tempfile.TemporaryDirectory(prefix="plan-train-") as folder, launching(interface, **variables), ending:
         config = LaunchConfig(
             min_nodes=least,
             max_nodes=most,
             nproc_per_node=job.plan.cluster.gpus // most,
             run_id=job.run,
-            rdzv_backend="c10d",
+            rdzv_backend=HOSTS,
             rdzv_endpoint=place,
-            rdzv_configs={
-                "last_call_timeout": LAST_CALL_S,
-                "keep_alive_interval": 1,
-                "keep_alive_max_attempt": SILENT_S,
-                "join_timeout": JOIN_S,
-                "is_host": own == socket.gethostbyname(host) and _is_free(own, int(port)),
-            },
+            rdzv_configs={"is_host": own == socket.gethostbyname(host) and is_free(own, int(port))},
             local_addr=own,
             logs_specs=DefaultLogsSpecs(log_dir=folder),
             max_restarts=FAULTS,
@@ -159,6 +142,8 @@ def run_on_hosts(job: Job, command: Sequence[str], note: Callable[[str], None]) 
         except ChildFailedError:
             raise WorkerError(f"this host's workers failed {FAULTS} times", hint="see their messages") from None
         except RendezvousError as cause:
+            if isinstance(cause.__cause__, ForgedValueError):
+                raise cause.__cause__ from None
             lost = f"the store at {place}, where hosts meet, is not reached: the run has ended, or that host is lost"
             again = f"in its place name another host as `rendezvous`: all have copies in {job.elastic.copy_folder}"
             problem, hint = {
@@ -168,27 +153,17 @@ def run_on_hosts(job: Job, command: Sequence[str], note: Callable[[str], None]) 
             raise WorkerError(problem, hint=hint) from None
 
 
-_close, _join = PContext.close, DynamicRendezvousHandler.next_rendezvous
+_close = PContext.close
 
 
-def _join_anew(agent: DynamicRendezvousHandler) -> RendezvousInfo:
-    # Each start has a store of its own, which the agent of its first worker opens before any worker begins. Otherwise
-    # agents would look for the first start's for ever, whose host may be the one that is lost.
-    while True:
-        agent._bootstrap_store_info = None
-        with suppress(DistStoreError):  # that agent was lost before it told where its store is
-            return _join(agent)
-
-
-def _is_free(address: str, port: int) -> bool:
-    with suppress(OSError):
-        socket.create_server((address, port)).close()
-        return True
-    return False
+def secret_file(job: Job) -> Path:
+    """Return the file from which the hosts of a run get its secret, unless their environment has one."""
+    chosen = job.elastic.secret_file
+    return default_file(job.run, str(job.elastic.rendezvous)) if chosen is None else Path(chosen)
 
 
 @contextmanager
-def _launching(interface: str | None, **more: str) -> Iterator[None]:
+def launching(interface: str | None, **more: str) -> Iterator[None]:
     """Let workers inherit one thread, unless the environment says otherwise, and one network interface."""
     defaults = {"OMP_NUM_THREADS": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": SHUTDOWN_S, **GPU_VARIABLES}
     variables = {name: value for name, value in defaults.items() if name not in os.environ}
@@ -212,9 +187,9 @@ def explain(exit_codes: Mapping[int, int], store: Store, job: Job) -> WorkersFai
     if (cause := cause_in(store)) is not None:
         return error_of(cause)
     signals = [rank for rank, code in sorted(exit_codes.items()) if code < 0 and code != -signal.SIGTERM]
-    left = [key for rank in sorted(exit_codes) if store.check([key := f"failure/{rank}"])]
+    left = [key for rank in sorted(exit_codes) if store.check([key := failure_key(rank)])]
     if left and not signals:
-        return error_of(Failure.model_validate_json(store.get(left[0])))
+        return error_of(read_record(store, left[0], Failure))
     rank = min(signals or exit_codes)
     beat = last_beat(store, rank)
     hint = "look for the reason in its last messages"

@@ -15,13 +15,15 @@ from datetime import timedelta
 from functools import cache, lru_cache
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # exported by a star import
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # exported by a star import
 from torch.distributed.rendezvous import rendezvous
 
 from planner.errors import InputError, WorkerError, first_line
-from planner.workers.interfaces import choose_interface
+from planner.workers.interfaces import choose_interface, listening_address
 from planner.workers.job import LAUNCHER_VARIABLE
 from planner.workers.place import Seat
+from planner.workers.secret_store import Part, group_keys, protected, read_record
+from planner.workers.store_server import open_store
 
 # Below the ports that Linux gives to outgoing connections (32768 and up), so that none of those is in the way.
 _FIRST_PORT, _PORTS = 12000, 20000
@@ -101,9 +103,8 @@ def _open_store(host: str, port: int) -> None:
     rank = int(os.environ["RANK"])
     opens = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
     try:
-        # Multi-tenant: what else worker 0 opens at this address is the same store.
-        store = TCPStore(host, port, is_master=opens, wait_for_workers=False, timeout=_TIMEOUT, multi_tenant=opens)
-        _agree_on_start(PrefixStore("planner", store), rank, int(os.environ["WORLD_SIZE"]))
+        store = _listen(host, port) if opens else TCPStore(host, port, wait_for_workers=False, timeout=_TIMEOUT)
+        _agree_on_start(Part("planner", protected(store)), rank, int(os.environ["WORLD_SIZE"]))
     except RuntimeError as cause:
         done = "opened" if opens else "reached"
         raise WorkerError(
@@ -112,6 +113,16 @@ def _open_store(host: str, port: int) -> None:
         ) from cause
     if opens:
         _own_store = store
+
+
+def _listen(host: str, port: int) -> TCPStore:
+    """Open the store that others reach at `host`: on that address alone, where this machine has it."""
+    address = listening_address(host, elsewhere=os.environ.get("LOCAL_WORLD_SIZE") != os.environ["WORLD_SIZE"])
+    if address is not None:
+        with suppress(OSError):  # in use: by this process, perhaps, which has met others there before
+            return open_store(address, port, _TIMEOUT)
+    # Multi-tenant: what else worker 0 opens at this address is the same store.
+    return TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=_TIMEOUT, multi_tenant=True)
 
 
 def _agree_on_start(store: Store, rank: int, world: int) -> None:
@@ -151,19 +162,30 @@ def worker_store(timeout: timedelta) -> Store:
     """Return the store by which the workers meet: that of the process group, where there is one already."""
     if dist.is_initialized():
         store: Store = dist.distributed_c10d._get_default_store()
-        return store
+        return protected(store)
+    store = protected(_rendezvous(f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"))
+    store.set_timeout(timeout)
+    return _of_this_start(store)
+
+
+def group_store(timeout: timedelta) -> Store:
+    """Return the part of the same store for PyTorch's process groups, which no HMAC protects."""
     store = _rendezvous(f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}")
     store.set_timeout(timeout)
-    return store
+    return _of_this_start(group_keys(store))
 
 
 @lru_cache(maxsize=1)
 def _rendezvous(address: str) -> Store:
     # Once per address: worker 0 may have to open it.
-    store, _, _ = next(rendezvous("env://", timeout=_TIMEOUT))
+    store: Store = next(rendezvous("env://", timeout=_TIMEOUT))[0]
+    return store
+
+
+def _of_this_start(store: Store) -> Store:
     # torchrun keeps its store when it restarts the workers, and in it the addresses of those that have ended. So each
     # start uses its own keys.
-    return PrefixStore(f"start_{os.environ.get(_COUNT, '0')}", store)
+    return Part(f"start_{os.environ.get(_COUNT, '0')}", store)
 
 
 def exchange(store: Store, mine: Seat) -> list[Seat]:
@@ -172,7 +194,7 @@ def exchange(store: Store, mine: Seat) -> list[Seat]:
     store.set(f"{prefix}/{mine.rank}", mine.model_dump_json())
     try:
         for rank in range(int(os.environ["WORLD_SIZE"])):
-            seats.append(Seat.model_validate_json(store.get(f"{prefix}/{rank}")))
+            seats.append(read_record(store, f"{prefix}/{rank}", Seat))
     except dist.DistStoreError as cause:  # a time-out; a store that is lost raises DistNetworkError
         raise WorkerError(
             f"worker {len(seats)} did not come in time", hint="is the command started on all hosts, with the same plan?"

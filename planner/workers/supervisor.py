@@ -24,12 +24,15 @@ from typing import NoReturn
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # exported by a star import
 
 from planner.errors import PlannerError, WorkerError, first_line
+from planner.terminal import printable
 from planner.workers.ending import ABORT_S, END_S, GRACE_S, bound_exit, end_process, end_within, within
 from planner.workers.failures import error_of, failure_of, innermost, stage_of, worker_name
 from planner.workers.heartbeat import Beat, Heartbeat
 from planner.workers.job import Failure, Job
+from planner.workers.secret_store import record_in
 from planner.workers.stacks import stacks_of_others
 from planner.workers.watch import (
+    CAUSE,
     MEMORY_HINT,
     Ending,
     HangDetector,
@@ -37,6 +40,7 @@ from planner.workers.watch import (
     Page,
     age_s,
     cause_in,
+    failure_key,
     last_beat,
     own_keys,
 )
@@ -121,7 +125,7 @@ class Supervisor:
             if self._script:
                 bound_exit()
                 if (told := self.error()) is not None:
-                    _log.error("%s", told.message)
+                    _log.error("%s", printable(told.message))
         return self._failure
 
     def error(self) -> PlannerError | None:
@@ -184,7 +188,8 @@ class Supervisor:
                 unknown = [rank for rank in range(self._job.plan.workers) if rank not in self._known]
                 self._known += [rank for rank in unknown if store.check([f"page/{rank}"])]
                 texts = store.multi_get([f"page/{rank}" for rank in self._known])
-                pages = dict(zip(self._known, map(Page.model_validate_json, texts), strict=True))
+                read = [record_in(text, "page", Page) for text in texts]
+                pages = dict(zip(self._known, read, strict=True))
                 if (hang := self._detector.look(pages, time.monotonic())) is not None:
                     _post(store, hang)
             return cause_in(store)
@@ -216,7 +221,8 @@ class Supervisor:
         with suppress(RuntimeError):  # the store is gone, too: then `_exchange` tells
             # When a worker dies, torchrun ends the other workers of its host, and their connections break as well:
             # the first one of which that was recorded counts.
-            rank = int(store.compare_set("gone", "", str(rank)))
+            first = store.compare_set("gone", "", str(rank))
+            rank = int(first) if first.isdigit() else rank
             time.sleep(_LAST_WORDS_S)
             if cause_in(store) is not None:
                 return
@@ -243,9 +249,9 @@ class Supervisor:
 
 def _post(store: Store, failure: Failure) -> None:
     # The first report that is no consequence of others is the cause for all.
-    store.set(f"failure/{failure.rank}", failure.model_dump_json())
+    store.set(failure_key(failure.rank), failure.model_dump_json())
     if not failure.consequence:
-        store.compare_set("cause", "", str(failure.rank))
+        store.compare_set(CAUSE, "", str(failure.rank))
 
 
 def _is_first_here(store: Store) -> bool:
@@ -256,5 +262,5 @@ def _is_first_here(store: Store) -> bool:
 def _log_and_end(error: PlannerError | None) -> NoReturn:
     # From a thread, because the main thread may wait for a worker that is gone.
     if error is not None:
-        _log.error("%s", error)
+        _log.error("%s", printable(str(error)))
     end_process(1)

@@ -17,7 +17,7 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # exported by a star import
+from torch.distributed import Store  # type: ignore[attr-defined]  # exported by a star import
 
 from planner.errors import PlannerError, WorkerError
 from planner.formats.files import Record
@@ -25,7 +25,9 @@ from planner.workers.ending import ABORT_S, within
 from planner.workers.failures import stage_of
 from planner.workers.heartbeat import Beat
 from planner.workers.job import Failure, Job
+from planner.workers.secret_store import ForgedValueError, Part, protected, read_record
 
+CAUSE = "cause"  # under which key stands who failed first
 Ending = Callable[[PlannerError | None], NoReturn]
 FOR_EVER = timedelta(days=365)
 MEMORY_HINT = "the system ends processes that exhaust its memory; see the kernel's log"
@@ -158,19 +160,28 @@ def age_s() -> float:
 
 def own_keys(store: Store) -> Store:
     """Return the part of a store that the workers of this start have for themselves."""
-    return PrefixStore(f"plan/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    return Part(f"plan/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", protected(store))
+
+
+def failure_key(rank: int) -> str:
+    """Return under which of these keys a worker reports its failure."""
+    return f"failure/{rank}"
 
 
 def cause_in(store: Store) -> Failure | None:
     """Return the failure that the run ends with, if one was reported."""
-    rank = store.compare_set("cause", "", "")  # empty where it is missing, without a wait
-    return Failure.model_validate_json(store.get(f"failure/{int(rank)}")) if rank else None
+    rank = store.compare_set(CAUSE, "", "")  # empty where it is missing, without a wait
+    if not rank:
+        return None
+    if not rank.isdigit():
+        raise ForgedValueError(CAUSE)
+    return read_record(store, failure_key(int(rank)), Failure)
 
 
 def last_beat(store: Store, rank: int) -> Beat | None:
     """Return what a worker was last heard of; None if it has written nothing."""
     page = f"page/{rank}"
-    return Page.model_validate_json(store.get(page)).beat if store.check([page]) else None
+    return read_record(store, page, Page).beat if store.check([page]) else None
 
 
 class NextWorker:

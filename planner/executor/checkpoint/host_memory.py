@@ -28,6 +28,7 @@ from uuid import uuid4
 import torch
 import torch.distributed as dist
 
+from planner.errors import InputError
 from planner.executor.checkpoint.folders import INDEX, STEP, Checkpoint, StagePart
 from planner.executor.checkpoint.tensor_file import TensorFile
 from planner.executor.observe.run_log import FILE as LOSSES
@@ -87,11 +88,21 @@ class HostMemory:
         """Whether this worker writes and sends for its host."""
         return os.environ.get("LOCAL_RANK", "0") == "0"
 
+    def make(self) -> None:
+        """Make the folder, for this user alone; raise InputError where another user has made it.
+
+        Its name can be guessed, and everybody may make folders in the memory of a host.
+        """
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if self.folder.is_symlink() or self.folder.stat().st_uid != os.geteuid():
+            hint = "name another folder with `copy_folder`, in which other users cannot write"
+            raise InputError(f"the folder of this run's copies, '{self.folder}', belongs to another user", hint=hint)
+
     def identity(self) -> tuple[str, str]:
         """Return what tells this host from others for as long as its memory lasts, and its name for people."""
         path = self.folder / _IDENTITY
+        self.make()
         if not path.exists():
-            self.folder.mkdir(parents=True, exist_ok=True)
             path.write_text(uuid4().hex, encoding="utf-8")
         return path.read_text(encoding="utf-8"), socket.gethostname()
 
@@ -127,7 +138,7 @@ class HostMemory:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def note(self, record: Start | Fault) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.make()
         save_record(record, self._file(type(record)))
 
     def read(self, record: type[RecordT]) -> RecordT | None:
@@ -146,6 +157,10 @@ class HostMemory:
 def note_fault(job: Job, message: str) -> None:
     """Note why this host's workers end, for the next start, unless it has been told another reason before."""
     memory = HostMemory.of(job)
+    try:
+        memory.make()
+    except InputError:  # the message says so
+        return
     last, noted = memory.read(Start), memory.read(Fault)
     start = -1 if last is None else last.number
     if noted is None or noted.start != start:

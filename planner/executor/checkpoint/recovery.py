@@ -10,12 +10,14 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Annotated
 
 import torch.distributed as dist
+from pydantic import Field
 from torch.distributed import Store  # type: ignore[attr-defined]  # exported by a star import
 
 from planner.errors import InputError
-from planner.executor.checkpoint.folders import Checkpoint, SavedCheckpoint
+from planner.executor.checkpoint.folders import STEP, Checkpoint, SavedCheckpoint
 from planner.executor.checkpoint.host_memory import (
     FOR_EVER,
     Fault,
@@ -37,6 +39,8 @@ from planner.workers.place import own_seat
 
 _TRIES = 5  # starts in a row that may end before the next copy
 _ENDED, _LEFT, _IDLE_S = "elastic/ended", "elastic/left", 0.2
+# Other hosts tell the names of copies, and this one makes folders by them: none is a path.
+_CopyName = Annotated[str, Field(pattern=rf"^{STEP}[0-9]+-[0-9]+$")]
 _Copies = Mapping[int, "_Held"]  # what hosts have, by the worker that speaks for each
 
 
@@ -46,7 +50,7 @@ class _Held(Record):
     identity: str
     name: str
     copies: dict[str, dict[str, int]]  # bytes of files, by copy and name
-    indices: dict[str, Checkpoint]  # of copies that were complete
+    indices: dict[_CopyName, Checkpoint]  # of copies that were complete
     last: Start | None
     fault: Fault | None
 

@@ -18,7 +18,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # expor
 
 from planner.workers.groups import GLOO
 from planner.workers.job import Loss
-from planner.workers.meeting import nth_time, worker_store
+from planner.workers.meeting import group_store, nth_time, worker_store
 
 TIMEOUT = timedelta(minutes=10)  # for a message, at least: a dead peer shows at once, a hung one in its heartbeat
 
@@ -44,9 +44,9 @@ def message_timeout(hang_timeout_s: float) -> timedelta:
 def join_group(timeout: timedelta = TIMEOUT) -> None:
     """Join the process group that torchrun's environment describes: see `control_group`."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = worker_store(timeout)
+    number = nth_time(worker_store(timeout), "group")
     # The keys of an earlier group of this process have the addresses of connections that are gone.
-    own = PrefixStore(f"group_{nth_time(store, 'group')}", store)
+    own = PrefixStore(f"group_{number}", group_store(timeout))
     dist.init_process_group(GLOO, store=own, rank=rank, world_size=world, timeout=timeout)
 
 

@@ -225,7 +225,7 @@ def pipeline_context(
         spec,
         place.compute.type,
         tensor,
-        samples=read_first if data is None else list,
+        read_samples=read_first if data is None else list,
     )
     check_separate(spec, job.plan, built.trained, built.parts, place.compute)
     plan = plan_of_tensor_rank(job.plan, 0 if tensor is None else tensor.place)

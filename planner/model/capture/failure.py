@@ -67,7 +67,7 @@ def run_failure(cause: Exception, model: nn.Module, samples: int) -> ModelFileEr
 def _place_in(cause: Exception) -> str:
     """Return the innermost line of the user's that led to an error, as " at model.py:12, 'return x'"."""
     frames = traceback.extract_tb(cause.__traceback__)
-    own = [each for each in frames if Path(each.filename).is_file() and _is_users(each.filename)]
+    own = [each for each in frames if Path(each.filename).is_file() and is_users(each.filename)]
     return f" at {own[-1].filename}:{own[-1].lineno}, '{own[-1].line}'" if own else ""
 
 

@@ -16,8 +16,10 @@ from planner.errors import InputError, PlannerError, WorkerError, first_line
 from planner.formats.cluster import Cluster, load_cluster, save_cluster
 from planner.formats.names import Backend, DeviceType
 from planner.profiler.links.levels import LevelMeasurement
+from planner.workers import start_here
 from planner.workers.groups import GLOO
-from planner.workers.meeting import exchange, started_as_worker, worker_store
+from planner.workers.interfaces import LOOPBACK, VARIABLES
+from planner.workers.meeting import exchange, group_store, started_as_worker, worker_store
 from planner.workers.place import choose_place, own_seat, set_gpu_variables, take
 
 MESSAGE_BYTES = 4_000_000
@@ -62,6 +64,7 @@ def measure_cluster(
         store = worker_store(_TIMEOUT)
         place = choose_place(exchange(store, own_seat(device=device)), rank, device, backend)
         take(place)
+        store = group_store(_TIMEOUT)
         dist.init_process_group(GLOO, store=store, rank=rank, world_size=world, timeout=_TIMEOUT)
         try:
             measurement = LevelMeasurement(place, _TIMEOUT, message_bytes, bucket_bytes)
@@ -81,17 +84,16 @@ def measure_cluster(
 def measure_host(workers: int, device: DeviceType, backend: Backend | None = None) -> Cluster:
     """Return the cluster that so many workers of this host are, at least two."""
     with tempfile.TemporaryDirectory(prefix="plan-links-") as folder:
-        torchrun = ["torch.distributed.run", f"--nproc-per-node={workers}", "--rdzv-backend=c10d"]
-        torchrun += ["--rdzv-endpoint=127.0.0.1:0", "--max-restarts=0", "-m", __name__]  # of torchrun
-        command = [sys.executable, "-m", *torchrun, folder, device, backend or _DEFAULT]
-        loopback = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo")
-        environment = {**loopback, "OMP_NUM_THREADS": "1", **os.environ}
+        command = [sys.executable, "-m", start_here.__name__, folder, str(workers), __name__]
+        command += [folder, device, backend or _DEFAULT]
+        loopback = dict.fromkeys(VARIABLES, LOOPBACK)
+        environment = {**loopback, **os.environ}
         pipe = subprocess.PIPE
         with subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True) as launcher:
             try:
                 _, complaints = launcher.communicate(timeout=_LIMIT_S)
             except subprocess.TimeoutExpired:
-                # Not killed: torchrun then ends its workers, which have sessions of their own.
+                # Not killed: the launcher then ends its workers, which have sessions of their own.
                 launcher.terminate()
                 raise WorkerError(f"the links were not measured within {_LIMIT_S:g} s") from None
         reasons = sorted(Path(folder).glob("error-*"))
