@@ -54,7 +54,7 @@ _SYNC_BYTES = 1 << 28  # 256 MiB between two syncs
 class TensorFile(Record):
     """What a safetensors file was when it was written, by which damage to it is found."""
 
-    name: Annotated[str, Field(pattern=r"^[^/\0]*[^/\0.][^/\0]*$")]  # within its folder, and so no path
+    name: Annotated[str, Field(pattern="^[^/]*[^/.][^/]*$")]  # within its folder, and so no path
     size_bytes: Annotated[int, Field(ge=0)]
     sha256: str
     tensors: tuple[str, ...]
