@@ -14,6 +14,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from datetime import timedelta
 from functools import cache, partial
 from multiprocessing import forkserver
+from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -52,7 +53,7 @@ def run_workers(
     log: Path,
     world: int,
     *,
-    may_fail: bool = False,
+    left_s: float | None = None,
 ) -> None:
     """Call `run` with the arguments in so many worker processes, in the environment of torchrun."""
     store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=TIMEOUT_S))
@@ -67,19 +68,41 @@ def run_workers(
         )
         for rank in range(world)
     ]
-    run_to_end(workers, log, may_fail=may_fail)
+    run_to_end(workers, log, left_s=left_s)
 
 
-def run_to_end(workers: Sequence[BaseProcess], log: Path, *, may_fail: bool = False) -> None:
-    """Start workers and wait for their ends, in time and, unless they may fail, without an error; leave none behind."""
+def run_to_end(
+    workers: Sequence[BaseProcess],
+    log: Path,
+    *,
+    may_fail: bool = False,
+    left_s: float | None = None,
+) -> None:
+    """Start workers and wait for their ends, in time and, unless they may fail, without an error; leave none behind.
+
+    Args:
+        workers: not started yet.
+        log: what they print.
+        may_fail: whether they may end with an error.
+        left_s: how long the others may go on when one has failed, as a launcher ends them; None for as long as it takes.
+    """
     for worker in workers:
         worker.start()
     deadline = time.monotonic() + TIMEOUT_S
     try:
-        for worker in workers:
-            worker.join(max(0.0, deadline - time.monotonic()))
-            ended = worker.exitcode == 0 or (may_fail and worker.exitcode is not None)
-            assert ended, f"exit code {worker.exitcode}:\n{log.read_text('utf-8')}"
+        while running := [worker for worker in workers if worker.exitcode is None]:
+            if time.monotonic() >= deadline:
+                break
+            wait([worker.sentinel for worker in running], deadline - time.monotonic())
+            if left_s is not None and any(worker.exitcode for worker in workers):
+                deadline = min(deadline, time.monotonic() + left_s)
+
+        codes = [worker.exitcode for worker in workers]
+        if left_s is not None and any(codes):
+            return  # the others waited for the one that failed
+        for code in codes:
+            ended = code == 0 or (may_fail and code is not None)
+            assert ended, f"exit code {code}:\n{log.read_text('utf-8')}"
     finally:
         for worker in workers:
             worker.kill()
