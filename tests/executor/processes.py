@@ -84,7 +84,7 @@ def run_to_end(
         workers: not started yet.
         log: what they print.
         may_fail: whether they may end with an error.
-        left_s: how long the others may go on when one has failed, as a launcher ends them; None for as long as it takes.
+        left_s: how long the others may go on when one has failed, as a launcher ends them; None: as long as they need.
     """
     for worker in workers:
         worker.start()
