@@ -136,10 +136,9 @@ def _train(paths: Sequence[str]) -> None:
         result = train_worker(job)
     except PlannerError as error:
         refusal = path.with_name(f"refusal-{os.environ['RANK']}.json")
-        refusal.write_text(
-            json.dumps({"message": error.message, "hint": error.hint}), encoding="utf-8"
-        )
-        return
+        content = {"message": error.message, "hint": error.hint}
+        refusal.write_text(json.dumps(content), encoding="utf-8")
+        os._exit(error.exit_code)  # as a worker of a launcher does: the other one may wait for it for ever
     if result is not None:
         path.with_name("result.json").write_text(result.model_dump_json(), encoding="utf-8")
 
