@@ -17,6 +17,7 @@ from planner.workers.job import Failure, Job
 
 _LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[1], Path(os.__file__).parent, Path(sys.prefix))
 _LOST = ("gloo", "Connection", "Socket", "NCCL")  # in errors of a lost connection
+TRACEBACK_HINT = "the whole traceback: plan -vv train ..."
 Frame = tuple[str, int, str]  # file, line, function
 
 
@@ -48,7 +49,7 @@ def failure_of(job: Job, error: BaseException, heartbeat: Heartbeat | None = Non
     known = error if isinstance(error, PlannerError) else None
     memory = memory_failure(error)
     message = memory or (known.message if known else reason_of(error))
-    hint = MEMORY_HINT if memory else known.hint if known else "the whole traceback: plan -vv train ..."
+    hint = MEMORY_HINT if memory else known.hint if known else TRACEBACK_HINT
     if isinstance(known, LayerError):
         message += _at(_resolve(known.place, job))
     elif memory or not known:

@@ -25,8 +25,9 @@ def stacks_of_others() -> list[list[Frame]]:
     """
     stacks = dict(_stacks(_dump()))
     stacks.pop(threading.get_ident(), None)
-    main = stacks.pop(threading.main_thread().ident, None)
-    return [*([] if main is None else [main]), *stacks.values()]
+    main = threading.main_thread().ident
+    threads = sorted(stacks, key=lambda thread: thread != main)
+    return [stacks[thread] for thread in threads]
 
 
 def _dump() -> str:

@@ -26,7 +26,7 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # e
 from planner.errors import PlannerError, WorkerError, first_line
 from planner.terminal import printable
 from planner.workers.ending import ABORT_S, END_S, GRACE_S, bound_exit, end_process, end_within, within
-from planner.workers.failures import error_of, failure_of, innermost, stage_of, worker_name
+from planner.workers.failures import TRACEBACK_HINT, error_of, failure_of, innermost, stage_of, worker_name
 from planner.workers.heartbeat import Beat, Heartbeat
 from planner.workers.job import Failure, Job
 from planner.workers.secret_store import record_in
@@ -117,7 +117,10 @@ class Supervisor:
         if self._failure is None:
             if self._own_process:
                 end_within(END_S)
-            self._failure = failure = failure_of(self._job, error, self._heartbeat)
+            failure = failure_of(self._job, error, self._heartbeat)
+            if self._script and failure.hint == TRACEBACK_HINT:  # a script shows it anyway
+                failure = failure.model_copy(update={"hint": ""})
+            self._failure = failure
             if (store := self._store) is not None:
                 self._ending.acquire()  # waits for ever where another thread is ending this process
                 self._stopped.set()

@@ -46,7 +46,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TCPStore]
     heartbeat.enter("building its model")
     supervisor = Supervisor(job, heartbeat)
     supervisor._interval_s = INTERVAL_S
-    supervisor.watch(lambda error: pytest.fail(str(error)))  # type: ignore[arg-type]
+    supervisor.watch(lambda error: pytest.fail(str(error)))
     yield store
     supervisor.stop()
 

@@ -51,12 +51,12 @@ def _checksum(tensor: Tensor) -> int:
     """
     content = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     if content.numel() <= _SUMMED_BYTES:
-        return zlib.crc32(content.cpu().numpy())
+        return zlib.crc32(content.cpu().numpy().data)
     if content.storage_offset() % _WORD_BYTES:  # of a view whose words cannot be read where they are
         content = content.clone()
     whole = content.numel() - content.numel() % (_COLUMNS * _WORD_BYTES)
     words = content[:whole].view(torch.int64).view(-1, _COLUMNS)
     checksum = 0
     for part in (words.sum(0), words.sum(1), content[whole:]):
-        checksum = zlib.crc32(part.cpu().numpy(), checksum)
+        checksum = zlib.crc32(part.cpu().numpy().data, checksum)
     return checksum
