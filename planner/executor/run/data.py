@@ -209,12 +209,12 @@ class DatasetBatches(BatchSource):
 
     def batch(self, unit: Unit) -> Batch:
         epoch, position = divmod(unit.minibatch, self.minibatches_per_epoch)
-        sizes = even_sizes(self.minibatch_size(unit.minibatch), self.microbatches)
-        start = position * self._size + sum(sizes[: unit.microbatch])
+        usual, larger = divmod(self.minibatch_size(unit.minibatch), self.microbatches)
+        start = position * self._size + unit.microbatch * usual + min(unit.microbatch, larger)
         if epoch != self._epoch:
             self._order = self._order_of(epoch)
             self._epoch = epoch
-        indices = self._order[start : start + sizes[unit.microbatch]]
+        indices = self._order[start : start + self.size(unit)]
         return self._reader.read(epoch, indices, start).pinned(self.device)
 
     @property
