@@ -22,7 +22,7 @@ from planner.options.cluster import ClusterOptions, listed
 from planner.options.numbers import is_count
 from planner.options.option import keywords_of, refuse
 from planner.options.solving import SolveOptions
-from planner.options.verbs import PriceOptions, ReportOptions
+from planner.options.verbs import REPORT_S, PriceOptions, ReportOptions
 from planner.reporting.page.page import report_page
 from planner.reporting.tables.plan import plan_report
 from planner.reporting.tables.profile import profile_report
@@ -286,21 +286,27 @@ def report(plan: Plan | str | Path, output: str | Path | None, options: ReportOp
     run = load_run(options.measured) if isinstance(options.measured, str | Path) else options.measured
     # A run that lost hosts ends under a smaller plan.
     plan = next((each for each in plan.smaller if run is not None and each.config == run.config != plan.config), plan)
-    simulated, measured = timelines(plan, options, run, "measured")
+    # The default limit is for the searches: a simulation has one of its own, by its amount.
+    limit_s = None if options.time_limit_s == REPORT_S else patience.deadline.left_s
+    simulated, measured = timelines(plan, options, run, "measured", limit_s)
     alternatives = _alternatives(plan, options, patience)
     write_text(path, report_page(plan, simulated, measured, **alternatives))
     return path
 
 
 def timelines(
-    plan: Plan, options: ReportOptions, run: Timeline | str | Path | None, argument: str
+    plan: Plan,
+    options: ReportOptions,
+    run: Timeline | str | Path | None,
+    argument: str,
+    time_limit_s: float | None = None,
 ) -> tuple[Timeline, Timeline | None]:
     """Return the simulation, and the run that an argument names if it does: then of the run's minibatches."""
     if run is None:
-        return simulate(plan, options.minibatches), None
+        return simulate(plan, options.minibatches, time_limit_s=time_limit_s), None
     refuse(options, argument, "minibatches", why=", which knows it")
     measured = run if isinstance(run, Timeline) else load_run(run)
-    return simulate_recorded(plan, measured), measured
+    return simulate_recorded(plan, measured, time_limit_s=time_limit_s), measured
 
 
 def _alternatives(plan: Plan, options: ReportOptions, patience: Patience) -> dict[str, Any]:

@@ -41,8 +41,9 @@ def results_apart() -> Iterator[None]:
 @contextmanager
 def _descriptor_apart() -> Iterator[TextIO | None]:
     """Let the process's own stdout lead to its stderr; yield what leads to the former, or None where it is replaced."""
-    stdout = sys.stdout
-    if stdout is not sys.__stdout__ or stdout.fileno() != _STDOUT or sys.stderr is not sys.__stderr__:
+    stdout = sys.__stdout__
+    replaced = sys.stdout is not stdout or sys.stderr is not sys.__stderr__
+    if stdout is None or replaced or stdout.fileno() != _STDOUT:
         yield None  # a notebook or a test, which has put streams of its own there
         return
 

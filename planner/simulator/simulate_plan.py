@@ -6,9 +6,12 @@ in flight uses it; the rest all the time.
 """
 
 import math
+import time
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
 from itertools import cycle, islice, pairwise
 from typing import Any
 
@@ -25,6 +28,7 @@ from planner.simulator.pipeline_costs import PipelineCosts, StageCosts
 from planner.simulator.simulation import Simulation
 from planner.simulator.steady_time import steady_minibatches, steady_s
 
+_DEEPEST = 2**12  # units in flight: a stage that may have more waits for none of them
 ROUNDS = ("update", "all_reduce", "all_gather")  # events that happen once per round, not per minibatch
 TimedBytes = tuple[float, int]
 
@@ -83,18 +87,20 @@ def _curve(plan: Plan, rank: int, held: int, changes: list[TimedBytes]) -> Memor
 
 FEWEST = 16  # minibatches of a synchronous schedule, by default
 _ENOUGH_UNITS = 16_000  # of work, a microbatch at a stage each, that are enough to look at
+MOST_UNITS = 2**20  # of work that are simulated: a minute or so, and a gigabyte of events
 
 
 @checked
-def simulate(plan: Plan, minibatches: int | None = None) -> Timeline:
+def simulate(plan: Plan, minibatches: int | None = None, *, time_limit_s: float | None = None) -> Timeline:
     """Simulate the instruction streams of training with `plan`, at the plan's times. A group of ranks is one worker.
 
     Args:
         plan: from `solve` or `load_plan`.
         minibatches: to simulate; None for enough to reach a steady state.
+        time_limit_s: seconds that it may take; None for as long as it takes.
 
     Raises:
-        InputError: for a number of minibatches below 1.
+        InputError: for a number of minibatches below 1, for more work than is simulated, or past the time limit.
         PlanError: for a plan whose depths let its workers wait for each other for ever.
 
     Example:
@@ -108,10 +114,21 @@ def simulate(plan: Plan, minibatches: int | None = None) -> Timeline:
     count = default_minibatches(plan) if minibatches is None else minibatches
     if count < 1:
         raise InputError(f"`minibatches={count}` is no run", hint="give `minibatches` 1 or more")
+    _check_amount(plan, count)
     events: list[Event] = []
-    simulation = Simulation(costs, count, events)
-    if simulation.run() == "deadlock":
-        raise deadlock(plan)
+    late = None
+    if time_limit_s is not None:
+        ends_at_s = time.monotonic() + time_limit_s
+        late = partial(_is_past, ends_at_s)
+    simulation = Simulation(costs, count, events, late)
+    match simulation.run():
+        case "deadlock":
+            raise deadlock(plan)
+        case "late":
+            raise InputError(
+                f"the simulation of {_amount(plan, count)} took longer than `time_limit={time_limit_s:.3g}s`",
+                hint="give a longer `time_limit`, or fewer `minibatches`",
+            )
     rows = Events.of(events)
     memory = memory_curves(plan, rows.rows())
     links = simulation.communication.links.uses([rank for stage in plan.stages for rank in stage.ranks])
@@ -121,6 +138,49 @@ def simulate(plan: Plan, minibatches: int | None = None) -> Timeline:
         others["lengths"] = tuple((*divmod(number, plan.microbatches), *each) for number, each in drawn)
         others["length_names"] = plan.lengths.names
     return Timeline.of_plan(plan, "simulated", count, rows, **others)
+
+
+def _is_past(ends_at_s: float) -> bool:
+    return time.monotonic() > ends_at_s
+
+
+def _amount(plan: Plan, minibatches: int) -> str:
+    each = f"of {plan.microbatches:,} microbatches at {len(plan.stages)} stage{'s' * (len(plan.stages) > 1)}"
+    return f"{minibatches:,} minibatch{'es' * (minibatches > 1)} {each}"
+
+
+def _check_amount(plan: Plan, minibatches: int) -> None:
+    """Raise InputError for more work than can be simulated, and looked at."""
+    each = plan.microbatches * len(plan.stages)
+    if minibatches * each <= MOST_UNITS:
+        return
+    problem = (
+        f"{_amount(plan, minibatches)}: {minibatches * each:,} units of work, and at most {MOST_UNITS:,} are simulated"
+    )
+    hint = f"give `minibatches={MOST_UNITS // each}` or fewer"
+    if each > MOST_UNITS:  # a single minibatch is too much
+        hint = f"solve with at most `microbatches={MOST_UNITS // len(plan.stages)}`, and simulate that plan"
+    raise InputError(problem, hint=hint)
+
+
+def check_runs_to_end(plan: Plan) -> None:
+    """Raise PlanError when the plan's streams do not run to their end: those of a plan edited by hand may not.
+
+    A run that is longer than is simulated is checked by a shorter one, which fills the pipeline and drains it likewise.
+    """
+    costs = costs_of(plan)
+    shape = costs.shape
+    stages = len(shape.ranks)
+    depths = [min(stage.in_flight, _DEEPEST) for stage in plan.stages]
+    period = math.lcm(*shape.replicas, len(shape.first_stages))
+    enough = 3 * max(depths) * max(shape.replicas) + 2 * period
+    microbatches = min(shape.microbatches, enough + (shape.microbatches - enough) % period)
+    if microbatches < shape.microbatches:
+        few = tuple(min(shape.in_flight(stage), microbatches) for stage in range(stages))
+        costs = replace(costs, shape=replace(shape, microbatches=microbatches, depths=few))
+    minibatches = max(2, 4 * max(shape.replicas) * max(depths) // microbatches)
+    if Simulation(costs, minibatches).run() == "deadlock":
+        raise deadlock(plan)
 
 
 def simulated_s(plan: Plan) -> float:
@@ -139,9 +199,10 @@ def default_minibatches(plan: Plan) -> int:
         first, whole = plan.stages[0], plan.microbatches
         filling = 2 * first.in_flight * first.replicas if plan.schedule.asynchronous else whole
         count = max(count, math.ceil((len(plan.lengths.microbatches) + filling) / whole))
-    if plan.schedule.asynchronous:
-        return count
-    return max(count, min(FEWEST, _ENOUGH_UNITS // (plan.microbatches * len(plan.stages))))
+    each = plan.microbatches * len(plan.stages)
+    if not plan.schedule.asynchronous:
+        count = max(count, min(FEWEST, _ENOUGH_UNITS // each))
+    return min(count, max(1, MOST_UNITS // each))
 
 
 def costs_of(plan: Plan) -> PipelineCosts:
@@ -170,7 +231,7 @@ def costs_of(plan: Plan) -> PipelineCosts:
     return PipelineCosts.of(shape, plan.cluster, stages, plan.transfers, plan.shared, degrees, varied)
 
 
-def simulate_recorded(plan: Plan, measured: Timeline) -> Timeline:
+def simulate_recorded(plan: Plan, measured: Timeline, *, time_limit_s: float | None = None) -> Timeline:
     """Simulate the minibatches of which `measured` has events, and as many before and after as fill the pipeline.
 
     Minibatches keep their numbers in the run, and time counts from the start of the first of them. Raise InputError for
@@ -186,7 +247,7 @@ def simulate_recorded(plan: Plan, measured: Timeline) -> Timeline:
     skipped = max(0, first - filling) // period * period
     after = min(max(measured.minibatches - end, 0), filling)
     plan = _with_lengths_of(plan, measured, skipped)
-    simulated = simulate(plan, end - skipped + after)
+    simulated = simulate(plan, end - skipped + after, time_limit_s=time_limit_s)
     found = only_minibatches(simulated, range(first - skipped, end - skipped))
 
     def skips(event: Event) -> int:

@@ -30,6 +30,7 @@ Computation = do.Forward | do.Backward | do.BackwardInput | do.BackwardWeight
 _EXCHANGED = {"forward": "forward_bytes", "recompute": "forward_bytes"}
 _EXCHANGED |= {"backward": "backward_bytes", "backward_input": "backward_bytes"}
 EXCHANGES = 4
+TURNS = 4096  # of a simulation, a tenth of a second, between two looks at the time
 _MESSAGE_KIND = {kind: number for ends in (Send, Receive) for number, kind in enumerate(get_args(ends))}
 
 
@@ -49,9 +50,16 @@ class Completions:
 
 
 class Simulation:
-    """One run of a pipeline. `events` is filled if it is a list."""
+    """One run of a pipeline. `events` is filled if it is a list; it ends early once `late` says so."""
 
-    def __init__(self, costs: PipelineCosts, minibatches: int, events: list[Event] | None = None) -> None:
+    def __init__(
+        self,
+        costs: PipelineCosts,
+        minibatches: int,
+        events: list[Event] | None = None,
+        late: Callable[[], bool] | None = None,
+    ) -> None:
+        self._late = late
         self.shape, self.stages, self.events, self._overlap = costs.shape, costs.stages, events, costs.cluster.overlap
         self._costs_of = costs.stage
         self.communication = Communication(costs, self._arrive, self._finish_round)
@@ -73,11 +81,15 @@ class Simulation:
         self._arrived: dict[_Message, float] = {}
         self._awaited: set[_Message] = set()
 
-    def run(self, enough: Callable[[], bool] | None = None) -> Literal["done", "ended", "deadlock"]:
+    def run(self, enough: Callable[[], bool] | None = None) -> Literal["done", "ended", "late", "deadlock"]:
         """Run to the end, or until `enough` says so after a backward of the first stage, or all wait for ever."""
         network, ready = self.communication.network, self._ready
         backwards = 0
+        turns = 0
         while True:
+            turns += 1
+            if self._late is not None and turns % TURNS == 0 and self._late():
+                return "late"
             network_s = network.next_s
             # At equal times the network goes first: a message that ends now is there for a worker that looks now.
             if ready and ready[0][0] < network_s:

@@ -21,10 +21,9 @@ from planner.executor.communication.control import join_group, message_timeout
 from planner.formats.names import DeviceType
 from planner.formats.plan import Plan
 from planner.options.training import TrainingOptions
-from planner.plan.shape import check_divided_loss, check_versions, deadlock
+from planner.plan.shape import check_divided_loss, check_versions
 from planner.runtime import check_kind, known_kinds
-from planner.simulator.simulate_plan import costs_of
-from planner.simulator.simulation import Simulation
+from planner.simulator.simulate_plan import check_runs_to_end
 from planner.version import __version__
 from planner.workers.ending import abort_groups, keep_failures_ours
 from planner.workers.heartbeat import Heartbeat
@@ -83,9 +82,7 @@ def check_schedule(plan: Plan) -> None:
     """Raise PlanError when the plan's streams do not run to their end: those of a plan edited by hand may not."""
     depths = [stage.in_flight for stage in plan.stages]
     check_versions(plan.schedule, plan.microbatches, plan.replicas, depths)
-    minibatches = max(2, 4 * max(plan.replicas) * max(depths) // plan.microbatches)
-    if Simulation(costs_of(plan), minibatches).run() == "deadlock":
-        raise deadlock(plan)
+    check_runs_to_end(plan)
 
 
 def take_place(job: Job, heartbeat: Heartbeat) -> Place:

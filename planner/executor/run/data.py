@@ -33,6 +33,7 @@ KEPT = 3  # minibatches that a pipeline without weight stashing may have in flig
 ENDLESS = 2**40  # minibatches of a run whose end is not known
 MINIBATCHES_WATCHED, DRIFT = 16, 0.1  # for the lengths of the data, and how far the mean may be from the plan's
 RANDOM_BATCHES = 8  # distinct random minibatches, used in turn: making new ones would count as training time
+MOST_RANDOM = 4096  # distinct microbatches of them, all of which are made first and stay in memory
 
 _log = logging.getLogger(__name__)
 
@@ -212,12 +213,12 @@ class DatasetBatches(BatchSource):
 
     def batch(self, unit: Unit) -> Batch:
         epoch, position = divmod(unit.minibatch, self.minibatches_per_epoch)
-        sizes = even_sizes(self.minibatch_size(unit.minibatch), self.microbatches)
-        start = position * self._size + sum(sizes[: unit.microbatch])
+        usual, larger = divmod(self.minibatch_size(unit.minibatch), self.microbatches)
+        start = position * self._size + unit.microbatch * usual + min(unit.microbatch, larger)
         if epoch != self._epoch:
             self._order = self._order_of(epoch)
             self._epoch = epoch
-        indices = self._order[start : start + sizes[unit.microbatch]]
+        indices = self._order[start : start + self.size(unit)]
         return self._reader.read(epoch, indices, start).pinned(self.device)
 
     @property
@@ -274,7 +275,7 @@ class RandomBatches(BatchSource):
         self._made: dict[int, Batch] = {}
 
     def batch(self, unit: Unit) -> Batch:
-        which = unit.minibatch % RANDOM_BATCHES * self.microbatches + unit.microbatch
+        which = (unit.minibatch % RANDOM_BATCHES * self.microbatches + unit.microbatch) % MOST_RANDOM
         if which not in self._made:
             # A seed of its own, so that workers agree on a batch whatever else they have made before.
             with seeded(self._seed * 1_000_003 + which):

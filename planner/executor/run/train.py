@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ from planner.executor.observe.recording import TraceRecorder, gather_timeline
 from planner.executor.observe.run_log import NOTHING
 from planner.executor.run.agreement import check_schedule, joined, start_worker, take_place
 from planner.executor.run.context import PipelineContext, pipeline_context
-from planner.executor.run.data import RANDOM_BATCHES
+from planner.executor.run.data import MOST_RANDOM, RANDOM_BATCHES
 from planner.executor.run.evaluator import evaluation_points
 from planner.executor.run.loop import Groups, Loop, make_checkpointer, restorable, save_weights
 from planner.executor.run.worker import Observers
@@ -142,7 +142,8 @@ def train(
     loop = Loop(context, groups, observers, ahead=True)
     if context.data.random:  # made at first use, random batches would count as training time
         context.heartbeat.enter("making random data")
-        for unit in _units(context, context.stream(first, min(first + RANDOM_BATCHES, context.minibatches))):
+        upcoming = _units(context, context.stream(first, min(first + RANDOM_BATCHES, context.minibatches)))
+        for unit in islice(upcoming, MOST_RANDOM):
             context.data.batch(unit)
     context.connect()
     peak.forget()
