@@ -220,7 +220,7 @@ def pipeline_context(
         spec,
         place.compute.type,
         tensor,
-        samples=read_first if data is None else list,
+        read_first=read_first if data is None else list,
     )
     plan = plan_of_tensor_rank(job.plan, 0 if tensor is None else tensor.place)
     # Without build_model(), which keeps a model in memory alive.

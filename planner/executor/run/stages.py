@@ -221,11 +221,11 @@ def build_modules(
     spec: TrainingSpec,
     kind: str,
     tensor: "TensorGroup | None" = None,
-    samples: Callable[[], Sequence[Batch]] = list,
+    read_first: Callable[[], Sequence[Batch]] = list,
 ) -> Modules:
     """Build the model for a `kind` of device, capture it, and keep the layers of `stages`, without the rest.
 
-    What the plan says of the loss is checked with batches of the training data, which `samples` returns.
+    What the plan says of the loss is checked with batches of the training data, which `read_first` returns.
 
     Raise PlannerError when the plan has no model, when the captured model is not the one that was profiled, or when
     stages share a weight whose copies the schedule cannot keep equal.
@@ -243,7 +243,7 @@ def build_modules(
     if not divides_loss(job):
         loss = None if loss is None else loss.model_copy(update={"forbidden": ()})
     elif len(plan.stages) - 1 in stages and not initial.defers:
-        loss = check_stated(spec, graph, samples(), graph.options, loss)
+        loss = check_stated(spec, graph, read_first(), graph.options, loss)
     shared = _shared(job, graph, spec)
     division = UNDIVIDED
     if tensor is not None:

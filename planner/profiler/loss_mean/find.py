@@ -268,7 +268,7 @@ def _is_sample_label(mean: LossMean, evidence: Evidence) -> bool:
     for trial in evidence.natural:
         for each in trial.parts:
             labels = labels_of(each, mean.leaf)
-            if labels is None or labels.dim() > 1 or bool((labels == mean.ignored).any()):
+            if labels is None or mean.ignored is None or labels.dim() > 1 or bool(labels.eq(mean.ignored).any()):
                 return False
     return True
 
