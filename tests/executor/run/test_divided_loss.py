@@ -133,7 +133,7 @@ def written(folder: Path, text: str) -> Path:
     return path
 
 
-def plan_of(path: Path, loss: LossMean | None | str = "profiled") -> Plan:
+def plan_of(path: Path, loss: LossMean | str | None = "profiled") -> Plan:
     profile = profile_model(load_model_file(path), EACH, ProfilingOptions(device="cpu", seconds=0.0, repeats=1))
     if not isinstance(loss, str):
         profile = profile.model_copy(update={"loss": loss})
