@@ -87,18 +87,19 @@ def gather(
     spec: TrainingSpec, graph: LayerGraph, batch: Batch, options: ModuleOptions, *, reads_data: bool
 ) -> Evidence | LossMean | None:
     """Run the trials; where none can be run, return what is then known of the loss, or None for want of memory."""
-    found: Evidence | str = ""
+    reason = ""
     try:
         for attempt in attempts(spec, graph):
             found = _attempt(spec, graph, batch, options, attempt, reads_data=reads_data)
             if isinstance(found, Evidence):
                 return found
+            reason = found
     except torch.OutOfMemoryError:
         return None
 
     if spec.defines("loss_weight"):
         return LossMean(over="loss_weight")
-    return LossMean(over="unchecked", reason=found)
+    return LossMean(over="unchecked", reason=reason)
 
 
 def _attempt(
