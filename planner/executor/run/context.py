@@ -19,10 +19,10 @@ from planner.executor.communication.sharding import Masters, Sharding
 from planner.executor.communication.shared_gradients import SharedGradients
 from planner.executor.run.data import (
     BatchSource,
+    FirstRead,
     LengthDrift,
     OfRank,
     VaryingBatches,
-    first_samples,
     make_batches,
     weighted,
 )
@@ -207,20 +207,24 @@ def pipeline_context(
     numbers = [number for number, stage in enumerate(job.plan.stages) if rank in stage.ranks]
     tensor = tensor_group(job.plan, rank)
     ranks = sample_parts(job.plan)
-    made = None
+    made: BatchSource | None = None
 
     def read_first() -> list[Batch]:
         nonlocal made
-        made = _made_batches(job, spec, ranks)
-        return first_samples(made)
+        first = FirstRead(_made_batches(job, spec, ranks))
+        made = first
+        return first.samples()
 
+    # Only a worker that reads the first microbatch first: a dataset with a state gives what it is asked for in turn.
+    last = job.plan.stages[-1]
+    reads = data is None and tensor is None and rank == last.ranks[0] and job.checkpoints.resume is None
     built = build_modules(
         job,
         numbers,
         spec,
         place.compute.type,
         tensor,
-        read_first=read_first if data is None else list,
+        read_first=read_first if reads else list,
     )
     plan = plan_of_tensor_rank(job.plan, 0 if tensor is None else tensor.place)
     # Without build_model(), which keeps a model in memory alive.

@@ -9,7 +9,6 @@ from statistics import fmean, stdev
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.data import Dataset
 
 from planner.errors import InputError, ModelFileError
@@ -19,7 +18,6 @@ from planner.model.batch import Batch, collate, make_batch, part_of
 from planner.model.capture.size import Extent
 from planner.model.lengths import Length, lengths_of, varying
 from planner.model.loss import Shares, check_labels, shares_by_samples, shares_function
-from planner.model.randomness import generators_kept
 from planner.model.spec import TrainingSpec
 from planner.options.training import STEPS
 from planner.schedule.instructions import POSTED, Unit
@@ -32,7 +30,7 @@ RANDOM_BATCHES = 8  # distinct random minibatches, used in turn: making new ones
 _log = logging.getLogger(__name__)
 Collate = Callable[[Sequence[Any]], Batch]
 
-_CHECKED, _EACH = 4, 2  # microbatches of the first minibatch, and samples of each, to check its loss with
+_CHECKED = 8  # samples of the first microbatch, to check the loss with
 _SIZES = 4096  # of units, that are remembered
 # Datasets are read by one thread at a time: those of training and of evaluation may share an open file.
 _ONE_READER = threading.Lock()
@@ -387,32 +385,25 @@ class OfRank(ChangedBatches):
             raise InputError(problem, hint="leave out an epoch's last minibatch with `drop_last`")
 
 
-def first_samples(source: BatchSource) -> list[Batch]:
-    """Return some samples of the first minibatch, from several microbatches: one batch, unless lengths differ.
+class FirstRead(ChangedBatches):
+    """Batches of which the first was read before its turn, and is not read again: a dataset may have a state."""
 
-    None where the data are made up.
-    """
-    if source.random:
-        return []
-    with generators_kept():
-        units = [Unit(0, number) for number in range(min(source.microbatches, _CHECKED))]
-        parts = [source.batch(unit) for unit in units if source.size(unit)]
+    def __init__(self, source: BatchSource) -> None:
+        super().__init__(source)
+        self._first = None if source.random else source.batch(Unit(0))
 
-    samples = [part_of(part, range(min(part.size, _EACH))) for part in parts]
-    columns = list(zip(*(each.flatten()[0] for each in samples), strict=True))
-    if not all(_stackable(column) for column in columns):
-        return samples  # of lengths of their own
-    joined = [torch.cat(column) if _has_rows(column[0]) else column[0] for column in columns]
-    _, structure = samples[0].flatten()
-    return [Batch(*structure.unflatten(joined))]
+    def samples(self) -> list[Batch]:
+        """Return some samples of the first batch; none where it has one alone, or is made up."""
+        if self._first is None or self._first.size == 1:
+            return []
+        return [part_of(self._first, range(min(self._first.size, _CHECKED)))]
 
-
-def _has_rows(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.dim() > 0
-
-
-def _stackable(leaves: Sequence[Any]) -> bool:
-    return len({leaf.shape[1:] for leaf in leaves if _has_rows(leaf)}) <= 1
+    def batch(self, unit: Unit) -> Batch:
+        if unit == Unit(0) and self._first is not None:
+            first = self._first
+            self._first = None
+            return first
+        return self._source.batch(unit)
 
 
 def weighted(source: BatchSource, mean: LossMean | None, spec: TrainingSpec, *, whole: bool = True) -> BatchSource:
