@@ -444,7 +444,7 @@ class OfRank(ChangedBatches):
 def first_samples(source: BatchSource) -> list[Batch]:
     """Return some samples of the first minibatch, from several microbatches: one batch, unless lengths differ.
 
-    None where the data are made up.
+    Nothing where the data are made up.
     """
     if source.random:
         return []

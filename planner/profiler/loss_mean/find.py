@@ -87,29 +87,50 @@ def gather(
     spec: TrainingSpec, graph: LayerGraph, batch: Batch, options: ModuleOptions, *, reads_data: bool
 ) -> Evidence | LossMean | None:
     """Run the trials; where none can be run, return what is then known of the loss, or None for want of memory."""
-    options = replace(options, autocast=None, half=None, compiled=False)
     reason = ""
-    for attempt in attempts(spec, graph):
-        setting = on_trial(spec, graph.model, options, attempt)
-        with generators_kept(), warnings.catch_warnings(), setting as model:
-            warnings.simplefilter("ignore")  # of the model, about labels that are none of its own
-            try:
-                small = small_batch(spec, graph, batch)
-                first = model.try_whole(small)
-                if model.repeats(small, first):
-                    return _run(spec, graph, model, small, first, reads_data=reads_data)
-                reason = "it differs from call to call, with the same batch and the same random numbers"
-            except ModelFileError:
-                raise
-            except torch.OutOfMemoryError:
-                return None
-            except UnequalNoiseError as cause:
-                reason = str(cause)
-            except Exception as cause:  # whatever a model raises that takes float32 only, or one batch size
-                reason = f"a part of a batch cannot be run: {first_line(cause)}"
+    try:
+        for attempt in attempts(spec, graph):
+            found = _attempt(spec, graph, batch, options, attempt, reads_data=reads_data)
+            if isinstance(found, Evidence):
+                return found
+            reason = found
+    except torch.OutOfMemoryError:
+        return None
+
     if spec.defines("loss_weight"):
         return LossMean(over="loss_weight")
     return LossMean(over="unchecked", reason=reason)
+
+
+def _attempt(
+    spec: TrainingSpec,
+    graph: LayerGraph,
+    batch: Batch,
+    options: ModuleOptions,
+    attempt: Attempt,
+    *,
+    reads_data: bool,
+) -> Evidence | str:
+    """Run the trials in one way; return why that cannot be, where a part of the batch is no part of the whole."""
+    options = replace(options, autocast=None, half=None, compiled=False)
+    try:
+        with (
+            generators_kept(),
+            warnings.catch_warnings(),
+            on_trial(spec, graph.model, options, attempt) as model,
+        ):
+            warnings.simplefilter("ignore")  # of the model, about labels that are none of its own
+            small = small_batch(spec, graph, batch)
+            first = model.try_whole(small)
+            if not model.repeats(small, first):
+                return "it differs from call to call, with the same batch and the same random numbers"
+            return _run(spec, graph, model, small, first, reads_data=reads_data)
+    except (ModelFileError, torch.OutOfMemoryError):
+        raise
+    except UnequalNoiseError as cause:
+        return str(cause)
+    except Exception as cause:  # whatever a model raises that takes float32 only, or one batch size
+        return f"a part of a batch cannot be run: {first_line(cause)}"
 
 
 def attempts(spec: TrainingSpec, graph: LayerGraph) -> list[Attempt]:
@@ -268,7 +289,7 @@ def _is_sample_label(mean: LossMean, evidence: Evidence) -> bool:
     for trial in evidence.natural:
         for each in trial.parts:
             labels = labels_of(each, mean.leaf)
-            if labels is None or labels.dim() > 1 or bool((labels == mean.ignored).any()):
+            if labels is None or mean.ignored is None or labels.dim() > 1 or bool(labels.eq(mean.ignored).any()):
                 return False
     return True
 

@@ -91,12 +91,13 @@ def _gather(
 def _checked(spec: TrainingSpec, stated: LossMean | None, evidence: Evidence) -> LossMean:
     mean = stated or SAMPLES
     if not explains(spec, mean, evidence.natural):
-        says = "does not say what the loss" if stated is None else "says what the loss"
+        says = f"takes the loss of '{spec.origin}' for a {mean.words}, and the model's is another"
+        if stated is None:
+            says = f"does not say what the loss of '{spec.origin}' is a mean over, and it is none over samples"
         raise PlanError(
-            f"the plan {says} of '{spec.origin}' is a mean over, which the model contradicts: the losses of the parts "
-            f"of a batch, as of a {mean.words}, do not add up to the loss of the batch",
-            hint="profile the model and solve again: plan profile, plan solve; where labels or masks are in the data "
-            "that example_batch() has not, give it some, or define loss_weight(target)",
+            f"the plan {says}: the losses of the parts of a batch, weighted so, do not add up to the loss of the batch",
+            hint="profile the model and solve again: plan profile, plan solve; where only the data have such labels or "
+            "masks, give example_batch() some, or define loss_weight(target)",
         )
     forbidden = with_forbidden(mean, against(spec, mean, [mean], evidence.varied), evidence).forbidden
     return mean.model_copy(update={"forbidden": tuple(dict.fromkeys((*mean.forbidden, *forbidden)))})

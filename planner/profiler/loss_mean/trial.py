@@ -228,9 +228,9 @@ class ModelOnTrial:
         with ExitStack() as modes:
             modes.enter_context(keep_state(self._model))
             torch.manual_seed(0)
-            modes.enter_context(noise)  # type: ignore[no-untyped-call]
-            modes.enter_context(self.noted)  # type: ignore[no-untyped-call]
-            modes.enter_context(Quiet())  # type: ignore[no-untyped-call]
+            modes.enter_context(noise)
+            modes.enter_context(self.noted)
+            modes.enter_context(Quiet())
             yield
 
     def _cast(self, batch: Batch) -> Batch:
