@@ -163,6 +163,22 @@ class Compiled(Record):
     uncompiled_backward_s: Seconds
 
 
+class Cause(Record):
+    """Why operations cannot be cut, as a sentence about 'they', and what helps."""
+
+    reason: str
+    hint: str
+
+
+class Uncut(Record):
+    """Operations that share a layer, many of the model's."""
+
+    layer: str
+    operations: Annotated[int, Field(ge=1)]
+    of: Annotated[int, Field(ge=1)]  # all operations of the model and the loss
+    cause: Cause
+
+
 class LossMean(Record):
     """What the loss of a batch is a mean over: each microbatch counts by its share of this."""
 
@@ -250,7 +266,7 @@ class Lengths(VaryingLengths):
 class Profile(Shown, GrownRecord):
     """A model's costs per layer on one device, for one microbatch."""
 
-    later_fields: ClassVar[frozenset[str]] = frozenset({"lengths", "capture_checked"})
+    later_fields: ClassVar[frozenset[str]] = frozenset({"lengths", "capture_checked", "uncut"})
 
     schema_version: Literal[1] = 1
     model: str
@@ -271,6 +287,7 @@ class Profile(Shown, GrownRecord):
     layers: Annotated[tuple[Layer, ...], Field(min_length=1)]
     edges: tuple[Edge, ...]
     no_cut_after: tuple[str, ...] = ()  # layers that must share a stage with the next one
+    uncut: tuple[Uncut, ...] = ()  # layers of many operations, between which a cut would be of use
     tied_parameters: tuple[tuple[str, ...], ...] = ()  # each group: the names of one and the same parameter
     whole_step: WholeStep | None = None
     kinds: tuple[KindTimes, ...] | None = None  # on each of several kinds of devices; the layers' own are the first's
