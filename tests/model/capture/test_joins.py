@@ -106,11 +106,9 @@ def test_the_reason_is_said_and_the_way_out_helps(rule: Rule, reason: str, way_o
     assert "not cut" not in profile_report(other)
 
 
-@pytest.mark.parametrize(
-    ("rule", "reasons"), [(_into_input, ["they use an input of the model, which forward writes"]), (_into_copy, [])]
-)
-def test_an_input_that_is_written(rule: Rule, reasons: list[str]) -> None:
+@pytest.mark.parametrize(("rule", "is_written"), [(_into_input, True), (_into_copy, False)])
+def test_an_input_that_is_written(rule: Rule, is_written: bool) -> None:
     batch = Batch((torch.randn(4, 8),), {}, torch.randint(0, 3, (4,)))
     graph = capture(_Counting(rule), batch, F.cross_entropy)
-    assert [layer.cause.reason for layer in graph.layers if layer.cause is not None][: len(reasons)] == reasons
-    assert not any("input" in layer.cause.reason for layer in graph.layers if layer.cause) or reasons
+    reasons = [layer.cause.reason for layer in graph.layers if layer.cause is not None]
+    assert ("they use an input of the model, which forward writes" in reasons) == is_written
