@@ -28,7 +28,7 @@ def test_what_is_in_evaluation_mode_stays_so(caplog: pytest.LogCaptureFixture) -
 
 def test_evaluation_gives_each_module_its_mode_back() -> None:
     model = _model()
-    model[0][0].eval()
+    next(model[0].children()).eval()
     model[2].eval()
     before = _modes(model)
     with evaluating(model):

@@ -88,6 +88,18 @@ def saved_in_few_digits(x: Tensor) -> Tensor:
         return (3 * x).sin()
 
 
+def inferred(x: Tensor) -> Tensor:
+    with torch.inference_mode():
+        turned = x.sin()
+    return turned.clone()
+
+
+def without_gradients(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        turned = x.sin()
+    return turned.clone()
+
+
 class Reversed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -123,6 +135,13 @@ def test_what_changes_gradients_in_forward_is_refused(middle: Middle, message: s
     with pytest.raises(CaptureError, match=message) as refused:
         check(spec_of(Net(middle, dropout=dropout)))
     assert "blocks(model)" in str(refused.value.hint)
+
+
+def test_inference_mode_is_refused_and_no_grad_is_the_way_out() -> None:
+    with pytest.raises(CaptureError, match=r"other gradients of parameter 'first\.weight': none and") as refused:
+        check(spec_of(Net(inferred)))
+    assert "torch.no_grad for torch.inference_mode" in str(refused.value.hint)
+    check(spec_of(Net(without_gradients)))
 
 
 @pytest.mark.parametrize("middle", [hooked, hooked_if_trained, custom])
