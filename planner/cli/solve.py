@@ -110,7 +110,7 @@ def complaints(plan: planner.Plan, profile: planner.Profile) -> Iterator[tuple[s
     from planner.formats.names import PLANNED
     from planner.plan.shared_weights import obstacle, shared_weights, trained_parameters
     from planner.reporting.tables.plan import staleness_warning
-    from planner.reporting.tables.profile import shared_host_notes
+    from planner.reporting.tables.profile import shared_host_notes, uncut_notes
     from planner.units import format_bytes, format_memory
 
     if plan.cluster.memory_bytes is not None and plan.cluster.memory_bytes == planned_bytes(profile.device):
@@ -125,7 +125,7 @@ def complaints(plan: planner.Plan, profile: planner.Profile) -> Iterator[tuple[s
         size = format_bytes(sum(pair.gradient_bytes for pair in plan.shared))
         left_out = "" if plan.predicted.by == "simulation" else ", which the prediction leaves out"
         yield "note", shared[0].sentence(f"; they exchange gradients of up to {size} per update{left_out}"), ""
-    for text, hint in shared_host_notes(plan, profile):
+    for text, hint in (*uncut_notes(profile), *shared_host_notes(plan, profile)):
         yield "note", text, hint
 
 

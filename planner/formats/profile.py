@@ -173,6 +173,22 @@ class Compiled(Record):
     uncompiled_backward_s: Seconds
 
 
+class Cause(Record):
+    """Why operations cannot be cut, as a sentence about 'they', and what helps."""
+
+    reason: str
+    hint: str
+
+
+class Uncut(Record):
+    """Operations that share a layer, many of the model's."""
+
+    layer: str
+    operations: Annotated[int, Field(ge=1)]
+    of: Annotated[int, Field(ge=1)]  # all operations of the model and the loss
+    cause: Cause
+
+
 class ForbiddenLabel(Record):
     """A label, or a value of a mask, with which the loss is not what the plan takes it for: training refuses it."""
 
@@ -190,9 +206,8 @@ class LossMean(GrownRecord):
     over: Literal["samples", "labels", "loss_weight", "sum", "batch", "unchecked"]
     ignored: int | None = None  # with "labels": the label that does not count
     shifted: bool = False  # with "labels": each sample's first label does not count
-    accepted: bool = (
-        False  # with "batch" or "unchecked", in a plan: the user takes the mean of the microbatches' losses
-    )
+    # With "batch" or "unchecked", in a plan: the user takes the mean of the microbatches' losses.
+    accepted: bool = False
     # With "labels": their number among the batch's leaves. None: the target's only tensor of integers with several per
     # sample, or the model's argument `labels`.
     leaf: Annotated[int, Field(ge=0)] | None = None
@@ -296,7 +311,7 @@ class Lengths(VaryingLengths):
 class Profile(Shown, GrownRecord):
     """A model's costs per layer on one device, for one microbatch."""
 
-    later_fields: ClassVar[frozenset[str]] = frozenset({"lengths", "capture_checked"})
+    later_fields: ClassVar[frozenset[str]] = frozenset({"lengths", "capture_checked", "uncut"})
 
     schema_version: Literal[1] = 1
     model: str
@@ -319,6 +334,7 @@ class Profile(Shown, GrownRecord):
     layers: Annotated[tuple[Layer, ...], Field(min_length=1)]
     edges: tuple[Edge, ...]
     no_cut_after: tuple[str, ...] = ()  # layers that must share a stage with the next one
+    uncut: tuple[Uncut, ...] = ()  # layers of many operations, between which a cut would be of use
     tied_parameters: tuple[tuple[str, ...], ...] = ()  # each group: the names of one and the same parameter
     whole_step: WholeStep | None = None
     kinds: tuple[KindTimes, ...] | None = None  # on each of several kinds of devices; the layers' own are the first's

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from planner.formats.names import FLOAT_BYTES
-from planner.formats.profile import Compiled, Device, Edge, Layer, Profile, Provenance, Value, WholeStep
+from planner.formats.profile import Compiled, Device, Edge, Layer, Profile, Provenance, Uncut, Value, WholeStep
 from planner.model.capture.graph import GraphLayer, LayerGraph
+from planner.model.capture.joins import operations_in
 from planner.model.capture.size import Extent
 from planner.model.options import autocast_name, gradient_bytes
 from planner.profiler.step.timing import PARTS, StepTimes
@@ -59,6 +60,7 @@ def make_profile(model: str, graph: LayerGraph, extent: Extent, measured: Measur
         dtype=_dtype(graph),
         microbatch_size=extent if isinstance(extent, int) else extent[0],
         layers=tuple(_layers(graph, extent, measured.layers, update_share)),
+        uncut=tuple(_uncut(graph)),
         edges=tuple(Edge(source=edge.source, value=edge.value, target=edge.target) for edge in graph.edges),
         tied_parameters=tuple(group for group in graph.tied_parameters if group[0] in names),
         whole_step=whole,
@@ -70,6 +72,14 @@ def make_profile(model: str, graph: LayerGraph, extent: Extent, measured: Measur
             source="measured" if measured.whole is not None else "estimated",
         ),
     )
+
+
+def _uncut(graph: LayerGraph) -> Iterator[Uncut]:
+    total = sum(operations_in(graph.module, layer.nodes) for layer in graph.layers)
+    for layer in graph.layers:
+        if layer.cause is not None:
+            operations = operations_in(graph.module, layer.nodes)
+            yield Uncut(layer=layer.name, operations=operations, of=total, cause=layer.cause)
 
 
 def first_uses(names: Iterable[Sequence[str]]) -> list[list[str]]:

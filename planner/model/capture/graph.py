@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map
 
 from planner.errors import CaptureError
-from planner.formats.profile import Edge
+from planner.formats.profile import Cause, Edge
 from planner.model.capture.operations import Names
 from planner.model.capture.regions import regions_of
 from planner.model.capture.size import Extent, Size, SizeReader, evaluate, is_symbolic
@@ -101,6 +101,7 @@ class GraphLayer:
     nodes: tuple[fx.Node, ...]
     parameters: tuple[str, ...]  # fully qualified names; the first one of a tied parameter
     buffers: tuple[str, ...]
+    cause: Cause | None = None  # why its operations cannot be cut, where they are many of all
 
 
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)

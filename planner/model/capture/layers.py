@@ -15,6 +15,7 @@ from torch import fx, nn
 
 from planner.model.capture.fake import TensorFacts
 from planner.model.capture.graph import GraphLayer, ValueSpec
+from planner.model.capture.joins import Span, cause_of_nesting, causes_of_joins, unsent, written
 from planner.model.capture.operations import Names, scope_of
 from planner.model.modes import is_training
 
@@ -51,14 +52,17 @@ def group_layers(
     """
     runs = _runs(operations, model)
     owner = {node: index for index, run in enumerate(runs) for node in run.nodes}
-    spans = [*_spans_of_writes(module, owner, facts), (owner[loss], len(runs) - 1)]
+    spans = [*_spans_of_writes(module, names, owner, facts), Span(owner[loss], len(runs) - 1)]
     # From each operation whose result cannot be sent to the last operation that uses it.
-    unsent = {node: index for node, index in owner.items() if node not in specs}
-    spans += [(i, max((owner[user] for user in node.users if user in owner), default=i)) for node, i in unsent.items()]
+    for node, index in owner.items():
+        if node not in specs:
+            last = max((owner[user] for user in node.users if user in owner), default=index)
+            spans.append(Span(index, last, unsent(node)))
+    causes = causes_of_joins([len(run.nodes) for run in runs], spans)
     merged = _merge(runs, spans)
-    taken, seen = {run.name for run in merged}, set[str]()
+    taken, seen = {run.name for run, _ in merged}, set[str]()
     layers = []
-    for run in merged:
+    for run, first in merged:
         name = run.name
         if name in seen:
             name = next(other for number in count(2) if (other := f"{run.name}_{number}") not in taken)
@@ -67,7 +71,9 @@ def group_layers(
         reads = [argument for node in run.nodes for argument in node.all_input_nodes]
         parameters = dict.fromkeys(n for node in reads if (n := names.parameter(node)) is not None)
         buffers = dict.fromkeys(n for node in reads if (n := names.buffer(node)) is not None)
-        layers.append(GraphLayer(name, run.op, tuple(run.nodes), tuple(parameters), tuple(buffers)))
+        nodes = tuple(run.nodes)
+        cause = causes.get(first) or cause_of_nesting(module, nodes, operations)
+        layers.append(GraphLayer(name, run.op, nodes, tuple(parameters), tuple(buffers), cause))
     # In evaluation the stages have the weights that training gave them, whether an operation reads them or not.
     return adopt_unused(layers, names) if is_training(model) else tuple(layers)
 
@@ -140,13 +146,18 @@ def _is_light(node: fx.Node) -> bool:
 
 
 def _spans_of_writes(
-    module: fx.GraphModule, owner: dict[fx.Node, int], facts: TensorFacts
-) -> Iterable[tuple[int, int]]:
+    module: fx.GraphModule, names: Names, owner: dict[fx.Node, int], facts: TensorFacts
+) -> Iterable[Span]:
     """Yield the span from each value to the last operation that writes its memory.
 
     For buffers and inputs, whose memory outlives the forward, the span covers all operations that use it.
     """
-    held = {s for node in module.graph.nodes if node.op in ("get_attr", "placeholder") for s in facts.storages[node]}
+    held = {
+        storage: node
+        for node in module.graph.nodes
+        if node.op in ("get_attr", "placeholder")
+        for storage in facts.storages[node]
+    }
     for storage in {storage for node in owner for storage in facts.writes[node]}:
         writers = [index for node, index in owner.items() if storage in facts.writes[node]]
         touching = [
@@ -155,21 +166,23 @@ def _spans_of_writes(
             if storage in facts.storages[node]
             or any(storage in facts.storages[argument] for argument in node.all_input_nodes)
         ]
-        yield min(touching), max(touching if storage in held else writers)
+        last = max(touching if storage in held else writers)
+        yield Span(min(touching), last, written(names, held.get(storage)))
 
 
-def _merge(runs: list[_Run], spans: Iterable[tuple[int, int]]) -> list[_Run]:
-    joined = {index for first, last in spans for index in range(first + 1, last + 1)}
-    groups: list[list[_Run]] = []
+def _merge(runs: list[_Run], spans: Iterable[Span]) -> list[tuple[_Run, int]]:
+    """Return the runs that are left, each with its former number."""
+    joined = {index for span in spans for index in range(span.first + 1, span.last + 1)}
+    groups: list[tuple[int, list[_Run]]] = []
     for index, run in enumerate(runs):
         if index in joined:
-            groups[-1].append(run)
+            groups[-1][1].append(run)
         else:
-            groups.append([run])
-    for first, *others in groups:
+            groups.append((index, [run]))
+    for _, (first, *others) in groups:
         first.nodes += [node for run in others for node in run.nodes]
         first.op = "+".join([first.op, *(run.op for run in others[:2]), *(["..."] if len(others) > 2 else [])])
-    return [first for first, *_ in groups]
+    return [(group[0], index) for index, group in groups]
 
 
 def adopt_unused(layers: Sequence[GraphLayer], names: Names) -> tuple[GraphLayer, ...]:

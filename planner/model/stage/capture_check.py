@@ -41,7 +41,8 @@ _VALUE_HINT = (
 )
 _GRADIENT_HINT = (
     "hooks on gradients and on saved tensors are not captured: write them with operations, as in x * s + x.detach() * "
-    "(1 - s) for x with its gradient multiplied by s, or name parts that run as they are in blocks(model)"
+    "(1 - s) for x with its gradient multiplied by s, and torch.no_grad for torch.inference_mode; or name parts that "
+    "run as they are in blocks(model)"
 )
 _TWO_CALLS = "two calls of the model with the same batch and the same random numbers of torch"
 _BOTH = "the model and its captured layers"

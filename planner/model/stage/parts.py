@@ -92,7 +92,7 @@ def boundary_of(graph: LayerGraph, first: int, last: int, keep: Sequence[str] = 
 def stage_boundary(graph: LayerGraph, first: int, last: int, keep: Sequence[str]) -> Boundary:
     """Return the boundary of a stage: as `boundary_of`, but what it takes tells the size of the batch and its lengths.
 
-    Layers that use no input may still depend on them.
+    Layers that use no input may still depend on them, and run on some device.
     """
     boundary = boundary_of(graph, first, last, keep)
 
@@ -108,6 +108,9 @@ def stage_boundary(graph: LayerGraph, first: int, last: int, keep: Sequence[str]
     for leaf in enumerate(graph.inputs):
         if (needed - told(inputs)) & told((*inputs, leaf)):
             inputs = (*inputs, leaf)
+    has_tensor = inputs or boundary.received or any(layer.parameters for layer in boundary.layers)
+    if not has_tensor:  # which tells the device
+        inputs = tuple((index, leaf) for index, leaf in enumerate(graph.inputs) if leaf in graph.specs)[:1]
     return replace(boundary, inputs=inputs)
 
 

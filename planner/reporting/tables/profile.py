@@ -30,6 +30,13 @@ def shared_host_notes(plan: Plan, profile: Profile) -> Iterator[tuple[str, str]]
         )
 
 
+def uncut_notes(profile: Profile) -> Iterator[tuple[str, str]]:
+    """Yield which operations share a layer and why, each with a hint."""
+    for uncut in profile.uncut:
+        what = f"{uncut.operations} of {uncut.of} operations are one layer, '{uncut.layer}', and cannot be cut"
+        yield f"{what}: {uncut.cause.reason}", uncut.cause.hint
+
+
 Order = Literal["order", "time", "output", "weights", "saved"]
 # What is worth saying of a measurement, as a share of its time. Quiet machines measure disturbances of 6 to 8%, and
 # predictions that miss by less than 15% are taken to be right: a tenth is more than noise and can matter.
@@ -108,6 +115,7 @@ def _head(profile: Profile) -> list[tuple[str, str | None]]:
         ("measured whole", step),
         ("accumulation", accumulation if accumulate_s else None),
         ("disturbed", disturbance_words(profile)),
+        *(("not cut", f"{text}; {hint}") for text, hint in uncut_notes(profile)),
         ("lengths", _lengths_words(profile)),
     ]
 

@@ -165,9 +165,9 @@ def folder(tmp_path: Path) -> Path:
 def test_two_stages_train_as_one_process_to_the_bit(folder: Path) -> None:
     """With evaluation in between, which gives the modes back."""
     cases = []
-    for number, model in enumerate(MODELS.values()):
+    for number, text in enumerate(MODELS.values()):
         path = folder / f"model_{number}.py"
-        path.write_text(COMMON + model, encoding="utf-8")
+        path.write_text(COMMON + text, encoding="utf-8")
         plan = make_plan(structural_profile(path, SIZE), (1, 1), "1f1b-flush")
         assert all(len(stage.layers) > 1 for stage in plan.stages)
         cases.append(Case(path, plan, TrainingOptions(evaluate_every=2), STEPS))

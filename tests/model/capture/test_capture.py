@@ -287,8 +287,8 @@ def _nested_view(model: _Model, x: Tensor) -> Tensor:
 
 
 def _state(model: _Model, x: Tensor) -> Tensor:
+    result: Tensor = model.layer(x) + model.state
     model.state = x.mean()
-    result: Tensor = model.layer(x)
     return result
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch.nn import functional as F
 from planner.errors import CaptureError
 from planner.model.batch import Batch
 from planner.model.capture.capture import Trace, capture, observed, traced
+from planner.model.capture.regions import regions_of
 from planner.model.options import ModuleOptions
 from planner.model.spec import load_model_file
 from planner.model.stage.stage import build_stage
@@ -104,12 +104,12 @@ def test_a_loss_that_cuda_refuses_under_autocast_is_refused_at_capture() -> None
 
 
 def test_faults_put_back_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was wrong before: nested graphs kept the device of the capture, and dtypes followed the CPU's autocast."""
+    """What was wrong before: operations kept the device of the capture, and dtypes followed the CPU's autocast."""
     trace, tokens = _traced("llama")
     graph = observed(trace, ModuleOptions(device="cuda"))
     with monkeypatch.context() as patch:
-        patch.setattr("planner.model.stage.graph_stage.movable", lambda nested: nested)
-        assert any("Expected" in each for each in mismatches(graph, tokens))
+        patch.setattr("planner.model.stage.graph_stage.moved", lambda _, args, kwargs, *__: (args, kwargs))
+        assert mismatches(graph, tokens)
     for name, dtype in (("gnmt", torch.float16), ("convnext", torch.bfloat16), ("group norm", torch.bfloat16)):
         trace, batch = _traced(name)
         assert mismatches(observed(trace, ModuleOptions(dtype, device="cpu")), batch)
@@ -164,8 +164,8 @@ def test_a_region_without_autocast_is_without_that_of_the_stage(inside: str) -> 
     trace = traced(_Exact() if inside == "no_grad" else _ExactWithGradient(), batch, F.mse_loss)
     for kind in ("cpu", "cuda"):
         graph = observed(trace, ModuleOptions(torch.bfloat16, device=kind))
-        crossing = {str(spec.dtype) for node, spec in graph.specs.items() if node.target is operator.getitem}
-        assert crossing == {"torch.float32"}
+        dtypes = {str(spec.dtype) for node, spec in graph.specs.items() if regions_of(node)}
+        assert dtypes == {"torch.float32"}
         if kind == "cuda":
             assert mismatches(graph, batch) == []
 
@@ -184,11 +184,40 @@ class _ExactWithGradient(nn.Module):
         return scores
 
 
+class _Branches(nn.Module):
+    """A branch by values: operations of its own graphs, with a region under autocast and a constant made in one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        def one(x: Tensor) -> Tensor:
+            with torch.autocast(x.device.type, torch.bfloat16):
+                turned = x @ torch.eye(4, device=x.device)
+            return turned.float().sin().cos().tanh()
+
+        def other(x: Tensor) -> Tensor:
+            return x.cos().sin().exp().tanh()
+
+        x = torch.cond(x.sum() > 0, one, other, (x,))
+        result: Tensor = self.last(self.first(x))
+        return result
+
+
 def test_nested_graphs_follow_their_stage() -> None:
     """They hold no device of their own: the buffer that tells theirs moves with the stage, and is not saved."""
-    trace, _ = _traced("llama")
-    graph = observed(trace, ModuleOptions())
+    batch = Batch((torch.rand(3, 4),), {}, torch.rand(3, 4))
+    graph = capture(_Branches(), batch, F.mse_loss)
     stage = build_stage(graph, [layer.name for layer in graph.layers])
+    assert any("_place" in name for name, _ in stage.named_buffers())
     assert not any("_place" in name for name in stage.state_dict())
     assert {buffer.device.type for buffer in stage.to("meta").buffers()} == {"meta"}
-    assert {buffer.device.type for _, buffer in graph.module.named_buffers()} == {"cpu"}
+    assert {buffer.device.type for _, buffer in graph.module.named_buffers()} <= {"cpu"}
+
+
+def test_a_branch_that_has_most_operations_is_named() -> None:
+    batch = Batch((torch.rand(3, 4),), {}, torch.rand(3, 4))
+    graph = capture(_Branches(), batch, F.mse_loss)
+    (cause,) = (layer.cause for layer in graph.layers if layer.cause is not None)
+    assert "they are in one operation, 'cond', a branch or a loop" in cause.reason

@@ -207,7 +207,7 @@ def test_an_operation_that_fails_in_a_region_leaves_none_behind() -> None:
     stage = build_stage(graph, [layer.name for layer in graph.layers])
     state = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
     with torch.no_grad():
-        graph.model.head.weight.data = torch.zeros(WIDTH, WIDTH + 1)
+        graph.model.get_parameter("head.weight").data = torch.zeros(WIDTH, WIDTH + 1)
     with pytest.raises(PlannerError):
         stage(batch_of(), {})
     assert (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")) == state

@@ -58,7 +58,7 @@ def check(spec: TrainingSpec) -> None:
 
 def hooked(x: Tensor) -> Tensor:
     x = x * 1.0
-    x.register_hook(lambda gradient: -0.5 * gradient)
+    x.register_hook(lambda gradient: -0.5 * gradient)  # type: ignore[no-untyped-call]
     return x
 
 
@@ -86,6 +86,18 @@ def hooked_before(x: Tensor) -> Tensor:
 def saved_in_few_digits(x: Tensor) -> Tensor:
     with saved_tensors_hooks(lambda tensor: tensor.round(), lambda tensor: tensor):
         return (3 * x).sin()
+
+
+def inferred(x: Tensor) -> Tensor:
+    with torch.inference_mode():
+        turned = x.sin()
+    return turned.clone()
+
+
+def without_gradients(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        turned = x.sin()
+    return turned.clone()
 
 
 class Reversed(torch.autograd.Function):
@@ -123,6 +135,13 @@ def test_what_changes_gradients_in_forward_is_refused(middle: Middle, message: s
     with pytest.raises(CaptureError, match=message) as refused:
         check(spec_of(Net(middle, dropout=dropout)))
     assert "blocks(model)" in str(refused.value.hint)
+
+
+def test_inference_mode_is_refused_and_no_grad_is_the_way_out() -> None:
+    with pytest.raises(CaptureError, match=r"other gradients of parameter 'first\.weight': none and") as refused:
+        check(spec_of(Net(inferred)))
+    assert "torch.no_grad for torch.inference_mode" in str(refused.value.hint)
+    check(spec_of(Net(without_gradients)))
 
 
 @pytest.mark.parametrize("middle", [hooked, hooked_if_trained, custom])
@@ -197,12 +216,12 @@ def test_a_forward_hook_that_computes_is_captured() -> None:
 def masked(model: Net) -> None:
     keep = torch.zeros(6, 6)
     keep[:2] = 1
-    model.first.weight.register_hook(lambda gradient: gradient * keep)
+    model.first.weight.register_hook(lambda gradient: gradient * keep)  # type: ignore[no-untyped-call]
 
 
 def observed_only(model: Net) -> None:
     norms: list[Tensor] = []
-    model.first.weight.register_hook(lambda gradient: norms.append(gradient.norm()))
+    model.first.weight.register_hook(lambda gradient: norms.append(gradient.norm()))  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.parametrize("register", [masked, observed_only])
@@ -231,20 +250,20 @@ def clipped_in_place(gradient: Tensor) -> None:
 )
 def test_a_hook_that_would_see_a_part_of_a_sum_is_refused(hook: Callable[[Tensor], Any]) -> None:
     model = Net()
-    model.first.weight.register_hook(hook)
+    model.first.weight.register_hook(hook)  # type: ignore[no-untyped-call]
     with pytest.raises(CaptureError, match="whose result for a sum of gradients is not the sum of its results"):
         check(spec_of(model))
 
 
 def test_hooks_after_accumulation_and_on_several_parameters_are_refused() -> None:
     model = Net()
-    model.first.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    model.first.weight.register_post_accumulate_grad_hook(lambda parameter: None)  # type: ignore[no-untyped-call]
     with pytest.raises(CaptureError, match="has a hook that runs after its gradient is accumulated"):
         check(spec_of(model))
 
     for mode in ("all", "any"):
         model = Net()
-        register_multi_grad_hook((model.first.weight, model.second.weight), lambda _: None, mode=mode)  # type: ignore[arg-type]
+        register_multi_grad_hook((model.first.weight, model.second.weight), lambda _: None, mode=mode)
         with pytest.raises(CaptureError, match="has a hook on the gradients of several tensors"):
             check(spec_of(model))
 
@@ -265,7 +284,7 @@ def test_a_gradient_is_turned_round_by_operations() -> None:
     assert_same(run_model(graph, batch, F.mse_loss), split)
 
     hook = Net(hooked)
-    F.mse_loss(hook(*batch.args), batch.target).backward()
+    F.mse_loss(hook(*batch.args), batch.target).backward()  # type: ignore[no-untyped-call]
     for name, parameter in hook.named_parameters():
         torch.testing.assert_close(split.gradients[name], parameter.grad)
 
