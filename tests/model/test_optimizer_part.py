@@ -145,7 +145,7 @@ def test_tied_parameters_have_any_of_their_names() -> None:
     model = nn.Sequential(first, second)
     whole = trained_parameters(model)
     assert [each.aliases for each in whole] == [("0.weight", "1.weight"), ("0.bias",), ("1.bias",)]
-    last = {"1.weight": second.weight, "1.bias": second.bias}
+    last = {f"1.{name}": each for name, each in second.named_parameters()}
     optimizer = optimizer_of_part(spec_of(AdamW), whole, last)
     assert optimizer.param_groups[0]["params"] == [first.weight, second.bias]
 
