@@ -35,6 +35,7 @@ _SIZES = (256, 64, 16, 8, 4, 2)  # at most, of each dimension of a stand-in
 _ROUNDING = 1e-4  # relative to an update: some optimizers stack matrices of one shape
 
 Values = dict[str, Tensor]  # by the parameters' names
+Piece = tuple[nn.Parameter, Callable[[Tensor], Tensor]]  # what is stepped, and how it is cut from a whole value
 
 
 @dataclass(frozen=True)
@@ -128,13 +129,12 @@ class _Trial:
         # Some parameters have larger gradients than others.
         sizes = {each.name: 10 ** float(torch.rand((), generator=generator) * 2 - 1) for each in self._whole}
         lasting = {each.name: drawn(each) * sizes[each.name] for each in self._whole}
-        self._gradients = [
-            {
-                each.name: scale * (lasting[each.name] + _NOISE * sizes[each.name] * drawn(each))
-                for each in self._whole
-            }
-            for scale in _SCALES
-        ]
+
+        def gradients(scale: float) -> Values:
+            noise = {each.name: drawn(each) * sizes[each.name] for each in self._whole}
+            return {name: scale * (value + _NOISE * noise[name]) for name, value in lasting.items()}
+
+        self._gradients = [gradients(scale) for scale in _SCALES]
         self._optimizer: Optimizer  # of the last run
         self._kind = "the optimizer"
         self._claimed = False
@@ -184,7 +184,7 @@ class _Trial:
         self._claimed = bool(getattr(optimizer, "separable", False) or getattr(optimizer, "elementwise", False))
         return optimizer
 
-    def _step(self, optimizer: Optimizer, pieces: Mapping[str, tuple[nn.Parameter, Callable[[Tensor], Tensor]]]) -> None:
+    def _step(self, optimizer: Optimizer, pieces: Mapping[str, Piece]) -> None:
         for gradients in self._gradients:
             for name, (piece, cut) in pieces.items():
                 piece.grad = cut(gradients[name]).to(self._device).view_as(piece).clone()
@@ -226,12 +226,10 @@ def _small(whole: Sequence[TrainedParameter]) -> list[TrainedParameter]:
     return found
 
 
-def _pieces(
-    optimizer: Optimizer, own: Mapping[str, nn.Parameter], half: int
-) -> dict[str, tuple[nn.Parameter, Callable[[Tensor], Tensor]]]:
+def _pieces(optimizer: Optimizer, own: Mapping[str, nn.Parameter], half: int) -> dict[str, Piece]:
     """Let the optimizer step a half of the elements of each parameter, as replicas do, or all where it must."""
     undivided = set(map(id, kept_whole(optimizer) or ()))
-    found: dict[str, tuple[nn.Parameter, Callable[[Tensor], Tensor]]] = {}
+    found: dict[str, Piece] = {}
     new: dict[int, nn.Parameter] = {}
     for number, (name, parameter) in enumerate(own.items()):
         middle = parameter.numel() // 2
@@ -260,12 +258,8 @@ def _move_state(
 ) -> None:
     if piece is parameter or not (state := optimizer.state.pop(parameter, None)):
         return
-    alike = {
-        key: isinstance(value, Tensor) and value.shape == parameter.shape for key, value in state.items()
-    }
-    optimizer.state[piece] = {
-        key: cut(value).clone() if alike[key] else value for key, value in state.items()
-    }
+    alike = {key: isinstance(value, Tensor) and value.shape == parameter.shape for key, value in state.items()}
+    optimizer.state[piece] = {key: cut(value).clone() if alike[key] else value for key, value in state.items()}
 
 
 def _difference(together: Values, apart: Values, first: Values) -> str | None:

@@ -20,7 +20,8 @@ def gradients_of(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], nn.Para
 
 
 def norm_of(gradients: Iterable[Tensor]) -> Tensor:
-    return torch.stack([gradient.norm() for gradient in gradients]).norm()
+    norm: Tensor = torch.linalg.vector_norm(torch.stack([gradient.norm() for gradient in gradients]))
+    return norm
 
 
 class Normalised(Optimizer):
@@ -30,7 +31,7 @@ class Normalised(Optimizer):
         super().__init__(parameters, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         norm = norm_of(gradient for _, _, gradient in gradients_of(self))
         for group, parameter, gradient in gradients_of(self):
             parameter.sub_(gradient / norm, alpha=group["lr"])
@@ -40,7 +41,7 @@ class NormalisedGroups(Normalised):
     """The same with a norm per group."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             own = [each for each in group["params"] if each.grad is not None]
             norm = norm_of(each.grad for each in own)
@@ -56,7 +57,7 @@ class Lamb(Optimizer):
         self.max_grad_norm = max_grad_norm
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         factor = 1.0
         if self.max_grad_norm is not None:
             norm = norm_of(gradient for _, _, gradient in gradients_of(self))
@@ -82,7 +83,7 @@ class Prodigy(Optimizer):
         super().__init__(parameters, {"lr": lr, "d": 1e-6, "numerator": 0.0})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         shared = self.param_groups[0]
         rate = shared["d"] * shared["lr"]
         denominator = 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -60,12 +61,20 @@ def sequential(optimizer: Optimizer) -> lr_scheduler.SequentialLR:
     return lr_scheduler.SequentialLR(optimizer, [warm, lr_scheduler.CosineAnnealingLR(optimizer, 9)], [3])
 
 
+def warming(slow: int, step: int) -> float:
+    return min(1.0, (step + 1) / slow)
+
+
+def falling(by: int, step: int) -> float:
+    return 1 - 0.1 * by
+
+
 SCHEDULERS: dict[str, Make] = {
     "a function for each group": lambda optimizer: lr_scheduler.LambdaLR(
-        optimizer, [lambda step, slow=index + 2: min(1.0, (step + 1) / slow) for index in range(4)]
+        optimizer, [partial(warming, index + 2) for index in range(4)]
     ),
     "a factor for each group": lambda optimizer: lr_scheduler.MultiplicativeLR(
-        optimizer, [lambda step, by=index: 1 - 0.1 * by for index in range(4)]
+        optimizer, [partial(falling, index) for index in range(4)]
     ),
     "one cycle, with momentum": lambda optimizer: lr_scheduler.OneCycleLR(
         optimizer, [0.1, 0.2, 0.3, 0.4], total_steps=12
@@ -131,13 +140,14 @@ def test_names_of_parameters_stay_with_them() -> None:
 
 
 def test_tied_parameters_have_any_of_their_names() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    model[1].weight = model[0].weight
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    second.weight = first.weight
+    model = nn.Sequential(first, second)
     whole = trained_parameters(model)
     assert [each.aliases for each in whole] == [("0.weight", "1.weight"), ("0.bias",), ("1.bias",)]
-    last = {"1.weight": model[1].weight, "1.bias": model[1].bias}
+    last = {f"1.{name}": each for name, each in second.named_parameters()}
     optimizer = optimizer_of_part(spec_of(AdamW), whole, last)
-    assert optimizer.param_groups[0]["params"] == [model[0].weight, model[1].bias]
+    assert optimizer.param_groups[0]["params"] == [first.weight, second.bias]
 
 
 def test_a_part_of_which_optimizer_trains_nothing_steps_nothing() -> None:

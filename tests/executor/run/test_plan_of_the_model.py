@@ -1,4 +1,7 @@
-"""A plan that is not one of the model is refused by every worker, and what does not say what is computed changes no bit."""
+"""A plan that is not one of the model is refused by every worker.
+
+What does not say what is computed changes no bit.
+"""
 
 from __future__ import annotations
 
@@ -40,9 +43,7 @@ def edited(plan: Plan, edit: Edit) -> Plan:
     """The plan with other layers in its stages, as an editor would leave it."""
     layers = [list(stage.layers) for stage in plan.stages]
     edit(layers)
-    stages = [
-        stage.model_copy(update={"layers": tuple(own)}) for stage, own in zip(plan.stages, layers, strict=True)
-    ]
+    stages = [stage.model_copy(update={"layers": tuple(own)}) for stage, own in zip(plan.stages, layers, strict=True)]
     return Plan.model_validate_json(plan.model_copy(update={"stages": tuple(stages)}).model_dump_json())
 
 
