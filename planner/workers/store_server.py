@@ -10,7 +10,7 @@ from torch.torch_version import TorchVersion
 
 # With libuv the store of PyTorch 2.7 takes no socket that listens already; that of 2.13 does. Without it a write and a
 # read of a few values take 0.2 s, because each waits for the other side's delayed acknowledgement.
-_LIBUV_TAKES_SOCKETS = TorchVersion(torch.__version__) >= (2, 13)
+_LIBUV_TAKES_SOCKETS = TorchVersion(torch.__version__) >= TorchVersion("2.13")
 _TIMEOUT = timedelta(minutes=1)  # for an answer of a store
 _WAITING = 4096  # connections that a store has not accepted yet, at most
 
