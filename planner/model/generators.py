@@ -82,8 +82,10 @@ def state_of_others() -> State:
     """Return the state of Python's and NumPy's generators, which no layer of a model draws from."""
     import numpy.random  # not at the top: importing it takes longer than all else here
 
-    _, key, *rest = numpy.random.get_state()
-    return random.getstate(), key.tobytes(), *rest
+    state = numpy.random.get_state(legacy=False)
+    numbers = state["state"]
+    rest = (numbers["pos"], state["has_gauss"], state["gauss"])
+    return random.getstate(), numbers["key"].tobytes(), *rest
 
 
 def _seed_others(seed: int) -> None:

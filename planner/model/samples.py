@@ -1,22 +1,15 @@
-"""Check that samples are the first dimension of every tensor of an example batch, and that nothing else is theirs.
-
-One batch may not tell: eight samples of eight words look the same either way. So batches of two sizes are compared.
-"""
+"""Check that samples are the first dimension of every tensor of a batch."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves
+from torch.utils._pytree import tree_leaves
 
 from planner.errors import ModelFileError
 from planner.model.batch import Batch
-from planner.model.randomness import generators_kept
 
-if TYPE_CHECKING:
-    from planner.model.spec import TrainingSpec
-
-_PADDED = (
+PAD_THEM = (
     "pad the samples to one shape, stack them into tensors whose first dimension is the samples, and let loss() or the "
     "model mask the padding; define collate(samples) to do the same with the items of dataset()"
 )
@@ -28,14 +21,14 @@ _TRANSPOSED = (
 
 def check_first_dimensions(batch: Batch, size: int, place: str) -> None:
     """Raise ModelFileError unless all tensors of a batch of `size` samples have them as the first dimension."""
-    for leaf in tree_leaves(_parts(batch)):
+    for leaf in tree_leaves(parts_of(batch)):
         if not isinstance(leaf, Tensor) or not leaf.dim() or leaf.shape[0] == size:
             continue
-        if any(_lists_of(size, part) for part in _parts(batch)):
+        if any(_lists_of(size, part) for part in parts_of(batch)):
             raise ModelFileError(
                 f"{place} returned for batch_size={size} a list with one element for each sample, which cannot be "
                 "divided into microbatches",
-                hint=_PADDED,
+                hint=PAD_THEM,
             )
         elsewhere = size > 1 and size in leaf.shape
         raise ModelFileError(
@@ -47,39 +40,7 @@ def check_first_dimensions(batch: Batch, size: int, place: str) -> None:
         )
 
 
-def check_samples(spec: "TrainingSpec", batch: Batch) -> None:
-    """Raise ModelFileError where something of an example batch depends on its size in another way than it may.
-
-    The batch must be as long as spec.example_batch() makes it. A function that fails at another size tells nothing.
-    """
-    size = batch.size
-    other_size = 3 if size == 2 else 2
-    with generators_kept():
-        try:
-            other = spec.example_batch(other_size, checked=False)
-        except ModelFileError:
-            return
-    place = spec.place("example_batch")
-    check_first_dimensions(other, other_size, place)
-    leaves, structure = tree_flatten(_parts(batch))
-    other_leaves, other_structure = tree_flatten(_parts(other))
-    if structure != other_structure:
-        raise ModelFileError(
-            f"{place} returned another structure for {size} samples than for {other_size}, such as a list with one "
-            "element for each sample, which cannot be divided into microbatches",
-            hint=_PADDED,
-        )
-    for leaf, other_leaf in zip(leaves, other_leaves, strict=True):
-        if isinstance(leaf, int | float | str) and leaf != other_leaf:
-            raise ModelFileError(
-                f"{place} returned {leaf!r} for {size} samples, and {other_leaf!r} for {other_size}: what is no tensor "
-                "becomes part of the captured model, and must be the same for every batch",
-                hint="leave it out, or make it a tensor with one element for each sample; the model can read the "
-                "number of samples off a tensor's shape",
-            )
-
-
-def _parts(batch: Batch) -> tuple[Any, ...]:
+def parts_of(batch: Batch) -> tuple[Any, ...]:
     return *batch.args, *batch.kwargs.values(), batch.target
 
 

@@ -41,11 +41,11 @@ from planner.model.capture.regions import regions_noted, regions_of
 from planner.model.capture.repeated import extended, noting_nodes, shortened
 from planner.model.capture.size import SizeReader, is_symbolic
 from planner.model.deferred_weights import allocate_buffers, is_deferred, without_storage
+from planner.model.example_check import check_samples
 from planner.model.lengths import Varying, varying
 from planner.model.loss import loss_of
 from planner.model.modes import evaluating, put_in_training
 from planner.model.options import PLAIN, LossFunction, ModuleOptions
-from planner.model.samples import check_samples
 from planner.model.spec import TrainingSpec
 from planner.runtime import runtime_of
 
