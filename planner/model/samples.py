@@ -3,8 +3,8 @@
 One batch may not tell: eight samples of eight words look the same either way. So batches of two sizes are compared.
 """
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves
@@ -12,9 +12,6 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 from planner.errors import ModelFileError
 from planner.model.batch import Batch
 from planner.model.randomness import generators_kept
-
-if TYPE_CHECKING:
-    from planner.model.spec import TrainingSpec
 
 _PADDED = (
     "pad the samples to one shape, stack them into tensors whose first dimension is the samples, and let loss() or the "
@@ -47,19 +44,18 @@ def check_first_dimensions(batch: Batch, size: int, place: str) -> None:
         )
 
 
-def check_samples(spec: "TrainingSpec", batch: Batch) -> None:
+def check_samples(batch: Batch, make: Callable[[int], Batch], place: str) -> None:
     """Raise ModelFileError where something of an example batch depends on its size in another way than it may.
 
-    The batch must be as long as spec.example_batch() makes it. A function that fails at another size tells nothing.
+    `make` makes batches of other sizes, otherwise alike. Where it fails, another size tells nothing.
     """
     size = batch.size
     other_size = 3 if size == 2 else 2
     with generators_kept():
         try:
-            other = spec.example_batch(other_size, checked=False)
+            other = make(other_size)
         except ModelFileError:
             return
-    place = spec.place("example_batch")
     check_first_dimensions(other, other_size, place)
     leaves, structure = tree_flatten(_parts(batch))
     other_leaves, other_structure = tree_flatten(_parts(other))

@@ -20,10 +20,10 @@ def check_priced(plan: Plan, profile: Profile, *, accepted: bool) -> None:
     problem = obstacle(plan, shared)
     if problem is not None:
         raise PlanError(problem[0], hint=problem[1])
-    if any(stage.sharded for stage in plan.stages) and not profile.may_shard_optimizer:
+    if any(stage.sharded for stage in plan.stages) and profile.optimizer_elementwise is False:
         raise InputError(
-            f"the optimizer of '{plan.model}' is not known to treat each element of a parameter alone, so replicas "
-            "cannot divide its state",
+            f"the optimizer of '{plan.model}' does not treat each element of a parameter alone, so replicas cannot "
+            "divide its state",
             hint="leave out `shard_optimizer`, or take an optimizer such as AdamW and profile again",
         )
 

@@ -57,7 +57,7 @@ def capture_file(
     Of equal blocks five are traced, `quickly`, which a model deceives that treats the twentieth alone in another way.
     """
     model = (spec.build_model() if model is None else model).train(training)
-    check_samples(spec, batch)
+    check_samples(batch, partial(spec.example_batch, checked=False), spec.place("example_batch"))
     lengths = varying(spec, max(2, batch.size))
     deferred = is_deferred(model)
     if deferred:
