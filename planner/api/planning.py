@@ -23,6 +23,7 @@ from planner.options.numbers import is_count
 from planner.options.option import keywords_of, refuse
 from planner.options.solving import SolveOptions
 from planner.options.verbs import REPORT_S, PriceOptions, ReportOptions
+from planner.plan.trainable import check_priced
 from planner.reporting.page.page import report_page
 from planner.reporting.tables.plan import plan_report
 from planner.reporting.tables.profile import profile_report
@@ -160,7 +161,8 @@ def price(profile: Profile, cluster: Cluster, stages: OwnPlan | Stages, options:
     Raises:
         ClusterError, ProfileError: for kinds of GPUs, or groups of ranks, that the profile does not know.
         PlanError: for a schedule whose weight versions do not suffice for so many stages.
-        InputError: for stages that are not the profile's layers in order, or that need more GPUs than there are.
+        InputError: for stages that are not the profile's layers in order, or that need more GPUs than there are; and
+            for what `train` would refuse, where the profile is of a model.
 
     Example:
         >>> profile = planner.load_profile("profiles/vgg16/cpu.json")
@@ -169,7 +171,11 @@ def price(profile: Profile, cluster: Cluster, stages: OwnPlan | Stages, options:
     """
     if not isinstance(stages, OwnPlan):
         stages = _own_plan(profile, cluster, stages, options)
-    return with_baselines(profile, priced(profile, cluster, stages), Patience())
+    plan = priced(profile, cluster, stages)
+    check_priced(plan, profile, accepted=options.accept_divided_loss)
+    if options.accept_divided_loss and plan.loss is not None:
+        plan = plan.model_copy(update={"loss": plan.loss.model_copy(update={"accepted": True})})
+    return with_baselines(profile, plan, Patience())
 
 
 def _own_plan(profile: Profile, cluster: Cluster, wanted: Stages, options: PriceOptions) -> OwnPlan:

@@ -13,7 +13,6 @@ from planner.catalog.models import find_model
 from planner.errors import ClusterError, InputError, PlanError
 from planner.executor.checkpoint.folders import seed_of_run
 from planner.executor.run.agreement import check_loss, device_kind
-from planner.executor.run.stages import check_divided
 from planner.executor.worker import launch
 from planner.formats.cluster import Cluster, checked_gpus, flat_cluster, hierarchical_cluster
 from planner.formats.device_kinds import planned_bytes
@@ -28,6 +27,7 @@ from planner.options.option import keywords_of
 from planner.options.profiling import EstimateArguments
 from planner.options.training import CheckpointOptions, ElasticOptions, RunOptions, TrainArguments, TrainingOptions
 from planner.options.verbs import PER_SERVER, SAMPLES, TENSOR, TOKENS, FitOptions
+from planner.plan.trainable import check_trainable
 from planner.profiler.estimated.calibrate import load_calibration
 from planner.profiler.estimated.devices import device_spec, parse_dtype, usual_dtype
 from planner.profiler.estimated.estimate import EstimateOptions, Estimator, estimate_profile, load_device
@@ -204,18 +204,6 @@ def run_job(job: Job) -> TrainResult:
 def trace_writer(job: Job) -> Callable[[Timeline], None]:
     """Return a function that writes the trace of a job."""
     return partial(save_trace, path=job.run_options.trace or "")
-
-
-def check_trainable(plan: Plan) -> None:
-    """Raise PlanError for a plan that the executor cannot run."""
-    check_divided(plan)
-    ranks = sorted({rank for stage in plan.stages for rank in stage.ranks})
-    if ranks != list(range(len(ranks))):
-        idle = next(rank for rank in range(plan.cluster.gpus) if rank not in ranks)
-        raise PlanError(
-            f"the plan leaves GPU {idle} idle and uses later ones, but workers are numbered without gaps",
-            hint="solve for those that it uses, or list the kinds of GPUs in the cluster so that unused ones come last",
-        )
 
 
 def check_elastic(plan: Plan, options: ElasticOptions) -> None:

@@ -1,15 +1,19 @@
-"""Check that samples are the first dimension of every tensor of a batch."""
+"""Check that samples are the first dimension of every tensor of an example batch, and that nothing else is theirs.
 
-from collections.abc import Iterator
+One batch may not tell: eight samples of eight words look the same either way. So batches of two sizes are compared.
+"""
+
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves
 
 from planner.errors import ModelFileError
 from planner.model.batch import Batch
+from planner.model.randomness import generators_kept
 
-PAD_THEM = (
+_PADDED = (
     "pad the samples to one shape, stack them into tensors whose first dimension is the samples, and let loss() or the "
     "model mask the padding; define collate(samples) to do the same with the items of dataset()"
 )
@@ -21,14 +25,14 @@ _TRANSPOSED = (
 
 def check_first_dimensions(batch: Batch, size: int, place: str) -> None:
     """Raise ModelFileError unless all tensors of a batch of `size` samples have them as the first dimension."""
-    for leaf in tree_leaves(parts_of(batch)):
+    for leaf in tree_leaves(_parts(batch)):
         if not isinstance(leaf, Tensor) or not leaf.dim() or leaf.shape[0] == size:
             continue
-        if any(_lists_of(size, part) for part in parts_of(batch)):
+        if any(_lists_of(size, part) for part in _parts(batch)):
             raise ModelFileError(
                 f"{place} returned for batch_size={size} a list with one element for each sample, which cannot be "
                 "divided into microbatches",
-                hint=PAD_THEM,
+                hint=_PADDED,
             )
         elsewhere = size > 1 and size in leaf.shape
         raise ModelFileError(
@@ -40,7 +44,38 @@ def check_first_dimensions(batch: Batch, size: int, place: str) -> None:
         )
 
 
-def parts_of(batch: Batch) -> tuple[Any, ...]:
+def check_samples(batch: Batch, make: Callable[[int], Batch], place: str) -> None:
+    """Raise ModelFileError where something of an example batch depends on its size in another way than it may.
+
+    `make` makes batches of other sizes, otherwise alike. Where it fails, another size tells nothing.
+    """
+    size = batch.size
+    other_size = 3 if size == 2 else 2
+    with generators_kept():
+        try:
+            other = make(other_size)
+        except ModelFileError:
+            return
+    check_first_dimensions(other, other_size, place)
+    leaves, structure = tree_flatten(_parts(batch))
+    other_leaves, other_structure = tree_flatten(_parts(other))
+    if structure != other_structure:
+        raise ModelFileError(
+            f"{place} returned another structure for {size} samples than for {other_size}, such as a list with one "
+            "element for each sample, which cannot be divided into microbatches",
+            hint=_PADDED,
+        )
+    for leaf, other_leaf in zip(leaves, other_leaves, strict=True):
+        if isinstance(leaf, int | float | str) and leaf != other_leaf:
+            raise ModelFileError(
+                f"{place} returned {leaf!r} for {size} samples, and {other_leaf!r} for {other_size}: what is no tensor "
+                "becomes part of the captured model, and must be the same for every batch",
+                hint="leave it out, or make it a tensor with one element for each sample; the model can read the "
+                "number of samples off a tensor's shape",
+            )
+
+
+def _parts(batch: Batch) -> tuple[Any, ...]:
     return *batch.args, *batch.kwargs.values(), batch.target
 
 

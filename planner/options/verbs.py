@@ -53,6 +53,7 @@ class PriceOptions(Options):
     schedule: Schedule | str = same(SolveOptions, "schedule")
     microbatches: int | None = same(SolveOptions, "microbatches", least=1)
     chunks: int = same(SolveOptions, "chunks", least=1)
+    accept_divided_loss: bool = same(SolveOptions, "accept_divided_loss")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -99,7 +99,8 @@ def test_comparing_sizes_draws_no_random_numbers() -> None:
 def test_another_number_than_the_captured_one_is_refused() -> None:
     class Scaled(Net):
         def forward(self, x: Any, scale: Any) -> Tensor:
-            return super().forward(x) * scale
+            scaled: Tensor = super().forward(x) * scale
+            return scaled
 
     spec = planner.in_memory(Scaled(), example_batch=lambda n: ((torch.randn(n, TOKENS), 2.0), None), loss=loss)
     graph = capture_file(spec, spec.example_batch(4))

@@ -40,6 +40,7 @@ from planner.plan.blocks import units_of_stage
 from planner.plan.rank_groups import sample_parts
 from planner.plan.same_model import check_same_model
 from planner.plan.shared_weights import obstacle, shared_weights
+from planner.plan.trainable import check_divided
 from planner.profiler.loss_mean.stated import check_stated
 from planner.units import counted
 from planner.workers.job import Job
@@ -225,27 +226,6 @@ def tensor_group(plan: Plan, rank: int) -> "TensorGroup | None":
     from planner.model.tensor.group import TensorGroup  # with DTensor, whose import takes a second
 
     return TensorGroup(own.tensor, own.ranks.index(rank) % own.tensor)
-
-
-def check_divided(plan: Plan) -> None:
-    """Check that the executor can divide layers as a plan says; raise PlanError when it cannot."""
-    if plan.stages[0].level > 1 and (what := "compiled" if plan.compiled else plan.memory_format):
-        raise PlanError(
-            f"the executor does not run {what} stages whose replicas divide gradients or weights",
-            hint="profile without that, or solve with `shard_optimizer=never`",
-        )
-    if max(plan.degrees) == 1:
-        return
-    one = f"solve with one degree, `tensor={max(plan.degrees)}`"
-    problem = None
-    if len({(stage.ranks, stage.tensor) for stage in plan.stages}) > len({stage.ranks for stage in plan.stages}):
-        problem = "stages on the same ranks whose groups have different sizes", one
-    elif any(len({plan.stages[stage].tensor for stage in shared.stages}) > 1 for shared in plan.shared):
-        problem = "stages that share a weight and whose groups have different sizes", one
-    elif plan.compiled:
-        problem = "divided layers that are compiled", "profile without `compiled`, or solve with `tensor=1`"
-    if problem is not None:
-        raise PlanError(f"the executor does not run {problem[0]}, as '{plan.config}' has them", hint=problem[1])
 
 
 SharedNames = Mapping[tuple[int, int], Collection[str]]  # for two stages, the trained weights that both hold

@@ -41,11 +41,11 @@ from planner.model.capture.regions import regions_noted, regions_of
 from planner.model.capture.repeated import extended, noting_nodes, shortened
 from planner.model.capture.size import SizeReader, is_symbolic
 from planner.model.deferred_weights import allocate_buffers, is_deferred, without_storage
-from planner.model.example_check import check_samples
 from planner.model.lengths import Varying, varying
 from planner.model.loss import loss_of
 from planner.model.modes import evaluating, put_in_training
 from planner.model.options import PLAIN, LossFunction, ModuleOptions
+from planner.model.samples import check_samples
 from planner.model.spec import TrainingSpec
 from planner.runtime import runtime_of
 
@@ -66,7 +66,7 @@ def capture_file(
     Of equal blocks five are traced, `quickly`, which a model deceives that treats the twentieth alone in another way.
     """
     model = spec.build_model() if model is None else model
-    check_samples(spec, batch)
+    check_samples(batch, partial(spec.example_batch, checked=False), spec.place("example_batch"))
     if training:
         put_in_training(model)
         return _capture_as_it_is(spec, batch, model, options, quickly=quickly)

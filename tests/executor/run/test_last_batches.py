@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from planner.errors import ModelFileError
-from planner.executor.run.data import DatasetBatches
+import planner
+from planner.errors import InputError, ModelFileError, PlannerError
+from planner.executor.run.data import DatasetBatches, FedBatches
 from planner.executor.run.stages import check_sizes
 from planner.model.capture.capture import capture_file
+from planner.model.capture.other_sizes import OtherSizes
 from planner.model.spec import load_model_file
 from planner.model.stage.stage import build_stage
 from planner.options.training import TrainingOptions
@@ -123,6 +125,112 @@ def test_batch_norm_of_one_sample_is_refused_before_training(tmp_path: Path) -> 
     spec = load_model_file(path)
     graph = capture_file(spec, spec.example_batch(4))
     stage = build_stage(graph, [layer.name for layer in graph.layers])
-    check_sizes([stage], [3, 2, 0])
-    with pytest.raises(ModelFileError, match="microbatches of 1 sample, of which BatchNorm cannot"):
-        check_sizes([stage], [2, 1])
+    other = OtherSizes(graph, spec.loss, spec.example_batch(4))
+    check_sizes([stage], [3, 2, 0], other, spec)
+    with pytest.raises(ModelFileError, match="microbatches of 1 sample: BatchNorm cannot"):
+        check_sizes([stage], [2, 1], other, spec)
+
+
+SQUEEZED = """
+import torch
+from torch import nn
+
+def build_model():
+    return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+
+def example_batch(batch_size):
+    return torch.randn(batch_size, 3), torch.rand(batch_size)
+
+def loss(output, target):
+    return nn.functional.binary_cross_entropy_with_logits(output.squeeze(), target)
+
+def dataset():
+    rows = torch.Generator().manual_seed(1)
+    return torch.utils.data.TensorDataset(torch.randn(19, 3, generator=rows), torch.rand(19, generator=rows))
+"""
+
+
+@pytest.fixture
+def squeezed(tmp_path: Path) -> Path:
+    """A model file whose loss fails for one sample, and an epoch that ends with microbatches of two and one."""
+    path = tmp_path / "squeezed.py"
+    path.write_text(SQUEEZED, encoding="utf-8")
+    return path
+
+
+def test_a_profile_does_not_need_parts_of_one_sample(squeezed: Path) -> None:
+    made = planner.profile(squeezed, batch_size=4, seconds=0.0, repeats=1)
+
+    assert made.loss is not None
+    assert made.loss.over == "samples"
+
+
+def test_a_tail_that_the_model_fails_on_is_refused_before_the_first_step(squeezed: Path) -> None:
+    plan = make_plan(structural_profile(squeezed, 4), (1, 1), "1f1b-flush", 2)
+
+    with pytest.raises(PlannerError) as refused:
+        planner.train(squeezed, plan, epochs=1)
+
+    assert "microbatches of 1 sample: the model fails on it: ValueError: Target size" in refused.value.message
+    assert "`drop_last`" in refused.value.hint
+    trained = planner.train(squeezed, plan, epochs=1, options=TrainingOptions(drop_last=True))
+    assert trained.minibatches == 2
+
+
+def test_an_own_loop_refuses_such_a_minibatch_when_it_is_given(squeezed: Path) -> None:
+    spec = load_model_file(squeezed)
+    usual = spec.example_batch(4)
+    fed = FedBatches(2, 4)
+    fed.check_sizes_by(OtherSizes(capture_file(spec, usual), spec.loss, usual))
+    for size in (8, 6, 4):
+        fed.feed(spec.example_batch(size))
+
+    with pytest.raises(InputError, match="a minibatch of 3 samples has microbatches of 1 sample: the model fails"):
+        fed.feed(spec.example_batch(3))
+    assert fed.count == 3
+
+
+IN_PLACE = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x):
+        x += 1
+        return self.last(torch.tanh(self.first(x.mul_(0.5)))) + x
+
+MODEL = Net()  # made while the file is imported
+
+def build_model():
+    return MODEL
+
+def example_batch(batch_size):
+    return torch.randn(batch_size, 3), torch.randn(batch_size, 3)
+
+def loss(output, target):
+    target.clamp_(-1, 1)
+    return nn.functional.mse_loss(output, target)
+
+def dataset():
+    rows = torch.Generator().manual_seed(1)
+    return torch.utils.data.TensorDataset(torch.randn(16, 3, generator=rows), torch.randn(16, 3, generator=rows))
+"""
+
+
+def test_inputs_changed_in_place_and_a_model_made_at_import(tmp_path: Path) -> None:
+    path = tmp_path / "in_place.py"
+    path.write_text(IN_PLACE, encoding="utf-8")
+    planner.profile(path, batch_size=4, seconds=0.0, repeats=1)  # which compares two calls on one batch
+    plan = make_plan(structural_profile(path, 4), (1, 1), "1f1b-flush", 1)
+
+    result, weights = eager.run_one(path, plan, TrainingOptions(), epochs=2)
+
+    spec = load_model_file(path)  # imported anew: its model is as it was
+    model = eager.build(spec)
+    losses = eager.train(spec, model, eager.minibatches(spec, 4, 2))
+    assert [entry.loss for entry in result.losses] == pytest.approx(losses, rel=1e-5)
+    eager.assert_close(weights, model)

@@ -25,15 +25,15 @@ class Sized(nn.Module):
         self.last = nn.Linear(WIDTH, out)
         self.register_buffer("table", torch.randn(CAPTURED, WIDTH))
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x: Tensor, *_: Tensor) -> Any:
         return self.last(self.between(self.first(x)))
 
 
 class SideTable(Sized):
     """Only the second input meets a table of one batch size."""
 
-    def forward(self, x: Tensor, extra: Tensor) -> Any:
-        return super().forward(x), extra + self.table
+    def forward(self, x: Tensor, *others: Tensor) -> Any:
+        return super().forward(x), others[0] + self.get_buffer("table")
 
 
 class Mixed(nn.Module):

@@ -1,0 +1,61 @@
+"""Check that the executor can train a plan: `train` asks before it starts, and `price` before it gives an answer."""
+
+from planner.errors import InputError, PlanError
+from planner.formats.plan import Plan
+from planner.formats.profile import Profile
+from planner.plan.shape import check_divided_loss
+from planner.plan.shared_weights import obstacle, shared_weights, trained_parameters
+
+
+def check_priced(plan: Plan, profile: Profile, *, accepted: bool) -> None:
+    """Raise InputError for a plan of a model that `train` would refuse; `accepted`: that its loss is divided.
+
+    An imported profile holds no model, so its plans are priced whatever they are.
+    """
+    if not plan.trainable:
+        return
+    check_trainable(plan)
+    check_divided_loss(plan.model, plan.loss, plan.schedule, plan.microbatches, accepted=accepted)
+    shared = list(shared_weights([stage.layers for stage in plan.stages], trained_parameters(profile)))
+    problem = obstacle(plan, shared)
+    if problem is not None:
+        raise PlanError(problem[0], hint=problem[1])
+    if any(stage.sharded for stage in plan.stages) and profile.optimizer_elementwise is False:
+        raise InputError(
+            f"the optimizer of '{plan.model}' does not treat each element of a parameter alone, so replicas cannot "
+            "divide its state",
+            hint="leave out `shard_optimizer`, or take an optimizer such as AdamW and profile again",
+        )
+
+
+def check_trainable(plan: Plan) -> None:
+    """Raise PlanError for a plan that the executor cannot run."""
+    check_divided(plan)
+    ranks = sorted({rank for stage in plan.stages for rank in stage.ranks})
+    if ranks != list(range(len(ranks))):
+        idle = next(rank for rank in range(plan.cluster.gpus) if rank not in ranks)
+        raise PlanError(
+            f"the plan leaves GPU {idle} idle and uses later ones, but workers are numbered without gaps",
+            hint="solve for those that it uses, or list the kinds of GPUs in the cluster so that unused ones come last",
+        )
+
+
+def check_divided(plan: Plan) -> None:
+    """Check that the executor can divide layers as a plan says; raise PlanError when it cannot."""
+    if plan.stages[0].level > 1 and (what := "compiled" if plan.compiled else plan.memory_format):
+        raise PlanError(
+            f"the executor does not run {what} stages whose replicas divide gradients or weights",
+            hint="profile without that, or solve with `shard_optimizer=never`",
+        )
+    if max(plan.degrees) == 1:
+        return
+    one = f"solve with one degree, `tensor={max(plan.degrees)}`"
+    problem = None
+    if len({(stage.ranks, stage.tensor) for stage in plan.stages}) > len({stage.ranks for stage in plan.stages}):
+        problem = "stages on the same ranks whose groups have different sizes", one
+    elif any(len({plan.stages[stage].tensor for stage in shared.stages}) > 1 for shared in plan.shared):
+        problem = "stages that share a weight and whose groups have different sizes", one
+    elif plan.compiled:
+        problem = "divided layers that are compiled", "profile without `compiled`, or solve with `tensor=1`"
+    if problem is not None:
+        raise PlanError(f"the executor does not run {problem[0]}, as '{plan.config}' has them", hint=problem[1])
