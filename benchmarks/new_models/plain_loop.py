@@ -5,6 +5,7 @@ Nothing of the product computes here. It only reads the tuples of a model file a
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -30,12 +31,14 @@ class Recipe:
             1 for all others.
         steps: minibatches.
         seed: of the weights, the order of the data, and what is drawn for a sample.
+        ignored: the label that the loss does not count, where parts are weighed by their labels.
     """
 
     samples: int
     parts: int
     steps: int
     seed: int
+    ignored: int | None = None
 
 
 @dataclass(frozen=True)
@@ -47,11 +50,16 @@ class Finished:
     after: dict[str, Tensor]
 
 
-def train_plainly(path: Path, recipe: Recipe) -> Finished:
-    """Train the file's model, and return its losses and its state."""
+def train_plainly(path: Path, recipe: Recipe, *, noise: float = 0.0) -> Finished:
+    """Train the file's model, and return its losses and its state.
+
+    With `noise` each number of the first weights is another by about that share. Such a run tells
+    how much of rounding a training makes by itself.
+    """
     file = import_file(path)
-    torch.manual_seed(recipe.seed)
+    seed_generators(recipe.seed)
     model = file.build_model()
+    _disturb(model, noise)
     before = _state(model)
 
     optimizer = _optimizer(file, model)
@@ -66,6 +74,14 @@ def train_plainly(path: Path, recipe: Recipe) -> Finished:
             scheduler.step()
 
     return Finished(losses, before, _state(model))
+
+
+def _disturb(model: nn.Module, noise: float) -> None:
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if noise and weight.is_floating_point():
+                weight.mul_(1 + noise * torch.randn(weight.shape, generator=generator))
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:
@@ -101,6 +117,7 @@ def _own_loss(output: Any) -> Tensor:
 
 def _minibatches(file: ModuleType, recipe: Recipe) -> Iterator[list[tuple[Batch, float]]]:
     """Yield the parts of each minibatch, with what each counts of the minibatch's mean."""
+    seed_generators(recipe.seed)
     data = file.dataset()
     epoch = 0
     steps = 0
@@ -109,13 +126,13 @@ def _minibatches(file: ModuleType, recipe: Recipe) -> Iterator[list[tuple[Batch,
         for start in range(0, len(order), recipe.samples):
             if steps == recipe.steps:
                 return
-            indices = order[start : start + recipe.samples]
+            places = torch.arange(start, min(start + recipe.samples, len(order)))
             batches = [
-                _batch(file, data, part.tolist(), recipe.seed, epoch)
-                for part in torch.tensor(indices).tensor_split(recipe.parts)
+                _batch(file, data, order, part.tolist(), recipe.seed, epoch)
+                for part in places.tensor_split(recipe.parts)
                 if part.numel()
             ]
-            counts = [_count(file, batch) for batch in batches]
+            counts = [_count(batch, recipe.ignored) for batch in batches]
             yield [(batch, count / sum(counts)) for batch, count in zip(batches, counts, strict=True)]
             steps += 1
         epoch += 1
@@ -128,27 +145,35 @@ def _order(samples: int, seed: int, epoch: int) -> list[int]:
     return order
 
 
-def _batch(file: ModuleType, data: Any, indices: list[int], seed: int, epoch: int) -> Batch:
+def _batch(
+    file: ModuleType, data: Any, order: list[int], places: list[int], seed: int, epoch: int
+) -> Batch:
+    """Read the samples at these places of the order, each item and the batch under a seed of its own."""
     samples = []
-    for index in indices:
-        seed_generators(seed, epoch, index)
+    for index in (order[place] for place in places):
+        seed_generators(data_seed(seed, epoch, "item", index))
         samples.append(data[index])
-    seed_generators(seed, epoch, indices[0])
+    seed_generators(data_seed(seed, epoch, "collate", places[0]))
     if hasattr(file, "collate"):
         return make_batch(file.collate(samples), "collate(samples)")
     return collate(samples)
 
 
-def seed_generators(seed: int, epoch: int, index: int) -> None:
-    """Seed the three global generators from which datasets draw, before an item or a collate."""
-    number = seed * 1_000_003 + epoch * 1_009 + index
-    torch.manual_seed(number)
-    np.random.seed(number % 2**32)
-    random.seed(number)
+def data_seed(seed: int, epoch: int, what: str, number: int) -> int:
+    """Return the seed of an item, by its index, or of a batch, by its first sample's place in the order."""
+    text = f"{seed}/{epoch}/{what}/{number}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big")
 
 
-def _count(file: ModuleType, batch: Batch) -> float:
-    """Return what the loss of these samples is a mean over: samples, or what the file counts."""
-    if hasattr(file, "loss_weight"):
-        return float(file.loss_weight(batch.target))
-    return batch.size
+def seed_generators(seed: int) -> None:
+    """Seed the three global generators from which people draw."""
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+
+
+def _count(batch: Batch, ignored: int | None) -> float:
+    """Return what the loss of these samples is a mean over."""
+    if ignored is None:
+        return batch.size
+    return float((batch.target != ignored).sum())

@@ -34,7 +34,8 @@ from planner.formats.files import write_text
 HERE = Path(__file__).parent
 MICROBATCH, MICROBATCHES, STEPS, SEED = 4, 4, 8, 0  # 8 minibatches are two epochs of 52 samples
 SHAPES = {"two stages": ("--stages", "2"), "two replicas": ("--stages", "1", "--replicas", "2")}
-ROUNDING = 1e-4  # relative; weights by what training changed of them
+NOISE = 1e-7  # of the first weights of a second plain loop, whose difference is that of rounding
+ROUNDING, FACTOR = 1e-4, 10  # differences that are rounding: at most this, or so many times those of noise
 
 Outcome = Literal["equal", "differs", "refused", "failed", "timed out"]
 
@@ -49,6 +50,7 @@ class Case:
         traits: what makes it hard, in words.
         microbatches: 1 where the loss is of the whole batch.
         divided: the plain loop divides minibatches, too: for BatchNorm, and for what `collate` draws.
+        ignored: the label that the loss does not count, if the plain loop weighs parts by labels.
     """
 
     package: str
@@ -56,6 +58,7 @@ class Case:
     traits: str = ""
     microbatches: int = MICROBATCHES
     divided: bool = False
+    ignored: int | None = None
 
 
 CASES = {
@@ -124,6 +127,7 @@ CASES = {
         "SGD with momentum, OneCycleLR",
         "focal loss with ignore_index 255; BatchNorm",
         divided=True,
+        ignored=255,
     ),
     "distilled": Case(
         "vit_pytorch",
@@ -174,6 +178,7 @@ class Row:
     plain_last_loss: float | None = None
     loss_difference: float | None = None  # the largest, relative
     weight_difference: float | None = None  # of all weights, relative to what training changed
+    noise_difference: float | None = None  # of the weights of two plain loops, the second disturbed
     worst_difference: float | None = None  # of the tensor that differs most, relative to it
     worst_tensor: str = ""
     message: str = ""
@@ -259,13 +264,15 @@ def _write_rows(model: str, shapes: list[str], folder: Path) -> None:
     case = CASES[model]
     path = HERE / "models" / f"{model}.py"
     parts = case.microbatches if case.divided else 1
-    recipe = Recipe(MICROBATCH * case.microbatches, parts, STEPS, SEED)
+    recipe = Recipe(MICROBATCH * case.microbatches, parts, STEPS, SEED, case.ignored)
 
     plain = train_plainly(path, recipe)
+    disturbed = train_plainly(path, recipe, noise=NOISE)
+    noise = _of_training(disturbed.after, plain)
     rows = []
     for shape in shapes:
         try:
-            rows.append(_trained(model, path, shape, folder, plain))
+            rows.append(_trained(model, path, shape, folder, plain, noise))
         except CommandError as error:
             outcome: Outcome = "failed" if error.code == 1 else "refused"
             first, last = plain.losses[0], plain.losses[-1]
@@ -280,6 +287,7 @@ def _trained(
     shape: str,
     folder: Path,
     plain: Finished,
+    noise: float,
 ) -> Row:
     """Profile once, price the shape, train it, and compare."""
     microbatches = CASES[model].microbatches
@@ -298,7 +306,7 @@ def _trained(
     trained = load_file(weights)
     worst, worst_tensor = _worst(trained, plain.after)
     weight_difference = _of_training(trained, plain)
-    equal = max(loss_difference, weight_difference) <= ROUNDING
+    equal = max(loss_difference, weight_difference) <= max(ROUNDING, FACTOR * noise)
 
     profile = json.loads((folder / "profile.json").read_text())
     mean = profile["loss"]
@@ -314,6 +322,7 @@ def _trained(
         plain_last_loss=plain.losses[-1],
         loss_difference=loss_difference,
         weight_difference=weight_difference,
+        noise_difference=noise,
         worst_difference=worst,
         worst_tensor=worst_tensor,
     )
@@ -395,6 +404,7 @@ def described(row: Row) -> str:
     if row.first_loss is not None:
         text += f", loss {row.first_loss:.5f} to {row.last_loss:.5f} (plain {row.plain_last_loss:.5f})"
         text += f", losses {row.loss_difference:.1e}, weights {row.weight_difference:.1e}"
+        text += f" (noise {row.noise_difference:.1e})"
         text += f", worst {row.worst_difference:.1e} of {row.worst_tensor}"
         text += f"; mean over {row.loss_mean}; {row.layers} layers"
     return f"{text} {row.message}".rstrip()
@@ -406,14 +416,14 @@ def table(results: Results) -> str:
     known = [row for row in rows if row.model in CASES]
     ordered = sorted(known, key=lambda row: [*CASES].index(row.model))
     heads = ["model", "package", "optimizer, schedule", "shape", "result", "loss is a mean over"]
-    heads += ["first loss", "last loss", "losses differ", "weights differ"]
+    heads += ["first loss", "last loss", "losses differ", "weights differ", "by noise"]
     return tabulate([_cells(row) for row in ordered], heads, tablefmt="github", disable_numparse=True)
 
 
 def _cells(row: Row) -> list[str]:
     case = CASES[row.model]
     losses = [row.first_loss, row.last_loss]
-    differences = [row.loss_difference, row.weight_difference]
+    differences = [row.loss_difference, row.weight_difference, row.noise_difference]
     return [
         row.model,
         case.package,

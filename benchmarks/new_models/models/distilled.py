@@ -1,6 +1,7 @@
 """vit-pytorch's wrapper for distillation: a frozen teacher in eval mode, run without gradients; it returns the loss."""
 
 import torch
+import without_torchvision  # noqa: F401
 from made_up import Samples
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
