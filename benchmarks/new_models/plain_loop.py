@@ -85,11 +85,7 @@ def _disturb(model: nn.Module, noise: float) -> None:
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:
-    return {
-        name: value.detach().clone()
-        for name, value in model.state_dict().items()
-        if isinstance(value, Tensor)
-    }
+    return {name: value.detach().clone() for name, value in model.state_dict().items() if isinstance(value, Tensor)}
 
 
 def _optimizer(file: ModuleType, model: nn.Module) -> torch.optim.Optimizer:
@@ -145,9 +141,7 @@ def _order(samples: int, seed: int, epoch: int) -> list[int]:
     return order
 
 
-def _batch(
-    file: ModuleType, data: Any, order: list[int], places: list[int], seed: int, epoch: int
-) -> Batch:
+def _batch(file: ModuleType, data: Any, order: list[int], places: list[int], seed: int, epoch: int) -> Batch:
     """Read the samples at these places of the order, each item and the batch under a seed of its own."""
     samples = []
     for index in (order[place] for place in places):

@@ -9,6 +9,7 @@ interrupted goes on where it stopped: what was measured of the same source is no
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
@@ -81,10 +82,7 @@ CASES = {
         "AdamW, rates fall by layer, linear after warm-up",
         "words replaced by NumPy in __getitem__",
     ),
-    "decision_transformer": Case(
-        "transformers", "AdamW, warm-up", "the loss indexes by a mask of the target"
-    ),
-    "longformer": Case("transformers", "AdamW, linear after warm-up", "padded; words without tags"),
+    "decision_transformer": Case("transformers", "AdamW, warm-up", "the loss indexes by a mask of the target"),
     "zamba2": Case("transformers", "AdamW, cosine after warm-up", "a block that is shared; padded"),
     "control_net": Case(
         "diffusers",
@@ -93,13 +91,11 @@ CASES = {
         divided=True,
     ),
     "ddpm": Case("diffusers", "AdamW, cosine after warm-up", "noise drawn in __getitem__ (torch)"),
-    "deepseek_v3": Case(
-        "pytorch_optimizer", "Muon and AdamW, trapezoid", "experts (transformers); padded"
-    ),
+    "deepseek_v3": Case("pytorch_optimizer", "Muon and AdamW, trapezoid", "experts (transformers); padded"),
     "series_transformer": Case(
         "transformers", "AdamW, cosine after warm-up", "a loss over observed values, in the model"
     ),
-    "video_mae": Case("transformers", "AdamW, cosine after warm-up", "indexes by a mask"),
+    "video_mae": Case("transformers", "AdamW, cosine after warm-up", "indexes by a mask, in blocks"),
     "sentence_pairs": Case(
         "sentence_transformers", "AdamW, linear after warm-up", "one network for both inputs; padded"
     ),
@@ -134,32 +130,22 @@ CASES = {
         "AdamW, CosineAnnealingLR",
         "frozen teacher in eval mode under no_grad; the loss in the model",
     ),
-    "translator": Case(
-        "x_transformers", "Adam, linear after warm-up", "the loss in the model; padded"
-    ),
-    "megabyte": Case(
-        "MEGABYTE_pytorch", "Adam, cosine after warm-up", "the loss in the model, which ignores 0"
-    ),
-    "xlstm_text": Case("xlstm", "AdamW, cosine after warm-up", "a loop over words; padded labels"),
-    "crf_tagger": Case(
-        "torchcrf", "SGD with momentum, ExponentialLR", "a loss over tokens, in the model; padded"
-    ),
+    "translator": Case("x_transformers", "Adam, linear after warm-up", "the loss in the model; padded"),
+    "megabyte": Case("MEGABYTE_pytorch", "Adam, cosine after warm-up", "the loss in the model, which ignores 0"),
+    "xlstm_text": Case("xlstm", "AdamW, cosine after warm-up", "a loop over words, in blocks; padded"),
+    "crf_tagger": Case("torchcrf", "SGD with momentum, ExponentialLR", "a loss over tokens, in blocks; padded"),
     "liquid": Case("ncps", "Adam, ExponentialLR", "loops over time; masked weights"),
     "residual_vq": Case(
         "vector_quantize_pytorch",
         "AdamW, cosine after warm-up",
-        "codebooks change in forward",
+        "codebooks change in forward, in blocks",
         divided=True,
     ),
     "molecule": Case("egnn_pytorch", "Adam, CosineAnnealingLR", "masked atoms"),
-    "diff_pool": Case(
-        "torch_geometric", "Adam, StepLR", "losses of whole batches", microbatches=1
-    ),
+    "diff_pool": Case("torch_geometric", "Adam, StepLR", "losses of whole batches", microbatches=1),
     "ft_transformer": Case("rtdl_revisiting_models", "AdamW, groups by name, no schedule", "tables"),
     "tab_m": Case("tabm", "AdamW, no schedule", "an ensemble; tables"),
-    "speaker": Case(
-        "speechbrain", "Adam, CyclicLR", "a margin between classes; BatchNorm", divided=True
-    ),
+    "speaker": Case("speechbrain", "Adam, CyclicLR", "a margin between classes; BatchNorm", divided=True),
 }
 
 
@@ -214,11 +200,7 @@ def main() -> None:
         if find_spec(CASES[model].package) is None:
             print(f"{model} is left out: {CASES[model].package} is not installed", file=sys.stderr)
             continue
-        shapes = [
-            shape
-            for shape in args.shapes
-            if args.again or (model, shape, source_of(model)) not in measured
-        ]
+        shapes = [shape for shape in args.shapes if args.again or (model, shape, source_of(model)) not in measured]
         if not shapes:
             continue
 
@@ -252,10 +234,8 @@ def measure(model: str, shapes: list[str], time_limit: float) -> list[Row]:
 
 def _end(child: subprocess.Popen[bytes]) -> None:
     """End the process and all that it started, which share its group."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     child.wait()
 
 
@@ -390,7 +370,7 @@ def _mean(mean: dict[str, Any]) -> str:
 def source_of(model: str) -> str:
     """Return a digest of the product, of the model's file and of what it imports from here."""
     files = sorted((ROOT / "planner").rglob("*.py"))
-    shared = [HERE / "models" / f"{name}.py" for name in (model, "made_up", "schedules")]
+    shared = [HERE / "models" / f"{name}.py" for name in (model, "made_up", "schedules", "without_torchvision")]
     digest = hashlib.sha256(repr(CASES[model]).encode())
     for path in [*files, *shared, HERE / "plain_loop.py"]:
         digest.update(path.read_bytes())

@@ -1,4 +1,7 @@
-"""An LSTM with a conditional random field of pytorch-crf, the way sequences have been tagged for years; padded."""
+"""An LSTM with a conditional random field of pytorch-crf, the way sequences have been tagged for years; padded.
+
+The field checks its mask, which decides by values, so the file names the blocks.
+"""
 
 import torch
 from made_up import Samples, padded_text
@@ -9,17 +12,50 @@ from torchcrf import CRF
 WORDS, LENGTH, TAGS = 128, 12, 5
 
 
-class Tagger(nn.Module):
+class Words(nn.Module):
     def __init__(self):
         super().__init__()
         self.words = nn.Embedding(WORDS, 24, padding_idx=0)
-        self.lstm = nn.LSTM(24, 16, num_layers=2, bidirectional=True, batch_first=True)
+
+    def forward(self, tokens, tags, mask):
+        return self.words(tokens), tags, mask
+
+
+class Recurrent(nn.Module):
+    def __init__(self, inputs):
+        super().__init__()
+        self.lstm = nn.LSTM(inputs, 16, bidirectional=True, batch_first=True)
+
+    def forward(self, values):
+        hidden, tags, mask = values
+        return self.lstm(hidden)[0], tags, mask
+
+
+class Field(nn.Module):
+    def __init__(self):
+        super().__init__()
         self.scores = nn.Linear(32, TAGS)
         self.crf = CRF(TAGS, batch_first=True)
 
+    def forward(self, values):
+        hidden, tags, mask = values
+        return -self.crf(self.scores(hidden), tags, mask=mask, reduction="token_mean")
+
+
+class Tagger(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList([Words(), Recurrent(24), Recurrent(32), Field()])
+
     def forward(self, tokens, tags, mask):
-        scores = self.scores(self.lstm(self.words(tokens))[0])
-        return -self.crf(scores, tags, mask=mask, reduction="token_mean")
+        values = self.parts[0](tokens, tags, mask)
+        for part in self.parts[1:]:
+            values = part(values)
+        return values
+
+
+def blocks(model):
+    return list(model.parts)
 
 
 def build_model():

@@ -1,5 +1,7 @@
 """vit-pytorch's wrapper for distillation: a frozen teacher in eval mode, run without gradients; it returns the loss."""
 
+from itertools import pairwise
+
 import torch
 import without_torchvision  # noqa: F401
 from made_up import Samples
@@ -14,7 +16,7 @@ def teacher():
     """Return a small convolutional network, whose statistics and dropout must rest."""
     widths = (3, 8, 16, 32)
     layers = []
-    for inputs, outputs in zip(widths, widths[1:], strict=False):
+    for inputs, outputs in pairwise(widths):
         layers += [nn.Conv2d(inputs, outputs, 3, 2, 1), nn.BatchNorm2d(outputs), nn.ReLU()]
     layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.5), nn.Linear(32, CLASSES)]
     return nn.Sequential(*layers).requires_grad_(False).eval()
@@ -25,8 +27,7 @@ def build_model():
         image_size=SIZE, patch_size=8, num_classes=CLASSES, dim=32, depth=3, heads=4, dim_head=8,
         mlp_dim=64,
     )  # fmt: skip
-    wrapper = DistillWrapper(teacher=teacher(), student=student, temperature=3.0, alpha=0.5)
-    return wrapper
+    return DistillWrapper(teacher=teacher(), student=student, temperature=3.0, alpha=0.5)
 
 
 def example_batch(batch_size):

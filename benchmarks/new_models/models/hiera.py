@@ -46,10 +46,7 @@ def rate(name):
 def optimizer(named_parameters):
     pairs = list(named_parameters)
     rates = sorted({rate(name) for name, _ in pairs})
-    groups = [
-        {"params": [weight for name, weight in pairs if rate(name) == each], "lr": each}
-        for each in rates
-    ]
+    groups = [{"params": [weight for name, weight in pairs if rate(name) == each], "lr": each} for each in rates]
     return Lion(groups, weight_decay=0.1)
 
 

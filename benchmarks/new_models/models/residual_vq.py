@@ -1,4 +1,7 @@
-"""Residual vector quantization: codebooks are running means of what they encode, changed in every forward."""
+"""Residual vector quantization: codebooks are running means of what they encode, changed in every forward.
+
+A codebook asks whether it was begun, which decides by a value, so the file names the blocks.
+"""
 
 import torch
 from made_up import Samples
@@ -10,24 +13,43 @@ from vector_quantize_pytorch import ResidualVQ
 SAMPLES, WIDTH = 64, 16
 
 
-class Codec(nn.Module):
+class Encoder(nn.Module):
     def __init__(self):
         super().__init__()
-        self.encoder = nn.Sequential(
-            nn.Conv1d(1, WIDTH, 5, 2, 2), nn.ELU(), nn.Conv1d(WIDTH, WIDTH, 5, 2, 2)
-        )
-        self.quantizer = ResidualVQ(dim=WIDTH, num_quantizers=3, codebook_size=32, decay=0.9)
-        self.decoder = nn.Sequential(
-            nn.ConvTranspose1d(WIDTH, WIDTH, 4, 2, 1), nn.ELU(), nn.ConvTranspose1d(WIDTH, 1, 4, 2, 1)
-        )
+        self.first = nn.Conv1d(1, WIDTH, 5, 2, 2)
+        self.second = nn.Conv1d(WIDTH, WIDTH, 5, 2, 2)
 
     def forward(self, sound):
-        codes, _, commitment = self.quantizer(self.encoder(sound).transpose(1, 2))
-        return self.decoder(codes.transpose(1, 2)), commitment.sum()
+        return self.second(nn.functional.elu(self.first(sound))).transpose(1, 2)
+
+
+class Quantizer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.codebooks = ResidualVQ(dim=WIDTH, num_quantizers=3, codebook_size=32, decay=0.9)
+
+    def forward(self, hidden):
+        codes, _, commitment = self.codebooks(hidden)
+        return codes.transpose(1, 2), commitment.sum()
+
+
+class Decoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.ConvTranspose1d(WIDTH, WIDTH, 4, 2, 1)
+        self.second = nn.ConvTranspose1d(WIDTH, 1, 4, 2, 1)
+
+    def forward(self, values):
+        codes, commitment = values
+        return self.second(nn.functional.elu(self.first(codes))), commitment
 
 
 def build_model():
-    return Codec()
+    return nn.Sequential(Encoder(), Quantizer(), Decoder())
+
+
+def blocks(model):
+    return list(model)
 
 
 def example_batch(batch_size):

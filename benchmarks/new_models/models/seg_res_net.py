@@ -27,11 +27,13 @@ def slice_of(generator):
 class Augmented(Dataset):
     def __init__(self):
         self._slices = Samples(slice_of, 40)
-        self._augment = Compose([
-            RandFlipd(["image", "label"], prob=0.5, spatial_axis=0),
-            RandScaleIntensityd("image", factors=0.1, prob=1.0),
-            RandGaussianNoised("image", prob=0.5, std=0.1),
-        ])
+        self._augment = Compose(
+            [
+                RandFlipd(["image", "label"], prob=0.5, spatial_axis=0),
+                RandScaleIntensityd("image", factors=0.1, prob=1.0),
+                RandGaussianNoised("image", prob=0.5, std=0.1),
+            ]
+        )
         self._augment.set_random_state(seed=0)
 
     def __len__(self):

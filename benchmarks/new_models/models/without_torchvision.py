@@ -51,10 +51,16 @@ class _Finder(MetaPathFinder, Loader):
         pass
 
 
-for package, module in (("torchvision", "torchvision.ops"), ("torchaudio", "torchaudio")):
+def _imports(module: str) -> bool:
     try:
         importlib.import_module(module)
     except Exception:  # it is missing, or of another build than torch
+        return False
+    return True
+
+
+for package, module in (("torchvision", "torchvision.ops"), ("torchaudio", "torchaudio")):
+    if not _imports(module):
         for name in [name for name in sys.modules if name.partition(".")[0] == package]:
             del sys.modules[name]
         sys.meta_path.insert(0, _Finder(package))

@@ -1,4 +1,7 @@
-"""xLSTM: matrix memories, and one layer of scalar ones that loops over the words; labels of the padding are ignored."""
+"""xLSTM: matrix memories, and one layer of scalar ones that loops over the words; labels of the padding are ignored.
+
+The loop asks whether its state is still zero, which decides by values, so the file names the blocks.
+"""
 
 import torch
 from made_up import IGNORED, Samples, padded_text
@@ -29,6 +32,11 @@ def build_model():
             ),
         )
     )  # fmt: skip
+
+
+def blocks(model):
+    stack = model.xlstm_block_stack
+    return [model.token_embedding, *stack.blocks, stack.post_blocks_norm, model.lm_head]
 
 
 def example_batch(batch_size):
