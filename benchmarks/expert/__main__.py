@@ -15,11 +15,11 @@ from tabulate import tabulate
 
 import planner
 from benchmarks.kept import printed
-from planner.api.running import check_trainable
 from planner.errors import PlannerError
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import short_config
 from planner.plan.blocks import units_of_stage
+from planner.plan.trainable import check_trainable
 from planner.profiler.estimated.devices import usual_dtype
 from planner.reporting.tables.plan import share_of_speed
 from planner.units import SLACK

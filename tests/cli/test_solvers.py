@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from planner.api.running import check_trainable
 from planner.cli.main import main
 from planner.errors import PlanError
 from planner.formats.cluster import Cluster, DeviceKind, Level, save_cluster
 from planner.formats.plan import load_plan
 from planner.formats.profile import save_profile
+from planner.plan.trainable import check_trainable
 from tests.samples import layer, profile
 
 MODEL = profile(*(layer(name, output_bytes=10, weight_bytes=100) for name in "abcd"))

@@ -110,7 +110,9 @@ class Reader:
             items.append(dataset[index])
 
         seed_all(f"{self.seed}/{epoch}/collate/{indices.start}")
-        return spec.functions.get("collate", _stacked)(items)
+        if "collate" in spec.functions:
+            return spec.functions["collate"](items)
+        return _stacked(items)
 
 
 def seed_all(text: str) -> None:

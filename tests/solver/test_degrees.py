@@ -11,7 +11,6 @@ import pytest
 
 from planner.analysis import given_plan
 from planner.analysis.given_plan import GivenPlan
-from planner.api.running import check_trainable
 from planner.cost.network.link import Link
 from planner.cost.pricing import price
 from planner.cost.setting import Setting
@@ -24,6 +23,7 @@ from planner.formats.profile import DEGREE_COLUMNS, DegreeCosts, Profile
 from planner.options.solving import StageRules
 from planner.plan.rank_groups import groups_of, of_groups, plan_of_tensor_rank
 from planner.plan.shape import shape_of
+from planner.plan.trainable import check_trainable
 from planner.schedule.registry import find
 from planner.simulator.simulate_plan import simulate, simulated_s
 from planner.solver import solve

@@ -8,8 +8,10 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
@@ -146,7 +148,14 @@ def plain_evaluation(path: Path, seed: int, microbatch: int) -> list[torch.Tenso
     ]
 
 
-def _read(module, dataset, seed, epoch, indices, start):  # type: ignore[no-untyped-def]
+def _read(
+    module: Any,
+    dataset: Any,
+    seed: int,
+    epoch: int | str,
+    indices: Sequence[int],
+    start: int,
+) -> Any:
     samples = []
     for index in indices:
         seed_all(part_seed(seed, epoch, "item", index))

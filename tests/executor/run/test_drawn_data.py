@@ -195,7 +195,12 @@ def _python_generator() -> Callable[[int], float]:
 
 def _counter() -> Callable[[int], float]:
     reads: list[int] = []
-    return lambda index: float(reads.append(index) or len(reads))
+
+    def count(index: int) -> float:
+        reads.append(index)
+        return float(len(reads))
+
+    return count
 
 
 def _fresh_generator() -> Callable[[int], float]:

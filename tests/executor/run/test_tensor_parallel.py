@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from planner.errors import PlanError
 from planner.executor.checkpoint.trained_weights import read_trained
 from planner.executor.run.data import make_batches
-from planner.executor.run.stages import build_modules, check_divided
+from planner.executor.run.stages import build_modules
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import Shared
 from planner.formats.profile import Profile
@@ -27,6 +27,7 @@ from planner.model.spec import load_model_file
 from planner.model.stage.stage import StageModule, build_stage
 from planner.model.tensor.group import TensorGroup
 from planner.options.training import CheckpointOptions, TrainingOptions
+from planner.plan.trainable import check_divided
 from planner.schedule.instructions import Unit
 from planner.workers.job import Job
 from tests.executor.models import SHARED_HEAD, write_model

@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 
 from planner.analysis.fit import fit
-from planner.api.running import check_trainable
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.setting import Setting
 from planner.formats.cluster import Cluster, flat_cluster
 from planner.formats.profile import Profile
 from planner.options.solving import SolveOptions, StageRules
+from planner.plan.trainable import check_trainable
 from planner.schedule.chunked import INTERLEAVED
 from planner.schedule.one_stage import FLUSH
 from planner.simulator.simulate_plan import simulated_s
