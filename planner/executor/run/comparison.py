@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # exported by a star import
+from torch.distributed import Store  # type: ignore[attr-defined]  # exported by a star import
 
 from planner.errors import ModelFileError
 from planner.executor.run.data import BatchSource, ChangedBatches
@@ -21,6 +21,7 @@ from planner.model.batch_digest import batch_digest
 from planner.model.capture.size import Extent
 from planner.schedule.instructions import Unit
 from planner.workers.meeting import nth_time, worker_store
+from planner.workers.secret_store import Part
 
 FIRST = 16  # minibatches at the beginning that are compared
 EVERY = 31  # later ones: a prime, so that each replica's turn comes
@@ -39,7 +40,7 @@ class BatchComparison:
         if dist.get_world_size() == 1:
             return
         store = worker_store(_TIMEOUT)
-        self._store = PrefixStore(f"batches/{nth_time(store, 'batches')}", store)
+        self._store = Part(f"batches/{nth_time(store, 'batches')}", store)
 
     def check(self, what: str, batch: Batch) -> None:
         """Raise ModelFileError where another worker has read another batch than this one as `what`."""
