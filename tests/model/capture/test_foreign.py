@@ -39,8 +39,7 @@ class Projecting(nn.Module):
         self.other: Callable[[Tensor], Tensor] = lambda x: other(x)  # no module of this one
 
     def forward(self, x: Tensor) -> Tensor:
-        result = self.other(self.inner(x))
-        return result
+        return self.other(self.inner(x))
 
 
 class Holding(nn.Module):
