@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from planner.errors import PlannerError, reason_of
 from planner.model.batch import Batch
-from planner.model.capture.capture import layouts_kept
+from planner.model.capture.capture import values_unread
 from planner.model.capture.failure import silent_tracer
 from planner.model.capture.fake import fake_batch, fake_modules
 from planner.model.capture.graph import LayerGraph
@@ -97,7 +97,7 @@ class OtherSizes:
 
     def _run_model(self, batch: Batch) -> Tensor:
         assert self._model is not None
-        with layouts_kept():
+        with values_unread():
             return loss_of(self._model(*batch.args, **batch.kwargs), batch.target, self._loss)
 
     def _run_graph(self, batch: Batch) -> object:
