@@ -38,6 +38,7 @@ from planner.model.capture.graph import LOSS, LayerGraph, ValueSpec, graph_diges
 from planner.model.capture.hooks import refuse_hooks, refuse_new_hooks
 from planner.model.capture.layers import group_layers
 from planner.model.capture.operations import MODEL, Names, is_check, is_random, name_slices
+from planner.model.capture.pins import noting_pins
 from planner.model.capture.recurrent import recurrence_untraced
 from planner.model.capture.regions import regions_noted, regions_of
 from planner.model.capture.repeated import extended, noting_nodes, shortened
@@ -129,6 +130,7 @@ class Trace:
     example: Batch
     output: "_Output"
     lengths: Varying | None = None
+    pinned_at: str | None = None  # the user's line that fixes the number of samples, if one does
 
 
 def _captured_quickly(
@@ -185,6 +187,7 @@ def traced(
             contexts.enter_context(context)
         for context in (recurrence_untraced(), noting_places()) if places else ():
             contexts.enter_context(context)
+        pins = contexts.enter_context(noting_pins())
         try:
             assignments: list[Assignment] = []
             module = trace(assignments)
@@ -202,7 +205,7 @@ def traced(
             module.graph.erase_node(node)
         elif node.name == LOSS:
             node._rename("loss_value")  # "loss" is the stage's result
-    return Trace(model, module, example, output, lengths)
+    return Trace(model, module, example, output, lengths, next(iter(pins), None))
 
 
 def observed(trace: Trace, options: ModuleOptions) -> LayerGraph:
@@ -233,6 +236,7 @@ def observed(trace: Trace, options: ModuleOptions) -> LayerGraph:
         loss=loss,
         tied_parameters=names.tied,
         batch_size=None if reader.dynamic and not _pinned(placeholders) else trace.example.size,
+        pinned_at=trace.pinned_at,
         constants=_constants(trace.example),
         options=options,
         written=_written(module, names, facts),

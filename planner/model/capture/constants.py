@@ -112,14 +112,15 @@ class KnownConstants(TorchFunctionMode):
     def _note_changes(self, arguments: Sequence[Tensor]) -> None:
         """Follow a change in place, which was made to the values as well, also through views."""
         for address in self._changed(arguments):
-            for tensor, (value, _) in list(self._known.items()):
+            for tensor in list(self._known):
+                value, _ = self._known[tensor]
                 if address_of(value) == address:
                     self._known[tensor] = (value, tensor._version)
 
     def _forget_changed(self, arguments: Sequence[Tensor], *, always: bool) -> None:
         changed = {address_of(self._known[each][0]) for each in arguments} if always else self._changed(arguments)
-        for tensor, (value, _) in list(self._known.items()):
-            if address_of(value) in changed:
+        for tensor in list(self._known):
+            if address_of(self._known[tensor][0]) in changed:
                 del self._known[tensor]
 
     def _changed(self, arguments: Sequence[Tensor]) -> set[int]:

@@ -294,7 +294,9 @@ def test_blocks_that_decide_by_values_need_the_device() -> None:
 
 
 class Running(nn.Module):
-    """Subtracts a running mean, as it was before this batch; the last one draws numbers of Python's and NumPy's."""
+    """Subtracts a running mean, as it was before this batch; may draw a number of Python's or NumPy's."""
+
+    mean: Tensor
 
     def __init__(self, draw: Callable[[], float] | None = None) -> None:
         super().__init__()
