@@ -255,7 +255,7 @@ def _without_autocast() -> Iterator[None]:
         enabled = region._enabled
         region._enabled = False
         try:
-            return enter(region)
+            return enter(region)  # type: ignore[no-untyped-call]
         finally:
             region._enabled = enabled
 
