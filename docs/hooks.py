@@ -235,5 +235,10 @@ def _type(schema: dict[str, Any]) -> str:
     if schema["type"] == "array":
         least = f", at least {schema['minItems']}" if "minItems" in schema else ""
         return f"list of {_type(schema['items'])}{least}"
-    bounds = [f"{sign} {schema[key]:g}" for key, sign in _BOUNDS.items() if key in schema]
-    return " ".join((schema["type"], *bounds))
+    bounds = [f"{sign} {_number(schema[key])}" for key, sign in _BOUNDS.items() if key in schema]
+    return f"{schema['type']} {' and '.join(bounds)}".strip()
+
+
+def _number(bound: float) -> str:
+    """Return a bound with all digits, as far as these are few: 2147483648, 1e+15."""
+    return str(bound) if isinstance(bound, int) and bound < 2**63 else f"{bound:g}"

@@ -303,7 +303,10 @@ class TrainingSpec:
         if checked:
             check_first_dimensions(batch, batch_size, place)
         if not any(isinstance(leaf, Tensor) and leaf.dim() for leaf in tree_leaves((batch.args, batch.kwargs))):
-            raise ModelFileError(f"{place} returned no tensor for the model", hint="return (args, target)")
+            raise ModelFileError(
+                f"{place} returned no tensor for the model",
+                hint="return (args, target), with tensors in args; torch.from_numpy makes one of an array of NumPy's",
+            )
         return batch
 
     def blocks(self, model: nn.Module) -> Any:

@@ -212,7 +212,7 @@ def test_a_disk_that_takes_no_more_stops_no_training(folder: Path) -> None:
         assert f"warning: the checkpoint after minibatch {minibatch} could not be written to 'full'" in limited.stderr
     assert "error: " in limited.stderr
     assert "the last checkpoint could not be written" in limited.stderr
-    assert sorted(path.name for path in (folder / "full").iterdir()) == ["losses.jsonl", "step-00000003"]
+    assert sorted(path.name for path in (folder / "full").iterdir()) == [".lock", "losses.jsonl", "step-00000003"]
     assert plan(folder, *common, "--steps", "9", "--resume").returncode == 0
 
 
@@ -235,7 +235,7 @@ def test_a_file_system_that_is_full_stops_no_training_either(folder: Path) -> No
             place = f"the checkpoint after minibatch {minibatch} could not be written to 'small'"
             assert f"warning: {place} (worker" in done.stderr
         assert "No space left on device" in done.stderr
-        assert sorted(path.name for path in small.iterdir()) == ["losses.jsonl", "step-00000003"]
+        assert sorted(path.name for path in small.iterdir()) == [".lock", "losses.jsonl", "step-00000003"]
         planner.load_weights(load_model_file(folder / "model.py").build_model(), small)
     finally:
         subprocess.run(["umount", str(small)], check=True)
@@ -276,7 +276,7 @@ def test_nfs_may_show_a_folder_late_and_keep_a_removed_one(folder: Path) -> None
     assert "could not be written" not in done.stderr
     assert json.loads(done.stdout)["checkpoint"] == "nfs/step-00000012"
     names = {path.name for path in (folder / "nfs").iterdir()}
-    assert names == {"losses.jsonl", "step-00000012", ".step-00000004.removed"}
+    assert names == {".lock", "losses.jsonl", "step-00000012", ".step-00000004.removed"}
     # The next run removes what is left.
     (folder / "nfs" / ".step-00000004.removed" / ".nfs0001").rename(folder / "nfs" / ".step-00000004.removed" / "free")
     again = plan(folder, "train", "on_nfs.py", "--plan", "two.json", "--steps", "16", "--resume", *options)

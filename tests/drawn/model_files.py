@@ -482,11 +482,16 @@ def draw_file(seed: int) -> DrawnFile:
 
 
 def _drawn(generator: random.Random) -> dict[str, str]:
-    """Draw a choice of each axis: any body, and plain ones of all others but a few."""
+    """Draw a choice of each axis: any body, and plain ones of all others but a few, and of what those need."""
     names = {axis: next(iter(choices)) for axis, choices in AXES.items()}
     names["body"] = generator.choice(list(BODIES))
     odd = generator.sample([axis for axis in AXES if axis != "body"], generator.choice(ODD_AXES))
-    return names | {axis: generator.choice(list(AXES[axis])) for axis in odd}
+    for axis in odd:
+        names[axis] = generator.choice(list(AXES[axis]))
+        for needed, allowed in (AXES[axis][names[axis]].needs or {}).items():
+            if names[needed] not in allowed:
+                names[needed] = generator.choice(allowed)
+    return names
 
 
 def _makes_sense(choice: Choice, names: Mapping[str, str]) -> bool:

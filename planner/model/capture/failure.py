@@ -211,21 +211,26 @@ def refuse_loss(dimensions: int, requires_grad: bool) -> None:
         )
 
 
-def warn_of_unregistered(model: nn.Module) -> None:
-    """Say which modules never train, because they are in a Python list, tuple or dict: PyTorch does not."""
-    known = {id(parameter) for parameter in model.parameters()}
+def unregistered_modules(model: nn.Module) -> Iterator[tuple[str, str, list[nn.Module]]]:
+    """Yield the modules in Python lists, tuples and dicts of a model, with path and type of each list."""
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             if name.startswith("_") or not isinstance(value, (list, tuple, dict)):
                 continue
-            held = [each for each in tree_leaves(value) if isinstance(each, nn.Module)]
-            if not known.issuperset(id(parameter) for each in held for parameter in each.parameters()):
-                place = f"{path}.{name}".removeprefix(".")
-                _log.warning(
-                    f"warning: the modules in the {type(value).__name__} '{place}' of {type(model).__name__} will "
-                    "never be trained, moved to a GPU or saved, because PyTorch does not see them there; hint: make it "
-                    "an nn.ModuleList or nn.ModuleDict"
-                )
+            modules = [each for each in tree_leaves(value) if isinstance(each, nn.Module)]
+            yield f"{path}.{name}".removeprefix("."), type(value).__name__, modules
+
+
+def warn_of_unregistered(model: nn.Module) -> None:
+    """Say which modules never train, because they are in a Python list, tuple or dict: PyTorch does not."""
+    known = {id(parameter) for parameter in model.parameters()}
+    for place, kind, modules in unregistered_modules(model):
+        if not known.issuperset(id(parameter) for each in modules for parameter in each.parameters()):
+            _log.warning(
+                f"warning: the modules in the {kind} '{place}' of {type(model).__name__} will "
+                "never be trained, moved to a GPU or saved, because PyTorch does not see them there; hint: make it "
+                "an nn.ModuleList or nn.ModuleDict"
+            )
 
 
 @contextlib.contextmanager

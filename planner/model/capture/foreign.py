@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
 from planner.errors import CaptureError
-from planner.model.capture.failure import calling_place
+from planner.model.capture.failure import calling_place, unregistered_modules
 
 
 class RefuseForeignWeights(TorchFunctionMode):
@@ -21,7 +22,10 @@ class RefuseForeignWeights(TorchFunctionMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self._known = {id(parameter) for parameter in model.parameters()}
+        # What is in a Python list of the model is never trained, as in PyTorch: a warning says so.
+        listed = [module for _, _, modules in unregistered_modules(model) for module in modules]
+        self._known = {id(parameter) for module in (model, *listed) for parameter in module.parameters()}
+        self._made = WeakIdKeyDictionary()  # within, as x.detach().requires_grad_() is
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -31,13 +35,19 @@ class RefuseForeignWeights(TorchFunctionMode):
             for leaf in tree_leaves((args, kwargs)):
                 if self._is_foreign(leaf):
                     self._refuse(leaf)
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if torch.is_grad_enabled():
+            sets = args[:1] if getattr(func, "__name__", "") == "__set__" else ()  # x.requires_grad = True
+            for leaf in tree_leaves((result, sets)):
+                if self._is_foreign(leaf):
+                    self._made[leaf] = True
+        return result
 
     def _is_foreign(self, leaf: Any) -> bool:
         # While the model is traced, its own weights are fake.
         if not isinstance(leaf, Tensor) or isinstance(leaf, FakeTensor):
             return False
-        return leaf.requires_grad and leaf.is_leaf and id(leaf) not in self._known
+        return leaf.requires_grad and leaf.is_leaf and id(leaf) not in self._known and leaf not in self._made
 
     def _refuse(self, leaf: Tensor) -> None:
         place = calling_place()

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 import planner
 from planner.errors import InputError, PlannerError
 from planner.executor.checkpoint.checkpointer import Checkpointer, DataPosition, position
+from planner.executor.checkpoint.folder_lock import LOCK
 from planner.executor.checkpoint.folders import (
     INDEX,
     INDEX_DIGEST,
@@ -433,7 +434,7 @@ def test_a_crash_at_any_moment_leaves_the_old_checkpoint_or_the_new_one(
         assert_equal(split.content(), contents[resumed])
         minibatch = resumed + 5
     assert crash_at > 8
-    assert names(tmp_path / "folder") == [FILE, f"step-{minibatch - 5:08}"]
+    assert names(tmp_path / "folder") == [LOCK, FILE, f"step-{minibatch - 5:08}"]
 
 
 def test_a_full_disk_keeps_the_older_checkpoints_and_training(
@@ -460,12 +461,12 @@ def test_a_full_disk_keeps_the_older_checkpoints_and_training(
         checkpointer.save(10, losses[:10])
     assert "the checkpoint after minibatch 10 could not be written" in caplog.text
     assert "No space left on device" in caplog.text
-    assert names(tmp_path / "folder") == [FILE, "step-00000005"]
+    assert names(tmp_path / "folder") == [LOCK, FILE, "step-00000005"]
     with pytest.raises(PlannerError, match=r"the last checkpoint could not .*step-00000005"):
         checkpointer.check_last()
     checkpointer.save(15, losses)
     checkpointer.check_last()
-    assert names(tmp_path / "folder") == [FILE, "step-00000015"]
+    assert names(tmp_path / "folder") == [LOCK, FILE, "step-00000015"]
     past = RunLog(tmp_path / "folder", "").begin(15, again=True)
     assert [(loss.minibatch, loss.loss) for loss in past.losses] == losses
 

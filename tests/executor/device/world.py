@@ -25,13 +25,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
 
 from planner.executor.communication.links import End
-from planner.executor.run import context
+from planner.executor.run import comparison, context
 from planner.model.tensor.group import TensorGroup
 from tests.executor.device.rules import Hear, Meeting, NCCLDeadlock, Operation, Post, StreamWait, Tell, Work
 from tests.executor.device.simulated import Devices, Mark, Message, OnDevice, RaceError, SimulatedRuntime
 from tests.runtimes import registered
 
-TIMEOUT_S = 20
+TIMEOUT_S = 120
 _TOLIST = Tensor.tolist
 
 
@@ -64,6 +64,7 @@ class World:
         self._come: defaultdict[str, set[int]] = defaultdict(set)  # who has used each communicator
         self._functional: dict[int, _Done] = {}  # functional collectives to wait for, by what holds their results
         self._errors: list[BaseException] = []
+        self._store = dist.HashStore()  # of digests of batches
 
     @property
     def rank(self) -> int:
@@ -326,6 +327,8 @@ class World:
         with (
             patch.multiple(dist, create=True, **replaced),  # type: ignore[call-overload] # names that PyTorch 2.6 has not
             patch.object(context, "await_all", lambda _: self.barrier()),
+            patch.object(comparison, "worker_store", lambda _: self._store),
+            patch.object(comparison, "nth_time", lambda *_: 1),
             patch.object(Tensor, "tolist", lambda tensor: self._listed(tensor)),
             patch.object(distributed_c10d, "_get_group_size_by_name", lambda name: len(self._named(name).ranks)),
             patch.object(TensorGroup, "connect", lambda *of: self._connect(*of)),

@@ -1,5 +1,6 @@
 """Weights that a model or a loss uses, and that are not the model's."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -35,11 +36,10 @@ class Projecting(nn.Module):
     def __init__(self, other: nn.Module) -> None:
         super().__init__()
         self.inner = nn.Linear(WIDTH, WIDTH)
-        self.others = [other]
+        self.other: Callable[[Tensor], Tensor] = lambda x: other(x)  # no module of this one
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.others[0](self.inner(x))
-        return result
+        return self.other(self.inner(x))
 
 
 class Holding(nn.Module):
@@ -88,6 +88,20 @@ def test_frozen_weights_and_those_under_no_grad_are_constants() -> None:
 
     assert len(captured(frozen, mse_loss).layers) >= 2
     assert captured(nn.Linear(WIDTH, WIDTH), distilled).loss is not None
+
+
+class Penalised(nn.Linear):
+    """A model that asks for the gradient of its input, which it makes a leaf."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        result: Tensor = super().forward(x)
+        (slope,) = torch.autograd.grad(result.sum(), x, create_graph=True)
+        return result + slope
+
+
+def test_leaves_made_in_forward_are_the_models() -> None:
+    assert captured(nn.Sequential(Penalised(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), mse_loss, blocks=list).layers
 
 
 def test_the_way_out_trains_the_weight_of_the_loss() -> None:

@@ -139,7 +139,7 @@ def test_a_copy_that_a_cpu_does_not_need_is_captured(monkeypatch: pytest.MonkeyP
         return "aten.contiguous" in after
 
     assert copies_after_attention()
-    monkeypatch.setattr("planner.model.capture.capture._layouts_kept", nullcontext)
+    monkeypatch.setattr("planner.model.capture.capture.layouts_kept", nullcontext)
     assert not copies_after_attention()
 
 
