@@ -14,6 +14,7 @@ from planner.model.batch import Batch
 from planner.model.capture.capture import capture_file
 from planner.model.capture.failure import run_failure, warn_of_unregistered
 from planner.model.capture.graph import LayerGraph
+from planner.model.capture.pins import warn_of_only_size
 from planner.model.elementwise import has_divisible_optimizer
 from planner.model.generators import seeded
 from planner.model.lengths import extent_of
@@ -116,6 +117,7 @@ def profile_model(
         warn_of_modes(model)
         # For the device itself: `options.device` may have the number of a GPU.
         graph = capture_file(spec, batch, model, options=replace(options.stage, device=device.type))
+        warn_of_only_size(graph, spec)
         separable = try_optimizer(spec, graph.model, device)
         with contention(spec, batch_size, options.processes - 1, threads=options.threads, options=options.stage):
             half = replace(effort, seconds=effort.seconds / 2) if others else effort
