@@ -127,7 +127,7 @@ def simulate(plan: Plan, minibatches: int | None = None, *, time_limit_s: float 
         case "late":
             raise InputError(
                 f"the simulation of {_amount(plan, count)} took longer than `time_limit={time_limit_s:.3g}s`",
-                hint="give a longer `time_limit`, or fewer `minibatches`",
+                hint="give a longer `time_limit`, or simulate fewer minibatches",
             )
     rows = Events.of(events)
     memory = memory_curves(plan, rows.rows())

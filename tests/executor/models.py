@@ -105,7 +105,8 @@ class Gate(nn.Module):
 
     def forward(self, both):
         x, calls = both
-        rows = [self.negative(self.positive(row)) if row.mean() > 0 else self.positive(row) for row in x]
+        either, other = self.positive, self.negative
+        rows = [other(either(row)) if row.mean() > 0 else either(other(row)) for row in x]
         gated = torch.tanh(torch.stack(rows)) if rows else x
         return x + self.drop(self.norm(gated)), calls + 1
 
