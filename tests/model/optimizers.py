@@ -121,7 +121,7 @@ class ClippingLate(SGD):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         self.steps += 1
         if self.steps > 3:
-            nn.utils.clip_grad_norm_([parameter for _, parameter, _ in gradients_of(self)], 0.05)
+            nn.utils.clip_grad_norm_([parameter for _, parameter, _ in gradients_of(self)], 0.001)
         super().step()
 
 
@@ -137,7 +137,7 @@ class NormalisedOnce(SGD):
         if self.steps == 3:
             norm = norm_of(gradient for _, _, gradient in gradients_of(self))
             for _, _, gradient in gradients_of(self):
-                gradient.div_(norm)
+                gradient.mul_(0.01 / norm)
         super().step()
 
 
