@@ -6,6 +6,7 @@ a GPU moves a few numbers to the host.
 """
 
 import hashlib
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -25,10 +26,15 @@ def batch_digest(batch: Batch) -> int:
     may name an address.
     """
     leaves, _ = batch.flatten()
-    return digest_of(leaves)
+    return digest_of([len(batch.args), *sorted(batch.kwargs), *leaves])
 
 
-def digest_of(leaves: list[Any]) -> int:
+def digest_of_all(digests: Iterable[int]) -> int:
+    """Return the digest of several batches in their order."""
+    return digest_of(list(digests))
+
+
+def digest_of(leaves: Iterable[Any]) -> int:
     """Return the digest of some leaves of a batch: see `batch_digest`."""
     digest = hashlib.blake2b(digest_size=8)
     for leaf in leaves:

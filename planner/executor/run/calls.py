@@ -21,7 +21,7 @@ from torch import Tensor
 
 from planner.errors import InputError
 from planner.executor.communication.control import share
-from planner.executor.run.batch_digest import digest_of_all
+from planner.model.batch_digest import digest_of_all
 from planner.workers.heartbeat import Heartbeat
 
 _SAME_BATCHES = (

@@ -26,6 +26,14 @@ from planner.workers.secret_store import Part
 FIRST = 16  # minibatches at the beginning that are compared
 EVERY = 31  # later ones: a prime, so that each replica's turn comes
 _TIMEOUT = timedelta(minutes=10)
+READ_HINT = (
+    "what a worker reads may depend on the seed, the epoch and the index alone, and not on RANK, on hash() of a text, "
+    "on the order of a set or of os.listdir(), nor on a host's own files"
+)
+MADE_HINT = (
+    "build_model() may draw from the global generators, which are seeded, and may not depend on RANK, on the clock, on "
+    "hash() of a text, on the order of a set, nor on a host's own files"
+)
 
 
 class BatchComparison:
@@ -49,16 +57,27 @@ class BatchComparison:
         """
         if self._store is None:
             return
-        digest = f"{batch_digest(batch)}"
+        self._compare(what, batch_digest(batch), turn, READ_HINT)
+
+    def check_weights(self, stage: int, place: int, digest: int) -> None:
+        """Raise ModelFileError where another replica of a stage began with other weights than this one.
+
+        `place` is that of a rank in its group, where ranks divide the stage's layers.
+        """
+        if self._store is not None:
+            self._compare(f"the initial state of stage {stage}", digest, place, MADE_HINT)
+
+    def _compare(self, what: str, number: int, turn: int, hint: str) -> None:
+        assert self._store is not None
+        digest = f"{number}"
         # Sets a key that is not there, and returns what is there.
         earliest = self._store.compare_set(f"{turn}/{what}", "", f"{digest}/{self._rank}")
         other_digest, other_rank = earliest.decode().split("/")
         if other_digest == digest:
             return
         raise ModelFileError(
-            f"workers read different data: {what} has other values on rank {self._rank} than on rank {other_rank}",
-            hint="what a worker reads may depend on the seed, the epoch and the index alone, and not on RANK, on "
-            "hash() of a text, on the order of a set or of os.listdir(), nor on a host's own files",
+            f"workers differ: {what} has other values on rank {self._rank} than on rank {other_rank}",
+            hint=hint,
         )
 
 

@@ -36,6 +36,7 @@ from planner.formats.plan import Plan
 from planner.formats.plan_parts import Stage
 from planner.formats.profile import LossMean
 from planner.model.batch import Batch
+from planner.model.batch_digest import digest_of
 from planner.model.capture.graph import ValueSpec
 from planner.model.lengths import Length, Varying, varying
 from planner.model.options import gradient_dtype
@@ -83,6 +84,7 @@ class PipelineContext:
     heartbeat: Heartbeat
     data: BatchSource
     comparison: BatchComparison  # of what this worker reads with what others do
+    initial_weights: Mapping[int, int]  # digests of its stages' parameters and buffers
     minibatches: int  # of the whole run
     groups: DataGroups
     shape: PipelineShape
@@ -146,6 +148,8 @@ class PipelineContext:
         self.heartbeat.enter("connecting to the other workers", meeting=True)
         self.groups.use_once()
         self.comparison.begin()
+        for number, digest in self.initial_weights.items():
+            self.comparison.check_weights(number, 0 if self.tensor is None else self.tensor.place, digest)
         self.heartbeat.enter("taking memory", meeting=True)
         compute, runtime = self.place.compute, runtime_of(self.place.compute)
         if not runtime.asynchronous:
@@ -234,6 +238,8 @@ def pipeline_context(
     # The graphs are full of cycles; with them go the weights of other stages, if they were made.
     gc.collect()
     modules = built.training
+    # While all is on the CPU, and before replicas divide weights.
+    initial_weights = {number: digest_of(module.state_dict().values()) for number, module in modules.items()}
     transfers = transferred(plan, modules)
     groups, everywhere = DataGroups(place, message_timeout(job.run_options.hang_timeout_s)), None
     if plan.stages[0].level > 1:  # the stage moves when it is divided, unit by unit
@@ -293,6 +299,7 @@ def pipeline_context(
         heartbeat=heartbeat,
         data=data,
         comparison=comparison,
+        initial_weights=initial_weights,
         minibatches=minibatches,
         groups=groups,
         shape=shape,

@@ -30,7 +30,6 @@ from planner.errors import InputError
 from planner.executor.checkpoint.checkpointer import Checkpointer
 from planner.executor.communication.control import control_group, message_timeout, share
 from planner.executor.run.agreement import check_loss, check_schedule, joined, start_worker, take_place
-from planner.executor.run.batch_digest import digest_of
 from planner.executor.run.calls import Call, SharedCalls
 from planner.executor.run.context import pipeline_context
 from planner.executor.run.data import FedBatches, FedEvaluation
@@ -39,6 +38,7 @@ from planner.executor.run.worker import Observers
 from planner.formats.names import Backend, DeviceType
 from planner.formats.plan import Plan
 from planner.model.batch import Batch, make_batch
+from planner.model.batch_digest import batch_digest
 from planner.model.loss import check_labels, shares_function
 from planner.model.spec import TrainingSpec
 from planner.model.tensor.division import whole_state
@@ -350,7 +350,7 @@ class Pipeline:
         self._context.heartbeat.leave_to_script()
 
     def _digests(self, batches: Sequence[Batch]) -> list[int]:
-        return [digest_of(batch) for batch in batches] if self.plan.workers > 1 else []
+        return [batch_digest(batch) for batch in batches] if self.plan.workers > 1 else []
 
     def _share_losses(self) -> None:
         self._context.heartbeat.enter("sharing the losses", meeting=True)

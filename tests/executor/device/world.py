@@ -20,7 +20,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d
+from torch.distributed import HashStore, distributed_c10d  # type: ignore[attr-defined]  # exported by a star import
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -64,7 +64,7 @@ class World:
         self._come: defaultdict[str, set[int]] = defaultdict(set)  # who has used each communicator
         self._functional: dict[int, _Done] = {}  # functional collectives to wait for, by what holds their results
         self._errors: list[BaseException] = []
-        self._store = dist.HashStore()  # of digests of batches
+        self._store = HashStore()  # of digests of batches
 
     @property
     def rank(self) -> int:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from planner.executor.run.batch_digest import digest_of, digest_of_all
 from planner.model.batch import Batch
+from planner.model.batch_digest import batch_digest, digest_of_all
 
 SMALL = torch.arange(24.0).reshape(4, 6)
 # Beyond a mebibyte, where words are summed up; an odd number of rows leaves a rest.
@@ -45,19 +45,19 @@ def changed_last(tensor: Tensor) -> Tensor:
     ids=["samples", "last", "columns", "rows", "shift", "fewer", "shape", "type"],
 )
 def test_tensors_that_differ_have_other_digests(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> None:
-    assert digest_of(Batch((change(tensor),))) != digest_of(Batch((tensor,)))
+    assert batch_digest(Batch((change(tensor),))) != batch_digest(Batch((tensor,)))
 
 
 @pytest.mark.parametrize("tensor", [SMALL, LARGE], ids=["small", "large"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_values_are_told_apart_by_themselves_however_they_lie_in_memory(tensor: Tensor, dtype: torch.dtype) -> None:
     tensor = tensor.to(dtype)
-    digest = digest_of(Batch((tensor,)))
+    digest = batch_digest(Batch((tensor,)))
     behind = torch.cat([tensor.new_zeros(1), tensor.reshape(-1)])[1:].view(tensor.shape)
     strided = tensor.transpose(0, 1).contiguous().transpose(0, 1)
-    assert [digest_of(Batch((each,))) for each in (tensor.clone(), behind, strided)] == [digest] * 3
+    assert [batch_digest(Batch((each,))) for each in (tensor.clone(), behind, strided)] == [digest] * 3
     if tensor.is_complex():
-        assert digest_of(Batch((tensor.conj(),))) == digest_of(Batch((tensor.conj().resolve_conj(),)))
+        assert batch_digest(Batch((tensor.conj(),))) == batch_digest(Batch((tensor.conj().resolve_conj(),)))
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_values_are_told_apart_by_themselves_however_they_lie_in_memory(tensor: 
     ids=["place", "number", "name", "text", "nested"],
 )
 def test_all_that_is_plain_in_a_batch_counts(other: Batch) -> None:
-    assert digest_of(other) != digest_of(Batch((SMALL,), {"x": SMALL}, 1))
+    assert batch_digest(other) != batch_digest(Batch((SMALL,), {"x": SMALL}, 1))
 
 
 def test_objects_of_the_users_are_the_same_on_all_ranks() -> None:
@@ -81,11 +81,11 @@ def test_objects_of_the_users_are_the_same_on_all_ranks() -> None:
     class Options:
         pass
 
-    assert digest_of(Batch((SMALL, Options()))) == digest_of(Batch((SMALL, Options())))
+    assert batch_digest(Batch((SMALL, Options()))) == batch_digest(Batch((SMALL, Options())))
 
 
 def test_empty_tensors_and_single_numbers_have_digests() -> None:
-    digests = {digest_of(Batch((SMALL, each))) for each in (torch.zeros(0), torch.zeros(()), torch.ones(()))}
+    digests = {batch_digest(Batch((SMALL, each))) for each in (torch.zeros(0), torch.zeros(()), torch.ones(()))}
     assert len(digests) == 3
 
 
