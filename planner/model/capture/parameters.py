@@ -14,7 +14,7 @@ from planner.errors import CaptureError
 
 @contextmanager
 def refuse_changed_parameters(model: nn.Module, prefix: str = "") -> Iterator[None]:
-    """Raise CaptureError when code that runs within makes, removes or replaces a parameter, or changes its `requires_grad`.
+    """Raise CaptureError when code within makes, removes or replaces a parameter, or changes its `requires_grad`.
 
     After an error the model has the parameters, and these the flags, that it had before.
 
