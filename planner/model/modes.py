@@ -88,7 +88,7 @@ def warn_of_modes(model: nn.Module) -> None:
 
 
 def _stopped_by_train(model: nn.Module) -> list[str]:
-    """Return the modules in the model that are in training mode, and that the model's own `train()` puts into evaluation mode."""
+    """Return the modules in training mode that the model's own `train()` puts into evaluation mode."""
     before = modes_of([model])
     trained = {module for module, training in before if training and module is not model}
     model.train()

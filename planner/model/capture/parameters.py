@@ -7,6 +7,7 @@ forward that freezes one, or makes a new one, would train otherwise in a plain p
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import nn
 
 from planner.errors import CaptureError
@@ -34,7 +35,11 @@ class _Parameters:
     """The parameters that a model has at a time, with what their modules hold."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._contents = [(each, dict(each._parameters), dict(each._modules)) for each in model.modules()]
+        self._contents = [
+            (module, dict(module._parameters), dict(module._modules))
+            for module in model.modules()
+            if not isinstance(module, torch.jit.ScriptModule)  # which has no dicts, and is refused
+        ]
         self._named = dict(model.named_parameters(remove_duplicate=False))
         self._flags = {name: parameter.requires_grad for name, parameter in self._named.items()}
 
