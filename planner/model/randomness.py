@@ -64,19 +64,25 @@ def generators_kept(*, on_success: bool = True) -> Iterator[None]:
 
 
 @contextmanager
-def keep_state(module: nn.Module) -> Iterator[torch.device]:
-    """Restore the module's buffers and its device's random state afterwards; yield the device."""
-    device = next((tensor.device for tensor in (*module.parameters(), *module.buffers())), torch.device("cpu"))
+def buffers_kept(module: nn.Module) -> Iterator[None]:
+    """Restore the module's buffers afterwards, those that a forward replaces by other tensors too."""
     before = [
         (owner, name, buffer, buffer.detach().clone())
         for owner in module.modules()
         for name, buffer in owner.named_buffers(recurse=False)
     ]
     try:
-        with runtime_of(device).random_state_kept(device):
-            yield device
+        yield
     finally:
         with torch.no_grad():
             for owner, name, buffer, values in before:
                 setattr(owner, name, buffer)  # a forward may have put another tensor in its place, of another shape
                 buffer.copy_(values)
+
+
+@contextmanager
+def keep_state(module: nn.Module) -> Iterator[torch.device]:
+    """Restore the module's buffers and its device's random state afterwards; yield the device."""
+    device = next((tensor.device for tensor in (*module.parameters(), *module.buffers())), torch.device("cpu"))
+    with buffers_kept(module), runtime_of(device).random_state_kept(device):
+        yield device

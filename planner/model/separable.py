@@ -6,7 +6,8 @@ which optimizers do so. So the user's optimizer steps stand-ins for the model's 
 together, and part by part as the plan cuts them. It is separable if the updates are the same.
 
 Gradients change their size from step to step, since Adam's update does not depend on a constant factor of them, and
-keep their direction by and large, since estimates of a learning rate grow only then.
+keep their direction by and large, since estimates of a learning rate grow only then. The updates of each step are
+compared by themselves: beside a step of much larger gradients, a difference in another one would go unnoticed.
 """
 
 import math
@@ -33,8 +34,10 @@ _NOISE = 0.3  # of a gradient, relative to its lasting part
 _MOST_ELEMENTS = 2**18  # of all stand-ins: those of small models have the parameters' own shapes
 _SIZES = (256, 64, 16, 8, 4, 2)  # at most, of each dimension of a stand-in
 _ROUNDING = 1e-4  # relative to an update: some optimizers stack matrices of one shape
+_ROUNDED = 16.0  # roundings of a value: in one step, a difference smaller than that says nothing
 
 Values = dict[str, Tensor]  # by the parameters' names
+Steps = list[Values]  # the values after each step
 Piece = tuple[nn.Parameter, Callable[[Tensor], Tensor]]  # what is stepped, and how it is cut from a whole value
 
 
@@ -144,34 +147,38 @@ class _Trial:
     def verdict(self, problem: str | None) -> Separability:
         return Separability(self._kind, problem, self._claimed)
 
-    def run(self, parts: Sequence[Collection[str]] = (), seed: int = 0) -> Values:
-        """Step the parts one after the other, or all parameters together; return their last values."""
-        last: Values = {}
+    def run(self, parts: Sequence[Collection[str]] = (), seed: int = 0) -> Steps:
+        """Step the parts one after the other, or all parameters together; return the values after each step."""
+        steps: Steps = [{} for _ in self._gradients]
         for names in filter(len, parts or [[each.name for each in self._whole]]):
             own = {name: self._parameter(self.first[name]) for name in names}
             with self._seeded(seed):
                 optimizer = self._make(own)
-                self._step(optimizer, {name: (own[name], lambda gradient: gradient) for name in own})
-            last |= {name: parameter.detach().cpu() for name, parameter in own.items()}
-        return last
+                stepped = self._step(optimizer, {name: (own[name], lambda gradient: gradient) for name in own})
 
-    def run_pieces(self) -> Values:
-        """Step one half of the elements of each parameter, then the other; return the last values.
+            for values, new in zip(steps, stepped, strict=True):
+                values.update(new)
+        return steps
+
+    def run_pieces(self) -> Steps:
+        """Step one half of the elements of each parameter, then the other; return the values after each step.
 
         Return nothing where the optimizer does not say that it may be divided so: it will not be.
         """
         if kept_whole(self._optimizer) is None:
-            return {}
-        last = {name: value.clone().flatten() for name, value in self.first.items()}
+            return []
+        steps = [{name: value.clone().flatten() for name, value in self.first.items()} for _ in self._gradients]
         for half in range(2):
             own = {name: self._parameter(value) for name, value in self.first.items()}
             with self._seeded(0):
                 optimizer = self._make(own)
                 pieces = _pieces(optimizer, own, half)
-                self._step(optimizer, pieces)
-            for name, (piece, cut) in pieces.items():
-                cut(last[name]).copy_(piece.detach().cpu().flatten())
-        return {name: value.view_as(self.first[name]) for name, value in last.items()}
+                stepped = self._step(optimizer, pieces)
+
+            for values, new in zip(steps, stepped, strict=True):
+                for name, (_, cut) in pieces.items():
+                    cut(values[name]).copy_(new[name].flatten())
+        return [{name: value.view_as(self.first[name]) for name, value in values.items()} for values in steps]
 
     def _parameter(self, value: Tensor) -> nn.Parameter:
         return nn.Parameter(value.to(self._device, copy=True))
@@ -184,12 +191,16 @@ class _Trial:
         self._claimed = bool(getattr(optimizer, "separable", False) or getattr(optimizer, "elementwise", False))
         return optimizer
 
-    def _step(self, optimizer: Optimizer, pieces: Mapping[str, Piece]) -> None:
+    def _step(self, optimizer: Optimizer, pieces: Mapping[str, Piece]) -> Steps:
+        """Step with all gradients, one after the other; return the values after each step."""
+        steps: Steps = []
         for gradients in self._gradients:
             for name, (piece, cut) in pieces.items():
                 piece.grad = cut(gradients[name]).to(self._device).view_as(piece).clone()
             with self._watched(f"step() of {self._kind}"):
                 step_part(self._spec, optimizer)
+            steps.append({name: piece.detach().to("cpu", copy=True) for name, (piece, _) in pieces.items()})
+        return steps
 
     @contextmanager
     def _watched(self, who: str) -> Iterator[None]:
@@ -262,17 +273,53 @@ def _move_state(
     optimizer.state[piece] = {key: cut(value).clone() if alike[key] else value for key, value in state.items()}
 
 
-def _difference(together: Values, apart: Values, first: Values) -> str | None:
+def _difference(together: Steps, apart: Steps, first: Values) -> str | None:
     """Return in words which update differs most, and by how much of it; None if all are equal but for rounding."""
-    worst, most = "", _ROUNDING
-    for name, value in apart.items():
-        update = (together[name] - first[name]).abs().max() if value.numel() else torch.zeros(())
-        difference = (value - together[name]).abs().max() if value.numel() else torch.zeros(())
-        if torch.equal(value.nan_to_num(), together[name].nan_to_num()):
-            continue
-        relative = float(difference) / max(float(update), torch.finfo(torch.float32).tiny)
-        if not relative <= most:  # nor if it is not a number
-            worst, most = name, relative
-    if not worst:
+    if not apart:
         return None
-    return f"the update of '{worst}' differs by {most:.1%} where its part is stepped by itself"
+
+    differences = _differences(first, together[-1], first, apart[-1])
+    before = first, first
+    for after in zip(together, apart, strict=True):
+        by_step = _differences(before[0], after[0], before[1], after[1], rounded=_ROUNDED)
+        differences = {name: max(by_step[name], differences[name]) for name in differences}
+        before = after
+
+    if not differences:
+        return None
+    worst = max(differences, key=lambda name: differences[name])
+    if differences[worst] <= _ROUNDING:
+        return None
+    return f"the update of '{worst}' differs by {differences[worst]:.1%} where its part is stepped by itself"
+
+
+def _differences(
+    before_together: Values,
+    after_together: Values,
+    before_apart: Values,
+    after_apart: Values,
+    *,
+    rounded: float = 0.0,
+) -> dict[str, float]:
+    """Return by how much of each parameter's update together the update apart differs; infinity if it is no number.
+
+    Args:
+        rounded: the difference that counts as none, in roundings of the parameter's largest value.
+    """
+    differences = {}
+    for name, value in after_apart.items():
+        update_together = after_together[name] - before_together[name]
+        update_apart = value - before_apart[name]
+        if not value.numel() or torch.equal(update_together.nan_to_num(), update_apart.nan_to_num()):
+            differences[name] = 0.0
+            continue
+
+        difference = float((update_apart - update_together).abs().max())
+        precision = torch.finfo(value.dtype).eps
+        if difference <= rounded * precision * float(value.abs().max()):
+            differences[name] = 0.0
+            continue
+
+        relative = difference / max(float(update_together.abs().max()), torch.finfo(torch.float32).tiny)
+        differences[name] = math.inf if math.isnan(relative) else relative
+    return differences

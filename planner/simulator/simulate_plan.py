@@ -126,8 +126,8 @@ def simulate(plan: Plan, minibatches: int | None = None, *, time_limit_s: float 
             raise deadlock(plan)
         case "late":
             raise InputError(
-                f"the simulation of {_amount(plan, count)} took longer than `time_limit={time_limit_s:.3g}s`",
-                hint="give a longer `time_limit`, or fewer `minibatches`",
+                f"the simulation of {_amount(plan, count)} took longer than `time_limit_s={time_limit_s:.3g}`",
+                hint="give a longer `time_limit_s`, or simulate fewer minibatches",
             )
     rows = Events.of(events)
     memory = memory_curves(plan, rows.rows())

@@ -281,4 +281,4 @@ def test_nfs_may_show_a_folder_late_and_keep_a_removed_one(folder: Path) -> None
     (folder / "nfs" / ".step-00000004.removed" / ".nfs0001").rename(folder / "nfs" / ".step-00000004.removed" / "free")
     again = plan(folder, "train", "on_nfs.py", "--plan", "two.json", "--steps", "16", "--resume", *options)
     assert len(losses(again)) == 4
-    assert {path.name for path in (folder / "nfs").iterdir()} == {"losses.jsonl", "step-00000016"}
+    assert {path.name for path in (folder / "nfs").iterdir()} == {".lock", "losses.jsonl", "step-00000016"}

@@ -38,7 +38,8 @@ def test_every_field_has_a_row(hooks: ModuleType, record: type[Record]) -> None:
 
 def test_a_row_shows_bounds_default_and_the_comment_behind_the_field(hooks: ModuleType) -> None:
     text = hooks.field_tables("planner.formats.profile.Profile")
-    assert "| `microbatch_size` | integer ≥ 1 and ≤ 2147483648 or null | `null` | samples; null where the source does not say |" in text
+    bounds = "integer ≥ 1 and ≤ 2147483648 or null"
+    assert f"| `microbatch_size` | {bounds} | `null` | samples; null where the source does not say |" in text
     assert "| `layers` | list of [Layer](#layer), at least 1 |  |  |" in text
 
 

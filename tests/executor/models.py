@@ -105,8 +105,10 @@ class Gate(nn.Module):
 
     def forward(self, both):
         x, calls = both
-        first, second = (self.positive, self.negative) if x.mean() > 0 else (self.negative, self.positive)
-        return x + self.drop(self.norm(torch.tanh(second(first(x))))), calls + 1
+        either, other = self.positive, self.negative
+        rows = [other(either(row)) if row.mean() > 0 else either(other(row)) for row in x]
+        gated = torch.tanh(torch.stack(rows)) if rows else x
+        return x + self.drop(self.norm(gated)), calls + 1
 
 class First(nn.Module):
     def __init__(self):

@@ -111,6 +111,36 @@ def clipping_adamw(parameters: Any) -> Optimizer:
     return optimizer
 
 
+class ClippingLate(SGD):
+    """Clips all gradients by one norm, but only after three steps, whose gradients are larger than later updates."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.3)
+        self.steps = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.steps += 1
+        if self.steps > 3:
+            nn.utils.clip_grad_norm_([parameter for _, parameter, _ in gradients_of(self)], 0.001)
+        super().step()
+
+
+class NormalisedOnce(SGD):
+    """Divides all gradients by one norm, in a step between others of much larger gradients."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.3)
+        self.steps = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.steps += 1
+        if self.steps == 3:
+            norm = norm_of(gradient for _, _, gradient in gradients_of(self))
+            for _, _, gradient in gradients_of(self):
+                gradient.mul_(0.01 / norm)
+        super().step()
+
+
 class Noisy(SGD):
     """Langevin dynamics: noise is added to the gradients."""
 
@@ -171,5 +201,7 @@ COMBINING: dict[str, Callable[[Any], Optimizer]] = {
     "LAMB that clips": Lamb,
     "Prodigy": Prodigy,
     "a hook that clips": clipping_adamw,
+    "one that clips late": ClippingLate,
+    "one norm in a step of small gradients": NormalisedOnce,
     "a wrong word": FalselySeparable,
 }

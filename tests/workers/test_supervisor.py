@@ -122,7 +122,7 @@ def await_told(watched: Watched, ranks: Sequence[int]) -> None:
 def test_what_the_store_answers_grows_with_the_workers_and_not_with_their_square(
     workers: int, plans: dict[int, Plan], store: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch, "PrefixStore", Counted)
+    monkeypatch.setattr(watch, "Part", Counted)
     Counted.keys.clear()
     # A slow machine takes longer than a short time-out for 16 workers in one process, and then none goes on.
     watched = Watched(plans[workers], 4 * TIMEOUT_S, monkeypatch, interval_s=0.2)

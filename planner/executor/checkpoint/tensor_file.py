@@ -47,6 +47,7 @@ _NAMES = {
     torch.float8_e5m2: "F8_E5M2",
 }
 SUFFIX = ".safetensors"
+_NAME = r"^[^/\x00-\x1f\x7f]*[^/.\x00-\x1f\x7f][^/\x00-\x1f\x7f]*$"  # more than dots, and no control characters
 _PIECE_BYTES = 1 << 24  # 16 MiB per write and hash
 _SYNC_BYTES = 1 << 28  # 256 MiB between two syncs
 
@@ -54,7 +55,8 @@ _SYNC_BYTES = 1 << 28  # 256 MiB between two syncs
 class TensorFile(Record):
     """What a safetensors file was when it was written, by which damage to it is found."""
 
-    name: Annotated[str, Field(pattern="^[^/]*[^/.][^/]*$")]  # within its folder, and so no path
+    # Within its folder, and so no path.
+    name: Annotated[str, Field(pattern=_NAME)]
     size_bytes: Annotated[int, Field(ge=0)]
     sha256: str
     tensors: tuple[str, ...]

@@ -3,19 +3,30 @@
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import NamedTuple
 
+from planner.executor.observe.untouched import TrainedState
 from planner.model.spec import TrainingSpec
 from planner.workers.job import Evaluation
 
 
-def hook(spec: TrainingSpec) -> "ProgressCallback | None":
-    """Return a callback for the model file's on_update(minibatch, loss, metrics), if it has one."""
+def hook(spec: TrainingSpec, trained: TrainedState | None = None) -> "ProgressCallback | None":
+    """Return a callback for the model file's on_update(minibatch, loss, metrics), if it has one.
+
+    Args:
+        trained: what on_update() may not change, where other workers have parts of it that would stay as they are.
+    """
     if not spec.defines("on_update"):
         return None
-    return lambda progress: spec.on_update(progress.minibatch, progress.loss, progress.metrics)
+
+    def call(progress: Progress) -> None:
+        with nullcontext() if trained is None else trained.unchanged():
+            spec.on_update(progress.minibatch, progress.loss, progress.metrics)
+
+    return call
 
 
 class Completion(NamedTuple):

@@ -42,13 +42,16 @@ class BatchComparison:
         store = worker_store(_TIMEOUT)
         self._store = Part(f"batches/{nth_time(store, 'batches')}", store)
 
-    def check(self, what: str, batch: Batch) -> None:
-        """Raise ModelFileError where another worker has read another batch than this one as `what`."""
+    def check(self, what: str, batch: Batch, turn: int = 0) -> None:
+        """Raise ModelFileError where another worker has read another batch than this one as `what`.
+
+        `turn` tells apart what has one name several times.
+        """
         if self._store is None:
             return
         digest = f"{batch_digest(batch)}"
         # Sets a key that is not there, and returns what is there.
-        earliest = self._store.compare_set(what, "", f"{digest}/{self._rank}")
+        earliest = self._store.compare_set(f"{turn}/{what}", "", f"{digest}/{self._rank}")
         other_digest, other_rank = earliest.decode().split("/")
         if other_digest == digest:
             return

@@ -99,6 +99,7 @@ class Evaluator:
         self._weight = weight_function(context.loss or LossMean(over="samples"), context.spec)
         channels = tuple(Channel(source, target, gradient=False) for source, target in sorted(self._stages.transfers))
         self._shape = replace(context.shape, channels=channels)
+        self._turn = 0  # of this evaluation among all: there may be several after one minibatch
         extent_of = self._data.size if self._extents is None else self._extents.of
         longest = tuple(length.most for length in lengths)
         layouts = Layouts(self._stages.transfers, {}, extent_of, longest, with_scale=False)
@@ -113,6 +114,7 @@ class Evaluator:
     def run(self, minibatch: int) -> Evaluation | None:
         """Evaluate after `minibatch` minibatches; return the result on the first replica of the last stage."""
         totals: Counter[str] = Counter()
+        self._turn += 1
         if self._extents is not None:
             self._extents.forget()
         self._context.heartbeat.enter("preparing to evaluate", meeting=True)
@@ -161,7 +163,7 @@ class Evaluator:
         batch = self._data.batch(unit) if self._extents is None else self._extents.batch(unit)
         if unit.minibatch < FIRST:
             what = f"batch {unit.minibatch} of the evaluation after minibatch {minibatch}"
-            self._context.comparison.check(what, batch)
+            self._context.comparison.check(what, batch, self._turn)
         return batch.to(self._context.place.compute)
 
     def _even_out(self, ran: int) -> None:

@@ -22,6 +22,7 @@ from planner.executor.observe.memory import PeakMemory
 from planner.executor.observe.progress import ProgressCallback, Reporter, WorkerLog, hook, steady_state
 from planner.executor.observe.recording import TraceRecorder, gather_timeline
 from planner.executor.observe.run_log import NOTHING
+from planner.executor.observe.untouched import TrainedState
 from planner.executor.run.agreement import check_schedule, joined, start_worker, take_place
 from planner.executor.run.context import PipelineContext, pipeline_context
 from planner.executor.run.data import MOST_RANDOM, RANDOM_BATCHES
@@ -120,7 +121,8 @@ def train(
     reporter = None
     last_stage = len(context.plan.stages) - 1
     if context.is_first_replica(last_stage) and context.leads_tensor_group:  # one worker reports
-        callbacks = [each for each in (on_progress, hook(context.spec)) if each is not None]
+        user_hook = hook(context.spec, _trained_state(context))
+        callbacks = [each for each in (on_progress, user_hook) if each is not None]
         per_update = context.shape.minibatches_per_update(last_stage)
         if callbacks:
             reporter = Reporter(callbacks, context.minibatches, per_update, context.minibatch_size)
@@ -173,6 +175,15 @@ def train(
         if timeline is not None and on_timeline is not None:
             on_timeline(timeline)
     return result
+
+
+def _trained_state(context: PipelineContext) -> TrainedState | None:
+    """Return what on_update() may not change; None where this worker's one optimizer is that of the whole model."""
+    if context.plan.workers == 1 and len(context.plan.stages) == 1:
+        return None
+    held = context.stages.values()
+    optimizers = [each.optimizer.optimizer for each in held if each.optimizer.optimizer is not None]
+    return TrainedState([each.module for each in held], optimizers)
 
 
 def _train_segments(context: PipelineContext, loop: Loop, kept: Kept, reporter: Reporter | None) -> None:

@@ -5,8 +5,8 @@ The blocks run as they are. The graph has one opaque operation per block, so all
 
 import copy
 import operator
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -40,7 +40,7 @@ from planner.model.capture.size import BATCH, SizeReader
 from planner.model.loss import loss_of
 from planner.model.modes import modes_of
 from planner.model.options import PLAIN, LossFunction, ModuleOptions, autocasting
-from planner.model.randomness import keep_state
+from planner.model.randomness import buffers_kept, generators_kept, keep_state
 from planner.runtime import address_of, runtime_of
 
 _CONTRACT = "each block takes what the one before it returned, as in nn.Sequential; see docs/guides/own-model.md"
@@ -88,9 +88,8 @@ def capture_blocks(
                 results = _run(named, example, loss)
                 found = results.small[-1]
                 refuse_loss(found.dim(), found.requires_grad)
-                torch.manual_seed(0)
                 # With gradients, which a forward may itself ask for, as of its input.
-                with RefuseForeignWeights(model):
+                with _same_start([model]), RefuseForeignWeights(model):
                     expected = loss_of(model(*example.args, **example.kwargs), example.target, loss).detach()
                 if not torch.allclose(found.detach(), expected, rtol=1e-3, atol=1e-6, equal_nan=True):
                     raise CaptureError(
@@ -108,8 +107,12 @@ def capture_blocks(
 
 
 def _run(named: _Named, example: Batch, loss: LossFunction | None) -> _Results:
-    small, joined = _run_blocks(named, example, loss)
-    large, _ = _run_blocks(named, example.doubled(), loss)
+    modules = [block for _, block in named]
+    with _same_start(modules):
+        small, joined = _run_blocks(named, example, loss)
+    with _same_start(modules):
+        large, _ = _run_blocks(named, example.doubled(), loss)
+
     users: dict[int, list[int]] = {}
     for index, (_, block) in enumerate(named):
         for buffer in block.buffers():  # its state must stay in one stage
@@ -117,12 +120,19 @@ def _run(named: _Named, example: Batch, loss: LossFunction | None) -> _Results:
     return _Results(small, large, [*joined, *((indices[0], indices[-1]) for indices in users.values())])
 
 
+@contextmanager
+def _same_start(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Let each of the runs that are compared begin with the same buffers and random numbers."""
+    with buffers_kept(nn.ModuleList(modules)), generators_kept():
+        torch.manual_seed(0)
+        yield
+
+
 def _run_blocks(named: _Named, batch: Batch, loss: LossFunction | None) -> tuple[list[Any], list[_Span]]:
     """Return what each block returns, and the loss; and from each block that made memory to those that write it."""
     results: list[Any] = []  # kept, for freed memory would be given to another value, and look shared
     spans: list[_Span] = []
     makers: dict[int, int] = {}
-    torch.manual_seed(0)
     for index, (name, block) in enumerate(named):
         taken = tensors_of(results[-1]) if index else []
         versions = [tensor._version for tensor in taken]  # PyTorch counts in-place changes here

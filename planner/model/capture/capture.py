@@ -1,14 +1,15 @@
 """Capture a model and its loss as a LayerGraph: through torch.export with dynamic sizes of the batch, or as blocks."""
 
 import dataclasses
-from collections.abc import Sequence, Set
-from contextlib import AbstractContextManager, ExitStack, suppress
+from collections.abc import Iterator, Sequence, Set
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
+from torch.distributions import Distribution
 from torch.export import Dim, export
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map
 
@@ -21,6 +22,7 @@ from planner.model.capture.assignments import (
     trace_scratch,
 )
 from planner.model.capture.blocks import capture_blocks
+from planner.model.capture.constants import KnownConstants
 from planner.model.capture.failure import (
     capture_failure,
     noting_places,
@@ -37,6 +39,7 @@ from planner.model.capture.hooks import refuse_hooks, refuse_new_hooks
 from planner.model.capture.layers import group_layers
 from planner.model.capture.operations import MODEL, Names, is_check, is_random, name_slices
 from planner.model.capture.parameters import refuse_changed_parameters
+from planner.model.capture.pins import noting_pins
 from planner.model.capture.recurrent import recurrence_untraced
 from planner.model.capture.regions import regions_noted, regions_of
 from planner.model.capture.repeated import extended, noting_nodes, shortened
@@ -132,6 +135,7 @@ class Trace:
     example: Batch
     output: "_Output"
     lengths: Varying | None = None
+    pinned_at: str | None = None  # the user's line that fixes the number of samples, if one does
 
 
 def _captured_quickly(
@@ -188,6 +192,7 @@ def traced(
             contexts.enter_context(context)
         for context in (recurrence_untraced(), noting_places()) if places else ():
             contexts.enter_context(context)
+        pins = contexts.enter_context(noting_pins())
         try:
             assignments: list[Assignment] = []
             module = trace(assignments)
@@ -205,7 +210,7 @@ def traced(
             module.graph.erase_node(node)
         elif node.name == LOSS:
             node._rename("loss_value")  # "loss" is the stage's result
-    return Trace(model, module, example, output, lengths)
+    return Trace(model, module, example, output, lengths, next(iter(pins), None))
 
 
 def observed(trace: Trace, options: ModuleOptions) -> LayerGraph:
@@ -236,6 +241,7 @@ def observed(trace: Trace, options: ModuleOptions) -> LayerGraph:
         loss=loss,
         tied_parameters=names.tied,
         batch_size=None if reader.dynamic and not _pinned(placeholders) else trace.example.size,
+        pinned_at=trace.pinned_at,
         constants=_constants(trace.example),
         options=options,
         written=_written(module, names, facts),
@@ -280,6 +286,21 @@ def _masks_unread() -> AbstractContextManager[object]:
     return mock.patch("torch.nn.modules.transformer._detect_is_causal_mask", _causal_if_told)
 
 
+def _distributions_unchecked() -> AbstractContextManager[object]:
+    """Let torch.distributions not look at arguments and samples, unless a distribution asks for it itself.
+
+    Those that a distribution makes for its own use look as well, whatever it was told. They compute the same.
+    """
+    return mock.patch.object(Distribution, "_validate_args", False)
+
+
+@contextmanager
+def values_unread() -> Iterator[None]:
+    """Let what PyTorch and the model ask of values be answered, or not be asked, where a tracer has none."""
+    with layouts_kept(), _masks_unread(), _distributions_unchecked(), KnownConstants():
+        yield
+
+
 class _ForwardToLoss(nn.Module):
     """The model followed by the loss, so that both are captured together."""
 
@@ -294,7 +315,7 @@ class _ForwardToLoss(nn.Module):
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> tuple[Any, ...]:
         model = self.get_submodule(MODEL)
         # Here, because the tracer puts other tensors in place of the parameters, and takes them out afterwards.
-        with layouts_kept(), _masks_unread(), refuse_changed_parameters(model), RefuseForeignWeights(model):
+        with values_unread(), refuse_changed_parameters(model), RefuseForeignWeights(model):
             with self._noting(model):
                 output = model(*args, **kwargs)
             loss = self._loss(output, target)

@@ -32,8 +32,8 @@ _DATA_DEPENDENT = ("data-dependent", "GuardOnDataDependent", "DynamicOutputShape
 _BLOCKS = "name parts of the model that run as they are in blocks(model): see docs/guides/own-model.md"
 _VALUE_HINT = (
     f"replace Python's if, while and .item() on tensors by operations such as torch.where, or {_BLOCKS}; make "
-    "distributions with validate_args=False; where only the model's own loss does this, give it no labels, and define "
-    "loss(output, target)"
+    "no distributions with validate_args=True; where only the model's own loss does this, give it no labels, and "
+    "define loss(output, target)"
 )
 _NEEDS_DATA = (DataDependentOutputException, DynamicOutputShapeException)
 

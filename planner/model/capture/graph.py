@@ -191,6 +191,7 @@ class LayerGraph:
     repeated: Mapping[str, int] = field(default_factory=dict)  # how many blocks a list has of which few were traced
     lengths: tuple[Length, ...] = ()  # of the batch, that vary
     constants: Mapping[int, Any] = field(default_factory=dict)  # leaves of the batch that are part of the graph
+    pinned_at: str | None = None  # the user's line that fixes `batch_size`, where one does
     fixed: frozenset[fx.Node] = frozenset()  # operations on constants alone: each piece of code runs those it needs
 
     @cached_property

@@ -20,14 +20,14 @@ from torch.utils._pytree import tree_leaves
 
 from planner.errors import PlannerError, reason_of
 from planner.model.batch import Batch
-from planner.model.capture.capture import layouts_kept
+from planner.model.capture.capture import values_unread
 from planner.model.capture.failure import silent_tracer
 from planner.model.capture.fake import fake_batch, fake_modules
 from planner.model.capture.graph import LayerGraph
 from planner.model.capture.operations import is_check
+from planner.model.capture.pins import only_size
 from planner.model.loss import loss_of
 from planner.model.options import LossFunction
-from planner.units import counted
 
 # An operation's name, and the shapes of what it makes.
 _Operation: TypeAlias = tuple[str, tuple[tuple[int, ...], ...]]
@@ -45,7 +45,8 @@ class OtherSizes:
 
     def __init__(self, graph: LayerGraph, loss: LossFunction | None, usual: Batch) -> None:
         self._loss, self._options = loss, graph.options
-        self._only, self._usual = graph.batch_size, usual
+        self._usual = usual
+        self._only = None if graph.batch_size is None else only_size(graph)
         self._blocks = graph.blocks is not None  # which run as they are, for any size
         self._problems: dict[int, str | None] = {usual.size: None}
         self._mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
@@ -63,7 +64,7 @@ class OtherSizes:
 
     def _found(self, batch: Batch) -> str | None:
         if self._only is not None:
-            return f"the model takes microbatches of {counted(self._only, 'sample')} only"
+            return self._only
         if self._blocks:
             return None
         if self._model is None:
@@ -97,7 +98,7 @@ class OtherSizes:
 
     def _run_model(self, batch: Batch) -> Tensor:
         assert self._model is not None
-        with layouts_kept():
+        with values_unread():
             return loss_of(self._model(*batch.args, **batch.kwargs), batch.target, self._loss)
 
     def _run_graph(self, batch: Batch) -> object:

@@ -25,6 +25,7 @@ from planner.model.capture.graph import LOSS, LayerGraph
 from planner.model.capture.size import Extent
 from planner.model.generators import seeded
 from planner.model.modes import warn_of_modes
+from planner.model.optimizer_part import trained_parameters
 from planner.model.options import ModuleOptions, gradient_bytes
 from planner.model.spec import TrainingSpec
 from planner.model.stage.parts import OBSERVABLE, LayerObserver
@@ -305,6 +306,8 @@ class _Tracer:
         fusion = self.execution.fusion
         workspaces = beyond_held(marks, peaks, saved, gradients, (batch_bytes, batch_bytes))
         counts = layer_counts(marks, recorder.totals_until.__getitem__)
+        whole = trained_parameters(graph.model)
+        updates = trace_updates(trained, self.training_spec, self.execution, self.known_updates, whole)
         return StepTrace(
             model=self.training_spec.name,
             dtype=self.dtype,
@@ -316,7 +319,7 @@ class _Tracer:
             stands=stands,
             saved_bytes=_for_all(saved, stands),
             workspace_bytes=_for_all(workspaces, stands),
-            updates=_for_all(trace_updates(trained, self.training_spec, self.execution, self.known_updates), stands),
+            updates=_for_all(updates, stands),
             known_updates=self.known_updates,
             weights=_for_all(weights, stands),
             division=stage.division,

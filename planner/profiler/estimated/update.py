@@ -9,6 +9,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from planner.errors import InputError, first_line
+from planner.model.optimizer_part import TrainedParameter, optimizer_of_part, step_part
 from planner.model.options import gradient_bytes
 from planner.model.spec import TrainingSpec
 from planner.profiler.estimated.devices import DeviceSpec
@@ -17,7 +18,9 @@ from planner.profiler.estimated.operations import Operation, OperationRecorder
 from planner.profiler.estimated.roofline import Costs
 from planner.profiler.step.update import LayerUpdate, state_bytes_of, still
 
-Shapes = tuple[tuple[str, torch.Size, torch.dtype], ...]  # of a layer's parameters, by name
+# Of a layer's parameters, by name; and whether the optimizer takes each.
+Shapes = tuple[tuple[str, torch.Size, torch.dtype, bool], ...]
+Whole = Sequence[TrainedParameter]
 
 _NUMBERS = re.compile(r"\d+")
 _LISTED = 1 / 16  # of a launch, for each tensor of a list: AdamW by `foreach` took a host 20 µs per weight
@@ -50,20 +53,40 @@ def trace_updates(
     training_spec: TrainingSpec,
     execution: Execution,
     known: dict[Shapes, UpdateTrace],
+    whole: Whole | None = None,
 ) -> list[UpdateTrace]:
-    """Trace the update of the parameters of each layer, but for those `known`, to which the others are added."""
+    """Trace the update of the parameters of each layer, but for those `known`, to which the others are added.
+
+    Args:
+        whole: all trained parameters of the model, from which optimizer() may choose; None for each layer's alone.
+    """
+    taken = None if whole is None else _taken(training_spec, whole)
     # Models have many layers of the same shapes and the same names but for their numbers, whose updates are alike.
     updates = []
     for weights in layers:
-        shapes = tuple((_NUMBERS.sub("#", name), weight.shape, weight.dtype) for name, weight in weights.items())
+        shapes = tuple(
+            (_NUMBERS.sub("#", name), weight.shape, weight.dtype, taken is None or name in taken)
+            for name, weight in weights.items()
+        )
         if shapes not in known:
-            known[shapes] = _trace_update(training_spec, weights, execution)
+            known[shapes] = _trace_update(training_spec, weights, execution, whole)
         updates.append(known[shapes])
     return updates
 
 
+def _taken(training_spec: TrainingSpec, whole: Whole) -> set[str]:
+    """Return all names of the parameters that the optimizer takes."""
+    stand_ins = {each.name: each.stand_in() for each in whole}
+    optimizer = training_spec.optimizer(stand_ins)
+    identities = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    return {name for each in whole if id(stand_ins[each.name]) in identities for name in each.aliases}
+
+
 def _trace_update(
-    training_spec: TrainingSpec, weights: Mapping[str, nn.Parameter], execution: Execution
+    training_spec: TrainingSpec,
+    weights: Mapping[str, nn.Parameter],
+    execution: Execution,
+    whole: Whole | None,
 ) -> UpdateTrace:
     if not weights:
         return UpdateTrace(Costs([]), 0, Costs([]))
@@ -76,14 +99,17 @@ def _trace_update(
                 parameters[name] = nn.Parameter(torch.empty(weight.shape, dtype=dtype))
                 parameters[name].grad = torch.empty_like(parameters[name])
             masters = list(parameters.values())
-            optimizer = still(training_spec.optimizer(parameters))
+            if whole is None:
+                optimizer = still(training_spec.optimizer(parameters))
+            else:
+                optimizer = still(optimizer_of_part(training_spec, whole, parameters))
             for group in optimizer.param_groups if execution.kind == "cuda" else ():
                 if not group.get("fused") and group.get("foreach", True) is None:
                     group["foreach"] = True  # as torch chooses on GPUs
-            training_spec.step(optimizer)  # creates the state
+            step_part(training_spec, optimizer)  # creates the state
             with OperationRecorder(op_class="update") as recorder:
                 recorder.end_span()
-                optimizer.step()
+                step_part(training_spec, optimizer)
                 recorder.end_span()
     except (NotImplementedError, RuntimeError) as cause:
         raise InputError(

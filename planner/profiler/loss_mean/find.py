@@ -135,7 +135,11 @@ def _attempt(
 
 def attempts(spec: TrainingSpec, graph: LayerGraph) -> list[Attempt]:
     """Return the ways to run a model, the most telling first."""
-    found = [Attempt(torch.float32), Attempt(torch.float32, evaluates=True)]
+    found = [
+        Attempt(torch.float32),
+        Attempt(torch.float32, autocasts=True),  # for a model that casts by hand what its autocast takes
+        Attempt(torch.float32, evaluates=True),
+    ]
     if not is_large(graph):
         found.insert(0, Attempt(torch.float64))
     if graph.batch_size is not None and spec.loss is not None:

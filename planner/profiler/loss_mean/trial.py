@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -107,6 +108,7 @@ class Attempt:
     """A way to run trials."""
 
     dtype: torch.dtype
+    autocasts: bool = False  # where the model itself says so: then rounding hides what the loss is a mean over
     evaluates: bool = False  # in evaluation mode, for models that draw in training what no part of a batch can repeat
     divides_outputs: bool = False  # run the whole batch alone, and divide its outputs: tells of the loss function
 
@@ -232,6 +234,8 @@ class ModelOnTrial:
             modes.enter_context(noise)
             modes.enter_context(self.noted)
             modes.enter_context(Quiet())
+            if not self._attempt.autocasts:
+                modes.enter_context(_without_autocast())
             yield
 
     def _cast(self, batch: Batch) -> Batch:
@@ -240,6 +244,23 @@ class ModelOnTrial:
 
         leaves, spec = batch.flatten()
         return Batch(*spec.unflatten([cast(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]))
+
+
+@contextmanager
+def _without_autocast() -> Iterator[None]:
+    """Let the model's own `with torch.autocast(...)` change nothing."""
+    enter = torch.autocast.__enter__
+
+    def entered(region: torch.autocast) -> Any:
+        enabled = region._enabled
+        region._enabled = False
+        try:
+            return enter(region)  # type: ignore[no-untyped-call]
+        finally:
+            region._enabled = enabled
+
+    with mock.patch.object(torch.autocast, "__enter__", entered):
+        yield
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from planner.model.capture.capture import capture_file
 from planner.model.capture.failure import run_failure, warn_of_unregistered
 from planner.model.capture.graph import LayerGraph
 from planner.model.capture.parameters import refuse_changed_parameters
+from planner.model.capture.pins import warn_of_only_size
 from planner.model.elementwise import has_divisible_optimizer
 from planner.model.generators import seeded
 from planner.model.lengths import extent_of
@@ -117,6 +118,7 @@ def profile_model(
         warn_of_modes(model)
         # For the device itself: `options.device` may have the number of a GPU.
         graph = capture_file(spec, batch, model, options=replace(options.stage, device=device.type))
+        warn_of_only_size(graph, spec)
         separable = try_optimizer(spec, graph.model, device)
         contended = contention(spec, batch_size, options.processes - 1, threads=options.threads, options=options.stage)
         # What the first calls of the model do not change, later ones may.

@@ -12,6 +12,7 @@ from planner.formats.profile import DegreeCosts
 from planner.model.batch import Batch
 from planner.model.capture.graph import LOSS, LayerGraph
 from planner.model.loss import unsplit_loss
+from planner.model.optimizer_part import trained_parameters
 from planner.model.options import gradient_bytes
 from planner.model.spec import TrainingSpec
 from planner.model.stage.parts import LayerObserver, Variant
@@ -66,6 +67,7 @@ class StepMeasurement:
         keep_parts(stage)
         self._stage = stage.to(device)
         self._parameters = {name: p for name, p in self._stage.named_parameters() if p.requires_grad}
+        self._whole = trained_parameters(graph.model)
         self._clock = Clock(device)
 
     def measure(self, effort: Effort, *, compiled: bool = False) -> Measurement:
@@ -107,7 +109,7 @@ class StepMeasurement:
         effort.progress("measuring updates", 1.0)
         # The last step has left gradients, which updates need.
         trained = self._by_layer({name: p for name, p in self._parameters.items() if p.grad is not None})
-        updates = layer_updates(self._spec, trained, self._clock, self._device)
+        updates = layer_updates(self._spec, trained, self._clock, self._device, self._whole)
         drop_gradients(self._parameters.values())
         made = last_uses([layer.parameters for layer in self._graph.layers[self._span.start : self._span.stop]])
         known = self._parameters
@@ -141,7 +143,7 @@ class StepMeasurement:
         # Made anew for each measurement and dropped after it, because the optimizer's state takes memory.
         if not self._parameters:
             return Steps(self._clock, [], lambda: None)
-        return Steps(self._clock, self._parameters.values(), Update(self._spec, self._parameters))
+        return Steps(self._clock, self._parameters.values(), Update(self._spec, self._parameters, self._whole))
 
     def _saved(self) -> list[int]:
         most_bytes = free_memory_bytes() if self._device.type == "cpu" else math.inf

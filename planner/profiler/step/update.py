@@ -14,12 +14,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from planner.model.optimizer_part import TrainedParameter, optimizer_of_part, step_part
 from planner.model.options import gradient_dtype
 from planner.model.spec import TrainingSpec
 from planner.profiler.step.allocation import meter_for
 from planner.profiler.step.timing import Clock
 
 Layers = Sequence[Mapping[str, nn.Parameter]]  # trained parameters by name, per layer
+Whole = Sequence[TrainedParameter]
 _ADDITIONS, _UPDATES = 5, 3  # that are timed
 _LEAST_METERED_BYTES = 10**6
 
@@ -43,21 +45,30 @@ def still(optimizer: Optimizer) -> Optimizer:
     return optimizer
 
 
-def layer_updates(spec: TrainingSpec, layers: Layers, clock: Clock, device: torch.device) -> list[LayerUpdate]:
-    """Measure a step on the parameters of each layer, and additions to their gradients, which must be there."""
+def layer_updates(
+    spec: TrainingSpec, layers: Layers, clock: Clock, device: torch.device, whole: Whole | None = None
+) -> list[LayerUpdate]:
+    """Measure a step on the parameters of each layer, and additions to their gradients, which must be there.
+
+    A layer none of whose parameters the optimizer takes has no update.
+
+    Args:
+        whole: all trained parameters of the model, from which optimizer() may choose; None for each layer's alone.
+    """
     times = []
     for parameters in layers:
         if not parameters:
             times.append((0.0, 0))
             continue
-        update = Update(spec, parameters)
+        update = Update(spec, parameters, whole)
         update()  # which creates the state
-        times.append((clock.median_s(update, _UPDATES), update.state_bytes))
+        update_s = clock.median_s(update, _UPDATES) if update.takes_any else 0.0
+        times.append((update_s, update.state_bytes))
     # All layers before any is repeated: the caches then hold other gradients, as in a training step.
     rounds = [[_addition_s(parameters, clock) for parameters in layers] for _ in range(_ADDITIONS)]
     additions = [[median(part) for part in zip(*layer, strict=True)] for layer in zip(*rounds, strict=True)]
     # Metered after all are timed, because metering slows steps down.
-    sizes = update_workspaces(spec, layers, device)
+    sizes = update_workspaces(spec, layers, device, whole)
     return [LayerUpdate(*update, size, *added) for update, size, added in zip(times, sizes, additions, strict=True)]
 
 
@@ -75,7 +86,9 @@ def _addition_s(parameters: Mapping[str, nn.Parameter], clock: Clock) -> list[fl
     return [sum(between(start, end) for start, end in spans) for between in betweens]
 
 
-def update_workspaces(spec: TrainingSpec, layers: Layers, device: torch.device) -> list[int]:
+def update_workspaces(
+    spec: TrainingSpec, layers: Layers, device: torch.device, whole: Whole | None = None
+) -> list[int]:
     """Return the most that a step on each layer's parameters, which must have gradients, allocates beyond its state."""
     sizes = []
     for parameters in layers:
@@ -83,7 +96,7 @@ def update_workspaces(spec: TrainingSpec, layers: Layers, device: torch.device) 
         if sum(parameter.nbytes for parameter in parameters.values()) < _LEAST_METERED_BYTES:
             sizes.append(0)
             continue
-        update, meter = Update(spec, parameters), meter_for(device)
+        update, meter = Update(spec, parameters, whole), meter_for(device)
         update()
         with meter:
             meter.mark()
@@ -94,21 +107,31 @@ def update_workspaces(spec: TrainingSpec, layers: Layers, device: torch.device) 
 
 
 class Update:
-    """Steps an optimizer at a learning rate of zero, of masters in float32 where weights have them."""
+    """Steps an optimizer at a learning rate of zero, of masters in float32 where weights have them.
 
-    def __init__(self, spec: TrainingSpec, parameters: Mapping[str, nn.Parameter]) -> None:
+    Args:
+        parameters: those that are stepped, by name, as far as the optimizer takes them.
+        whole: all trained parameters of the model, from which optimizer() may choose; None for `parameters` alone.
+    """
+
+    def __init__(self, spec: TrainingSpec, parameters: Mapping[str, nn.Parameter], whole: Whole | None = None) -> None:
         self._spec = spec
         halves = [each for each in parameters.values() if gradient_dtype(each) != each.dtype]
         self._masters = {each: nn.Parameter(each.detach().to(gradient_dtype(each))) for each in halves}
         stepped = {name: self._masters.get(parameter, parameter) for name, parameter in parameters.items()}
-        self.optimizer = still(spec.optimizer(stepped))
+        self.optimizer = still(spec.optimizer(stepped) if whole is None else optimizer_of_part(spec, whole, stepped))
 
     def __call__(self) -> None:
         for parameter, master in self._masters.items():
             master.grad = parameter.grad
-        self._spec.step(self.optimizer)
+        step_part(self._spec, self.optimizer)
         if self._masters:
             torch._foreach_copy_([each.data for each in self._masters], [each.data for each in self._masters.values()])
+
+    @property
+    def takes_any(self) -> bool:
+        """Whether the optimizer takes any of the parameters."""
+        return any(group["params"] for group in self.optimizer.param_groups)
 
     @property
     def state_bytes(self) -> int:

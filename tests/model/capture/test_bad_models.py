@@ -35,7 +35,7 @@ REFUSED = {
         "        return torch.distributions.Categorical(logits=self.a(x), validate_args=True).logits\n"
         "def build_model(): return M()" + ROWS,
         "depends on the values of a tensor",
-        "validate_args=False",
+        "no distributions with validate_args=True",
     ),
     "a loss of its own that looks at the labels": (
         MODULE + "    def forward(self, x, labels):\n"

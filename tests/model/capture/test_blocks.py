@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -288,3 +291,35 @@ def test_blocks_that_decide_by_values_need_the_device() -> None:
     assert _half(model, list(model), "cpu").hash
     with pytest.raises(ModelFileError, match="decide by values"):
         _half(model, list(model), "cuda")
+
+
+class Running(nn.Module):
+    """Subtracts a running mean, as it was before this batch; may draw a number of Python's or NumPy's."""
+
+    mean: Tensor
+
+    def __init__(self, draw: Callable[[], float] | None = None) -> None:
+        super().__init__()
+        self.linear, self.draw = nn.Linear(6, 6), draw
+        self.register_buffer("mean", torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.linear(x)
+        result: Tensor = hidden - self.mean
+        with torch.no_grad():
+            self.mean = self.mean.lerp(hidden.mean(0), 0.5)
+        return result if self.draw is None else result * self.draw()
+
+
+@pytest.mark.parametrize("draw", [None, random.random, np.random.rand])
+def test_each_run_that_is_compared_begins_alike(draw: Callable[[], float] | None) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Running(), nn.Tanh(), Running(draw))
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    batch = Batch((torch.randn(4, 6),), {}, torch.randn(4, 6))
+
+    graph = capture_blocks(model, list(model), batch, F.mse_loss)
+
+    assert [layer.name for layer in graph.layers] == ["0", "1", "2", "loss"]
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, before[name])

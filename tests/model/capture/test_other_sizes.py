@@ -1,6 +1,8 @@
 """A graph that is captured on one batch, on batches of other sizes: the same as the model, or a reason why not."""
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss, scal
 import planner
 from planner.model.capture.capture import capture_file
 from planner.model.capture.other_sizes import OtherSizes
+from planner.model.capture.pins import warn_of_only_size
 
 CAPTURED, WIDTH = 4, 8
 
@@ -100,7 +103,41 @@ def test_one_input_of_one_size_makes_the_model_of_one_size() -> None:
     )
 
     assert problem(CAPTURED) is None
-    assert problem(3) == f"the model takes microbatches of {CAPTURED} samples only"
+    where = rf"since \S+test_other_sizes.py:{_line_of('others[0] + self')} fixes that number"
+    assert re.fullmatch(rf"the model takes microbatches of {CAPTURED} samples only, {where}", problem(3))
+
+
+def _line_of(text: str) -> int:
+    lines = Path(__file__).read_text(encoding="utf-8").splitlines()
+    return next(number for number, line in enumerate(lines, 1) if text in line)
+
+
+def length_in_python(x: Tensor) -> Tensor:
+    return x.reshape(len(x), WIDTH)
+
+
+def number_of_the_size(x: Tensor) -> Tensor:
+    return x * int(x.shape[0])
+
+
+@pytest.mark.parametrize(
+    ("between", "line"),
+    [(length_in_python, "x.reshape(len(x), WIDTH)"), (number_of_the_size, "x * int(x.shape[0])")],
+)
+def test_the_profile_names_the_line_that_fixes_the_size(
+    between: Callable[[Tensor], Tensor], line: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    without = planner.in_memory(Sized(between), example_batch=features, loss=mse_loss)
+    spec = planner.in_memory(Sized(between), example_batch=features, loss=mse_loss, dataset=list)
+    graph = capture_file(spec, spec.example_batch(CAPTURED))
+    caplog.clear()  # of the tracer's
+
+    warn_of_only_size(graph, without)
+    assert not caplog.messages  # all its batches are as large
+
+    warn_of_only_size(graph, spec)
+    (message,) = caplog.messages
+    assert f"test_other_sizes.py:{_line_of(line)} fixes that number" in message
 
 
 def test_what_cannot_be_copied_is_not_tried() -> None:

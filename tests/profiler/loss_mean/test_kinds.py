@@ -294,3 +294,75 @@ def test_records_of_before_are_the_same() -> None:
     """Files of earlier versions have none of the new fields, and keep their digests."""
     old = {"over": "labels", "ignored": -100, "shifted": False, "accepted": False}
     assert LossMean.model_validate(old).model_dump() == old
+
+
+class HalfInside(nn.Module):
+    """Computes its middle in bfloat16, whose rounding is no difference between losses."""
+
+    def __init__(self, *, by_hand: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.middle, self.head = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 4)
+        self.by_hand = by_hand
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            x = self.middle(x.bfloat16() if self.by_hand else x).tanh()
+        result: Tensor = self.head(x.float())
+        return result
+
+
+def test_rounding_of_the_models_own_autocast_hides_nothing() -> None:
+    assert found(spec_of(HalfInside(by_hand=False), classes, F.cross_entropy)) == PLAIN_CLASSES
+
+
+def test_a_model_that_runs_in_its_own_autocast_only_is_tried_in_it() -> None:
+    """Its rounding is larger than what is allowed, so it may count as no mean, which is refused; but not as another."""
+    mean = found(spec_of(HalfInside(by_hand=True), classes, F.cross_entropy))
+    assert mean.over in ("batch", "unchecked") or mean == PLAIN_CLASSES
+
+
+class Tagger(nn.Module):
+    """Its loss, in its last block, is a mean over a mask's ones, and looks at values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.parts = nn.ModuleList([TaggerFront(), TaggerTail()])
+
+    def forward(self, inputs: Tensor, tags: Tensor, mask: Tensor) -> Tensor:
+        result: Tensor = self.parts[1](self.parts[0](inputs, tags, mask))
+        return result
+
+
+class TaggerFront(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 16)
+
+    def forward(self, inputs: Tensor, tags: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.linear(inputs).tanh(), tags, mask
+
+
+class TaggerTail(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 5)
+
+    def forward(self, values: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        hidden, tags, mask = values
+        assert mask[:, 0].all()
+        losses = F.cross_entropy(self.linear(hidden).transpose(1, 2), tags, reduction="none")
+        return (losses * mask).sum() / mask.sum()
+
+
+def test_a_mask_in_blocks_is_counted() -> None:
+    def example(size: int) -> Any:
+        tags = torch.randint(0, 5, (size, 6))
+        return {"inputs": torch.randn(size, 6, 3), "tags": tags, "mask": torch.ones_like(tags).bool()}, None
+
+    tagger = Tagger()
+    spec = spec_of(tagger, example, lambda output, _: output, blocks=lambda model: list(model.parts))
+    in_order = sorted(["inputs", "tags", "mask"])
+    assert found(spec) == LossMean(over="labels", ignored=0, leaf=in_order.index("mask"))

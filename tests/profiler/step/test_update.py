@@ -50,6 +50,36 @@ def test_measuring_leaves_weights_and_gradients_as_they_were(tmp_path: Path) -> 
     assert 0.0 < (large.accumulate_thread_s or 0.0) <= 1.1 * large.accumulate_s
 
 
+OF_SOME = """
+def optimizer(named_parameters):
+    return torch.optim.Adam([each for name, each in named_parameters if name.startswith("2.")])
+"""
+OF_THE_LAST = """
+def optimizer(parameters):
+    return torch.optim.Adam(list(parameters)[2:4])
+"""
+
+
+@pytest.mark.parametrize("optimizer", [OF_SOME, OF_THE_LAST])
+@pytest.mark.parametrize("estimated", [False, True])
+def test_layers_of_which_the_optimizer_takes_nothing_have_no_update(
+    optimizer: str, estimated: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(MODEL + optimizer)
+    spec = load_model_file(path)
+    if estimated:
+        profile = estimate_profile(spec, 2, EstimateOptions(device="v100"))
+    else:
+        profile = profile_model(spec, 2, ProfilingOptions(seconds=0.1, repeats=2))
+
+    first, _, taken, last, _ = profile.layers
+    assert first.update_s == last.update_s == 0.0
+    assert first.optimizer_bytes == last.optimizer_bytes == 0
+    assert taken.update_s > 0.0
+    assert taken.optimizer_bytes >= 2 * 4 * WIDTH * WIDTH
+
+
 def test_layers_without_weights_take_no_time_to_add_and_the_profile_keeps_the_others(tmp_path: Path) -> None:
     path = tmp_path / "model.py"
     path.write_text(MODEL)
