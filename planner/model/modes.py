@@ -59,7 +59,10 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def warn_of_modes(model: nn.Module) -> None:
-    """Say which modules are in evaluation mode, and what training does with them."""
+    """Say which modules are in evaluation mode, or will be by the model's `train()`, and what training does with them.
+
+    The modes stay as they are.
+    """
     modes = [(path, module.training) for path, module in model.named_modules()]
     if not any(training for _, training in modes):
         _log.warning(
@@ -68,11 +71,37 @@ def warn_of_modes(model: nn.Module) -> None:
         )
         return
 
-    frozen = [path for path, training in modes if path and not training]
-    outer = [path for path in frozen if not any(path.startswith(f"{other}.") for other in frozen)]
-    if outer:
-        shown = ", ".join(f"'{path}'" for path in outer[:_SHOWN]) + (", ..." if len(outer) > _SHOWN else "")
+    frozen = _outermost(path for path, training in modes if path and not training)
+    if frozen:
         _log.warning(
-            f"warning: {type(model).__name__} was built with {shown} in evaluation mode, and trains so; hint: call "
-            "train() in build_model() if it should not"
+            f"warning: {type(model).__name__} was built with {_shown(frozen)} in evaluation mode, and trains so; hint: "
+            "call train() in build_model() if it should not"
         )
+
+    stopped = _outermost(_stopped_by_train(model))
+    if stopped:
+        _log.warning(
+            f"warning: train() of {type(model).__name__} puts {_shown(stopped)} into evaluation mode, where "
+            "build_model() left it in training mode, and it trains in evaluation mode, as in a loop that calls "
+            "model.train(); hint: if it should not, let train() leave it in training mode"
+        )
+
+
+def _stopped_by_train(model: nn.Module) -> list[str]:
+    """Return the modules in training mode that the model's own `train()` puts into evaluation mode."""
+    before = modes_of([model])
+    trained = {module for module, training in before if training and module is not model}
+    model.train()
+    stopped = [path for path, module in model.named_modules() if module in trained and not module.training]
+    set_modes(before)
+    return stopped
+
+
+def _outermost(paths: Iterable[str]) -> list[str]:
+    """Return the paths of modules that are in no other of these modules."""
+    every = list(paths)
+    return [path for path in every if not any(path.startswith(f"{other}.") for other in every)]
+
+
+def _shown(paths: Sequence[str]) -> str:
+    return ", ".join(f"'{path}'" for path in paths[:_SHOWN]) + (", ..." if len(paths) > _SHOWN else "")

@@ -63,17 +63,34 @@ def test_a_head_that_trains_in_a_model_that_does_not() -> None:
     assert is_training(model)
 
 
-def test_train_of_the_model_is_called() -> None:
-    class Frozen(nn.Sequential):
-        def train(self, mode: bool = True) -> Frozen:
-            super().train(mode)
-            self[0].eval()
-            return self
+class _Frozen(nn.Sequential):
+    """Its first part never trains, as BatchNorm in the backbones of detectors."""
 
-    model = Frozen(nn.Dropout(), nn.Linear(2, 2))
+    def train(self, mode: bool = True) -> _Frozen:
+        super().train(mode)
+        self[0].eval()
+        return self
+
+
+def test_train_of_the_model_is_called() -> None:
+    model = _Frozen(nn.Dropout(), nn.Linear(2, 2))
     assert model[0].training
     put_in_training(model)
     assert _modes(model) == [True, False, True]
+
+
+def test_a_train_that_leaves_modules_in_evaluation_mode_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    model = _Frozen(_model(), nn.Linear(2, 2))
+    before = _modes(model)
+    warn_of_modes(model)
+    assert "train() of _Frozen puts '0' into evaluation mode, where build_model() left it" in caplog.text
+    assert _modes(model) == before
+
+    # Where build_model() calls train(), the model comes in the modes that it trains in.
+    caplog.clear()
+    warn_of_modes(_Frozen(_model(), nn.Linear(2, 2)).train())
+    assert "train() of" not in caplog.text
+    assert "was built with '0' in evaluation mode" in caplog.text
 
 
 def test_nothing_is_said_of_a_model_that_trains(caplog: pytest.LogCaptureFixture) -> None:

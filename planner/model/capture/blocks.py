@@ -6,7 +6,7 @@ The blocks run as they are. The graph has one opaque operation per block, so all
 import copy
 import operator
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -35,6 +35,7 @@ from planner.model.capture.graph import (
 from planner.model.capture.hooks import refuse_hooks
 from planner.model.capture.layers import adopt_unused
 from planner.model.capture.operations import Names
+from planner.model.capture.parameters import refuse_changed_parameters
 from planner.model.capture.size import BATCH, SizeReader
 from planner.model.loss import loss_of
 from planner.model.modes import modes_of
@@ -153,8 +154,10 @@ def _run_without_values(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
         fakes = fake_modules([block for _, block in named], mode, device)
-        with mode:
-            renamed = [(name, fake) for (name, _), fake in zip(named, fakes, strict=True)]
+        renamed = [(name, fake) for (name, _), fake in zip(named, fakes, strict=True)]
+        with mode, ExitStack() as contexts:
+            for name, fake in renamed:
+                contexts.enter_context(refuse_changed_parameters(fake, f"{name}."))
             return _run(renamed, fake_batch(example, device), loss)
     except (PlannerError, RuntimeError) as error:
         if not decides_by_values(error):

@@ -38,6 +38,7 @@ from planner.model.capture.graph import LOSS, LayerGraph, ValueSpec, graph_diges
 from planner.model.capture.hooks import refuse_hooks, refuse_new_hooks
 from planner.model.capture.layers import group_layers
 from planner.model.capture.operations import MODEL, Names, is_check, is_random, name_slices
+from planner.model.capture.parameters import refuse_changed_parameters
 from planner.model.capture.pins import noting_pins
 from planner.model.capture.recurrent import recurrence_untraced
 from planner.model.capture.regions import regions_noted, regions_of
@@ -67,13 +68,17 @@ def capture_file(
     The model was built from `spec`, its weights perhaps without memory. For training, modules that it has in evaluation
     mode stay so, unless all are; for evaluation, all are in evaluation mode while it is captured.
     Of equal blocks five are traced, `quickly`, which a model deceives that treats the twentieth alone in another way.
+
+    Raises:
+        CaptureError: as `capture` does, or when forward changes which parameters there are, or are trained.
     """
     model = spec.build_model() if model is None else model
     check_samples(batch, partial(spec.example_batch, checked=False), spec.place("example_batch"))
     if training:
         put_in_training(model)
-        return _capture_as_it_is(spec, batch, model, options, quickly=quickly)
-    with evaluating(model):
+        with refuse_changed_parameters(model):
+            return _capture_as_it_is(spec, batch, model, options, quickly=quickly)
+    with evaluating(model), refuse_changed_parameters(model):
         return _capture_as_it_is(spec, batch, model, options, quickly=quickly)
 
 
@@ -309,7 +314,8 @@ class _ForwardToLoss(nn.Module):
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> tuple[Any, ...]:
         model = self.get_submodule(MODEL)
-        with values_unread(), RefuseForeignWeights(model):
+        # Here, because the tracer puts other tensors in place of the parameters, and takes them out afterwards.
+        with values_unread(), refuse_changed_parameters(model), RefuseForeignWeights(model):
             with self._noting(model):
                 output = model(*args, **kwargs)
             loss = self._loss(output, target)

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from planner.errors import CaptureError
 from planner.model.batch import Batch
 from planner.model.capture.graph import LOSS, LayerGraph
+from planner.model.capture.parameters import refuse_changed_parameters
 from planner.model.capture.regions import regions_of
 from planner.model.loss import unsplit_loss
 from planner.model.options import ModuleOptions
@@ -55,6 +56,8 @@ def can_be_checked(graph: LayerGraph, device_type: str) -> bool:
 
 def check_captured(spec: TrainingSpec, graph: LayerGraph, batches: Sequence[Batch], options: ModuleOptions) -> None:
     """Raise CaptureError where the model and its captured layers differ in a step on one of `batches`.
+
+    So it does where a step of the model changes which parameters there are, or are trained.
 
     The model runs twice on the first one. Weights, buffers, gradients and random numbers are left as they were. All
     weights must be where the batches are.
@@ -118,7 +121,9 @@ class _Runs:
 
     def model(self, batch: Batch, seed: int) -> _Step:
         """Run a step of the model as the user wrote it."""
-        return self._step(seed, lambda: unsplit_loss(self._graph.model, self._spec, batch.copied(), self._options))
+        model = self._graph.model
+        with refuse_changed_parameters(model):
+            return self._step(seed, lambda: unsplit_loss(model, self._spec, batch.copied(), self._options))
 
     def captured(self, batch: Batch) -> _Step:
         """Run the same step of the captured layers."""

@@ -14,6 +14,7 @@ from planner.model.batch import Batch
 from planner.model.capture.capture import capture_file
 from planner.model.capture.failure import run_failure, warn_of_unregistered
 from planner.model.capture.graph import LayerGraph
+from planner.model.capture.parameters import refuse_changed_parameters
 from planner.model.capture.pins import warn_of_only_size
 from planner.model.elementwise import has_divisible_optimizer
 from planner.model.generators import seeded
@@ -119,7 +120,9 @@ def profile_model(
         graph = capture_file(spec, batch, model, options=replace(options.stage, device=device.type))
         warn_of_only_size(graph, spec)
         separable = try_optimizer(spec, graph.model, device)
-        with contention(spec, batch_size, options.processes - 1, threads=options.threads, options=options.stage):
+        contended = contention(spec, batch_size, options.processes - 1, threads=options.threads, options=options.stage)
+        # What the first calls of the model do not change, later ones may.
+        with refuse_changed_parameters(graph.model), contended:
             half = replace(effort, seconds=effort.seconds / 2) if others else effort
             measured = _measure(spec, graph, batch, device, half, options)
             share = replace(half, seconds=half.seconds / max(1, len(others)))
