@@ -64,6 +64,9 @@ class KnownConstants(TorchFunctionMode):
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if torch.compiler.is_dynamo_compiling():  # branches of torch.cond are traced by another tracer, whole
+            return func(*args, **kwargs)
+
         leaves = tree_leaves((args, kwargs))
         computable = all(self._is_constant(leaf) for leaf in leaves)
         if func in _READERS and computable:

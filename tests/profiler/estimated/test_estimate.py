@@ -145,13 +145,13 @@ def test_bytes_held_and_sent_are_those_of_a_measured_profile(tmp_path: Path) -> 
 
 
 def without_times(profile: Profile, but: Sequence[str] = ()) -> Profile:
-    """Drop what needs a real step: times, kernels' workspaces, the loss's mean; and the saved bytes of layers `but`."""
+    """Drop what needs a real step: times, kernels' workspaces, what was tried; and the saved bytes of layers `but`."""
     parts = [f"{part}_{kind}s" for part in ("forward", "backward") for kind in ("", "spread_", "thread_")]
     parts += ["accumulate_s", "accumulate_thread_s"]
     times = dict.fromkeys(("update_s", *parts), 0.0) | dict.fromkeys(("workspace_bytes", "update_workspace_bytes"), 0)
     saved = {layer.name: 0 if layer.name in but else layer.saved_bytes for layer in profile.layers}
     layers = tuple(layer.model_copy(update={**times, "saved_bytes": saved[layer.name]}) for layer in profile.layers)
-    same = {"provenance": None, "device": None, "whole_step": None, "loss": None}
+    same = dict.fromkeys(("provenance", "device", "whole_step", "loss", "capture_checked", "optimizer_separable"), None)
     return profile.model_copy(update={"layers": layers, **same})
 
 
