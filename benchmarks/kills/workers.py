@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from unittest.mock import patch
 
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # exported by a star import
 
+from planner.workers.secret import SECRET_VARIABLE
 from planner.workers.watch import last_beat, own_keys
 
 
@@ -23,10 +26,13 @@ def workers_of(launcher: int) -> dict[int, int]:
 
 
 def store_of(worker: int) -> Store:
-    """Connect to the store that a worker writes to; raise OSError or RuntimeError when it is gone."""
-    variables = Path(f"/proc/{worker}/environ").read_bytes().decode().split("\0")
-    port = next(int(text.partition("=")[2]) for text in variables if text.startswith("MASTER_PORT="))
-    return own_keys(TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=10)))
+    """Connect to the store that a worker writes to, with its secret; raise OSError or RuntimeError when it is gone."""
+    texts = Path(f"/proc/{worker}/environ").read_bytes().decode().split("\0")
+    variables = {name: value for name, _, value in (text.partition("=") for text in texts)}
+    port = int(variables["MASTER_PORT"])
+    store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=10))
+    with patch.dict(os.environ, {SECRET_VARIABLE: variables[SECRET_VARIABLE]}):
+        return own_keys(store)
 
 
 def minibatch_of(store: Store, rank: int) -> int | None:
