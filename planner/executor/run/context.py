@@ -327,7 +327,7 @@ def _made_batches(job: Job, spec: TrainingSpec, ranks: int, device: torch.device
     assert plan.microbatch_size is not None  # or building the modules had failed
     return make_batches(
         spec,
-        plan.microbatch_size,
+        plan.microbatch_size // ranks,  # ranks that divide experts have samples of their own
         ranks * plan.microbatches,
         job.seed,
         drop_last=job.options.drop_last,

@@ -40,6 +40,7 @@ from planner.formats.plan import Plan
 from planner.model.batch import Batch, make_batch
 from planner.model.batch_digest import batch_digest
 from planner.model.loss import check_labels, shares_function
+from planner.model.randomness import generators_kept
 from planner.model.spec import TrainingSpec
 from planner.model.tensor.division import whole_state
 from planner.options.training import CheckpointOptions, RunOptions, TrainingOptions
@@ -343,10 +344,15 @@ class Pipeline:
 
     @contextmanager
     def _called(self, call: Call | None = None) -> Iterator[None]:
-        """Carry out a call of the script, which all ranks must make where it is given here."""
-        if call is not None:
-            self._calls.agree(call, self._data.count)
-        yield
+        """Carry out a call of the script, which all ranks must make where it is given here.
+
+        Layers that draw random numbers seed the generators first, and ranks have different layers. What the script
+        draws between calls stays the same on all of them.
+        """
+        with generators_kept():
+            if call is not None:
+                self._calls.agree(call, self._data.count)
+            yield
         self._context.heartbeat.leave_to_script()
 
     def _digests(self, batches: Sequence[Batch]) -> list[int]:

@@ -31,7 +31,10 @@ BATCH_SIZE = 4
 
 def _straight(path: Path) -> Path:
     """Let the blocks of a model file not decide by values, so that they can be captured without."""
-    path.write_text(path.read_text().replace("if x.mean() > 0 else", "if self.training else"))
+    by_values, by_mode = "if row.mean() > 0 else", "if self.training else"
+    source = path.read_text(encoding="utf-8")
+    path.write_text(source.replace(by_values, by_mode), encoding="utf-8")
+    assert (by_values in source) == (path.name == "blocks_sgd.py")
     return path
 
 

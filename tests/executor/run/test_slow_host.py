@@ -39,6 +39,7 @@ import torch
 import planner
 
 torch.set_num_threads(1)
+torch.manual_seed(0)  # example batches draw, and all ranks hand in the same
 spec = planner.load_model_file("convolutional_sgd.py")
 with planner.pipeline(planner.load_plan("plan.json"), spec) as pipeline:
     for _ in range(3):
