@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -29,9 +27,6 @@ from tests.examples import examples
 from tests.samples import layer, profile
 from tests.solver.oracle import brute_force
 from tests.solver.strategies import profiles
-
-ANCHORS = Path(__file__).resolve().parents[3] / "shared" / "anchors" / "pipedream"
-PUBLISHED_BYTES_PER_S = 1.25e9
 
 
 def test_ranks_are_consecutive_and_predictions_per_sample() -> None:
