@@ -170,4 +170,5 @@ def _count(batch: Batch, ignored: int | None) -> float:
     """Return what the loss of these samples is a mean over."""
     if ignored is None:
         return batch.size
-    return float((batch.target != ignored).sum())
+    labels = batch.kwargs["labels"] if batch.target is None else batch.target
+    return float((labels != ignored).sum())

@@ -69,6 +69,7 @@ CASES = {
         "AdamW without decay of norms, linear after warm-up",
         "masks drawn by collate (torch); padded; tied embeddings",
         divided=True,
+        ignored=-100,
     ),
     "whisper": Case("transformers", "AdamW, linear after warm-up", "padded labels"),
     "llava": Case(

@@ -67,7 +67,11 @@ def noting_assignments(model: nn.Module, noted: list[Assignment]) -> Iterator[No
 
 @contextmanager
 def attributes_kept(model: nn.Module) -> Iterator[None]:
-    """Restore attributes afterwards, also a list that several modules share: the tracer gives each a copy."""
+    """Restore attributes afterwards, also a list that several modules share: the tracer gives each a copy.
+
+    Those that are new are removed. A forward that prepares its modules at its first call, and then remembers that it
+    has, does so again at the next.
+    """
     attributes = [(vars(module), _without_registries(module)) for module in model.modules()]
     contents: dict[int, tuple[Any, Any]] = {}
     for _, values in attributes:
@@ -77,6 +81,8 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for current, values in attributes:
+            for name in current.keys() - values.keys() - set(_REGISTRIES):
+                del current[name]
             current.update(values)
         for container, content in contents.values():
             _fill(container, content)

@@ -169,6 +169,33 @@ def _other_branch_later(model: Any, x: Tensor) -> Tensor:
     return 2 * x if later else x
 
 
+class Prepared(nn.Module):
+    """Hooks its layers at the first forward, and remembers that it has, as models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self._seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "_hooked"):
+            for layer in self.layers:
+                layer.register_forward_hook(lambda module, args, output: self._seen.append(output))
+            self._hooked = True
+        self._seen.clear()
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x + self._seen[1]
+
+
+def test_what_the_first_forward_prepares_is_prepared_again_after_a_capture() -> None:
+    model = Prepared()
+    captured(model, rows())
+    model(*rows().args)
+    assert len(model._seen) == len(model.layers)
+
+
 @pytest.mark.parametrize(
     ("forward", "before"),
     [
