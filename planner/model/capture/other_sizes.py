@@ -29,8 +29,10 @@ from planner.model.capture.pins import only_size
 from planner.model.loss import loss_of
 from planner.model.options import LossFunction
 
+# Sizes; None for one that depends on values, such as the number of a mask's true elements.
+_Shape: TypeAlias = tuple[int | None, ...]
 # An operation's name, and the shapes of what it makes.
-_Operation: TypeAlias = tuple[str, tuple[tuple[int, ...], ...]]
+_Operation: TypeAlias = tuple[str, tuple[_Shape, ...]]
 
 # They compute nothing that others use, and the tracer leaves some of them out or adds some.
 _SILENT = ("aten.detach", "aten.alias", "aten.lift", "aten.sym_", "aten._assert", "aten._local_scalar_dense", "prim.")
@@ -144,11 +146,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         name = str(func.overloadpacket)  # scripts call other overloads for numbers
-        takes_all = name == _SLICE and made.shape == args[0].shape
+        takes_all = name == _SLICE and _shape(made) == _shape(args[0])
         if not (name.startswith(_SILENT) or takes_all):
-            shapes = tuple(tuple(leaf.shape) for leaf in tree_leaves(made) if isinstance(leaf, Tensor))
+            shapes = tuple(_shape(leaf) for leaf in tree_leaves(made) if isinstance(leaf, Tensor))
             self._operations.append((name, shapes))
         return made
+
+
+def _shape(tensor: Tensor) -> _Shape:
+    return tuple(size.node.maybe_as_int() if isinstance(size, torch.SymInt) else size for size in tensor.shape)
 
 
 def _difference(of_model: Sequence[_Operation], of_graph: Sequence[_Operation]) -> str | None:
@@ -165,4 +171,5 @@ def _difference(of_model: Sequence[_Operation], of_graph: Sequence[_Operation]) 
 
 def _text(operation: _Operation) -> str:
     name, shapes = operation
-    return f"{name} of shape {', '.join(map(str, shapes))}"
+    texts = [str(shape).replace("None", "?") for shape in shapes]
+    return f"{name} of shape {', '.join(texts)}"

@@ -77,6 +77,18 @@ def test_models_of_any_size_are_the_same_on_any(model: nn.Module) -> None:
     assert [problem(size) for size in (CAPTURED, 1, 2, 3, 7)] == [None] * 5
 
 
+def loss_of_positive_rows(output: Tensor, target: Tensor) -> Tensor:
+    """How many rows it has depends on values, as with the mask of a padded sequence."""
+    counted = target[:, 0] > 0
+    return mse_loss(output[counted], target[counted])
+
+
+def test_sizes_that_depend_on_values_are_alike() -> None:
+    problem = sizes_of(Sized(torch.tanh), features, loss_of_positive_rows)
+
+    assert [problem(size) for size in (2, 3, 7)] == [None] * 3
+
+
 def test_a_branch_for_a_single_sample_is_found_though_it_leaves_no_trace() -> None:
     problem = sizes_of(Sized(thrice_where_single), features, mse_loss)
 
