@@ -122,8 +122,8 @@ def _about_divided_layers() -> dict[str, Ask]:
 
 
 def _about_fit() -> dict[str, Ask]:
-    asked = {"gpt2-xl": (8, "l4"), "llama-7b": (16, "a100-80gb"), "resnet-50": (8, "a100-80gb")}
-    return {f"fit/{name}": partial(_fit, name, gpus, gpu) for name, (gpus, gpu) in asked.items()}
+    asked = {"gpt2": (8, "l4"), "unet": (16, "a100-80gb"), "resnet50": (8, "a100-80gb")}
+    return {f"fit/{model}": partial(_fit, model, gpus, gpu) for model, (gpus, gpu) in asked.items()}
 
 
 def _profile(model: str) -> planner.Profile:
@@ -136,7 +136,7 @@ def _solve(model: str, machines: Machines, **keywords: Any) -> Any:
 
 
 def _solve_divided(devices: int, schedule: str) -> Any:
-    profile = planner.estimate(PROFILES / "llama" / "model.py", batch_size=4, device="h100", tensor=(1, 2, 4))
+    profile = planner.estimate(PROFILES / "gpt2" / "model.py", batch_size=4, device="h100", tensor=(1, 2, 4))
     cluster = planner.cluster(profile, topology=f"8x{devices // 8}", bandwidth="nvlink4,100Gbps", memory="40GB")
     return _plan_and_timeline(profile, cluster, {"schedule": schedule})
 
@@ -158,9 +158,11 @@ def _plan_and_timeline(profile: planner.Profile, cluster: planner.Cluster, keywo
 
 def _price(model: str) -> Any:
     profile = _profile(model)
+    cluster = FLAT4.cluster(profile)
     prices = {}
     for stages, replicas in ((2, (3, 1)), (2, (1, 1)), (4, (1, 1, 1, 1))):
-        plan = planner.price(profile, FLAT4.cluster(profile), stages, replicas=list(replicas))
+        # Synchronous, because stages of some models share a weight.
+        plan = planner.price(profile, cluster, stages, replicas=list(replicas), schedule="1f1b-flush", microbatches=4)
         prices[plan.config] = plan.model_dump(mode="json")
     return prices
 
@@ -171,9 +173,10 @@ def _compare(model: str) -> Any:
     return planner.compare(profile, plan).model_dump(mode="json")
 
 
-def _fit(name: str, gpus: int, gpu: str) -> Any:
+def _fit(model: str, gpus: int, gpu: str) -> Any:
     with tempfile.TemporaryDirectory() as folder:
-        return planner.fit(name, gpus, gpu=gpu, place=folder, time_limit_s=float("inf")).model_dump(mode="json")
+        answer = planner.fit(PROFILES / model / "model.py", gpus, gpu=gpu, place=folder, time_limit_s=float("inf"))
+    return answer.model_dump(mode="json")
 
 
 def without_times(value: Any) -> Any:
