@@ -85,7 +85,8 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
                 del current[name]
             current.update(values)
         for container, content in contents.values():
-            _fill(container, content)
+            if not _holds(container, content):  # one that refuses changes, such as a configuration, has none
+                _fill(container, content)
 
 
 def trace_scratch(
@@ -141,9 +142,16 @@ def _note_contents(value: Any, contents: dict[int, tuple[Any, Any]]) -> None:
     """Note what a container holds, and the containers within it."""
     if not isinstance(value, _CONTAINERS) or id(value) in contents:
         return
-    contents[id(value)] = value, value.copy()
+    contents[id(value)] = value, dict(value) if isinstance(value, dict) else list(value)
     for part in value.values() if isinstance(value, dict) else value:
         _note_contents(part, contents)
+
+
+def _holds(container: Any, content: Any) -> bool:
+    """Return whether a container holds the very objects of `content`, in the same order."""
+    if isinstance(container, dict):
+        return [*container] == [*content] and _holds(list(container.values()), list(content.values()))
+    return [*map(id, container)] == [*map(id, content)]
 
 
 def _fill(container: Any, content: Any) -> None:

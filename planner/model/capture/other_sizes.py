@@ -71,6 +71,19 @@ class OtherSizes:
             return None
         if self._model is None:
             return "the model cannot be copied, and so not be tried on it"
+        problem = self._tried(batch)
+        return problem if problem is not None and self._tells else None
+
+    @cached_property
+    def _tells(self) -> bool:
+        """Whether model and graph can be compared so: they agree where the graph is known to be right.
+
+        A model may run another kernel without the tracer, one that takes no tensors without data.
+        """
+        return self._tried(self._usual) is None
+
+    def _tried(self, batch: Batch) -> str | None:
+        """Return how model and graph differ on a batch, or which of them fails."""
         try:
             of_model = self._operations(batch, self._run_model)
         except PlannerError as error:
@@ -81,13 +94,7 @@ class OtherSizes:
             of_graph = self._operations(batch, self._run_graph)
         except Exception as cause:  # whatever an operation raises on sizes that it was not captured for
             return f"the captured model fails on it: {reason_of(cause)}"
-        return _difference(of_model, of_graph) if self._tells else None
-
-    @cached_property
-    def _tells(self) -> bool:
-        """Whether model and graph ask for the same operations where the graph is known to be right."""
-        of_model = self._operations(self._usual, self._run_model)
-        return _difference(of_model, self._operations(self._usual, self._run_graph)) is None
+        return _difference(of_model, of_graph)
 
     def _operations(self, batch: Batch, run: Callable[[Batch], object]) -> list[_Operation]:
         batch = batch.distinct().prepared(self._options)

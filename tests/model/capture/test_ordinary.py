@@ -169,6 +169,28 @@ def _other_branch_later(model: Any, x: Tensor) -> Tensor:
     return 2 * x if later else x
 
 
+class Frozen(dict[str, int]):
+    """A configuration that nobody may change, as those of diffusers."""
+
+    def update(self, *_: Any, **__: Any) -> None:
+        raise TypeError("it is frozen")
+
+
+class Configured(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.config = Frozen(layers=3)
+        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layers(x)) * self.config["layers"]
+
+
+def test_a_configuration_that_refuses_changes() -> None:
+    captured(Configured(), rows())
+
+
 class Prepared(nn.Module):
     """Hooks its layers at the first forward, and remembers that it has, as models of transformers do."""
 

@@ -89,6 +89,21 @@ def test_sizes_that_depend_on_values_are_alike() -> None:
     assert [problem(size) for size in (2, 3, 7)] == [None] * 3
 
 
+class OtherKernel(Sized):
+    """Asks for another kernel where nobody traces, which takes no tensors without data."""
+
+    def forward(self, x: Tensor, *others: Tensor) -> Any:
+        if not torch.compiler.is_exporting():
+            x = torch.tensor(x.tolist(), requires_grad=True)
+        return super().forward(x, *others)
+
+
+def test_a_model_that_cannot_run_without_data_is_not_said_to_fail_on_other_sizes() -> None:
+    problem = sizes_of(OtherKernel(torch.tanh), features, mse_loss)
+
+    assert problem(1) is None
+
+
 def test_a_branch_for_a_single_sample_is_found_though_it_leaves_no_trace() -> None:
     problem = sizes_of(Sized(thrice_where_single), features, mse_loss)
 
