@@ -47,6 +47,7 @@ New here? `plan quickstart` does all of it with a small model.
 EPILOG = """\
 exit codes: 0 done, 1 failed, 2 wrong usage or input, 3 no plan fits, 130 interrupted
 """
+IMPORTING = ("profile", "fit", "train", "quickstart", "selftest")  # verbs that import a model file
 INTERRUPTED = 130
 _NEGATIVE = re.compile(r"-\d")  # so that "-1Gbps" is a value, and its option says what is wrong with it
 
@@ -98,6 +99,8 @@ def build_parser() -> Parser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command, with the process's arguments or those given, and return its exit code."""
+    if argv is None:
+        _fix_hashes(sys.argv[1:])
     try:
         code = _run(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
@@ -105,6 +108,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # who reads stdout has left, as in `plan show | head`; the interpreter flushes at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def _fix_hashes(arguments: Sequence[str]) -> None:
+    """Start this process anew, with the hashes of texts that workers have, if it imports a model file.
+
+    The order of a set follows from them. Some models make their operations in such an order, so that a profile would be
+    of another graph than the one that workers capture.
+    """
+    verb = next(iter(arguments), "")
+    if verb not in IMPORTING or "PYTHONHASHSEED" in os.environ or not sys.executable:
+        return
+    os.environ["PYTHONHASHSEED"] = "0"
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def _run(arguments: list[str]) -> int:
