@@ -56,7 +56,7 @@ def run_workers(module: str, job: Job, on_timeline: Callable[[Timeline], None] |
         job = job.model_copy(update={"folder": folder})
         job_path, result_path = Path(folder) / "job.json", Path(folder) / RESULT_FILE
         save_record(job, job_path)
-        with launching(interface, **{SECRET_VARIABLE: new_secret()}):
+        with launching(interface, hash_seed(job), **{SECRET_VARIABLE: new_secret()}):
             try:
                 start_workers(store, job.plan.workers, (module, str(job_path)), folder)
             except ChildFailedError as cause:
@@ -123,7 +123,11 @@ def run_on_hosts(job: Job, command: Sequence[str], note: Callable[[str], None]) 
         SECRET_VARIABLE: secret_of_hosts(secret_file(job)),
     }
     ending = patch.object(PContext, "close", close)
-    with tempfile.TemporaryDirectory(prefix="plan-train-") as folder, launching(interface, **variables), ending:
+    with (
+        tempfile.TemporaryDirectory(prefix="plan-train-") as folder,
+        launching(interface, hash_seed(job), **variables),
+        ending,
+    ):
         config = LaunchConfig(
             min_nodes=least,
             max_nodes=most,
@@ -162,10 +166,23 @@ def secret_file(job: Job) -> Path:
     return default_file(job.run, str(job.elastic.rendezvous)) if chosen is None else Path(chosen)
 
 
+def hash_seed(job: Job) -> str:
+    """Return the PYTHONHASHSEED of a run's workers.
+
+    The order of a set of texts follows from it, and with it whatever a model file numbers in that order.
+    """
+    return str(job.seed % 2**32)
+
+
 @contextmanager
-def launching(interface: str | None, **more: str) -> Iterator[None]:
-    """Let workers inherit one thread, unless the environment says otherwise, and one network interface."""
-    defaults = {"OMP_NUM_THREADS": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": SHUTDOWN_S, **GPU_VARIABLES}
+def launching(interface: str | None, hashes_by: str = "0", **more: str) -> Iterator[None]:
+    """Let workers inherit one thread and one way to hash, unless the environment says otherwise, and one interface."""
+    defaults = {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONHASHSEED": hashes_by,
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": SHUTDOWN_S,
+        **GPU_VARIABLES,
+    }
     variables = {name: value for name, value in defaults.items() if name not in os.environ}
     chosen = {} if interface is None else dict.fromkeys(VARIABLES, interface)
     with _quiet_launcher(), environment({**variables, **chosen, LAUNCHER_VARIABLE: str(os.getpid()), **more}):

@@ -17,9 +17,10 @@ from planner.executor.communication.control import message_timeout
 from planner.executor.communication.links import Receivers
 from planner.executor.communication.sharding import Masters, Sharding
 from planner.executor.communication.shared_gradients import SharedGradients
-from planner.executor.run.comparison import BatchComparison, ComparedBatches
+from planner.executor.run.comparison import READ_HINT, BatchComparison, ComparedBatches, Fact
 from planner.executor.run.data import (
     BatchSource,
+    DatasetBatches,
     FedBatches,
     LengthDrift,
     OfRank,
@@ -29,6 +30,7 @@ from planner.executor.run.data import (
     weighted,
 )
 from planner.executor.run.reading_ahead import AHEAD, ReadAhead
+from planner.executor.run.sample_checks import CheckedSamples
 from planner.executor.run.stages import build_modules, check_sizes, tensor_group, transferred
 from planner.executor.stage.optimizer import StageOptimizer
 from planner.executor.stage.separate import check_separate
@@ -84,7 +86,7 @@ class PipelineContext:
     heartbeat: Heartbeat
     data: BatchSource
     comparison: BatchComparison  # of what this worker reads with what others do
-    initial_weights: Mapping[int, int]  # digests of its stages' parameters and buffers
+    facts: Sequence[Fact]  # that all workers must have alike before they train
     minibatches: int  # of the whole run
     groups: DataGroups
     shape: PipelineShape
@@ -148,8 +150,8 @@ class PipelineContext:
         self.heartbeat.enter("connecting to the other workers", meeting=True)
         self.groups.use_once()
         self.comparison.begin()
-        for number, digest in self.initial_weights.items():
-            self.comparison.check_weights(number, 0 if self.tensor is None else self.tensor.place, digest)
+        for fact in self.facts:
+            self.comparison.compare(fact)
         self.heartbeat.enter("taking memory", meeting=True)
         compute, runtime = self.place.compute, runtime_of(self.place.compute)
         if not runtime.asynchronous:
@@ -239,7 +241,7 @@ def pipeline_context(
     gc.collect()
     modules = built.training
     # While all is on the CPU, and before replicas divide weights.
-    initial_weights = {number: digest_of(module.state_dict().values()) for number, module in modules.items()}
+    facts = facts_of_stages(modules, 0 if tensor is None else tensor.place)
     transfers = transferred(plan, modules)
     groups, everywhere = DataGroups(place, message_timeout(job.run_options.hang_timeout_s)), None
     if plan.stages[0].level > 1:  # the stage moves when it is divided, unit by unit
@@ -255,8 +257,13 @@ def pipeline_context(
     shape = replace(shape_of(plan), shared=tuple(sorted(built.shared)))
     if data is None:
         made = made or _made_batches(job, spec, ranks, place.compute)
+        if isinstance(made, DatasetBatches):
+            facts.append(Fact("the number of samples of dataset()", made.samples, READ_HINT))
+            made = CheckedSamples(made, comparison)
         whole = any(module.has_loss for module in modules.values())
         data = ReadAhead(weighted(made, built.loss, spec, whole=whole), place.compute)
+    if built.lengths:
+        facts.append(Fact("lengths()", digest_of([repr(spec.lengths())])))
     if isinstance(data, FedBatches):
         data.check_sizes_by(built.other_sizes)
     if tensor is not None and plan.by_samples:
@@ -299,7 +306,7 @@ def pipeline_context(
         heartbeat=heartbeat,
         data=data,
         comparison=comparison,
-        initial_weights=initial_weights,
+        facts=facts,
         minibatches=minibatches,
         groups=groups,
         shape=shape,
@@ -320,6 +327,23 @@ def pipeline_context(
             check_compiler(place.compute.type)
         context.run_once(modules.values(), context.sizes)
     return context
+
+
+def facts_of_stages(modules: Mapping[int, StageModule], place: int) -> list[Fact]:
+    """Return the initial weights and buffers of a worker's stages, which replicas must have alike.
+
+    Args:
+        modules: by the stage's number.
+        place: of this rank in its group, where ranks divide the stages' layers.
+    """
+    return [
+        Fact(
+            what=f"the initial state of stage {number}",
+            digest=digest_of(module.state_dict().values()),
+            turn=place,
+        )
+        for number, module in modules.items()
+    ]
 
 
 def _made_batches(job: Job, spec: TrainingSpec, ranks: int, device: torch.device) -> BatchSource:

@@ -338,7 +338,7 @@ def make_context(run: Run, rank: int, world: World) -> PipelineContext:
         heartbeat=Heart(world),
         data=StandInData(run.microbatches),
         comparison=BatchComparison(rank),
-        initial_weights={},
+        facts=(),
         minibatches=run.minibatches,
         groups=DataGroups(place, timedelta(0)),
         shape=shape,
