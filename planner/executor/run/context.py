@@ -295,6 +295,8 @@ def pipeline_context(
             whole=built.trained,
         )
         held[number] = HeldStage(number, module, optimizer, shared)
+        if optimizer.groups_digest is not None:
+            facts.append(Fact("what optimizer() returns", optimizer.groups_digest))
     minibatches = data.minibatches(job.steps, job.epochs)
     if job.baseline is not None and not shape.schedule.divides:
         minibatches = -(-minibatches // plan.workers) * plan.workers  # DistributedDataParallel waits for every worker
