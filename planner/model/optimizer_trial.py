@@ -5,8 +5,6 @@ keep their direction by and large, since estimates of a learning rate grow only 
 """
 
 import math
-import random
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,12 +15,11 @@ from torch.optim import Optimizer
 
 from planner.errors import ModelFileError, PlannerError, first_line
 from planner.model.elementwise import kept_whole
+from planner.model.generators import seeded
 from planner.model.hyperparameters import Hyperparameters, group_numbers, hyperparameters_of
 from planner.model.optimizer_part import TrainedParameter, optimizer_of_part, step_part
-from planner.model.randomness import generators_kept
 from planner.model.silent_step import NoCommunication
 from planner.model.spec import TrainingSpec
-from planner.runtime import runtime_of
 
 _SCALES = (1.0, 30.0, 0.03, 1e3, 1.0)  # of the gradients, step by step
 _NOISE = 0.3  # of a gradient, relative to its lasting part
@@ -74,7 +71,7 @@ class OptimizerTrial:
         """Step the parts one after the other, or all parameters together; return the values after each step."""
         steps: Steps = [{} for _ in self._gradients]
         for names in self._parts(parts):
-            with self._seeded(seed):
+            with seeded(seed, self._device):
                 optimizer, pieces = self._of_part(names)
                 stepped = list(self._steps(optimizer, pieces))
 
@@ -91,7 +88,7 @@ class OptimizerTrial:
             return []
         steps = [{name: value.clone().flatten() for name, value in self.first.items()} for _ in self._gradients]
         for half in range(2):
-            with self._seeded(0):
+            with seeded(0, self._device):
                 optimizer, pieces = self._of_half(half)
                 stepped = list(self._steps(optimizer, pieces))
 
@@ -107,7 +104,7 @@ class OptimizerTrial:
         """
         schedules = []
         for names in self._parts(parts):
-            with self._seeded(0):
+            with seeded(0, self._device):
                 schedules.append(self._schedule_of(*self._of_part(names)))
         return schedules
 
@@ -117,7 +114,7 @@ class OptimizerTrial:
         if kept_whole(self._optimizer) is None:
             return schedules
         for half in range(2):
-            with self._seeded(0):
+            with seeded(0, self._device):
                 schedules.append(self._schedule_of(*self._of_half(half)))
         return schedules
 
@@ -186,16 +183,6 @@ class OptimizerTrial:
             raise
         except Exception as error:  # whatever the user's optimizer raises
             raise ModelFileError(f"{who} raises {type(error).__name__}: {first_line(error)}") from error
-
-    @contextmanager
-    def _seeded(self, seed: int) -> Iterator[None]:
-        """Seed all generators within."""
-        with generators_kept(), runtime_of(self._device).random_state_kept(self._device):
-            torch.manual_seed(seed)
-            random.seed(seed)
-            if (numpy := sys.modules.get("numpy")) is not None:
-                numpy.random.seed(seed)
-            yield
 
 
 def _small(whole: Sequence[TrainedParameter]) -> list[TrainedParameter]:
