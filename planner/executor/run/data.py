@@ -21,10 +21,10 @@ from planner.model.batch import Batch, collate, make_batch, part_of
 from planner.model.batch_digest import digest_of
 from planner.model.capture.other_sizes import OtherSizes
 from planner.model.capture.size import Extent
-from planner.model.generators import CPU, data_seed, seed_generators, seeded
+from planner.model.generators import data_seed, seed_generators, seeded
 from planner.model.lengths import Length, lengths_of, varying
 from planner.model.loss import Shares, check_labels, shares_by_samples, shares_function
-from planner.model.randomness import generators_kept
+from planner.model.randomness import CPU, generators_kept
 from planner.model.spec import TrainingSpec
 from planner.options.training import STEPS
 from planner.schedule.instructions import POSTED, Unit

@@ -23,7 +23,8 @@ from planner.errors import ModelFileError
 from planner.executor.run.draws import reading_data, refuses_draws
 from planner.model.batch import Batch
 from planner.model.batch_digest import batch_digest, digest_of
-from planner.model.generators import CPU, State, data_seed, seed_quickly, state_of_generators
+from planner.model.generators import State, data_seed, seed_quickly, state_of_generators
+from planner.model.randomness import CPU
 
 Collate = Callable[[Sequence[Any]], Batch]
 
