@@ -18,7 +18,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from planner.executor.communication.links import Ahead, End, LinkGroups, lane_of
 from planner.executor.communication.messages import Layouts, Outgoing
-from planner.executor.run.context import PipelineContext, pipeline_context
+from planner.executor.run.build_context import pipeline_context
+from planner.executor.run.context import PipelineContext
 from planner.executor.run.loop import Groups, make_worker
 from planner.executor.run.worker import Observers, PipelineWorker
 from planner.formats.plan import Plan

@@ -25,6 +25,8 @@ solve)
     ;;
 train)
     export NCCL_SOCKET_IFNAME=${INTERFACE:-eth0} GLOO_SOCKET_IFNAME=${INTERFACE:-eth0}
+    # The order of a set of texts is then the same in all workers.
+    export PYTHONHASHSEED=0
     torchrun --nnodes 2 --node-rank "${HOST:?}" --nproc-per-node 2 \
         --master-addr "${HOST0:?}" --master-port 29500 \
         -m planner train "$model" --plan plan.json --epochs 10 \

@@ -15,6 +15,9 @@ if [ -n "${INTERFACE:-}" ]; then
     export GLOO_SOCKET_IFNAME=$INTERFACE NCCL_SOCKET_IFNAME=$INTERFACE
 fi
 
+# The order of a set of texts is then the same in all workers.
+export PYTHONHASHSEED=0
+
 torchrun --nnodes "${HOSTS:?}" --node-rank "${HOST:?}" --nproc-per-node "${GPUS:?}" \
     --master-addr "${HOST0:?}" --master-port "${PORT:-29500}" \
     -m planner train "$model" --plan plan.json --epochs "${EPOCHS:-3}" \

@@ -17,6 +17,7 @@ from planner.cli import profile, solve, train, views
 from planner.cli.output import as_flags, print_complaint, try_outputs
 from planner.cli.results import results_apart
 from planner.errors import InputError, PlannerError, did_you_mean
+from planner.hashes import fix_hashes
 from planner.terminal import PrintableFormatter, printable
 
 # In the order in which help lists them.
@@ -99,8 +100,8 @@ def build_parser() -> Parser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command, with the process's arguments or those given, and return its exit code."""
-    if argv is None:
-        _fix_hashes(sys.argv[1:])
+    if argv is None and sys.argv[1:2] and sys.argv[1] in IMPORTING:
+        fix_hashes()
     try:
         code = _run(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
@@ -108,19 +109,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # who reads stdout has left, as in `plan show | head`; the interpreter flushes at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-
-
-def _fix_hashes(arguments: Sequence[str]) -> None:
-    """Start this process anew, with the hashes of texts that workers have, if it imports a model file.
-
-    The order of a set follows from them. Some models make their operations in such an order, so that a profile would be
-    of another graph than the one that workers capture.
-    """
-    verb = next(iter(arguments), "")
-    if verb not in IMPORTING or "PYTHONHASHSEED" in os.environ or not sys.executable:
-        return
-    os.environ["PYTHONHASHSEED"] = "0"
-    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def _run(arguments: list[str]) -> int:

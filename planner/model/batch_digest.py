@@ -22,8 +22,8 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None))  # values that have
 def batch_digest(batch: Batch) -> int:
     """Return a number below 2^63 that two batches share if shapes, dtypes and values of their tensors are equal.
 
-    Numbers and texts among the batch's leaves count, too. Of other objects only the type does, because what they print
-    may name an address.
+    Numbers and texts among the batch's leaves count, too, and the bytes of arrays and images. Of other objects only the
+    type does, because what they print may name an address.
     """
     leaves, _ = batch.flatten()
     return digest_of([len(batch.args), *sorted(batch.kwargs), *leaves])
@@ -41,10 +41,21 @@ def digest_of(leaves: Iterable[Any]) -> int:
         if isinstance(leaf, Tensor):
             digest.update(f"{leaf.dtype} {tuple(leaf.shape)};".encode())
             digest.update(_content(leaf.detach()))
+        elif isinstance(leaf, _PLAIN):
+            digest.update(f"{type(leaf).__name__} {leaf!r};".encode())
         else:
-            text = repr(leaf) if isinstance(leaf, _PLAIN) else ""
-            digest.update(f"{type(leaf).__name__} {text};".encode())
+            digest.update(f"{type(leaf).__name__};".encode())
+            digest.update(_bytes_in(leaf))
     return int.from_bytes(digest.digest(), "big") >> 1
+
+
+def _bytes_in(leaf: Any) -> bytes:
+    """Return the bytes of an array of NumPy's, an image of Pillow's, and their like; none of other objects."""
+    dtype = getattr(leaf, "dtype", None)
+    if not hasattr(leaf, "tobytes") or getattr(dtype, "hasobject", False):  # those are addresses
+        return b""
+    shape = getattr(leaf, "shape", getattr(leaf, "size", None))
+    return f"{dtype} {shape};".encode() + bytes(leaf.tobytes())
 
 
 def _content(tensor: Tensor) -> bytes:

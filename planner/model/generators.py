@@ -12,12 +12,10 @@ from contextlib import contextmanager
 
 import torch
 
-from planner.model.randomness import generators_kept
+from planner.model.randomness import CPU, generators_kept
 from planner.runtime import runtime_of
 
 State = tuple[object, ...]  # of several generators; equal if they would give the same numbers
-
-CPU = torch.device("cpu")
 
 
 def data_seed(seed: int, epoch: int | str, what: str, number: int) -> int:
@@ -40,9 +38,9 @@ def seed_generators(seed: int) -> None:
 
 
 @contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Let user code draw random numbers of a seed, and restore the host's generators afterwards."""
-    with generators_kept():
+def seeded(seed: int, device: torch.device = CPU) -> Iterator[None]:
+    """Let user code draw random numbers of a seed, and restore the generators of host and `device` afterwards."""
+    with generators_kept(device):
         seed_generators(seed)
         yield
 
@@ -56,17 +54,6 @@ def seed_quickly(seed: int, device: torch.device) -> None:
     if device.type != "cpu":
         runtime_of(device).seed(device, seed)
     _seed_others(seed)
-
-
-@contextmanager
-def all_kept(device: torch.device) -> Iterator[None]:
-    """Restore the host's generators and that of `device`."""
-    with generators_kept():
-        if device.type == "cpu":
-            yield
-            return
-        with runtime_of(device).random_state_kept(device):
-            yield
 
 
 def state_of_generators(device: torch.device = CPU) -> State:

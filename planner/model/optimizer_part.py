@@ -63,6 +63,21 @@ def optimizer_of_part(
     Raises:
         ModelFileError: when optimizer() fails, or returns something else.
     """
+    named, absent = named_parameters(whole, part)
+    optimizer = spec.optimizer(named)
+    leave_out(optimizer, absent)
+    return optimizer
+
+
+def named_parameters(
+    whole: Iterable[TrainedParameter],
+    part: Mapping[str, nn.Parameter],
+) -> tuple[dict[str, nn.Parameter], list[nn.Parameter]]:
+    """Return the parameters of the `whole` model by name, and which of them are stand-ins.
+
+    Args:
+        part: the others by name; a tied one may have any of its names.
+    """
     named: dict[str, nn.Parameter] = {}
     absent: list[nn.Parameter] = []
     for trained in whole:
@@ -72,10 +87,7 @@ def optimizer_of_part(
         else:
             named[trained.name] = trained.stand_in()
             absent.append(named[trained.name])
-
-    optimizer = spec.optimizer(named)
-    leave_out(optimizer, absent)
-    return optimizer
+    return named, absent
 
 
 def leave_out(optimizer: Optimizer, absent: Collection[nn.Parameter]) -> None:

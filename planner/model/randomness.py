@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import numpy
 import torch
@@ -10,6 +10,7 @@ from torch import nn
 
 from planner.runtime import runtime_of
 
+CPU = torch.device("cpu")
 _MASK = (1 << 64) - 1
 
 
@@ -48,13 +49,19 @@ def _mix(number: int) -> int:
 
 
 @contextmanager
-def generators_kept(*, on_success: bool = True) -> Iterator[None]:
-    """Restore PyTorch's generator of the CPU, Python's and NumPy's; at least after an error."""
+def generators_kept(device: torch.device = CPU, *, on_success: bool = True) -> Iterator[None]:
+    """Restore the generators of the host, Python's, NumPy's and PyTorch's, and that of `device`.
+
+    Args:
+        on_success: whether to restore the host's where nothing fails; they are after an error.
+    """
     state, python_state = torch.get_rng_state(), random.getstate()
     numpy_state = numpy.random.get_state()
+    on_device = nullcontext() if device.type == CPU.type else runtime_of(device).random_state_kept(device)
     succeeded = False
     try:
-        yield
+        with on_device:
+            yield
         succeeded = True
     finally:
         if on_success or not succeeded:
@@ -64,25 +71,22 @@ def generators_kept(*, on_success: bool = True) -> Iterator[None]:
 
 
 @contextmanager
-def buffers_kept(module: nn.Module) -> Iterator[None]:
-    """Restore the module's buffers afterwards, those that a forward replaces by other tensors too."""
+def keep_state(module: nn.Module) -> Iterator[torch.device]:
+    """Restore the module's buffers, and all generators, afterwards; yield the module's device.
+
+    Buffers that a forward replaces by other tensors are restored, too.
+    """
+    device = next((tensor.device for tensor in (*module.parameters(), *module.buffers())), CPU)
     before = [
         (owner, name, buffer, buffer.detach().clone())
         for owner in module.modules()
         for name, buffer in owner.named_buffers(recurse=False)
     ]
     try:
-        yield
+        with generators_kept(device):
+            yield device
     finally:
         with torch.no_grad():
             for owner, name, buffer, values in before:
                 setattr(owner, name, buffer)  # a forward may have put another tensor in its place, of another shape
                 buffer.copy_(values)
-
-
-@contextmanager
-def keep_state(module: nn.Module) -> Iterator[torch.device]:
-    """Restore the module's buffers and its device's random state afterwards; yield the device."""
-    device = next((tensor.device for tensor in (*module.parameters(), *module.buffers())), torch.device("cpu"))
-    with buffers_kept(module), runtime_of(device).random_state_kept(device):
-        yield device

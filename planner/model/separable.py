@@ -5,40 +5,26 @@ another one where each stage has an optimizer of its own: another training, with
 which optimizers do so. So the user's optimizer steps stand-ins for the model's parameters, with made-up gradients: all
 together, and part by part as the plan cuts them. It is separable if the updates are the same.
 
-Gradients change their size from step to step, since Adam's update does not depend on a constant factor of them, and
-keep their direction by and large, since estimates of a learning rate grow only then. The updates of each step are
-compared by themselves: beside a step of much larger gradients, a difference in another one would go unnoticed.
+The updates of each step are compared by themselves: beside a step of much larger gradients, a difference in another one
+would go unnoticed. A scheduler that looks at parameters or gradients is found in the same way, by the hyperparameters
+that it gives to the groups.
 """
 
 import math
-import random
-import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from planner.errors import ModelFileError, PlannerError, first_line
-from planner.model.elementwise import kept_whole
-from planner.model.optimizer_part import TrainedParameter, optimizer_of_part, step_part
-from planner.model.randomness import generators_kept
-from planner.model.silent_step import NoCommunication
+from planner.errors import PlannerError
+from planner.model.hyperparameters import first_difference, shown
+from planner.model.optimizer_part import TrainedParameter
+from planner.model.optimizer_trial import OptimizerTrial, Schedule, Steps, Values
 from planner.model.spec import TrainingSpec
-from planner.runtime import runtime_of
+from planner.units import counted
 
-_SCALES = (1.0, 30.0, 0.03, 1e3, 1.0)  # of the gradients, step by step
-_NOISE = 0.3  # of a gradient, relative to its lasting part
-_MOST_ELEMENTS = 2**18  # of all stand-ins: those of small models have the parameters' own shapes
-_SIZES = (256, 64, 16, 8, 4, 2)  # at most, of each dimension of a stand-in
 _ROUNDING = 1e-4  # relative to an update: some optimizers stack matrices of one shape
 _ROUNDED = 16.0  # roundings of a value: in one step, a difference smaller than that says nothing
-
-Values = dict[str, Tensor]  # by the parameters' names
-Steps = list[Values]  # the values after each step
-Piece = tuple[nn.Parameter, Callable[[Tensor], Tensor]]  # what is stepped, and how it is cut from a whole value
 
 
 @dataclass(frozen=True)
@@ -85,192 +71,82 @@ def separability(
     Raises:
         ModelFileError: when the optimizer communicates, or fails on all parameters together.
     """
-    trial = _Trial(spec, whole, device)
+    trial = OptimizerTrial(spec, whole, device)
     try:
         together = trial.run()
     except PlannerError as error:
         if trial.communicates or not trial.is_smaller:
             raise
-        return trial.verdict(f"fails on smaller parameters of the same names, on which it was tried: {error.message}")
+        return _verdict(trial, f"fails on smaller parameters of the same names, on which it was tried: {error.message}")
 
     if _difference(together, trial.run(seed=1), trial.first) is not None:
-        return replace(trial.verdict("draws random numbers in step(), or repeats no update"), draws=True)
+        return replace(_verdict(trial, "draws random numbers in step(), or repeats no update"), draws=True)
 
     try:
         for parts in ways:
             differing = _difference(together, trial.run(parts), trial.first)
             if differing is not None:
-                return replace(trial.verdict(f"combines parameters: {differing}"), combines=True)
+                return replace(_verdict(trial, f"combines parameters: {differing}"), combines=True)
         differing = _difference(together, trial.run_pieces(), trial.first) if by_elements else None
     except PlannerError as error:
         if trial.communicates:
             raise
-        return trial.verdict(f"fails on a part of the parameters: {error.message}")
+        return _verdict(trial, f"fails on a part of the parameters: {error.message}")
     if differing is None:
-        return trial.verdict(None)
-    return replace(trial.verdict(f"combines elements of parameters: {differing}"), combines=True)
+        return _verdict(trial, None)
+    return replace(_verdict(trial, f"combines elements of parameters: {differing}"), combines=True)
 
 
-class _Trial:
-    """Runs of the user's optimizer on stand-ins with the same values and the same gradients.
+def schedule_problem(
+    spec: TrainingSpec,
+    whole: Sequence[TrainedParameter],
+    ways: Sequence[Sequence[Collection[str]]],
+    device: torch.device,
+    *,
+    by_elements: bool = False,
+) -> str | None:
+    """Step the user's scheduler together with the optimizer, on all parameters and on parts.
 
-    Attributes:
-        first: the values that all runs begin with.
-        is_smaller: whether the stand-ins are smaller than the parameters.
-        communicates: whether the last run failed because the optimizer communicates.
+    Args:
+        whole, ways, device, by_elements: as for `separability`.
+
+    Returns:
+        As the end of a sentence, which hyperparameter it gives another value where it sees a part; None if it gives
+        none, or there is no scheduler.
+
+    Raises:
+        ModelFileError: when one of them communicates, or fails.
     """
-
-    def __init__(self, spec: TrainingSpec, whole: Sequence[TrainedParameter], device: torch.device) -> None:
-        self._spec, self._device = spec, device
-        self._whole = _small(whole)
-        generator = torch.Generator().manual_seed(0)
-
-        def drawn(parameter: TrainedParameter) -> Tensor:
-            return torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
-
-        self.first = {each.name: drawn(each) for each in self._whole}
-        # Some parameters have larger gradients than others.
-        sizes = {each.name: 10 ** float(torch.rand((), generator=generator) * 2 - 1) for each in self._whole}
-        lasting = {each.name: drawn(each) * sizes[each.name] for each in self._whole}
-
-        def gradients(scale: float) -> Values:
-            noise = {each.name: drawn(each) * sizes[each.name] for each in self._whole}
-            return {name: scale * (value + _NOISE * noise[name]) for name, value in lasting.items()}
-
-        self._gradients = [gradients(scale) for scale in _SCALES]
-        self._optimizer: Optimizer  # of the last run
-        self._kind = "the optimizer"
-        self._claimed = False
-        self.is_smaller = [each.shape for each in self._whole] != [each.shape for each in whole]
-        self.communicates = False
-
-    def verdict(self, problem: str | None) -> Separability:
-        return Separability(self._kind, problem, self._claimed)
-
-    def run(self, parts: Sequence[Collection[str]] = (), seed: int = 0) -> Steps:
-        """Step the parts one after the other, or all parameters together; return the values after each step."""
-        steps: Steps = [{} for _ in self._gradients]
-        for names in filter(len, parts or [[each.name for each in self._whole]]):
-            own = {name: self._parameter(self.first[name]) for name in names}
-            with self._seeded(seed):
-                optimizer = self._make(own)
-                stepped = self._step(optimizer, {name: (own[name], lambda gradient: gradient) for name in own})
-
-            for values, new in zip(steps, stepped, strict=True):
-                values.update(new)
-        return steps
-
-    def run_pieces(self) -> Steps:
-        """Step one half of the elements of each parameter, then the other; return the values after each step.
-
-        Return nothing where the optimizer does not say that it may be divided so: it will not be.
-        """
-        if kept_whole(self._optimizer) is None:
-            return []
-        steps = [{name: value.clone().flatten() for name, value in self.first.items()} for _ in self._gradients]
-        for half in range(2):
-            own = {name: self._parameter(value) for name, value in self.first.items()}
-            with self._seeded(0):
-                optimizer = self._make(own)
-                pieces = _pieces(optimizer, own, half)
-                stepped = self._step(optimizer, pieces)
-
-            for values, new in zip(steps, stepped, strict=True):
-                for name, (_, cut) in pieces.items():
-                    cut(values[name]).copy_(new[name].flatten())
-        return [{name: value.view_as(self.first[name]) for name, value in values.items()} for values in steps]
-
-    def _parameter(self, value: Tensor) -> nn.Parameter:
-        return nn.Parameter(value.to(self._device, copy=True))
-
-    def _make(self, own: Mapping[str, nn.Parameter]) -> Optimizer:
-        with self._watched("optimizer()"):
-            optimizer = optimizer_of_part(self._spec, self._whole, own)
-        self._optimizer = optimizer
-        self._kind = type(optimizer).__name__
-        self._claimed = bool(getattr(optimizer, "separable", False) or getattr(optimizer, "elementwise", False))
-        return optimizer
-
-    def _step(self, optimizer: Optimizer, pieces: Mapping[str, Piece]) -> Steps:
-        """Step with all gradients, one after the other; return the values after each step."""
-        steps: Steps = []
-        for gradients in self._gradients:
-            for name, (piece, cut) in pieces.items():
-                piece.grad = cut(gradients[name]).to(self._device).view_as(piece).clone()
-            with self._watched(f"step() of {self._kind}"):
-                step_part(self._spec, optimizer)
-            steps.append({name: piece.detach().to("cpu", copy=True) for name, (piece, _) in pieces.items()})
-        return steps
-
-    @contextmanager
-    def _watched(self, who: str) -> Iterator[None]:
-        """Let nothing communicate within, and make what fails an error of the model file."""
-        watch = NoCommunication(who)
-        try:
-            with watch:
-                yield
-        except PlannerError:
-            self.communicates = watch.operation is not None
-            raise
-        except Exception as error:  # whatever the user's optimizer raises
-            raise ModelFileError(f"{who} raises {type(error).__name__}: {first_line(error)}") from error
-
-    @contextmanager
-    def _seeded(self, seed: int) -> Iterator[None]:
-        """Seed all generators within."""
-        with generators_kept(), runtime_of(self._device).random_state_kept(self._device):
-            torch.manual_seed(seed)
-            random.seed(seed)
-            if (numpy := sys.modules.get("numpy")) is not None:
-                numpy.random.seed(seed)
-            yield
+    if not spec.defines("scheduler"):
+        return None
+    trial = OptimizerTrial(spec, whole, device)
+    together = trial.schedule()[0]
+    every = [apart for parts in ways for apart in trial.schedule(parts)]
+    if by_elements:
+        every += trial.schedule_pieces()
+    problems = (_schedule_difference(together, apart) for apart in every)
+    return next((problem for problem in problems if problem is not None), None)
 
 
-def _small(whole: Sequence[TrainedParameter]) -> list[TrainedParameter]:
-    """Return the parameters as stand-ins have them: in single precision, and smaller where all together are large."""
-    half = (torch.float16, torch.bfloat16)
-    found = [replace(each, dtype=torch.float32 if each.dtype in half else each.dtype) for each in whole]
-    for size in _SIZES:
-        if sum(math.prod(each.shape) for each in found) <= _MOST_ELEMENTS:
-            break
-        found = [replace(each, shape=torch.Size(min(length, size) for length in each.shape)) for each in found]
-    return found
+def _schedule_difference(together: Schedule, apart: Schedule) -> str | None:
+    if len(together) != len(apart):
+        steps = counted(min(len(together), len(apart)), "step")
+        return f"fails after {steps} where it sees a part of the parameters alone, or where it sees all of them"
+    for number, (expected, seen) in enumerate(zip(together, apart, strict=True), 1):
+        for parameter, hyperparameters in seen.items():
+            name = first_difference(expected[parameter], hyperparameters)
+            if name is None:
+                continue
+            usual = shown(expected[parameter].get(name))
+            return (
+                f"gives '{parameter}' another `{name}` where it sees a part of the parameters alone: "
+                f"{shown(hyperparameters.get(name))} instead of {usual} after {counted(number, 'step')}"
+            )
+    return None
 
 
-def _pieces(optimizer: Optimizer, own: Mapping[str, nn.Parameter], half: int) -> dict[str, Piece]:
-    """Let the optimizer step a half of the elements of each parameter, as replicas do, or all where it must."""
-    undivided = set(map(id, kept_whole(optimizer) or ()))
-    found: dict[str, Piece] = {}
-    new: dict[int, nn.Parameter] = {}
-    for number, (name, parameter) in enumerate(own.items()):
-        middle = parameter.numel() // 2
-        bounds = slice(0, middle) if half else slice(middle, None)
-        if id(parameter) in undivided:
-            bounds = slice(None) if number % 2 == half else slice(0, 0)
-        if not parameter.numel() or not len(range(*bounds.indices(parameter.numel()))):
-            continue
-
-        def cut(value: Tensor, bounds: slice = bounds) -> Tensor:
-            return value.flatten()[bounds]
-
-        piece = parameter if id(parameter) in undivided else nn.Parameter(cut(parameter.detach()).clone())
-        new[id(parameter)] = piece
-        found[name] = piece, cut
-        _move_state(optimizer, parameter, piece, cut)
-
-    for group in optimizer.param_groups:
-        group["params"] = [new[id(each)] for each in group["params"] if id(each) in new]
-        group.pop("param_names", None)
-    return found
-
-
-def _move_state(
-    optimizer: Optimizer, parameter: nn.Parameter, piece: nn.Parameter, cut: Callable[[Tensor], Tensor]
-) -> None:
-    if piece is parameter or not (state := optimizer.state.pop(parameter, None)):
-        return
-    alike = {key: isinstance(value, Tensor) and value.shape == parameter.shape for key, value in state.items()}
-    optimizer.state[piece] = {key: cut(value).clone() if alike[key] else value for key, value in state.items()}
+def _verdict(trial: OptimizerTrial, problem: str | None) -> Separability:
+    return Separability(trial.kind, problem, trial.claimed)
 
 
 def _difference(together: Steps, apart: Steps, first: Values) -> str | None:

@@ -4,8 +4,11 @@ A *unit* of work is one microbatch of one minibatch. An instruction names its un
 stage and the rank at its other end. Nothing else is needed to run or to draw a pipeline.
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 MICROBATCHES_PER_GPU = 4  # from which on GPipe (Huang et al. 2019, section 2.3) calls its bubble negligible
 CHUNKS = 2  # of the model on each GPU, where a schedule interleaves them
@@ -22,6 +25,26 @@ class Unit(NamedTuple):  # a tuple hashes and compares in C: every instruction l
 
     minibatch: int
     microbatch: int = 0
+
+
+class Units(Sequence[Unit]):
+    """Some microbatches of one minibatch, made when they are asked for: there may be a million."""
+
+    def __init__(self, minibatch: int, microbatches: range) -> None:
+        self._minibatch = minibatch
+        self._microbatches = microbatches
+
+    def __len__(self) -> int:
+        return len(self._microbatches)
+
+    @overload
+    def __getitem__(self, index: int) -> Unit: ...
+    @overload
+    def __getitem__(self, index: slice) -> Units: ...
+    def __getitem__(self, index: int | slice) -> Unit | Units:
+        if isinstance(index, slice):
+            return Units(self._minibatch, self._microbatches[index])
+        return Unit(self._minibatch, self._microbatches[index])
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,15 +7,16 @@ replicas.
 
 from __future__ import annotations
 
+import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
 
-from planner.schedule.instructions import Instruction, Unit
+from planner.schedule.instructions import Instruction, Unit, Units
 from planner.schedule.versions import lag, sharers
 
 if TYPE_CHECKING:
@@ -225,11 +226,24 @@ class PipelineShape:
         replicas = self.ranks[stage]
         return replicas[0] if len(replicas) == 1 else replicas[self.schedule.turn(self, unit) % len(replicas)]
 
-    def units_of(self, stage: int, rank: int, minibatch: int) -> list[Unit]:
+    def units_of(self, stage: int, rank: int, minibatch: int) -> Units:
         # Turns grow by one with the microbatch.
         first, period = self.schedule.turn(self, Unit(minibatch, 0)), len(self.ranks[stage])
         begin = (self.ranks[stage].index(rank) - first) % period
-        return [Unit(minibatch, microbatch) for microbatch in range(begin, self.microbatches, period)]
+        return Units(minibatch, range(begin, self.microbatches, period))
+
+    def shortened(self, least: int) -> PipelineShape:
+        """Return the same pipeline with few microbatches per minibatch: `least` or more, if it has as many.
+
+        Replicas, and chunks of a worker, take turns as before, and what is left over at the end is the same.
+        """
+        period = math.lcm(*self.replicas, len(self.first_stages))
+        least = max(least, period)
+        if self.microbatches <= least:
+            return self
+        microbatches = min(self.microbatches, least + (self.microbatches - least) % period)
+        depths = tuple(min(self.in_flight(stage), microbatches) for stage in range(len(self.ranks)))
+        return replace(self, microbatches=microbatches, depths=depths)
 
     def splits(self, stage: int) -> bool:
         return self.schedule.splits_backward and any(channel.gradient for channel in self.arriving(stage))

@@ -170,15 +170,12 @@ def check_runs_to_end(plan: Plan) -> None:
     """
     costs = costs_of(plan)
     shape = costs.shape
-    stages = len(shape.ranks)
-    depths = [min(stage.in_flight, _DEEPEST) for stage in plan.stages]
+    depth = max(min(stage.in_flight, _DEEPEST) for stage in plan.stages)
+    most_replicas = max(shape.replicas)
     period = math.lcm(*shape.replicas, len(shape.first_stages))
-    enough = 3 * max(depths) * max(shape.replicas) + 2 * period
-    microbatches = min(shape.microbatches, enough + (shape.microbatches - enough) % period)
-    if microbatches < shape.microbatches:
-        few = tuple(min(shape.in_flight(stage), microbatches) for stage in range(stages))
-        costs = replace(costs, shape=replace(shape, microbatches=microbatches, depths=few))
-    minibatches = max(2, 4 * max(shape.replicas) * max(depths) // microbatches)
+    few = shape.shortened(3 * depth * most_replicas + 2 * period)
+    costs = replace(costs, shape=few)
+    minibatches = max(2, 4 * most_replicas * depth // few.microbatches)
     if Simulation(costs, minibatches).run() == "deadlock":
         raise deadlock(plan)
 

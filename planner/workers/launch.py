@@ -23,6 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from planner import hashes
 from planner.errors import InputError, WorkerError
 from planner.formats.files import save_record
 from planner.formats.timeline import Timeline, load_timeline
@@ -123,7 +124,11 @@ def run_on_hosts(job: Job, command: Sequence[str], note: Callable[[str], None]) 
         SECRET_VARIABLE: secret_of_hosts(secret_file(job)),
     }
     ending = patch.object(PContext, "close", close)
-    with tempfile.TemporaryDirectory(prefix="plan-train-") as folder, launching(interface, **variables), ending:
+    with (
+        tempfile.TemporaryDirectory(prefix="plan-train-") as folder,
+        launching(interface, **variables),
+        ending,
+    ):
         config = LaunchConfig(
             min_nodes=least,
             max_nodes=most,
@@ -164,8 +169,13 @@ def secret_file(job: Job) -> Path:
 
 @contextmanager
 def launching(interface: str | None, **more: str) -> Iterator[None]:
-    """Let workers inherit one thread, unless the environment says otherwise, and one network interface."""
-    defaults = {"OMP_NUM_THREADS": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": SHUTDOWN_S, **GPU_VARIABLES}
+    """Let workers inherit one thread and one way to hash, unless the environment says otherwise, and one interface."""
+    defaults = {
+        "OMP_NUM_THREADS": "1",
+        hashes.VARIABLE: hashes.SEED,
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": SHUTDOWN_S,
+        **GPU_VARIABLES,
+    }
     variables = {name: value for name, value in defaults.items() if name not in os.environ}
     chosen = {} if interface is None else dict.fromkeys(VARIABLES, interface)
     with _quiet_launcher(), environment({**variables, **chosen, LAUNCHER_VARIABLE: str(os.getpid()), **more}):

@@ -24,7 +24,7 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported by a star import
 
 from planner.executor.communication.control import join_group
-from planner.executor.run.context import pipeline_context
+from planner.executor.run.build_context import pipeline_context
 from planner.executor.run.train import train
 from planner.formats.timeline import save_timeline
 from planner.model.spec import load_model_file

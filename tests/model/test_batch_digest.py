@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from planner.model.batch import Batch
-from planner.model.batch_digest import batch_digest
+from planner.model.batch_digest import batch_digest, digest_of
 
 
 def _images() -> Tensor:
@@ -84,3 +85,12 @@ def test_other_objects_count_by_their_type() -> None:
     assert batch_digest(Batch((object(),))) == batch_digest(Batch((object(),)))
     assert batch_digest(Batch((object(),))) != batch_digest(Batch((slice(1),)))
     assert batch_digest(Batch(("a",))) != batch_digest(Batch(("b",)))
+
+
+def test_bytes_of_arrays_count() -> None:
+    one, other = np.zeros(3), np.array([0.0, 0.0, 1.0])
+    assert digest_of([one]) == digest_of([one.copy()])
+    assert digest_of([one]) != digest_of([other])
+    assert digest_of([one]) != digest_of([one.reshape(3, 1)])
+    assert digest_of([np.float32(1)]) != digest_of([np.float32(2)])
+    assert digest_of([np.array([object()])]) == digest_of([np.array([object()])]), "addresses differ between workers"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,6 +13,8 @@ from torch.nn import functional as F
 from planner.model.batch import Batch
 from planner.model.capture.capture import capture
 from planner.model.capture.operations import is_random
+from planner.model.generators import state_of_generators
+from planner.model.randomness import generators_kept, keep_state
 from planner.model.stage.stage import build_stage
 
 
@@ -33,14 +38,63 @@ class Net(nn.Module):
         return scores
 
 
-@pytest.mark.parametrize(("share", "training", "random"), [(0.25, True, 6), (0.0, True, 0), (0.25, False, 0)])
-def test_what_draws_random_numbers(share: float, training: bool, random: int) -> None:
+@pytest.mark.parametrize(("share", "training", "expected"), [(0.25, True, 6), (0.0, True, 0), (0.25, False, 0)])
+def test_what_draws_random_numbers(share: float, training: bool, expected: int) -> None:
     batch = Batch((torch.randn(2, 3, 4),), {}, torch.randn(2, 3, 4))
     graph = capture(Net(share).train(training), batch, F.mse_loss)
     found = [node for layer in graph.layers for node in layer.nodes if is_random(node, graph.module)]
-    assert len(found) == random, found
+    assert len(found) == expected, found
     stage = build_stage(graph, [layer.name for layer in graph.layers])
     stage.set_random_key(1, 2, 3)
     before = torch.get_rng_state()
     stage(batch, {})
-    assert torch.equal(torch.get_rng_state(), before) == (random == 0)
+    assert torch.equal(torch.get_rng_state(), before) == (expected == 0)
+
+
+class Replacing(nn.Module):
+    """Puts a longer buffer in place of its own, as a cache of positions does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("cache", torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.cache = torch.ones(4)
+        return x
+
+
+def draw() -> None:
+    torch.rand(())
+    np.random.rand()
+    random.random()
+
+
+def test_state_is_kept_whole() -> None:
+    """Buffers, replaced or not, and the generators that user code draws from."""
+    module = Replacing()
+    cache, states = module.cache, state_of_generators()
+    with keep_state(module) as device:
+        assert device == torch.device("cpu")
+        module(torch.zeros(1))
+        cache.add_(1)
+        draw()
+    assert module.cache is cache
+    assert torch.equal(cache, torch.zeros(2))
+    assert state_of_generators() == states
+
+
+@pytest.mark.parametrize("on_success", [True, False])
+def test_generators_are_kept_at_least_after_an_error(*, on_success: bool) -> None:
+    states = state_of_generators()
+
+    def fail() -> None:
+        with generators_kept(on_success=on_success):
+            draw()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert state_of_generators() == states
+    with generators_kept(on_success=on_success):
+        draw()
+    assert (state_of_generators() == states) == on_success

@@ -14,7 +14,7 @@ from torch import nn, optim
 
 from planner.errors import ModelFileError
 from planner.model.optimizer_part import trained_parameters
-from planner.model.separable import Separability, halves, separability
+from planner.model.separable import Separability, halves, schedule_problem, separability
 from planner.model.spec import TrainingSpec, in_memory
 from planner.profiler.step.counters import fake_group
 from tests.model import optimizers as people
@@ -138,3 +138,52 @@ def test_large_models_are_tried_on_small_parameters() -> None:
     found = tried(of_the_largest, large)
     assert not found.combines
     assert str(found.problem).startswith("fails on smaller parameters of the same names")
+
+
+class OfNorm(optim.lr_scheduler.LRScheduler):
+    """A rate from the norm of all weights."""
+
+    def get_lr(self) -> list[float | torch.Tensor]:
+        parameters = [each for group in self.optimizer.param_groups for each in group["params"]]
+        return [0.01 * sum(float(each.detach().norm()) for each in parameters) for _ in self.base_lrs]
+
+
+class OfGradients(optim.lr_scheduler.LRScheduler):
+    """A rate that falls from the third step on where gradients are large, as this optimizer sees them."""
+
+    def get_lr(self) -> list[float | torch.Tensor]:
+        parameters = [each for group in self.optimizer.param_groups for each in group["params"]]
+        norm = sum(float(each.grad.norm()) for each in parameters if each.grad is not None)
+        return [0.1 / (1 + norm) if self.last_epoch > 2 else 0.1 for _ in self.base_lrs]
+
+
+def schedule_seen(scheduler: Callable[[optim.Optimizer], Any], *, by_elements: bool = False) -> str | None:
+    batch = (torch.zeros(2, 6),), torch.zeros(2)
+    spec = in_memory(SMALL, example_batch=batch, optimizer=optim.AdamW, scheduler=scheduler)
+    whole = trained_parameters(SMALL)
+    ways = [] if by_elements else halves([each.name for each in whole])
+    return schedule_problem(spec, whole, ways, CPU, by_elements=by_elements)
+
+
+@pytest.mark.parametrize("by_elements", [False, True])
+@pytest.mark.parametrize(("scheduler", "steps"), [(OfNorm, "1 step"), (OfGradients, "3 steps")])
+def test_schedulers_that_look_at_parameters(scheduler: Any, steps: str, *, by_elements: bool) -> None:
+    problem = schedule_seen(scheduler, by_elements=by_elements)
+    assert problem is not None
+    assert "another `lr` where it sees a part of the parameters alone" in problem
+    assert problem.endswith(f"after {steps}")
+
+
+@pytest.mark.parametrize("by_elements", [False, True])
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        lambda optimizer: optim.lr_scheduler.StepLR(optimizer, 2),
+        lambda optimizer: optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 3)),
+        lambda optimizer: optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=3),
+        lambda optimizer: optim.lr_scheduler.CosineAnnealingLR(optimizer, 10),
+    ],
+    ids=["steps", "warm-up from 0", "one cycle of three steps", "cosine"],
+)
+def test_schedulers_that_follow_steps_alone(scheduler: Any, *, by_elements: bool) -> None:
+    assert schedule_seen(scheduler, by_elements=by_elements) is None

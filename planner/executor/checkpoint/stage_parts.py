@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from planner.errors import InputError
 from planner.executor.checkpoint.folders import SavedCheckpoint, StagePart
@@ -28,6 +27,7 @@ from planner.executor.checkpoint.optimizer_state import (
 from planner.executor.checkpoint.tensor_file import copy_of, each_tensor, opened, write_tensors
 from planner.executor.communication.sharding import Sharding
 from planner.executor.stage.optimizer import LossScaler
+from planner.executor.stage.scheduler import StageScheduler
 from planner.model.tensor.division import divided_weights, is_divided, own_memory, own_rows, whole_state
 
 _MASTERED = {torch.float32, torch.bfloat16, torch.float16}
@@ -44,7 +44,7 @@ class Restorable:
     optimizer: Optimizer | None
     learning_rate_factor: float = 1.0  # learning rate relative to the user's
     sharding: Sharding | None = None  # how replicas divide the optimizer; None where each has all of it
-    extras: Mapping[str, LRScheduler | LossScaler] = field(default_factory=dict)
+    extras: Mapping[str, StageScheduler | LossScaler] = field(default_factory=dict)
 
 
 class Content(NamedTuple):

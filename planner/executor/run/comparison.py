@@ -1,14 +1,18 @@
-"""Compare what workers read: a microbatch must be the same on each of them.
+"""Compare what workers read and make for themselves: it must be the same on each of them.
 
 The first stage reads a microbatch for its inputs, the last one for its targets, and ranks that divide layers read what
 their whole group does. Nothing of it is sent, so data that differs would train on inputs of one sample and targets of
-another, without an error. Whoever reads a microbatch first leaves its digest in the workers' store; others compare
-theirs. That is one request to the store, of a tenth of a millisecond on one host, for each microbatch of the first
-minibatches of a run and of a few later ones.
+another, without an error. The same holds for what every worker makes of the model file: weights, the length and the
+order of the data, the groups of an optimizer. Whoever has something first leaves its digest in the workers' store;
+others compare theirs. That is one request to the store, of a tenth of a millisecond on one host, for each microbatch of
+the first minibatches of a run and of a few later ones.
+
+Replicas of a stage read different microbatches: what they read is compared by `planner.executor.run.sample_checks`.
 """
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -26,18 +30,36 @@ from planner.workers.secret_store import Part
 FIRST = 16  # minibatches at the beginning that are compared
 EVERY = 31  # later ones: a prime, so that each replica's turn comes
 _TIMEOUT = timedelta(minutes=10)
-READ_HINT = (
-    "what a worker reads may depend on the seed, the epoch and the index alone, and not on RANK, on hash() of a text, "
-    "on the order of a set or of os.listdir(), nor on a host's own files"
+_APART = (
+    "RANK or WORLD_SIZE, on the clock, on hash() of a text, on the order of a set or of os.listdir(), nor on a host's "
+    "own files: sort what has no order; or let PYTHONHASHSEED be 0 for all workers, by which sets and hash() are "
+    "alike, as for those that `plan train` starts itself"
 )
+READ_HINT = f"what a worker reads may depend on the seed, the epoch and the index alone, and not on {_APART}"
 MADE_HINT = (
-    "build_model() may draw from the global generators, which are seeded, and may not depend on RANK, on the clock, on "
-    "hash() of a text, on the order of a set, nor on a host's own files"
+    f"what a worker makes may depend on the seed alone, by the global generators, which are seeded, and not on {_APART}"
 )
+
+
+@dataclass(frozen=True)
+class Fact:
+    """Something that every worker finds for itself, and all must find alike.
+
+    Attributes:
+        what: its name in messages.
+        digest: of its value.
+        hint: what to do where workers differ.
+        turn: tells apart what has one name several times.
+    """
+
+    what: str
+    digest: int
+    hint: str = MADE_HINT
+    turn: int = 0
 
 
 class BatchComparison:
-    """Compares this worker's batches with those of others; it does nothing before `begin`."""
+    """Compares this worker's facts and batches with those of others; it does nothing before `begin`."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -51,33 +73,22 @@ class BatchComparison:
         self._store = Part(f"batches/{nth_time(store, 'batches')}", store)
 
     def check(self, what: str, batch: Batch, turn: int = 0) -> None:
-        """Raise ModelFileError where another worker has read another batch than this one as `what`.
+        """Raise ModelFileError where another worker has read another batch than this one as `what`."""
+        if self._store is not None:
+            self.compare(Fact(what, batch_digest(batch), READ_HINT, turn))
 
-        `turn` tells apart what has one name several times.
-        """
+    def compare(self, fact: Fact) -> None:
+        """Raise ModelFileError where another worker has found another value."""
         if self._store is None:
             return
-        self._compare(what, batch_digest(batch), turn, READ_HINT)
-
-    def check_weights(self, stage: int, place: int, digest: int) -> None:
-        """Raise ModelFileError where another replica of a stage began with other weights than this one.
-
-        `place` is that of a rank in its group, where ranks divide the stage's layers.
-        """
-        if self._store is not None:
-            self._compare(f"the initial state of stage {stage}", digest, place, MADE_HINT)
-
-    def _compare(self, what: str, number: int, turn: int, hint: str) -> None:
-        assert self._store is not None
-        digest = f"{number}"
         # Sets a key that is not there, and returns what is there.
-        earliest = self._store.compare_set(f"{turn}/{what}", "", f"{digest}/{self._rank}")
+        earliest = self._store.compare_set(f"{fact.turn}/{fact.what}", "", f"{fact.digest}/{self._rank}")
         other_digest, other_rank = earliest.decode().split("/")
-        if other_digest == digest:
+        if other_digest == f"{fact.digest}":
             return
         raise ModelFileError(
-            f"workers differ: {what} has other values on rank {self._rank} than on rank {other_rank}",
-            hint=hint,
+            f"workers differ: {fact.what} has other values on rank {self._rank} than on rank {other_rank}",
+            hint=fact.hint,
         )
 
 

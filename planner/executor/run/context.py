@@ -1,7 +1,8 @@
-"""Build what a worker needs before it trains: one frozen record that every later builder takes whole."""
+"""What a worker needs before it trains: one frozen record that every later builder takes whole.
 
-import gc
-import os
+`planner.executor.run.build_context` makes it.
+"""
+
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -9,44 +10,23 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
-from torch import nn
 
-from planner.errors import PlanError
-from planner.executor.communication.control import message_timeout
 from planner.executor.communication.links import Receivers
-from planner.executor.communication.sharding import Masters, Sharding
 from planner.executor.communication.shared_gradients import SharedGradients
-from planner.executor.run.comparison import BatchComparison, ComparedBatches
+from planner.executor.run.comparison import BatchComparison, Fact
 from planner.executor.run.data import (
     BatchSource,
-    FedBatches,
-    LengthDrift,
-    OfRank,
-    VaryingBatches,
-    first_samples,
-    make_batches,
-    weighted,
 )
-from planner.executor.run.reading_ahead import AHEAD, ReadAhead
-from planner.executor.run.stages import build_modules, check_sizes, tensor_group, transferred
+from planner.executor.run.reading_ahead import AHEAD
 from planner.executor.stage.optimizer import StageOptimizer
-from planner.executor.stage.separate import check_separate
 from planner.formats.plan import Plan
-from planner.formats.plan_parts import Stage
 from planner.formats.profile import LossMean
-from planner.model.batch import Batch
-from planner.model.batch_digest import digest_of
 from planner.model.capture.graph import ValueSpec
 from planner.model.lengths import Length, Varying, varying
-from planner.model.options import gradient_dtype
 from planner.model.spec import TrainingSpec
-from planner.model.stage.code import check_compiler
 from planner.model.stage.evaluation import EvaluationStages
 from planner.model.stage.stage import StageModule, warm_up
 from planner.plan.rank_groups import plan_of_tensor_rank, receivers, sample_parts
-from planner.plan.shape import shape_of
-from planner.profiler.this_machine import return_free_pages
 from planner.runtime import runtime_of
 from planner.schedule.derived import segment_stream, segments
 from planner.schedule.instructions import LEAD, Instruction, Unit
@@ -84,7 +64,7 @@ class PipelineContext:
     heartbeat: Heartbeat
     data: BatchSource
     comparison: BatchComparison  # of what this worker reads with what others do
-    initial_weights: Mapping[int, int]  # digests of its stages' parameters and buffers
+    facts: Sequence[Fact]  # that all workers must have alike before they train
     minibatches: int  # of the whole run
     groups: DataGroups
     shape: PipelineShape
@@ -148,8 +128,8 @@ class PipelineContext:
         self.heartbeat.enter("connecting to the other workers", meeting=True)
         self.groups.use_once()
         self.comparison.begin()
-        for number, digest in self.initial_weights.items():
-            self.comparison.check_weights(number, 0 if self.tensor is None else self.tensor.place, digest)
+        for fact in self.facts:
+            self.comparison.compare(fact)
         self.heartbeat.enter("taking memory", meeting=True)
         compute, runtime = self.place.compute, runtime_of(self.place.compute)
         if not runtime.asynchronous:
@@ -206,153 +186,3 @@ class PipelineContext:
     def is_first_replica(self, stage: int) -> bool:
         """Return whether this worker, or its tensor-parallel group, is the first replica of `stage`."""
         return self.rank == self.plan.stages[stage].ranks[0]
-
-
-def pipeline_context(
-    job: Job, spec: TrainingSpec, place: Place, heartbeat: Heartbeat | None = None, data: BatchSource | None = None
-) -> PipelineContext:
-    """Build this worker's stages, with their optimizers and data; `data` replaces the model file's dataset."""
-    rank, options, heartbeat = int(os.environ["RANK"]), job.options, heartbeat or Heartbeat()
-    numbers = [number for number, stage in enumerate(job.plan.stages) if rank in stage.ranks]
-    tensor = tensor_group(job.plan, rank)
-    ranks = sample_parts(job.plan)
-    made = None
-
-    def read_first() -> list[Batch]:
-        nonlocal made
-        made = _made_batches(job, spec, ranks, place.compute)
-        return first_samples(made)
-
-    built = build_modules(
-        job,
-        numbers,
-        spec,
-        place.compute.type,
-        tensor,
-        read_samples=read_first if data is None else list,
-    )
-    check_separate(spec, job.plan, built.trained, built.parts, place.compute)
-    plan = plan_of_tensor_rank(job.plan, 0 if tensor is None else tensor.place)
-    # Without build_model(), which keeps a model in memory alive.
-    spec = replace(spec, functions={name: f for name, f in spec.functions.items() if name != "build_model"})
-    # The graphs are full of cycles; with them go the weights of other stages, if they were made.
-    gc.collect()
-    modules = built.training
-    # While all is on the CPU, and before replicas divide weights.
-    initial_weights = {number: digest_of(module.state_dict().values()) for number, module in modules.items()}
-    transfers = transferred(plan, modules)
-    groups, everywhere = DataGroups(place, message_timeout(job.run_options.hang_timeout_s)), None
-    if plan.stages[0].level > 1:  # the stage moves when it is divided, unit by unit
-        heartbeat.enter("waiting for the others to build their models", meeting=True)
-        await_all("models")
-        everywhere = groups.for_collectives(None)
-    for module in modules.values() if everywhere is None else ():
-        module.to(place.compute)
-    return_free_pages()  # of the model: workers keep what they free for the next step otherwise
-
-    comparison = BatchComparison(rank)
-    reads_dataset = data is None
-    shape = replace(shape_of(plan), shared=tuple(sorted(built.shared)))
-    if data is None:
-        made = made or _made_batches(job, spec, ranks, place.compute)
-        whole = any(module.has_loss for module in modules.values())
-        data = ReadAhead(weighted(made, built.loss, spec, whole=whole), place.compute)
-    if isinstance(data, FedBatches):
-        data.check_sizes_by(built.other_sizes)
-    if tensor is not None and plan.by_samples:
-        if built.lengths:
-            raise PlanError(
-                "the executor does not divide experts over ranks where the lengths of batches vary",
-                hint="pad all batches alike and leave lengths() out, or solve with `tensor=1`",
-            )
-        data = OfRank(data, tensor.place, ranks)
-    if built.lengths:
-        drift = LengthDrift(plan.lengths, plan.microbatches, spec) if plan.lengths is not None and rank == 0 else None
-        data = VaryingBatches(data, built.lengths, drift)
-    if reads_dataset:
-        data = ComparedBatches(data, comparison)
-    check_sizes(modules.values(), data.last_sizes, built.other_sizes, spec)
-    held = {}
-    for number, module in modules.items():
-        shared = SharedGradients(number, module, built.shared)
-        together = shape.minibatches_per_update(number) if options.scale_lr else 1
-        optimizer = StageOptimizer(
-            spec,
-            module,
-            learning_rate_factor=together / (1 + options.late_lr * shape.late(number)),
-            clip_grad_norm=options.clip_grad_norm,
-            scale_loss=job.scales_loss,
-            sharding=sharding_of(plan.stages[number], module, shared, rank, place.wire)
-            if everywhere is None
-            else full_sharding(module, plan.stages[number].level, everywhere, place),
-            whole=built.trained,
-        )
-        held[number] = HeldStage(number, module, optimizer, shared)
-    minibatches = data.minibatches(job.steps, job.epochs)
-    if job.baseline is not None and not shape.schedule.divides:
-        minibatches = -(-minibatches // plan.workers) * plan.workers  # DistributedDataParallel waits for every worker
-    context = PipelineContext(
-        job=job,
-        spec=spec,
-        place=place,
-        rank=rank,
-        heartbeat=heartbeat,
-        data=data,
-        comparison=comparison,
-        initial_weights=initial_weights,
-        minibatches=minibatches,
-        groups=groups,
-        shape=shape,
-        tensor=tensor,
-        stages=held,
-        transfers=transfers,
-        evaluation=built.evaluation,
-        lengths=built.lengths,
-        deferred=built.deferred,
-        loss=built.loss,
-    )
-    alone = tensor is None and everywhere is None  # others run together
-    if (plan.compiled or runtime_of(place.compute).asynchronous) and alone:
-        # A worker that compiles in the middle of a run looks as if it hung. On a GPU kernels and the handles of
-        # libraries are loaded at their first use, which may wait for the whole device.
-        context.heartbeat.enter("compiling its stages" if plan.compiled else "warming its stages up")
-        if plan.compiled:
-            check_compiler(place.compute.type)
-        context.run_once(modules.values(), context.sizes)
-    return context
-
-
-def _made_batches(job: Job, spec: TrainingSpec, ranks: int, device: torch.device) -> BatchSource:
-    plan = job.plan
-    assert plan.microbatch_size is not None  # or building the modules had failed
-    return make_batches(
-        spec,
-        plan.microbatch_size // ranks,  # ranks that divide experts have samples of their own
-        ranks * plan.microbatches,
-        job.seed,
-        drop_last=job.options.drop_last,
-        device=device,
-    )
-
-
-def sharding_of(
-    stage: Stage, module: nn.Module, shared: SharedGradients, rank: int, wire: torch.device
-) -> Sharding | None:
-    """Return a worker's share of a stage's optimizer; None where each replica has the whole of it."""
-    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    if not stage.sharded or not trained:
-        return Masters(trained) if any(gradient_dtype(each) != each.dtype for each in trained) else None
-    # In the order of the process group, which torch sorts by rank: the plan's may be another.
-    member = sorted(stage.ranks).index(rank), stage.replicas
-    return Sharding(trained, member, shared.parameters.values(), wire)
-
-
-def full_sharding(module: StageModule, level: int, replicas: dist.ProcessGroup, place: Place) -> Sharding:
-    """Return a worker's share of a stage of level 2 or 3; raise PlanError where replicas cannot exchange weights."""
-    # DTensor takes a second to import.
-    from planner.executor.communication.fully_sharded import FullSharding
-
-    if place.wire.type != place.compute.type:
-        problem = f"replicas that divide weights exchange them on the {place.compute.type}, not over {place.backend}"
-        raise PlanError(problem, hint="leave out `backend`, with a GPU for each worker; or solve without such stages")
-    return FullSharding(module, level, replicas, place.compute)

@@ -18,12 +18,13 @@ from planner.executor.run.sample_reader import EVALUATION, Collate, SampleReader
 from planner.formats.plan_parts import PlannedLengths
 from planner.formats.profile import LossMean
 from planner.model.batch import Batch, collate, make_batch, part_of
+from planner.model.batch_digest import digest_of
 from planner.model.capture.other_sizes import OtherSizes
 from planner.model.capture.size import Extent
-from planner.model.generators import CPU, data_seed, seed_generators, seeded
+from planner.model.generators import data_seed, seed_generators, seeded
 from planner.model.lengths import Length, lengths_of, varying
 from planner.model.loss import Shares, check_labels, shares_by_samples, shares_function
-from planner.model.randomness import generators_kept
+from planner.model.randomness import CPU, generators_kept
 from planner.model.spec import TrainingSpec
 from planner.options.training import STEPS
 from planner.schedule.instructions import POSTED, Unit
@@ -193,19 +194,19 @@ class DatasetBatches(BatchSource):
     ) -> None:
         super().__init__(microbatches)
         together = collate if spec is None else spec.collate
-        self._reader = SampleReader(dataset, together, seed, "dataset()", draws_on)
+        self.reader = SampleReader(dataset, together, seed, "dataset()", draws_on)
         with seeded(seed):
             sampler = self._sampler = None if spec is None else spec.sampler(microbatch_size, microbatches, seed)
         self._size = microbatch_size * microbatches
         self._seed = seed
         # Map-style datasets have a length, their base does not.
-        self._samples = len(dataset if sampler is None else sampler)  # type: ignore[arg-type]
-        whole, rest = divmod(self._samples, self._size)
+        self.samples = len(dataset if sampler is None else sampler)  # type: ignore[arg-type]
+        whole, rest = divmod(self.samples, self._size)
         self.last_size = 0 if drop_last else rest
         self.minibatches_per_epoch = whole + (self.last_size > 0)
         if self.minibatches_per_epoch == 0:
             raise ModelFileError(
-                f"dataset() has {self._samples} samples, fewer than one minibatch of {self._size}",
+                f"dataset() has {self.samples} samples, fewer than one minibatch of {self._size}",
                 hint="profile with a smaller `batch_size`" + (", or train without `drop_last`" if drop_last else ""),
             )
         self._epoch = -1
@@ -215,28 +216,40 @@ class DatasetBatches(BatchSource):
         epoch, position = divmod(unit.minibatch, self.minibatches_per_epoch)
         usual, larger = divmod(self.minibatch_size(unit.minibatch), self.microbatches)
         start = position * self._size + unit.microbatch * usual + min(unit.microbatch, larger)
-        if epoch != self._epoch:
-            self._order = self._order_of(epoch)
-            self._epoch = epoch
-        indices = self._order[start : start + self.size(unit)]
-        return self._reader.read(epoch, indices, start).pinned(self.device)
+        indices = self.order(epoch)[start : start + self.size(unit)]
+        return self.reader.read(epoch, indices, start).pinned(self.device)
 
     @property
     def draws(self) -> bool:
-        return self._reader.draws
+        return self.reader.draws
+
+    def epoch_of(self, minibatch: int) -> int:
+        """Return the epoch that a minibatch is in."""
+        return minibatch // self.minibatches_per_epoch
+
+    def order(self, epoch: int) -> list[int]:
+        """Return the indices of an epoch's samples in their order."""
+        if epoch != self._epoch:
+            self._order = self._order_of(epoch)
+            self._epoch = epoch
+        return self._order
+
+    def order_digest(self, epoch: int) -> int | None:
+        """Return the digest of an epoch's order; None where it follows from the seed and the number of samples."""
+        return None if self._sampler is None else digest_of([repr(self.order(epoch))])
 
     def _order_of(self, epoch: int) -> list[int]:
         if self._sampler is None:
             # A generator of its own: the order must not depend on what else draws random numbers.
             generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
-            found: list[int] = torch.randperm(self._samples, generator=generator).tolist()
+            found: list[int] = torch.randperm(self.samples, generator=generator).tolist()
             return found
         if (set_epoch := getattr(self._sampler, "set_epoch", None)) is not None:
             set_epoch(epoch)
         order = self._sampled(epoch)
         again = self._sampled(epoch)
-        if order != again or len(order) != self._samples:
-            what = "another order each time" if order != again else f"{len(order)} samples, and says {self._samples}"
+        if order != again or len(order) != self.samples:
+            what = "another order each time" if order != again else f"{len(order)} samples, and says {self.samples}"
             raise ModelFileError(
                 f"{type(self._sampler).__name__}, which sampler() returned, gives {what}",
                 hint="all workers must find the same order: let it depend on seed and set_epoch(epoch) alone, as "
@@ -247,7 +260,7 @@ class DatasetBatches(BatchSource):
 
     def _sampled(self, epoch: int) -> list[int]:
         assert self._sampler is not None
-        with reading_data(self._reader.device):
+        with reading_data(self.reader.device):
             if not refuses_draws():
                 seed_generators(data_seed(self._seed, epoch, "order", 0))
             return list(self._sampler)
@@ -321,7 +334,7 @@ class EvaluationBatches(EvaluationData):
         seed: int = 0,
         draws_on: torch.device = CPU,
     ) -> None:
-        self._reader = SampleReader(dataset, collate, seed, "evaluation_dataset()", draws_on)
+        self.reader = SampleReader(dataset, collate, seed, "evaluation_dataset()", draws_on)
         self._size = size
         samples = len(dataset)  # type: ignore[arg-type]  # as above
         self.sizes = [size] * (samples // size) + [samples % size] * (not drop_last and samples % size > 0)
@@ -333,7 +346,7 @@ class EvaluationBatches(EvaluationData):
 
     def batch(self, unit: Unit) -> Batch:
         start = unit.minibatch * self._size
-        return self._reader.read(EVALUATION, range(start, start + self.size(unit)), start)
+        return self.reader.read(EVALUATION, range(start, start + self.size(unit)), start)
 
 
 class ChangedBatches(BatchSource):

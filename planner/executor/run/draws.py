@@ -14,7 +14,8 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from planner.model.generators import all_kept, state_of_others
+from planner.model.generators import state_of_others
+from planner.model.randomness import generators_kept
 
 _this_thread = threading.local()
 
@@ -43,7 +44,7 @@ def refuses_draws() -> bool:
 def reading_data(device: torch.device) -> Iterator[None]:
     """Restore all global generators after user code; raise DrawError where it drew in a thread that may not."""
     if not refuses_draws():
-        with all_kept(device):
+        with generators_kept(device):
             yield
         return
 

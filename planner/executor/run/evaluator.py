@@ -24,6 +24,8 @@ from planner.executor.communication.nccl_links import links_over
 from planner.executor.run.comparison import FIRST
 from planner.executor.run.context import PipelineContext
 from planner.executor.run.data import EvaluationBatches, EvaluationData, Extents
+from planner.executor.run.sample_checks import ItemChecks
+from planner.executor.run.sample_reader import EVALUATION
 from planner.formats.profile import LossMean
 from planner.model.batch import Batch
 from planner.model.capture.graph import LOSS
@@ -94,6 +96,9 @@ class Evaluator:
                 separate_buffers(module)
         fixed = self._stages.batch_size
         self._data = data or _evaluation_batches(context, fixed)
+        self._items = None
+        if isinstance(self._data, EvaluationBatches):
+            self._items = ItemChecks(self._data.reader, context.comparison)
         lengths = self._stages.lengths
         self._extents = Extents(self._data.batch, self._data.size, lengths, POSTED + 1) if lengths else None
         self._weight = weight_function(context.loss or LossMean(over="samples"), context.spec)
@@ -118,6 +123,8 @@ class Evaluator:
         if self._extents is not None:
             self._extents.forget()
         self._context.heartbeat.enter("preparing to evaluate", meeting=True)
+        if self._items is not None and any(map(self._reads, self._context.stages)):
+            self._items.check(self._turn, EVALUATION, self._turn % sum(self._data.sizes))
         # The first replica's buffers, such as BatchNorm's statistics, are those that are saved.
         for number, module in self._stages.modules.items():
             for _, buffer in sorted(module.named_buffers()) if number in self._replicas else ():
@@ -142,9 +149,7 @@ class Evaluator:
                         for key in [key for key in known if key != (stage, unit) and key[0] == stage]:
                             del known[key]
                         layers = self._stages.modules.get(stage)
-                        measures = stage == self._stages.last and self._context.spec.defines("metrics")
-                        reads = measures or (layers is not None and layers.needs_batch)
-                        batch = self._read(minibatch, unit) if reads else None
+                        batch = self._read(minibatch, unit) if self._reads(stage) else None
                         if layers is not None:  # or all of the stage's layers are for training only
                             results = layers(batch, values)
                             values.update(results)
@@ -157,6 +162,12 @@ class Evaluator:
         links.drain()
         links.follow(Ahead())  # training needs the memory of the buffers that are left
         return self._merge(minibatch, totals)
+
+    def _reads(self, stage: int) -> bool:
+        """Return whether a stage of this worker reads batches: for its layers, or for metrics."""
+        layers = self._stages.modules.get(stage)
+        measures = stage == self._stages.last and self._context.spec.defines("metrics")
+        return measures or (layers is not None and layers.needs_batch)
 
     def _read(self, minibatch: int, unit: Unit) -> Batch:
         """Return a batch of the evaluation after `minibatch`; the first ones are compared with what others read."""

@@ -57,9 +57,13 @@ class Groups:
 
 
 def all_streams(shape: PipelineShape) -> Mapping[int, Iterable[Instruction]]:
-    """Return all workers' streams, long enough that each replica exchanges messages with all that it ever does."""
+    """Return all workers' streams, long enough that each replica exchanges messages with all that it ever does.
+
+    Of a million microbatches the first few do: replicas take turns.
+    """
     minibatches = math.lcm(*shape.replicas)
-    return {rank: stream(shape, stage, rank, minibatches) for rank, stage in shape.first_stages.items()}
+    few = shape.shortened(minibatches)
+    return {rank: stream(few, stage, rank, minibatches) for rank, stage in few.first_stages.items()}
 
 
 def make_worker(context: PipelineContext, groups: Groups, observers: Observers) -> PipelineWorker:

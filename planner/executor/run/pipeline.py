@@ -30,8 +30,8 @@ from planner.errors import InputError
 from planner.executor.checkpoint.checkpointer import Checkpointer
 from planner.executor.communication.control import control_group, message_timeout, share
 from planner.executor.run.agreement import check_loss, check_schedule, joined, start_worker, take_place
+from planner.executor.run.build_context import pipeline_context
 from planner.executor.run.calls import Call, SharedCalls
-from planner.executor.run.context import pipeline_context
 from planner.executor.run.data import FedBatches, FedEvaluation
 from planner.executor.run.loop import Groups, Loop, make_checkpointer, save_weights
 from planner.executor.run.worker import Observers

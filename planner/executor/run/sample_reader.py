@@ -4,7 +4,8 @@ Around each item and each batch all global generators are seeded, as docs/guides
 afterwards. What a dataset draws is then a function of seed, epoch and index, under any plan and after any resume.
 
 A dataset may still depend on what was read before: by a generator of its own, by what it counts or keeps. So the first
-batch is read twice, in another order, and what differs is refused.
+batch is read twice, in another order, and what differs is refused. Later single items are read again: see
+`planner.executor.run.sample_checks`.
 
 Seeding takes about 8 microseconds per item, and 100 per batch, on one core of an EPYC.
 """
@@ -22,7 +23,8 @@ from planner.errors import ModelFileError
 from planner.executor.run.draws import reading_data, refuses_draws
 from planner.model.batch import Batch
 from planner.model.batch_digest import batch_digest, digest_of
-from planner.model.generators import CPU, State, data_seed, seed_quickly, state_of_generators
+from planner.model.generators import State, data_seed, seed_quickly, state_of_generators
+from planner.model.randomness import CPU
 
 Collate = Callable[[Sequence[Any]], Batch]
 
@@ -31,10 +33,10 @@ EVALUATION = "evaluation"  # in place of an epoch: evaluation data are drawn ali
 # Datasets are read by one thread at a time: those of training and of evaluation may share an open file.
 _ONE_READER = threading.Lock()
 
-_HINT = (
+SAME_ITEM_HINT = (
     "every worker reads the data for itself, and all must find the same: draw from the global generators of torch, "
     "numpy.random or random, which are seeded for each item, or from a generator that __getitem__ makes from the "
-    "index, such as numpy.random.default_rng(index); and keep nothing that was drawn"
+    "index, such as numpy.random.default_rng(index); and keep nothing that was drawn or counted"
 )
 
 
@@ -90,6 +92,17 @@ class SampleReader:
             self._checked = True
             return self._read_and_check(epoch, indices, start)
 
+    def item_digest(self, epoch: int | str, index: int) -> int:
+        """Return the digest of one item, read as for a batch of `epoch`."""
+        with _ONE_READER, reading_data(self.device):
+            if not refuses_draws():
+                self._seed_for(epoch, "item", index)
+            return digest_of(tree_leaves(self._dataset[index]))
+
+    def item_name(self, index: int) -> str:
+        """Return how messages call an item."""
+        return f"{self._name}[{index}]"
+
     def _read(
         self,
         epoch: int | str,
@@ -142,20 +155,20 @@ class SampleReader:
     def _compare(self, indices: Sequence[int], first: _Trace, again: _Trace) -> None:
         """Raise ModelFileError for what a second reading under the same seeds found otherwise."""
         for place, index in enumerate(indices):
-            what = f"{self._name}[{index}]"
+            what = self.item_name(index)
             if first.items[place] != again.items[place]:
                 raise ModelFileError(
-                    f"{what} is another sample when it is read again with the same random numbers", hint=_HINT
+                    f"{what} is another sample when it is read again with the same random numbers", hint=SAME_ITEM_HINT
                 )
             if first.states[place] != again.states[place]:
                 raise ModelFileError(
                     f"{what} draws other random numbers when it is read again, so it depends on what was read before",
-                    hint=_HINT,
+                    hint=SAME_ITEM_HINT,
                 )
 
         if (first.batch, first.collate_state) != (again.batch, again.collate_state):
             raise ModelFileError(
                 f"collate() makes another batch of the same samples of {self._name} when it is called again with the "
                 "same random numbers",
-                hint=_HINT.replace("__getitem__ makes from the index", "collate() makes from the samples"),
+                hint=SAME_ITEM_HINT.replace("__getitem__ makes from the index", "collate() makes from the samples"),
             )

@@ -155,8 +155,8 @@ class _Making:
             raise PlanError(
                 f"the plan was made for another model than '{spec.origin}': graph {plan.graph_hash} in the plan, "
                 f"{graph.hash} captured",
-                hint="profile and solve again: plan profile, plan solve; where a script of your own profiles a model that "
-                "goes through a set, start it with PYTHONHASHSEED=0",
+                hint="profile and solve again: plan profile, plan solve; where a script of your own profiles a model "
+                "that goes through a set, start it with PYTHONHASHSEED=0",
             )
         constants = {node.name for node in graph.fixed}
         check_same_model(plan, [layer.name for layer in graph.layers], graph.edges, constants)

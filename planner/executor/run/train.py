@@ -24,7 +24,8 @@ from planner.executor.observe.recording import TraceRecorder, gather_timeline
 from planner.executor.observe.run_log import NOTHING
 from planner.executor.observe.untouched import TrainedState
 from planner.executor.run.agreement import check_schedule, joined, start_worker, take_place
-from planner.executor.run.context import PipelineContext, pipeline_context
+from planner.executor.run.build_context import pipeline_context
+from planner.executor.run.context import PipelineContext
 from planner.executor.run.data import MOST_RANDOM, RANDOM_BATCHES
 from planner.executor.run.evaluator import evaluation_points
 from planner.executor.run.loop import Groups, Loop, make_checkpointer, restorable, save_weights

@@ -5,7 +5,6 @@ Gradients that are small underflow in float16, so backward starts from a loss ti
 """
 
 import math
-import warnings
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -14,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from planner.errors import PlanError
 from planner.executor.communication.sharding import Sharding
+from planner.executor.stage.scheduler import StageScheduler
 from planner.model.elementwise import is_elementwise, kept_whole
 from planner.model.optimizer_part import (
     TrainedParameter,
@@ -25,6 +24,7 @@ from planner.model.optimizer_part import (
     step_part,
     trained_parameters,
 )
+from planner.model.reference_optimizer import ReferenceOptimizer
 from planner.model.spec import TrainingSpec
 from planner.model.tensor.division import divided_weights
 
@@ -86,15 +86,22 @@ class StageOptimizer:
     ) -> None:
         trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
         self._spec = spec
+        self._division = divided_weights(module)
         self.parameters = list(trained.values())
         self.learning_rate_factor = learning_rate_factor if trained else 1.0
         self.optimizer: Optimizer | None = None
+        self.groups_digest: int | None = None  # of what optimizer() returned, for all parameters of the model
+        reference: ReferenceOptimizer | None = None
         if trained:
             everything = trained_parameters(module) if whole is None else whole
             named = dict(module.named_parameters(remove_duplicate=False))
+            # First, because user code may keep the optimizer that it has returned last.
+            divided = sharding is not None or bool(self._division.cuts)
+            reference = ReferenceOptimizer(spec, everything, named, learning_rate_factor, divided=divided)
             self.optimizer = optimizer_of_part(spec, everything, named)
+            reference.check_groups(self.optimizer, named)
+            self.groups_digest = reference.digest
         self.sharding = sharding
-        self._division = divided_weights(module)
         self._alike = [parameter for name, parameter in trained.items() if name not in self._division.cuts]
         over_ranks = len(self._alike) < len(trained)
         if over_ranks and self.optimizer is not None and not is_elementwise(self.optimizer):
@@ -111,15 +118,22 @@ class StageOptimizer:
             self.parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]  # may be new
         for group in self.optimizer.param_groups if self.optimizer is not None else ():
             group["lr"] = group["lr"] * learning_rate_factor
-        self.scheduler = None if self.optimizer is None else spec.scheduler(self.optimizer)
+        self.scheduler = self._scheduled(reference)
         self.scaler = LossScaler() if scale_loss else None
         self.skipped = 0  # updates, because a gradient was not finite
         self._clip_grad_norm = clip_grad_norm
         self._overflow: Tensor | None = None  # on the device: whether there was one in a gradient that was sent on
         self._unscaled = False
 
+    def _scheduled(self, reference: ReferenceOptimizer | None) -> StageScheduler | None:
+        """Return the user's scheduler of the optimizer; None where there is none of either."""
+        if self.optimizer is None or reference is None:
+            return None
+        scheduler = self._spec.scheduler(self.optimizer)
+        return None if scheduler is None else StageScheduler(scheduler, self.optimizer, reference)
+
     @property
-    def extras(self) -> dict[str, LRScheduler | LossScaler]:
+    def extras(self) -> dict[str, StageScheduler | LossScaler]:
         """What a checkpoint holds beside the optimizer, by name."""
         both = {"scheduler": self.scheduler, "loss scale": self.scaler}
         return {name: each for name, each in both.items() if each is not None}
@@ -171,10 +185,7 @@ class StageOptimizer:
     def advance(self, minibatches: int) -> None:
         if self.scheduler is not None:
             for _ in range(minibatches):
-                with warnings.catch_warnings():
-                    # PyTorch warns when the first update was skipped; the schedule follows the data, not the updates.
-                    warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
-                    self.scheduler.step()
+                self.scheduler.step()
 
     def _norm(self, squared: float | None) -> Tensor:
         # The stage's own norm stays on the device.

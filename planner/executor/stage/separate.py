@@ -7,7 +7,7 @@ import torch
 from planner.errors import PlanError
 from planner.formats.plan import Plan
 from planner.model.optimizer_part import TrainedParameter, check_scheduler
-from planner.model.separable import Separability, separability
+from planner.model.separable import Separability, schedule_problem, separability
 from planner.model.spec import TrainingSpec
 
 
@@ -38,6 +38,19 @@ def check_separate(
     ways = [parts] if sum(map(bool, parts)) > 1 else []
     by_elements = any(stage.sharded or stage.tensor > 1 for stage in plan.stages)
     tried = separability(spec, whole, ways, device, by_elements=by_elements)
+    _check_optimizer(tried, plan, divided=bool(ways) or by_elements)
+
+    problem = schedule_problem(spec, whole, ways, device, by_elements=by_elements)
+    if problem is not None:
+        divided, hint = _division(plan)
+        raise PlanError(
+            f"{divided}, but scheduler() {problem}",
+            hint=f"let scheduler() follow the number of steps alone; or {hint}",
+        )
+
+
+def _check_optimizer(tried: Separability, plan: Plan, *, divided: bool) -> None:
+    """Raise PlanError where the optimizer was seen to be of no use to the plan; `divided`: if it divides parameters."""
     if tried.problem is None:
         return
 
@@ -47,11 +60,17 @@ def check_separate(
             f"{tried.kind} {tried.problem}, so replicas of a stage would not stay equal",
             hint="take an optimizer that draws no numbers, or solve for stages of one GPU each",
         )
-    if not ways and not by_elements:
-        return
-    if _accepted(tried):
-        return
-    raise _inseparable(tried, plan)
+    if divided and not _accepted(tried):
+        raise _inseparable(tried, plan)
+
+
+def _division(plan: Plan) -> tuple[str, str]:
+    """Return what the plan divides, and how to solve for a plan that does not."""
+    if len(plan.stages) == 1:
+        divided = "the plan divides its parameters over replicas or ranks"
+        return divided, "solve with `tensor=1` and `shard_optimizer=never`"
+    divided = f"the plan has {len(plan.stages)} stages with an optimizer each"
+    return divided, "solve with `max_stages=1`, `tensor=1` and `shard_optimizer=never`"
 
 
 def _accepted(tried: Separability) -> bool:
@@ -60,12 +79,7 @@ def _accepted(tried: Separability) -> bool:
 
 
 def _inseparable(tried: Separability, plan: Plan) -> PlanError:
-    stages = len(plan.stages)
-    divided = f"the plan has {stages} stages with an optimizer each"
-    hint = "solve with `max_stages=1`, `tensor=1` and `shard_optimizer=never`"
-    if stages == 1:
-        divided = "the plan divides its parameters over replicas or ranks"
-        hint = "solve with `tensor=1` and `shard_optimizer=never`"
+    divided, hint = _division(plan)
     if tried.combines:
         hint += "; for a norm of all gradients there is `clip_grad_norm`, beside an optimizer that does not clip"
     else:

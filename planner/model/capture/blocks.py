@@ -40,7 +40,7 @@ from planner.model.capture.size import BATCH, SizeReader
 from planner.model.loss import loss_of
 from planner.model.modes import modes_of
 from planner.model.options import PLAIN, LossFunction, ModuleOptions, autocasting
-from planner.model.randomness import buffers_kept, generators_kept, keep_state
+from planner.model.randomness import keep_state
 from planner.runtime import address_of, runtime_of
 
 _CONTRACT = "each block takes what the one before it returned, as in nn.Sequential; see docs/guides/own-model.md"
@@ -123,7 +123,7 @@ def _run(named: _Named, example: Batch, loss: LossFunction | None) -> _Results:
 @contextmanager
 def _same_start(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Let each of the runs that are compared begin with the same buffers and random numbers."""
-    with buffers_kept(nn.ModuleList(modules)), generators_kept():
+    with keep_state(nn.ModuleList(modules)):
         torch.manual_seed(0)
         yield
 

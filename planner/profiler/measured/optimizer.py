@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from planner.model.optimizer_part import check_scheduler, trained_parameters
-from planner.model.separable import halves, separability
+from planner.model.separable import halves, schedule_problem, separability
 from planner.model.spec import TrainingSpec
 from planner.profiler.step.counters import fake_group
 
@@ -27,10 +27,20 @@ def try_optimizer(spec: TrainingSpec, model: nn.Module, device: torch.device) ->
     if not whole:
         return None
     check_scheduler(spec, whole)
+    ways = halves([each.name for each in whole])
     with nullcontext() if dist.is_initialized() else fake_group(2):
-        tried = separability(spec, whole, halves([each.name for each in whole]), device)
-    if tried.problem is None or (tried.claimed and not tried.combines):
+        tried = separability(spec, whole, ways, device)
+        separable = tried.problem is None or (tried.claimed and not tried.combines)
+        problem = schedule_problem(spec, whole, ways, device) if separable else None
+
+    if separable and problem is None:
         return True
+    if problem is not None:
+        _log.warning(
+            f"scheduler() {problem}: `plan solve` makes plans of one stage alone; hint: let it follow the number of "
+            "steps alone"
+        )
+        return False
     _log.warning(
         f"{tried.kind} {tried.problem}: `plan solve` makes plans of one stage alone; hint: with an optimizer that "
         "updates each parameter by itself, such as AdamW, there are others; a norm of all gradients is "

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from planner.executor.communication.links import LinkGroups, lane_of, lanes_of
 from planner.executor.run.loop import all_streams
 from planner.schedule.chunked import INTERLEAVED
 from planner.schedule.instructions import Instruction, ReceiveActivation, ReceiveGradient, Send, SendActivation, Unit
-from planner.schedule.one_stage import ONE_F_ONE_B
+from planner.schedule.one_stage import FLUSH, ONE_F_ONE_B, TWO_BW, ZB_H1
 from planner.schedule.schedule import Channel, PipelineShape
 from planner.workers.groups import DataGroups
 from planner.workers.place import CPU
@@ -22,6 +24,14 @@ CHUNKED = PipelineShape(
 )
 STRAIGHT = PipelineShape(((0,), (1,)), (Channel(0, 1),), ONE_F_ONE_B)
 REPLICATED = PipelineShape(((0, 1, 2), (3, 4), (5,)), (Channel(0, 1), Channel(1, 2), Channel(0, 2)), ONE_F_ONE_B)
+
+
+MANY = [
+    PipelineShape(((0, 1, 2), (3, 4), (5,)), (Channel(0, 1), Channel(1, 2), Channel(0, 2)), FLUSH, 53),
+    PipelineShape(((0, 1, 2), (3, 4), (5,)), (Channel(0, 1), Channel(1, 2)), ZB_H1, 53),
+    PipelineShape(((0, 1, 2), (3, 4)), (Channel(0, 1),), TWO_BW, 53),
+    PipelineShape(((0,), (1,), (2,)) * 2, tuple(Channel(s, s + 1) for s in range(5)), INTERLEAVED, 53),
+]
 
 
 class Made(DataGroups):
@@ -75,13 +85,22 @@ def test_without_tags_each_direction_between_two_stages_of_two_workers_has_a_gro
     assert groups.of(lane_of(ReceiveActivation(3, Unit(0), 2, 0), 1)) != there
 
 
-@pytest.mark.parametrize("shape", [CHUNKED, STRAIGHT, REPLICATED])
+@pytest.mark.parametrize("shape", [CHUNKED, STRAIGHT, REPLICATED, *MANY])
 def test_every_message_of_a_long_run_has_its_lane(shape: PipelineShape) -> None:
     """Replicas take turns, so which workers meet follows from the streams, and they repeat."""
     lanes = set(lanes_of(all_streams(shape)))
     for own, stage in shape.first_stages.items():
         sends: Iterator[Instruction] = shape.schedule.stream(shape, stage, own, 40)
         assert all(lane_of(each, own) in lanes for each in sends if isinstance(each, Send))
+
+
+@pytest.mark.parametrize("shape", MANY)
+def test_a_million_microbatches_need_no_longer_streams(shape: PipelineShape) -> None:
+    """Workers that start look through all workers' streams, and wait for each other meanwhile."""
+    shape = replace(shape, microbatches=2**20 + 1, depths=shape.replicas)
+    streams = all_streams(shape)
+    assert sum(len(list(islice(stream, 10_000))) for stream in streams.values()) < 10_000
+    assert set(lanes_of(all_streams(shape))) == set(lanes_of(all_streams(replace(shape, microbatches=53))))
 
 
 def test_lanes_of_disjoint_workers_stand_side_by_side() -> None:

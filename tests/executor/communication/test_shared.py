@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from planner.errors import PlanError
-from planner.executor.run.context import pipeline_context
+from planner.executor.run.build_context import pipeline_context
 from planner.executor.run.data import BatchSource, make_batches
 from planner.formats.plan import Plan
 from planner.model.spec import TrainingSpec, load_model_file

@@ -10,7 +10,8 @@ from tempfile import mkdtemp
 from typing import Any
 from unittest.mock import patch
 
-from planner.executor.run.context import PipelineContext, pipeline_context
+from planner.executor.run.build_context import pipeline_context
+from planner.executor.run.context import PipelineContext
 from planner.executor.run.data import make_batches
 from planner.formats.plan import Plan
 from planner.model.spec import TrainingSpec, load_model_file

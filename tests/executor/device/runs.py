@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from planner.executor.communication.control import gather_bytes
 from planner.executor.communication.shared_gradients import SharedGradients
 from planner.executor.run import train
+from planner.executor.run.build_context import sharding_of
 from planner.executor.run.comparison import BatchComparison
-from planner.executor.run.context import HeldStage, PipelineContext, sharding_of
+from planner.executor.run.context import HeldStage, PipelineContext
 from planner.executor.run.data import BatchSource
 from planner.executor.stage.optimizer import StageOptimizer
 from planner.formats.cluster import flat_cluster
@@ -338,7 +339,7 @@ def make_context(run: Run, rank: int, world: World) -> PipelineContext:
         heartbeat=Heart(world),
         data=StandInData(run.microbatches),
         comparison=BatchComparison(rank),
-        initial_weights={},
+        facts=(),
         minibatches=run.minibatches,
         groups=DataGroups(place, timedelta(0)),
         shape=shape,

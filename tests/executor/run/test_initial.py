@@ -15,7 +15,8 @@ from planner.errors import InputError, PlannerError
 from planner.executor.checkpoint import pretrained
 from planner.executor.checkpoint.tensor_file import each_tensor, write_tensors
 from planner.executor.run import stages
-from planner.executor.run.context import PipelineContext, pipeline_context
+from planner.executor.run.build_context import pipeline_context
+from planner.executor.run.context import PipelineContext
 from planner.executor.run.stages import defers
 from planner.formats.plan import Plan
 from planner.model.options import PLAIN, ModuleOptions, gradient_dtype

@@ -17,7 +17,7 @@ from planner.errors import PlanError, PlannerError
 from planner.executor.communication.control import join_group
 from planner.executor.run import stages as stages_of_workers
 from planner.executor.run import train as train_of_workers
-from planner.executor.run.context import pipeline_context
+from planner.executor.run.build_context import pipeline_context
 from planner.executor.run.stages import build_modules
 from planner.formats.plan import Plan
 from planner.model.spec import load_model_file

@@ -1,0 +1,129 @@
+"""The groups of parameters that one process would have: those of every stage are compared with them.
+
+The user's optimizer() and scheduler() run in each worker, and may look at RANK, WORLD_SIZE, the process group or, in
+the scheduler, the weights of the stage. Then a worker has another rate than one process, without an error. So each
+stage has a second optimizer and scheduler, made as by one process: see `planner.model.one_process`. The second
+optimizer steps nothing. It has no parameters, unless the stage has all parameters of the model, undivided: then a
+scheduler may look at them.
+"""
+
+from collections.abc import Iterable, Mapping
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from planner.errors import ModelFileError
+from planner.model.hyperparameters import (
+    first_difference,
+    group_numbers,
+    groups_digest,
+    hyperparameters_of,
+    shown,
+)
+from planner.model.one_process import as_one_process
+from planner.model.optimizer_part import TrainedParameter, leave_out, named_parameters
+from planner.model.randomness import generators_kept
+from planner.model.spec import TrainingSpec
+
+_HINT = (
+    "let optimizer() and scheduler() look neither at RANK or WORLD_SIZE, nor at the weights, the clock or the host: "
+    "planner averages gradients over replicas and divides minibatches itself, so rates are those of one process"
+)
+
+
+class ReferenceOptimizer:
+    """What optimizer() and scheduler() return in one process.
+
+    Args:
+        whole: all trained parameters of the model.
+        part: those of this stage, by name.
+        learning_rate_factor: by which the stage multiplies all rates.
+        divided: whether replicas or ranks divide the stage's parameters.
+
+    Attributes:
+        digest: of the groups as optimizer() returned them, equal for all stages and workers.
+    """
+
+    def __init__(
+        self,
+        spec: TrainingSpec,
+        whole: Iterable[TrainedParameter],
+        part: Mapping[str, nn.Parameter],
+        learning_rate_factor: float,
+        *,
+        divided: bool = False,
+    ) -> None:
+        self._spec = spec
+        self._factor = learning_rate_factor
+        self._scheduler: LRScheduler | None = None
+        named, absent = named_parameters(whole, part)
+        with as_one_process(), generators_kept():
+            self._optimizer = spec.optimizer(named)
+        self._names = named.keys()
+        self._numbers = group_numbers(self._optimizer, named)
+        self.digest = groups_digest(self._optimizer, self._numbers)
+        if absent or divided:
+            leave_out(self._optimizer, list(named.values()))
+
+    def check_groups(self, optimizer: Optimizer, part: Mapping[str, nn.Parameter]) -> None:
+        """Raise ModelFileError where the stage's optimizer, as optimizer() returned it, has other groups.
+
+        Args:
+            part: the parameters of this stage, by name.
+        """
+        numbers = group_numbers(optimizer, part)
+        # Under its other names a tied parameter is in no group of the reference.
+        for name in part.keys() & self._names:
+            if numbers.get(name) != self._numbers.get(name):
+                raise ModelFileError(
+                    f"optimizer() puts '{name}' into another group in this worker than in one process",
+                    hint=_HINT,
+                )
+        self._check(optimizer, "optimizer()")
+
+    def schedule(self) -> None:
+        """Make the scheduler, for rates that are multiplied by the stage's factor."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = group["lr"] * self._factor
+        with as_one_process(), generators_kept():
+            self._scheduler = self._spec.scheduler(self._optimizer)
+
+    def check_schedule(self, optimizer: Optimizer) -> None:
+        """Raise ModelFileError where the stage's scheduler has given the groups other hyperparameters."""
+        self._check(optimizer, "scheduler()")
+
+    def follow(self, optimizer: Optimizer) -> None:
+        """Take the stage's hyperparameters, which the optimizer's own steps may have changed."""
+        for own, group in zip(self._optimizer.param_groups, optimizer.param_groups, strict=True):
+            own.update(hyperparameters_of(group))
+
+    def step(self) -> None:
+        """Step the scheduler."""
+        assert self._scheduler is not None
+        with as_one_process(), generators_kept():
+            self._scheduler.step()
+
+    def load_scheduler(self, state: Mapping[str, object]) -> None:
+        """Continue where a checkpoint has left the stage's scheduler."""
+        assert self._scheduler is not None
+        self._scheduler.load_state_dict(dict(state))
+
+    def _check(self, optimizer: Optimizer, who: str) -> None:
+        groups = optimizer.param_groups
+        expected = self._optimizer.param_groups
+        if len(groups) != len(expected):
+            raise ModelFileError(
+                f"optimizer() makes {len(groups)} groups of parameters in this worker, and {len(expected)} in one "
+                "process",
+                hint=_HINT,
+            )
+        for number, (group, reference) in enumerate(zip(groups, expected, strict=True)):
+            own, other = hyperparameters_of(group), hyperparameters_of(reference)
+            name = first_difference(own, other)
+            if name is not None:
+                raise ModelFileError(
+                    f"{who} gives group {number} of the parameters the `{name}` {shown(own.get(name))} in this "
+                    f"worker, and {shown(other.get(name))} in one process",
+                    hint=_HINT,
+                )
