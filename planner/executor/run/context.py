@@ -28,8 +28,10 @@ from planner.executor.run.data import (
     make_batches,
     weighted,
 )
+from planner.executor.run.loss_check import LossCheck
 from planner.executor.run.reading_ahead import AHEAD, ReadAhead
-from planner.executor.run.stages import build_modules, check_sizes, tensor_group, transferred
+from planner.executor.run.stages import Modules, build_modules, check_sizes, divides_loss, tensor_group, transferred
+from planner.executor.run.state_watch import StateWatch
 from planner.executor.stage.optimizer import StageOptimizer
 from planner.executor.stage.separate import check_separate
 from planner.formats.plan import Plan
@@ -39,6 +41,7 @@ from planner.model.batch import Batch
 from planner.model.batch_digest import digest_of
 from planner.model.capture.graph import ValueSpec
 from planner.model.lengths import Length, Varying, varying
+from planner.model.loss import shares_by_samples, shares_function
 from planner.model.options import gradient_dtype
 from planner.model.spec import TrainingSpec
 from planner.model.stage.code import check_compiler
@@ -95,6 +98,8 @@ class PipelineContext:
     lengths: Sequence[Length] = ()  # of batches, that vary
     deferred: bool = False  # whether the weights of other stages were never made
     loss: LossMean | None = None  # what the loss is a mean over; None stands for the samples
+    loss_check: LossCheck | None = None  # of the last stage, if this worker has it
+    state_watch: StateWatch | None = None  # of what loss() and forward() read
 
     @cached_property
     def plan(self) -> Plan:
@@ -310,6 +315,8 @@ def pipeline_context(
         lengths=built.lengths,
         deferred=built.deferred,
         loss=built.loss,
+        loss_check=_loss_check(job, spec, built, minibatches - 1),
+        state_watch=_state_watch(spec, built, minibatches - 1),
     )
     alone = tensor is None and everywhere is None  # others run together
     if (plan.compiled or runtime_of(place.compute).asynchronous) and alone:
@@ -320,6 +327,31 @@ def pipeline_context(
             check_compiler(place.compute.type)
         context.run_once(modules.values(), context.sizes)
     return context
+
+
+def _state_watch(spec: TrainingSpec, built: Modules, last: int) -> StateWatch | None:
+    if built.state is None:
+        return None
+    return StateWatch(built.state, last, runs_blocks=spec.defines("blocks"))
+
+
+def _loss_check(job: Job, spec: TrainingSpec, built: Modules, last: int) -> LossCheck | None:
+    """Return what compares the loss that is trained on with the user's; None where this worker has no loss."""
+    stage = built.training.get(len(job.plan.stages) - 1)
+    if built.output is None or stage is None:
+        return None
+    mean = built.loss or LossMean(over="samples")
+    shares = shares_function(mean, spec) or shares_by_samples
+    is_divided = divides_loss(job) and mean.divisible
+    return LossCheck(
+        spec,
+        built.output,
+        stage.options,
+        mean,
+        shares if is_divided else None,
+        captured=not spec.defines("blocks"),
+        last=last,
+    )
 
 
 def _made_batches(job: Job, spec: TrainingSpec, ranks: int, device: torch.device) -> BatchSource:
