@@ -163,8 +163,9 @@ def _is_own(file: str) -> bool:
     return bool(file) and is_users(file) and not is_standard and not any(part in _LIBRARIES for part in path.parts)
 
 
-@lru_cache(maxsize=1 << 12)
 def _is_own_class(cls: type) -> bool:
+    if cls.__module__ == "builtins":
+        return False
     module = sys.modules.get(cls.__module__)
     file = getattr(module, "__file__", None)
     if file is not None:

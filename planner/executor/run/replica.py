@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from planner.executor.communication.gradients import GradientAverager, WholeBucket, chunks
 from planner.executor.communication.messages import SCALE
 from planner.executor.run.context import HeldStage, PipelineContext
+from planner.executor.run.loss_check import Reading
 from planner.executor.stage.split_backward import WeightGradients, input_gradients
 from planner.executor.stage.versions import WeightVersions
 from planner.model.capture.graph import LOSS
@@ -105,6 +106,10 @@ class StageReplica:
             self._loss_check.see(unit, self._own_units(unit.minibatch), batch, record.outputs, record.loss)
         # Once an output is sent, only its place in the graph is needed: its memory is freed, unless a layer saved it.
         record.ends = {name: get_gradient_edge(v) for name, v in record.outputs.items() if v.requires_grad}
+
+    def take_readings(self) -> list[Reading]:
+        """Return what the host has to compare of the newest forward, when it is computed."""
+        return [] if self._loss_check is None else self._loss_check.take_readings()
 
     def activation(self, unit: Unit, target: int) -> dict[str, Tensor]:
         outputs = self._units[unit].outputs

@@ -20,6 +20,7 @@ from planner.executor.communication.shared_gradients import separate_copies, use
 from planner.formats.plan import Plan
 from planner.formats.profile import LossMean
 from planner.model.batch import Batch
+from planner.model.batch_norm import warn_of_division
 from planner.model.capture.capture import capture_file
 from planner.model.capture.graph import LayerGraph, ValueSpec
 from planner.model.capture.other_sizes import OtherSizes
@@ -292,7 +293,9 @@ def build_modules(
                 hint="take sequences of a multiple of that, or solve without `sequence_parallel`",
             )
     alike = Variant(compiled=plan.compiled, division=division)
-    output = _compared_output(job, graph, spec)
+    if os.environ.get("RANK") == "0":
+        warn_of_division(graph.model, _parts_of_minibatch(plan))
+    compared = _compared_output(job, graph, spec)
     modules = {}
     for number in stages:
         stage = plan.stages[number]
@@ -300,7 +303,7 @@ def build_modules(
         units = units_of_stage(stage.layers, again) if stage.level > 1 else ()
         variant = replace(alike, recompute=again, units=tuple(units))
         is_last = number == len(plan.stages) - 1
-        kept = output.names if output is not None and is_last else ()
+        kept = compared.names if compared is not None and is_last else ()
         modules[number] = build_stage(graph, stage.layers, kept, variant)
     separate_copies(list(modules.values()))
     for module in modules.values():
@@ -326,9 +329,14 @@ def build_modules(
         deferred=initial.defers,
         other_sizes=initial.other_sizes,
         loss=loss,
-        output=output,
+        output=compared,
         state=_state(job, graph, spec),
     )
+
+
+def _parts_of_minibatch(plan: Plan) -> int:
+    """Return into how many parts a minibatch is divided, each of which the layers see by itself."""
+    return plan.microbatches * sample_parts(plan) if plan.schedule.divides else 1
 
 
 def _state(job: Job, graph: LayerGraph, spec: TrainingSpec) -> PythonState | None:

@@ -25,6 +25,7 @@ class OutputLeaf:
     value: Any = None
     divides: bool = True  # whether samples are entries of one dimension, or it is the same for all
     dimension: int | None = None  # of the samples
+    same_for_all: bool = False  # as weights are
 
 
 @dataclass(frozen=True)
@@ -89,13 +90,12 @@ class WholeOutput:
 
 def _joined(leaf: OutputLeaf, values: Sequence[Any]) -> Any:
     first = values[0]
-    if leaf.name is None or not all(isinstance(value, Tensor) for value in values):
+    if leaf.name is None or leaf.same_for_all or not isinstance(first, Tensor):
         return first
     if leaf.dimension is not None and first.dim():
         shapes = {(*value.shape[: leaf.dimension], *value.shape[leaf.dimension + 1 :]) for value in values}
         return torch.cat(list(values), leaf.dimension) if len(shapes) == 1 else None
-    alike = all(torch.equal(value, first) or bool(first.isnan().all()) for value in values)
-    return first if alike else None
+    return first  # it stands for what no layer of the stage has
 
 
 def _leaf(graph: LayerGraph, leaf: Any) -> OutputLeaf:
@@ -105,8 +105,20 @@ def _leaf(graph: LayerGraph, leaf: Any) -> OutputLeaf:
     dimensions = _dimensions_of_samples(spec, graph.batch_size)
     others = [size for size in spec.sizes if isinstance(size, sympy.Basic) and size != BATCH]
     mixed = any(BATCH in size.free_symbols for size in others)
-    divides = len(dimensions) <= 1 and not mixed
-    return OutputLeaf(leaf.name, None, divides, dimensions[0] if dimensions else None)
+    same_for_all = not dimensions and _depends_on_weights_alone(leaf)
+    divides = not mixed and (len(dimensions) == 1 or same_for_all)
+    return OutputLeaf(leaf.name, None, divides, dimensions[0] if dimensions else None, same_for_all)
+
+
+def _depends_on_weights_alone(node: fx.Node) -> bool:
+    """Return whether no input leads to a value."""
+    seen = {node}
+    waiting = [node]
+    while waiting:
+        new = [source for source in waiting.pop().all_input_nodes if source not in seen]
+        seen.update(new)
+        waiting += new
+    return not any(source.op == "placeholder" for source in seen)
 
 
 def _dimensions_of_samples(spec: ValueSpec, fixed: int | None) -> list[int]:
