@@ -213,7 +213,10 @@ class _Trial:
             self.communicates = watch.operation is not None
             raise
         except Exception as error:  # whatever the user's optimizer raises
-            raise ModelFileError(f"{who} raises {type(error).__name__}: {first_line(error)}") from error
+            raise ModelFileError(
+                f"{who} raises {type(error).__name__}: {first_line(error)}",
+                hint=_step_hint(error),
+            ) from error
 
     @contextmanager
     def _seeded(self, seed: int) -> Iterator[None]:
@@ -323,3 +326,10 @@ def _differences(
         relative = difference / max(float(update_together.abs().max()), torch.finfo(torch.float32).tiny)
         differences[name] = math.inf if math.isnan(relative) else relative
     return differences
+
+
+def _step_hint(error: Exception) -> str:
+    """Return what to do about an optimizer that fails on gradients for all its parameters."""
+    if "dense gradients" in str(error):
+        return "stages have dense gradients: take torch.optim.Adam, say, and nn.Embedding without sparse=True"
+    return "try it in plain PyTorch: make it of all parameters, give each a gradient, and call step()"

@@ -195,7 +195,7 @@ class _Runs:
         if not torch.allclose(one.loss, other.loss, rtol=tolerance, atol=0.0, equal_nan=True):
             return f"losses of {float(one.loss):.6g} and {float(other.loss):.6g}"
 
-        norms = [float(gradient.float().norm()) for gradient in one.gradients.values() if gradient is not None]
+        norms = [_norm(gradient) for gradient in one.gradients.values() if gradient is not None]
         least = _LEAST_SHARE * math.hypot(*(norm for norm in norms if math.isfinite(norm)))
         for name, gradient in one.gradients.items():
             difference = _gradient_difference(gradient, other.gradients[name], tolerance, least)
@@ -216,14 +216,19 @@ def _gradient_difference(one: Tensor | None, other: Tensor | None, tolerance: fl
         # Optimizers leave a weight without a gradient alone, and decay one whose gradient is zero.
         return f"{_shown_norm(one)} and {_shown_norm(other)}"
     alike = (one == other) | (one.isnan() & other.isnan())
-    error = (one - other).float().masked_fill(alike, 0.0).norm()
-    if not error or float(error) <= tolerance * max(float(one.float().norm()), least):
+    error = _norm((one - other).masked_fill(alike, 0.0))
+    if not error or error <= tolerance * max(_norm(one), least):
         return None
-    return f"norms of {_shown_norm(one)} and {_shown_norm(other)}, which are {float(error):.3g} apart"
+    return f"norms of {_shown_norm(one)} and {_shown_norm(other)}, which are {error:.3g} apart"
 
 
 def _shown_norm(gradient: Tensor | None) -> str:
-    return "none" if gradient is None else f"{float(gradient.float().norm()):.6g}"
+    return "none" if gradient is None else f"{_norm(gradient):.6g}"
+
+
+def _norm(gradient: Tensor) -> float:
+    """Return the norm of a gradient, which may be complex, or have fewer digits than a norm needs."""
+    return float((gradient if gradient.is_complex() else gradient.float()).norm())
 
 
 def _on_host(gradient: Tensor | None) -> Tensor | None:
