@@ -232,6 +232,14 @@ def test_a_buffer_counts_in_its_place(tmp_path: Path) -> None:
     assert float(weights["updates"]) == STEPS
 
 
+def test_a_buffer_that_counts_microbatches_is_refused(tmp_path: Path) -> None:
+    """Also where a plan says nothing of it, as those of older profiles."""
+    path = written(tmp_path, COUNTED)
+    with pytest.raises(PlannerError, match="changes buffer 'updates' once for each microbatch") as error:
+        train(path, plan_of(path, (1, 1), 2), steps=2)
+    assert "`microbatches=1`" in error.value.hint
+
+
 # What is the same however it is divided, and what calls a loss more than once does not see.
 HARMLESS = """
 def loss(output, target):
