@@ -66,7 +66,7 @@ def test_a_generator_of_the_models_own(model: type[nn.Module]) -> None:
 
 
 def penalty(output: Tensor, x: Tensor) -> Tensor:
-    (gradient,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+    gradient: Tensor = torch.autograd.grad(output.sum(), x, create_graph=True)[0]
     return gradient.pow(2).mean()
 
 
@@ -84,7 +84,8 @@ class GivesInput(Net):
 
 
 def with_penalty(output: Any, target: Tensor) -> Tensor:
-    return F.cross_entropy(output[0], target) + output[1]
+    total: Tensor = F.cross_entropy(output[0], target) + output[1]
+    return total
 
 
 def penalised(output: Any, target: Tensor) -> Tensor:

@@ -48,6 +48,8 @@ class Net(nn.Module):
 class Counting(Net):
     """Anneals by the number of its calls."""
 
+    calls: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("calls", torch.zeros(()))
@@ -60,6 +62,9 @@ class Counting(Net):
 
 class Codebook(Net):
     """A VQ-VAE's, which moves by the mean of what it sees."""
+
+    codes: Tensor
+    used: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,6 +83,8 @@ class Codebook(Net):
 
 class CountingSamples(Net):
     """Counts samples, which are as many however they are divided; the loss reads them only in `Reading`."""
+
+    samples: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +116,7 @@ def norms() -> nn.Module:
 )
 @pytest.mark.parametrize("in_blocks", [False, True], ids=["traced", "blocks"])
 def test_a_buffer_that_sees_microbatches(model: Any, buffer: str, in_blocks: bool) -> None:
-    blocks = {"blocks": lambda net: [net]} if in_blocks else {}
+    blocks: dict[str, Any] = {"blocks": lambda net: [net]} if in_blocks else {}
     spec = in_memory(model(), example_batch=classes, loss=F.cross_entropy, **blocks)
     mean = found(spec)
     assert mean.over == "unchecked"
