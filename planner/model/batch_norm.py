@@ -25,8 +25,9 @@ def warn_of_division(model: nn.Module, parts: int) -> None:
     """Say so where a plan divides minibatches into so many parts."""
     norms = _normalising(model)
     if norms and parts > 1:
+        # A worker's own handler begins the line with "warning: ".
         _log.warning(
-            f"warning: BatchNorm ({_shown(norms)}) normalises each of the {parts} parts of a minibatch by itself, "
+            f"BatchNorm ({_shown(norms)}) normalises each of the {parts} parts of a minibatch by itself, "
             f"{_PUBLISHED}, and one process normalises whole minibatches"
         )
 
