@@ -182,7 +182,10 @@ class OptimizerTrial:
             self.communicates = watch.operation is not None
             raise
         except Exception as error:  # whatever the user's optimizer raises
-            raise ModelFileError(f"{who} raises {type(error).__name__}: {first_line(error)}") from error
+            raise ModelFileError(
+                f"{who} raises {type(error).__name__}: {first_line(error)}",
+                hint=_step_hint(error),
+            ) from error
 
 
 def _small(whole: Sequence[TrainedParameter]) -> list[TrainedParameter]:
@@ -230,3 +233,10 @@ def _move_state(
         return
     alike = {key: isinstance(value, Tensor) and value.shape == parameter.shape for key, value in state.items()}
     optimizer.state[piece] = {key: cut(value).clone() if alike[key] else value for key, value in state.items()}
+
+
+def _step_hint(error: Exception) -> str:
+    """Return what to do about an optimizer that fails on gradients for all its parameters."""
+    if "dense gradients" in str(error):
+        return "stages have dense gradients: take torch.optim.Adam, say, and nn.Embedding without sparse=True"
+    return "try it in plain PyTorch: make it of all parameters, give each a gradient, and call step()"

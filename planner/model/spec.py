@@ -326,7 +326,12 @@ class TrainingSpec:
         if not self.defines("optimizer"):
             return SGD(list(named.values()), lr=DEFAULT_LEARNING_RATE)
         takes_names = next(iter(inspect.signature(self.functions["optimizer"]).parameters)) == "named_parameters"
-        optimizer: Optimizer = self._call("optimizer", list(named.items()) if takes_names else list(named.values()))
+        argument = list(named.items()) if takes_names else list(named.values())
+        try:
+            optimizer: Optimizer = self._call("optimizer", argument)
+        except ModelFileError as error:
+            self._refuse_values(error, named.values())
+            raise
         given = set(map(id, named.values()))
         if any(id(each) not in given for group in optimizer.param_groups for each in group["params"]):
             raise ModelFileError(
@@ -337,6 +342,18 @@ class TrainingSpec:
                 "have them",
             )
         return optimizer
+
+    def _refuse_values(self, error: ModelFileError, parameters: Iterable[nn.Parameter]) -> None:
+        """Raise ModelFileError where optimizer() has failed because it reads values of parameters of other stages."""
+        without_values = any(parameter.is_meta for parameter in parameters)
+        if not without_values or "meta tensors" not in str(error.__cause__):
+            return
+        line = failing_line(error.__cause__, self.path.parent) if self.path is not None and error.__cause__ else None
+        raise ModelFileError(
+            f"optimizer() reads the values of parameters at {line or self.origin}, and a stage has those of its own "
+            "parameters alone: each would make something else of them",
+            hint="give the optimizer numbers, as in torch.optim.SGD(parameters, lr=0.1)",
+        ) from error.__cause__
 
     def step(self, optimizer: Optimizer) -> None:
         """Step the user's optimizer; raise ModelFileError when that needs a closure."""

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn, optim
 
 from planner.errors import ModelFileError
-from planner.model.optimizer_part import trained_parameters
+from planner.model.optimizer_part import optimizer_of_part, trained_parameters
 from planner.model.separable import Separability, halves, schedule_problem, separability
 from planner.model.spec import TrainingSpec, in_memory
 from planner.profiler.step.counters import fake_group
@@ -187,3 +187,27 @@ def test_schedulers_that_look_at_parameters(scheduler: Any, steps: str, *, by_el
 )
 def test_schedulers_that_follow_steps_alone(scheduler: Any, *, by_elements: bool) -> None:
     assert schedule_seen(scheduler, by_elements=by_elements) is None
+
+
+def with_a_rate_of_values(parameters: Any) -> optim.Optimizer:
+    weights = list(parameters)
+    return optim.SGD(weights, lr=0.1 * float(weights[0].detach().norm()))
+
+
+def sparse(parameters: Any) -> optim.Optimizer:
+    return optim.SparseAdam(list(parameters), lr=0.1)
+
+
+def test_a_rate_that_follows_from_values_is_refused() -> None:
+    """A stage has the values of its own parameters alone."""
+    whole = trained_parameters(SMALL)
+    last = dict([*SMALL.named_parameters()][-1:])
+    with pytest.raises(ModelFileError, match=r"optimizer\(\) reads the values of parameters at") as error:
+        optimizer_of_part(spec_of(with_a_rate_of_values), whole, last)
+    assert "give the optimizer numbers" in error.value.hint
+
+
+def test_dense_gradients_are_no_sparse_ones() -> None:
+    with pytest.raises(ModelFileError, match="does not support dense gradients") as error:
+        tried(sparse)
+    assert "torch.optim.Adam" in error.value.hint

@@ -17,7 +17,9 @@ from planner.executor.communication.shared_gradients import SharedGradients
 from planner.executor.run.comparison import BatchComparison, ComparedBatches, Fact
 from planner.executor.run.context import HeldStage, PipelineContext
 from planner.executor.run.data import BatchSource, first_samples
-from planner.executor.run.stages import Modules, build_modules, check_sizes, tensor_group, transferred
+from planner.executor.run.loss_check import LossCheck
+from planner.executor.run.stages import Modules, build_modules, check_sizes, divides_loss, tensor_group, transferred
+from planner.executor.run.state_watch import StateWatch
 from planner.executor.run.worker_data import (
     batches_of_file,
     data_facts,
@@ -28,8 +30,10 @@ from planner.executor.stage.optimizer import StageOptimizer
 from planner.executor.stage.separate import check_separate
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import Stage
+from planner.formats.profile import LossMean
 from planner.model.batch import Batch
 from planner.model.batch_digest import digest_of
+from planner.model.loss import shares_by_samples, shares_function
 from planner.model.options import gradient_dtype
 from planner.model.spec import TrainingSpec
 from planner.model.stage.code import check_compiler
@@ -94,6 +98,7 @@ def pipeline_context(
     shape = replace(shape_of(plan), shared=tuple(sorted(built.shared)))
     stages = _with_optimizers(built, job, lasting, plan, shape, place, rank, everyone)
     facts += _facts_of_optimizers(stages)
+    minibatches = _minibatches(job, plan, shape, data)
     context = PipelineContext(
         job=job,
         spec=lasting,
@@ -103,7 +108,7 @@ def pipeline_context(
         data=data,
         comparison=comparison,
         facts=facts,
-        minibatches=_minibatches(job, plan, shape, data),
+        minibatches=minibatches,
         groups=groups,
         shape=shape,
         tensor=tensor,
@@ -113,6 +118,8 @@ def pipeline_context(
         lengths=built.lengths,
         deferred=built.deferred,
         loss=built.loss,
+        loss_check=_loss_check(job, lasting, built, last=minibatches - 1),
+        state_watch=_state_watch(lasting, built, last=minibatches - 1),
     )
     if tensor is None and everyone is None:  # others run together
         _run_first(context)
@@ -206,6 +213,33 @@ def _minibatches(job: Job, plan: Plan, shape: PipelineShape, data: BatchSource) 
         return minibatches
     # DistributedDataParallel waits for every worker.
     return -(-minibatches // plan.workers) * plan.workers
+
+
+def _state_watch(spec: TrainingSpec, built: Modules, last: int) -> StateWatch | None:
+    """Return what compares the numbers of Python that the model reads; `last` is the number of the last minibatch."""
+    if built.state is None:
+        return None
+    return StateWatch(built.state, last, runs_blocks=spec.defines("blocks"))
+
+
+def _loss_check(job: Job, spec: TrainingSpec, built: Modules, last: int) -> LossCheck | None:
+    """Return what compares the loss that is trained on with the user's; None where this worker has no loss."""
+    stage = built.training.get(len(job.plan.stages) - 1)
+    if built.output is None or stage is None:
+        return None
+
+    mean = built.loss or LossMean(over="samples")
+    shares = shares_function(mean, spec) or shares_by_samples
+    is_divided = divides_loss(job) and mean.divisible
+    return LossCheck(
+        spec,
+        built.output,
+        stage.options,
+        mean,
+        shares if is_divided else None,
+        captured=not spec.defines("blocks"),
+        last=last,
+    )
 
 
 def _run_first(context: PipelineContext) -> None:

@@ -17,7 +17,9 @@ from planner.executor.run.comparison import BatchComparison, Fact
 from planner.executor.run.data import (
     BatchSource,
 )
+from planner.executor.run.loss_check import LossCheck
 from planner.executor.run.reading_ahead import AHEAD
+from planner.executor.run.state_watch import StateWatch
 from planner.executor.stage.optimizer import StageOptimizer
 from planner.formats.plan import Plan
 from planner.formats.profile import LossMean
@@ -75,6 +77,8 @@ class PipelineContext:
     lengths: Sequence[Length] = ()  # of batches, that vary
     deferred: bool = False  # whether the weights of other stages were never made
     loss: LossMean | None = None  # what the loss is a mean over; None stands for the samples
+    loss_check: LossCheck | None = None  # of the last stage, if this worker has it
+    state_watch: StateWatch | None = None  # of what loss() and forward() read
 
     @cached_property
     def plan(self) -> Plan:

@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from planner.executor.communication.gradients import GradientAverager, WholeBucket, chunks
 from planner.executor.communication.messages import SCALE
 from planner.executor.run.context import HeldStage, PipelineContext
+from planner.executor.run.loss_check import Reading
 from planner.executor.stage.split_backward import WeightGradients, input_gradients
 from planner.executor.stage.versions import WeightVersions
 from planner.model.capture.graph import LOSS
@@ -69,6 +70,7 @@ class StageReplica:
         self._recomputes = context.plan.stages[stage.number].recomputes
         # Replicas have equal gradients, or each a part of them.
         self._counts_in_norm = context.is_first_replica(stage.number) or (sharding is not None and sharding.divides)
+        self._loss_check = context.loss_check if stage.module.has_loss else None
         self._units: defaultdict[Unit, _InFlight] = defaultdict(_InFlight)  # from their first message on
         self._averaged = 1  # minibatches whose gradients the next update averages
         self._rests: dict[Unit, WeightGradients] = {}  # second parts of backwards in two parts
@@ -80,6 +82,8 @@ class StageReplica:
 
     def forward(self, unit: Unit, version: int | None = None) -> None:
         """Run the layers on `unit`, with a `version` of the weights or the newest, and keep what its backward needs."""
+        if self._context.state_watch is not None:
+            self._context.state_watch.check(unit.minibatch)
         record, device, run = self._units[unit], self._context.place.compute, self._ddp or self.module
         if self._ddp is not None:
             # As no_sync() does: the forward says whether its backward all-reduces.
@@ -98,8 +102,14 @@ class StageReplica:
         with self.versions.stashed(unit):
             record.outputs = run(batch, record.received)
         record.loss = record.outputs.pop(LOSS, None)
+        if record.loss is not None and self._loss_check is not None:
+            self._loss_check.see(unit, self._own_units(unit.minibatch), batch, record.outputs, record.loss)
         # Once an output is sent, only its place in the graph is needed: its memory is freed, unless a layer saved it.
         record.ends = {name: get_gradient_edge(v) for name, v in record.outputs.items() if v.requires_grad}
+
+    def take_readings(self) -> list[Reading]:
+        """Return what the host has to compare of the newest forward, when it is computed."""
+        return [] if self._loss_check is None else self._loss_check.take_readings()
 
     def activation(self, unit: Unit, target: int) -> dict[str, Tensor]:
         outputs = self._units[unit].outputs
@@ -195,6 +205,11 @@ class StageReplica:
             self.optimizer.step(squared_norm)
         self.optimizer.advance(self._averaged)
         self._averaged = 1
+
+    def _own_units(self, minibatch: int) -> list[Unit]:
+        """Return the microbatches of a minibatch that this worker computes, and that have samples."""
+        units = self._context.shape.units_of(self.index, self._context.rank, minibatch)
+        return [unit for unit in units if self._data.size(unit)]
 
     def _weighted(self, unit: Unit, loss: Tensor) -> Tensor:
         share = self._share(unit)

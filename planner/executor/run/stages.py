@@ -20,6 +20,7 @@ from planner.executor.communication.shared_gradients import separate_copies, use
 from planner.formats.plan import Plan
 from planner.formats.profile import LossMean
 from planner.model.batch import Batch
+from planner.model.batch_norm import warn_of_division
 from planner.model.capture.capture import capture_file
 from planner.model.capture.graph import LayerGraph, ValueSpec
 from planner.model.capture.other_sizes import OtherSizes
@@ -28,12 +29,14 @@ from planner.model.generators import seed_generators, seeded
 from planner.model.lengths import Length
 from planner.model.optimizer_part import TrainedParameter, trained_parameters
 from planner.model.options import module_options
+from planner.model.python_state import PythonState
 from planner.model.randomness import generators_kept
 from planner.model.spec import TrainingSpec
 from planner.model.stage.capture_check import can_be_checked, check_captured
 from planner.model.stage.evaluation import EvaluationStages, build_evaluation
 from planner.model.stage.parts import Variant
 from planner.model.stage.stage import StageModule, build_stage
+from planner.model.stage.whole_output import WholeOutput
 from planner.model.tensor.division import UNDIVIDED, division_of, keep_parts
 from planner.model.tensor.parallel_plan import tensor_parallel_plan
 from planner.plan.blocks import units_of_stage
@@ -245,6 +248,8 @@ class Modules:
     deferred: bool  # whether no other stage's weights were made to build them
     other_sizes: OtherSizes  # whether the captured model holds for other sizes of microbatches
     loss: LossMean | None = None  # what the plan says of the loss, with what the model says against it
+    output: WholeOutput | None = None  # of the model, which the last stage returns with the loss
+    state: PythonState | None = None  # of what the user's code reads, where it must stay as it was
 
 
 def build_modules(
@@ -289,13 +294,18 @@ def build_modules(
                 hint="take sequences of a multiple of that, or solve without `sequence_parallel`",
             )
     alike = Variant(compiled=plan.compiled, division=division)
+    if os.environ.get("RANK") == "0":
+        warn_of_division(graph.model, _parts_of_minibatch(plan))
+    compared = _compared_output(job, graph, spec)
     modules = {}
     for number in stages:
         stage = plan.stages[number]
         again = stage.recompute_groups
         units = units_of_stage(stage.layers, again) if stage.level > 1 else ()
         variant = replace(alike, recompute=again, units=tuple(units))
-        modules[number] = build_stage(graph, stage.layers, variant=variant)
+        is_last = number == len(plan.stages) - 1
+        kept = compared.names if compared is not None and is_last else ()
+        modules[number] = build_stage(graph, stage.layers, kept, variant)
     separate_copies(list(modules.values()))
     for module in modules.values():
         keep_parts(module)
@@ -320,7 +330,30 @@ def build_modules(
         deferred=initial.defers,
         other_sizes=initial.other_sizes,
         loss=loss,
+        output=compared,
+        state=_state(job, graph, spec),
     )
+
+
+def _parts_of_minibatch(plan: Plan) -> int:
+    """Return into how many parts a minibatch is divided, each of which the layers see by itself."""
+    return plan.microbatches * sample_parts(plan) if plan.schedule.divides else 1
+
+
+def _state(job: Job, graph: LayerGraph, spec: TrainingSpec) -> PythonState | None:
+    """Return what must stay as it was; None where all blocks are on one worker, which calls on_update(), too."""
+    if graph.blocks is None:
+        return PythonState(spec, graph.model)
+    return PythonState(spec, graph.model, attributes=False) if job.plan.workers > 1 else None
+
+
+def _compared_output(job: Job, graph: LayerGraph, spec: TrainingSpec) -> WholeOutput | None:
+    """Return the model's output where training compares its loss with that of loss(output, target)."""
+    # Ranks that divide layers have parts of outputs, and DistributedDataParallel takes all that a stage returns for
+    # what is trained on.
+    if spec.loss is None or max(job.plan.degrees) > 1 or job.baseline is not None:
+        return None
+    return WholeOutput.of(graph)
 
 
 def _parts(plan: Plan, graph: LayerGraph, trained: Iterable[TrainedParameter]) -> list[list[str]]:

@@ -25,6 +25,7 @@ from planner.workers.heartbeat import Heartbeat
 
 _COMPUTE = frozenset(get_args(do.Compute))
 _WAITS = frozenset((*get_args(do.Receive), AllReduce))
+_CHECKS = 8  # comparisons that are on their way at once
 _COMPLETES = frozenset((do.Backward, do.BackwardWeight))  # the end of a unit at a stage
 
 
@@ -60,6 +61,7 @@ class PipelineWorker:
         self._stop_on_nan = stop_on_nan
         self._busy = BusyTime(device, self.log)
         self._later = Later(device)
+        self._checks = Later(device, _CHECKS)  # apart, because the newest losses may stay unread
         if runtime_of(device).asynchronous:
             observers.heartbeat.follow(self._busy.at)
         self._newest_loss: Tensor | None = None
@@ -88,6 +90,8 @@ class PipelineWorker:
             if recorder is not None and start is not None:
                 recorder.record(instruction, start, recorder.mark())
         self._later.flush(unread)
+        if not unread:
+            self._checks.flush()
 
     def settle(self) -> None:
         """Wait for the checks of all messages received so far, and for all computations; the pipeline must be empty."""
@@ -106,6 +110,8 @@ class PipelineWorker:
                 stage.accept_activation(unit, source, self.links.receive(instruction))
             case do.Forward(unit=unit, version=version):
                 stage.forward(unit, version)
+                for numbers, compare in stage.take_readings():
+                    self._checks.read(numbers, compare)
             case do.SendActivation(unit=unit, peer_stage=target):
                 self.links.send(instruction, stage.activation(unit, target))
             case do.ReceiveGradient(unit=unit):

@@ -44,6 +44,7 @@ from planner.model.capture.recurrent import recurrence_untraced
 from planner.model.capture.regions import regions_noted, regions_of
 from planner.model.capture.repeated import extended, noting_nodes, shortened
 from planner.model.capture.size import SizeReader, is_symbolic
+from planner.model.capture.untraced_calls import RefuseGenerators, noting_gradients, refuse_gradients
 from planner.model.deferred_weights import allocate_buffers, is_deferred, without_storage
 from planner.model.lengths import Varying, varying
 from planner.model.loss import loss_of
@@ -193,12 +194,15 @@ def traced(
         for context in (recurrence_untraced(), noting_places()) if places else ():
             contexts.enter_context(context)
         pins = contexts.enter_context(noting_pins())
+        gradients = contexts.enter_context(noting_gradients())
         try:
             assignments: list[Assignment] = []
             module = trace(assignments)
             if assignments:
                 trace_scratch(model, trace, assignments, module)
         except Exception as cause:  # whatever the user's forward or the tracer raises
+            if not isinstance(cause, PlannerError):
+                refuse_gradients(gradients, cause)
             raise capture_failure(cause, model) from cause
     name_slices(module, model)
     if lengths is not None:
@@ -297,7 +301,7 @@ def _distributions_unchecked() -> AbstractContextManager[object]:
 @contextmanager
 def values_unread() -> Iterator[None]:
     """Let what PyTorch and the model ask of values be answered, or not be asked, where a tracer has none."""
-    with layouts_kept(), _masks_unread(), _distributions_unchecked(), KnownConstants():
+    with layouts_kept(), _masks_unread(), _distributions_unchecked(), KnownConstants(), RefuseGenerators():
         yield
 
 

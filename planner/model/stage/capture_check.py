@@ -24,6 +24,7 @@ from planner.model.capture.parameters import refuse_changed_parameters
 from planner.model.capture.regions import regions_of
 from planner.model.loss import unsplit_loss
 from planner.model.options import ModuleOptions
+from planner.model.python_state import PythonState
 from planner.model.randomness import generators_kept, keep_state
 from planner.model.spec import TrainingSpec
 from planner.model.stage.stage import build_stage
@@ -39,6 +40,9 @@ _FEW = 2  # samples, of another batch size
 _VALUE_HINT = (
     "draw random numbers with torch alone, and keep counts of calls in buffers: all other numbers stay as they were "
     "when the model was captured"
+)
+_COUNT_HINT = (
+    "let forward() count in a buffer, return it with the output where loss() needs it, and train with one microbatch"
 )
 _GRADIENT_HINT = (
     "hooks on gradients and on saved tensors are not captured: write them with operations, as in x * s + x.detach() * "
@@ -64,8 +68,14 @@ def check_captured(spec: TrainingSpec, graph: LayerGraph, batches: Sequence[Batc
     """
     runs = _Runs(spec, graph, replace(options, compiled=False))
     with generators_kept(), _gradients_kept(graph.model), _no_weight_zero(graph.model):
-        one, again = (runs.model(batches[0], seed=0) for _ in range(2))
+        state = PythonState(spec, graph.model)
+        one = runs.model(batches[0], seed=0)
+        state.note()
+        again = runs.model(batches[0], seed=0)
         runs.raise_difference(_TWO_CALLS, one, again)
+        _refuse_counting(state)
+        if graph.blocks is not None:
+            _refuse_exchange(runs, spec, batches)
         runs.compare(batches[0], one, runs.captured(batches[0]))
 
         for batch in batches[1:]:
@@ -76,6 +86,34 @@ def check_captured(spec: TrainingSpec, graph: LayerGraph, batches: Sequence[Batc
                     raise
                 continue
             runs.compare(batch, *steps)
+
+
+def _refuse_counting(state: PythonState) -> None:
+    """Raise CaptureError where a call of the model has left another value than the call before it."""
+    change = state.change()
+    if change is None:
+        return
+    raise CaptureError(
+        f"each call of the model and of loss() changes {change.words}, and they may read it: trials and other workers "
+        "call them more often, or never",
+        hint=_COUNT_HINT,
+    )
+
+
+def _refuse_exchange(runs: "_Runs", spec: TrainingSpec, batches: Sequence[Batch]) -> None:
+    """Raise CaptureError where blocks leave what follows from a batch in globals: other workers would not see it."""
+    state = PythonState(spec, runs.graph.model, attributes=False)
+    for batch in batches[1:]:
+        if batch.size != batches[0].size:
+            continue
+        runs.model(batch, seed=0)
+        change = state.change()
+        if change is not None:
+            raise CaptureError(
+                f"blocks(model) leave a number that depends on the batch in '{change.name}', and blocks on other "
+                "workers would not see it",
+                hint="let the block return it, for the next one to pass on",
+            )
 
 
 def further_batches(spec: TrainingSpec, graph: LayerGraph, batch: Batch) -> list[Batch]:
@@ -103,7 +141,7 @@ class _Runs:
     """Steps of a model and of its captured layers."""
 
     def __init__(self, spec: TrainingSpec, graph: LayerGraph, options: ModuleOptions) -> None:
-        self._spec, self._graph, self._options = spec, graph, options
+        self._spec, self.graph, self._options = spec, graph, options
         self._stage = build_stage(graph, [layer.name for layer in graph.layers])
         regions = {region for node in graph.module.graph.nodes for region in regions_of(node)}
         self._dtypes_of_regions = {each.dtype for each in regions if each.enabled and each.dtype is not None}
@@ -121,7 +159,7 @@ class _Runs:
 
     def model(self, batch: Batch, seed: int) -> _Step:
         """Run a step of the model as the user wrote it."""
-        model = self._graph.model
+        model = self.graph.model
         with refuse_changed_parameters(model):
             return self._step(seed, lambda: unsplit_loss(model, self._spec, batch.copied(), self._options))
 
@@ -138,10 +176,10 @@ class _Runs:
         raise CaptureError(f"{what} give {difference}", hint=hint)
 
     def _step(self, seed: int, run: Callable[[], Tensor]) -> _Step:
-        parameters = dict(self._graph.model.named_parameters())
+        parameters = dict(self.graph.model.named_parameters())
         for parameter in parameters.values():
             parameter.grad = None
-        with keep_state(self._graph.model):
+        with keep_state(self.graph.model):
             torch.manual_seed(seed)
             loss = run()
             torch.autograd.backward(loss)
@@ -157,7 +195,7 @@ class _Runs:
         if not torch.allclose(one.loss, other.loss, rtol=tolerance, atol=0.0, equal_nan=True):
             return f"losses of {float(one.loss):.6g} and {float(other.loss):.6g}"
 
-        norms = [float(gradient.float().norm()) for gradient in one.gradients.values() if gradient is not None]
+        norms = [_norm(gradient) for gradient in one.gradients.values() if gradient is not None]
         least = _LEAST_SHARE * math.hypot(*(norm for norm in norms if math.isfinite(norm)))
         for name, gradient in one.gradients.items():
             difference = _gradient_difference(gradient, other.gradients[name], tolerance, least)
@@ -178,14 +216,19 @@ def _gradient_difference(one: Tensor | None, other: Tensor | None, tolerance: fl
         # Optimizers leave a weight without a gradient alone, and decay one whose gradient is zero.
         return f"{_shown_norm(one)} and {_shown_norm(other)}"
     alike = (one == other) | (one.isnan() & other.isnan())
-    error = (one - other).float().masked_fill(alike, 0.0).norm()
-    if not error or float(error) <= tolerance * max(float(one.float().norm()), least):
+    error = _norm((one - other).masked_fill(alike, 0.0))
+    if not error or error <= tolerance * max(_norm(one), least):
         return None
-    return f"norms of {_shown_norm(one)} and {_shown_norm(other)}, which are {float(error):.3g} apart"
+    return f"norms of {_shown_norm(one)} and {_shown_norm(other)}, which are {error:.3g} apart"
 
 
 def _shown_norm(gradient: Tensor | None) -> str:
-    return "none" if gradient is None else f"{float(gradient.float().norm()):.6g}"
+    return "none" if gradient is None else f"{_norm(gradient):.6g}"
+
+
+def _norm(gradient: Tensor) -> float:
+    """Return the norm of a gradient, which may be complex, or have fewer digits than a norm needs."""
+    return float((gradient if gradient.is_complex() else gradient.float()).norm())
 
 
 def _on_host(gradient: Tensor | None) -> Tensor | None:

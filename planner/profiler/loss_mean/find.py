@@ -31,6 +31,7 @@ from planner.model.loss import labels_of, shares_by_samples, shares_function
 from planner.model.options import ModuleOptions
 from planner.model.randomness import generators_kept
 from planner.model.spec import TrainingSpec
+from planner.profiler.loss_mean.buffers import buffer_of_parts
 from planner.profiler.loss_mean.same_noise import UnequalNoiseError
 from planner.profiler.loss_mean.trial import (
     MOST_IN_FLOAT64,
@@ -49,6 +50,10 @@ _SAMPLES, _OF_LARGE = 5, 2  # of a trial: parts of three and two, or for large m
 _PLACES = 3  # of the dataset, from each of which a batch is taken
 
 SAMPLES = LossMean(over="samples")
+_DEPENDS_ON_PADDING = LossMean(
+    over="unchecked",
+    reason="it depends on how far samples are padded, and collate() pads each microbatch to its own longest sample",
+)
 
 
 class Evidence(NamedTuple):
@@ -56,6 +61,7 @@ class Evidence(NamedTuple):
 
     natural: tuple[Trial, ...]  # of batches of the model file's own
     varied: tuple[Trial, ...]  # with labels and masks that these may not have
+    padded: tuple[Trial, ...] = ()  # whose parts collate() has padded to their own lengths
 
     @property
     def tells(self) -> bool:
@@ -78,6 +84,11 @@ def find_loss_mean(
     evidence = gather(spec, graph, batch, options, reads_data=reads_data)
     if not isinstance(evidence, Evidence):
         return evidence
+    with generators_kept():
+        small = small_batch(spec, graph, batch)
+    buffer = buffer_of_parts(spec, graph.model, small, options, attempts(spec, graph))
+    if buffer is not None:
+        return LossMean(over="unchecked", reason=f"forward() changes buffer '{buffer}' once for each microbatch")
     if spec.defines("loss_weight"):
         return _own_weight(spec, evidence)
     return _answer(spec, graph, batch, evidence)
@@ -167,10 +178,14 @@ def _run(
     if perturbed is not None and perturbed.whole.finite:
         natural.append(perturbed)
 
-    for each in _of_dataset(spec, batch) if reads_data else ():
+    padded = []
+    for each, parts in _of_dataset(spec, batch) if reads_data else ():
         trial = _tried(model, each, gradients=not is_large(graph))
         if trial is not None:
             natural.append(trial)
+        trial = _tried(model, each, parts=parts) if graph.lengths else None
+        if trial is not None:
+            padded.append(trial)
 
     if not any(trial.tells for trial in natural):
         # One sample that is repeated, or an example batch of zeros.
@@ -180,7 +195,7 @@ def _run(
             of_target = None
             natural.append(trial)
 
-    return Evidence(tuple(natural), tuple(vary(spec, graph, model, batch, of_target)))
+    return Evidence(tuple(natural), tuple(vary(spec, graph, model, batch, of_target)), tuple(padded))
 
 
 def vary(
@@ -221,11 +236,16 @@ def vary(
 
 
 def _tried(
-    model: ModelOnTrial, batch: Batch, variation: Variation | None = None, *, gradients: bool = False
+    model: ModelOnTrial,
+    batch: Batch,
+    variation: Variation | None = None,
+    *,
+    gradients: bool = False,
+    parts: tuple[Batch, ...] | None = None,
 ) -> Trial | None:
     """Run a trial; return None where the model does not take the batch, or its loss is not finite."""
     try:
-        trial = model.try_whole(batch, variation, gradients=gradients)
+        trial = model.try_whole(batch, variation, gradients=gradients, parts=parts)
     except Exception as cause:  # whatever a model raises at a number that is no label or index of its own
         _log.debug("a batch that the model does not take: %s", cause)
         return None
@@ -244,6 +264,8 @@ def _answer(spec: TrainingSpec, graph: LayerGraph, batch: Batch, evidence: Evide
     if best.over == "labels" and _is_sample_label(best, evidence):
         # Where each sample has a label that counts, samples do, and no worker has to read whole minibatches.
         best = next((each for each in explaining if each.over == "samples"), best)
+    if not explains(spec, best, evidence.padded):
+        return _DEPENDS_ON_PADDING
     return with_forbidden(best, refuting[best], evidence)
 
 
@@ -328,6 +350,8 @@ def _own_weight(spec: TrainingSpec, evidence: Evidence) -> LossMean:
                 "what rounding explains",
                 hint="return how many labels of the target the loss is a mean over",
             )
+    if not explains(spec, mean, evidence.padded):
+        return _DEPENDS_ON_PADDING
     known = [trial for trial in evidence.varied if _is_weighed(spec, trial)]
     return with_forbidden(mean, against(spec, mean, [mean], known), evidence)
 
@@ -349,8 +373,11 @@ def small_batch(spec: TrainingSpec, graph: LayerGraph, batch: Batch) -> Batch:
     return spec.example_batch(samples).to(batch.device_type)
 
 
-def _of_dataset(spec: TrainingSpec, like: Batch) -> Iterator[Batch]:
-    """Yield batches from several places of the dataset; none where it cannot be read here."""
+def _of_dataset(spec: TrainingSpec, like: Batch) -> Iterator[tuple[Batch, tuple[Batch, ...]]]:
+    """Yield batches from several places of the dataset, each with its parts as collate() makes them of their samples.
+
+    None where it cannot be read here.
+    """
     try:
         dataset = spec.dataset()
         length = 0 if dataset is None else len(dataset)  # type: ignore[arg-type]
@@ -358,11 +385,12 @@ def _of_dataset(spec: TrainingSpec, like: Batch) -> Iterator[Batch]:
         batches = []
         for start in starts if length else ():
             items = [dataset[index] for index in range(start, min(start + like.size, length))]  # type: ignore[index]
-            batches.append(spec.collate(items))
+            parts = [items[each.start : each.stop] for each in ranges(len(items))]
+            batches.append((spec.collate(items), tuple(spec.collate(part) for part in parts if part)))
     except Exception as cause:  # whatever the user's code raises, on a machine without the data perhaps
         _log.warning("labels that only dataset() has are not known, because it cannot be read: %s", first_line(cause))
         return
 
-    for batch in batches:
+    for batch, of_parts in batches:
         if batch.size == like.size and len(batch.flatten()[0]) == len(like.flatten()[0]):
-            yield batch.to(like.device_type)
+            yield batch.to(like.device_type), tuple(part.to(like.device_type) for part in of_parts)

@@ -18,6 +18,7 @@ from planner.model.capture.graph import LayerGraph
 from planner.model.options import ModuleOptions
 from planner.model.randomness import generators_kept
 from planner.model.spec import TrainingSpec
+from planner.profiler.loss_mean.buffers import buffer_of_parts
 from planner.profiler.loss_mean.find import (
     SAMPLES,
     Evidence,
@@ -54,6 +55,7 @@ def check_stated(
     """
     if is_large(graph) or any(parameter.is_meta for parameter in graph.model.parameters()):
         return stated
+    _check_buffers(spec, graph, options)
     reason = ""
     for attempt in attempts(spec, graph):
         try:
@@ -71,6 +73,19 @@ def check_stated(
     return stated
 
 
+def _check_buffers(spec: TrainingSpec, graph: LayerGraph, options: ModuleOptions) -> None:
+    """Raise PlanError where forward() changes a buffer once for each microbatch: older profiles do not say so."""
+    with generators_kept():
+        batch = small_batch(spec, graph, spec.example_batch(graph.batch_size or 2))
+    buffer = buffer_of_parts(spec, graph.model, batch, options, attempts(spec, graph))
+    if buffer is not None:
+        raise PlanError(
+            f"forward() of '{spec.origin}' changes buffer '{buffer}' once for each microbatch, and one process does "
+            "so once for a minibatch",
+            hint="plan one microbatch with `microbatches=1`, or train so with `accept_divided_loss`",
+        )
+
+
 def _gather(
     spec: TrainingSpec, graph: LayerGraph, batches: Sequence[Batch], options: ModuleOptions, attempt: Attempt
 ) -> Evidence | None:
@@ -79,7 +94,7 @@ def _gather(
     with on_trial(spec, graph.model, options, attempt) as model, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the model, about labels that are none of its own
         model.perturb()
-        batch = small_batch(spec, graph, spec.example_batch(2))
+        batch = small_batch(spec, graph, spec.example_batch(graph.batch_size or 2))
         first = model.try_whole(batch, gradients=False)
         if not model.repeats(batch, first):
             return None

@@ -144,14 +144,43 @@ class ModelOnTrial:
         again = self._outcome(batch, noise.of_whole(batch.size), gradients=False)
         return math.isclose(trial.whole.loss, again.loss, rel_tol=self.tolerance.loss)
 
-    def try_whole(self, batch: Batch, variation: Variation | None = None, *, gradients: bool = True) -> Trial:
-        """Run a batch and two parts of it, which have unequal numbers of samples."""
+    def run_in_turn(self, batch: Batch, samples: Sequence[range]) -> tuple[list[float], dict[str, Tensor]]:
+        """Run parts of a batch one after the other; return their losses, and the buffers that they leave."""
+        batch, noise = self._cast(batch), NoiseOfWhole()
+        if len(samples) > 1 or samples[0] != range(batch.size):
+            self._outcome(batch, noise.of_whole(batch.size), gradients=False)  # for its random numbers
+        losses = []
+        with self._running(noise), torch.no_grad():
+            for each in samples:
+                part = part_of(batch, each)
+                if len(each) == batch.size:
+                    noise.of_whole(batch.size)
+                else:
+                    noise.of_part(each)
+                losses.append(float(unsplit_loss(self._model, self._spec, part.copied(), self._options)))
+            buffers = {name: buffer.detach().clone() for name, buffer in self._model.named_buffers()}
+        return losses, buffers
+
+    def try_whole(
+        self,
+        batch: Batch,
+        variation: Variation | None = None,
+        *,
+        gradients: bool = True,
+        parts: tuple[Batch, ...] | None = None,
+    ) -> Trial:
+        """Run a batch and two parts of it, which have unequal numbers of samples.
+
+        Args:
+            parts: of `ranges`, where they are not just its samples.
+        """
         if self._attempt.divides_outputs:
             return self._try_outputs(batch, variation)
         batch, noise = self._cast(batch), NoiseOfWhole()
         whole = self._outcome(batch, noise.of_whole(batch.size), gradients=gradients)
         samples = ranges(batch.size)
-        parts = tuple(part_of(batch, each) for each in samples)
+        chosen = parts or [part_of(batch, each) for each in samples]
+        parts = tuple(map(self._cast, chosen))
         of_parts = tuple(
             self._outcome(each, noise.of_part(own), gradients=gradients)
             for each, own in zip(parts, samples, strict=True)

@@ -11,6 +11,7 @@ import torch
 from planner.errors import InputError, PlannerError
 from planner.formats.profile import TF32, LossMean, Profile
 from planner.model.batch import Batch
+from planner.model.batch_norm import warn_before_a_plan
 from planner.model.capture.capture import capture_file
 from planner.model.capture.failure import run_failure, warn_of_unregistered
 from planner.model.capture.graph import LayerGraph
@@ -118,6 +119,7 @@ def profile_model(
         warn_of_modes(model)
         # For the device itself: `options.device` may have the number of a GPU.
         graph = capture_file(spec, batch, model, options=replace(options.stage, device=device.type))
+        warn_before_a_plan(graph.model)
         warn_of_only_size(graph, spec)
         separable = try_optimizer(spec, graph.model, device)
         contended = contention(spec, batch_size, options.processes - 1, threads=options.threads, options=options.stage)

@@ -118,10 +118,9 @@ def test_a_worker_reads_nothing_until_its_stream_ends(case: Case, place: Place) 
         later = Held()
         with neighbours.reached():
             worker.run(islice(stream, 40))  # first messages are checked at once
-            for owner in (worker, worker.links):
-                if hasattr(owner, "_later"):
-                    monkey: Any = owner
-                    monkey._later = later
+            for owner, name in ((worker, "_later"), (worker, "_checks"), (worker.links, "_later")):
+                if hasattr(owner, name):
+                    setattr(owner, name, later)
             before = len(worker.log.losses)
             with counted() as reads:
                 worker.run(stream, unread=1000)

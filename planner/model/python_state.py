@@ -1,0 +1,257 @@
+"""What loss() and forward() read of Python: numbers, texts and containers of them, which a capture makes constants of.
+
+An epoch that on_update() counts, a weight that a dataset or a scheduler changes, a count of calls: in one process the
+next step sees the new value, and captured layers never do. So these values are noted when a model is captured, and
+looked at later. They are
+
+- globals of the user's files, cells and defaults that the code of loss() and of the model's classes names, and of the
+  functions that this calls, with what they hold: containers, objects of the user's classes, the user's modules;
+- attributes of the model's modules, for as long as something holds them.
+
+Tensors, arrays and what libraries keep are left out: they are no constants, or nobody's to change.
+"""
+
+from __future__ import annotations
+
+import dis
+import inspect
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+from torch import nn
+
+from planner.model.capture.failure import is_users
+from planner.model.spec import TrainingSpec
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_CONTAINERS = (list, tuple, set, frozenset, dict)
+_MOST_ITEMS = 64  # of a container: more are data
+_DEPTH = 4
+_REGISTRIES = frozenset(("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training"))
+_OTHERS = object()  # stands for what is left out
+_LIBRARIES = ("site-packages", "dist-packages")
+
+Content = Any  # a value with `_OTHERS` in place of what is left out
+
+
+@dataclass(frozen=True)
+class Change:
+    """A value that is another than it was."""
+
+    name: str
+    before: Content
+    now: Content
+
+    @property
+    def words(self) -> str:
+        """What changed, as "'E' (from [0] to [1])"."""
+        texts = [_shown(self.before), _shown(self.now)]
+        return f"'{self.name}'" + (f" (from {texts[0]} to {texts[1]})" if all(texts) else "")
+
+
+class PythonState:
+    """The values that the user's loss() and model read, as they were when this was made.
+
+    Args:
+        spec: whose loss() is read.
+        model: whose classes are.
+        attributes: whether attributes of modules count: those of blocks may be scratch space of one call.
+    """
+
+    def __init__(self, spec: TrainingSpec, model: nn.Module, *, attributes: bool = True) -> None:
+        self._readers: dict[str, Callable[[], Any]] = {}
+        self._seen: set[int] = set()
+        if spec.loss is not None:
+            self._follow(spec.loss)
+        classes = dict.fromkeys(type(module) for module in model.modules())
+        for each in classes:
+            self._follow_class(each)
+        if attributes:
+            for path, module in model.named_modules():
+                self._readers[f"{path}.".lstrip(".")] = partial(_module_attributes, weakref.ref(module))
+        self.note()
+
+    def note(self) -> None:
+        """Note the values as they are now."""
+        self._noted = self._now()
+
+    def change(self) -> Change | None:
+        """Return the first value that is another than it was; None where all are the same."""
+        now = self._now()
+        for name, before in self._noted.items():
+            change = _changed(name, before, now[name])
+            if change is not None:
+                return change
+        return None
+
+    def _now(self) -> dict[str, Content]:
+        return {name: _content(read(), _DEPTH) for name, read in self._readers.items()}
+
+    def _follow(self, function: Any) -> None:
+        """Note what the code of a function, or of what may be called like one, reads."""
+        if isinstance(function, partial):
+            self._follow(function.func)
+            return
+        if isinstance(function, MethodType):
+            self._follow_object(function.__self__)
+            function = function.__func__
+        function = inspect.unwrap(function) if callable(function) else function
+        if not isinstance(function, FunctionType):
+            self._follow_object(function)
+            return
+        if id(function.__code__) in self._seen or not _is_own(function.__code__.co_filename):
+            return
+
+        self._seen.add(id(function.__code__))
+        name = function.__name__
+        if function.__defaults__:
+            self._readers[f"defaults of {name}()"] = partial(getattr, function, "__defaults__")
+        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=False)
+        for variable, cell in cells:
+            self._note(variable, partial(_cell_content, cell))
+        for variable in _globals_in(function.__code__):
+            if variable in function.__globals__:
+                self._note(variable, partial(_global, function.__globals__, variable), function.__code__)
+
+    def _note(self, name: str, read: Callable[[], Any], code: CodeType | None = None) -> None:
+        value = read()
+        if isinstance(value, type):
+            self._follow_class(value)
+        elif isinstance(value, ModuleType):
+            self._follow_module(name, value, () if code is None else code.co_names)
+        elif isinstance(value, (FunctionType, MethodType, partial)):
+            self._follow(value)
+        else:
+            self._readers[name] = read
+
+    def _follow_class(self, cls: type) -> None:
+        for each in cls.__mro__:
+            if id(each) in self._seen or not _is_own_class(each):
+                continue
+            self._seen.add(id(each))
+            self._readers[each.__name__] = partial(_class_attributes, each)
+            for name, member in vars(each).items():
+                function = member.__func__ if isinstance(member, (staticmethod, classmethod)) else member
+                function = function.fget if isinstance(function, property) else function
+                if isinstance(function, FunctionType) and name != "__init__":
+                    self._follow(function)
+
+    def _follow_module(self, name: str, module: ModuleType, names: tuple[str, ...]) -> None:
+        if not _is_own(getattr(module, "__file__", None) or ""):
+            return
+        for each in names:
+            if each in vars(module):
+                self._note(f"{name}.{each}", partial(_global, vars(module), each))
+
+    def _follow_object(self, value: Any) -> None:
+        if _is_own_class(type(value)):
+            self._readers[type(value).__name__ + "()"] = lambda: value
+            self._follow_class(type(value))
+
+
+@lru_cache(maxsize=1 << 12)
+def _is_own(file: str) -> bool:
+    """Return whether code is the user's, and no library's."""
+    path = Path(file)
+    is_standard = path.is_relative_to(Path(inspect.__file__).parent) or path.is_relative_to(sys.prefix)
+    return bool(file) and is_users(file) and not is_standard and not any(part in _LIBRARIES for part in path.parts)
+
+
+def _is_own_class(cls: type) -> bool:
+    if cls.__module__ == "builtins":
+        return False
+    module = sys.modules.get(cls.__module__)
+    file = getattr(module, "__file__", None)
+    if file is not None:
+        return _is_own(file)
+    # A model file is imported under a name of its own.
+    functions = [member for member in vars(cls).values() if isinstance(member, FunctionType)]
+    return any(_is_own(function.__code__.co_filename) for function in functions)
+
+
+def _globals_in(code: CodeType) -> Iterator[str]:
+    """Yield the globals that code names, that within it included."""
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME") and isinstance(instruction.argval, str):
+            yield instruction.argval
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _globals_in(constant)
+
+
+def _global(variables: Mapping[str, Any], name: str) -> Any:
+    return variables.get(name, _OTHERS)
+
+
+def _cell_content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty
+        return _OTHERS
+
+
+def _module_attributes(reference: weakref.ref[nn.Module]) -> Any:
+    module = reference()
+    return {} if module is None else _attributes(module)
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    return {name: each for name, each in vars(value).items() if name not in _REGISTRIES}
+
+
+def _class_attributes(cls: type) -> dict[str, Any]:
+    """Return the attributes of a class, those that it has from others of the user's included."""
+    found: dict[str, Any] = {}
+    for each in reversed(cls.__mro__):
+        if _is_own_class(each):
+            found |= {name: value for name, value in vars(each).items() if not name.startswith("__")}
+    return found
+
+
+def _content(value: Any, depth: int) -> Content:
+    if isinstance(value, _PLAIN):
+        return value
+    if depth == 0:
+        return _OTHERS
+    if isinstance(value, _CONTAINERS):
+        if len(value) > _MOST_ITEMS:
+            return _OTHERS
+        if isinstance(value, dict):
+            items = [(key, each) for key, each in value.items() if isinstance(key, _PLAIN)]
+            return {key: _content(each, depth - 1) for key, each in items}
+        if isinstance(value, (set, frozenset)):
+            return {repr(each) for each in value if isinstance(each, _PLAIN)}
+        return [_content(each, depth - 1) for each in value]
+    if isinstance(value, nn.Module) or (hasattr(value, "__dict__") and _is_own_class(type(value))):
+        return _content(_attributes(value), depth - 1)
+    return _OTHERS
+
+
+def _changed(name: str, before: Content, now: Content) -> Change | None:
+    """Return the innermost change; a dictionary may grow, as one that remembers results does."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key, value in before.items():
+            inner = _changed(_inner_name(name, key), value, now[key]) if key in now else None
+            if inner is not None:
+                return inner
+        return None
+    if before is now or before == now or repr(before) == repr(now):  # which NaN has, too
+        return None
+    return Change(name, before, now)
+
+
+def _inner_name(name: str, key: Any) -> str:
+    if name == "" or name.endswith("."):
+        return f"{name}{key}"
+    return f"{name}.{key}" if isinstance(key, str) and key.isidentifier() else f"{name}[{key!r}]"
+
+
+def _shown(content: Content) -> str:
+    text = "" if content is _OTHERS else repr(content)
+    return text if "object at" not in text and len(text) <= 40 else ""
