@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from planner.cli import profile, solve, train, views
 from planner.cli.output import as_flags, print_complaint, try_outputs
-from planner.cli.results import results_apart
+from planner.cli.results import answered, results_apart
 from planner.errors import InputError, PlannerError, did_you_mean
 from planner.terminal import PrintableFormatter, printable
 
@@ -129,7 +129,8 @@ def _run(arguments: list[str]) -> int:
     except (Exception, KeyboardInterrupt) as error:
         failure = _failure(error)
         code = INTERRUPTED if isinstance(error, KeyboardInterrupt) else failure.exit_code
-        if as_json and "RANK" not in os.environ:  # the answer of workers is that of all, after restarts
+        # The answer of workers is that of all, after restarts. What fails after the answer adds none to it.
+        if as_json and "RANK" not in os.environ and not answered():
             told = {"error": as_flags(failure.message), "hint": as_flags(failure.hint), "exit_code": code}
             print(json.dumps(told, indent=1))
         sys.stdout.flush()  # results printed before the failure come before the message

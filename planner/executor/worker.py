@@ -14,12 +14,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from planner.errors import PlannerError
 from planner.formats.files import save_record
 from planner.terminal import PrintableFormatter, ProgressLine, printable
-from planner.workers.job import RESULT_FILE, TIMELINE_FILE, Job, TrainResult
+from planner.workers.job import TIMELINE_FILE, Job, TrainResult
 
 if TYPE_CHECKING:
-    from planner.errors import PlannerError
     from planner.executor.observe.progress import Progress
     from planner.formats.timeline import Timeline
 
@@ -47,9 +47,15 @@ def main() -> int:
     job = Job.model_validate_json(Path(sys.argv[1]).read_text(encoding="utf-8"))
     assert job.folder is not None
     folder = Path(job.folder)
-    code, result = run_worker(job, lambda timeline: save_record(timeline, folder / TIMELINE_FILE))
-    if result is not None:
-        save_record(result, folder / RESULT_FILE)
+
+    def keep(timeline: Timeline) -> None:
+        try:
+            save_record(timeline, folder / TIMELINE_FILE)
+        except PlannerError as cause:
+            hint = "TMPDIR chooses another folder for temporary files"
+            raise PlannerError(f"there is no trace: {cause.message}", hint=hint) from None
+
+    code, _ = run_worker(job, keep)
     return code
 
 
@@ -104,7 +110,10 @@ def run_worker(
         if recovery is not None and rank >= workers:
             await_end(recovery.store)
             return 0, None
-        return 0, train_worker(job, on_progress, heartbeat, on_timeline, supervisor, recovery)
+        result = train_worker(job, on_progress, heartbeat, on_timeline, supervisor, recovery)
+        if result is not None and job.folder is not None:
+            supervisor.leave_result(result)
+        return 0, result
     except Exception as error:
         failure = supervisor.fail(error)
         first = supervisor.error()

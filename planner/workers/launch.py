@@ -25,12 +25,14 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from planner.errors import InputError, WorkerError
 from planner.formats.files import save_record
+from planner.formats.late import noting
 from planner.formats.timeline import Timeline, load_timeline
 from planner.workers.failures import WorkersFailedError, error_of, stage_of, worker_name
 from planner.workers.interfaces import LOOPBACK, VARIABLES, address_of, address_towards
-from planner.workers.job import LAUNCHER_VARIABLE, RESULT_FILE, TIMELINE_FILE, Failure, Job, TrainResult
+from planner.workers.job import LATE_VARIABLE, LAUNCHER_VARIABLE, TIMELINE_FILE, Failure, Job, TrainResult
 from planner.workers.place import GPU_VARIABLES
 from planner.workers.rendezvous import HOSTS, JOIN_S, ONE_HOST
+from planner.workers.result import result_in
 from planner.workers.secret import SECRET_VARIABLE, default_file, new_secret, secret_of_hosts
 from planner.workers.secret_store import ForgedValueError, read_record
 from planner.workers.store_server import is_free, open_store
@@ -54,7 +56,7 @@ def run_workers(module: str, job: Job, on_timeline: Callable[[Timeline], None] |
     store = open_store(address_of(interface), 0)
     with tempfile.TemporaryDirectory(prefix="plan-train-") as folder:
         job = job.model_copy(update={"folder": folder})
-        job_path, result_path = Path(folder) / "job.json", Path(folder) / RESULT_FILE
+        job_path, timeline_path = Path(folder) / "job.json", Path(folder) / TIMELINE_FILE
         save_record(job, job_path)
         with launching(interface, **{SECRET_VARIABLE: new_secret()}):
             try:
@@ -63,11 +65,15 @@ def run_workers(module: str, job: Job, on_timeline: Callable[[Timeline], None] |
                 exit_codes = {rank: process.exitcode for rank, process in cause.failures.items()}
                 error = explain(exit_codes, own_keys(store), job)
                 raise error from error.__cause__
-        if not result_path.exists():
+            result = result_in(own_keys(store))
+
+        if result is None:
             raise WorkerError("the workers ended without an error and without a result")
-        if on_timeline is not None and (timeline_path := Path(folder) / TIMELINE_FILE).exists():
-            on_timeline(load_timeline(timeline_path))
-        return TrainResult.model_validate_json(result_path.read_text(encoding="utf-8"))
+        late = list(result.late_failures)
+        if on_timeline is not None and timeline_path.exists():
+            with noting(late):
+                on_timeline(load_timeline(timeline_path))
+        return result.model_copy(update={"late_failures": tuple(late)})
 
 
 def start_workers(store: TCPStore, workers: int, command: Sequence[str], folder: str) -> None:
@@ -91,11 +97,12 @@ def start_workers(store: TCPStore, workers: int, command: Sequence[str], folder:
     elastic_launch(config, sys.executable)("-m", *command)
 
 
-def run_on_hosts(job: Job, command: Sequence[str], note: Callable[[str], None]) -> None:
+def run_on_hosts(job: Job, command: Sequence[str], note: Callable[[str], None]) -> int:
     """Start `command` as this host's workers of an elastic run, each time anew that hosts are lost or come.
 
     torchrun's agents, one of which this process becomes, agree on who is there. `note` is told which of this host's
-    workers were killed, and so left no reason. Raise WorkerError when this host's part of the run ends without one.
+    workers were killed, and so left no reason. Return the exit code: 1 where something that was asked for could not be
+    written. Raise WorkerError when this host's part of the run ends without a reason.
     """
     closed = list[PContext]()
 
@@ -123,34 +130,45 @@ def run_on_hosts(job: Job, command: Sequence[str], note: Callable[[str], None]) 
         SECRET_VARIABLE: secret_of_hosts(secret_file(job)),
     }
     ending = patch.object(PContext, "close", close)
-    with tempfile.TemporaryDirectory(prefix="plan-train-") as folder, launching(interface, **variables), ending:
-        config = LaunchConfig(
-            min_nodes=least,
-            max_nodes=most,
-            nproc_per_node=job.plan.cluster.gpus // most,
-            run_id=job.run,
-            rdzv_backend=HOSTS,
-            rdzv_endpoint=place,
-            rdzv_configs={"is_host": own == socket.gethostbyname(host) and is_free(own, int(port))},
-            local_addr=own,
-            logs_specs=DefaultLogsSpecs(log_dir=folder),
-            max_restarts=FAULTS,
-            monitor_interval=0.1,
-        )
-        try:
-            elastic_launch(config, sys.executable)("-m", *command)
-        except ChildFailedError:
-            raise WorkerError(f"this host's workers failed {FAULTS} times", hint="see their messages") from None
-        except RendezvousError as cause:
-            if isinstance(cause.__cause__, ForgedValueError):
-                raise cause.__cause__ from None
-            lost = f"the store at {place}, where hosts meet, is not reached: the run has ended, or that host is lost"
-            again = f"in its place name another host as `rendezvous`: all have copies in {job.elastic.copy_folder}"
-            problem, hint = {
-                RendezvousClosedError: ("the run has ended on the other hosts", "see their messages"),
-                RendezvousTimeoutError: (f"fewer than {least} hosts have come in {JOIN_S} s", "start more of them"),
-            }.get(type(cause), (lost, again))
-            raise WorkerError(problem, hint=hint) from None
+    with tempfile.TemporaryDirectory(prefix="plan-train-") as folder:
+        late = Path(folder) / "late"
+        with launching(interface, **variables, **{LATE_VARIABLE: str(late)}), ending:
+            config = LaunchConfig(
+                min_nodes=least,
+                max_nodes=most,
+                nproc_per_node=job.plan.cluster.gpus // most,
+                run_id=job.run,
+                rdzv_backend=HOSTS,
+                rdzv_endpoint=place,
+                rdzv_configs={"is_host": own == socket.gethostbyname(host) and is_free(own, int(port))},
+                local_addr=own,
+                logs_specs=DefaultLogsSpecs(log_dir=folder),
+                max_restarts=FAULTS,
+                monitor_interval=0.1,
+            )
+            try:
+                elastic_launch(config, sys.executable)("-m", *command)
+            except ChildFailedError:
+                raise WorkerError(f"this host's workers failed {FAULTS} times", hint="see their messages") from None
+            except RendezvousError as cause:
+                raise _not_met(cause, job) from None
+        return int(late.exists())
+
+
+def _not_met(cause: RendezvousError, job: Job) -> WorkerError:
+    """Return why hosts did not meet, or meet no more."""
+    least, _ = job.elastic.hosts
+    if isinstance(cause.__cause__, ForgedValueError):
+        return cause.__cause__
+    if isinstance(cause, RendezvousClosedError):
+        return WorkerError("the run has ended on the other hosts", hint="see their messages")
+    if isinstance(cause, RendezvousTimeoutError):
+        return WorkerError(f"fewer than {least} hosts have come in {JOIN_S} s", hint="start more of them")
+    return WorkerError(
+        f"the store at {job.elastic.rendezvous}, where hosts meet, is not reached: the run has ended, or that host is "
+        "lost",
+        hint=f"in its place name another host as `rendezvous`: all have copies in {job.elastic.copy_folder}",
+    )
 
 
 _close = PContext.close
