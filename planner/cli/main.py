@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from planner.cli import profile, solve, train, views
 from planner.cli.output import as_flags, print_complaint, try_outputs
 from planner.cli.results import answered, results_apart
+from planner.cli.streams import prepare_streams
 from planner.errors import InputError, PlannerError, did_you_mean
 from planner.terminal import PrintableFormatter, printable
 
@@ -98,6 +99,7 @@ def build_parser() -> Parser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command, with the process's arguments or those given, and return its exit code."""
+    prepare_streams()
     try:
         code = _run(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
@@ -164,6 +166,11 @@ def _failure(error: BaseException) -> PlannerError:
             return PlannerError("interrupted")
         case OSError():
             return PlannerError(f"the system refused: {error}", hint="-vv shows where")
+        case RuntimeError() if str(error) == "can't start new thread":
+            return PlannerError(
+                "the system refused: no more threads can be started",
+                hint="raise the limit of processes and threads, which `ulimit -u` shows, or end other programs",
+            )
         case ValueError() if (sentence := _out_of_range(error)) is not None:
             return sentence
         case _:

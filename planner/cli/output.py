@@ -13,14 +13,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from planner.cli.results import print_result
+from planner.cli.results import print_json, print_result
 from planner.options.cluster import ClusterOptions
 from planner.options.option import flag_of, options_in
 from planner.options.profiling import EstimateArguments, ProfileOptions
 from planner.options.solving import Progress, SolveOptions
 from planner.options.training import CheckpointOptions, ElasticOptions, RunOptions, TrainArguments, TrainingOptions
 from planner.options.verbs import FitOptions, PriceOptions, QuickstartOptions, ReportOptions, SelftestOptions
-from planner.terminal import ProgressLine, printable, printable_json
+from planner.terminal import ProgressLine, printable
 from planner.units import format_seconds
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def print_answer(answer: "BaseModel", as_json: bool, table: str | None = None) -
     import planner.reporting.shown  # noqa: F401 - makes answers show their tables
 
     if as_json:
-        print_result(printable_json(answer.model_dump_json(indent=1)))
+        print_json(answer.model_dump_json(indent=1))
     else:
         print_result(printable(as_flags(str(answer) if table is None else table)))
 

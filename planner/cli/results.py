@@ -10,6 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from typing import TextIO
 
+from planner.cli.streams import encodable_json
+from planner.terminal import printable_json
+
 _STDOUT, _STDERR = 1, 2  # numbers of the process's streams
 
 _results: TextIO | None = None  # while a verb runs
@@ -24,6 +27,12 @@ def print_result(text: str) -> None:
     _answered = True
 
 
+def print_json(text: str) -> None:
+    """Print a JSON document, or a part of one, on stdout: with JSON's escapes where its encoding lacks a character."""
+    stream = _results or sys.stdout
+    print_result(encodable_json(printable_json(text), stream.encoding))
+
+
 def answered() -> bool:
     """Return whether the verb that runs, or ran last, has printed any of its answer."""
     return _answered
@@ -34,10 +43,6 @@ def results_apart() -> Iterator[None]:
     """Keep stdout for `print_result`, and let all else that is printed there go to stderr."""
     global _results, _moved, _answered
     _answered = False
-    if sys.stdout is None or sys.stderr is None:  # closed by whoever started the process
-        yield
-        return
-
     before = _results, _moved
     with _descriptor_apart() as results:
         _results = sys.stdout if results is None else results

@@ -9,22 +9,23 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import fields
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 from unittest.mock import patch
 
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # exported by a star import
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, SignalException
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from planner.errors import InputError, WorkerError
 from planner.formats.files import save_record
+from planner.formats.held_folder import held_folder
 from planner.formats.late import noting
 from planner.formats.timeline import Timeline, load_timeline
 from planner.workers.failures import WorkersFailedError, error_of, stage_of, worker_name
@@ -35,6 +36,7 @@ from planner.workers.rendezvous import HOSTS, JOIN_S, ONE_HOST
 from planner.workers.result import result_in
 from planner.workers.secret import SECRET_VARIABLE, default_file, new_secret, secret_of_hosts
 from planner.workers.secret_store import ForgedValueError, read_record
+from planner.workers.signals import ended_by_signals, ending_signals
 from planner.workers.store_server import is_free, open_store
 from planner.workers.watch import MEMORY_HINT, cause_in, failure_key, last_beat, own_keys
 
@@ -54,16 +56,17 @@ def run_workers(module: str, job: Job, on_timeline: Callable[[Timeline], None] |
     """
     interface = job.run_options.interface or os.environ.get("GLOO_SOCKET_IFNAME", LOOPBACK).split(",")[0]
     store = open_store(address_of(interface), 0)
-    with tempfile.TemporaryDirectory(prefix="plan-train-") as folder:
-        job = job.model_copy(update={"folder": folder})
-        job_path, timeline_path = Path(folder) / "job.json", Path(folder) / TIMELINE_FILE
+    with ended_by_signals(), held_folder("train") as folder:
+        job = job.model_copy(update={"folder": str(folder)})
+        job_path, timeline_path = folder / "job.json", folder / TIMELINE_FILE
         save_record(job, job_path)
-        with launching(interface, **{SECRET_VARIABLE: new_secret()}):
+        first: dict[int, int] = {}
+        with launching(interface, **{SECRET_VARIABLE: new_secret()}), _telling_first(first.update):
             try:
-                start_workers(store, job.plan.workers, (module, str(job_path)), folder)
+                start_workers(store, job.plan.workers, (module, str(job_path)), str(folder))
             except ChildFailedError as cause:
                 exit_codes = {rank: process.exitcode for rank, process in cause.failures.items()}
-                error = explain(exit_codes, own_keys(store), job)
+                error = explain(exit_codes, own_keys(store), job, first)
                 raise error from error.__cause__
             result = result_in(own_keys(store))
 
@@ -93,6 +96,7 @@ def start_workers(store: TCPStore, workers: int, command: Sequence[str], folder:
         logs_specs=DefaultLogsSpecs(log_dir=folder),
         max_restarts=0,
         monitor_interval=0.1,
+        **_signals(),
     )
     elastic_launch(config, sys.executable)("-m", *command)
 
@@ -104,18 +108,12 @@ def run_on_hosts(job: Job, command: Sequence[str], note: Callable[[str], None]) 
     workers were killed, and so left no reason. Return the exit code: 1 where something that was asked for could not be
     written. Raise WorkerError when this host's part of the run ends without a reason.
     """
-    closed = list[PContext]()
 
-    def close(workers: PContext, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
-        failures = {} if workers in closed else getattr(workers, "_failures", {})  # later those that were ended, too
-        closed[:] = [workers]
-        for local_rank, failure in failures.items():
-            if failure.exitcode < 0:
-                name = signal.Signals(-failure.exitcode).name
-                why = f"; {MEMORY_HINT}" if name == "SIGKILL" else ""
-                note(f"worker {workers.envs[local_rank]['RANK']} was killed by {name}{why}")
-        # What a start ends has nothing more to do. One that is stopped does not end before SIGKILL.
-        _close(workers, death_sig, min(timeout, END_S))
+    def tell(exit_codes: Mapping[int, int]) -> None:
+        for rank, code in exit_codes.items():
+            if code < 0:
+                why = f"; {MEMORY_HINT}" if code == -signal.SIGKILL else ""
+                note(f"worker {rank} was {_ended_by(code)}{why}")
 
     least, most = job.elastic.hosts
     place, interface = job.elastic.rendezvous or "", job.run_options.interface
@@ -129,9 +127,10 @@ def run_on_hosts(job: Job, command: Sequence[str], note: Callable[[str], None]) 
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0",  # or else worker 0 opens a store that listens on all addresses
         SECRET_VARIABLE: secret_of_hosts(secret_file(job)),
     }
-    ending = patch.object(PContext, "close", close)
-    with tempfile.TemporaryDirectory(prefix="plan-train-") as folder:
-        late = Path(folder) / "late"
+    with ended_by_signals(), held_folder("train") as folder:
+        late = folder / "late"
+        # What a start ends has nothing more to do. One that is stopped does not end before SIGKILL.
+        ending = _telling_first(tell, END_S)
         with launching(interface, **variables, **{LATE_VARIABLE: str(late)}), ending:
             config = LaunchConfig(
                 min_nodes=least,
@@ -142,9 +141,10 @@ def run_on_hosts(job: Job, command: Sequence[str], note: Callable[[str], None]) 
                 rdzv_endpoint=place,
                 rdzv_configs={"is_host": own == socket.gethostbyname(host) and is_free(own, int(port))},
                 local_addr=own,
-                logs_specs=DefaultLogsSpecs(log_dir=folder),
+                logs_specs=DefaultLogsSpecs(log_dir=str(folder)),
                 max_restarts=FAULTS,
                 monitor_interval=0.1,
+                **_signals(),
             )
             try:
                 elastic_launch(config, sys.executable)("-m", *command)
@@ -174,6 +174,40 @@ def _not_met(cause: RendezvousError, job: Job) -> WorkerError:
 _close = PContext.close
 
 
+@contextmanager
+def _telling_first(tell: Callable[[Mapping[int, int]], None], most_s: int | None = None) -> Iterator[None]:
+    """Tell the exit codes, by rank, of the workers of a start that failed before the launcher ended the others.
+
+    Args:
+        tell: called once for a start, with no exit code where none has failed.
+        most_s: how long the others have to end, at most.
+    """
+    closed: list[PContext] = []
+
+    def close(workers: PContext, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
+        if workers not in closed:  # later, those that were ended have failed, too
+            closed[:] = [workers]
+            failures = getattr(workers, "_failures", {})
+            tell({int(workers.envs[local]["RANK"]): failure.exitcode for local, failure in failures.items()})
+        _close(workers, death_sig, timeout if most_s is None else min(timeout, most_s))
+
+    with patch.object(PContext, "close", close):
+        yield
+
+
+def _signals() -> dict[str, Any]:
+    """Return the argument of LaunchConfig for the signals that end a run, where this PyTorch has it."""
+    if "signals_to_handle" not in {field.name for field in fields(LaunchConfig)}:
+        return {}
+    return {"signals_to_handle": ",".join(number.name for number in ending_signals())}
+
+
+def _ended_by(exit_code: int) -> str:
+    """Say which signal ended a process with this exit code: SIGTERM asks for an end, and others leave no choice."""
+    name = signal.Signals(-exit_code).name
+    return f"ended by signal {name}" if exit_code == -signal.SIGTERM else f"killed by {name}"
+
+
 def secret_file(job: Job) -> Path:
     """Return the file from which the hosts of a run get its secret, unless their environment has one."""
     chosen = job.elastic.secret_file
@@ -187,24 +221,25 @@ def launching(interface: str | None, **more: str) -> Iterator[None]:
     variables = {name: value for name, value in defaults.items() if name not in os.environ}
     chosen = {} if interface is None else dict.fromkeys(VARIABLES, interface)
     with _quiet_launcher(), environment({**variables, **chosen, LAUNCHER_VARIABLE: str(os.getpid()), **more}):
-        try:
-            yield
-        except SignalException as cause:
-            # The launcher has ended the workers. Ctrl-C then ends this process as it would any other.
-            if cause.sigval == signal.SIGINT:
-                raise KeyboardInterrupt from None
-            raise WorkerError(f"training was ended by {cause.sigval.name}") from None
+        yield
 
 
-def explain(exit_codes: Mapping[int, int], store: Store, job: Job) -> WorkersFailedError:
+def explain(
+    exit_codes: Mapping[int, int], store: Store, job: Job, first: Mapping[int, int] | None = None
+) -> WorkersFailedError:
     """Return the first cause of a failed run, from what the workers wrote and their exit codes by rank.
 
-    Candidates, in this order: the first worker's own error; a signal, except SIGTERM, with which the launcher itself
-    ends the remaining workers; a lost connection; an exit code alone.
+    Candidates, in this order: the first worker's own error; a signal; a lost connection; an exit code alone. The
+    launcher itself ends the remaining workers with SIGTERM, which counts for the `first` alone.
     """
     if (cause := cause_in(store)) is not None:
         return error_of(cause)
-    signals = [rank for rank, code in sorted(exit_codes.items()) if code < 0 and code != -signal.SIGTERM]
+    from_outside = first or {}
+    signals = [
+        rank
+        for rank, code in sorted(exit_codes.items())
+        if code < 0 and (code != -signal.SIGTERM or rank in from_outside)
+    ]
     left = [key for rank in sorted(exit_codes) if store.check([key := failure_key(rank)])]
     if left and not signals:
         return error_of(read_record(store, left[0], Failure))
@@ -213,9 +248,12 @@ def explain(exit_codes: Mapping[int, int], store: Store, job: Job) -> WorkersFai
     hint = "look for the reason in its last messages"
     ended = f"ended with exit code {exit_codes[rank]} and left no reason"
     if signals:
-        name = signal.Signals(-exit_codes[rank]).name
-        ended = f"was killed by {name}, last heard of {'while starting' if beat is None else beat.doing}"
-        hint = MEMORY_HINT if name == "SIGKILL" else hint
+        ended = f"was {_ended_by(exit_codes[rank])}, last heard of {'while starting' if beat is None else beat.doing}"
+        hints = {
+            -signal.SIGKILL: MEMORY_HINT,
+            -signal.SIGTERM: "it was sent from outside, by whoever manages this machine or its jobs",
+        }
+        hint = hints.get(exit_codes[rank], hint)
     message = f"{worker_name(rank, stage_of(job, rank, beat))} {ended}"
     return WorkersFailedError(message, hint=hint, exit_code=WorkerError.exit_code, again=True)
 
