@@ -143,6 +143,8 @@ def fit(model: str | Path, gpus: int, options: FitOptions) -> Fit:
     elif options.length is not None:
         what = f"'{model}' says itself how long its samples are, so `length={options.length}` has no meaning"
         raise InputError(what, hint="change its example_batch(), or leave out `length`")
+    for name in ("profile.json", "plan.json"):
+        check_writable(folder / name)
     degrees = options.tensor or [degree for degree in TENSOR if gpus // servers % degree == 0]
     masters = not options.autocast and dtype in HALVES
     how = EstimateOptions(options.gpu, dtype, master_weights=masters, tensor=degrees, where_divided=not options.tensor)

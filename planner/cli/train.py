@@ -144,6 +144,7 @@ def _run_as_host(job: Job) -> int:
     # The same on all hosts, and when all of them are started again.
     job = job.model_copy(update={"run": f"{str(job.plan.graph_hash)[:16]}-{job.seed}"})
     memory = HostMemory.of(job)
+    memory.make()  # or its workers would fail again and again
     try:
         with results_left_to_workers():
             code = run_on_hosts(job, ("planner", *sys.argv[1:]), partial(note_fault, job))

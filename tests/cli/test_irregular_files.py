@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ from planner.profiler.estimated.calibrate import load_calibration
 from planner.reporting.trace import load_run
 from tests.cli.in_process import plan
 
-pytestmark = pytest.mark.timeout(120)  # a FIFO that is opened waits for ever
+pytestmark = pytest.mark.timeout(240)  # a FIFO that is opened waits for ever
 
 PROFILE = Path(__file__).parents[2] / "profiles" / "vgg16" / "cpu.json"
 KINDS = {"fifo": "it is a FIFO, and no file", "socket": "it is a socket, and no file", "zero": "it is a device"}
@@ -94,7 +95,7 @@ def test_every_verb_ends_with_a_sentence(kind: str, folder: Path) -> None:
     for name, arguments in (VERBS if kind == "folder" else VERBS | FOLDERS).items():
         done = plan(*(argument.format(kind, kind) for argument in arguments), cwd=folder)
         assert done.returncode in (1, 2), (name, done.stdout)
-        assert f"'{kind}'" in done.stderr, (name, done.stderr)
+        assert re.search(rf"'{kind}['/]", done.stderr), (name, done.stderr)
         assert "bug in plan" not in done.stderr, (name, done.stderr)
     assert (folder / kind).stat().st_mode == before.st_mode, "nothing was written in its place"
 
