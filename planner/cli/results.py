@@ -11,7 +11,7 @@ from contextlib import contextmanager, redirect_stdout, suppress
 from typing import TextIO
 
 from planner.cli.streams import encodable_json
-from planner.terminal import printable_json
+from planner.terminal import printable, printable_json
 
 _STDOUT, _STDERR = 1, 2  # numbers of the process's streams
 
@@ -23,14 +23,14 @@ _answered = False  # whether the verb has printed any of its answer
 def print_result(text: str) -> None:
     """Print a part of a verb's answer on stdout."""
     global _answered
-    print(text, file=_results, flush=True)
+    print(printable(text), file=_results, flush=True)
     _answered = True
 
 
 def print_json(text: str) -> None:
     """Print a JSON document, or a part of one, on stdout: with JSON's escapes where its encoding lacks a character."""
     stream = _results or sys.stdout
-    print_result(encodable_json(printable_json(text), stream.encoding))
+    print_result(printable_json(encodable_json(text, stream.encoding)))
 
 
 def answered() -> bool:
