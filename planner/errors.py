@@ -9,6 +9,7 @@
     │   ├── PlanError               plan.json
     │   └── ClusterError            the cluster description
     ├── InfeasibleError          3  no plan fits the cluster
+    ├── StoppedError           130  a search that was interrupted before it had an answer
     ├── LayerError               1  an operation of the user's model raised while it trained
     └── WorkerError              1  a worker died or hung
 
@@ -74,6 +75,12 @@ class InfeasibleError(PlannerError):
     def __init__(self, message: str, *, hint: str = "", least_bytes: float = math.inf) -> None:
         super().__init__(message, hint=hint)
         self.least_bytes = least_bytes
+
+
+class StoppedError(PlannerError):
+    """A search that was interrupted before it had any answer."""
+
+    exit_code = 130
 
 
 class LayerError(PlannerError):

@@ -26,7 +26,7 @@ from planner.schedule.instructions import POSTED
 from planner.solver.problem.budget import Deadline
 from planner.solver.problem.result import IlpAnswer
 from planner.solver.problem.states import uncut_groups
-from planner.solver.search.integer.ilp_flow import run
+from planner.solver.search.integer.cbc import run
 
 _SCALE = 1000.0
 

@@ -10,6 +10,7 @@ from planner.cost.tensor import layer_costs_on
 from planner.errors import InfeasibleError, InputError, PlannerError
 from planner.formats.cluster import Cluster
 from planner.formats.files import Record
+from planner.formats.late import LateFailure
 from planner.formats.names import FLOAT_BYTES
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
@@ -59,6 +60,7 @@ class Fit(Shown, Record):
     others: tuple[FitRow, ...]
     folder: str = ""  # that has profile.json and plan.json
     model_file: str = ""  # as seen from there
+    late_failures: tuple[LateFailure, ...] = ()  # which of these files could not be written
 
 
 def minibatch_of(options: SolveOptions, tokens: int | None, profile: Profile, gpus: int) -> int | None:

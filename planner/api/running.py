@@ -1,5 +1,6 @@
 """The verbs that run PyTorch, as functions: `planner.profile`, `planner.fit`, `planner.train` and others."""
 
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,6 +18,7 @@ from planner.executor.worker import launch
 from planner.formats.cluster import Cluster, checked_gpus, flat_cluster, hierarchical_cluster
 from planner.formats.device_kinds import planned_bytes
 from planner.formats.files import check_writable
+from planner.formats.late import LateFailure, log_failures, noting
 from planner.formats.link_names import usual_between, usual_link
 from planner.formats.plan import Plan, save_plan
 from planner.formats.profile import Profile, replace_profile
@@ -39,6 +41,7 @@ from planner.solver.problem.budget import Patience
 from planner.units import counted
 from planner.workers.job import LAUNCHER_VARIABLE, Job, TrainResult
 
+_log = logging.getLogger(__name__)
 SELDOM = 100_000  # allocations of a question, after which garbage is collected
 
 
@@ -140,6 +143,8 @@ def fit(model: str | Path, gpus: int, options: FitOptions) -> Fit:
     elif options.length is not None:
         what = f"'{model}' says itself how long its samples are, so `length={options.length}` has no meaning"
         raise InputError(what, hint="change its example_batch(), or leave out `length`")
+    for name in ("profile.json", "plan.json"):
+        check_writable(folder / name)
     degrees = options.tensor or [degree for degree in TENSOR if gpus // servers % degree == 0]
     masters = not options.autocast and dtype in HALVES
     how = EstimateOptions(options.gpu, dtype, master_weights=masters, tensor=degrees, where_divided=not options.tensor)
@@ -169,10 +174,15 @@ def fit(model: str | Path, gpus: int, options: FitOptions) -> Fit:
     asked = replace(options, minibatch=minibatch)
     parts = profile_at, estimator.divided, sizes, gpus, cluster_of, asked, patience, max(degrees, default=1)
     answer, chosen = fit_on(*parts, interleaves=not options.asked)
-    replace_profile(chosen, folder / "profile.json")
+    late: list[LateFailure] = []
+    with noting(late):
+        replace_profile(chosen, folder / "profile.json")
     if answer.asked.plan is not None:
-        save_plan(answer.asked.plan, folder / "plan.json")
-    return answer.model_copy(update={"folder": str(folder), "model_file": os.path.relpath(path, folder)})
+        with noting(late):
+            save_plan(answer.asked.plan, folder / "plan.json")
+    log_failures(late, _log)
+    model_file = os.path.relpath(path, folder)
+    return answer.model_copy(update={"folder": str(folder), "model_file": model_file, "late_failures": tuple(late)})
 
 
 @keywords_of(TrainArguments)
@@ -183,6 +193,10 @@ def train(model: str | Path, plan: Plan, arguments: TrainArguments) -> TrainResu
         model: the model file that the plan was made for.
         plan: from `solve` or `load_plan`.
 
+    Returns:
+        What the run measured. What could not be written when it had ended, as a trace on a full disk, is logged, and
+        is in `late_failures`.
+
     Raises:
         PlannerError: for anything wrong with the model, the plan or the workers; no worker is left running.
 
@@ -192,7 +206,9 @@ def train(model: str | Path, plan: Plan, arguments: TrainArguments) -> TrainResu
         >>> planner.train("model.py", plan, steps=4).minibatches
         4
     """
-    return run_job(make_job(model, plan, arguments))
+    result = run_job(make_job(model, plan, arguments))
+    log_failures(result.late_failures, _log)
+    return result
 
 
 def run_job(job: Job) -> TrainResult:

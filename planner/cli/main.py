@@ -15,9 +15,9 @@ from typing import Any, NoReturn
 
 from planner.cli import profile, solve, train, views
 from planner.cli.output import as_flags, print_complaint, try_outputs
-from planner.cli.results import results_apart
+from planner.cli.results import answered, results_apart
+from planner.cli.streams import prepare_streams
 from planner.errors import InputError, PlannerError, did_you_mean
-from planner.hashes import fix_hashes
 from planner.terminal import PrintableFormatter, printable
 
 # In the order in which help lists them.
@@ -48,7 +48,6 @@ New here? `plan quickstart` does all of it with a small model.
 EPILOG = """\
 exit codes: 0 done, 1 failed, 2 wrong usage or input, 3 no plan fits, 130 interrupted
 """
-IMPORTING = ("profile", "fit", "train", "quickstart", "selftest")  # verbs that import a model file
 INTERRUPTED = 130
 _NEGATIVE = re.compile(r"-\d")  # so that "-1Gbps" is a value, and its option says what is wrong with it
 
@@ -100,8 +99,7 @@ def build_parser() -> Parser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command, with the process's arguments or those given, and return its exit code."""
-    if argv is None and sys.argv[1:2] and sys.argv[1] in IMPORTING:
-        fix_hashes()
+    prepare_streams()
     try:
         code = _run(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
@@ -133,7 +131,8 @@ def _run(arguments: list[str]) -> int:
     except (Exception, KeyboardInterrupt) as error:
         failure = _failure(error)
         code = INTERRUPTED if isinstance(error, KeyboardInterrupt) else failure.exit_code
-        if as_json and "RANK" not in os.environ:  # the answer of workers is that of all, after restarts
+        # The answer of workers is that of all, after restarts. What fails after the answer adds none to it.
+        if as_json and "RANK" not in os.environ and not answered():
             told = {"error": as_flags(failure.message), "hint": as_flags(failure.hint), "exit_code": code}
             print(json.dumps(told, indent=1))
         sys.stdout.flush()  # results printed before the failure come before the message
@@ -167,6 +166,11 @@ def _failure(error: BaseException) -> PlannerError:
             return PlannerError("interrupted")
         case OSError():
             return PlannerError(f"the system refused: {error}", hint="-vv shows where")
+        case RuntimeError() if str(error) == "can't start new thread":
+            return PlannerError(
+                "the system refused: no more threads can be started",
+                hint="raise the limit of processes and threads, which `ulimit -u` shows, or end other programs",
+            )
         case ValueError() if (sentence := _out_of_range(error)) is not None:
             return sentence
         case _:

@@ -8,23 +8,25 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from planner.cli.results import print_result
+from planner.cli.results import print_json, print_result
 from planner.options.cluster import ClusterOptions
 from planner.options.option import flag_of, options_in
 from planner.options.profiling import EstimateArguments, ProfileOptions
 from planner.options.solving import Progress, SolveOptions
 from planner.options.training import CheckpointOptions, ElasticOptions, RunOptions, TrainArguments, TrainingOptions
 from planner.options.verbs import FitOptions, PriceOptions, QuickstartOptions, ReportOptions, SelftestOptions
-from planner.terminal import ProgressLine, printable, printable_json
+from planner.terminal import ProgressLine, printable
 from planner.units import format_seconds
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
+
+    from planner.formats.late import LateFailure
 
 _ARGUMENT = re.compile(r"`([a-z][a-z0-9_]*)(?:=([^`]*))?`")
 _PLAIN_NUMBER = re.compile(r"[0-9][0-9_.]*(e[+-]?[0-9]+)?")
@@ -77,7 +79,7 @@ def print_answer(answer: "BaseModel", as_json: bool, table: str | None = None) -
     import planner.reporting.shown  # noqa: F401 - makes answers show their tables
 
     if as_json:
-        print_result(printable_json(answer.model_dump_json(indent=1)))
+        print_json(answer.model_dump_json(indent=1))
     else:
         print_result(printable(as_flags(str(answer) if table is None else table)))
 
@@ -92,6 +94,29 @@ def print_complaint(kind: str, message: str, hint: str = "") -> None:
 def print_progress(text: str) -> None:
     """Print what happens, or has happened, on stderr."""
     print(printable(as_flags(text)), file=sys.stderr, flush=True)
+
+
+def print_late(failures: "Iterable[LateFailure]") -> int:
+    """Print what could not be written once the answer was known; return the exit code, 1 if it was asked for."""
+    code = 0
+    for failure in failures:
+        print_complaint("error" if failure.asked else "warning", failure.message, failure.hint)
+        code = max(code, int(failure.asked))
+    return code
+
+
+@contextmanager
+def saving(save: Callable[[], None], path: Path) -> Iterator[None]:
+    """Save the answer that the block prints, in a file that is then named.
+
+    The file comes second: where it cannot be written, the answer was printed. It is written all the same where the
+    answer cannot be printed, because whoever reads stdout has left or its disk is full.
+    """
+    try:
+        yield
+    finally:
+        save()
+    print_written(path)
 
 
 def print_written(path: Path, *, as_json: bool = False) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
 import planner
 from planner.cli.arguments import PROFILE, Verbs, add_options, add_output_argument, declare, given_options
-from planner.cli.output import print_answer, print_progress, print_written
+from planner.cli.output import print_answer, print_progress, saving
 from planner.errors import InputError
 from planner.options.profiling import EstimateArguments, ProfileOptions
 from planner.options.training import TrainArguments
@@ -60,6 +61,7 @@ def add_parser(verbs: Verbs) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from planner.formats.files import check_writable
     from planner.formats.profile import replace_profile
 
     if args.links:
@@ -67,10 +69,10 @@ def run(args: argparse.Namespace) -> int:
     if args.model is None:
         raise InputError("there is no model file to profile", hint="name one: plan profile model.py")
     output = args.output or PROFILE
+    check_writable(output)
     profile = _estimated(args) if args.estimate else _measured(args)
-    replace_profile(profile, output)
-    print_written(output)
-    print_answer(profile, args.json)
+    with saving(partial(replace_profile, profile, output), output):
+        print_answer(profile, args.json)
     return 0
 
 
@@ -86,9 +88,8 @@ def _run_links(args: argparse.Namespace) -> NoReturn:
     cluster = measure_cluster(device=args.device, backend=args.backend)
     if cluster is not None:  # rank 0
         output = args.output or Path("cluster.json")
-        save_cluster(cluster, output)
-        print_answer(cluster, args.json)
-        print_written(output)
+        with saving(partial(save_cluster, cluster, output), output):
+            print_answer(cluster, args.json)
     end_process(0)
 
 

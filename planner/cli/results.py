@@ -10,32 +10,62 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from typing import TextIO
 
+from planner.cli.streams import encodable_json
+from planner.terminal import printable, printable_json
+
 _STDOUT, _STDERR = 1, 2  # numbers of the process's streams
 
 _results: TextIO | None = None  # while a verb runs
+_moved = False  # whether they have a descriptor of their own meanwhile
+_answered = False  # whether the verb has printed any of its answer
 
 
 def print_result(text: str) -> None:
     """Print a part of a verb's answer on stdout."""
-    print(text, file=_results, flush=True)
+    global _answered
+    print(printable(text), file=_results, flush=True)
+    _answered = True
+
+
+def print_json(text: str) -> None:
+    """Print a JSON document, or a part of one, on stdout: with JSON's escapes where its encoding lacks a character."""
+    stream = _results or sys.stdout
+    print_result(printable_json(encodable_json(text, stream.encoding)))
+
+
+def answered() -> bool:
+    """Return whether the verb that runs, or ran last, has printed any of its answer."""
+    return _answered
 
 
 @contextmanager
 def results_apart() -> Iterator[None]:
     """Keep stdout for `print_result`, and let all else that is printed there go to stderr."""
-    global _results
-    if sys.stdout is None or sys.stderr is None:  # closed by whoever started the process
-        yield
-        return
-
-    before = _results
+    global _results, _moved, _answered
+    _answered = False
+    before = _results, _moved
     with _descriptor_apart() as results:
         _results = sys.stdout if results is None else results
+        _moved = results is not None
         try:
             with redirect_stdout(sys.stderr):
                 yield
         finally:
-            _results = before
+            _results, _moved = before
+
+
+@contextmanager
+def results_left_to_workers() -> Iterator[None]:
+    """Let stdout lead to its own end again, for processes that are started meanwhile and print the answer."""
+    if _results is None or not _moved:
+        yield
+        return
+
+    os.dup2(_results.fileno(), _STDOUT)
+    try:
+        yield
+    finally:
+        os.dup2(_STDERR, _STDOUT)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import planner
@@ -96,9 +97,8 @@ def solve(args: argparse.Namespace) -> int:
         options = arguments.read_options(SolveOptions, args)
         with output.stopped_by_interrupt(patience.deadline.stop):
             plan = solved(profile, cluster, options, patience)
-    planner.save_plan(plan, args.output)
-    output.print_answer(plan, args.json)
-    output.print_written(args.output)
+    with output.saving(partial(planner.save_plan, plan, args.output), args.output):
+        output.print_answer(plan, args.json)
     for kind, message, hint in complaints(plan, profile):
         output.print_complaint(kind, message, hint)
     return 0
@@ -134,8 +134,11 @@ def fit(args: argparse.Namespace) -> int:
         output.print_progress(f"estimating {args.model} ...")
         answer = planner.fit(args.model, args.gpus, **arguments.given_options(FitOptions, args), progress=progress)
     output.print_answer(answer, args.json)
+    code = output.print_late(answer.late_failures)
     if answer.asked.plan is None:
         return PlannerError.exit_code if answer.asked.unknown else InfeasibleError.exit_code
+    if code:
+        return code
     model = answer.model_file  # of another folder, with the way from here to there
     files, train = "" if Path(model).name != model else f"{model}, ", f"plan train {model}"
     output.print_progress("\n" + NEXT.format(folder=answer.folder, files=files, train=train, model=Path(model).name))
@@ -143,18 +146,17 @@ def fit(args: argparse.Namespace) -> int:
 
 
 def price(args: argparse.Namespace) -> int:
-    """Price, save, and print the plan; raise InfeasibleError if it does not fit the memory."""
+    """Price, print, and save the plan; raise InfeasibleError if it does not fit the memory."""
     from planner.analysis.given_plan import missing_memory
     from planner.formats.device_kinds import read_profile
 
     profile = read_profile(args.profile)
     cluster = arguments.cluster_of(args, profile)
     plan = planner.price(profile, cluster, args.stages, **arguments.given_options(PriceOptions, args))
-    planner.save_plan(plan, args.output)
     missing = missing_memory(plan)
-    if not (missing and args.json):  # which prints one record: the plan, or why there is none
-        output.print_answer(plan, args.json)
-    output.print_written(args.output)
+    with output.saving(partial(planner.save_plan, plan, args.output), args.output):
+        if not (missing and args.json):  # which prints one record: the plan, or why there is none
+            output.print_answer(plan, args.json)
     if missing:
         raise InfeasibleError(missing, hint="recompute more stages, or give them fewer layers")
     return 0

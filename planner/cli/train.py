@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import planner
 from planner.cli import arguments, output
-from planner.cli.results import print_result
+from planner.cli.results import print_result, results_left_to_workers
 from planner.options.option import refuse
 from planner.options.training import CheckpointOptions, ElasticOptions, RunOptions, TrainArguments, TrainingOptions
 from planner.options.verbs import QuickstartOptions, SelftestOptions
@@ -133,7 +133,7 @@ def train(args: argparse.Namespace) -> int:
             output.print_progress(f"the same command with `resume` continues from the newest in '{checkpoints.folder}'")
         raise
     output.print_answer(result, args.json)
-    return 0
+    return output.print_late(result.late_failures)
 
 
 def _run_as_host(job: Job) -> int:
@@ -144,15 +144,17 @@ def _run_as_host(job: Job) -> int:
     # The same on all hosts, and when all of them are started again.
     job = job.model_copy(update={"run": f"{str(job.plan.graph_hash)[:16]}-{job.seed}"})
     memory = HostMemory.of(job)
+    memory.make()  # or its workers would fail again and again
     try:
-        run_on_hosts(job, ("planner", *sys.argv[1:]), partial(note_fault, job))
+        with results_left_to_workers():
+            code = run_on_hosts(job, ("planner", *sys.argv[1:]), partial(note_fault, job))
     except KeyboardInterrupt:
         memory.remove()
         raise
     memory.remove()
     if job.elastic.secret_file is None and SECRET_VARIABLE not in os.environ:
         secret_file(job).unlink(missing_ok=True)  # the next run makes another one
-    return 0
+    return code
 
 
 def _run_as_worker(job: Job, as_json: bool) -> NoReturn:
@@ -160,6 +162,7 @@ def _run_as_worker(job: Job, as_json: bool) -> NoReturn:
     from planner.executor.checkpoint.folders import torchrun_run_id
     from planner.executor.worker import run_worker
     from planner.workers.ending import end_process
+    from planner.workers.job import LATE_VARIABLE
 
     def tell(error: planner.PlannerError) -> None:
         output.print_complaint("error", error.message, error.hint)
@@ -168,6 +171,11 @@ def _run_as_worker(job: Job, as_json: bool) -> NoReturn:
     code, result = run_worker(job, trace_writer(job), tell=tell)
     if result is not None:
         output.print_answer(result, as_json)
+        late = output.print_late(result.late_failures)
+        if late and LATE_VARIABLE in os.environ:
+            Path(os.environ[LATE_VARIABLE]).touch()
+        else:
+            code = code or late
     end_process(code)
 
 
@@ -207,10 +215,12 @@ def quickstart(args: argparse.Namespace) -> int:
 
     keep_freed_pages()  # as the workers do
     options = arguments.given_options(QuickstartOptions, args) | {"show_progress": sys.stderr.isatty()}
-    output.print_answer(planner.quickstart(args.place, **options, on_phase=output.print_progress), args.json)
-    if not args.json:
+    answer = planner.quickstart(args.place, **options, on_phase=output.print_progress)
+    output.print_answer(answer, args.json)
+    code = output.print_late(answer.late_failures)
+    if not args.json and code == 0:
         print_result(printable(f"\n{NEXT.format(folder=args.place)}"))
-    return 0
+    return code
 
 
 def selftest(args: argparse.Namespace) -> int:

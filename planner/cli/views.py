@@ -2,6 +2,8 @@
 
 import argparse
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from planner.options.numbers import count
 from planner.options.solving import SolveOptions
 from planner.options.verbs import ReportOptions
 
+REPORT = Path("report.html")
 SHOW = """\
 Show a plan or a profile: the files that the other verbs write.
 
@@ -34,7 +37,7 @@ EXPLAIN = """\
 Explain what limits a plan: the busiest resource, the slack of all others, and what more bandwidth, one more GPU or
 more memory would gain.
 """
-REPORT = """\
+REPORT_TEXT = """\
 Write a report on a plan: one HTML file that needs no network. It shows the stages and their layers, the simulated
 timeline to zoom and point at, memory over time and what limits the plan. With the profile, it compares the plan with
 data parallelism and hand-made pipelines, and says what would make it faster. With --run, it shows a training run and
@@ -88,10 +91,10 @@ def add_simulate(verbs: arguments.Verbs) -> None:
 
 
 def add_report(verbs: arguments.Verbs) -> None:
-    parser = arguments.declare(verbs, "report", "write all about a plan to one HTML file", REPORT, report)
+    parser = arguments.declare(verbs, "report", "write all about a plan to one HTML file", REPORT_TEXT, report)
     arguments.add_plan_argument(parser)
     arguments.add_options(parser, ReportOptions)
-    arguments.add_output_argument(parser, told="report.html")
+    arguments.add_output_argument(parser, told=str(REPORT))
 
 
 def show(args: argparse.Namespace) -> int:
@@ -110,21 +113,27 @@ def simulate(args: argparse.Namespace) -> int:
 
     plan = planner.load_plan(args.plan)
     timeline, measured = timelines(plan, arguments.read_options(ReportOptions, args), args.against, "against")
-    if measured is None:
-        summary = planner.summarize(timeline)
-        output.print_answer(summary, args.json, run_report(summary, plan))
-    else:
-        comparison = compare_runs(timeline, measured)
-        output.print_answer(comparison, args.json, run_comparison_report(comparison, plan))
+    keeping: AbstractContextManager[None] = nullcontext()
     if args.trace is not None:
-        save_trace(timeline, args.trace)
-        output.print_written(args.trace)
+        keeping = output.saving(partial(save_trace, timeline, args.trace), args.trace)
+
+    with keeping:
+        if measured is None:
+            summary = planner.summarize(timeline)
+            output.print_answer(summary, args.json, run_report(summary, plan))
+        else:
+            comparison = compare_runs(timeline, measured)
+            output.print_answer(comparison, args.json, run_comparison_report(comparison, plan))
     return 0
 
 
 def report(args: argparse.Namespace) -> int:
+    from planner.formats.files import check_writable
+
+    path = args.output or REPORT
+    check_writable(path)
     with output.searching() as progress:
-        path = planner.report(args.plan, args.output, **arguments.given_options(ReportOptions, args), progress=progress)
+        planner.report(args.plan, path, **arguments.given_options(ReportOptions, args), progress=progress)
     output.print_written(path, as_json=args.json)
     return 0
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from planner.formats.cluster import flat_cluster
 from planner.formats.files import Record, write_text
+from planner.formats.late import LateFailure, noting
 from planner.formats.plan import Plan, save_plan
 from planner.formats.profile import save_profile
 from planner.formats.shown import Shown
@@ -30,6 +31,7 @@ class QuickstartResult(Shown, Record):
     pipeline: TrainResult
     data_parallel: TrainResult
     predicted_data_parallel_samples_per_s: float | None
+    late_failures: tuple[LateFailure, ...] = ()  # which of the folder's files could not be written
 
     def __str__(self) -> str:
         rows, misses = [], ""
@@ -88,7 +90,9 @@ def quickstart(folder: str | Path, options: QuickstartOptions) -> QuickstartResu
     options.on_phase(f"Profiling VGG-16 at batch {BATCH_SIZE} on one {unit}{beside} ...")
     profiling = ProfilingOptions(device=kind, seconds=PROFILE_SECONDS, processes=processes)
     profile = profile_model(load_model_file(str(model)), BATCH_SIZE, profiling)
-    save_profile(profile, folder / "profile.json")
+    late: list[LateFailure] = []
+    with noting(late):
+        save_profile(profile, folder / "profile.json")
     options.on_phase("Measuring the link between the workers ...")
     sharing = -(-workers // there) if kind != "cpu" else workers  # of the memory that the profile tells of
     memory_bytes = None if profile.device.memory_bytes is None else profile.device.memory_bytes // sharing
@@ -97,7 +101,8 @@ def quickstart(folder: str | Path, options: QuickstartOptions) -> QuickstartResu
     else:
         cluster = flat_cluster(1, measure_host(2, "cpu").levels[0].bandwidth_bytes_per_s, memory_bytes)
     plan = solve(profile, cluster)
-    save_plan(plan, folder / "plan.json")
+    with noting(late):
+        save_plan(plan, folder / "plan.json")
     options.on_phase(f"Training {options.steps} minibatches with the plan '{plan.config}' ...")
     job = Job(model=str(model), plan=plan, steps=options.steps, device=kind, backend=backend)
     job = job.model_copy(update={"show_progress": options.show_progress})
@@ -113,6 +118,7 @@ def quickstart(folder: str | Path, options: QuickstartOptions) -> QuickstartResu
         predicted_data_parallel_samples_per_s=(
             None if predicted is None else predicted / plan.predicted.speedup_over_data_parallel
         ),
+        late_failures=tuple(late),
     )
 
 

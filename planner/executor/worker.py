@@ -1,4 +1,4 @@
-"""Start a job's workers, each of which runs this module: `python -m planner.executor.worker JOB.json`."""
+"""Start a job's workers, and train as one of them."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from planner.errors import PlannerError
 from planner.formats.files import save_record
 from planner.terminal import PrintableFormatter, ProgressLine, printable
-from planner.workers.job import RESULT_FILE, TIMELINE_FILE, Job, TrainResult
+from planner.workers.job import TIMELINE_FILE, Job, TrainResult
 
 if TYPE_CHECKING:
-    from planner.errors import PlannerError
     from planner.executor.observe.progress import Progress
     from planner.formats.timeline import Timeline
 
     TimelineCallback = Callable[[Timeline], None]
 
+_STARTED = "planner.executor.start"  # the module of a worker's process, which imports this one
 _SHOWN_EVERY_S = 0.2
 # What fully_shard frees and takes again comes to lie in pieces: to keep larger blocks, too, took twice the memory.
 _APART_BYTES = 2**22
@@ -37,19 +38,23 @@ def launch(job: Job, on_timeline: TimelineCallback | None = None) -> TrainResult
     """
     from planner.workers.launch import run_workers
 
-    return run_workers(__name__, job.model_copy(update={"run": uuid.uuid4().hex}), on_timeline)
+    return run_workers(_STARTED, job.model_copy(update={"run": uuid.uuid4().hex}), on_timeline)
 
 
-def main() -> int:
+def work(job_path: str) -> int:
     """Run one of the workers that `launch` starts; return its exit code."""
-    # The launcher reports Ctrl-C; a worker just ends.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    job = Job.model_validate_json(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    job = Job.model_validate_json(Path(job_path).read_text(encoding="utf-8"))
     assert job.folder is not None
     folder = Path(job.folder)
-    code, result = run_worker(job, lambda timeline: save_record(timeline, folder / TIMELINE_FILE))
-    if result is not None:
-        save_record(result, folder / RESULT_FILE)
+
+    def keep(timeline: Timeline) -> None:
+        try:
+            save_record(timeline, folder / TIMELINE_FILE)
+        except PlannerError as cause:
+            hint = "TMPDIR chooses another folder for temporary files"
+            raise PlannerError(f"there is no trace: {cause.message}", hint=hint) from None
+
+    code, _ = run_worker(job, keep)
     return code
 
 
@@ -104,7 +109,10 @@ def run_worker(
         if recovery is not None and rank >= workers:
             await_end(recovery.store)
             return 0, None
-        return 0, train_worker(job, on_progress, heartbeat, on_timeline, supervisor, recovery)
+        result = train_worker(job, on_progress, heartbeat, on_timeline, supervisor, recovery)
+        if result is not None and job.folder is not None:
+            supervisor.leave_result(result)
+        return 0, result
     except Exception as error:
         failure = supervisor.fail(error)
         first = supervisor.error()
@@ -144,10 +152,3 @@ class ProgressShown:
         if progress.samples_per_s is not None and progress.seconds_left is not None:
             text += f"  {progress.samples_per_s:.1f} samples/s  {timedelta(seconds=round(progress.seconds_left))} left"
         self.line.show(text)
-
-
-if __name__ == "__main__":
-    exit_code = main()
-    from planner.workers.ending import end_process
-
-    end_process(exit_code)

@@ -54,7 +54,7 @@ def load_run(path: Path | str) -> Timeline:
     try:
         head = content["otherData"]["timeline"]
         events = Events.of(_event(row) for row in content["traceEvents"] if row["ph"] == "X")
-        return Timeline.model_validate({**head, "events": events.model_dump()})
+        return Timeline.model_validate({**head, "events": events.model_dump(warnings=False)})  # validated here
     except (KeyError, TypeError, AttributeError):  # whatever another program's rows lack
         raise InputError(f"'{path}' is a trace of another program: it has no timeline", hint=_REMEDY) from None
     except ValidationError as cause:

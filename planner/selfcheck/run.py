@@ -3,19 +3,18 @@
 import math
 import os
 import socket
-import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime, timezone
 from functools import partial
-from pathlib import Path
 from typing import cast, get_args
 
 import torch.distributed as dist
 
 from planner.errors import InputError, PlannerError, reason_of
 from planner.formats.files import Record
+from planner.formats.held_folder import held_folder
 from planner.formats.names import Backend
 from planner.formats.shown import Shown
 from planner.options.option import keywords_of
@@ -133,8 +132,8 @@ def selftest(options: SelftestOptions) -> SelftestReport:
     check_backend(options.device or kind_here(), options.backend)
     kind, rows, started = options.device or kind_here(), list[Row](), time.monotonic()
     date = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-    with tempfile.TemporaryDirectory(prefix="plan-selftest-") as folder, environment(EXACT):
-        lab = Lab(parse_device(kind), options.workers, Path(folder), tuple(options.model), options.backend)
+    with held_folder("selftest") as folder, environment(EXACT):
+        lab = Lab(parse_device(kind), options.workers, folder, tuple(options.model), options.backend)
         for check, cases in CHECKS.items():
             if check in (options.only or CHECKS) and check not in options.skip:
                 for case in cases(lab):

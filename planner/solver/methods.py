@@ -17,7 +17,7 @@ from planner.solver.choose.first_plans import FirstPlans, fitting_plans
 from planner.solver.choose.improvement import deepened, fastest_simulated, improved
 from planner.solver.evaluate.evaluation import fastest, priced
 from planner.solver.mixed import solve_mixed
-from planner.solver.problem.budget import LATER, OutOfTimeError
+from planner.solver.problem.budget import LATER, OutOfTimeError, no_plan_yet
 from planner.solver.problem.drained import with_single_stages
 from planner.solver.problem.infeasible import Fits, UnexplainedError, explain
 from planner.solver.problem.problem import Problem
@@ -117,9 +117,7 @@ def searched(problem: Problem) -> Found:
             first.evaluate()
         last_resort = first.last_resort()
         if last_resort is None:
-            raise PlannerError(
-                "the time limit passed before any plan was found", hint="give a longer `time_limit_s`, or leave it out"
-            ) from None
+            raise no_plan_yet(problem.deadline) from None
         problem.budget.exhausted = False
         found = Found(last_resort, PipelineSearch(problem).relaxed_s())
     except InfeasibleError:

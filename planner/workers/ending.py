@@ -6,6 +6,7 @@ Under NCCL most ways to end may wait for a peer that is gone. So everything afte
 import atexit
 import ctypes
 import faulthandler
+import math
 import os
 import signal
 import sys
@@ -52,16 +53,26 @@ def keep_failures_ours() -> None:
 
 
 def within(seconds: float, *actions: Callable[[], T]) -> list[T]:
-    """Call all `actions` at once, in threads; return the results of those that end in time and do not raise."""
+    """Call all `actions` at once, in threads; return the results of those that end in time and do not raise.
+
+    Where the system gives no more threads, they are called here, one after the other, for as long as each takes: a
+    worker that fails has set an end for the process before.
+    """
     results: list[T] = []
 
     def run(action: Callable[[], T]) -> None:
         with suppress(Exception):
             results.append(action())
 
-    threads = [threading.Thread(target=run, args=(action,), name="bounded", daemon=True) for action in actions]
-    for thread in threads:
-        thread.start()
+    threads = []
+    for action in actions:
+        thread = threading.Thread(target=run, args=(action,), name="bounded", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # "can't start new thread"
+            run(action)
+        else:
+            threads.append(thread)
     deadline = time.monotonic() + seconds
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
@@ -81,9 +92,14 @@ def abort_groups() -> None:
 def end_within(seconds: float) -> None:
     """End the process with exit code 1 after so many seconds, if it has not ended by then.
 
-    By a thread in C, which needs no lock of the interpreter: a destructor that blocks may hold it.
+    By a thread in C, which needs no lock of the interpreter: a destructor that blocks may hold it. Where the system
+    gives no more threads, by SIGALRM, which needs none.
     """
-    faulthandler.dump_traceback_later(seconds, exit=True, file=os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
+    nowhere = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
+    try:
+        faulthandler.dump_traceback_later(seconds, exit=True, file=nowhere)
+    except RuntimeError:  # "unable to start watchdog thread"
+        signal.alarm(math.ceil(seconds))
 
 
 def bound_exit() -> None:

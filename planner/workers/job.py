@@ -7,13 +7,17 @@ from typing import Annotated
 from pydantic import Field
 
 from planner.formats.files import Record
+from planner.formats.late import LateFailure
 from planner.formats.names import Backend, DeviceType
 from planner.formats.plan import Plan
 from planner.formats.shown import Shown
 from planner.options.training import BaselineName, CheckpointOptions, ElasticOptions, RunOptions, TrainingOptions
 
-RESULT_FILE, TIMELINE_FILE = "result.json", "timeline.json"  # in the job's folder, from rank 0
+TIMELINE_FILE = "timeline.json"  # in the job's folder, from rank 0
 LAUNCHER_VARIABLE = "PLAN_LAUNCHER_PID"  # in the environment of the workers: the process that launched them
+# In the environment of an elastic run's workers: a file that one makes whose run ended well, except that something
+# could not be written that was asked for. With an exit code of 1, torchrun's agent would start the workers again.
+LATE_VARIABLE = "PLAN_LATE_FAILURE"
 
 
 class Job(Record):
@@ -40,7 +44,7 @@ class Job(Record):
     show_progress: bool = False
     run: str = ""  # identifies the run; the same for all its restarts
     started_again: bool = False  # after a failure
-    folder: str | None = None  # for the launching process: the result
+    folder: str | None = None  # of the launching process: for what workers leave it
 
     @property
     def scales_loss(self) -> bool:
@@ -109,6 +113,7 @@ class TrainResult(Shown, Record):
     restarts: tuple[str, ...] = ()  # why the workers were restarted, each time
     checkpoint: str | None = None  # the newest that this run wrote
     checkpoint_s: float = 0.0  # seconds that worker 0 spent on checkpoints, waiting for the other workers included
+    late_failures: tuple[LateFailure, ...] = ()  # what could not be written when all this was known
 
 
 class Failure(Record):

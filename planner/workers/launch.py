@@ -9,16 +9,16 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import fields
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 from unittest.mock import patch
 
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # exported by a star import
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, SignalException
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -26,14 +26,18 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from planner import hashes
 from planner.errors import InputError, WorkerError
 from planner.formats.files import save_record
+from planner.formats.held_folder import held_folder
+from planner.formats.late import noting
 from planner.formats.timeline import Timeline, load_timeline
 from planner.workers.failures import WorkersFailedError, error_of, stage_of, worker_name
 from planner.workers.interfaces import LOOPBACK, VARIABLES, address_of, address_towards
-from planner.workers.job import LAUNCHER_VARIABLE, RESULT_FILE, TIMELINE_FILE, Failure, Job, TrainResult
+from planner.workers.job import LATE_VARIABLE, LAUNCHER_VARIABLE, TIMELINE_FILE, Failure, Job, TrainResult
 from planner.workers.place import GPU_VARIABLES
 from planner.workers.rendezvous import HOSTS, JOIN_S, ONE_HOST
+from planner.workers.result import result_in
 from planner.workers.secret import SECRET_VARIABLE, default_file, new_secret, secret_of_hosts
 from planner.workers.secret_store import ForgedValueError, read_record
+from planner.workers.signals import ended_by_signals, ending_signals
 from planner.workers.store_server import is_free, open_store
 from planner.workers.watch import MEMORY_HINT, cause_in, failure_key, last_beat, own_keys
 
@@ -53,22 +57,27 @@ def run_workers(module: str, job: Job, on_timeline: Callable[[Timeline], None] |
     """
     interface = job.run_options.interface or os.environ.get("GLOO_SOCKET_IFNAME", LOOPBACK).split(",")[0]
     store = open_store(address_of(interface), 0)
-    with tempfile.TemporaryDirectory(prefix="plan-train-") as folder:
-        job = job.model_copy(update={"folder": folder})
-        job_path, result_path = Path(folder) / "job.json", Path(folder) / RESULT_FILE
+    with ended_by_signals(), held_folder("train") as folder:
+        job = job.model_copy(update={"folder": str(folder)})
+        job_path, timeline_path = folder / "job.json", folder / TIMELINE_FILE
         save_record(job, job_path)
-        with launching(interface, **{SECRET_VARIABLE: new_secret()}):
+        first: dict[int, int] = {}
+        with launching(interface, **{SECRET_VARIABLE: new_secret()}), _telling_first(first.update):
             try:
-                start_workers(store, job.plan.workers, (module, str(job_path)), folder)
+                start_workers(store, job.plan.workers, (module, str(job_path)), str(folder))
             except ChildFailedError as cause:
                 exit_codes = {rank: process.exitcode for rank, process in cause.failures.items()}
-                error = explain(exit_codes, own_keys(store), job)
+                error = explain(exit_codes, own_keys(store), job, first)
                 raise error from error.__cause__
-        if not result_path.exists():
+            result = result_in(own_keys(store))
+
+        if result is None:
             raise WorkerError("the workers ended without an error and without a result")
-        if on_timeline is not None and (timeline_path := Path(folder) / TIMELINE_FILE).exists():
-            on_timeline(load_timeline(timeline_path))
-        return TrainResult.model_validate_json(result_path.read_text(encoding="utf-8"))
+        late = list(result.late_failures)
+        if on_timeline is not None and timeline_path.exists():
+            with noting(late):
+                on_timeline(load_timeline(timeline_path))
+        return result.model_copy(update={"late_failures": tuple(late)})
 
 
 def start_workers(store: TCPStore, workers: int, command: Sequence[str], folder: str) -> None:
@@ -88,28 +97,24 @@ def start_workers(store: TCPStore, workers: int, command: Sequence[str], folder:
         logs_specs=DefaultLogsSpecs(log_dir=folder),
         max_restarts=0,
         monitor_interval=0.1,
+        **_signals(),
     )
     elastic_launch(config, sys.executable)("-m", *command)
 
 
-def run_on_hosts(job: Job, command: Sequence[str], note: Callable[[str], None]) -> None:
+def run_on_hosts(job: Job, command: Sequence[str], note: Callable[[str], None]) -> int:
     """Start `command` as this host's workers of an elastic run, each time anew that hosts are lost or come.
 
     torchrun's agents, one of which this process becomes, agree on who is there. `note` is told which of this host's
-    workers were killed, and so left no reason. Raise WorkerError when this host's part of the run ends without one.
+    workers were killed, and so left no reason. Return the exit code: 1 where something that was asked for could not be
+    written. Raise WorkerError when this host's part of the run ends without a reason.
     """
-    closed = list[PContext]()
 
-    def close(workers: PContext, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
-        failures = {} if workers in closed else getattr(workers, "_failures", {})  # later those that were ended, too
-        closed[:] = [workers]
-        for local_rank, failure in failures.items():
-            if failure.exitcode < 0:
-                name = signal.Signals(-failure.exitcode).name
-                why = f"; {MEMORY_HINT}" if name == "SIGKILL" else ""
-                note(f"worker {workers.envs[local_rank]['RANK']} was killed by {name}{why}")
-        # What a start ends has nothing more to do. One that is stopped does not end before SIGKILL.
-        _close(workers, death_sig, min(timeout, END_S))
+    def tell(exit_codes: Mapping[int, int]) -> None:
+        for rank, code in exit_codes.items():
+            if code < 0:
+                why = f"; {MEMORY_HINT}" if code == -signal.SIGKILL else ""
+                note(f"worker {rank} was {_ended_by(code)}{why}")
 
     least, most = job.elastic.hosts
     place, interface = job.elastic.rendezvous or "", job.run_options.interface
@@ -123,42 +128,85 @@ def run_on_hosts(job: Job, command: Sequence[str], note: Callable[[str], None]) 
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0",  # or else worker 0 opens a store that listens on all addresses
         SECRET_VARIABLE: secret_of_hosts(secret_file(job)),
     }
-    ending = patch.object(PContext, "close", close)
-    with (
-        tempfile.TemporaryDirectory(prefix="plan-train-") as folder,
-        launching(interface, **variables),
-        ending,
-    ):
-        config = LaunchConfig(
-            min_nodes=least,
-            max_nodes=most,
-            nproc_per_node=job.plan.cluster.gpus // most,
-            run_id=job.run,
-            rdzv_backend=HOSTS,
-            rdzv_endpoint=place,
-            rdzv_configs={"is_host": own == socket.gethostbyname(host) and is_free(own, int(port))},
-            local_addr=own,
-            logs_specs=DefaultLogsSpecs(log_dir=folder),
-            max_restarts=FAULTS,
-            monitor_interval=0.1,
-        )
-        try:
-            elastic_launch(config, sys.executable)("-m", *command)
-        except ChildFailedError:
-            raise WorkerError(f"this host's workers failed {FAULTS} times", hint="see their messages") from None
-        except RendezvousError as cause:
-            if isinstance(cause.__cause__, ForgedValueError):
-                raise cause.__cause__ from None
-            lost = f"the store at {place}, where hosts meet, is not reached: the run has ended, or that host is lost"
-            again = f"in its place name another host as `rendezvous`: all have copies in {job.elastic.copy_folder}"
-            problem, hint = {
-                RendezvousClosedError: ("the run has ended on the other hosts", "see their messages"),
-                RendezvousTimeoutError: (f"fewer than {least} hosts have come in {JOIN_S} s", "start more of them"),
-            }.get(type(cause), (lost, again))
-            raise WorkerError(problem, hint=hint) from None
+    with ended_by_signals(), held_folder("train") as folder:
+        late = folder / "late"
+        # What a start ends has nothing more to do. One that is stopped does not end before SIGKILL.
+        ending = _telling_first(tell, END_S)
+        with launching(interface, **variables, **{LATE_VARIABLE: str(late)}), ending:
+            config = LaunchConfig(
+                min_nodes=least,
+                max_nodes=most,
+                nproc_per_node=job.plan.cluster.gpus // most,
+                run_id=job.run,
+                rdzv_backend=HOSTS,
+                rdzv_endpoint=place,
+                rdzv_configs={"is_host": own == socket.gethostbyname(host) and is_free(own, int(port))},
+                local_addr=own,
+                logs_specs=DefaultLogsSpecs(log_dir=str(folder)),
+                max_restarts=FAULTS,
+                monitor_interval=0.1,
+                **_signals(),
+            )
+            try:
+                elastic_launch(config, sys.executable)("-m", *command)
+            except ChildFailedError:
+                raise WorkerError(f"this host's workers failed {FAULTS} times", hint="see their messages") from None
+            except RendezvousError as cause:
+                raise _not_met(cause, job) from None
+        return int(late.exists())
+
+
+def _not_met(cause: RendezvousError, job: Job) -> WorkerError:
+    """Return why hosts did not meet, or meet no more."""
+    least, _ = job.elastic.hosts
+    if isinstance(cause.__cause__, ForgedValueError):
+        return cause.__cause__
+    if isinstance(cause, RendezvousClosedError):
+        return WorkerError("the run has ended on the other hosts", hint="see their messages")
+    if isinstance(cause, RendezvousTimeoutError):
+        return WorkerError(f"fewer than {least} hosts have come in {JOIN_S} s", hint="start more of them")
+    return WorkerError(
+        f"the store at {job.elastic.rendezvous}, where hosts meet, is not reached: the run has ended, or that host is "
+        "lost",
+        hint=f"in its place name another host as `rendezvous`: all have copies in {job.elastic.copy_folder}",
+    )
 
 
 _close = PContext.close
+
+
+@contextmanager
+def _telling_first(tell: Callable[[Mapping[int, int]], None], most_s: int | None = None) -> Iterator[None]:
+    """Tell the exit codes, by rank, of the workers of a start that failed before the launcher ended the others.
+
+    Args:
+        tell: called once for a start, with no exit code where none has failed.
+        most_s: how long the others have to end, at most.
+    """
+    closed: list[PContext] = []
+
+    def close(workers: PContext, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
+        if workers not in closed:  # later, those that were ended have failed, too
+            closed[:] = [workers]
+            failures = getattr(workers, "_failures", {})
+            tell({int(workers.envs[local]["RANK"]): failure.exitcode for local, failure in failures.items()})
+        _close(workers, death_sig, timeout if most_s is None else min(timeout, most_s))
+
+    with patch.object(PContext, "close", close):
+        yield
+
+
+def _signals() -> dict[str, Any]:
+    """Return the argument of LaunchConfig for the signals that end a run, where this PyTorch has it."""
+    if "signals_to_handle" not in {field.name for field in fields(LaunchConfig)}:
+        return {}
+    return {"signals_to_handle": ",".join(number.name for number in ending_signals())}
+
+
+def _ended_by(exit_code: int) -> str:
+    """Say which signal ended a process with this exit code: SIGTERM asks for an end, and others leave no choice."""
+    name = signal.Signals(-exit_code).name
+    return f"ended by signal {name}" if exit_code == -signal.SIGTERM else f"killed by {name}"
 
 
 def secret_file(job: Job) -> Path:
@@ -179,24 +227,25 @@ def launching(interface: str | None, **more: str) -> Iterator[None]:
     variables = {name: value for name, value in defaults.items() if name not in os.environ}
     chosen = {} if interface is None else dict.fromkeys(VARIABLES, interface)
     with _quiet_launcher(), environment({**variables, **chosen, LAUNCHER_VARIABLE: str(os.getpid()), **more}):
-        try:
-            yield
-        except SignalException as cause:
-            # The launcher has ended the workers. Ctrl-C then ends this process as it would any other.
-            if cause.sigval == signal.SIGINT:
-                raise KeyboardInterrupt from None
-            raise WorkerError(f"training was ended by {cause.sigval.name}") from None
+        yield
 
 
-def explain(exit_codes: Mapping[int, int], store: Store, job: Job) -> WorkersFailedError:
+def explain(
+    exit_codes: Mapping[int, int], store: Store, job: Job, first: Mapping[int, int] | None = None
+) -> WorkersFailedError:
     """Return the first cause of a failed run, from what the workers wrote and their exit codes by rank.
 
-    Candidates, in this order: the first worker's own error; a signal, except SIGTERM, with which the launcher itself
-    ends the remaining workers; a lost connection; an exit code alone.
+    Candidates, in this order: the first worker's own error; a signal; a lost connection; an exit code alone. The
+    launcher itself ends the remaining workers with SIGTERM, which counts for the `first` alone.
     """
     if (cause := cause_in(store)) is not None:
         return error_of(cause)
-    signals = [rank for rank, code in sorted(exit_codes.items()) if code < 0 and code != -signal.SIGTERM]
+    from_outside = first or {}
+    signals = [
+        rank
+        for rank, code in sorted(exit_codes.items())
+        if code < 0 and (code != -signal.SIGTERM or rank in from_outside)
+    ]
     left = [key for rank in sorted(exit_codes) if store.check([key := failure_key(rank)])]
     if left and not signals:
         return error_of(read_record(store, left[0], Failure))
@@ -205,9 +254,12 @@ def explain(exit_codes: Mapping[int, int], store: Store, job: Job) -> WorkersFai
     hint = "look for the reason in its last messages"
     ended = f"ended with exit code {exit_codes[rank]} and left no reason"
     if signals:
-        name = signal.Signals(-exit_codes[rank]).name
-        ended = f"was killed by {name}, last heard of {'while starting' if beat is None else beat.doing}"
-        hint = MEMORY_HINT if name == "SIGKILL" else hint
+        ended = f"was {_ended_by(exit_codes[rank])}, last heard of {'while starting' if beat is None else beat.doing}"
+        hints = {
+            -signal.SIGKILL: MEMORY_HINT,
+            -signal.SIGTERM: "it was sent from outside, by whoever manages this machine or its jobs",
+        }
+        hint = hints.get(exit_codes[rank], hint)
     message = f"{worker_name(rank, stage_of(job, rank, beat))} {ended}"
     return WorkersFailedError(message, hint=hint, exit_code=WorkerError.exit_code, again=True)
 

@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 
 from planner.errors import InputError
+from planner.formats.files import check_regular
 
 SECRET_VARIABLE = "PLAN_SECRET"  # the secret itself
 FILE_VARIABLE = "PLAN_SECRET_FILE"  # a file that holds it
@@ -65,6 +66,7 @@ def secret_in(path: Path) -> str:
     Raise InputError where the file cannot be made or read, belongs to another user, or can be read by others.
     """
     try:
+        check_regular(path)
         if not path.exists():
             _make(path)
         with path.open(encoding="utf-8") as file:

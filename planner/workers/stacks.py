@@ -7,10 +7,12 @@ and makes no object of a frame.
 """
 
 import faulthandler
+import os
 import re
 import tempfile
 import threading
 from collections.abc import Iterator
+from typing import IO
 
 from planner.workers.failures import Frame
 
@@ -31,11 +33,18 @@ def stacks_of_others() -> list[list[Frame]]:
 
 
 def _dump() -> str:
-    # A file, because a pipe may be full, and nobody else runs meanwhile who could read it.
-    with tempfile.TemporaryFile() as file:
+    # A file, because a pipe may be full, and nobody else runs meanwhile who could read it. In memory, because a disk
+    # may be full, too.
+    with _file() as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
         return file.read().decode("ascii", errors="replace")
+
+
+def _file() -> IO[bytes]:
+    if hasattr(os, "memfd_create"):  # Linux
+        return os.fdopen(os.memfd_create("stacks"), "w+b")
+    return tempfile.TemporaryFile()
 
 
 def _stacks(dump: str) -> Iterator[tuple[int, list[Frame]]]:

@@ -12,6 +12,7 @@ from planner.errors import PlannerError
 from planner.workers.interfaces import LOOPBACK, address_of
 from planner.workers.launch import launching, start_workers
 from planner.workers.secret import SECRET_VARIABLE, new_secret
+from planner.workers.signals import ended_by_signals
 from planner.workers.store_server import open_store
 
 
@@ -19,7 +20,7 @@ def main(folder: str, workers: int, command: Sequence[str]) -> int:
     """Start `command`, a module and its arguments, as `workers` processes; return 1 if one of them failed."""
     store = open_store(address_of(LOOPBACK), 0)
     try:
-        with launching(None, **{SECRET_VARIABLE: new_secret()}):
+        with ended_by_signals(), launching(None, **{SECRET_VARIABLE: new_secret()}):
             start_workers(store, workers, command, folder)
     except ChildFailedError:
         return 1

@@ -28,7 +28,8 @@ from planner.terminal import printable
 from planner.workers.ending import ABORT_S, END_S, GRACE_S, bound_exit, end_process, end_within, within
 from planner.workers.failures import TRACEBACK_HINT, error_of, failure_of, innermost, stage_of, worker_name
 from planner.workers.heartbeat import Beat, Heartbeat
-from planner.workers.job import Failure, Job
+from planner.workers.job import Failure, Job, TrainResult
+from planner.workers.result import leave_result
 from planner.workers.secret_store import record_in
 from planner.workers.stacks import stacks_of_others
 from planner.workers.watch import (
@@ -149,6 +150,11 @@ class Supervisor:
         agreed = within(2 * GRACE_S, agree)
         cause, tells = agreed[0] if agreed else (failure, True)
         return error_of(cause) if tells else None
+
+    def leave_result(self, result: TrainResult) -> None:
+        """Leave the result of the run to the launcher."""
+        assert self._store is not None, "the launcher starts as many workers as the plan has, and all are watched"
+        leave_result(self._store, result)
 
     def leave(self) -> None:
         """Say that this worker ends as it should, before its connections close."""

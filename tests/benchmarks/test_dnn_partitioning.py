@@ -25,7 +25,7 @@ from planner.formats.profile import Profile
 from planner.options.solving import StageRules
 from planner.solver.problem.budget import NO_HURRY, Deadline
 from planner.solver.problem.states import uncut_groups
-from planner.solver.search.integer.ilp_flow import Status
+from planner.solver.search.integer.cbc import Status
 from tests.examples import examples
 from tests.samples import layer, profile
 from tests.solver.brute import downsets, plans

@@ -115,6 +115,16 @@ def test_other_files_are_refused(tmp_path: Path, content: str | None, complaint:
         load_run(path)
 
 
+@pytest.mark.parametrize("field", ["minibatch", "stage"])
+def test_an_event_with_a_word_for_a_number_is_one_sentence(tmp_path: Path, field: str) -> None:
+    content = json.loads(chrome_trace(by_hand()))
+    next(row for row in content["traceEvents"] if row["ph"] == "X")["args"][field] = "word"
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps(content), encoding="utf-8")
+    with pytest.raises(InputError, match=rf"events\.{field}\[\d+\] = 'word'"):  # warnings are errors here
+        load_run(path)
+
+
 def test_a_run_of_nothing_is_a_trace_too() -> None:
     empty = Timeline.model_validate({**by_hand().model_dump(), "events": {name: [] for name in Event._fields}})
     assert check_trace(chrome_trace(empty.model_copy(update={"memory": ()})))

@@ -34,6 +34,7 @@ from planner.executor.checkpoint.recovery import Recovery, describe, tell_end
 from planner.executor.checkpoint.stage_parts import Content, Restorable, content_of, write_part
 from planner.executor.communication.control import merge_losses, share
 from planner.executor.observe.run_log import NOTHING, Past, RunLog
+from planner.formats.late import LateFailure, log_failures, noting
 from planner.units import format_bytes
 from planner.workers.heartbeat import Heartbeat
 from planner.workers.job import Evaluation, Job
@@ -90,8 +91,11 @@ class Copies(Keeper):
         self._thread.start()
 
     def finish(self) -> None:
-        """End with the run, whose state needs no copy any more."""
-        self._wait()
+        """End with the run, whose state needs no copy any more: that the last one failed is worth a warning."""
+        failures: list[LateFailure] = []
+        with noting(failures, asked=False):
+            self._wait()
+        log_failures(failures, _log)
         self._heartbeat.enter("waiting for the last copies", meeting=True)
         dist.barrier(self._group)
         if self._rank == 0:

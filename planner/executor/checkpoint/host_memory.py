@@ -89,11 +89,15 @@ class HostMemory:
         return os.environ.get("LOCAL_RANK", "0") == "0"
 
     def make(self) -> None:
-        """Make the folder, for this user alone; raise InputError where another user has made it.
+        """Make the folder, for this user alone; raise InputError where it cannot be made, or another user has made it.
 
         Its name can be guessed, and everybody may make folders in the memory of a host.
         """
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as cause:
+            problem = f"copies cannot be kept in '{self.folder.parent}': {cause.strerror or cause}"
+            raise InputError(problem, hint="name another folder with `copy_folder`") from None
         if self.folder.is_symlink() or self.folder.stat().st_uid != os.geteuid():
             hint = "name another folder with `copy_folder`, in which other users cannot write"
             raise InputError(f"the folder of this run's copies, '{self.folder}', belongs to another user", hint=hint)

@@ -76,9 +76,10 @@ def _write_somewhere(path: Path, size_bytes: int, write: Callable[[Path], None])
         return write(path)
     except (OSError, RuntimeError) as cause:  # torch.save raises RuntimeError for a full disk
         problem = f"the weights cannot be written to '{path}': {cause}"
-    for folder in (Path(tempfile.gettempdir()), Path.home(), Path.cwd()):
-        rescued = folder / f"{path.stem}-{os.getpid()}{path.suffix}"
+    for folder_here in (tempfile.gettempdir, Path.home, Path.cwd):
         with suppress(OSError, RuntimeError):  # the next folder
+            folder = Path(folder_here())  # none, where no folder for temporary files takes any
+            rescued = folder / f"{path.stem}-{os.getpid()}{path.suffix}"
             if shutil.disk_usage(folder).free > size_bytes:
                 write(rescued)
                 raise PlannerError(f"{problem}; they are in '{rescued}'", hint="move them to where they belong")

@@ -30,6 +30,7 @@ from planner.executor.run.data import MOST_RANDOM, RANDOM_BATCHES
 from planner.executor.run.evaluator import evaluation_points
 from planner.executor.run.loop import Groups, Loop, make_checkpointer, restorable, save_weights
 from planner.executor.run.worker import Observers
+from planner.formats.late import LateFailure, noting
 from planner.formats.plan_parts import Stage, StageMemory
 from planner.formats.timeline import Timeline
 from planner.model.spec import TrainingSpec
@@ -162,10 +163,15 @@ def train(
         dist.barrier(control_group())
         seconds = time.perf_counter() - began_s
     result = gather_result(context, loop, peak, kept, seconds)
+    late: list[LateFailure] = []
+    saved_weights: str | None = None
     if context.job.save_weights is not None:
-        save_weights(context, Path(context.job.save_weights))
+        with noting(late):
+            save_weights(context, Path(context.job.save_weights))
+            saved_weights = context.job.save_weights
     if checkpointer is not None:
-        checkpointer.check_last()
+        with noting(late):
+            checkpointer.check_last()
     if copies is not None:
         copies.finish()
     if recorder is not None:
@@ -174,8 +180,11 @@ def train(
         events = () if copies is None else copies.events
         timeline = gather_timeline(recorder, context.plan, context.minibatches, lengths_of, events)
         if timeline is not None and on_timeline is not None:
-            on_timeline(timeline)
-    return result
+            with noting(late):
+                on_timeline(timeline)
+    if result is None:
+        return None
+    return result.model_copy(update={"saved_weights": saved_weights, "late_failures": tuple(late)})
 
 
 def _trained_state(context: PipelineContext) -> TrainedState | None:
@@ -292,7 +301,6 @@ def gather_result(
         losses=(*past.losses, *losses),
         evaluations=(*past.evaluations, *map(Evaluation.model_validate_json, evaluations)),
         reports=tuple(reports),
-        saved_weights=job.save_weights,
         resumed_from=None if resumed is None else str(resumed),
         checkpoint=None if newest is None else str(newest),
         checkpoint_s=0.0 if checkpointer is None else checkpointer.seconds,

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from datetime import timedelta
 from pathlib import Path
 from typing import cast
@@ -14,6 +13,7 @@ import torch.distributed as dist
 
 from planner.errors import InputError, PlannerError, WorkerError, first_line
 from planner.formats.cluster import Cluster, load_cluster, save_cluster
+from planner.formats.held_folder import held_folder
 from planner.formats.names import Backend, DeviceType
 from planner.profiler.links.levels import LevelMeasurement
 from planner.workers import start_here
@@ -83,7 +83,8 @@ def measure_cluster(
 
 def measure_host(workers: int, device: DeviceType, backend: Backend | None = None) -> Cluster:
     """Return the cluster that so many workers of this host are, at least two."""
-    with tempfile.TemporaryDirectory(prefix="plan-links-") as folder:
+    with held_folder("links") as held:
+        folder = str(held)
         command = [sys.executable, "-m", start_here.__name__, folder, str(workers), __name__]
         command += [folder, device, backend or _DEFAULT]
         loopback = dict.fromkeys(VARIABLES, LOOPBACK)

@@ -206,7 +206,7 @@ def pace(samples_per_s: float | None, seconds_per_minibatch: float) -> str:
 def _by(plan: Plan) -> str:
     if plan.predicted.by == "simulation":
         return "simulated"
-    why = "too large to simulate" if plan.solver.exhausted else "the time limit left no time to simulate it"
+    why = "too large to simulate" if plan.solver.exhausted else "the search ended before it was simulated"
     return f"by the cost model: {why}"
 
 

@@ -11,6 +11,7 @@ from threading import Event
 from typing import TYPE_CHECKING
 
 from planner.cost.candidate import Candidate
+from planner.errors import PlannerError, StoppedError
 from planner.options.solving import Progress
 from planner.simulator.pipeline_costs import PipelineCosts
 from planner.simulator.steady_time import steady_s
@@ -97,6 +98,15 @@ class Deadline:
 
 class OutOfTimeError(Exception):
     """The deadline has passed before a search had any answer."""
+
+
+def no_plan_yet(deadline: Deadline) -> PlannerError:
+    """Return the error for a search that ended before it had any plan: because time passed, or because of Ctrl-C."""
+    if deadline.stop.is_set():
+        return StoppedError("interrupted before any plan was found")
+    return PlannerError(
+        "the time limit passed before any plan was found", hint="give a longer `time_limit_s`, or leave it out"
+    )
 
 
 NO_HURRY = Deadline(None)

@@ -58,7 +58,8 @@ def explain(problem: Problem, fits: Fits, others: Mapping[str, Fits]) -> Infeasi
     _, proven = _least(enough, memory_bytes, deadline, precision=_PRECISION)
     message = f"no plan fits {cluster.gpus * problem.degree} GPUs of {format_memory(whole(memory_bytes))}"
     if not met:
-        hint = "the time limit passed before it was known what would: give a longer `time_limit_s`, or try more `gpus`"
+        why = "the search was interrupted" if deadline.stop.is_set() else "the time limit passed"
+        hint = f"{why} before it was known what would: give a longer `time_limit_s`, or try more `gpus`"
         return InfeasibleError(message, hint=hint)
     totals = met[-1].price.gpu_bytes
     worst = max(range(len(totals)), key=totals.__getitem__)

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from planner.cost.candidate import Candidate
 from planner.cost.kinds import kind_on
-from planner.errors import InfeasibleError, InputError, PlannerError
+from planner.errors import InfeasibleError, InputError
 from planner.options.solving import SolverName
 from planner.solver.evaluate.evaluation import evaluate, priced
-from planner.solver.problem.budget import Budget, OutOfTimeError
+from planner.solver.problem.budget import Budget, OutOfTimeError, no_plan_yet
 from planner.solver.problem.infeasible import PLENTY, against_rules, explain
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation, Found, IlpAnswer
@@ -45,14 +45,12 @@ def _beyond_the_search(problem: Problem) -> str | None:
 def solve_by_program(problem: Problem) -> Found:
     """Find the best plan by an integer program; raise InfeasibleError if there is none.
 
-    Raise InputError for what it cannot express, and PlannerError if the deadline passes before any plan is found.
+    Raise InputError for what it cannot express, and PlannerError if the search ends before any plan is found.
     """
     try:
         found = _found(problem)
     except (TimeoutError, OutOfTimeError):
-        raise PlannerError(
-            "the time limit passed before any plan was found", hint="give a longer `time_limit_s`, or leave it out"
-        ) from None
+        raise no_plan_yet(problem.deadline) from None
     if found is None:
         raise _infeasible(problem)
     if max(problem.levels) > 1:  # no column divides gradients and weights

@@ -7,13 +7,11 @@ a plan's times are summed over its stages, so rounding inside the solver does no
 What a stage holds depends on the GPUs after it. Where that matters, nodes are pairs of a cut and the GPUs after it.
 """
 
-import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
-from typing import Literal
 
 import numpy as np
 import pulp
@@ -26,6 +24,7 @@ from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import IlpAnswer
 from planner.solver.problem.states import Chain
 from planner.solver.search.chain.ways import Stages, stages_on
+from planner.solver.search.integer.cbc import run
 from planner.units import SLACK
 
 MOST_COLUMNS = 200_000
@@ -129,38 +128,8 @@ def sets_of(count: int) -> list[frozenset[int]]:
     return [frozenset(each) for size in range(1, count + 1) for each in combinations(range(count), size)]
 
 
-# "feasible" if time ran out with a solution, "unknown" if it ran out without one.
-Status = Literal["optimal", "feasible", "infeasible", "unknown"]
-
-_FEASIBILITY = 1e-9  # how far a row may be violated
-_LEAST_LIMIT_S = 0.1
-_CBC = pulp.PULP_CBC_CMD.pulp_cbc_path  # the one that PuLP carries
 MOST_ARCS = 300_000
 _SCALE = 1000.0  # what the time of a balanced plan is scaled to
-
-
-def run(problem: pulp.LpProblem, time_limit_s: float | None = None) -> Status:
-    """Minimise `problem`; its variables have values when the status is "optimal" or "feasible".
-
-    PuLP's report needs care. After a time-out `status` reads Optimal; only `sol_status == 1` means optimal. An
-    infeasible program still has values. CBC's "Integer infeasible" leaves `sol_status` at "none found".
-    """
-    limit_s = None if time_limit_s is None else max(time_limit_s, _LEAST_LIMIT_S)
-    options = [f"primalTolerance {_FEASIBILITY}", f"integerTolerance {_FEASIBILITY}"]
-    with tempfile.TemporaryDirectory() as folder:
-        # With more threads, the same program may have another of its best solutions.
-        solver = pulp.COIN_CMD(
-            path=_CBC, msg=False, threads=1, gapRel=0.0, gapAbs=0.0, timeLimit=limit_s, options=options
-        )
-        solver.tmpDir = folder
-        problem.solve(solver)
-    if problem.sol_status == pulp.LpSolutionOptimal:
-        return "optimal"
-    if problem.sol_status == pulp.LpSolutionIntegerFeasible:
-        return "feasible"
-    if pulp.LpStatusInfeasible in (problem.status, problem.sol_status):
-        return "infeasible"
-    return "unknown"
 
 
 Node = tuple[int, int]  # state, GPUs after it; -1 where they do not matter
@@ -269,7 +238,7 @@ class Flow:
         if most_sum_s > 0:
             sums = _weighted((x, arc.column.sum_s * self._scale) for x, arc in zip(chosen, arcs, strict=True))
             program += sums <= most_sum_s * self._scale * (1 + SLACK)
-        status = run(program, deadline.left_s)
+        status = run(program, deadline.left_s, deadline.stop)
         if status == "infeasible":
             return None
         if status != "optimal":

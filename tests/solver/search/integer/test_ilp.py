@@ -24,8 +24,8 @@ from planner.solver.problem.result import Evaluation
 from planner.solver.problem.states import Chain
 from planner.solver.search.chain.search import Search
 from planner.solver.search.chain.synchronous import SynchronousSearch
+from planner.solver.search.integer.cbc import run
 from planner.solver.search.integer.ilp import solve_ilp
-from planner.solver.search.integer.ilp_flow import run
 from tests.examples import examples
 from tests.samples import layer, profile
 from tests.solver.brute import plans
