@@ -13,6 +13,7 @@ from typing import TextIO
 _STDOUT, _STDERR = 1, 2  # numbers of the process's streams
 
 _results: TextIO | None = None  # while a verb runs
+_own_stdout: TextIO | None = None  # the same, where the descriptor of stdout leads to stderr meanwhile
 
 
 def print_result(text: str) -> None:
@@ -21,21 +22,38 @@ def print_result(text: str) -> None:
 
 
 @contextmanager
+def verbs_answer() -> Iterator[None]:
+    """Give the processes that are started meanwhile the stdout of results: they are verbs, which keep it apart, too."""
+    if _own_stdout is None:
+        yield
+        return
+
+    os.dup2(_own_stdout.fileno(), _STDOUT)
+    try:
+        yield
+    finally:
+        os.dup2(_STDERR, _STDOUT)
+
+
+@contextmanager
 def results_apart() -> Iterator[None]:
     """Keep stdout for `print_result`, and let all else that is printed there go to stderr."""
-    global _results
+    global _results, _own_stdout
     if sys.stdout is None or sys.stderr is None:  # closed by whoever started the process
         yield
         return
 
     before = _results
+    outer_stdout = _own_stdout
     with _descriptor_apart() as results:
         _results = sys.stdout if results is None else results
+        _own_stdout = results
         try:
             with redirect_stdout(sys.stderr):
                 yield
         finally:
             _results = before
+            _own_stdout = outer_stdout
 
 
 @contextmanager

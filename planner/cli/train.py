@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import planner
 from planner.cli import arguments, output
-from planner.cli.results import print_result
+from planner.cli.results import print_result, verbs_answer
 from planner.options.option import refuse
 from planner.options.training import CheckpointOptions, ElasticOptions, RunOptions, TrainArguments, TrainingOptions
 from planner.options.verbs import QuickstartOptions, SelftestOptions
@@ -145,7 +145,8 @@ def _run_as_host(job: Job) -> int:
     job = job.model_copy(update={"run": f"{str(job.plan.graph_hash)[:16]}-{job.seed}"})
     memory = HostMemory.of(job)
     try:
-        run_on_hosts(job, ("planner", *sys.argv[1:]), partial(note_fault, job))
+        with verbs_answer():  # its workers are started as this verb
+            run_on_hosts(job, ("planner", *sys.argv[1:]), partial(note_fault, job))
     except KeyboardInterrupt:
         memory.remove()
         raise
