@@ -162,8 +162,10 @@ def reference(plan: Plan, restarts: Sequence[str], steps: int, folder: Path) -> 
 class Cluster:
     """Hosts that train, each with a `plan train --elastic` of its own."""
 
-    def __init__(self, hosts: Sequence[Host], folder: Path, steps: int, more: Sequence[str] = ()) -> None:
-        self._hosts, self.folder = hosts, folder
+    def __init__(
+        self, hosts: Sequence[Host], folder: Path, steps: int, more: Sequence[str] = (), port: int = PORT
+    ) -> None:
+        self._hosts, self.folder, self._port = hosts, folder, port
         self._command = [
             *(sys.executable, "-m", "planner", "train", str(MODEL), "--plan", "plan.json", "--steps", str(steps)),
             *("--json", "--elastic", f"1:{len(hosts)}", "--hang-timeout", str(HANG_TIMEOUT_S), *more),
@@ -176,7 +178,7 @@ class Cluster:
 
     def start(self, host: int) -> None:
         command = [*self._command, "--copy-folder", str(self.memory(host))]
-        command += ["--rendezvous", f"{self._hosts[self.meets_at].address}:{PORT}"]
+        command += ["--rendezvous", f"{self._hosts[self.meets_at].address}:{self._port}"]
         environment = {**_environment(HOOK), "ELASTIC_HOST": str(host)}
         with (self.folder / f"out-{host}").open("a") as out, (self.folder / f"err-{host}").open("a") as err:
             options = {"env": environment, "cwd": self.folder, "stdout": out, "stderr": err}

@@ -27,6 +27,7 @@ from uuid import uuid4
 
 import torch
 import torch.distributed as dist
+from pydantic import Field
 
 from planner.errors import InputError
 from planner.executor.checkpoint.folders import INDEX, STEP, Checkpoint, StagePart
@@ -53,6 +54,7 @@ class Start(Record):
 
     number: int = 0
     hosts: Mapping[str, str]  # their names by their identities
+    places: Mapping[str, str] = Field(default_factory=dict)  # and those of their memories
     first: int  # minibatch that it began with
     events: tuple[str, ...] = ()  # what happened so far, a sentence each
     vain: int = 0  # starts before it that began with the same minibatch on the same hosts
@@ -88,6 +90,11 @@ class HostMemory:
         """Whether this worker writes and sends for its host."""
         return os.environ.get("LOCAL_RANK", "0") == "0"
 
+    @property
+    def place(self) -> str:
+        """Where this memory is; the same after it was emptied."""
+        return f"{socket.gethostname()} {self.folder.absolute()}"
+
     def make(self) -> None:
         """Make the folder, for this user alone; raise InputError where another user has made it.
 
@@ -117,6 +124,10 @@ class HostMemory:
         """Return the indices of complete copies, by their folders."""
         paths = self.folder.glob(f"{STEP}*/{INDEX}")
         return {path.parent.name: Checkpoint.model_validate_json(path.read_text("utf-8")) for path in paths}
+
+    def whole_copies(self) -> list[str]:
+        """Return the folders of complete copies, whose files other hosts may have."""
+        return sorted(path.parent.name for path in self.folder.glob(f"{STEP}*/{INDEX}"))
 
     def complete(self, name: str, index: Checkpoint) -> None:
         """Call a copy complete whose files are there, with the losses until then."""
