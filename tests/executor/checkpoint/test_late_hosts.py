@@ -20,6 +20,7 @@ from benchmarks.netns import Host
 from planner.executor.checkpoint.folders import INDEX
 from planner.executor.checkpoint.host_memory import HostMemory, Start
 from planner.executor.checkpoint.known_copies import HostCopies, KnownCopies, NewerCopy, minibatch_of
+from planner.workers.store_server import is_free
 
 STEPS = 60
 WITHIN_S = 150.0
@@ -86,7 +87,10 @@ def hosts_here(count: int, folder: Path, *more: str) -> Iterator[Cluster]:
         port = probe.getsockname()[1]
     cluster = Cluster([_Here("", "127.0.0.1")] * count, folder, STEPS, more, port)
     try:
-        for host in range(count):
+        cluster.start(0)
+        # All have one address here, so whoever came first would open the store where they meet.
+        await_that(lambda: not is_free("127.0.0.1", port), cluster)
+        for host in range(1, count):
             cluster.start(host)
         yield cluster
     finally:
