@@ -7,16 +7,21 @@ anew, with it.
 """
 
 import json
-from collections.abc import Collection, Mapping
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
+import torch.distributed as dist
 from pydantic import Field
 from torch.distributed import Store  # type: ignore[attr-defined]  # exported by a star import
 
 from planner.executor.checkpoint.folders import STEP
 from planner.executor.checkpoint.host_memory import HostMemory, Start
+from planner.executor.communication.control import control_group, share
 from planner.formats.files import Record
+from planner.workers.heartbeat import Heartbeat
 from planner.workers.job import Job
 from planner.workers.run_store import run_store
 from planner.workers.secret_store import read_record
@@ -25,6 +30,8 @@ AWAITED_S = 60.0  # for which a start waits for the holders of a newer copy, at 
 # Hosts tell the names of copies, and others make folders by them: none is a path.
 CopyName = Annotated[str, Field(pattern=rf"^{STEP}[0-9]+-[0-9]+$")]
 _PLACES = "places"
+_LOOKS_EVERY_S = 0.2
+_log = logging.getLogger(__name__)
 
 
 def minibatch_of(copy: str) -> int:
@@ -43,15 +50,15 @@ class HostCopies(Record):
 
 @dataclass(frozen=True)
 class NewerCopy:
-    """The newest copy that hosts have which take no part in a start."""
+    """The newest copy of those that hosts have which take no part in a start."""
 
     copy: str
     hosts: tuple[str, ...]  # their names
+    others: tuple[str, ...] = ()  # older copies, and newer than what the start can begin with
 
     def __str__(self) -> str:
-        return f"the copy after minibatch {minibatch_of(self.copy)}, which host{'s' * (len(self.hosts) > 1)} " + (
-            f"{', '.join(self.hosts)} had"
-        )
+        hosts = f"host{'s' * (len(self.hosts) > 1)} {', '.join(self.hosts)}"
+        return f"the copy after minibatch {minibatch_of(self.copy)}, which {hosts} had"
 
 
 class KnownCopies:
@@ -90,20 +97,19 @@ class KnownCopies:
         """Return how many starts were counted before this one."""
         return int(self._store.add("starts", 1)) - 1
 
-    def give_up(self, copy: str) -> None:
-        """Let no later start wait for the holders of a copy."""
-        self._store.set(f"given up {copy}", "")
-
-    def is_given_up(self, copy: str) -> bool:
-        return bool(self._store.check([f"given up {copy}"]))
+    def give_up(self, newer: NewerCopy) -> None:
+        """Let no later start wait for the holders of these copies."""
+        for copy in (newer.copy, *newer.others):
+            self._store.set(f"given up {copy}", "")
 
     def newer_than(self, minibatch: int, present: Collection[str]) -> NewerCopy | None:
         """Return the newest copy after `minibatch` on hosts whose places are not `present`, unless it was given up."""
         holders = newer_copies(self.hosts(), minibatch, present)
-        for copy in sorted(holders, key=minibatch_of, reverse=True):
-            if not self.is_given_up(copy):
-                return NewerCopy(copy, tuple(sorted(holders[copy])))
-        return None
+        awaited = [copy for copy in holders if not self._store.check([f"given up {copy}"])]
+        if not awaited:
+            return None
+        newest, *others = sorted(awaited, key=minibatch_of, reverse=True)
+        return NewerCopy(newest, tuple(sorted(holders[newest])), tuple(others))
 
     def _register(self, place: str) -> None:
         places = self._places()
@@ -127,6 +133,47 @@ def newer_copies(hosts: Mapping[str, HostCopies], minibatch: int, present: Colle
             for copy in newer:
                 holders.setdefault(copy, []).append(host.name)
     return holders
+
+
+def await_holders(
+    known: KnownCopies | None, begins: Callable[[], int], present: Collection[str], heartbeat: Heartbeat
+) -> str:
+    """Wait while hosts that are not there have a newer state than this start would begin with; all workers call it.
+
+    Worker 0 decides. Return what was waited for in vain, in words; empty where nothing was.
+
+    Args:
+        known: None where another worker speaks for the host.
+        begins: returns the minibatch with which the start can begin; called on worker 0 alone.
+        present: the places of the hosts that take part.
+    """
+    group = control_group()
+    deadline = time.monotonic() + AWAITED_S
+    newer = None
+    if known is not None and dist.get_rank() == 0:
+        first = begins()
+        newer = known.newer_than(first, present)
+        if newer is not None:
+            than = f"newer than what this start can begin with (minibatch {first})"
+            _log.warning("%s, is %s: it waits up to %.0f s for them", newer, than, AWAITED_S)
+
+    waits = newer is not None
+    while json.loads(share(json.dumps(waits), group)[0]):
+        heartbeat.enter("waiting for hosts with a newer copy of the state")
+        time.sleep(_LOOKS_EVERY_S)
+        waits = waits and time.monotonic() < deadline
+
+    lacking = ""
+    if known is not None and newer is not None:
+        known.give_up(newer)
+        lacking = f"{newer}, was waited for in vain"
+    return share(lacking, group)[0]
+
+
+def count_start(known: KnownCopies | None) -> int:
+    """Return how many starts were counted before this one; all workers call it, and worker 0 counts."""
+    counted = known.count_start() if known is not None and dist.get_rank() == 0 else 0
+    return int(share(str(counted), control_group())[0])
 
 
 def _key(place: str) -> str:

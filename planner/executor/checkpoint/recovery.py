@@ -5,8 +5,6 @@ of a state tells its files. The newest state of which all files are on some host
 then gets the files of the stages that its workers will hold. No copy at all is the beginning of the run.
 """
 
-import json
-import logging
 import os
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -30,9 +28,10 @@ from planner.executor.checkpoint.host_memory import (
     files_of,
 )
 from planner.executor.checkpoint.known_copies import (
-    AWAITED_S,
     CopyName,
     KnownCopies,
+    await_holders,
+    count_start,
     minibatch_of,
 )
 from planner.executor.communication.control import control_group, join_group, message_timeout, share
@@ -47,7 +46,6 @@ from planner.workers.place import own_seat
 _TRIES = 5  # starts in a row that may end before the next copy
 _ENDED, _LEFT, _IDLE_S = "elastic/ended", "elastic/left", 0.2
 _Copies = Mapping[int, "_Held"]  # what hosts have, by the worker that speaks for each
-_log = logging.getLogger(__name__)
 
 
 class _Held(Record):
@@ -58,6 +56,7 @@ class _Held(Record):
     place: str
     copies: dict[str, dict[str, int]]  # bytes of files, by copy and name
     indices: dict[CopyName, Checkpoint]  # of copies that were complete
+    makers: dict[CopyName, Start]  # the starts that made them
     last: Start | None
     fault: Fault | None
 
@@ -94,17 +93,19 @@ def recover(job: Job, heartbeat: Heartbeat) -> Recovery:
     known = KnownCopies.of(job) if memory.leads else None
     hosts = _share_held(memory, known, group)
     chosen = _newest_left(hosts)
-    lacking = _await_newer(job, chosen, hosts, known, heartbeat)
-    number = share(str(0 if known is None else known.count_start()) if dist.get_rank() == 0 else "", group)[0]
+    places = [held.place for held in hosts.values()]
+    lacking = await_holders(known, partial(_newest_minibatch, job, chosen), places, heartbeat)
+    counted = count_start(known)
 
     servers = [seat.server for seat in seats]
-    saved, first = None, 0
+    saved, first, maker = None, 0, None
     if chosen is not None:
-        saved = _fetch(job, chosen, hosts, servers, memory, heartbeat)
+        maker = next((held.makers[chosen] for held in hosts.values() if chosen in held.makers), None)
+        saved = _fetch(job, chosen, maker, hosts, servers, memory, heartbeat)
         first = saved.index.minibatch
         if known is not None:
             known.tell(memory)
-    start, what, since_s = _history(hosts.values(), first, int(number))
+    start, what, since_s = _history(hosts.values(), first, maker, counted)
     what = "; ".join(filter(None, (what, lacking)))
     dist.barrier(group)
     dist.destroy_process_group()
@@ -123,6 +124,7 @@ def _share_held(memory: HostMemory, known: KnownCopies | None, group: dist.Proce
             place=memory.place,
             copies=memory.copies(),
             indices=memory.indices(),
+            makers=memory.makers(),
             last=memory.read(Start),
             fault=memory.read(Fault),
         )
@@ -139,40 +141,6 @@ def _newest_left(hosts: _Copies) -> str | None:
     return next((name for name in sorted(indices, reverse=True) if _is_left(name, indices[name], hosts)), None)
 
 
-def _await_newer(job: Job, chosen: str | None, hosts: _Copies, known: KnownCopies | None, heartbeat: Heartbeat) -> str:
-    """Wait while hosts that are not there have a newer state than this start would begin with.
-
-    All workers call it, and worker 0 decides. Return what was waited for in vain, in words; empty for nothing.
-    """
-    group = control_group()
-    deadline = time.monotonic() + AWAITED_S
-    newer = None
-    if dist.get_rank() == 0:
-        assert known is not None
-        begins = _newest_minibatch(job, chosen)
-        newer = known.newer_than(begins, {held.place for held in hosts.values()})
-        if newer is not None:
-            _log.warning(
-                "%s, is newer than what this start can begin with (minibatch %d): it waits up to %.0f s for them",
-                newer,
-                begins,
-                AWAITED_S,
-            )
-
-    waits = newer is not None
-    while json.loads(share(json.dumps(waits), group)[0]):
-        heartbeat.enter("waiting for hosts with a newer copy of the state")
-        time.sleep(_IDLE_S)
-        waits = waits and time.monotonic() < deadline
-
-    lacking = ""
-    if newer is not None:
-        assert known is not None
-        known.give_up(newer.copy)
-        lacking = f"{newer}, was waited for in vain"
-    return share(lacking, group)[0]
-
-
 def _newest_minibatch(job: Job, chosen: str | None) -> int:
     """Return the minibatch with which a start begins: that of a copy, or of the checkpoint on disk if it is newer."""
     options = job.checkpoints
@@ -184,7 +152,13 @@ def _newest_minibatch(job: Job, chosen: str | None) -> int:
 
 
 def _fetch(
-    job: Job, chosen: str, hosts: _Copies, servers: Sequence[int], memory: HostMemory, heartbeat: Heartbeat
+    job: Job,
+    chosen: str,
+    maker: Start | None,
+    hosts: _Copies,
+    servers: Sequence[int],
+    memory: HostMemory,
+    heartbeat: Heartbeat,
 ) -> SavedCheckpoint:
     """Bring the files of a copy to the hosts that need them; return those of this worker's stages."""
     rank = dist.get_rank()
@@ -201,7 +175,7 @@ def _fetch(
     allocate(memory.folder / chosen, transfers)
     exchange_files(memory.folder / chosen, transfers, control_group(), moves)
     if memory.leads and rank in wanted:
-        memory.go_on_from(chosen, index)
+        memory.go_on_from(chosen, index, maker)
 
     layers = {layer for stage in job.plan.stages if rank in stage.ranks for layer in stage.layers}
     parts = index.model_copy(update={"parts": index.parts_with(layers)})
@@ -228,10 +202,13 @@ def _missing(copy: str, index: Checkpoint, wanted: Mapping[int, set[str]], hosts
                 yield Transfer(name, size_bytes, having[turn % len(having)], receiver)
 
 
-def _history(hosts: Collection[_Held], first: int, counted: int) -> tuple[Start, str, float | None]:
+def _history(
+    hosts: Collection[_Held], first: int, maker: Start | None, counted: int
+) -> tuple[Start, str, float | None]:
     """Say what happened since the last start, and when; raise InputError when nothing is gained by another start.
 
-    `counted` are the starts before this one that the store of the run knows of, also those on other hosts.
+    `maker` is the start that made the copy to go on from. `counted` are the starts before this one that the store of
+    the run knows of, also those on other hosts.
     """
     now = {held.identity: held.name for held in hosts}
     places = {held.identity: held.place for held in hosts}
@@ -250,9 +227,15 @@ def _history(hosts: Collection[_Held], first: int, counted: int) -> tuple[Start,
     if vain >= _TRIES:
         problem = f"the last {_TRIES} starts ended before the first copy after minibatch {first}{cause}"
         raise InputError(problem, hint="look for the reason there, or copy more often with a smaller `copy_every`")
+    events = last.events
+    if maker is not None and maker.number < last.number and last.first < first:
+        # The copy came with hosts that were not there when the last start began, with an older state.
+        events = maker.events
+        what = f"{what}; what was trained from minibatch {last.first} on since that copy counts no more"
+
     # No two starts have one number, or else their copies would have one name.
     number = max(last.number + 1, counted)
-    start = Start(number=number, hosts=now, places=places, first=first, events=last.events, vain=vain)
+    start = Start(number=number, hosts=now, places=places, first=first, events=events, vain=vain)
     return start, what, faults[0].at_s if faults else None
 
 

@@ -20,7 +20,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported
 import planner
 from planner.api.running import check_elastic
 from planner.errors import InputError, PlanError
-from planner.executor.checkpoint import recovery as recovery_module
+from planner.executor.checkpoint import known_copies
 from planner.executor.checkpoint.folders import after_torchrun_restart
 from planner.executor.checkpoint.recovery import await_end, recover
 from planner.executor.run.train import train_worker
@@ -87,7 +87,7 @@ def _work(text: str, result_path: str, variables: dict[str, str], log: str) -> N
     with Path(log).open("a", encoding="utf-8") as file, redirect_stdout(file), redirect_stderr(file):
         try:
             job, heartbeat = Job.model_validate_json(text), Heartbeat()
-            with patch.object(recovery_module, "AWAITED_S", AWAITED_S):
+            with patch.object(known_copies, "AWAITED_S", AWAITED_S):
                 recovery = recover(job, heartbeat)
             if int(os.environ["RANK"]) >= job.plan.workers:
                 await_end(recovery.store)
@@ -205,6 +205,23 @@ def test_a_host_alone_waits_for_those_with_the_rest_of_its_newest_copy_and_then_
     what = f"lost hosts {name}, {name}; {newer}, was waited for in vain"
     assert event.startswith(f"{what}: training goes on from minibatch 0 with the plan 1,")
     assert losses(result) == resumed(path, (left,), (STEPS,), tmp_path)
+
+
+@pytest.mark.slow
+def test_what_a_host_trained_alone_counts_no_more_when_others_come_with_a_newer_copy(tmp_path: Path) -> None:
+    path = model_in(tmp_path, "language", "momentum")
+    costs = structural_profile(path, 4)
+    whole, left = (make_plan(costs, (1,) * count, "1f1b-flush", 6) for count in (3, 1))
+    fail_at(tmp_path, 13)
+    assert start(job_of(path, whole), range(3), tmp_path) is None
+    fail_at(tmp_path, 8, hosts=1)
+    assert start(job_of(path, left), [0], tmp_path) is None  # from minibatch 0 on, until after a copy
+    result = start(job_of(path, whole), (1, 0, 2), tmp_path)
+    assert result is not None, (tmp_path / "workers.log").read_text("utf-8")
+    (event,) = result.restarts
+    assert "; what was trained from minibatch 0 on since that copy counts no more: training goes on from" in event
+    assert result.first_minibatch == 10
+    assert losses(result) == resumed(path, (whole, whole), (10, STEPS), tmp_path)
 
 
 @pytest.mark.slow

@@ -41,14 +41,21 @@ def test_what_hosts_told_is_known_when_they_are_gone(tmp_path: Path) -> None:
         KnownCopies(store).tell(memory)
     known, name = KnownCopies(store), os.uname().nodename
     assert known.newer_than(29, {first.place}) == NewerCopy("step-00000030-0000", (name,))
-    assert known.newer_than(19, ()) == NewerCopy("step-00000030-0000", (name, name))
+    both = NewerCopy("step-00000030-0000", (name, name), ("step-00000020-0000",))
+    assert known.newer_than(19, ()) == both
     assert known.newer_than(30, ()) is None
     assert known.newer_than(0, {first.place, second.place}) is None
 
-    known.give_up("step-00000030-0000")
+    known.give_up(NewerCopy("step-00000030-0000", (name,)))
     assert KnownCopies(store).newer_than(0, {second.place}) == NewerCopy("step-00000020-0000", (name,))
+    known.give_up(both)
+    assert known.newer_than(0, ()) is None
+    # A newer one, until the memory in its place is empty.
+    memory_with(tmp_path / "a", "step-00000040-0001")
+    known.tell(first)
+    assert known.newer_than(0, ()) == NewerCopy("step-00000040-0001", (name,))
     first.keep([])
-    known.tell(first)  # an empty memory in its place
+    known.tell(first)
     assert known.newer_than(0, ()) is None
     assert [known.count_start() for _ in range(2)] == [0, 1]
 
@@ -147,4 +154,4 @@ def test_hosts_that_pause_while_the_run_recovers_are_waited_for(tmp_path: Path) 
     again = [each for each in updates if each.began_s > at_s]
     assert newest - again[0].minibatch + 1 <= 2 * EVERY, again[0]
     assert again[0].workers == 3
-    assert [each.minibatch for each in again] == list(range(again[0].minibatch, STEPS))
+    assert [each.minibatch for each in again] == list(range(again[0].minibatch, STEPS + 1))
