@@ -22,7 +22,7 @@ from planner.executor.checkpoint.host_memory import HostMemory, Start
 from planner.executor.checkpoint.known_copies import HostCopies, KnownCopies, NewerCopy, minibatch_of
 from planner.workers.store_server import is_free
 
-STEPS = 60
+STEPS = 120
 WITHIN_S = 150.0
 
 
@@ -133,6 +133,7 @@ def test_hosts_that_pause_while_the_run_recovers_are_waited_for(tmp_path: Path) 
     with hosts_here(3, tmp_path, "--copy-every", str(EVERY)) as cluster:
         newest = 3 * EVERY + 5
         await_that(lambda: bool(cluster.updates()) and cluster.updates()[-1].minibatch >= newest, cluster)
+        await_that(lambda: all(0 in cluster.workers(host) for host in (0, 1)), cluster)
         before = cluster.workers(0)[0]
         at_s = time.time()
         os.kill(cluster.workers(1)[0], signal.SIGKILL)
