@@ -22,7 +22,7 @@ from planner.executor.checkpoint.host_memory import HostMemory, Start
 from planner.executor.checkpoint.known_copies import HostCopies, KnownCopies, NewerCopy, minibatch_of
 from planner.workers.store_server import is_free
 
-STEPS = 120
+STEPS = 5000  # more than are trained
 WITHIN_S = 150.0
 
 
@@ -127,12 +127,17 @@ def await_that(condition: Callable[[], bool], cluster: Cluster) -> None:
 def test_hosts_that_pause_while_the_run_recovers_are_waited_for(tmp_path: Path) -> None:
     """Two quick faults: a worker is killed, and in the start after it two of three hosts do not answer for a while.
 
-    The third one began alone, with minibatch 0, before the others came back with the copy after minibatch 30.
+    The third one began alone, with minibatch 0, before the others came back with the newest copy.
     """
     write_plan(3, 1, tmp_path)
     with hosts_here(3, tmp_path, "--copy-every", str(EVERY)) as cluster:
-        newest = 3 * EVERY + 5
-        await_that(lambda: bool(cluster.updates()) and cluster.updates()[-1].minibatch >= newest, cluster)
+
+        def is_copied() -> bool:
+            updates = cluster.updates()
+            together = bool(updates) and updates[-1].workers == 3
+            return together and updates[-1].minibatch > 3 * EVERY and cluster.all_is_copied()
+
+        await_that(is_copied, cluster)
         await_that(lambda: all(0 in cluster.workers(host) for host in (0, 1)), cluster)
         before = cluster.workers(0)[0]
         at_s = time.time()
@@ -148,11 +153,10 @@ def test_hosts_that_pause_while_the_run_recovers_are_waited_for(tmp_path: Path) 
         await_that(begins_alone, cluster)
         for host in (1, 2):
             pause(cluster, host, signal.SIGCONT)
-        assert cluster.processes[0].wait(WITHIN_S) == 0, (tmp_path / "err-0").read_text("utf-8")
+        await_that(lambda: cluster.updates()[-1].began_s > at_s, cluster)
         updates = cluster.updates()
 
     newest = max(each.minibatch for each in updates if each.began_s < at_s)
-    again = [each for each in updates if each.began_s > at_s]
-    assert newest - again[0].minibatch + 1 <= 2 * EVERY, again[0]
-    assert again[0].workers == 3
-    assert [each.minibatch for each in again] == list(range(again[0].minibatch, STEPS + 1))
+    first = next(each for each in updates if each.began_s > at_s)
+    assert newest - first.minibatch + 1 <= 2 * EVERY, first
+    assert first.workers == 3
