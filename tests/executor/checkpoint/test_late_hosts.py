@@ -23,7 +23,7 @@ from planner.executor.checkpoint.known_copies import HostCopies, KnownCopies, Ne
 from planner.workers.store_server import is_free
 
 STEPS = 5000  # more than are trained
-WITHIN_S = 150.0
+WITHIN_S = 300.0  # for one step, on a machine that is also otherwise busy
 
 
 def memory_with(folder: Path, *copies: str) -> HostMemory:
@@ -123,7 +123,7 @@ def await_that(condition: Callable[[], bool], cluster: Cluster) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(500)
+@pytest.mark.timeout(900)
 def test_hosts_that_pause_while_the_run_recovers_are_waited_for(tmp_path: Path) -> None:
     """Two quick faults: a worker is killed, and in the start after it two of three hosts do not answer for a while.
 
