@@ -20,7 +20,7 @@ from benchmarks.netns import Host
 from planner.executor.checkpoint.folders import INDEX
 from planner.executor.checkpoint.host_memory import HostMemory, Start
 from planner.executor.checkpoint.known_copies import HostCopies, KnownCopies, NewerCopy, minibatch_of
-from planner.workers.store_server import is_free
+from planner.selfcheck.listening import listening_sockets
 
 STEPS = 5000  # more than are trained
 WITHIN_S = 300.0  # for one step, on a machine that is also otherwise busy
@@ -96,7 +96,7 @@ def hosts_here(count: int, folder: Path, *more: str) -> Iterator[Cluster]:
     try:
         cluster.start(0)
         # All have one address here, so whoever came first would open the store where they meet.
-        await_that(lambda: not is_free("127.0.0.1", port), cluster)
+        await_that(lambda: port in {each.port for each in listening_sockets()}, cluster)
         for host in range(1, count):
             cluster.start(host)
         yield cluster
