@@ -29,14 +29,14 @@ _TIMES = ("noticed_s", "began_s", "imported_s", "went_on_s")  # from the fault
 
 
 def main() -> int:
-    """Run, and print the tables; return 1 when a promise was broken."""
+    """Run, and print the tables; return 1 when a promise was broken, or when fewer faults happened than were asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--per-host", type=int, default=1, help="workers of a host")
     parser.add_argument("--faults", type=int, default=5)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--replicated", action="store_true", help="stages have two replicas")
-    parser.add_argument("--starts", action="store_true", help="every second fault meets the start after another one")
+    parser.add_argument("--second", type=int, default=0, metavar="N", help="of the faults, those during a recovery")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--copies", action="store_true", help="measure what copies cost, without faults")
     parser.add_argument("--save", action="store_true", help=f"add to {RESULTS.name} beside this file")
@@ -49,22 +49,38 @@ def main() -> int:
             portion["copies"] = measure_copies(args.hosts)
         else:
             draw = random.Random(args.seed)
-            starts = [START[i % len(START)] for i in range(args.faults // 2)] if args.starts else []
-            draw.shuffle(starts)
             how: dict[str, Any] = {
                 "replicated": args.replicated,
-                "starts": starts,
+                "seconds": args.second,
                 "measured": measure(args.hosts * args.per_host),
             }
             outcome = run(args.hosts, args.per_host, args.faults, args.steps, draw, **how)
             faults = [vars(fault) for fault in outcome.faults]
             portion |= {"per_host": args.per_host, "replicated": args.replicated, "start_s": outcome.start_s}
             portion |= {"faults": faults, "problems": outcome.problems, "speeds": outcome.speeds}
+            portion |= {"asked": args.faults, "asked_second": args.second}
+            portion |= {"whole_s": outcome.whole_s, "stood_s": outcome.stood_s}
         if args.save:
             RESULTS.write_text(json.dumps([*saved, portion], indent=1) + "\n", encoding="utf-8")
         saved = [portion]
     print(tables(saved))
-    return 1 if any(portion.get("problems") for portion in saved) else 0
+    lacks = [lack for portion in saved for lack in lacking(portion)]
+    for lack in lacks:
+        sys.stderr.write(f"{lack}\n")
+    return 1 if lacks or any(portion.get("problems") for portion in saved) else 0
+
+
+def lacking(portion: dict[str, Any]) -> list[str]:
+    """Say what a run shows nothing of, because fewer faults happened than were asked; nothing where all did."""
+    if "asked" not in portion:  # of a version that did not note it, or without faults
+        return []
+    faults = portion["faults"]
+    if len(faults) < portion["asked"]:
+        return [f"only {len(faults)} of {portion['asked']} faults happened before the run ended: give it more --steps"]
+    seconds = sum(fault["second"] for fault in faults)
+    if seconds < portion["asked_second"]:
+        return [f"only {seconds} of {portion['asked_second']} faults happened during a recovery: give it more --faults"]
+    return []
 
 
 def tables(portions: list[dict[str, Any]]) -> str:
@@ -96,6 +112,7 @@ def tables(portions: list[dict[str, Any]]) -> str:
         parts.append(f"{len(faults)} faults in {len(runs)} runs, copies every {EVERY} minibatches; a first start takes")
         parts[-1] += f" {starts:.1f} s from process to update; {len(problems)} promises broken"
         parts += [f"- {problem}" for problem in problems]
+        parts += filter(None, map(_standstill, runs))
     speeds: dict[tuple[str, float], list[float]] = {}
     for portion in portions:
         for config, predicted, measured in portion.get("speeds", ()):
@@ -109,6 +126,20 @@ def tables(portions: list[dict[str, Any]]) -> str:
         if "copies" in portion:
             parts.append(tabulate(portion["copies"], headers="keys", tablefmt="github", disable_numparse=True))
     return "\n\n".join(parts)
+
+
+def _standstill(portion: dict[str, Any]) -> str:
+    """Say for how long training stood still in a run, and how many faults it had; empty for older runs."""
+    stood_s = portion.get("stood_s")
+    if not stood_s:
+        return ""
+    faults = portion["faults"]
+    seconds = sum(fault["second"] for fault in faults)
+    share = sum(stood_s) / portion["whole_s"]
+    times = f"{len(stood_s)} times, {sum(stood_s):.0f} s of {portion['whole_s']:.0f} s ({share:.0%})"
+    each = f"median {statistics.median(stood_s):.1f} s, longest {max(stood_s):.1f} s"
+    what = f"seed {portion['seed']}, {portion['hosts']} hosts, {len(faults)} faults, {seconds} of them second ones"
+    return f"{what}: training stood still {times}, {each}"
 
 
 def _counted(phases: Counter[str]) -> str:

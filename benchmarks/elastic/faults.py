@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,6 +68,7 @@ class Fault:
     imported_s: float | None = None  # until that had imported what it needs
     went_on_s: float | None = None  # until the first update
     repeated: int | None = None  # minibatches that were trained again
+    second: bool = False  # during the recovery from the fault before
     paused: bool = False  # this process did not run for seconds: other work had the machine, and times say nothing
 
 
@@ -79,6 +80,8 @@ class Outcome:
     problems: list[str] = field(default_factory=list)  # broken promises
     start_s: float = 0.0  # from the first process to the first update
     speeds: list[tuple[str, float, float]] = field(default_factory=list)  # plan, predicted and measured s/minibatch
+    whole_s: float = 0.0  # from the first update to the last one
+    stood_s: list[float] = field(default_factory=list)  # from the last update before each start to its first one
 
 
 class Update(NamedTuple):
@@ -139,20 +142,21 @@ def reference(plan: Plan, restarts: Sequence[str], steps: int, folder: Path) -> 
     for restart in restarts:
         found = _WENT_ON.search(restart)
         assert found is not None, restart
-        begun.append((int(found[1]), found[2]))
+        first = int(found[1])
+        while begun and begun[-1][0] >= first:  # nothing is left of what that start trained
+            begun.pop()
+        begun.append((first, found[2]))
     losses, evaluations = list[Any](), list[Any]()
     command = [sys.executable, "-m", "planner", "train", str(MODEL), "--plan", "part.json", "--json", *_OFTEN]
     command += ["--checkpoint-every", str(10 * steps), "--checkpoint-folder", "reference", "--resume", "auto"]
     ends = [first for first, _ in begun[1:]] + [steps]
-    for (first, config), end in zip(begun, ends, strict=True):
-        if first == end:
-            continue
+    for (_, config), end in zip(begun, ends, strict=True):
         plans[config].model_copy(update={"smaller": ()}).save(folder / "part.json")
         at_once = {**_environment(), "ELASTIC_AT_ONCE": "1"}
         whole = [*command, "--steps", str(end)]
         done = subprocess.run(whole, cwd=folder, env=at_once, capture_output=True, text=True, check=False)
         if done.returncode:
-            raise RuntimeError(f"the reference under {config} from {first} to {end} failed: {done.stderr}")
+            raise RuntimeError(f"the reference under {config} until {end} failed: {done.stderr}")
         part = json.loads(done.stdout)
         losses += part["losses"]
         evaluations += part["evaluations"]
@@ -162,8 +166,10 @@ def reference(plan: Plan, restarts: Sequence[str], steps: int, folder: Path) -> 
 class Cluster:
     """Hosts that train, each with a `plan train --elastic` of its own."""
 
-    def __init__(self, hosts: Sequence[Host], folder: Path, steps: int, more: Sequence[str] = ()) -> None:
-        self._hosts, self.folder = hosts, folder
+    def __init__(
+        self, hosts: Sequence[Host], folder: Path, steps: int, more: Sequence[str] = (), port: int = PORT
+    ) -> None:
+        self._hosts, self.folder, self._port = hosts, folder, port
         self._command = [
             *(sys.executable, "-m", "planner", "train", str(MODEL), "--plan", "plan.json", "--steps", str(steps)),
             *("--json", "--elastic", f"1:{len(hosts)}", "--hang-timeout", str(HANG_TIMEOUT_S), *more),
@@ -176,7 +182,7 @@ class Cluster:
 
     def start(self, host: int) -> None:
         command = [*self._command, "--copy-folder", str(self.memory(host))]
-        command += ["--rendezvous", f"{self._hosts[self.meets_at].address}:{PORT}"]
+        command += ["--rendezvous", f"{self._hosts[self.meets_at].address}:{self._port}"]
         environment = {**_environment(HOOK), "ELASTIC_HOST": str(host)}
         with (self.folder / f"out-{host}").open("a") as out, (self.folder / f"err-{host}").open("a") as err:
             options = {"env": environment, "cwd": self.folder, "stdout": out, "stderr": err}
@@ -254,13 +260,13 @@ def run(
     draw: random.Random,
     *,
     replicated: bool,
-    starts: Sequence[str] = (),
+    seconds: int = 0,
     measured: Measured | None = None,
 ) -> Outcome:
     """Train with so many faults, and compare the losses with a run that was stopped and resumed at the same places.
 
-    With `starts` a worker is killed again and again, and another fault meets each of these phases of the start after
-    it. Host 0, which has the store where hosts meet, keeps its agent and its link; its workers fail as any others.
+    `seconds` of the faults happen during the recovery from the fault before, in one phase of its start after another.
+    Host 0, which has the store where hosts meet, keeps its agent and its link; its workers fail as any others.
     """
     outcome = Outcome()
     with tempfile.TemporaryDirectory(prefix="elastic-") as name:
@@ -271,17 +277,21 @@ def run(
             campaign = Campaign(found, hosts, plan, draw, outcome)
             if (first := campaign.wait_for(0.0)) is not None:
                 outcome.start_s = first.at_s - first.began_s
-                phases = iter(starts)
+                phases = cycle(draw.sample(START, len(START)))
                 while len(outcome.faults) < faults:
-                    twice = len(outcome.faults) + 1 < faults and draw.random() < 0.3
-                    start = next(phases, None) if starts else draw.choice(START) if twice else None
-                    if not campaign.hit(KILLED if starts else draw.choice(KINDS), start):
+                    left = faults - len(outcome.faults)
+                    due = seconds - sum(fault.second for fault in outcome.faults)
+                    # As likely as of all turns that are left, of one fault or of two, this is one of two.
+                    twice = left > 1 and draw.random() < due / max(left - due, 1)
+                    if not campaign.hit(draw.choice(KINDS), next(phases) if twice else None):
                         break
                 campaign.await_hosts()
             deadline = time.monotonic() + GIVE_UP_S + steps
             while not found.ended and time.monotonic() < deadline:
                 time.sleep(0.1)
-            outcome.speeds = _speeds(found, plan)  # before the reference, which writes its updates there, too
+            # Before the reference, which writes its updates there, too.
+            outcome.speeds = _speeds(found, plan)
+            outcome.whole_s, outcome.stood_s = _standstill(found.updates())
             _check(found, plan, steps, outcome)
     return outcome
 
@@ -341,6 +351,7 @@ class Campaign:
             if (second := self._strike(again or draw.choice(possible), start, host, other=fault.host)) is not None:
                 self._outcome.faults.append(fault)
                 fault, at_s = second
+                fault.second = True
         update = self.wait_for(at_s, fault)
         if update is None:
             if not found.ended:
@@ -435,6 +446,15 @@ class Campaign:
             self._found.link(host, "up")
         self._back_s[host] = time.time()
         del self._away[host]
+
+
+def _standstill(updates: Sequence[Update]) -> tuple[float, list[float]]:
+    """Return the seconds from the first update to the last, and those between two updates with a start in between."""
+    if not updates:
+        return 0.0, []
+    pairs = pairwise(updates)
+    stood_s = [after.at_s - before.at_s for before, after in pairs if after.began_s > before.began_s]
+    return updates[-1].at_s - updates[0].at_s, stood_s
 
 
 def _speeds(found: Cluster, plan: Plan) -> list[tuple[str, float, float]]:

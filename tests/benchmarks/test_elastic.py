@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.elastic.__main__ import tables
+from benchmarks.elastic.__main__ import main, tables
 from benchmarks.elastic.faults import (
     EVERY,
     HANG_TIMEOUT_S,
     KILLED,
     STOPPED,
     Campaign,
+    Fault,
     Outcome,
     cluster,
     reference,
@@ -35,8 +36,38 @@ def test_a_run_that_loses_hosts_computes_what_one_that_is_stopped_and_resumed_do
         pytest.skip(f"no network namespaces here: {cause}")
     assert outcome.problems == []
     assert outcome.faults
+    assert 0 < sum(outcome.stood_s) < outcome.whole_s
     portion = {"faults": [vars(fault) for fault in outcome.faults], "start_s": outcome.start_s, "problems": []}
     assert f"{len(outcome.faults)} faults in 1 runs" in tables([portion])
+
+
+@pytest.mark.parametrize(
+    ("asked", "happened", "says"),
+    [
+        ((2, 0), [], "only 0 of 2 faults happened before the run ended"),
+        ((2, 1), [False, False], "only 0 of 1 faults happened during a recovery"),
+        ((2, 1), [False, True], ""),
+    ],
+)
+def test_a_run_with_fewer_faults_than_were_asked_has_shown_nothing(
+    asked: tuple[int, int],
+    happened: list[bool],
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It said "0 promises broken" after 0 faults, with exit code 0."""
+    faults = [Fault(KILLED, "forward", 1, 20, 3, went_on_s=8.0, repeated=5, second=second) for second in happened]
+    outcome = Outcome(faults, start_s=5.0, whole_s=40.0, stood_s=[8.0] * len(faults))
+    monkeypatch.setattr("benchmarks.elastic.__main__.run", lambda *_, **__: outcome)
+    monkeypatch.setattr("benchmarks.elastic.__main__.measure", lambda _: None)
+    monkeypatch.setattr("sys.argv", ["elastic", "--faults", str(asked[0]), "--second", str(asked[1])])
+    assert main() == (1 if says else 0)
+    answer = capsys.readouterr()
+    assert says in answer.err
+    assert len(answer.err.splitlines()) == (1 if says else 0)
+    if happened:
+        assert "training stood still 2 times, 16 s of 40 s (40%), median 8.0 s, longest 8.0 s" in answer.out
 
 
 @pytest.mark.slow

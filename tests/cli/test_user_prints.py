@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -105,6 +106,17 @@ def test_the_answer_is_alone_on_stdout(arguments: Sequence[str], places: Sequenc
         assert f"printed in {place}" in done.stderr
         assert f"written in {place}" in done.stderr
         assert f"written by the system in {place}" in done.stderr
+
+
+def test_the_answer_of_hosts_that_may_be_lost_is_alone_on_stdout_too(folder: Path) -> None:
+    """The worker that answers is started by a verb, which keeps its own stdout apart."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        place = f"127.0.0.1:{probe.getsockname()[1]}"
+    elastic = ["--elastic", "1:1", "--rendezvous", place, "--copy-folder", str(folder)]
+    done = _plan("train", "model.py", "--steps", "2", "--json", *elastic, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["minibatches"] == 2
+    assert "printed in on_update" in done.stderr
 
 
 def test_who_reads_the_answer_may_leave(folder: Path) -> None:

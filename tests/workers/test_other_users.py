@@ -138,7 +138,7 @@ def test_another_user_cannot_report_a_failure(folder: Path) -> None:
 
 def test_a_run_whose_store_was_written_over_fails_and_says_so(folder: Path) -> None:
     """Who reaches the store can end a run, but neither with success nor with words of his own."""
-    with training(folder) as process:
+    with training(folder, "--steps", str(10 * STEPS)) as process:  # it ends before
         address, port = await_port(process)
         await_training(process, folder)
         assert intrude(address, port, "overwrite")[0] == f"{NOBODY} did overwrite"

@@ -169,6 +169,8 @@ class Copies(Keeper):
                 whole = index_of(self._job, self._data, minibatch, [part for each in reports for part in each.parts])
                 self._memory.complete(folder.name, whole)
                 self._memory.keep([folder.name])
+                if self._recovery.known is not None:
+                    self._recovery.known.tell(self._memory)
         elif self._memory.leads:
             shutil.rmtree(folder, ignore_errors=True)
             if self._rank == 0:

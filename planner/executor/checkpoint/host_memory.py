@@ -6,6 +6,7 @@
             ...
             index.json                    a `Checkpoint`, written when all files were in place on all hosts
             losses.jsonl                  as beside checkpoints, until then
+            start.json                    of the start that made it
         losses.jsonl                      that the run goes on with
         start.json                        a `Start`: who trains at the moment
         fault.json                        a `Fault`, of a start that failed
@@ -27,6 +28,7 @@ from uuid import uuid4
 
 import torch
 import torch.distributed as dist
+from pydantic import Field
 
 from planner.errors import InputError
 from planner.executor.checkpoint.folders import INDEX, STEP, Checkpoint, StagePart
@@ -53,6 +55,7 @@ class Start(Record):
 
     number: int = 0
     hosts: Mapping[str, str]  # their names by their identities
+    places: Mapping[str, str] = Field(default_factory=dict)  # and those of their memories
     first: int  # minibatch that it began with
     events: tuple[str, ...] = ()  # what happened so far, a sentence each
     vain: int = 0  # starts before it that began with the same minibatch on the same hosts
@@ -88,6 +91,11 @@ class HostMemory:
         """Whether this worker writes and sends for its host."""
         return os.environ.get("LOCAL_RANK", "0") == "0"
 
+    @property
+    def place(self) -> str:
+        """Where this memory is; the same after it was emptied."""
+        return f"{socket.gethostname()} {self.folder.absolute()}"
+
     def make(self) -> None:
         """Make the folder, for this user alone; raise InputError where it cannot be made, or another user has made it.
 
@@ -122,14 +130,27 @@ class HostMemory:
         paths = self.folder.glob(f"{STEP}*/{INDEX}")
         return {path.parent.name: Checkpoint.model_validate_json(path.read_text("utf-8")) for path in paths}
 
+    def whole_copies(self) -> list[str]:
+        """Return the folders of complete copies, whose files other hosts may have."""
+        return sorted(path.parent.name for path in self.folder.glob(f"{STEP}*/{INDEX}"))
+
     def complete(self, name: str, index: Checkpoint) -> None:
-        """Call a copy complete whose files are there, with the losses until then."""
+        """Call a copy complete whose files are there, with the losses until then and the start that made it."""
         shutil.copy(self.folder / LOSSES, self.folder / name)
+        shutil.copy(self._file(Start), self.folder / name)
         save_record(index, self.folder / name / INDEX)
 
-    def go_on_from(self, name: str, index: Checkpoint) -> None:
+    def makers(self) -> dict[str, Start]:
+        """Return the starts that made the complete copies, by the folders of these; older versions noted none."""
+        paths = {name: self.folder / name / self._file(Start).name for name in self.whole_copies()}
+        noted = {name: path for name, path in paths.items() if path.exists()}
+        return {name: Start.model_validate_json(path.read_text("utf-8")) for name, path in noted.items()}
+
+    def go_on_from(self, name: str, index: Checkpoint, maker: Start | None) -> None:
         """Take the losses of a copy for those so far, and remove what was copied after it."""
         shutil.copy(self.folder / name / LOSSES, self.folder)
+        if maker is not None:
+            save_record(maker, self.folder / name / self._file(Start).name)
         save_record(index, self.folder / name / INDEX)
         self.keep([each for each in self.copies() if each <= name])
 

@@ -10,14 +10,13 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated
+from pathlib import Path
 
 import torch.distributed as dist
-from pydantic import Field
 from torch.distributed import Store  # type: ignore[attr-defined]  # exported by a star import
 
 from planner.errors import InputError
-from planner.executor.checkpoint.folders import STEP, Checkpoint, SavedCheckpoint
+from planner.executor.checkpoint.folders import Checkpoint, SavedCheckpoint, load_checkpoint, resolve
 from planner.executor.checkpoint.host_memory import (
     FOR_EVER,
     Fault,
@@ -27,6 +26,13 @@ from planner.executor.checkpoint.host_memory import (
     allocate,
     exchange_files,
     files_of,
+)
+from planner.executor.checkpoint.known_copies import (
+    CopyName,
+    KnownCopies,
+    await_holders,
+    count_start,
+    minibatch_of,
 )
 from planner.executor.communication.control import control_group, join_group, message_timeout, share
 from planner.executor.observe.run_log import FILE as LOSSES
@@ -39,8 +45,6 @@ from planner.workers.place import own_seat
 
 _TRIES = 5  # starts in a row that may end before the next copy
 _ENDED, _LEFT, _IDLE_S = "elastic/ended", "elastic/left", 0.2
-# Other hosts tell the names of copies, and this one makes folders by them: none is a path.
-_CopyName = Annotated[str, Field(pattern=rf"^{STEP}[0-9]+-[0-9]+$")]
 _Copies = Mapping[int, "_Held"]  # what hosts have, by the worker that speaks for each
 
 
@@ -49,8 +53,10 @@ class _Held(Record):
 
     identity: str
     name: str
+    place: str
     copies: dict[str, dict[str, int]]  # bytes of files, by copy and name
-    indices: dict[_CopyName, Checkpoint]  # of copies that were complete
+    indices: dict[CopyName, Checkpoint]  # of copies that were complete
+    makers: dict[CopyName, Start]  # the starts that made them
     last: Start | None
     fault: Fault | None
 
@@ -66,51 +72,114 @@ class Recovery:
     saved: SavedCheckpoint | None  # of this worker's stages
     servers: Sequence[int]  # of all workers, also those that the plan has no use for
     store: Store  # of all workers: that of the group which trains has keys of its own
+    known: KnownCopies | None  # what all hosts have told, where this worker speaks for its host
 
 
 def recover(job: Job, heartbeat: Heartbeat) -> Recovery:
     """Meet all workers, choose the state to go on from, and bring its files to the hosts that need them.
 
+    Where hosts that are not there have a newer one, wait for them first; when one comes, this process is ended.
+
     Raise InputError when the run does not get on: then a further start would not help.
     """
-    memory, own = HostMemory.of(job), ""
+    memory = HostMemory.of(job)
     heartbeat.enter("meeting the other hosts", meeting=True)
     store = worker_store(message_timeout(job.run_options.hang_timeout_s))
     seats = exchange(store, own_seat())
     join_group(FOR_EVER)
     group = control_group()
-    if memory.leads:
-        identity, name = memory.identity()
-        copies, indices = memory.copies(), memory.indices()
-        last, fault = memory.read(Start), memory.read(Fault)
-        held = _Held(identity=identity, name=name, copies=copies, indices=indices, last=last, fault=fault)
-        own = held.model_dump_json()
+
     heartbeat.enter("looking for copies of the state", meeting=True)
-    hosts = {rank: _Held.model_validate_json(text) for rank, text in enumerate(share(own, group)) if text}
-    indices = {name: index for held in hosts.values() for name, index in held.indices.items()}
-    chosen = next((name for name in sorted(indices, reverse=True) if _is_left(name, indices[name], hosts)), None)
-    saved, first = None, 0
+    known = KnownCopies.of(job) if memory.leads else None
+    hosts = _share_held(memory, known, group)
+    chosen = _newest_left(hosts)
+    places = [held.place for held in hosts.values()]
+    lacking = await_holders(known, partial(_newest_minibatch, job, chosen), places, heartbeat)
+    counted = count_start(known)
+
+    servers = [seat.server for seat in seats]
+    saved, first, maker = None, 0, None
     if chosen is not None:
-        index, wanted = indices[chosen], dict[int, set[str]]()  # layers of each host
-        leaders = {seats[rank].server: rank for rank in hosts}
-        for stage in job.plan.stages:
-            for rank in stage.ranks:
-                wanted.setdefault(leaders[seats[rank].server], set()).update(stage.layers)
-        transfers = list(_missing(chosen, index, wanted, hosts))
-        moves = partial(heartbeat.enter, "fetching the state from other hosts")
-        moves()
-        allocate(memory.folder / chosen, transfers)
-        exchange_files(memory.folder / chosen, transfers, group, moves)
-        if memory.leads and dist.get_rank() in wanted:
-            memory.go_on_from(chosen, index)
-        layers = {layer for stage in job.plan.stages if dist.get_rank() in stage.ranks for layer in stage.layers}
-        parts = index.model_copy(update={"parts": index.parts_with(layers)})
-        saved, first = SavedCheckpoint(memory.folder / chosen, parts), index.minibatch
-    start, what, since_s = _history(hosts.values(), first)
+        maker = next((held.makers[chosen] for held in hosts.values() if chosen in held.makers), None)
+        saved = _fetch(job, chosen, maker, hosts, servers, memory, heartbeat)
+        first = saved.index.minibatch
+        if known is not None:
+            known.tell(memory)
+    start, what, since_s = _history(hosts.values(), first, maker, counted)
+    what = "; ".join(filter(None, (what, lacking)))
     dist.barrier(group)
     dist.destroy_process_group()
     os.environ["WORLD_SIZE"] = str(job.plan.workers)
-    return Recovery(memory, start, what, since_s, saved, [seat.server for seat in seats], store)
+    return Recovery(memory, start, what, since_s, saved, servers, store, known)
+
+
+def _share_held(memory: HostMemory, known: KnownCopies | None, group: dist.ProcessGroup) -> _Copies:
+    """Return what each host has, once all have told it in the store of the run, too."""
+    own = ""
+    if known is not None:
+        identity, name = memory.identity()
+        held = _Held(
+            identity=identity,
+            name=name,
+            place=memory.place,
+            copies=memory.copies(),
+            indices=memory.indices(),
+            makers=memory.makers(),
+            last=memory.read(Start),
+            fault=memory.read(Fault),
+        )
+        known.tell(memory)
+        if held.last is not None:
+            known.tell_of_others(memory, held.last)
+        own = held.model_dump_json()
+    return {rank: _Held.model_validate_json(text) for rank, text in enumerate(share(own, group)) if text}
+
+
+def _newest_left(hosts: _Copies) -> str | None:
+    """Return the newest copy of which these hosts have all files."""
+    indices = {name: index for held in hosts.values() for name, index in held.indices.items()}
+    return next((name for name in sorted(indices, reverse=True) if _is_left(name, indices[name], hosts)), None)
+
+
+def _newest_minibatch(job: Job, chosen: str | None) -> int:
+    """Return the minibatch with which a start begins: that of a copy, or of the checkpoint on disk if it is newer."""
+    options = job.checkpoints
+    path = None
+    if options.every is not None or options.resume is not None:
+        path = resolve(options.resume, Path(options.folder), writes=options.every is not None)
+    on_disk = 0 if path is None else load_checkpoint(path).index.minibatch
+    return max(on_disk, 0 if chosen is None else minibatch_of(chosen))
+
+
+def _fetch(
+    job: Job,
+    chosen: str,
+    maker: Start | None,
+    hosts: _Copies,
+    servers: Sequence[int],
+    memory: HostMemory,
+    heartbeat: Heartbeat,
+) -> SavedCheckpoint:
+    """Bring the files of a copy to the hosts that need them; return those of this worker's stages."""
+    rank = dist.get_rank()
+    index = next(held.indices[chosen] for held in hosts.values() if chosen in held.indices)
+    leaders = {servers[leader]: leader for leader in hosts}
+    wanted = dict[int, set[str]]()  # layers of each host
+    for stage in job.plan.stages:
+        for member in stage.ranks:
+            wanted.setdefault(leaders[servers[member]], set()).update(stage.layers)
+
+    transfers = list(_missing(chosen, index, wanted, hosts))
+    moves = partial(heartbeat.enter, "fetching the state from other hosts")
+    moves()
+    allocate(memory.folder / chosen, transfers)
+    exchange_files(memory.folder / chosen, transfers, control_group(), moves)
+    if memory.leads and rank in wanted:
+        memory.go_on_from(chosen, index, maker)
+
+    layers = {layer for stage in job.plan.stages if rank in stage.ranks for layer in stage.layers}
+    parts = index.model_copy(update={"parts": index.parts_with(layers)})
+    return SavedCheckpoint(memory.folder / chosen, parts)
 
 
 def _is_left(copy: str, index: Checkpoint, hosts: _Copies) -> bool:
@@ -133,12 +202,19 @@ def _missing(copy: str, index: Checkpoint, wanted: Mapping[int, set[str]], hosts
                 yield Transfer(name, size_bytes, having[turn % len(having)], receiver)
 
 
-def _history(hosts: Collection[_Held], first: int) -> tuple[Start, str, float | None]:
-    """Say what happened since the last start, and when; raise InputError when nothing is gained by another start."""
+def _history(
+    hosts: Collection[_Held], first: int, maker: Start | None, counted: int
+) -> tuple[Start, str, float | None]:
+    """Say what happened since the last start, and when; raise InputError when nothing is gained by another start.
+
+    `maker` is the start that made the copy to go on from. `counted` are the starts before this one that the store of
+    the run knows of, also those on other hosts.
+    """
     now = {held.identity: held.name for held in hosts}
+    places = {held.identity: held.place for held in hosts}
     last = max((held.last for held in hosts if held.last is not None), key=lambda each: each.number, default=None)
     if last is None:
-        return Start(hosts=now, first=first), "", None
+        return Start(number=counted, hosts=now, places=places, first=first), "", None
     noted = [held.fault for held in hosts if held.fault is not None and held.fault.start == last.number]
     faults = sorted(noted, key=lambda fault: fault.at_s)
     cause = f" ({faults[0].message})" if faults else ""
@@ -151,7 +227,15 @@ def _history(hosts: Collection[_Held], first: int) -> tuple[Start, str, float | 
     if vain >= _TRIES:
         problem = f"the last {_TRIES} starts ended before the first copy after minibatch {first}{cause}"
         raise InputError(problem, hint="look for the reason there, or copy more often with a smaller `copy_every`")
-    start = Start(number=last.number + 1, hosts=now, first=first, events=last.events, vain=vain)
+    events = last.events
+    if maker is not None and maker.number < last.number and last.first < first:
+        # The copy came with hosts that were not there when the last start began, with an older state.
+        events = maker.events
+        what = f"{what}; what was trained from minibatch {last.first} on since that copy counts no more"
+
+    # No two starts have one number, or else their copies would have one name.
+    number = max(last.number + 1, counted)
+    start = Start(number=number, hosts=now, places=places, first=first, events=events, vain=vain)
     return start, what, faults[0].at_s if faults else None
 
 

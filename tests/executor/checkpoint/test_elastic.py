@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from datetime import timedelta
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported
 import planner
 from planner.api.running import check_elastic
 from planner.errors import InputError, PlanError
+from planner.executor.checkpoint import known_copies
 from planner.executor.checkpoint.folders import after_torchrun_restart
 from planner.executor.checkpoint.recovery import await_end, recover
 from planner.executor.run.train import train_worker
@@ -32,6 +34,7 @@ from tests.executor.processes import _ENVIRONMENT, TIMEOUT_S, _warm, run_jobs, r
 from tests.samples import layer, profile
 
 SEED, EVERY, STEPS = 3, 5, 24
+AWAITED_S = 4.0  # for holders of a newer copy
 # Has a schedule of rates. Fails once, on the worker with the loss: after a minibatch that the test names, when the copy
 # before it is complete on so many hosts.
 FAILS = """
@@ -70,7 +73,8 @@ def start(job: Job, hosts: Sequence[int], folder: Path, per_host: int = 1) -> Tr
         place = {"RANK": rank, "LOCAL_RANK": rank % per_host, "GROUP_RANK": rank // per_host}
         variables = os.environ | _ENVIRONMENT | {name: str(value) for name, value in (common | place).items()}
         memory = str(folder / f"memory-{hosts[rank // per_host]}")
-        own = job.model_copy(update={"elastic": ElasticOptions(**vars(job.elastic) | {"copy_folder": memory})})
+        options = vars(job.elastic) | {"copy_folder": memory, "rendezvous": f"127.0.0.1:{store.port}"}
+        own = job.model_copy(update={"elastic": ElasticOptions(**options)})
         arguments = (own.model_dump_json(), str(result), variables, str(folder / "workers.log"))
         workers.append(_warm().Process(target=_work, args=arguments, daemon=True))
     run_to_end(workers, folder / "workers.log", may_fail=True)
@@ -83,7 +87,8 @@ def _work(text: str, result_path: str, variables: dict[str, str], log: str) -> N
     with Path(log).open("a", encoding="utf-8") as file, redirect_stdout(file), redirect_stderr(file):
         try:
             job, heartbeat = Job.model_validate_json(text), Heartbeat()
-            recovery = recover(job, heartbeat)
+            with patch.object(known_copies, "AWAITED_S", AWAITED_S):
+                recovery = recover(job, heartbeat)
             if int(os.environ["RANK"]) >= job.plan.workers:
                 await_end(recovery.store)
                 return
@@ -180,6 +185,43 @@ def test_hosts_come_back_and_what_is_retrained_is_in_the_log_once(tmp_path: Path
         "the workers were started again",
     ]
     assert losses(result) == resumed(path, (plans[0], plans[1], plans[0]), (5, 15, STEPS), tmp_path)
+
+
+@pytest.mark.slow
+def test_a_host_alone_waits_for_those_with_the_rest_of_its_newest_copy_and_then_goes_on_without(tmp_path: Path) -> None:
+    """What the memory of one host of three has of a copy is no state: it began anew at once."""
+    path = model_in(tmp_path, "language", "momentum")
+    costs = structural_profile(path, 4)
+    whole, left = (make_plan(costs, (1,) * count, "1f1b-flush", 6) for count in (3, 1))
+    fail_at(tmp_path, 13)
+    assert start(job_of(path, whole), range(3), tmp_path) is None
+    result = start(job_of(path, left), [0], tmp_path)
+    assert result is not None, (tmp_path / "workers.log").read_text("utf-8")
+    name = os.uname().nodename
+    newer = f"the copy after minibatch 10, which hosts {name}, {name} had"
+    waits = f"{newer}, is newer than what this start can begin with (minibatch 0): it waits up to 4 s for them"
+    assert waits in (tmp_path / "workers.log").read_text("utf-8")
+    (event,) = result.restarts
+    what = f"lost hosts {name}, {name}; {newer}, was waited for in vain"
+    assert event.startswith(f"{what}: training goes on from minibatch 0 with the plan 1,")
+    assert losses(result) == resumed(path, (left,), (STEPS,), tmp_path)
+
+
+@pytest.mark.slow
+def test_what_a_host_trained_alone_counts_no_more_when_others_come_with_a_newer_copy(tmp_path: Path) -> None:
+    path = model_in(tmp_path, "language", "momentum")
+    costs = structural_profile(path, 4)
+    whole, left = (make_plan(costs, (1,) * count, "1f1b-flush", 6) for count in (3, 1))
+    fail_at(tmp_path, 13)
+    assert start(job_of(path, whole), range(3), tmp_path) is None
+    fail_at(tmp_path, 8, hosts=1)
+    assert start(job_of(path, left), [0], tmp_path) is None  # from minibatch 0 on, until after a copy
+    result = start(job_of(path, whole), (1, 0, 2), tmp_path)
+    assert result is not None, (tmp_path / "workers.log").read_text("utf-8")
+    (event,) = result.restarts
+    assert "; what was trained from minibatch 0 on since that copy counts no more: training goes on from" in event
+    assert result.first_minibatch == 10
+    assert losses(result) == resumed(path, (whole, whole), (10, STEPS), tmp_path)
 
 
 @pytest.mark.slow
