@@ -38,7 +38,10 @@ SHAPES = {"two stages": ("--stages", "2"), "two replicas": ("--stages", "1", "--
 NOISE = 1e-7  # of the first weights of a second plain loop, whose difference is that of rounding
 ROUNDING, FACTOR = 1e-4, 10  # differences that are rounding: at most this, or so many times those of noise
 
-Outcome = Literal["equal", "differs", "refused", "failed", "timed out"]
+# BatchNorm's, which are those of the first replica's microbatches: `plan profile` and `plan train` say so in a line.
+STATISTICS = ("running_mean", "running_var")
+
+Outcome = Literal["equal", "equal but statistics", "differs", "refused", "failed", "timed out"]
 
 
 @dataclass(frozen=True)
@@ -165,6 +168,7 @@ class Row:
     plain_last_loss: float | None = None
     loss_difference: float | None = None  # the largest, relative
     weight_difference: float | None = None  # of all weights, relative to what training changed
+    statistics_difference: float | None = None  # of BatchNorm's running statistics, likewise
     noise_difference: float | None = None  # of the weights of two plain loops, the second disturbed
     worst_difference: float | None = None  # of the tensor that differs most, relative to it
     worst_tensor: str = ""
@@ -287,14 +291,18 @@ def _trained(
     trained = load_file(weights)
     worst, worst_tensor = _worst(trained, plain.after)
     weight_difference = _of_training(trained, plain)
-    equal = max(loss_difference, weight_difference) <= max(ROUNDING, FACTOR * noise)
+    statistics_difference = _of_training(trained, plain, statistics=True)
+    tolerance = max(ROUNDING, FACTOR * noise)
+    outcome: Outcome = "equal" if max(loss_difference, weight_difference) <= tolerance else "differs"
+    if outcome == "equal" and statistics_difference > tolerance:
+        outcome = "equal but statistics"
 
     profile = json.loads((folder / "profile.json").read_text())
     mean = profile["loss"]
     return Row(
         model,
         shape,
-        "equal" if equal else "differs",
+        outcome,
         source_of(model),
         layers=len(profile["layers"]),
         loss_mean="not known" if mean is None else _mean(mean),
@@ -303,6 +311,7 @@ def _trained(
         plain_last_loss=plain.losses[-1],
         loss_difference=loss_difference,
         weight_difference=weight_difference,
+        statistics_difference=statistics_difference,
         noise_difference=noise,
         worst_difference=worst,
         worst_tensor=worst_tensor,
@@ -346,11 +355,12 @@ def _numbers(state: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def _of_training(trained: dict[str, Tensor], plain: Finished) -> float:
-    """Return the norm of the difference of all weights, relative to what training changed."""
+def _of_training(trained: dict[str, Tensor], plain: Finished, *, statistics: bool = False) -> float:
+    """Return the norm of the difference of all weights, or statistics, relative to what training changed."""
     after, before, mine = map(_numbers, (plain.after, plain.before, trained))
-    apart = sum(float((mine[name] - value).square().sum()) for name, value in after.items())
-    moved = sum(float((before[name] - value).square().sum()) for name, value in after.items())
+    names = [name for name in after if name.endswith(STATISTICS) == statistics]
+    apart = sum(float((mine[name] - after[name]).square().sum()) for name in names)
+    moved = sum(float((before[name] - after[name]).square().sum()) for name in names)
     return float((apart / max(moved, 1e-30)) ** 0.5)
 
 
