@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections import Counter
 
 import pytest
 
 # pytest-xdist gives its workers a terminal of 80 columns, in which tables are shorter than in a file.
 os.environ.pop("COLUMNS", None)
+# Shells let what they run in the background ignore Ctrl-C, and so would all processes that tests start and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

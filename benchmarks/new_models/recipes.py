@@ -142,8 +142,8 @@ CASES = {
     "residual_vq": Case(
         "vector_quantize_pytorch",
         "AdamW, cosine after warm-up",
-        "codebooks change in forward, in blocks",
-        divided=True,
+        "codebooks change in forward, in blocks: whole minibatches",
+        microbatches=1,
     ),
     "molecule": Case("egnn_pytorch", "Adam, CosineAnnealingLR", "masked atoms"),
     "diff_pool": Case("torch_geometric", "Adam, StepLR", "losses of whole batches", microbatches=1),

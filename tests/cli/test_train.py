@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -178,6 +179,20 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+_LONG_RUNS: list[subprocess.Popen[str]] = []
+
+
+@pytest.fixture(autouse=True)
+def end_long_runs() -> Iterator[None]:
+    """End the runs that a failed test leaves."""
+    yield
+    while _LONG_RUNS:
+        process = _LONG_RUNS.pop()
+        if process.poll() is None:
+            process.terminate()
+            process.communicate(timeout=TIMEOUT_S)
+
+
 def start_long_run(
     folder: Path, *arguments: str, plan: str = "plan.json", until: int = 3
 ) -> tuple[subprocess.Popen[str], list[int]]:
@@ -186,6 +201,7 @@ def start_long_run(
         [sys.executable, "-m", "planner", "train", "model.py", "--plan", plan, "--steps", "100000000", *arguments],
         cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
+    _LONG_RUNS.append(process)
     deadline = time.monotonic() + 4 * TIMEOUT_S
     workers = load_plan(folder / plan).workers
     while time.monotonic() < deadline and process.poll() is None:

@@ -24,7 +24,8 @@ class RefuseForeignWeights(TorchFunctionMode):
         super().__init__()
         # What is in a Python list of the model is never trained, as in PyTorch: a warning says so.
         listed = [module for _, _, modules in unregistered_modules(model) for module in modules]
-        self._known = {id(parameter) for module in (model, *listed) for parameter in module.parameters()}
+        modules = (model, *listed)
+        self._known = {id(tensor) for module in modules for tensor in (*module.parameters(), *module.buffers())}
         self._made = WeakIdKeyDictionary()  # within, as x.detach().requires_grad_() is
 
     def __torch_function__(
