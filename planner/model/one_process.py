@@ -38,6 +38,19 @@ _PREFIXES = ("TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_", "PMIX_")
 @contextmanager
 def as_one_process() -> Iterator[None]:
     """Let this thread see neither variables of workers nor a process group."""
+    with without_process_group():
+        environment = _Environment(os.environ, threading.get_ident())
+        with patch.object(os, "environ", environment):
+            yield
+
+
+@contextmanager
+def without_process_group() -> Iterator[None]:
+    """Let this thread see no process group.
+
+    Modules that find one when they are made, as those of codebooks do, communicate in forward: with ranks that have
+    other layers, or other microbatches, and never answer.
+    """
     thread = threading.get_ident()
     with _ONE_AT_A_TIME, ExitStack() as replaced:
         is_initialized = dist.is_initialized
@@ -45,7 +58,6 @@ def as_one_process() -> Iterator[None]:
         def is_initialized_elsewhere() -> bool:
             return threading.get_ident() != thread and is_initialized()
 
-        replaced.enter_context(patch.object(os, "environ", _Environment(os.environ, thread)))
         for module in (dist, dist.distributed_c10d):
             replaced.enter_context(patch.object(module, "is_initialized", is_initialized_elsewhere))
         yield

@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from planner.errors import ModelFileError, PlannerError, reason_of
 from planner.model.batch import Batch, collate, make_batch
 from planner.model.generators import seeded
+from planner.model.one_process import without_process_group
 from planner.model.options import LossFunction
 from planner.model.samples import check_first_dimensions
 
@@ -274,7 +275,8 @@ class TrainingSpec:
 
     def build_model(self) -> nn.Module:
         """Return a new model, initialised from PyTorch's generator."""
-        model: nn.Module = self._call("build_model")
+        with without_process_group():
+            model: nn.Module = self._call("build_model")
         return model
 
     def lengths(self) -> dict[str, tuple[int, int]]:

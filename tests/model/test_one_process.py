@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 from planner.model.one_process import as_one_process
+from planner.model.spec import load_model_file
 from planner.profiler.step.counters import fake_group
 
 
@@ -82,3 +84,37 @@ def test_it_ends_with_an_error() -> None:
     with pytest.raises(ZeroDivisionError):
         fail()
     assert os.environ["RANK"] == "1"
+
+
+# Decides when it is made whether to communicate in forward, as modules with codebooks do.
+SYNCHRONISED = """
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+class Net(nn.Linear):
+    def __init__(self):
+        super().__init__(2, 2)
+        self.communicates = dist.is_initialized() and dist.get_world_size() > 1
+
+
+def build_model():
+    return Net()
+
+
+def example_batch(size):
+    return torch.zeros(size, 2), torch.zeros(size, 2)
+
+
+loss = nn.functional.mse_loss
+"""
+
+
+def test_a_model_is_made_without_a_process_group(tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(SYNCHRONISED, encoding="utf-8")
+    spec = load_model_file(path)
+    with fake_group(2):
+        assert not spec.build_model().communicates
+        assert spec.functions["build_model"]().communicates
