@@ -15,8 +15,10 @@ from torch.utils.hooks import RemovableHandle
 
 from planner.executor.communication.gradients import GradientAverager, WholeBucket, chunks
 from planner.executor.communication.messages import SCALE
+from planner.executor.observe.replica_buffers import ReplicaBuffers
 from planner.executor.run.context import HeldStage, PipelineContext
 from planner.executor.run.loss_check import Reading
+from planner.executor.run.stages import accepts_divided_loss
 from planner.executor.stage.split_backward import WeightGradients, input_gradients
 from planner.executor.stage.versions import WeightVersions
 from planner.model.capture.graph import LOSS
@@ -52,6 +54,9 @@ class StageReplica:
         self._with_gradient = {
             of: [spec.name for spec in specs if spec.requires_grad] for (of, own), specs in ends if own == self.index
         }
+        self._replica_buffers = None
+        if replicas is not None and not accepts_divided_loss(context.job):
+            self._replica_buffers = ReplicaBuffers(stage.module, stage.number)
         self._averager = None
         self._ddp: DistributedDataParallel | None = None
         if replicas is not None and context.job.baseline is not None:
@@ -101,6 +106,8 @@ class StageReplica:
         self.module.set_random_key(self._context.job.seed, unit.minibatch, self._data.numbered(unit).microbatch)
         with self.versions.stashed(unit):
             record.outputs = run(batch, record.received)
+        if self._replica_buffers is not None:
+            self._replica_buffers.check(unit.minibatch)
         record.loss = record.outputs.pop(LOSS, None)
         if record.loss is not None and self._loss_check is not None:
             self._loss_check.see(unit, self._own_units(unit.minibatch), batch, record.outputs, record.loss)

@@ -214,11 +214,17 @@ class _Making:
         self._seed()
 
 
+def accepts_divided_loss(job: Job) -> bool:
+    """Return whether the user takes what parts of a minibatch give for what the whole would."""
+    loss = job.plan.loss
+    return job.options.accept_divided_loss or (loss is not None and loss.accepted)
+
+
 def divides_loss(job: Job) -> bool:
     """Return whether the losses of parts of a minibatch must add up to its own, and the user accepts no other."""
     plan = job.plan
-    accepted = job.options.accept_divided_loss or (plan.loss is not None and plan.loss.accepted)
-    return plan.schedule.divides and sample_parts(plan) * plan.microbatches > 1 and not accepted
+    parts = sample_parts(plan) * plan.microbatches
+    return plan.schedule.divides and parts > 1 and not accepts_divided_loss(job)
 
 
 def tensor_group(plan: Plan, rank: int) -> "TensorGroup | None":

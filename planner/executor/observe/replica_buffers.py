@@ -1,0 +1,60 @@
+"""Notice buffers that forward() changes in a stage that several workers replicate.
+
+Each replica sees a part of the samples alone, so a count of steps, a codebook or a moving average is another on each,
+and none is that of one process. Nothing that replicas exchange would tell. The statistics of BatchNorm are left out: in
+training nothing reads them, and `plan train` says in a line what they are.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from planner.errors import ModelFileError
+
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+_HINT = (
+    "give the stage to one worker: plan price --stages 2 makes a plan without replicas; or let each replica have "
+    "buffers of its own with `accept_divided_loss`"
+)
+
+
+@dataclass
+class _Seen:
+    buffer: Tensor
+    version: int  # as PyTorch counts changes in place
+    values: Tensor  # on the CPU
+
+
+class ReplicaBuffers:
+    """Watches the buffers of a stage's module."""
+
+    def __init__(self, module: nn.Module, stage: int) -> None:
+        self._module, self._stage = module, stage
+        self._seen = {
+            name: _Seen(buffer, buffer._version, buffer.detach().to("cpu", copy=True))
+            for name, buffer in module.named_buffers()
+            if name.rpartition(".")[2] not in _STATISTICS
+        }
+
+    def check(self, minibatch: int) -> None:
+        """Raise ModelFileError where the forward of a minibatch has changed a buffer.
+
+        One that has another shape now is left alone: a table that grows with the length of samples.
+        """
+        if not self._seen:
+            return
+        for name, buffer in self._module.named_buffers():
+            seen = self._seen.get(name)
+            if seen is None or (buffer is seen.buffer and buffer._version == seen.version):
+                continue
+            seen.buffer, seen.version = buffer, buffer._version
+            if buffer.shape == seen.values.shape and not _are_equal(seen.values, buffer.detach().cpu()):
+                raise ModelFileError(
+                    f"forward() changes the buffer '{name}' in minibatch {minibatch}, and each replica of stage "
+                    f"{self._stage} would have another, made of the samples that it sees",
+                    hint=_HINT,
+                )
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    return bool(((one == other) | ((one != one) & (other != other))).all())
