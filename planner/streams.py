@@ -9,7 +9,8 @@ def prepare_streams() -> None:
     """Make stdin, stdout and stderr usable before anything is printed or opened.
 
     A stream that is closed leads nowhere from now on, also in the processes that this one starts. Otherwise the next
-    file that is opened has its number, and gets what others print. A character that a stream cannot encode is shown by its escape in Python.
+    file that is opened has its number, and gets what others print. A character that a stream cannot encode is shown by
+    its escape in Python.
     """
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # not a notebook's or a test's
