@@ -24,9 +24,11 @@ def prepare_streams() -> None:
         os.set_inheritable(nowhere, True)
         nowhere = os.dup(nowhere)
     os.close(nowhere)
-    sys.stdin = sys.stdin or _stream(0, "r")
-    sys.stdout = sys.stdout or _stream(1, "w")
-    sys.stderr = sys.stderr or _stream(2, "w")
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is None:
+            stream = _stream(number, mode)
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)  # by which a stream that somebody put in its place is known
 
 
 def _stream(number: int, mode: str) -> TextIO:

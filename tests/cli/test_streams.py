@@ -68,6 +68,15 @@ def on_update(minibatch, loss, metrics):
 SCRIPT = "import planner; planner.train('model.py', planner.load_plan('plan.json'), steps=2)"
 
 
+@pytest.mark.parametrize("closed", ["2>&-", "<&- 2>&-"])
+def test_what_a_model_file_starts_prints_nothing_amid_an_answer(tmp_path: Path, closed: str) -> None:
+    prints = "import os\nos.system('echo printed')\n"
+    write_model(tmp_path, "convolutional", "sgd", more=prints).rename(tmp_path / "model.py")
+    done = run(tmp_path, f"$PLAN profile model.py --estimate --batch-size 4 --json {closed}")
+    assert done.returncode == 0
+    assert json.loads(done.stdout)["layers"]
+
+
 @pytest.mark.timeout(4 * TIMEOUT_S)
 @pytest.mark.parametrize("command", ["$PLAN train model.py --steps 2", f'{sys.executable} -c "{SCRIPT}"'])
 def test_workers_of_a_process_with_closed_streams_train(tmp_path: Path, command: str) -> None:
