@@ -15,9 +15,9 @@ from typing import Any, NoReturn
 
 from planner.cli import profile, solve, train, views
 from planner.cli.output import as_flags, print_complaint, try_outputs
-from planner.cli.results import answered, results_apart
-from planner.cli.streams import prepare_streams
+from planner.cli.results import answered, begin_command, results_apart
 from planner.errors import InputError, PlannerError, did_you_mean
+from planner.streams import prepare_streams
 from planner.terminal import PrintableFormatter, printable
 
 # In the order in which help lists them.
@@ -100,12 +100,13 @@ def build_parser() -> Parser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command, with the process's arguments or those given, and return its exit code."""
     prepare_streams()
+    begin_command()
     try:
         code = _run(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
         return code
     except BrokenPipeError:  # who reads stdout has left, as in `plan show | head`; the interpreter flushes at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _leave_stdout()
         return 1
 
 
@@ -132,14 +133,31 @@ def _run(arguments: list[str]) -> int:
         failure = _failure(error)
         code = INTERRUPTED if isinstance(error, KeyboardInterrupt) else failure.exit_code
         # The answer of workers is that of all, after restarts. What fails after the answer adds none to it.
-        if as_json and "RANK" not in os.environ and not answered():
-            told = {"error": as_flags(failure.message), "hint": as_flags(failure.hint), "exit_code": code}
-            print(json.dumps(told, indent=1))
-        sys.stdout.flush()  # results printed before the failure come before the message
+        told = as_json and "RANK" not in os.environ and not answered()
+        _finish_stdout(failure, code, as_json=told)  # what was printed before the failure comes before the message
         if verbose:
             sys.stderr.write(printable(traceback.format_exc()))
         print_complaint("error", failure.message, failure.hint)
         return code
+
+
+def _finish_stdout(failure: PlannerError, code: int, *, as_json: bool) -> None:
+    """Write all that is to be on stdout, with the failure as JSON; nothing where stdout takes no more.
+
+    The failure is told on stderr then, and may be that of stdout itself: its disk is full.
+    """
+    try:
+        if as_json:
+            told = {"error": as_flags(failure.message), "hint": as_flags(failure.hint), "exit_code": code}
+            print(json.dumps(told, indent=1))
+        sys.stdout.flush()
+    except OSError:
+        _leave_stdout()
+
+
+def _leave_stdout() -> None:
+    """Let stdout lead nowhere: the interpreter flushes it at exit, and would fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _unknown(parser: Parser, verb: str, unknown: Sequence[str]) -> InputError:

@@ -10,14 +10,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from typing import TextIO
 
-from planner.cli.streams import encodable_json
+from planner.streams import encodable_json
 from planner.terminal import printable, printable_json
 
 _STDOUT, _STDERR = 1, 2  # numbers of the process's streams
 
 _results: TextIO | None = None  # while a verb runs
 _moved = False  # whether they have a descriptor of their own meanwhile
-_answered = False  # whether the verb has printed any of its answer
+_answered = False  # whether the command has printed any of its answer
 
 
 def print_result(text: str) -> None:
@@ -33,16 +33,21 @@ def print_json(text: str) -> None:
     print_result(printable_json(encodable_json(text, stream.encoding)))
 
 
+def begin_command() -> None:
+    """Forget the answer of a command that ran in this process before."""
+    global _answered
+    _answered = False
+
+
 def answered() -> bool:
-    """Return whether the verb that runs, or ran last, has printed any of its answer."""
+    """Return whether this command has printed any of its answer."""
     return _answered
 
 
 @contextmanager
 def results_apart() -> Iterator[None]:
     """Keep stdout for `print_result`, and let all else that is printed there go to stderr."""
-    global _results, _moved, _answered
-    _answered = False
+    global _results, _moved
     before = _results, _moved
     with _descriptor_apart() as results:
         _results = sys.stdout if results is None else results

@@ -14,6 +14,10 @@ def main(job_path: str) -> NoReturn:
     # The launcher reports Ctrl-C; a worker just ends.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
+    from planner.streams import prepare_streams
+
+    prepare_streams()  # a script that closed them may have started this run
+
     from planner.executor.worker import work
     from planner.workers.ending import end_process
 

@@ -2,14 +2,19 @@
 
 Whoever makes one holds a lock on it for as long as it lives: the kernel gives the lock back when the process ends,
 however it ends. Whoever makes the next one removes those that no process holds; how old they are says nothing.
+
+Hosts may share the place for temporary files, and a file system between them may keep the locks of each host to
+itself. So a folder has the name of its host, and is removed there alone.
 """
 
 import fcntl
 import os
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from glob import escape
 from pathlib import Path
 
 # Rare enough that no other program's folder begins with it.
@@ -29,14 +34,30 @@ def held_folder(purpose: str) -> Iterator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        os.close(lock)
+        if lock is not None:
+            os.close(lock)
 
 
-def _make(purpose: str) -> tuple[Path, int]:
-    """Return a new folder and the descriptor that locks it."""
+class _NoLocksError(OSError):
+    """The file system has no locks, or has none left."""
+
+
+def _prefix() -> str:
+    return f"{_PREFIX}{socket.gethostname()}-"
+
+
+def _make(purpose: str) -> tuple[Path, int | None]:
+    """Return a new folder and the descriptor that locks it; None where there are no locks, and so nobody removes it."""
     while True:
-        folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{purpose}-"))
-        lock = _locked(folder)
+        folder = Path(tempfile.mkdtemp(prefix=f"{_prefix()}{purpose}-"))
+        try:
+            lock = _locked(folder)
+        except _NoLocksError:
+            return folder, None
+        except OSError:
+            folder.rmdir()
+            raise
+
         # Before it was locked, another start may have taken it for one that nobody holds.
         if lock is not None and folder.exists():
             return folder, lock
@@ -46,8 +67,8 @@ def _make(purpose: str) -> tuple[Path, int]:
 
 def _remove_abandoned() -> None:
     """Remove the folders of this user that no process holds."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        with suppress(OSError):  # another start removes it
+    for folder in Path(tempfile.gettempdir()).glob(f"{escape(_prefix())}*"):
+        with suppress(OSError):  # another start removes it, or it cannot be locked
             status = folder.lstat()
             if status.st_uid != os.geteuid() or folder.is_symlink():
                 continue
@@ -59,14 +80,17 @@ def _remove_abandoned() -> None:
 
 
 def _locked(folder: Path) -> int | None:
-    """Lock a folder; return the descriptor that holds the lock, or None where another process holds it."""
+    """Lock a folder; return the descriptor that holds the lock, or None where another process holds or removed it."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except OSError:  # removed meanwhile
+    except FileNotFoundError:  # removed meanwhile
         return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         os.close(descriptor)
         return None
+    except OSError as error:
+        os.close(descriptor)
+        raise _NoLocksError(error.errno, error.strerror) from None
     return descriptor

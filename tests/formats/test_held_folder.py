@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
+import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -57,9 +62,49 @@ def test_a_killed_process_leaves_a_folder_that_the_next_one_removes(place: Path)
 
 def test_what_only_looks_like_one_stays(place: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     elsewhere = tmp_path_factory.mktemp("elsewhere")
-    (place / "plan-held-link").symlink_to(elsewhere)
-    (place / "plan-held-file").touch()
+    with held_folder("test") as folder:
+        name = folder.name
+    (place / f"{name}-link").symlink_to(elsewhere)
+    (place / f"{name}-file").touch()
     with held_folder("test"):
         pass
-    assert {path.name for path in place.iterdir()} == {"plan-held-link", "plan-held-file"}
+    assert {path.name for path in place.iterdir()} == {f"{name}-link", f"{name}-file"}
     assert elsewhere.exists()
+
+
+def test_a_folder_of_another_host_stays(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its lock may be known to that host alone."""
+    monkeypatch.setattr(socket, "gethostname", lambda: "other")
+    with held_folder("test") as folder:
+        name = folder.name
+    monkeypatch.undo()
+    monkeypatch.setattr("tempfile.tempdir", str(place))
+    (place / name).mkdir()
+    with held_folder("test"):
+        assert (place / name).exists()
+
+
+@pytest.mark.timeout(20)
+def test_a_file_system_without_locks_has_folders_too(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with held_folder("first") as first, held_folder("second") as second:
+        assert set(place.iterdir()) == {first, second}
+    assert list(place.iterdir()) == []
+
+
+@pytest.mark.timeout(20)
+def test_a_process_without_descriptors_gets_an_error(place: Path) -> None:
+    taken: list[int] = []
+    try:
+        with suppress(OSError):
+            while True:
+                taken.append(os.open(os.devnull, os.O_RDONLY))
+        with pytest.raises(OSError, match="Too many open files"), held_folder("test"):
+            pass
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+    assert list(place.iterdir()) == []

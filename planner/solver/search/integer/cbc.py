@@ -4,7 +4,12 @@ PuLP writes the program and reads the solution. Its own way to run CBC waits for
 in the foreground of the terminal: Ctrl-C then ends CBC, which looks as if time had run out.
 """
 
+import ctypes
+import signal
 import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from threading import Event
 from typing import Any, Literal
@@ -19,6 +24,7 @@ Status = Literal["optimal", "feasible", "infeasible", "unknown"]
 _FEASIBILITY = 1e-9  # how far a row may be violated
 _LEAST_LIMIT_S = 0.1
 _LOOKS_EVERY_S = 0.1  # whether it is to stop
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _PATH = pulp.PULP_CBC_CMD.pulp_cbc_path  # the one that PuLP carries
 
 
@@ -77,7 +83,14 @@ class _Cbc(pulp.COIN_CMD):  # type: ignore[misc]  # PuLP has no types
 
         nowhere = subprocess.DEVNULL
         # In a session of its own, so that Ctrl-C in a terminal is for this process alone.
-        process = subprocess.Popen(command, stdin=nowhere, stdout=nowhere, stderr=nowhere, start_new_session=True)
+        process = subprocess.Popen(
+            command,
+            stdin=nowhere,
+            stdout=nowhere,
+            stderr=nowhere,
+            start_new_session=True,
+            preexec_fn=_ending_with_parent(),
+        )
         try:
             while not self._stop.is_set():
                 try:
@@ -91,3 +104,10 @@ class _Cbc(pulp.COIN_CMD):  # type: ignore[misc]  # PuLP has no types
         finally:
             process.kill()
             process.wait()
+
+
+def _ending_with_parent() -> Callable[[], object] | None:
+    """Return what a new process calls to be killed when this one ends, however it ends; None where there is no way."""
+    if sys.platform != "linux":
+        return None
+    return partial(ctypes.CDLL(None).prctl, _PR_SET_PDEATHSIG, int(signal.SIGKILL))

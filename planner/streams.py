@@ -8,8 +8,9 @@ from typing import TextIO, cast
 def prepare_streams() -> None:
     """Make stdin, stdout and stderr usable before anything is printed or opened.
 
-    A stream that is closed leads nowhere from now on. Otherwise the next file that is opened has its number, and gets
-    what others print. A character that a stream cannot encode is shown by its escape in Python.
+    A stream that is closed leads nowhere from now on, also in the processes that this one starts. Otherwise the next
+    file that is opened has its number, and gets what others print. A character that a stream cannot encode is shown by
+    its escape in Python.
     """
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # not a notebook's or a test's
@@ -20,11 +21,14 @@ def prepare_streams() -> None:
     # The lowest numbers that are free: those of the streams.
     nowhere = os.open(os.devnull, os.O_RDWR)
     while nowhere <= 2:
+        os.set_inheritable(nowhere, True)
         nowhere = os.dup(nowhere)
     os.close(nowhere)
-    sys.stdin = sys.stdin or _stream(0, "r")
-    sys.stdout = sys.stdout or _stream(1, "w")
-    sys.stderr = sys.stderr or _stream(2, "w")
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is None:
+            stream = _stream(number, mode)
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)  # by which a stream that somebody put in its place is known
 
 
 def _stream(number: int, mode: str) -> TextIO:
