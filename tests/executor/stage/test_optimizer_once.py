@@ -17,7 +17,7 @@ from planner.model.spec import TrainingSpec, in_memory
 
 def halving(parameters: Sequence[nn.Parameter]) -> Optimizer:
     for parameter in parameters:
-        parameter.register_hook(lambda gradient: gradient * 0.5)
+        parameter.register_hook(lambda gradient: gradient * 0.5)  # type: ignore[no-untyped-call]
     return SGD(parameters, lr=0.1)
 
 
@@ -34,16 +34,16 @@ def by_attribute(parameters: Sequence[nn.Parameter]) -> Optimizer:
     return SGD([{"params": marked, "weight_decay": 0.0}, {"params": others}], lr=0.1, weight_decay=0.1)
 
 
-def spec_of(optimizer: Callable[..., Optimizer]) -> tuple[TrainingSpec, nn.Sequential]:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+def spec_of(optimizer: Callable[..., Optimizer]) -> tuple[TrainingSpec, Any]:
+    model: Any = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     for parameter in model.parameters():
         if parameter.dim() == 1:
-            parameter._no_weight_decay = True  # type: ignore[attr-defined]
+            parameter._no_weight_decay = True
     batch: Any = (torch.zeros(2, 3),), torch.zeros(2)
     return in_memory(model, example_batch=batch, optimizer=optimizer), model
 
 
-def stage_of(model: nn.Sequential, number: int) -> nn.Module:
+def stage_of(model: Any, number: int) -> nn.Module:
     """Return one layer as a stage, with the names that it has in the model."""
     return nn.ModuleDict({str(number): model[number]})
 
