@@ -31,7 +31,8 @@ def by_attribute(parameters: Sequence[nn.Parameter]) -> Optimizer:
     """As for models that mark their parameters."""
     marked = [parameter for parameter in parameters if getattr(parameter, "_no_weight_decay", False)]
     others = [parameter for parameter in parameters if not getattr(parameter, "_no_weight_decay", False)]
-    return SGD([{"params": marked, "weight_decay": 0.0}, {"params": others}], lr=0.1, weight_decay=0.1)
+    groups: list[dict[str, Any]] = [{"params": marked, "weight_decay": 0.0}, {"params": others}]
+    return SGD(groups, lr=0.1, weight_decay=0.1)
 
 
 def spec_of(optimizer: Callable[..., Optimizer]) -> tuple[TrainingSpec, Any]:
