@@ -8,7 +8,8 @@ missing.
 
 import warnings
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,10 +28,16 @@ class TrainedParameter:
     aliases: tuple[str, ...]  # all of its names, if it is tied
     shape: torch.Size
     dtype: torch.dtype
+    attributes: Mapping[str, Any] = field(default_factory=dict)  # the user's, by which optimizer() may group
 
     def stand_in(self) -> nn.Parameter:
         """Return a parameter of this shape, without memory."""
-        return nn.Parameter(torch.empty(self.shape, dtype=self.dtype, device="meta"))
+        return self.marked(nn.Parameter(torch.empty(self.shape, dtype=self.dtype, device="meta")))
+
+    def marked(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Give another parameter the attributes of this one, such as `_no_weight_decay`, and return it."""
+        vars(parameter).update(self.attributes)
+        return parameter
 
 
 def trained_parameters(model: nn.Module) -> list[TrainedParameter]:
@@ -45,6 +52,7 @@ def trained_parameters(model: nn.Module) -> list[TrainedParameter]:
             aliases=tuple(aliases),
             shape=parameter.shape,
             dtype=parameter.dtype,
+            attributes=dict(vars(parameter)),
         )
         for parameter, aliases in names.items()
     ]

@@ -46,6 +46,7 @@ class OptimizerTrial:
     def __init__(self, spec: TrainingSpec, whole: Sequence[TrainedParameter], device: torch.device) -> None:
         self._spec, self._device = spec, device
         self._whole = _small(whole)
+        self._marks = {each.name: each for each in whole}
         generator = torch.Generator().manual_seed(0)
 
         def drawn(parameter: TrainedParameter) -> Tensor:
@@ -123,12 +124,12 @@ class OptimizerTrial:
 
     def _of_part(self, names: Collection[str]) -> tuple[Optimizer, Mapping[str, Piece]]:
         """Return an optimizer for a part of the parameters."""
-        own = {name: self._parameter(self.first[name]) for name in names}
+        own = {name: self._parameter(name) for name in names}
         return self._make(own), {name: (own[name], lambda gradient: gradient) for name in own}
 
     def _of_half(self, half: int) -> tuple[Optimizer, Mapping[str, Piece]]:
         """Return an optimizer for a half of the elements of each parameter."""
-        own = {name: self._parameter(value) for name, value in self.first.items()}
+        own = {name: self._parameter(name) for name in self.first}
         optimizer = self._make(own)
         return optimizer, _pieces(optimizer, own, half)
 
@@ -151,8 +152,9 @@ class OptimizerTrial:
             schedule.append({name: now[number] for name, number in groups.items()})
         return schedule
 
-    def _parameter(self, value: Tensor) -> nn.Parameter:
-        return nn.Parameter(value.to(self._device, copy=True))
+    def _parameter(self, name: str) -> nn.Parameter:
+        values = self.first[name].to(self._device, copy=True)
+        return self._marks[name].marked(nn.Parameter(values))
 
     def _make(self, own: Mapping[str, nn.Parameter]) -> Optimizer:
         with self._watched("optimizer()"):

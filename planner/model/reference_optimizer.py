@@ -5,6 +5,9 @@ the scheduler, the weights of the stage. Then a worker has another rate than one
 stage has a second optimizer and scheduler, made as by one process: see `planner.model.one_process`. The second
 optimizer steps nothing. It has no parameters, unless the stage has all parameters of the model, undivided: then a
 scheduler may look at them.
+
+optimizer() gets copies of the stage's parameters here: one that registers hooks on parameters, or scales them, does so
+once to those that are trained.
 """
 
 from collections.abc import Iterable, Mapping
@@ -58,13 +61,17 @@ class ReferenceOptimizer:
         self._factor = learning_rate_factor
         self._scheduler: LRScheduler | None = None
         named, absent = named_parameters(whole, part)
+        stand_ins = set(map(id, absent))
+        copies = {name: each if id(each) in stand_ins else _copy(each) for name, each in named.items()}
         with as_one_process(), generators_kept():
-            self._optimizer = spec.optimizer(named)
+            self._optimizer = spec.optimizer(copies)
         self._names = named.keys()
-        self._numbers = group_numbers(self._optimizer, named)
+        self._numbers = group_numbers(self._optimizer, copies)
         self.digest = groups_digest(self._optimizer, self._numbers)
         if absent or divided:
-            leave_out(self._optimizer, list(named.values()))
+            leave_out(self._optimizer, list(copies.values()))
+        else:
+            self._take({copies[name]: named[name] for name in named})
 
     def check_groups(self, optimizer: Optimizer, part: Mapping[str, nn.Parameter]) -> None:
         """Raise ModelFileError where the stage's optimizer, as optimizer() returned it, has other groups.
@@ -109,6 +116,13 @@ class ReferenceOptimizer:
         assert self._scheduler is not None
         self._scheduler.load_state_dict(dict(state))
 
+    def _take(self, originals: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        """Put the stage's parameters in place of their copies, without the state that Adagrad has from the start."""
+        for group in self._optimizer.param_groups:
+            group["params"] = [originals[copy] for copy in group["params"]]
+        for copied in originals:
+            self._optimizer.state.pop(copied, None)
+
     def _check(self, optimizer: Optimizer, who: str) -> None:
         groups = optimizer.param_groups
         expected = self._optimizer.param_groups
@@ -127,3 +141,10 @@ class ReferenceOptimizer:
                     f"worker, and {shown(other.get(name))} in one process",
                     hint=_HINT,
                 )
+
+
+def _copy(parameter: nn.Parameter) -> nn.Parameter:
+    """Return a parameter of the same values, with the user's attributes and no hooks."""
+    copied = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+    vars(copied).update(vars(parameter))
+    return copied

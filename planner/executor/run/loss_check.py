@@ -41,6 +41,7 @@ _MOST_BYTES = 1 << 26  # of outputs that are kept for a minibatch, and of one th
 _SAME, _EPSILONS = 1e-4, 4  # relative to the loss: what rounding may change
 _ELSEWHERE = 5e-3  # where the training computes on a GPU, or with compiled code
 _SAME_IN_FLOAT64 = 1e-5
+_TRIES, _ROUNDINGS = 3, 32  # of what a loss changes by where its inputs are rounded otherwise
 _SAME_IN_FLOAT32 = 1e-3  # of a loss that does not run in float64, whose terms may cancel
 
 _CHANGED_HINT = (
@@ -90,23 +91,37 @@ class LossCheck:
         self._loss = options.loss(spec.loss)
         self._kept: list[Part] = []  # of the newest minibatch that is compared
         self._minibatch = -1
+        self._units: list[Unit] = []  # of it
+        self._compared: frozenset[Unit] = frozenset()  # the same
         self._readings: list[Reading] = []
 
     def see(
-        self, unit: Unit, units: Sequence[Unit], batch: Batch | None, outputs: dict[str, Tensor], loss: Tensor
+        self,
+        unit: Unit,
+        units_of: Callable[[int], Sequence[Unit]],
+        batch: Batch | None,
+        outputs: dict[str, Tensor],
+        loss: Tensor,
     ) -> None:
         """Prepare to compare the loss of a microbatch, and take its output from `outputs`.
 
         Args:
-            units: of the minibatch, that this worker computes.
+            units_of: returns those of a minibatch that this worker computes, and that have samples; it is called once
+                for each minibatch that is compared.
         """
         known = {name: outputs.pop(name).detach() for name in self._output.names if name in outputs}
-        is_compared = unit.minibatch in self._some
-        if batch is None or unit not in units or not is_compared:
+        if unit.minibatch not in self._some:
+            return
+        if unit.minibatch != self._minibatch:
+            self._minibatch = unit.minibatch
+            self._units = list(units_of(unit.minibatch))
+            self._compared = frozenset(self._units)
+            self._kept.clear()
+        if batch is None or unit not in self._compared:
             return
         try:
             with torch.no_grad(), generators_kept(), runtime_of(loss.device).random_state_kept(loss.device):
-                self._prepare(unit, units, batch, known, loss.detach())
+                self._prepare(unit, self._units, batch, known, loss.detach())
         except (PlannerError, torch.OutOfMemoryError):
             raise
         except Exception as cause:  # whatever the user's loss raises outside of a graph
@@ -121,9 +136,6 @@ class LossCheck:
         return taken
 
     def _prepare(self, unit: Unit, units: Sequence[Unit], batch: Batch, known: dict[str, Tensor], loss: Tensor) -> None:
-        if unit.minibatch != self._minibatch:
-            self._minibatch = unit.minibatch
-            self._kept.clear()
         leaves = self._output.tensors(known, batch)
         size_bytes = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
 
@@ -150,7 +162,10 @@ class LossCheck:
             captured, eager = numbers.tolist()
             if not math.isfinite(eager) or not math.isfinite(captured):
                 return
-            if not _differ(captured, eager, abs(eager), self._tolerance(loss.dtype)) or self._draws(leaves, batch):
+            if not _differ(captured, eager, abs(eager), self._tolerance(loss.dtype)):
+                return
+            # Terms may cancel, as those of advantages in reinforcement learning do: then the loss is all rounding.
+            if self._draws(leaves, batch) or abs(captured - eager) <= self._rounding((batch, leaves), loss.dtype):
                 return
             raise ModelFileError(
                 f"minibatch {minibatch}: {self._spec.place('loss')} gives {eager:.6g} for the model's output, and as "
@@ -235,12 +250,33 @@ class LossCheck:
         first, other, again = values
         return first != other and first == again
 
+    def _rounding(self, part: Part, dtype: torch.dtype) -> float:
+        """Return what rounding allows, whatever the loss: some changes of it by those of its inputs' last digits."""
+        generator = torch.Generator().manual_seed(0)
+        digit = max(torch.finfo(each).eps for each in (*self._computed_in(dtype), torch.float32))
+
+        def moved(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+                return leaf
+            noise = torch.rand(leaf.shape, generator=generator).to(leaf.device) * 2 - 1
+            return (leaf.double() * (1 + digit * noise)).to(leaf.dtype)
+
+        def value_of(part: Part) -> float:
+            batch, leaves = part
+            return float(self._value(leaves, batch))
+
+        loss = value_of(part)
+        changes = [abs(value_of(_mapped(moved, part)) - loss) for _ in range(_TRIES)]
+        return _ROUNDINGS * max(change for change in (*changes, 0.0) if math.isfinite(change))
+
     def _tolerance(self, *dtypes: torch.dtype) -> float:
         """Return what rounding allows, relative to the loss."""
         options = self._options
-        computed_in = [each for each in (options.autocast, options.half, *dtypes) if each is not None]
         least = _SAME if options.device == "cpu" and not options.compiled else _ELSEWHERE
-        return max([least, *(_EPSILONS * torch.finfo(dtype).eps for dtype in computed_in)])
+        return max([least, *(_EPSILONS * torch.finfo(dtype).eps for dtype in self._computed_in(*dtypes))])
+
+    def _computed_in(self, *dtypes: torch.dtype) -> list[torch.dtype]:
+        return [each for each in (self._options.autocast, self._options.half, *dtypes) if each is not None]
 
 
 def _differ(one: float, other: float, scale: float, tolerance: float) -> bool:
@@ -248,9 +284,14 @@ def _differ(one: float, other: float, scale: float, tolerance: float) -> bool:
 
 
 def _in_float64(part: Part) -> Part:
+    return _mapped(_doubled, part)
+
+
+def _mapped(change: Callable[[Any], Any], part: Part) -> Part:
+    """Return a part with other leaves of its batch and of its output."""
     batch, output = part
     leaves, structure = batch.flatten()
-    return Batch(*structure.unflatten([_doubled(leaf) for leaf in leaves])), [_doubled(leaf) for leaf in output]
+    return Batch(*structure.unflatten([change(leaf) for leaf in leaves])), [change(leaf) for leaf in output]
 
 
 def _doubled(leaf: Any) -> Any:

@@ -110,7 +110,7 @@ class StageReplica:
             self._replica_buffers.check(unit.minibatch)
         record.loss = record.outputs.pop(LOSS, None)
         if record.loss is not None and self._loss_check is not None:
-            self._loss_check.see(unit, self._own_units(unit.minibatch), batch, record.outputs, record.loss)
+            self._loss_check.see(unit, self._own_units, batch, record.outputs, record.loss)
         # Once an output is sent, only its place in the graph is needed: its memory is freed, unless a layer saved it.
         record.ends = {name: get_gradient_edge(v) for name, v in record.outputs.items() if v.requires_grad}
 

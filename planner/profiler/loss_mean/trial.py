@@ -158,7 +158,8 @@ class ModelOnTrial:
                 else:
                     noise.of_part(each)
                 losses.append(float(unsplit_loss(self._model, self._spec, part.copied(), self._options)))
-            buffers = {name: buffer.detach().clone() for name, buffer in self._model.named_buffers()}
+            named = self._model.named_buffers(remove_duplicate=False)
+            buffers = {name: buffer.detach().clone() for name, buffer in named}
         return losses, buffers
 
     def try_whole(

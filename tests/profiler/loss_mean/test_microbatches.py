@@ -17,7 +17,9 @@ from planner.model.capture.capture import capture_file
 from planner.model.options import PLAIN
 from planner.model.spec import TrainingSpec, in_memory
 from planner.plan.shape import check_divided_loss
+from planner.profiler.loss_mean.buffers import buffer_of_parts
 from planner.profiler.loss_mean.find import find_loss_mean
+from planner.profiler.loss_mean.trial import Attempt
 from planner.schedule.one_stage import FLUSH
 
 
@@ -186,3 +188,26 @@ def test_padding_to_the_longest_of_each_microbatch(masks: bool, over: str) -> No
     if over == "unchecked":
         assert mean.reason is not None
         assert "how far samples are padded" in mean.reason
+
+
+class Shared(nn.Module):
+    """Two modules have one count of calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = Net(), Net()
+        count = torch.zeros(())
+        self.one.register_buffer("calls", count)
+        self.other.register_buffer("calls", count)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.one.calls.add_(1)  # type: ignore[operator]
+        scale: Tensor = self.one.calls  # type: ignore[assignment]
+        return (self.one(x) + self.other(x)) * scale
+
+
+def test_a_buffer_that_modules_share() -> None:
+    spec = in_memory(Shared(), example_batch=classes(4), loss=F.cross_entropy)
+    model = spec.build_model()
+    attempts = [Attempt(torch.float64), Attempt(torch.float32)]
+    assert buffer_of_parts(spec, model, spec.example_batch(4), PLAIN, attempts) == "one.calls"
