@@ -122,9 +122,9 @@ class LossCheck:
         try:
             with torch.no_grad(), generators_kept(), runtime_of(loss.device).random_state_kept(loss.device):
                 self._prepare(unit, self._units, batch, known, loss.detach())
-        except (PlannerError, torch.OutOfMemoryError):
+        except PlannerError:
             raise
-        except Exception as cause:  # whatever the user's loss raises outside of a graph
+        except Exception as cause:  # whatever the user's loss raises outside of a graph, or no memory for a second one
             _log.info("the loss of '%s' is not compared: %s", self._spec.origin, first_line(cause))
 
     def take_readings(self) -> list[Reading]:

@@ -240,6 +240,16 @@ def test_a_buffer_that_counts_microbatches_is_refused(tmp_path: Path) -> None:
     assert "`microbatches=1`" in error.value.hint
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "1f1b-flush"])
+def test_a_buffer_that_counts_what_one_replica_sees_is_refused(tmp_path: Path, schedule: str) -> None:
+    path = written(tmp_path, COUNTED)
+    plan = make_plan(structural_profile(path, SIZE), (2,), schedule, 1)
+    with pytest.raises(PlannerError, match=r"'updates' in minibatch \d, and each replica of stage 0") as error:
+        train(path, plan, steps=4)
+    assert "plan price --stages 2" in error.value.hint
+    assert train(path, plan, steps=4, options=TrainingOptions(accept_divided_loss=True)).minibatches == 4
+
+
 # What is the same however it is divided, and what calls a loss more than once does not see.
 HARMLESS = """
 def loss(output, target):

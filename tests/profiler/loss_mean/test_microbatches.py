@@ -203,7 +203,8 @@ class Shared(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.one.calls.add_(1)  # type: ignore[operator]
         scale: Tensor = self.one.calls  # type: ignore[assignment]
-        return (self.one(x) + self.other(x)) * scale
+        made: Tensor = self.one(x) + self.other(x)
+        return made * scale
 
 
 def test_a_buffer_that_modules_share() -> None:
