@@ -93,7 +93,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         (["train", "model.py", "--steps", "2", "--json"], ["the module", "dataset", "an item", "on_update"]),
         (["profile", "model.py", "--estimate", "--device", "a100", "--batch-size", "4", *OTHER], ["forward"]),
-        (["fit", "model.py", "--gpus", "2", "--json"], ["forward"]),
+        (["fit", "model.py", "--gpus", "2", "--json", "--output", "fitted"], ["forward"]),
         (["train", "missing.py", "--json"], []),
     ],
     ids=["train", "estimate", "fit", "error"],

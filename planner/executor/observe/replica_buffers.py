@@ -13,8 +13,8 @@ from planner.errors import ModelFileError
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 _HINT = (
-    "give the stage to one worker: plan price --stages 2 makes a plan without replicas; or let each replica have "
-    "buffers of its own with `accept_divided_loss`"
+    "give the stage to one worker, as plans of `plan price` with `stages` and no `replicas` do; or let each replica "
+    "have buffers of its own with `accept_divided_loss`"
 )
 
 
@@ -22,7 +22,7 @@ _HINT = (
 class _Seen:
     buffer: Tensor
     version: int  # as PyTorch counts changes in place
-    values: Tensor  # on the CPU
+    values: Tensor  # a copy, on the same device: the host reads it only where the version has changed
 
 
 class ReplicaBuffers:
@@ -31,7 +31,7 @@ class ReplicaBuffers:
     def __init__(self, module: nn.Module, stage: int) -> None:
         self._module, self._stage = module, stage
         self._seen = {
-            name: _Seen(buffer, buffer._version, buffer.detach().to("cpu", copy=True))
+            name: _Seen(buffer, buffer._version, buffer.detach().clone())
             for name, buffer in module.named_buffers()
             if name.rpartition(".")[2] not in _STATISTICS
         }
@@ -48,7 +48,7 @@ class ReplicaBuffers:
             if seen is None or (buffer is seen.buffer and buffer._version == seen.version):
                 continue
             seen.buffer, seen.version = buffer, buffer._version
-            if buffer.shape == seen.values.shape and not _are_equal(seen.values, buffer.detach().cpu()):
+            if buffer.shape == seen.values.shape and not _are_equal(seen.values, buffer.detach()):
                 raise ModelFileError(
                     f"forward() changes the buffer '{name}' in minibatch {minibatch}, and each replica of stage "
                     f"{self._stage} would have another, made of the samples that it sees",

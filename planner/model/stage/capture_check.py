@@ -22,6 +22,7 @@ from planner.model.batch import Batch
 from planner.model.capture.graph import LOSS, LayerGraph
 from planner.model.capture.parameters import refuse_changed_parameters
 from planner.model.capture.regions import regions_of
+from planner.model.generators import seed_generators
 from planner.model.loss import unsplit_loss
 from planner.model.options import ModuleOptions
 from planner.model.python_state import PythonState
@@ -142,6 +143,7 @@ class _Runs:
 
     def __init__(self, spec: TrainingSpec, graph: LayerGraph, options: ModuleOptions) -> None:
         self._spec, self.graph, self._options = spec, graph, options
+        self._calls = 0
         self._stage = build_stage(graph, [layer.name for layer in graph.layers])
         regions = {region for node in graph.module.graph.nodes for region in regions_of(node)}
         self._dtypes_of_regions = {each.dtype for each in regions if each.enabled and each.dtype is not None}
@@ -179,7 +181,10 @@ class _Runs:
         parameters = dict(self.graph.model.named_parameters())
         for parameter in parameters.values():
             parameter.grad = None
+        self._calls += 1
         with keep_state(self.graph.model):
+            # Python's and NumPy's go on from call to call: what a model draws from them is a constant in its graph.
+            seed_generators(self._calls)
             torch.manual_seed(seed)
             loss = run()
             torch.autograd.backward(loss)

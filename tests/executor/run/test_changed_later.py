@@ -246,7 +246,7 @@ def test_a_buffer_that_counts_what_one_replica_sees_is_refused(tmp_path: Path, s
     plan = make_plan(structural_profile(path, SIZE), (2,), schedule, 1)
     with pytest.raises(PlannerError, match=r"'updates' in minibatch \d, and each replica of stage 0") as error:
         train(path, plan, steps=4)
-    assert "plan price --stages 2" in error.value.hint
+    assert "no `replicas`" in error.value.hint
     assert train(path, plan, steps=4, options=TrainingOptions(accept_divided_loss=True)).minibatches == 4
 
 
