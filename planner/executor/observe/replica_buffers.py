@@ -5,8 +5,11 @@ and none is that of one process. Nothing that replicas exchange would tell. The 
 training nothing reads them, and `plan train` says in a line what they are.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
+import torch
 from torch import Tensor, nn
 
 from planner.errors import ModelFileError
@@ -17,12 +20,14 @@ _HINT = (
     "have buffers of its own with `accept_divided_loss`"
 )
 
+Reading: TypeAlias = tuple[Tensor, Callable[[Tensor], None]]  # numbers, and who looks at them on the host
+
 
 @dataclass
 class _Seen:
     buffer: Tensor
     version: int  # as PyTorch counts changes in place
-    values: Tensor  # a copy, on the same device: the host reads it only where the version has changed
+    first: Tensor  # a copy of the values at the start
 
 
 class ReplicaBuffers:
@@ -36,25 +41,33 @@ class ReplicaBuffers:
             if name.rpartition(".")[2] not in _STATISTICS
         }
 
-    def check(self, minibatch: int) -> None:
-        """Raise ModelFileError where the forward of a minibatch has changed a buffer.
+    def readings(self, minibatch: int) -> list[Reading]:
+        """Return what tells whether the forward of a minibatch has changed a buffer; reading it raises ModelFileError.
 
-        One that has another shape now is left alone: a table that grows with the length of samples.
+        The host waits for no device. A buffer that has another shape now is left alone: a table that grows with the
+        length of samples.
         """
         if not self._seen:
-            return
+            return []
+        changed = []
         for name, buffer in self._module.named_buffers():
             seen = self._seen.get(name)
             if seen is None or (buffer is seen.buffer and buffer._version == seen.version):
                 continue
             seen.buffer, seen.version = buffer, buffer._version
-            if buffer.shape == seen.values.shape and not _are_equal(seen.values, buffer.detach()):
+            if buffer.shape == seen.first.shape:
+                changed.append(self._compared(name, seen.first, buffer.detach(), minibatch))
+        return changed
+
+    def _compared(self, name: str, first: Tensor, now: Tensor, minibatch: int) -> Reading:
+        alike = (first == now) | ((first != first) & (now != now))
+
+        def compare(differs: Tensor) -> None:
+            if float(differs):
                 raise ModelFileError(
                     f"forward() changes the buffer '{name}' in minibatch {minibatch}, and each replica of stage "
                     f"{self._stage} would have another, made of the samples that it sees",
                     hint=_HINT,
                 )
 
-
-def _are_equal(one: Tensor, other: Tensor) -> bool:
-    return bool(((one == other) | ((one != one) & (other != other))).all())
+        return (~alike.all()).to(torch.float64), compare

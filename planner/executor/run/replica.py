@@ -55,6 +55,7 @@ class StageReplica:
             of: [spec.name for spec in specs if spec.requires_grad] for (of, own), specs in ends if own == self.index
         }
         self._replica_buffers = None
+        self._buffer_readings: list[Reading] = []
         if replicas is not None and not accepts_divided_loss(context.job):
             self._replica_buffers = ReplicaBuffers(stage.module, stage.number)
         self._averager = None
@@ -107,7 +108,7 @@ class StageReplica:
         with self.versions.stashed(unit):
             record.outputs = run(batch, record.received)
         if self._replica_buffers is not None:
-            self._replica_buffers.check(unit.minibatch)
+            self._buffer_readings += self._replica_buffers.readings(unit.minibatch)
         record.loss = record.outputs.pop(LOSS, None)
         if record.loss is not None and self._loss_check is not None:
             self._loss_check.see(unit, self._own_units, batch, record.outputs, record.loss)
@@ -116,7 +117,8 @@ class StageReplica:
 
     def take_readings(self) -> list[Reading]:
         """Return what the host has to compare of the newest forward, when it is computed."""
-        return [] if self._loss_check is None else self._loss_check.take_readings()
+        readings, self._buffer_readings = self._buffer_readings, []
+        return readings if self._loss_check is None else readings + self._loss_check.take_readings()
 
     def activation(self, unit: Unit, target: int) -> dict[str, Tensor]:
         outputs = self._units[unit].outputs
