@@ -9,7 +9,7 @@ import pytest
 from tests.drawn.model_files import AXES, DrawnFile, draw_file
 from tests.drawn.trainings import Outcome, outcome_of
 
-FIRST = 8  # seeds that every run trains
+FIRST = 5  # seeds that every run trains
 PER_TEST, ALL = 20, 200
 EQUAL_SHARE = 0.5  # of the trainings, at least: a refusal is an answer, but not to everything
 

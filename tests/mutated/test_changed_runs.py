@@ -9,7 +9,7 @@ import pytest
 
 from tests.mutated.changed_runs import Right, make_right, problem_with_checkpoint, problem_with_plan
 
-FEW, ALL, PER_TEST = 5, 100, 25
+FEW, ALL, PER_TEST = 2, 100, 25
 _Check = Callable[[int, Right, Path], str | None]
 KINDS = {"plan": problem_with_plan, "checkpoint": problem_with_checkpoint}
 

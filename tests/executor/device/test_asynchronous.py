@@ -52,7 +52,7 @@ def test_no_order_of_a_device_changes_what_is_computed(cases: list[tuple[Run, in
 @pytest.mark.parametrize(
     "cases",
     [
-        drawn(REAL[::2] + DIVIDING[::8]),
+        drawn(REAL[::5] + DIVIDING[::16]),
         pytest.param([(run, seed) for run in REAL + DIVIDING for seed in SEEDS[:3]], marks=SLOW),
     ],
     ids=["some", "all"],
@@ -60,7 +60,7 @@ def test_no_order_of_a_device_changes_what_is_computed(cases: list[tuple[Run, in
 def test_with_layers_of_a_model_and_its_optimizer(cases: list[tuple[Run, int | None]]) -> None:
     found = {(str(run), seed): finding(run, seed, real.make_real_context) for run, seed in cases}
     assert not {case: what for case, what in found.items() if what}
-    assert len(cases) > 10
+    assert len(cases) > 5
 
 
 def test_the_order_of_a_device_does_differ() -> None:

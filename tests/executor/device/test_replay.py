@@ -35,7 +35,7 @@ from tests.executor.device.simulated import RaceError
 
 recorded = cache(record)
 ALL = runs()
-SOME = ALL[::4]  # of every kind; the slow tests take all
+SOME = ALL[::9]  # of every kind; the slow tests take all
 EVERY = [SOME, pytest.param(ALL, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
 IDS = ["some", "all"]
 
