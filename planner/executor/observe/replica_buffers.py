@@ -6,7 +6,6 @@ training nothing reads them, and `plan train` says in a line what they are.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
@@ -20,14 +19,8 @@ _HINT = (
     "have buffers of its own with `accept_divided_loss`"
 )
 
+_FIRST, _EVERY = 16, 31  # minibatches at the beginning that are looked at, and later ones
 Reading: TypeAlias = tuple[Tensor, Callable[[Tensor], None]]  # numbers, and who looks at them on the host
-
-
-@dataclass
-class _Seen:
-    buffer: Tensor
-    version: int  # as PyTorch counts changes in place
-    first: Tensor  # a copy of the values at the start
 
 
 class ReplicaBuffers:
@@ -35,8 +28,9 @@ class ReplicaBuffers:
 
     def __init__(self, module: nn.Module, stage: int) -> None:
         self._module, self._stage = module, stage
-        self._seen = {
-            name: _Seen(buffer, buffer._version, buffer.detach().clone())
+        self._first: int | None = None  # minibatch that this worker sees
+        self._initial = {
+            name: buffer.detach().clone()
             for name, buffer in module.named_buffers()
             if name.rpartition(".")[2] not in _STATISTICS
         }
@@ -44,23 +38,22 @@ class ReplicaBuffers:
     def readings(self, minibatch: int) -> list[Reading]:
         """Return what tells whether the forward of a minibatch has changed a buffer; reading it raises ModelFileError.
 
-        The host waits for no device. A buffer that has another shape now is left alone: a table that grows with the
-        length of samples.
+        Values are compared in the first minibatches and in a few later ones, because PyTorch counts no changes that are
+        made through `.data`. The host waits for no device. A buffer that has another shape now is left alone: a table
+        that grows with the length of samples.
         """
-        if not self._seen:
+        if self._first is None:
+            self._first = minibatch
+        if not self._initial or (minibatch >= self._first + _FIRST and minibatch % _EVERY):
             return []
-        changed = []
-        for name, buffer in self._module.named_buffers():
-            seen = self._seen.get(name)
-            if seen is None or (buffer is seen.buffer and buffer._version == seen.version):
-                continue
-            seen.buffer, seen.version = buffer, buffer._version
-            if buffer.shape == seen.first.shape:
-                changed.append(self._compared(name, seen.first, buffer.detach(), minibatch))
-        return changed
+        return [
+            self._compared(name, self._initial[name], buffer.detach(), minibatch)
+            for name, buffer in self._module.named_buffers()
+            if name in self._initial and buffer.shape == self._initial[name].shape
+        ]
 
-    def _compared(self, name: str, first: Tensor, now: Tensor, minibatch: int) -> Reading:
-        alike = (first == now) | ((first != first) & (now != now))
+    def _compared(self, name: str, initial: Tensor, now: Tensor, minibatch: int) -> Reading:
+        alike = (initial == now) | ((initial != initial) & (now != now))
 
         def compare(differs: Tensor) -> None:
             if float(differs):
