@@ -19,7 +19,6 @@ _HINT = (
     "have buffers of its own with `accept_divided_loss`"
 )
 
-_FIRST, _EVERY = 16, 31  # minibatches at the beginning that are looked at, and later ones
 Reading: TypeAlias = tuple[Tensor, Callable[[Tensor], None]]  # numbers, and who looks at them on the host
 
 
@@ -28,7 +27,6 @@ class ReplicaBuffers:
 
     def __init__(self, module: nn.Module, stage: int) -> None:
         self._module, self._stage = module, stage
-        self._first: int | None = None  # minibatch that this worker sees
         self._initial = {
             name: buffer.detach().clone()
             for name, buffer in module.named_buffers()
@@ -38,14 +36,9 @@ class ReplicaBuffers:
     def readings(self, minibatch: int) -> list[Reading]:
         """Return what tells whether the forward of a minibatch has changed a buffer; reading it raises ModelFileError.
 
-        Values are compared in the first minibatches and in a few later ones, because PyTorch counts no changes that are
-        made through `.data`. The host waits for no device. A buffer that has another shape now is left alone: a table
-        that grows with the length of samples.
+        Values are compared, because PyTorch counts no changes that are made through `.data`. The host waits for no
+        device. A buffer that has another shape now is left alone: a table that grows with the length of samples.
         """
-        if self._first is None:
-            self._first = minibatch
-        if not self._initial or (minibatch >= self._first + _FIRST and minibatch % _EVERY):
-            return []
         return [
             self._compared(name, self._initial[name], buffer.detach(), minibatch)
             for name, buffer in self._module.named_buffers()

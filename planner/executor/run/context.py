@@ -14,9 +14,7 @@ import torch
 from planner.executor.communication.links import Receivers
 from planner.executor.communication.shared_gradients import SharedGradients
 from planner.executor.run.comparison import BatchComparison, Fact
-from planner.executor.run.data import (
-    BatchSource,
-)
+from planner.executor.run.data import BatchSource
 from planner.executor.run.loss_check import LossCheck
 from planner.executor.run.reading_ahead import AHEAD
 from planner.executor.run.state_watch import StateWatch

@@ -18,6 +18,7 @@ from planner.executor.communication.messages import SCALE
 from planner.executor.observe.replica_buffers import ReplicaBuffers
 from planner.executor.run.context import HeldStage, PipelineContext
 from planner.executor.run.loss_check import Reading
+from planner.executor.run.some_minibatches import SomeMinibatches
 from planner.executor.run.stages import accepts_divided_loss
 from planner.executor.stage.split_backward import WeightGradients, input_gradients
 from planner.executor.stage.versions import WeightVersions
@@ -58,6 +59,7 @@ class StageReplica:
         self._buffer_readings: list[Reading] = []
         if replicas is not None and not accepts_divided_loss(context.job):
             self._replica_buffers = ReplicaBuffers(stage.module, stage.number)
+        self._compared = SomeMinibatches(context.minibatches - 1)
         self._averager = None
         self._ddp: DistributedDataParallel | None = None
         if replicas is not None and context.job.baseline is not None:
@@ -107,7 +109,7 @@ class StageReplica:
         self.module.set_random_key(self._context.job.seed, unit.minibatch, self._data.numbered(unit).microbatch)
         with self.versions.stashed(unit):
             record.outputs = run(batch, record.received)
-        if self._replica_buffers is not None:
+        if self._replica_buffers is not None and unit.minibatch in self._compared:
             self._buffer_readings += self._replica_buffers.readings(unit.minibatch)
         record.loss = record.outputs.pop(LOSS, None)
         if record.loss is not None and self._loss_check is not None:
