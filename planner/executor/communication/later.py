@@ -7,6 +7,7 @@ value is there at once, and so is its reader's turn.
 
 from collections import deque
 from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -31,6 +32,9 @@ class _Slot:
         if place is None:
             place = self._places[key] = self._memory[: like.nbytes].view(like.dtype).view(like.shape)
         return place
+
+
+Reading: TypeAlias = tuple[Tensor, Reader]  # numbers, and who compares them on the host
 
 
 class Later:

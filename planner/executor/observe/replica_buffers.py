@@ -5,21 +5,17 @@ and none is that of one process. Nothing that replicas exchange would tell. The 
 training nothing reads them, and `plan train` says in a line what they are.
 """
 
-from collections.abc import Callable
-from typing import TypeAlias
-
 import torch
 from torch import Tensor, nn
 
 from planner.errors import ModelFileError
+from planner.executor.communication.later import Reading
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 _HINT = (
     "give the stage to one worker, as plans of `plan price` with `stages` and no `replicas` do; or let each replica "
     "have buffers of its own with `accept_divided_loss`"
 )
-
-Reading: TypeAlias = tuple[Tensor, Callable[[Tensor], None]]  # numbers, and who looks at them on the host
 
 
 class ReplicaBuffers:

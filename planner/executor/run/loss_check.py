@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from planner.errors import ModelFileError, PlannerError, first_line
+from planner.executor.communication.later import Reading
 from planner.executor.run.some_minibatches import SomeMinibatches
 from planner.formats.profile import LossMean
 from planner.model.batch import Batch, part_of
@@ -56,7 +57,6 @@ _DIVIDED_HINT = (
 
 Output: TypeAlias = list[Any]  # leaves of the model's output
 Part: TypeAlias = tuple[Batch, Output]
-Reading: TypeAlias = tuple[Tensor, Callable[[Tensor], None]]  # numbers, and who compares them on the host
 
 
 class LossCheck:

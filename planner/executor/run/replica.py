@@ -14,10 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from planner.executor.communication.gradients import GradientAverager, WholeBucket, chunks
+from planner.executor.communication.later import Reading
 from planner.executor.communication.messages import SCALE
 from planner.executor.observe.replica_buffers import ReplicaBuffers
 from planner.executor.run.context import HeldStage, PipelineContext
-from planner.executor.run.loss_check import Reading
 from planner.executor.run.some_minibatches import SomeMinibatches
 from planner.executor.run.stages import accepts_divided_loss
 from planner.executor.stage.split_backward import WeightGradients, input_gradients
