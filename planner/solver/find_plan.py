@@ -11,7 +11,6 @@ takes a problem, asks the steps after it about variants that are relaxed or fixe
 """
 
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -27,26 +26,21 @@ from planner.options.option import keywords_of
 from planner.options.solving import Progress, SolveOptions
 from planner.plan.rank_groups import groups_of, usual_degrees
 from planner.plan.shape import check_divided_loss
+from planner.solver.answer import PAYS, answer
 from planner.solver.assemble import complete
 from planner.solver.choose.interleaving import interleaved
-from planner.solver.degrees import solve_degrees
 from planner.solver.evaluate.evaluation import TOLERANCE, evaluate
 from planner.solver.evaluate.pipelines import too_large
-from planner.solver.methods import PAYS, solve_by_method
 from planner.solver.problem.budget import Budget, Patience
 from planner.solver.problem.infeasible import UnexplainedError
-from planner.solver.problem.problem import Problem, Step
+from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import WAITING, Found
-from planner.solver.relaxed_steps import solve_with_room, solve_zero_bubble
 from planner.solver.search.pipeline_search import PipelineSearch
-from planner.solver.tied import solve_tied
 from planner.units import SLACK
 
 REGULAR = "chunks of equally many blocks"  # where a bound is of interleaved plans, too
 ALIKE = 0.005  # share of the time by which no two plans are told apart: estimates are not that true
 LAST_S = 5.0  # after the time limit, to simulate an answer that would not be otherwise
-
-STEPS: tuple[Step, ...] = (solve_degrees, solve_with_room, solve_tied, solve_zero_bubble)
 
 
 def find_plan(
@@ -87,7 +81,7 @@ def find_plan(
     )
     budget.progress.begin(budget.deadline.at_s, PipelineSearch(problem).relaxed_s())
     try:
-        found = answered(problem)
+        found = answer(problem)
     except UnexplainedError as error:
         raise (error.explanation() if explains else error) from None
     drained = problem.schedule.formula == "synchronous" and not cluster.kinds
@@ -125,14 +119,6 @@ def or_interleaved(profile: Profile, plan: Plan, options: SolveOptions, patience
         with suppress(InfeasibleError):  # copies of weights that several stages use do not fit
             return complete(found.problem, best, report.model_copy(update={"seconds": known.seconds}))
     return plan
-
-
-def answered(problem: Problem, steps: Sequence[Step] = STEPS) -> Found:
-    """Answer a problem by the steps, the first of which asks those after it."""
-    if not steps:
-        return solve_by_method(problem)
-    first, *others = steps
-    return first(problem, lambda variant: answered(variant, others))
 
 
 @keywords_of(SolveOptions)

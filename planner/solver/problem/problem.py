@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -30,7 +30,7 @@ from planner.plan.rank_groups import groups_of
 from planner.schedule.schedule import Schedule
 from planner.solver.problem.bounds import Bounds, bounds_for
 from planner.solver.problem.budget import NO_HURRY, Budget, Deadline
-from planner.solver.problem.result import Evaluation, Found
+from planner.solver.problem.result import Evaluation
 from planner.solver.problem.states import Chain
 
 
@@ -205,12 +205,19 @@ class Problem:
         many = microbatches or self.microbatches
         return replace(self, setting=replace(self.setting, schedule=schedule, microbatches=many, chunks=1))
 
+    def with_room(self, communicators: int) -> Problem:
+        """Return the problem on tensors alone, with the memory that so many communicators of each device leave.
+
+        Searches count the communicators that a stage has in any plan among its buffers; these come on top.
+        """
+        overheads = self.layer_costs.overheads
+        assert overheads is not None, "the devices have overheads"
+        reserve = overheads.reserve(communicators)
+        less = self.with_cluster(self.cluster.with_memory(reserve.room))
+        return replace(less, layer_costs=self.layer_costs.of_tensors, reserve=reserve)
+
     def leaner(self) -> list[Problem]:
         """Return the problem under schedules that need less memory, as far as their gradients are not too late."""
         most, microbatches = self.rules.max_staleness, max(self.microbatches, self.cluster.gpus)
         allowed = (each for each in self.schedule.leaner if most is None or each.staleness(1) <= most)
         return [self.with_schedule(schedule, microbatches) for schedule in allowed]
-
-
-Answer = Callable[[Problem], Found]
-Step = Callable[[Problem, Answer], Found]  # asks for answers about variants of a problem, and returns its own

@@ -117,17 +117,20 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class Found:
-    """The answer of a search."""
+class Answer:
+    """The best plan of a question, and a bound on all its plans."""
 
     best: Evaluation
     bound_s: float  # seconds per minibatch that no plan is below
     name: str = "search"  # of the method
     bound_of: str = ""  # of which plans, where not of all
 
-    def with_best(self, best: Evaluation) -> "Found":
+    def with_best(self, best: Evaluation) -> "Answer":
         """Return the answer with another plan; no bound is above the time of a plan that exists."""
         return replace(self, best=best, bound_s=min(self.bound_s, best.seconds))
+
+
+Found = Answer
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from dataclasses import replace
 from planner.cost.candidate import Candidate
 from planner.cost.kinds import kind_on
 from planner.errors import InfeasibleError, InputError
-from planner.options.solving import SolverName
 from planner.solver.evaluate.evaluation import evaluate, priced
 from planner.solver.problem.budget import Budget, OutOfTimeError, no_plan_yet
 from planner.solver.problem.infeasible import PLENTY, against_rules, explain
@@ -17,29 +16,6 @@ from planner.solver.problem.result import Evaluation, Found, IlpAnswer
 from planner.solver.problem.states import Chain
 from planner.solver.search.chain.ways import relaxed_s
 from planner.units import SLACK
-
-
-def needs_program(problem: Problem, solver: SolverName) -> bool:
-    """Return whether an integer program is to solve the problem, because the search cannot or because it was asked for.
-
-    Raise InputError if the solver that was asked for cannot solve it.
-    """
-    wants = _beyond_the_search(problem)
-    if problem.schedule.chunked and (wants is not None or solver == "ilp"):
-        raise InputError(
-            f"the schedule {problem.schedule} is solved by the search alone, which does not take "
-            f"{wants or '`solver=ilp`'}",
-            hint="use another schedule, or leave them out",
-        )
-    if solver == "search" and wants is not None:
-        raise InputError(f"the search does not take {wants}", hint="use `solver=ilp` or `solver=auto`")
-    return solver == "ilp" or wants is not None
-
-
-def _beyond_the_search(problem: Problem) -> str | None:
-    if problem.cluster.kinds and (problem.schedule.chunked or len(problem.cluster.joined) > 1):
-        return "GPUs of several kinds" + ("" if problem.schedule.chunked else " on several levels")
-    return None
 
 
 def solve_by_program(problem: Problem) -> Found:

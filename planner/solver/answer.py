@@ -1,0 +1,198 @@
+"""Answer a question: the best plan over all degrees of divided layers and all places to cut, and a bound on all plans.
+
+    answer         for each number of ranks that may divide the layers:
+      _over_cuts     cuts between blocks, then inside blocks where that pays:
+        best_plan      propose, evaluate, improve (`planner.solver.portfolio`)
+
+All stages of a plan have groups of one size, so a plan whose layers are divided is a plan for a cluster of groups.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from planner.errors import InfeasibleError, InputError, PlannerError
+from planner.plan.blocks import block_ends
+from planner.solver.portfolio import best_plan
+from planner.solver.problem.cuts import cut_after
+from planner.solver.problem.infeasible import UnexplainedError
+from planner.solver.problem.problem import Problem
+from planner.solver.problem.result import Answer, Evaluation
+from planner.solver.problem.states import Chain
+from planner.solver.search.chain.ways import relaxed_s
+
+PAYS = 0.02  # share of the time that cuts inside blocks must save
+BETWEEN = "cuts between blocks"  # what the bound of a search over those holds for
+# Cuts up to which a search looks inside blocks. It takes longer under synchronous schedules, and where the memory is
+# limited: then every stage may recompute any of its blocks.
+MOST_CUTS, MOST_LIMITED_CUTS = 400, 160
+
+
+def answer(question: Problem) -> Answer:
+    """Find the best plan over the degrees that the rules allow.
+
+    Raises:
+        InfeasibleError: if no plan fits the memory.
+        PlannerError: if the deadline passes before any plan is found.
+        InputError: for what no search takes.
+    """
+    degrees = question.rules.tensor
+    if degrees == (1,):
+        return _over_cuts(question)
+
+    trials = _DegreeTrials(question)
+    # The more promising degrees come first, because others may not be worth a search then.
+    least_s = {degree: _relaxed_s(question.on_groups_of(degree)) for degree in degrees}
+    order = list(degrees)
+    if not question.schedule.asynchronous:
+        order.sort(key=least_s.__getitem__)
+
+    for number, degree in enumerate(order):
+        left = len(order) - number
+        if trials.best_s < least_s[degree] or (trials.answers and question.deadline.passed):
+            trials.missed.append(degree)
+        else:
+            trials.search(degree, 1 / (left if question.schedule.asynchronous else min(left, 2)))
+    return trials.answer()
+
+
+@dataclass
+class _DegreeTrials:
+    """What is known of plans on groups of each number of ranks."""
+
+    question: Problem
+    answers: list[Answer] = field(default_factory=list)
+    obstacles: list[PlannerError] = field(default_factory=list)
+    missed: list[int] = field(default_factory=list)  # degrees without a search, or whose search had too little time
+
+    @property
+    def best_s(self) -> float:
+        return min((each.best.counted_s for each in self.answers), default=math.inf)
+
+    def search(self, degree: int, share: float) -> None:
+        """Search for plans on groups of so many ranks, within a share of the time that is left."""
+        budget = self.question.budget
+        # The same stages are other plans here, so what was simulated is counted apart.
+        own = replace(budget.apart(), deadline=budget.deadline.earlier(share))
+        groups = replace(self.question, budget=own).on_groups_of(degree)
+        try:
+            on_groups = _over_cuts(replace(groups, hopeless_s=self.best_s))
+        except InputError:
+            raise
+        except PlannerError as error:
+            self.obstacles.append(error)
+            if not isinstance(error, InfeasibleError):
+                self.missed.append(degree)
+        else:
+            self.answers.append(replace(on_groups, best=on_groups.best.divided(degree)))
+        budget.count += own.count
+        budget.exhausted &= own.exhausted
+
+    def answer(self) -> Answer:
+        """Return the fastest of the answers, with a bound on the plans of all degrees."""
+        if not self.answers:
+            raise _obstacle(self.obstacles)
+        fastest = min(self.answers, key=lambda each: (each.best.counted_s, each.best.gpus))
+        bound_s = min(each.bound_s for each in self.answers)
+        bound_of = max(each.bound_of for each in self.answers)
+
+        for degree in self.missed:
+            groups = self.question.on_groups_of(degree)
+            if bound_of:  # the others' bounds are of plans that cut between blocks
+                groups = cut_after(groups, block_ends(self.question.layer_costs.profile))
+            bound_s = min(bound_s, _relaxed_s(groups))
+        return Answer(fastest.best, min(bound_s, fastest.best.seconds), bound_of=bound_of)
+
+
+def _obstacle(errors: Sequence[PlannerError]) -> PlannerError:
+    """Return the error that says most of why no degree has a plan: too little time, or what needs the least memory."""
+    for error in errors:
+        if not isinstance(error, InfeasibleError):
+            return error
+    unexplained = [error for error in errors if isinstance(error, UnexplainedError)]
+    if not unexplained:
+        return errors[0]
+
+    def leanest() -> InfeasibleError:
+        explained = [error.explanation() for error in unexplained]
+        return min(explained, key=lambda error: error.least_bytes)
+
+    return UnexplainedError(leanest)
+
+
+def _over_cuts(question: Problem) -> Answer:
+    """Find the best plan that cuts between blocks, or inside blocks where that makes it `PAYS` faster.
+
+    Inside blocks it is sought among all cuts if those are few, and otherwise beside the cuts that were found. Raise
+    InputError where `granularity` asks for blocks, and the model has none.
+    """
+    profile = question.layer_costs.profile
+    granularity = question.rules.granularity
+    ends = frozenset[int]()
+    if granularity != "layer" and question.solver != "ilp":
+        ends = block_ends(profile)
+    if not ends:
+        if granularity == "block":
+            what = f"`granularity=block` is for models of repeated blocks, and '{profile.model}' has none"
+            raise InputError(what, hint="use `granularity=layer`")
+        return best_plan(question)
+
+    blocks = cut_after(question, ends)
+    if granularity == "block":
+        return best_plan(blocks)
+
+    layers = len(profile.layers)
+    few = layers <= _most_cuts(question)
+    try:
+        between = best_plan(blocks)
+    except InfeasibleError:
+        if few:
+            return best_plan(question)  # smaller stages may fit
+        raise
+    return _inside_blocks(question, ends, between, few=few)
+
+
+def _inside_blocks(question: Problem, ends: frozenset[int], between: Answer, *, few: bool) -> Answer:
+    """Return the answer between blocks, or one that also cuts inside them; bound plans that cut anywhere."""
+    bound_s = _relaxed_s(question)
+    may_pay = bound_s < between.best.seconds * (1 - PAYS)
+    everywhere = few and not question.deadline.passed
+    best = between
+
+    if may_pay and not question.deadline.passed:
+        layers = len(question.layer_costs.profile.layers)
+        cuts = frozenset(range(layers - 1)) if everywhere else ends | _beside(question, ends, between.best)
+        if cuts != ends and len(cuts) <= _most_cuts(question):
+            inside = best_plan(question if everywhere else cut_after(question, cuts))
+            if everywhere:
+                bound_s = inside.bound_s
+            if inside.best.saves(between.best, PAYS):
+                best = inside
+
+    bound_of = ""
+    anywhere_known = everywhere or question.schedule.asynchronous or best is not between
+    if may_pay and not anywhere_known and between.bound_s > bound_s:
+        # Of plans that cut between blocks a search knows well how little the memory leaves to recompute.
+        bound_s = between.bound_s
+        bound_of = BETWEEN
+    return replace(best, bound_s=min(bound_s, best.best.seconds), bound_of=bound_of)
+
+
+def _most_cuts(question: Problem) -> int:
+    quick = question.schedule.asynchronous and question.cluster.memory_bytes is None
+    return MOST_CUTS if quick else MOST_LIMITED_CUTS
+
+
+def _beside(question: Problem, ends: frozenset[int], plan: Evaluation) -> frozenset[int]:
+    """Return the cuts inside the blocks on either side of each of the plan's cuts."""
+    cuts = {len(stage.before) - 1 for stage in plan.stages[1:]}
+    starts = sorted({-1, *ends, len(question.layer_costs.profile.layers) - 1})
+    beside: set[int] = set()
+    for cut in cuts & ends:
+        place = starts.index(cut)
+        beside.update(range(starts[place - 1] + 1, starts[place + 1]))
+    return frozenset(beside)
+
+
+def _relaxed_s(question: Problem) -> float:
+    return relaxed_s(question, Chain(question.layer_costs))

@@ -1,0 +1,144 @@
+"""What searches are asked in place of a question, because no search along the cuts can know all of it.
+
+    room     How many communicators a worker has depends on the replicas of its neighbours. Searches count those that a
+             stage has in any plan. Room is kept for more, until the best candidate has it. The first question of this
+             series is a relaxation, whose bound holds for all plans.
+    copies   A tied weight is counted once. Where its copies do not fit, or cannot be trained, the best plan has all
+             users of the weight in one stage, or counts the weight in every layer that uses it.
+
+Candidates are evaluated for the question itself, and what they lack decides on the next attempt.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from planner.cost.communicators import communicators
+from planner.cost.weight_copies import exchanged_bytes
+from planner.solver.evaluate.evaluation import TOLERANCE
+from planner.solver.pool import Pool
+from planner.solver.problem.cuts import cut_after
+from planner.solver.problem.problem import Problem
+from planner.solver.problem.result import Evaluation
+from planner.solver.propose.even import counted, propose_even, users_of_tied_weights
+from planner.solver.propose.proposers import Proposer, proposers_for
+
+ONE_BY_ONE = 5  # communicators up to which room is made for one more at a time
+SLOW = 0.05  # of a minibatch: messages of copies that take so much make plans without copies worth a search
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A question whose plans are candidates for another one, and who proposes them.
+
+    Attributes:
+        relaxation: whether all plans of the other question are plans of this one, and take no less there.
+    """
+
+    question: Problem
+    proposers: tuple[Proposer, ...]
+    relaxation: bool = False
+
+
+def attempts(pool: Pool) -> Iterator[Attempt]:
+    """Yield attempts until the pool's best plan is as good as the best candidate that lacked something."""
+    proposers = proposers_for(pool.question)
+    searched_as = pool.question.schedule.solved_as
+    for number, roomy in enumerate(_with_room(pool)):
+        relaxation = number == 0
+        if searched_as is not roomy.schedule:
+            # Of the other schedule's plans the search knows the cuts, and the pool the time.
+            roomy = roomy.with_schedule(searched_as)
+            relaxation = False
+        yield Attempt(roomy, proposers, relaxation)
+        if pool.hopeless:
+            return
+        yield from _with_copies(pool, roomy, proposers)
+
+
+def _with_room(pool: Pool) -> Iterator[Problem]:
+    """Yield the question with room for no more communicators than searches count, then for ever more of them."""
+    question = pool.question
+    if question.layer_costs.overheads is None:
+        yield question
+        return
+
+    room = 0
+    while True:
+        pool.crowded = None
+        yield question.with_room(room)
+        crowded = pool.crowded
+        if crowded is None or _price_s(pool.best) <= crowded.seconds * (1 + TOLERANCE):
+            return
+        needed = _uncounted_communicators(question, crowded)
+        if needed <= room:
+            break  # what lacks room are copies of tied weights
+        if question.deadline.passed:
+            room = needed  # there is no time to find out whether less room does
+        elif room < ONE_BY_ONE:
+            room += 1
+        else:
+            room = min(needed, 2 * room)
+
+    if pool.best is None:
+        # Stages of one replica have few communicators.
+        yield replace(question.with_room(0), most_replicas=1)
+
+
+def _uncounted_communicators(question: Problem, plan: Evaluation) -> int:
+    """Return how many communicators a worker of the plan has, at most, beyond those that searches count."""
+    costs = question.layer_costs
+    beyond: Counter[int] = Counter()
+    counts = communicators(costs, plan.stages)
+    for stage, worker, count in zip(plan.stages, plan.price.workers, counts, strict=True):
+        counted = 2 * int(costs.work(stage).neighbours) + (stage.replicas > 1)
+        beyond[worker] += count - counted
+    return max(beyond.values())
+
+
+def _with_copies(pool: Pool, roomy: Problem, proposers: tuple[Proposer, ...]) -> Iterator[Attempt]:
+    """Yield questions about plans that count every copy of a tied weight, or have none."""
+    users = users_of_tied_weights(roomy.layer_costs)
+    if not users:
+        return
+
+    untrained = pool.untrained
+    lacking = untrained is not None and untrained.seconds < _price_s(pool.best)
+    pool.untrained = None
+    if lacking or _copies_are_slow(pool):
+        yield Attempt(_in_one_stage(roomy, users), proposers)
+    if not lacking:
+        return
+
+    if roomy.schedule.stashes and not roomy.cluster.kinds:
+        # Copies stay equal where all stages that have one update at the same times.
+        yield Attempt(roomy, (Proposer(propose_even),))
+    else:
+        yield Attempt(counted(roomy, depth=1), proposers)
+
+
+def _in_one_stage(question: Problem, users: Sequence[tuple[int, ...]]) -> Problem:
+    """Return the question about plans whose stages have all users of a tied weight, or none."""
+    layers = range(len(question.layer_costs.profile.layers))
+    inside = {cut for first, *_, last in users for cut in range(first, last)}
+    together = cut_after(question, frozenset(layers) - inside)
+    return replace(together, precision=question.precision)
+
+
+def _copies_are_slow(pool: Pool) -> bool:
+    """Whether messages of copies take so much of the best plan's time that one without copies may be faster."""
+    if pool.best is None:
+        return False
+    question = pool.question
+    sent_bytes = max(exchanged_bytes(question.layer_costs, pool.best.stages))
+    return sent_bytes / question.link.bandwidth_bytes_per_s > SLOW * pool.best.seconds
+
+
+def _price_s(plan: Evaluation | None) -> float:
+    """Return the seconds of a plan by the cost model, which candidates are compared with; infinity without a plan."""
+    if plan is None:
+        return math.inf
+    if plan.price.cost_model_s is None:
+        return plan.seconds
+    return plan.price.cost_model_s

@@ -1,0 +1,21 @@
+"""Choose the plan whose gradients are least late among those that are nearly as fast as the best."""
+
+from planner.solver.pool import Pool
+from planner.solver.problem.budget import LATER
+from planner.solver.problem.result import Evaluation
+
+
+def least_late(pool: Pool) -> None:
+    """Let the pool's best plan be the least late one of those that were simulated, and are within `LATER` of it."""
+    best = pool.best
+    if best is None or not best.simulated or not pool.question.schedule.stashes:
+        return
+    near = [best]
+    for plan in pool.question.budget.seen.values():
+        if plan.seconds < best.seconds * LATER and pool.question.allows(plan) and pool.trains(plan):
+            near.append(plan)
+    pool.best = min(near, key=_lateness)
+
+
+def _lateness(plan: Evaluation) -> tuple[int, float]:
+    return max(plan.price.in_flight), plan.seconds

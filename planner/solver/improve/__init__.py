@@ -1,0 +1,1 @@
+"""Local search from the best plans."""

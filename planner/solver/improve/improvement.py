@@ -1,0 +1,225 @@
+"""Improve the pool's best plan: local search on simulated times, and deeper pipelines.
+
+No change of one thing leads from nine replicas to a short pipeline, so local search begins at the fastest plan, and at
+the fastest of each of a few other numbers of stages. Where GPUs are of several kinds, it begins at the fastest plans by
+the cost model that differ in their cuts or replicas; it changes how many replicas each stage has, and
+`planner.solver.improve.allotment` says which GPUs they are.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+
+from planner.solver.evaluate.evaluation import in_every_order, simulated
+from planner.solver.improve.allotment import allotted
+from planner.solver.pool import Pool
+from planner.solver.problem.problem import Problem
+from planner.solver.problem.result import WAITING, CutPath, Evaluation, stages_along
+from planner.solver.problem.states import Chain
+from planner.solver.search.chain.ways import BestWays
+from planner.solver.search.levels.local_search import LocalSearch, OptionsOf
+from planner.units import SLACK
+
+STARTS = 4  # of local search, each at another number of stages
+MIXED_STARTS = 6  # the same on GPUs of several kinds
+FARTHER = 4  # times as many plans are priced on clusters of several levels, with half as many times the instructions
+MOST_PRICED, FEW_LAYERS = 100, 50  # plans priced from each start, for models of so many layers; of larger ones, fewer
+DEEPER = (1.0, 1.5, 2.0)  # times the published depths that stages are given room for
+ADDED = 1.25  # times the best plan's seconds, up to which plans are simulated that may take less than their price
+MOST_INSTRUCTIONS = 2**16  # of the simulations from each start: a part of a second
+
+
+def improve(pool: Pool, searched: Problem) -> None:
+    """Replace the pool's best plan by a faster one that changes lead to, one after the other.
+
+    Args:
+        pool: with the plans so far.
+        searched: the question whose memory says how stages may run: it keeps room for what is no tensor.
+    """
+    question = pool.question
+    if question.schedule.chunked or question.solver == "ilp":
+        return
+    searched = replace(searched, setting=replace(searched.setting, schedule=question.schedule))
+    _climb(pool, searched)
+    _deepen(pool, searched)
+
+
+def _climb(pool: Pool, searched: Problem) -> None:
+    """Search from the best plan and from some others by single changes."""
+    best = pool.best
+    if best is None or pool.settled or pool.question.budget.over:
+        return
+    space = Chain(searched.layer_costs)
+    first = _path(searched, space, best)
+    if first is None:
+        return
+
+    mixed = bool(pool.question.cluster.kinds)
+    starts = [first]
+    for plan in _fastest_by_shape(pool) if mixed else _fastest_simulated(pool):
+        path = _path(searched, space, plan)
+        if path is not None:
+            starts.append(path)
+
+    trials = _Trials(pool, searched, space, first)
+    local_search = LocalSearch(
+        space,
+        pool.question.cluster.gpus,
+        trials.seconds,
+        _ways(searched, space),
+        trials.most_priced,
+        pool.question.budget.deadline,
+        trials.least_s,
+    )
+    for start in starts:
+        local_search.from_(start)
+        if not mixed:  # whose starts share one allowance
+            local_search.allow(trials.most_priced)
+            trials.allow()
+    trials.finish()
+
+
+def _ways(searched: Problem, space: Chain) -> list[OptionsOf]:
+    """Return how stages may run: those that recompute more than they must have room for deeper pipelines."""
+    limited = searched.cluster.memory_bytes is not None and not searched.cluster.kinds
+    depths = DEEPER if limited else (1.0,)
+    return [BestWays(searched, space, deeper).options for deeper in depths]
+
+
+def _fastest_simulated(pool: Pool) -> list[Evaluation]:
+    """Return the fastest plans that were simulated with each other number of stages, then with other replicas."""
+    best = pool.best
+    assert best is not None
+    seen = [plan for plan in pool.question.budget.seen.values() if pool.question.allows(plan)]
+    seen.sort(key=lambda plan: plan.seconds)
+
+    by_stages = {len(best.stages): best}
+    by_config = {best.config: best}
+    for plan in seen:
+        by_stages.setdefault(len(plan.stages), plan)
+        by_config.setdefault(plan.config, plan)
+    starts = {plan.config: plan for plan in (*by_stages.values(), *by_config.values())}
+    return list(starts.values())[1:STARTS]
+
+
+def _fastest_by_shape(pool: Pool) -> list[Evaluation]:
+    """Return the fastest plans by the cost model that differ in their cuts or replicas."""
+    by_shape: dict[object, Evaluation] = {}
+    for plan in sorted(pool.usable, key=lambda plan: plan.seconds):
+        shape = tuple((stage.layers, stage.replicas) for stage in plan.stages)
+        by_shape.setdefault(shape, plan)
+    return list(by_shape.values())[:MIXED_STARTS]
+
+
+class _Trials:
+    """What local search minimises: the simulated seconds of paths that may be faster than the pool's best plan."""
+
+    def __init__(self, pool: Pool, searched: Problem, space: Chain, first: CutPath) -> None:
+        self._pool = pool
+        self._searched = searched
+        self._space = space
+        self._first = first
+        self._orders: dict[CutPath, list[Evaluation]] = {}
+
+        question = pool.question
+        farther = FARTHER if question.placed else 1  # where links differ, searches propose worse starts
+        layers = len(question.layer_costs.profile.layers)
+        self.most_priced = MOST_PRICED * farther * FEW_LAYERS // max(FEW_LAYERS, layers)
+        self._instructions = MOST_INSTRUCTIONS * max(1, farther // 2)
+        self._budget = question.budget.apart(min(question.budget.left, self._instructions))
+        self._question = replace(question, budget=self._budget)
+        # Stages on unlike GPUs update at different times, which the cost model of synchronous schedules adds up.
+        adds = question.cluster.kinds and not question.schedule.asynchronous
+        self._lenient = ADDED if adds else 1 - SLACK
+        assert pool.best is not None
+        self._start = pool.best
+
+    def allow(self) -> None:
+        """Let the next start spend as much as the first one."""
+        self._budget.left = min(self._pool.question.budget.left, self._instructions)
+
+    def finish(self) -> None:
+        """Count what was simulated."""
+        self._pool.question.budget.count += self._budget.count
+
+    def least_s(self, path: CutPath) -> float:
+        """Return seconds that no plan of the path is below; infinity where none is allowed."""
+        orders = in_every_order(self._question, self._plans(path))
+        self._orders[path] = orders
+        if path == self._first:
+            return 0.0
+        if not orders:
+            return np.inf
+        return orders[0].seconds / max(1.0, self._lenient)
+
+    def seconds(self, path: CutPath) -> float:
+        """Return the seconds that count; infinity for what cannot be faster than the best plan."""
+        least_s = self._start.counted_s if path == self._first else np.inf
+        for order in self._orders.pop(path):
+            if self._budget.over or order.seconds >= min(least_s, self._pool.best_s) * self._lenient:
+                break  # there is no time left; or simulating, which only adds waiting, cannot help
+            evaluation = simulated(self._question, order, self._pool.best_s)
+            if self._start.simulated and not evaluation.simulated:
+                break  # the budget ended the simulation
+            if not self._pool.trains(evaluation):
+                continue
+            least_s = min(least_s, evaluation.counted_s)
+            self._pool.keep(evaluation)
+        return least_s
+
+    def _plans(self, path: CutPath) -> Iterable[Evaluation]:
+        if self._question.cluster.kinds:
+            return allotted(self._question, stages_along(self._space, path))
+        if path == self._first:
+            return ()
+        plan = self._pool.priced(stages_along(self._space, path))
+        return [plan] if self._question.allows(plan) else []
+
+
+def _deepen(pool: Pool, searched: Problem) -> None:
+    """Let stages recompute more and run deeper, where a long pipeline then waits less.
+
+    Under schedules that drain, a pipeline that is deeper in some stages alone may take twice as long, so that local
+    search, which changes a stage at a time, does not meet one that is deeper in all.
+    """
+    best = pool.best
+    question = pool.question
+    schedule = question.schedule
+    limited = question.cluster.memory_bytes is not None and not question.cluster.kinds
+    if best is None or schedule.asynchronous or not schedule.deepens or not limited:
+        return
+    price_s = best.seconds if best.price.cost_model_s is None else best.price.cost_model_s
+    if best.seconds - price_s <= WAITING * best.seconds:
+        return
+    space = Chain(searched.layer_costs)
+    path = _path(searched, space, best)
+    if path is None:
+        return
+
+    unlimited = replace(question, budget=question.budget.apart(math.inf))  # of what takes long because it waits
+    for deeper in DEEPER[1:]:
+        options = BestWays(searched, space, deeper).options(path.states, path.replicas)
+        plan = pool.priced(stages_along(space, replace(path, options=options)))
+        below_s = min(pool.best_s, question.hopeless_s)
+        if question.allows(plan) and plan.seconds < below_s and not question.budget.deadline.passed:
+            evaluation = simulated(unlimited, plan, pool.best_s)
+            if evaluation.simulated and pool.trains(evaluation):
+                pool.keep(evaluation)
+    question.budget.count += unlimited.budget.count
+
+
+def _path(question: Problem, space: Chain, plan: Evaluation) -> CutPath | None:
+    """Return a plan's path over the space; None where its stages are no runs of consecutive layers that may be cut."""
+    if not question.cluster.kinds and any(stage.ranks for stage in plan.stages):
+        return None
+    states_by_layers = {len(space.layers(0, state)): state for state in range(len(space))}
+    states = [0]
+    for stage in plan.stages:
+        end = len(stage.before) + len(stage.layers)
+        follows = stage.before == frozenset(range(len(stage.before)))
+        if not follows or end not in states_by_layers:
+            return None
+        states.append(states_by_layers[end])
+    return CutPath(tuple(states), tuple(stage.options for stage in plan.stages), np.inf)

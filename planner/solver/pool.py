@@ -1,0 +1,206 @@
+"""The candidates of one question: what each is worth, and the best of them so far."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from planner.cost.candidate import Candidate
+from planner.cost.weight_copies import copies_fit
+from planner.plan.shape import trainable_pairs
+from planner.solver.evaluate.evaluation import SETTLED, in_every_order, priced, simulated
+from planner.solver.evaluate.pipelines import MOST_COMPUTATIONS, shared_between, too_large
+from planner.solver.problem.problem import Problem
+from planner.solver.problem.result import Answer, Evaluation
+from planner.solver.propose.leaner import Leaner
+from planner.units import SLACK
+
+# Candidates that are evaluated together, the most promising first.
+Batch = Sequence[Sequence[Candidate]]
+
+SEARCH = "search"  # the name of all methods but the integer program
+
+
+class Pool:
+    """Evaluates candidates for a question, and keeps the best plan that fits the memory and can be trained.
+
+    A candidate is priced by the cost model, which knows no waiting. A simulation only adds to that, so a candidate is
+    simulated only while its price is below the time of the best plan.
+
+    Attributes:
+        question: what candidates are evaluated for, with all the memory that its devices have.
+        best: the fastest plan so far; None while no candidate may be the answer.
+        bound_s: seconds per minibatch that no plan is below.
+        usable: the candidates that may be the answer, as they were priced.
+        crowded: the fastest candidate that lacked room for its communicators.
+        untrained: the fastest candidate whose copies of tied weights do not fit, or cannot be kept equal.
+        relaxed: whether all plans of the question are plans of the one that is searched now, whose bound then holds.
+    """
+
+    def __init__(self, question: Problem, bound_s: float) -> None:
+        self.question = question
+        self.bound_s = bound_s
+        self.best: Evaluation | None = None
+        self.usable: list[Evaluation] = []
+        self.crowded: Evaluation | None = None
+        self.untrained: Evaluation | None = None
+        self.relaxed = False
+        self._method = SEARCH
+        self._leaner = Leaner(question)
+
+    @property
+    def best_s(self) -> float:
+        """Seconds that a candidate must be below; infinite without a plan."""
+        return math.inf if self.best is None else self.best.counted_s
+
+    @property
+    def settled(self) -> bool:
+        """Whether no other candidate is worth a look: none is much faster than the best."""
+        return self.best is not None and self.best.seconds <= self.bound_s * (1 + SETTLED)
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether no plan is of any use, because an answer to another question is faster."""
+        return self.bound_s >= self.question.hopeless_s
+
+    @property
+    def spent(self) -> bool:
+        """Whether nothing more may be simulated; then not every candidate was looked at."""
+        budget = self.question.budget
+        if budget.over:
+            budget.exhausted = False
+        return budget.over
+
+    def raise_bound(self, bound_s: float) -> None:
+        """Take note of seconds that no plan of the question that is searched is below."""
+        if self.relaxed:
+            self.bound_s = max(self.bound_s, bound_s)
+
+    def consider(self, candidates: Batch, method: str = SEARCH) -> None:
+        """Evaluate candidates, in every order of their workers, the most promising first."""
+        plans = list(self._usable(candidates))
+        self.usable += plans
+        ordered = in_every_order(self.question, plans)
+        budget = self.question.budget
+
+        for plan in ordered:
+            near = self.best is not None and self.best.seconds <= ordered[0].seconds * (1 + SETTLED)
+            if near or plan.seconds >= self.best_s * (1 - SLACK):
+                return
+            # Searches propose the same stages again and again.
+            if plan.stages in budget.seen:
+                continue
+            if self.best is not None and self.spent:
+                return
+            self._simulate(plan, method)
+
+    def consider_regular(self, plans: Iterable[Evaluation], most_forwards: int = MOST_COMPUTATIONS) -> None:
+        """Evaluate plans that come in the order of their prices; those of more forwards are not simulated.
+
+        What they take is not taken from the searches, whose answer would depend on them otherwise.
+        """
+        left = MOST_COMPUTATIONS
+        for plan in plans:
+            forwards = len(plan.stages) * self.question.microbatches
+            left -= forwards
+            if plan.seconds >= self.best_s * (1 - SLACK) or (self.best is not None and left < 0):
+                return
+            if not self.trains(plan):
+                self.untrained = _faster(self.untrained, plan)
+            elif forwards <= most_forwards:
+                self._simulate(plan, SEARCH, apart=True)
+            else:
+                self.keep(plan)
+
+    def consider_near(self, stages: Sequence[Candidate], below_s: float) -> None:
+        """Evaluate a candidate that may be slower than the best plan, and count for another reason."""
+        for plan in self._usable([stages]):
+            evaluation = simulated(self.question, plan, below_s)
+            if evaluation.simulated and self.trains(evaluation):
+                self.keep(evaluation)
+
+    def priced(self, stages: Sequence[Candidate]) -> Evaluation:
+        """Return a candidate with its price."""
+        return priced(self.question, stages)
+
+    def simulate_best(self) -> None:
+        """Simulate the best plan, where there was no time for that when it was found."""
+        if self.best is not None and not self.best.simulated:
+            self.best = simulated(self._apart(), self.best)
+
+    def trains(self, plan: Evaluation) -> bool:
+        """Whether the plan's copies of tied weights fit the memory, and stay equal in training."""
+        question = self.question
+        shared = shared_between(question.layer_costs, plan.stages)
+        if not shared:
+            return True
+        replicas = [stage.replicas for stage in plan.stages]
+        if not trainable_pairs(shared, replicas, question.schedule):
+            return False
+        return copies_fit(question.layer_costs, plan.stages, plan.price, question.setting)
+
+    def keep(self, plan: Evaluation, method: str = SEARCH) -> None:
+        """Keep a plan if it is faster than the best one."""
+        if self.best is None or plan.saves(self.best):
+            self.best = plan
+            self._method = method
+
+    def answer(self) -> Answer:
+        """Return the best plan, with the bound; there must be one."""
+        assert self.best is not None
+        return Answer(self.best, min(self.bound_s, self.best.seconds), self._method)
+
+    def _usable(self, candidates: Batch) -> Iterator[Evaluation]:
+        """Yield the candidates that may be the answer, priced; those that lack room recompute more."""
+        for stages in candidates:
+            plan = priced(self.question, stages)
+            if not self.question.allows(plan):
+                if not plan.fits(self.question.cluster):
+                    self.crowded = _faster(self.crowded, plan)
+                lean = self._recomputing_more(plan)
+                if lean is None:
+                    continue
+                plan = lean
+            if self.trains(plan):
+                yield plan
+            else:
+                self.untrained = _faster(self.untrained, plan)
+
+    def _recomputing_more(self, plan: Evaluation) -> Evaluation | None:
+        """Return a plan that recomputes as much as makes room for its communicators; None if nothing does."""
+        question = self.question
+        if question.layer_costs.overheads is None or question.schedule.chunked:
+            return None
+        if plan.seconds >= self.best_s * (1 - SLACK):
+            return None
+        return self._leaner.lean_enough(plan.stages)
+
+    def _simulate(self, plan: Evaluation, method: str, *, apart: bool = False) -> None:
+        question = self._apart() if apart else self.question
+        below_s = math.inf if self.best is None else self.best.seconds
+        evaluation = simulated(question, plan, below_s)
+        if not self.trains(evaluation):
+            # Deeper stages hold more versions of their copies.
+            evaluation = simulated(replace(question, depth="published"), plan, below_s)
+        if apart:
+            self.question.budget.count += question.budget.count
+            self.question.budget.seen.update(question.budget.seen)
+
+        if evaluation.simulated or self.best is None or too_large(question, plan.stages):
+            self.keep(evaluation, method)
+
+    def _apart(self) -> Problem:
+        """Return the question with an allowance of its own, also where the time is over."""
+        budget = self.question.budget
+        longer = replace(budget.apart(), deadline=budget.deadline.at_least(GRACE_S), seen={})
+        return replace(self.question, budget=longer)
+
+
+GRACE_S = 3.0  # to simulate after the time limit: otherwise nobody knows which plan is the fastest
+
+
+def _faster(one: Evaluation | None, other: Evaluation) -> Evaluation:
+    if one is None or other.seconds < one.seconds:
+        return other
+    return one

@@ -1,0 +1,99 @@
+"""One question, one portfolio: proposers yield candidates, the pool evaluates them, local search improves the best.
+
+attempts    what searches are asked in place of the question, because they cannot know all of it
+proposers   `planner.solver.propose`: regular plans, the exact search along a chain, levels, mixed GPUs, ...
+pool        price, then simulation: `planner.solver.pool`
+improve     local search from the best plans
+"""
+
+from collections.abc import Iterator
+from itertools import islice
+
+from planner.errors import InfeasibleError, InputError, PlannerError
+from planner.solver.attempts import attempts
+from planner.solver.choose.lateness import least_late
+from planner.solver.improve.improvement import improve
+from planner.solver.pool import Pool
+from planner.solver.problem.bounds import balanced_s
+from planner.solver.problem.budget import OutOfTimeError, no_plan_yet
+from planner.solver.problem.problem import Problem
+from planner.solver.problem.result import Answer, Evaluation
+from planner.solver.problem.states import Chain
+from planner.solver.propose.any_plan import any_plan
+from planner.solver.propose.regular import regular_plans
+from planner.solver.search.chain.ways import relaxed_s
+
+FIRST = 3  # regular plans that are simulated before any search
+QUICK_FORWARDS = 2**12  # of a minibatch of plans that are simulated before any search: parts of a second
+
+
+def best_plan(question: Problem) -> Answer:
+    """Find the best plan of a question, whose cuts and groups of ranks are settled.
+
+    Raises:
+        InfeasibleError: if no plan fits the memory.
+        PlannerError: if the deadline passes before any plan is found.
+        InputError: for what no search takes.
+    """
+    pool = Pool(question, _bound_s(question))
+    regular = _regular(question)
+    if question.deadline.at_s is not None:
+        # There is an answer when the time ends, and searches look for nothing slower.
+        _take_first(pool, regular)
+
+    searched, obstacle = _search(pool)
+    pool.simulate_best()
+    pool.consider_regular(regular)
+    if pool.best is None:
+        for batch in any_plan(question):
+            pool.consider(batch)
+    if pool.best is None:
+        raise obstacle or no_plan_yet(question.deadline)
+
+    if not pool.hopeless:
+        improve(pool, searched)
+        least_late(pool)
+    return pool.answer()
+
+
+def _search(pool: Pool) -> tuple[Problem, PlannerError | None]:
+    """Let searches propose candidates; return what the last one was asked, and why it had none if it had none."""
+    obstacle: PlannerError | None = None
+    searched = pool.question
+    for attempt in attempts(pool):
+        searched = attempt.question
+        pool.relaxed = attempt.relaxation
+        try:
+            for proposer in attempt.proposers:
+                for batch in proposer.propose(attempt.question, pool):
+                    pool.consider(batch, proposer.method)
+        except OutOfTimeError:
+            obstacle = no_plan_yet(pool.question.deadline)
+            pool.question.budget.exhausted = False
+            break
+        except InputError:
+            raise
+        except InfeasibleError as error:
+            obstacle = error
+    return searched, obstacle
+
+
+def _regular(question: Problem) -> Iterator[Evaluation]:
+    """Yield the regular plans, where they are of use: chunks lie apart, and a program that was asked for answers."""
+    if question.schedule.chunked or question.solver == "ilp":
+        return
+    yield from regular_plans(question)
+
+
+def _take_first(pool: Pool, regular: Iterator[Evaluation]) -> None:
+    """Evaluate the first regular plans, of which the quick ones are simulated."""
+    pool.consider_regular(islice(regular, FIRST), QUICK_FORWARDS)
+
+
+def _bound_s(question: Problem) -> float:
+    """Return seconds per minibatch that no plan is below, before anything is searched."""
+    if question.schedule.chunked:
+        return 0.0  # the search has a bound of its own
+    if question.schedule.splits_backward:
+        return balanced_s(question.layer_costs, question.setting)
+    return relaxed_s(question, Chain(question.layer_costs))

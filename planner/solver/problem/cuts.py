@@ -1,0 +1,19 @@
+"""Questions about plans that cut at some places only."""
+
+from dataclasses import replace
+
+from planner.solver.problem.problem import Problem
+
+PRECISION = 2e-3  # of searches over some of the cuts: less than timings vary
+
+
+def cut_after(question: Problem, ends: frozenset[int]) -> Problem:
+    """Return the question with cuts after these layers only, by position, where the profile allows them."""
+    profile = question.layer_costs.profile
+    forbidden = set(profile.no_cut_after)
+    for position, layer in enumerate(profile.layers):
+        if position not in ends:
+            forbidden.add(layer.name)
+    names = tuple(layer.name for layer in profile.layers[:-1] if layer.name in forbidden)
+    coarser = question.with_profile(profile.model_copy(update={"no_cut_after": names}))
+    return replace(coarser, precision=PRECISION)

@@ -1,0 +1,1 @@
+"""Proposers: each yields candidate plans for a question, promising ones first."""

@@ -1,0 +1,36 @@
+"""Propose any plan that fits the memory, where time is over and no regular plan fits."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from planner.solver.pool import Batch
+from planner.solver.problem.budget import Budget
+from planner.solver.problem.problem import Problem
+from planner.solver.problem.states import Chain
+from planner.solver.propose.leaner import Leaner
+from planner.solver.search.pipeline_search import PipelineSearch
+
+MOST_CUTS = 100
+
+
+def any_plan(question: Problem) -> Iterator[Batch]:
+    """Yield a plan of stages as large as their memory allows: one walk over some of the cuts.
+
+    This is what is left to do when the time is over, so it does not end with it, and takes none for choices of what
+    recomputes.
+    """
+    memory_bytes = question.cluster.memory_bytes
+    if memory_bytes is None or question.schedule.chunked:
+        return
+    rules = question.rules
+    if rules.recompute == "auto":
+        rules = replace(rules, recompute="blocks")
+    unhurried = replace(question, budget=Budget(progress=question.budget.progress), rules=rules)
+
+    chain = Chain(question.layer_costs)
+    search = PipelineSearch(unhurried, chain.only(chain.spread(MOST_CUTS)))
+    plan = search.fits(question.cluster.gpus, memory_bytes)
+    if plan is None:
+        return
+    lean = Leaner(question).lean_enough(plan.stages)
+    yield [plan.stages if lean is None else lean.stages]

@@ -1,0 +1,154 @@
+"""Plans under 1f1b for models with tied weights: the stages with a copy have equally many replicas.
+
+Replicas of a stage update in rounds. Copies on stages of unlike numbers of replicas would be updated at unlike times,
+and differ. So the number is fixed, and a search with that number finds the best plan, for each number in turn.
+
+Every layer counts the tied weights that it uses. What stages hold to add up gradients counts as buffers: up to `depth`
+rounds of what they send and receive, because the deeper the pipeline, the more rounds wait for the sums.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.cost.candidate import Candidate
+from planner.cost.layer_costs import LayerCosts
+from planner.cost.weight_copies import counted_with_copies, price_with_copies
+from planner.cost.work import IMPOSSIBLE, Integers
+from planner.plan.shared_weights import trained_parameters
+from planner.solver.evaluate.evaluation import priced
+from planner.solver.pool import Batch, Pool
+from planner.solver.problem.bounds import Bounds
+from planner.solver.problem.problem import Limits, Problem
+from planner.solver.problem.result import CutPath, stages_along
+from planner.solver.problem.states import Chain
+from planner.solver.search.chain.search import ANY_TIME_S, Search
+from planner.solver.search.restricted import counts_to_try
+
+PRECISION = 1e-4
+MOST_TRIES = 4  # of one search, each with less memory
+
+
+def users_of_tied_weights(costs: LayerCosts) -> list[tuple[int, ...]]:
+    """Return the positions of the layers that use each weight with several users, ascending."""
+    users: dict[str, list[int]] = {}
+    for layer, weights in trained_parameters(costs.profile).items():
+        for weight in weights:
+            users.setdefault(weight, []).append(costs.position[layer])
+    return sorted({tuple(sorted(layers)) for layers in users.values() if len(layers) > 1})
+
+
+def counted(question: Problem, depth: int) -> Problem:
+    """Return the question with tied weights counted in every layer that uses them."""
+    held: list[tuple[int, int, int]] = []
+    for first, *others in users_of_tied_weights(question.layer_costs):
+        held.append((first, first, 2))  # a copy holds its gradient twice
+        for other in others:
+            held.append((other, first, 2 * depth + 1))
+    profile = counted_with_copies(question.layer_costs.profile, held)
+    assert profile is not None, "the model has tied weights"
+    return question.with_profile(profile)
+
+
+def propose_even(question: Problem, pool: Pool) -> Iterator[Batch]:
+    """Yield the best plan for each number of replicas of the stages with copies, at some depths."""
+    gpus = question.cluster.gpus
+    users = sorted(set().union(*users_of_tied_weights(question.layer_costs)))
+    depths = [gpus]
+    if question.cluster.memory_bytes is not None:
+        depths = [depth for depth in counts_to_try(gpus) if depth > 1]
+
+    for depth in depths:
+        copies = counted(question, depth)
+        space = Chain(copies.layer_costs)
+        limits = replace(copies.limits, deepest=min(depth, copies.limits.deepest))
+        for replicas in range(gpus // 2, 0, -1):
+            search = EvenSearch(space, copies.asynchronous(), limits, users, replicas)
+            yield from _fitting(question, copies, search, pool)
+
+
+def _fitting(question: Problem, copies: Problem, search: "EvenSearch", pool: Pool) -> Iterator[Batch]:
+    """Yield the best plans of the search until one fits.
+
+    What a stage holds at its peak is counted for its layers together with their copies, and then for its layers and its
+    copies apart, which may be more. A plan that does not fit for that reason is sought again with less memory.
+    """
+    for _ in range(MOST_TRIES):
+        if question.deadline.passed:
+            return
+        path = search.best(pool.best_s)
+        if path is None:
+            return
+        stages = stages_along(search.space, path)
+        yield [stages]
+
+        memory_bytes = search.limits.memory_bytes
+        missing_bytes = _uncounted_bytes(question, copies, stages)
+        if memory_bytes is None or missing_bytes <= 0:
+            return
+        limits = replace(search.limits, memory_bytes=memory_bytes - missing_bytes)
+        search = EvenSearch(search.space, search.model, limits, search.users, search.replicas)
+
+
+def _uncounted_bytes(question: Problem, copies: Problem, stages: Sequence[Candidate]) -> int:
+    """Return by how many bytes the search counts too little of the stage that holds most beyond the memory."""
+    cluster = question.cluster
+    unlimited = replace(question.setting, cluster=cluster.model_copy(update={"memory_bytes": None}))
+    price = priced(question, stages).price
+    held = price_with_copies(question.layer_costs, stages, price, unlimited).gpu_bytes
+    known = priced(copies, stages).price.gpu_bytes
+
+    missing_bytes = 0
+    for held_bytes, known_bytes in zip(held, known, strict=True):
+        if cluster.memory_bytes is not None and held_bytes > cluster.memory_bytes:
+            missing_bytes = max(missing_bytes, held_bytes - known_bytes)
+    return missing_bytes
+
+
+class EvenSearch(Search):
+    """Finds plans whose stages with any of the `users` have `replicas` replicas each."""
+
+    space: Chain
+
+    def __init__(self, space: Chain, model: Bounds, limits: Limits, users: Sequence[int], replicas: int) -> None:
+        super().__init__(space, model, limits)
+        self.users = users
+        self.replicas = replicas
+        self._holds = np.array([space.holds(layer) for layer in users])
+
+    def best(self, below_s: float | None = None, precision: float = PRECISION) -> CutPath | None:
+        """Return the fastest plan up to `precision`.
+
+        More replicas than the fewest may miss a target that fewer met, so seconds are halved on a logarithmic scale,
+        down to a time that no plan is below.
+        """
+        high_s = ANY_TIME_S if below_s is None or np.isinf(below_s) else below_s
+        low_s = float(self._before_s[-1]) / self.gpus
+        best: CutPath | None = None
+        target_s = high_s
+
+        while high_s - low_s > precision * high_s:
+            path = self.within(target_s)
+            if path is not None:
+                high_s = min(target_s, path.seconds)
+                if best is None or path.seconds < best.seconds:
+                    best = path
+            elif best is None and target_s == high_s:
+                return None
+            else:
+                low_s = target_s
+            target_s = float(np.sqrt(max(low_s, high_s * PRECISION) * high_s))
+        return best
+
+    def suffixes(
+        self, state: int, others: Integers, target_s: float, after: Integers, room: int
+    ) -> tuple[Integers, Integers, NDArray[np.bool_]]:
+        """Return what `Search.suffixes` does, with `replicas` for stages that hold a user."""
+        _, replicas, recomputes = super().suffixes(state, others, target_s, after, room)
+        holds = (self._holds[:, others] & ~self._holds[:, state, None]).any(axis=0)
+        fixed = np.where(replicas > self.replicas, IMPOSSIBLE, self.replicas)
+        replicas = np.where(holds, fixed, replicas)
+        gpus = np.where(replicas >= IMPOSSIBLE, IMPOSSIBLE, after + replicas)
+        return gpus, replicas, recomputes

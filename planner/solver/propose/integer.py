@@ -1,0 +1,57 @@
+"""Propose the best plan of an integer program: where one was asked for, or where GPUs of several kinds are few."""
+
+from collections.abc import Iterator
+
+from planner.errors import InputError, PlannerError
+from planner.solver.pool import Batch, Pool
+from planner.solver.problem.problem import Problem
+from planner.solver.problem.states import Chain
+from planner.solver.search.chain.ways import relaxed_s
+from planner.solver.search.integer.ilp import solve_by_program
+
+MOST_COLUMNS = 40_000  # about: of a program that is tried beside a search
+
+
+def check_solver(question: Problem) -> None:
+    """Raise InputError if no method takes the question."""
+    if not question.schedule.chunked:
+        return
+    wants = ""
+    if question.cluster.kinds:
+        wants = "GPUs of several kinds"
+    elif question.solver == "ilp":
+        wants = "`solver=ilp`"
+    if wants:
+        raise InputError(
+            f"the schedule {question.schedule} is solved by the search alone, which does not take {wants}",
+            hint="use another schedule, or leave them out",
+        )
+
+
+def propose_program(question: Problem, pool: Pool) -> Iterator[Batch]:
+    """Yield the best plan; raise the pool's bound.
+
+    Raises:
+        InfeasibleError: if there is none.
+        InputError: for what no program expresses.
+        PlannerError: if the deadline passes before any plan is found.
+    """
+    answer = solve_by_program(question)
+    bound_s = answer.bound_s
+    if max(question.levels) > 1:  # no column divides gradients and weights
+        bound_s = min(bound_s, relaxed_s(question, Chain(question.layer_costs)))
+    pool.raise_bound(bound_s)
+    yield [answer.best.stages]
+
+
+def propose_small_program(question: Problem, pool: Pool) -> Iterator[Batch]:
+    """Yield the best plan of a small program, and nothing where a program is too large, or time ends before."""
+    cluster = question.cluster
+    columns = len(question.layer_costs.profile.layers) ** 2 * cluster.gpus * 2 ** len(cluster.kinds)
+    if question.solver != "auto" or len(cluster.joined) > 1 or columns > MOST_COLUMNS:
+        return
+    try:
+        yield from propose_program(question, pool)
+    except PlannerError:
+        # The search has proposed plans, or says itself why there is none.
+        return

@@ -1,0 +1,198 @@
+"""Propose plans on GPUs of several kinds: for each order of the kinds, a search along their line.
+
+Nearly exact, on links that are all alike, for plans in which the GPUs of a kind follow each other
+(`planner.solver.search.line`). Local search on simulated times then also lets kinds take turns.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain, combinations, permutations
+
+import numpy as np
+
+from planner.cost.candidate import Candidate
+from planner.cost.kinds import everything_on, kind_on
+from planner.cost.network.link import Link
+from planner.errors import InfeasibleError, InputError
+from planner.solver.evaluate.evaluation import priced
+from planner.solver.pool import Batch, Pool
+from planner.solver.problem.budget import OutOfTimeError
+from planner.solver.problem.infeasible import against_rules
+from planner.solver.problem.problem import Problem
+from planner.solver.propose.leaner import Leaner
+from planner.solver.search.line import Kinds, LinePlan, LineSearch, StagesOn
+from planner.solver.search.restricted import slowed
+
+MOST_KINDS = 4  # whose orders are tried
+MOST_STATES, MOST_ENTRIES = 160, 4_000_000  # beyond, cuts at some of them only: so many, or states² · GPUs
+COARSE, FINE = 0.05, 0.004  # steps of the limit on the maximum, relative: over all of them, and around the best
+SLOWER_LINKS = (2.0, 4.0)  # factors by which links are slower in alternatives
+SLOWER_PLANS = (1.02, 1.05, 1.1, 1.2)  # times the best time of an asynchronous plan, within which others are proposed
+
+Ranks = tuple[int, ...]
+
+
+def propose_mixed(question: Problem, pool: Pool) -> Iterator[Batch]:
+    """Yield plans of the whole model on each kind, and those that are met along the lines, as one batch.
+
+    Raises:
+        InputError: for more kinds than orders can be tried of.
+        InfeasibleError: if no plan of this form fits the memory.
+    """
+    kinds = _kinds_alike(question)
+    if len(kinds) > MOST_KINDS:
+        raise InputError(
+            f"{len(kinds)} kinds of GPUs have too many orders to try",
+            hint=f"join kinds that are much alike: up to {MOST_KINDS} are tried",
+        )
+    whole = list(_whole_models(question, kinds))
+    lines = _Lines(question, kinds, best_s=min((_price_s(question, stages) for stages in whole), default=np.inf))
+    yield [*whole, *lines.plans()]
+
+    if pool.best is None and not pool.usable and pool.untrained is None:
+        if not question.cluster.has_memory_limit:
+            raise against_rules(question)
+        raise InfeasibleError(
+            "no plan was found that fits the memory of the cluster's GPUs",
+            hint="give the kinds of GPUs more memory_bytes, or more GPUs",
+        )
+
+
+def _kinds_alike(question: Problem) -> list[Ranks]:
+    """Return the ranks of each kind; what the cluster lists in several places is one kind."""
+    cluster = question.cluster
+    alike: dict[object, Ranks] = {}
+    for kind, ranks in zip(cluster.kinds, cluster.kind_ranks, strict=True):
+        key = kind.name, kind.speed, cluster.memory_of(kind)
+        alike[key] = (*alike.get(key, ()), *ranks)
+    return list(alike.values())
+
+
+def _whole_models(question: Problem, kinds: Sequence[Ranks]) -> Iterator[Sequence[Candidate]]:
+    """Yield the whole model on all GPUs, on those of each kind and on one of each, recomputing as memory demands."""
+    leaner = Leaner(question)
+    gpus = question.cluster.gpus
+    most = question.microbatches if question.schedule.divides else gpus
+
+    for ranks in {tuple(range(gpus)), *kinds, *(ranks[:1] for ranks in kinds)}:
+        stage = everything_on(question.layer_costs, question.cluster, sorted(ranks)[:most])
+        for level in question.levels if stage.replicas > 1 else (0,):
+            plan = leaner.lean_enough([replace(stage, options=replace(stage.options, level=level))])
+            if plan is not None:
+                yield plan.stages
+
+
+def _price_s(question: Problem, stages: Sequence[Candidate]) -> float:
+    return priced(question, stages).seconds
+
+
+@dataclass
+class _Lines:
+    """The plans that are met in every order of the kinds, with the links of every level and with slower ones.
+
+    Attributes:
+        best_s: seconds of the fastest plan so far by the cost model, below which others are sought.
+    """
+
+    question: Problem
+    kinds: Sequence[Ranks]
+    best_s: float
+    _met: list[Sequence[Candidate]] = field(default_factory=list)
+
+    def plans(self) -> list[Sequence[Candidate]]:
+        """Return as many as there is time for."""
+        try:
+            for link in self._links():
+                self._take(link, true=True)
+            # Where messages weigh more, there are fewer of them, and plans wait less.
+            for factor in SLOWER_LINKS:
+                self._take(slowed(self.question.link, factor), true=False)
+        except OutOfTimeError:
+            pass  # what was met so far is proposed
+        return self._met
+
+    def _links(self) -> list[Link]:
+        topology = self.question.topology
+        links = {self.question.link, *(topology.link(level) for level in range(len(topology)))}
+        return sorted(links, key=lambda link: link.bandwidth_bytes_per_s)
+
+    def _take(self, link: Link, *, true: bool) -> None:
+        """Meet plans for one link; for links that are not `true` their own seconds say which of them are fast."""
+        tables = self._tables(link)
+        best_s = self.best_s if true else np.inf
+        for order in permutations(range(len(self.kinds))):
+            search = LineSearch(self.question, tables, [(number, self.kinds[number]) for number in order])
+            for plan in _met_along(search, best_s, asynchronous=self.question.schedule.asynchronous):
+                self._met.append(plan.stages)
+                best_s = min(best_s, _price_s(self.question, plan.stages) if true else plan.seconds)
+            self.question.deadline.check()
+        if true:
+            self.best_s = min(self.best_s, best_s)
+
+    def _tables(self, link: Link) -> Mapping[Kinds, StagesOn]:
+        """Return all stages on GPUs of each set of kinds."""
+        question = self.question
+        states = min(MOST_STATES, int((MOST_ENTRIES / question.cluster.gpus) ** 0.5))
+        everything = question.layer_costs.single_stage
+        numbers = range(len(self.kinds))
+        sets = chain.from_iterable(combinations(numbers, count + 1) for count in numbers)
+
+        tables: dict[Kinds, StagesOn] = {}
+        for own in sets:
+            ranks = [rank for number in own for rank in self.kinds[number]]
+            kind = kind_on(question.layer_costs, question.cluster, everything, ranks)
+            tables[frozenset(own)] = StagesOn(question, link, kind, len(ranks), states)
+        return tables
+
+
+def _met_along(search: LineSearch, best_s: float, *, asynchronous: bool) -> Iterator[LinePlan]:
+    return _ever_faster(search, best_s) if asynchronous else _traded(search, best_s)
+
+
+def _ever_faster(search: LineSearch, best_s: float) -> Iterator[LinePlan]:
+    """Yield ever faster plans of an asynchronous pipeline, whose sum is zero; none if none is below the seconds."""
+    low_s = 0.0
+    high_s = np.inf
+    plan = search.within(best_s * (1 - FINE))
+    if plan is None:
+        return
+    while plan is not None and plan.max_s < high_s:  # not the same again, where a target rounds to its seconds
+        yield plan
+        best_s = high_s = plan.max_s
+        while True:
+            middle_s = (low_s + high_s) / 2
+            plan = search.within(middle_s)
+            if plan is not None or high_s - low_s <= FINE * high_s:
+                break
+            low_s = middle_s
+
+    # Slower plans by the cost model may wait less.
+    for factor in SLOWER_PLANS:
+        slower = search.within(best_s * factor)
+        if slower is not None:
+            yield slower
+
+
+def _traded(search: LineSearch, best_s: float) -> Iterator[LinePlan]:
+    """Yield plans of a synchronous pipeline that trade the sum against the maximum, and some near the best of them."""
+    first = search.within(np.inf)
+    if first is None:
+        return
+    best: LinePlan | None = None
+    limit_s = min(first.max_s, best_s - first.sum_s)
+    low_s = 0.0
+
+    for step in (COARSE, FINE):
+        while limit_s > low_s:
+            plan = search.within(limit_s)
+            if plan is None:
+                break
+            yield plan
+            if plan.seconds < best_s:
+                best = plan
+                best_s = plan.seconds
+            limit_s = min(plan.max_s, best_s - plan.sum_s) * (1 - step)
+        if best is None:
+            return
+        limit_s = best.max_s * (1 + step)
+        low_s = best.max_s * (1 - step)

@@ -1,0 +1,38 @@
+"""Which proposers a question has."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from planner.solver.pool import SEARCH, Batch, Pool
+from planner.solver.problem.problem import Problem
+from planner.solver.propose.chain import propose_chain
+from planner.solver.propose.integer import check_solver, propose_program, propose_small_program
+from planner.solver.propose.interleaved import propose_interleaved
+from planner.solver.propose.mixed import propose_mixed
+
+PROGRAM = "ilp, CBC"
+
+
+@dataclass(frozen=True)
+class Proposer:
+    """A method that yields candidates for a question, the promising ones first, while looking at the pool.
+
+    Attributes:
+        propose: yields batches of candidates; raises OutOfTimeError and the errors of `planner.solver.portfolio`.
+        method: its name in the answer.
+    """
+
+    propose: Callable[[Problem, Pool], Iterator[Batch]]
+    method: str = SEARCH
+
+
+def proposers_for(question: Problem) -> tuple[Proposer, ...]:
+    """Return the proposers of a question; raise InputError if no method takes it."""
+    check_solver(question)
+    if question.solver == "ilp":
+        return (Proposer(propose_program, PROGRAM),)
+    if question.cluster.kinds:
+        return (Proposer(propose_mixed), Proposer(propose_small_program, PROGRAM))
+    if question.schedule.chunked:
+        return (Proposer(propose_interleaved),)
+    return (Proposer(propose_chain),)

@@ -1,0 +1,171 @@
+"""Regular plans, as people choose them by hand: equal stages with equally many replicas each.
+
+They are the first answer, the answer where time runs out, and what no answer may be slower than. A grid of
+
+    stages      equal in time, or of equally many blocks; as many as are a power of two, and under schedules that drain
+                whatever number uses all GPUs: on 35 groups of GPUs 35, 17, 11, 8, 7
+    replicas    as many as there are GPUs for; also on a half, a quarter and so on of the GPUs
+    sharding    nothing, the optimizer's state, or of a single stage its gradients and weights, too
+
+A stage that does not fit the memory recomputes as little as makes it fit. Plans come in the order of their prices,
+though pricing a plan of many stages takes time, and finding what recomputes adds to the price: so both wait until
+nothing else can be the next.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from heapq import heappop, heappush
+from itertools import accumulate
+
+from planner.cost.candidate import Candidate, StageOptions
+from planner.cost.work import Floats
+from planner.solver.choose.baselines import equal_blocks, equal_times
+from planner.solver.evaluate.evaluation import priced
+from planner.solver.problem.problem import Problem
+from planner.solver.problem.result import Evaluation
+from planner.solver.problem.states import column
+from planner.solver.propose.leaner import Leaner
+from planner.solver.search.restricted import counts_to_try
+from planner.units import SLACK
+
+MOST_STAGES = 2**12  # of the plans that use all GPUs, in all: thousands of GPUs would have hundreds of pipelines
+
+Cut = Sequence[Candidate]
+
+
+def regular_plans(question: Problem) -> Iterator[Evaluation]:
+    """Yield the regular plans that fit the memory, the fastest by the cost model first.
+
+    After the question's deadline no more than one.
+    """
+    leaner = Leaner(question)
+    grid = [*_grid(question)]
+    waiting: list[tuple[float, int, Evaluation | None]] = []
+    for number, point in enumerate(grid):
+        heappush(waiting, (point.least_s, number, None))
+    priced_once: set[int] = set()
+    fitting = 0
+
+    while waiting and not (fitting and question.deadline.passed):
+        _, number, plan = heappop(waiting)
+        stages = grid[number].stages
+        if plan is not None:
+            fitting += 1
+            yield plan
+        elif number not in priced_once:
+            priced_once.add(number)
+            heappush(waiting, (priced(question, stages).seconds, number, None))
+        else:
+            lean = leaner.lean_enough(stages)
+            if lean is not None:
+                heappush(waiting, (lean.seconds, number, lean))
+
+
+@dataclass(frozen=True)
+class _Point:
+    """One plan of the grid, and seconds per minibatch that it is not below."""
+
+    least_s: float
+    cut: Cut
+    options: StageOptions
+
+    @property
+    def stages(self) -> list[Candidate]:
+        return [replace(stage, options=self.options) for stage in self.cut]
+
+
+def _grid(question: Problem) -> Iterator[_Point]:
+    """Yield the plans whose weights and optimizer state have room; whether all of it has, is not known yet."""
+    costs = question.layer_costs
+    gpus = question.cluster.gpus
+    sums = _LayerSums.of(question)
+    counts = _numbers_of_stages(question, min(gpus, question.rules.max_stages or gpus, len(sums.compute_s)))
+
+    cuts = equal_times(costs, counts, question.budget.deadline)
+    for stages, equal in zip(counts, cuts, strict=False):
+        if len(equal) < stages:
+            return  # there are fewer places to cut
+        blocks = equal_blocks(costs, stages)
+        yield from _points(question, sums, equal)
+        if len(blocks) == stages and blocks != equal:
+            yield from _points(question, sums, blocks)
+
+
+def _points(question: Problem, sums: "_LayerSums", cut: Cut) -> Iterator[_Point]:
+    """Yield the plans of one cut: all numbers of replicas, and all that they may divide."""
+    stages = len(cut)
+    gpus = question.cluster.gpus
+    most_replicas = min(question.most_replicas, question.microbatches if question.schedule.divides else gpus)
+    halves = [gpus >> power for power in range(gpus.bit_length())]
+
+    for used in counts_to_try(gpus) if stages == 1 else halves:
+        replicas = used // stages
+        if not 1 <= replicas <= most_replicas:
+            continue
+        least_s = sums.least_s(cut, replicas)
+        for level in question.levels if replicas > 1 else (0,):
+            # Gradients and weights are divided by replicas of the whole model that have equally many microbatches.
+            even = stages == 1 and question.microbatches % replicas == 0
+            if (level < 2 or even) and sums.may_fit(cut, replicas, level):
+                yield _Point(least_s, cut, StageOptions(replicas, level))
+
+
+@dataclass(frozen=True)
+class _LayerSums:
+    """Costs of each layer of which sums over stages bound their time and their memory."""
+
+    question: Problem
+    compute_s: Floats  # forward and backward
+    kept_bytes: Floats  # weights, and gradients where all of them exist at once
+    optimizer_bytes: Floats
+
+    @classmethod
+    def of(cls, question: Problem) -> "_LayerSums":
+        costs = question.layer_costs
+        kept_bytes = column(costs, "weight_bytes")
+        if question.microbatches > 1:
+            kept_bytes = kept_bytes + column(costs, "gradient_bytes")
+        compute_s = column(costs, "forward_s") + column(costs, "backward_s")
+        return cls(question, compute_s, kept_bytes, column(costs, "optimizer_bytes"))
+
+    def least_s(self, cut: Cut, replicas: int) -> float:
+        """Return seconds per minibatch that a plan of this cut is not below: those of its slowest stage."""
+        question = self.question
+        if question.cluster.kinds:
+            return 0.0  # devices may be faster than the profiled one
+        slowest_s = max(_sum(self.compute_s, stage) for stage in cut)
+        busy_s = slowest_s * question.microbatches / replicas
+        if question.schedule.formula == "synchronous":
+            # The first microbatch passes all stages, and the others wait for the slowest one.
+            busy_s = float(self.compute_s.sum()) + max(0.0, busy_s - slowest_s)
+        return busy_s * (1 - SLACK)
+
+    def may_fit(self, cut: Cut, replicas: int, level: int) -> bool:
+        """Whether the stages' state fits the memory, however much recomputes."""
+        cluster = self.question.cluster
+        if cluster.kinds or cluster.memory_bytes is None:
+            return True
+        kept_parts = replicas if level > 1 else 1
+        optimizer_parts = replicas if level > 0 else 1
+        held_bytes = max(
+            _sum(self.kept_bytes, stage) / kept_parts + _sum(self.optimizer_bytes, stage) / optimizer_parts
+            for stage in cut
+        )
+        return held_bytes <= cluster.memory_bytes
+
+
+def _sum(column: Floats, stage: Candidate) -> float:
+    return float(column[list(stage.layers)].sum())
+
+
+def _numbers_of_stages(question: Problem, most: int) -> list[int]:
+    """Return numbers of stages to try, ascending, up to `most`."""
+    gpus = question.cluster.gpus
+    counts = {2**power for power in range(most.bit_length())}
+
+    if not (question.schedule.asynchronous or question.cluster.kinds):
+        using_all = sorted({gpus // replicas for replicas in range(1, gpus + 1)})
+        for count, stages in zip(using_all, accumulate(using_all), strict=True):
+            if stages <= MOST_STAGES:
+                counts.add(count)
+    return sorted(count for count in counts if count <= most)
