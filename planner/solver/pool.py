@@ -11,6 +11,7 @@ from planner.cost.weight_copies import copies_fit
 from planner.plan.shape import trainable_pairs
 from planner.solver.evaluate.evaluation import SETTLED, in_every_order, priced, simulated
 from planner.solver.evaluate.pipelines import MOST_COMPUTATIONS, shared_between, too_large
+from planner.solver.problem.budget import LATER
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Answer, Evaluation
 from planner.solver.propose.leaner import Leaner
@@ -82,18 +83,31 @@ class Pool:
         plans = list(self._usable(candidates))
         self.usable += plans
         ordered = in_every_order(self.question, plans)
-        budget = self.question.budget
+        seen = self.question.budget.seen
 
         for plan in ordered:
-            near = self.best is not None and self.best.seconds <= ordered[0].seconds * (1 + SETTLED)
-            if near or plan.seconds >= self.best_s * (1 - SLACK):
-                return
+            if not self._is_promising(plan, ordered[0].seconds):
+                continue
             # Searches propose the same stages again and again.
-            if plan.stages in budget.seen:
+            if plan.stages in seen:
                 continue
             if self.best is not None and self.spent:
                 return
             self._simulate(plan, method)
+
+    def _is_promising(self, plan: Evaluation, least_s: float) -> bool:
+        """Whether a priced candidate may be faster than the best plan, or late by less and nearly as fast.
+
+        Nothing is faster by much where the best plan takes no longer than the least price of a batch.
+        """
+        best = self.best
+        if best is None:
+            return True
+        settled = best.seconds <= least_s * (1 + SETTLED)
+        if not settled and plan.seconds < self.best_s * (1 - SLACK):
+            return True
+        less_late = max(plan.price.in_flight) < max(best.price.in_flight)
+        return self.question.schedule.stashes and less_late and plan.seconds < self.best_s * LATER
 
     def consider_regular(self, plans: Iterable[Evaluation], most_forwards: int = MOST_COMPUTATIONS) -> None:
         """Evaluate plans that come in the order of their prices; those of more forwards are not simulated.
@@ -112,13 +126,6 @@ class Pool:
                 self._simulate(plan, SEARCH, apart=True)
             else:
                 self.keep(plan)
-
-    def consider_near(self, stages: Sequence[Candidate], below_s: float) -> None:
-        """Evaluate a candidate that may be slower than the best plan, and count for another reason."""
-        for plan in self._usable([stages]):
-            evaluation = simulated(self.question, plan, below_s)
-            if evaluation.simulated and self.trains(evaluation):
-                self.keep(evaluation)
 
     def priced(self, stages: Sequence[Candidate]) -> Evaluation:
         """Return a candidate with its price."""
@@ -178,7 +185,9 @@ class Pool:
 
     def _simulate(self, plan: Evaluation, method: str, *, apart: bool = False) -> None:
         question = self._apart() if apart else self.question
-        below_s = math.inf if self.best is None else self.best.seconds
+        below_s = math.inf
+        if self.best is not None:
+            below_s = self.best.seconds * (LATER if question.schedule.stashes else 1.0)
         evaluation = simulated(question, plan, below_s)
         if not self.trains(evaluation):
             # Deeper stages hold more versions of their copies.

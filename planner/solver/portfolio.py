@@ -60,7 +60,7 @@ def _search(pool: Pool) -> tuple[Problem, PlannerError | None]:
     """Let searches propose candidates; return what the last one was asked, and why it had none if it had none."""
     obstacle: PlannerError | None = None
     searched = pool.question
-    for attempt in attempts(pool):
+    for number, attempt in enumerate(attempts(pool)):
         searched = attempt.question
         pool.relaxed = attempt.relaxation
         try:
@@ -71,10 +71,12 @@ def _search(pool: Pool) -> tuple[Problem, PlannerError | None]:
             obstacle = no_plan_yet(pool.question.deadline)
             pool.question.budget.exhausted = False
             break
-        except InputError:
-            raise
         except InfeasibleError as error:
             obstacle = error
+        except InputError:
+            # Of the questions that follow the first one some make no sense, and have no candidates.
+            if number == 0:
+                raise
     return searched, obstacle
 
 

@@ -80,8 +80,7 @@ def _without_replicas(search: PipelineSearch, pool: Pool) -> Iterator[Batch]:
     limits = replace(question.limits, gpus=min(question.limits.gpus, MOST_WORKERS))
     path = StraightSearch(search.space, question.asynchronous(), limits).best(pool.best_s * LATER)
     if path is not None:
-        pool.consider_near(search.priced(path).stages, pool.best_s * LATER)
-    yield from ()
+        yield [search.priced(path).stages]
 
 
 def _simpler(search: PipelineSearch, pool: Pool) -> Iterator[Batch]:
