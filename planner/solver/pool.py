@@ -134,7 +134,9 @@ class Pool:
     def simulate_best(self) -> None:
         """Simulate the best plan, where there was no time for that when it was found."""
         if self.best is not None and not self.best.simulated:
-            self.best = simulated(self._apart(), self.best)
+            question = self.unhurried()
+            self.best = simulated(question, self.best)
+            self.question.budget.count += question.budget.count
 
     def trains(self, plan: Evaluation) -> bool:
         """Whether the plan's copies of tied weights fit the memory, and stay equal in training."""
@@ -184,7 +186,7 @@ class Pool:
         return self._leaner.lean_enough(plan.stages)
 
     def _simulate(self, plan: Evaluation, method: str, *, apart: bool = False) -> None:
-        question = self._apart() if apart else self.question
+        question = self.unhurried() if apart else self.question
         below_s = math.inf
         if self.best is not None:
             below_s = self.best.seconds * (LATER if question.schedule.stashes else 1.0)
@@ -199,8 +201,8 @@ class Pool:
         if evaluation.simulated or self.best is None or too_large(question, plan.stages):
             self.keep(evaluation, method)
 
-    def _apart(self) -> Problem:
-        """Return the question with an allowance of its own, also where the time is over."""
+    def unhurried(self) -> Problem:
+        """Return the question with an allowance of its own, and some time, also where the time is over."""
         budget = self.question.budget
         longer = replace(budget.apart(), deadline=budget.deadline.at_least(GRACE_S), seen={})
         return replace(self.question, budget=longer)

@@ -36,7 +36,7 @@ def best_plan(question: Problem) -> Answer:
         InputError: for what no search takes.
     """
     pool = Pool(question, _bound_s(question))
-    regular = _regular(question)
+    regular = _regular(pool.unhurried())
     if question.deadline.at_s is not None:
         # There is an answer when the time ends, and searches look for nothing slower.
         _take_first(pool, regular)

@@ -27,10 +27,10 @@ from planner.plan.trainable import check_trainable
 from planner.schedule.registry import find
 from planner.simulator.simulate_plan import simulate, simulated_s
 from planner.solver import solve
-from planner.solver.degrees import solve_degrees
-from planner.solver.methods import solve_by_method
+from planner.solver.answer import answer
+from planner.solver.portfolio import best_plan
 from planner.solver.problem.problem import Problem
-from planner.solver.problem.result import Found
+from planner.solver.problem.result import Answer
 from planner.solver.search.pipeline_search import PipelineSearch
 from planner.units import parse_bytes
 from tests.samples import layer, profile
@@ -272,17 +272,19 @@ def test_old_files_mean_what_they_meant() -> None:
     assert plain.digest == Profile.model_validate_json(plain.model_dump_json()).digest
 
 
-def test_a_degree_that_had_too_little_time_does_not_hide_the_others() -> None:
+def test_a_degree_that_had_too_little_time_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     model = divided(profile(*(layer(f"l{n}", 100, 200, output_bytes=8, weight_bytes=10) for n in range(4))), 2)
     cluster = flat_cluster(4, 1e3)
     rules = StageRules(tensor=(1, 2))
     problem = Problem(layer_costs_on(model, cluster), Setting(cluster, find("1f1b-flush"), 4), rules)
 
-    def late(asked: Problem, *, both: bool = False) -> Found:
+    def late(asked: Problem, *, both: bool = False) -> Answer:
         if both or asked.degree == 1:
             raise PlannerError("the time limit passed")
-        return solve_by_method(asked)
+        return best_plan(asked)
 
-    assert {stage.options.tensor for stage in solve_degrees(problem, late).best.stages} == {2}
+    monkeypatch.setattr("planner.solver.answer.best_plan", late)
+    assert {stage.options.tensor for stage in answer(problem).best.stages} == {2}
+    monkeypatch.setattr("planner.solver.answer.best_plan", partial(late, both=True))
     with pytest.raises(PlannerError, match="the time limit passed"):
-        solve_degrees(problem, partial(late, both=True))
+        answer(problem)

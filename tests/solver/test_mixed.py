@@ -22,7 +22,7 @@ from planner.formats.device_kinds import profile_of_kinds
 from planner.formats.profile import Profile
 from planner.schedule.registry import find
 from planner.solver import solve
-from planner.solver.mixed import solve_mixed
+from planner.solver.portfolio import best_plan
 from planner.solver.problem.problem import Problem
 from tests.samples import layer, profile
 from tests.solver.brute import brute_force
@@ -88,9 +88,9 @@ def test_the_search_is_near_the_best_of_all_plans(
     best = brute_force(problem)
     if best is None:
         with pytest.raises(InfeasibleError):
-            solve_mixed(problem)
+            best_plan(problem)
         return
-    found = solve_mixed(problem)
+    found = best_plan(problem)
     assert found.bound_s <= best.seconds * (1 + 1e-9)
     found_s = problem.price(found.best.stages).seconds_per_minibatch
     # The simulation chooses among plans, and may prefer one that waits less.

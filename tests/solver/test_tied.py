@@ -22,11 +22,11 @@ from planner.plan.shared_weights import obstacle, shared_weights, trained_parame
 from planner.schedule.registry import find
 from planner.solver import solve
 from planner.solver.assemble import assemble
-from planner.solver.choose.first_plans import fitting_plans
-from planner.solver.methods import solve_by_method
+from planner.solver.attempts import attempts
+from planner.solver.evaluate.evaluation import evaluate
+from planner.solver.pool import Pool
 from planner.solver.problem.problem import Problem
-from planner.solver.problem.result import Found
-from planner.solver.tied import solve_tied, usual
+from planner.solver.propose.regular import regular_plans
 from tests.cost.test_overheads import on_cuda
 from tests.cost.test_weight_copies import tied
 from tests.solver.test_degrees import divided
@@ -152,25 +152,25 @@ def test_a_usual_plan_has_room_for_its_copies(memory_bytes: int | None) -> None:
     """It is the answer where the search's plans have none, and takes no search itself."""
     setting = Setting(flat_cluster(GPUS, 1e4, memory_bytes), find("1f1b-flush"), 4)
     problem = Problem(LayerCosts(tied()), setting)
-    plan = usual(problem)
+    pool = Pool(problem, 0.0)
+    pool.consider_regular(regular_plans(problem))
+    plan = pool.best
     assert plan is not None
     assert trains(assemble(problem, plan))
     assert copies_fit(problem.layer_costs, plan.stages, plan.price, setting)
-    others = [
-        each for each in fitting_plans(problem) if copies_fit(problem.layer_costs, each.stages, each.price, setting)
-    ]
-    assert (plan.price.cost_model_s or plan.seconds) == min(each.seconds for each in others)
+    others = [evaluate(problem, each.stages) for each in regular_plans(problem) if pool.trains(each)]
+    assert plan.seconds <= min(each.seconds for each in others if pool.trains(each))
 
 
 def test_an_answer_that_is_of_no_use_is_not_made_trainable() -> None:
     """Where another degree of divided layers is faster than any plan of this one, its copies do not matter."""
     problem = Problem(LayerCosts(tied()), Setting(flat_cluster(GPUS, 1e4, 13 * 10**6), find("1f1b-flush"), 4))
-    asked = list[Problem]()
-
-    def answer(variant: Problem) -> Found:
-        asked.append(variant)
-        return solve_by_method(variant)
-
-    bound_s = solve_by_method(problem).bound_s
-    assert solve_tied(replace(problem, hopeless_s=bound_s / 2), answer).bound_s == bound_s
-    assert len(asked) == 1
+    tried = {}
+    for hopeless_s in (np.inf, 1e-6):
+        pool = Pool(replace(problem, hopeless_s=hopeless_s), 1.0)
+        tried[hopeless_s] = 0
+        for attempt in attempts(pool):
+            tried[hopeless_s] += 1
+            for batch in attempt.proposers[0].propose(attempt.question, pool):
+                pool.consider(batch)
+    assert tried[1e-6] == 1 < tried[np.inf]

@@ -10,11 +10,10 @@ def least_late(pool: Pool) -> None:
     best = pool.best
     if best is None or not best.simulated or not pool.question.schedule.stashes:
         return
-    near = [best]
-    for plan in pool.question.budget.seen.values():
-        if plan.seconds < best.seconds * LATER and pool.question.allows(plan) and pool.trains(plan):
-            near.append(plan)
-    pool.best = min(near, key=_lateness)
+    seen = pool.question.budget.seen.values()
+    near = [plan for plan in seen if plan.seconds < best.seconds * LATER]
+    allowed = [plan for plan in near if pool.question.allows(plan) and pool.trains(plan)]
+    pool.best = min([best, *allowed], key=_lateness)
 
 
 def _lateness(plan: Evaluation) -> tuple[int, float]:

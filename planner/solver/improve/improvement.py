@@ -42,11 +42,11 @@ def improve(pool: Pool, searched: Problem) -> None:
     if question.schedule.chunked or question.solver == "ilp":
         return
     searched = replace(searched, setting=replace(searched.setting, schedule=question.schedule))
-    _climb(pool, searched)
-    _deepen(pool, searched)
+    climb(pool, searched)
+    deepen(pool, searched)
 
 
-def _climb(pool: Pool, searched: Problem) -> None:
+def climb(pool: Pool, searched: Problem) -> None:
     """Search from the best plan and from some others by single changes."""
     best = pool.best
     if best is None or pool.settled or pool.question.budget.over:
@@ -178,7 +178,7 @@ class _Trials:
         return [plan] if self._question.allows(plan) else []
 
 
-def _deepen(pool: Pool, searched: Problem) -> None:
+def deepen(pool: Pool, searched: Problem) -> None:
     """Let stages recompute more and run deeper, where a long pipeline then waits less.
 
     Under schedules that drain, a pipeline that is deeper in some stages alone may take twice as long, so that local

@@ -45,8 +45,7 @@ def counted(question: Problem, depth: int) -> Problem:
     held: list[tuple[int, int, int]] = []
     for first, *others in users_of_tied_weights(question.layer_costs):
         held.append((first, first, 2))  # a copy holds its gradient twice
-        for other in others:
-            held.append((other, first, 2 * depth + 1))
+        held.extend((other, first, 2 * depth + 1) for other in others)
     profile = counted_with_copies(question.layer_costs.profile, held)
     assert profile is not None, "the model has tied weights"
     return question.with_profile(profile)

@@ -142,8 +142,8 @@ def _kinds(search: PipelineSearch) -> Iterator[tuple[Chain, Kind]]:
         if question.placed:  # some messages cross faster links than the slowest
             own = question.link.bandwidth_bytes_per_s
             most = replace(limits, gpus=min(limits.gpus, MOST_WORKERS))
-            for bandwidth in steps_below(own * FASTER**FASTER_STEPS, link_unit, FASTER, FASTER_STEPS):
-                kinds.append((Search, slowed(question.link, own / bandwidth), most))
+            faster = steps_below(own * FASTER**FASTER_STEPS, link_unit, FASTER, FASTER_STEPS)
+            kinds += [(Search, slowed(question.link, own / bandwidth), most) for bandwidth in faster]
         if copies is not None:
             yield from ((copies, kind) for kind in kinds[: len(KINDS)])
         yield from ((search.space, kind) for kind in kinds)

@@ -13,10 +13,11 @@ from planner.formats.cluster import Cluster, flat_cluster, hierarchical_cluster
 from planner.schedule.registry import find
 from planner.solver import solve
 from planner.solver.choose.baselines import equal_blocks
-from planner.solver.choose.first_plans import FirstPlans, fitting_plans
 from planner.solver.evaluate.evaluation import TOLERANCE, priced
+from planner.solver.pool import Pool
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation
+from planner.solver.propose.regular import regular_plans
 from tests.plan.test_blocks import transformer
 
 MODEL = transformer(8, "h.{block}.part{part}")
@@ -71,23 +72,23 @@ def test_stages_recompute_and_share_the_optimizer_as_memory_demands() -> None:
     held = []
     for memory_bytes in (20_000, 11_000, 8_000):
         problem = Problem(LayerCosts(model), Setting(flat_cluster(4, 1e3, memory_bytes), find("1f1b-flush"), 8))
-        first = FirstPlans(problem)
-        first.evaluate()
+        first = Pool(problem, 0.0)
+        first.consider_regular(regular_plans(problem))
         assert first.best is not None
         assert first.best.fits(problem.cluster)
         held.append(max(first.best.price.gpu_bytes))
     assert held == sorted(held, reverse=True)
     unlimited = Problem(LayerCosts(model), Setting(flat_cluster(4, 1e3), find("1f1b-flush"), 8))
-    assert not any(stage.options.recompute for plan in fitting_plans(unlimited) for stage in plan.stages)
+    assert not any(stage.options.recompute for plan in regular_plans(unlimited) for stage in plan.stages)
 
 
 def test_any_plan_that_fits_is_the_answer_where_no_equal_stages_fit() -> None:
     # Under 1f1b the first of equal stages holds most versions of the weights.
     heavy = [each.model_copy(update={"weight_bytes": 100, "gradient_bytes": 100}) for each in MODEL.layers]
     model, setting = MODEL.model_copy(update={"layers": tuple(heavy)}), Setting(flat_cluster(16, 1e3), find("1f1b"))
-    needed = [max(plan.price.gpu_bytes) for plan in fitting_plans(Problem(LayerCosts(model), setting))]
+    needed = [max(plan.price.gpu_bytes) for plan in regular_plans(Problem(LayerCosts(model), setting))]
     tight = flat_cluster(16, 1e3, memory_bytes=min(needed) // 2)
-    assert not list(fitting_plans(Problem(LayerCosts(model), replace(setting, cluster=tight))))
+    assert not list(regular_plans(Problem(LayerCosts(model), replace(setting, cluster=tight))))
     plan = solve(model, tight, schedule="1f1b", time_limit_s=1e-9)
     assert all(plan.memory_bytes(stage) <= (tight.memory_bytes or 0) for stage in range(len(plan.stages)))
 

@@ -13,11 +13,12 @@ from planner.schedule.registry import find
 from planner.simulator.simulate_plan import simulated_s
 from planner.solver.assemble import assemble
 from planner.solver.choose.baselines import equal_blocks
-from planner.solver.choose.improvement import deepened, improved
 from planner.solver.evaluate.evaluation import evaluate, priced, simulated
+from planner.solver.improve.improvement import deepen, improve
+from planner.solver.pool import Pool
 from planner.solver.problem.budget import Budget
 from planner.solver.problem.problem import Problem
-from planner.solver.problem.result import Found
+from planner.solver.problem.result import Evaluation
 from tests.samples import layer, profile
 from tests.solver.brute import plans
 
@@ -29,21 +30,38 @@ def problem(schedule: str, microbatches: int, memory_bytes: int | None = None) -
     return Problem(LayerCosts(profile(*LAYERS)), setting)
 
 
+def improved(asked: Problem, start: Evaluation, bound_s: float = 0.0) -> Evaluation:
+    """Return what a plan becomes."""
+    pool = Pool(asked, bound_s)
+    pool.keep(start)
+    improve(pool, asked)
+    assert pool.best is not None
+    return pool.best
+
+
+def deepened(asked: Problem, start: Evaluation) -> Evaluation:
+    """Return what a plan becomes that only grows deeper."""
+    pool = Pool(asked, 0.0)
+    pool.keep(start)
+    deepen(pool, asked)
+    assert pool.best is not None
+    return pool.best
+
+
 @pytest.mark.parametrize(("schedule", "microbatches"), [("1f1b", 1), ("1f1b-flush", 8)])
 def test_an_uneven_plan_becomes_even(schedule: str, microbatches: int) -> None:
     asked = problem(schedule, microbatches)
     uneven = evaluate(asked, candidates([range(6), range(6, 8)], [1, 1]))
     even = evaluate(asked, candidates([range(4), range(4, 8)], [1, 1]))
-    better = improved(asked, Found(uneven, 0.0))
-    assert better.best.seconds <= even.seconds * (1 + 1e-9)
-    assert better.best.simulated
-    assert better.bound_s == 0.0
+    better = improved(asked, uneven)
+    assert better.seconds <= even.seconds * (1 + 1e-9)
+    assert better.simulated
 
 
 def test_nothing_is_tried_at_the_bound_or_without_a_budget() -> None:
     asked = problem("1f1b", 1)
-    uneven = Found(evaluate(asked, candidates([range(6), range(6, 8)], [1, 1])), 0.0)
-    assert improved(asked, Found(uneven.best, uneven.best.seconds)).best is uneven.best
+    uneven = evaluate(asked, candidates([range(6), range(6, 8)], [1, 1]))
+    assert improved(asked, uneven, uneven.seconds) is uneven
     asked.budget.left = 0
     assert improved(asked, uneven) is uneven
 
@@ -51,17 +69,17 @@ def test_nothing_is_tried_at_the_bound_or_without_a_budget() -> None:
 def test_what_does_not_fit_is_no_improvement() -> None:
     limit = max(priced(problem("1f1b", 1), candidates([range(6), range(6, 8)], [1, 1])).price.gpu_bytes)
     asked = problem("1f1b", 1, limit)
-    start = Found(evaluate(asked, candidates([range(6), range(6, 8)], [1, 1])), 0.0)
-    better = improved(asked, start).best
+    start = evaluate(asked, candidates([range(6), range(6, 8)], [1, 1]))
+    better = improved(asked, start)
     assert better.fits(asked.cluster)
-    assert better.seconds < start.best.seconds
+    assert better.seconds < start.seconds
 
 
 def test_the_time_of_a_simulation_that_the_budget_ended_does_not_count() -> None:
     asked = problem("1f1b-flush", 8)
-    uneven = Found(evaluate(asked, candidates([range(6), range(6, 8)], [1, 1])), 0.0)
+    uneven = evaluate(asked, candidates([range(6), range(6, 8)], [1, 1]))
     asked = Problem(asked.layer_costs, asked.setting, budget=Budget(left=1))
-    assert improved(asked, uneven).best is uneven.best
+    assert improved(asked, uneven) is uneven
 
 
 def test_replicas_that_2bw_has_no_microbatches_for_are_not_allowed() -> None:
@@ -78,7 +96,7 @@ def test_stages_recompute_more_than_they_must_where_that_makes_the_pipeline_deep
     setting = Setting(flat_cluster(2, 10.0, 1250), find("1f1b"))
     asked = Problem(LayerCosts(profile(*layers)), setting, StageRules(shard_optimizer="never"))
     plain = evaluate(asked, candidates([range(2), range(2, 4)], [1, 1]))
-    best = improved(asked, Found(plain, 0.0)).best
+    best = improved(asked, plain)
     assert (plain.price.in_flight, best.price.in_flight) == ((2, 1), (3, 1))
     every = (evaluate(asked, stages) for stages in plans(asked, 2))
     fastest_s = min(plan.seconds for plan in every if asked.allows(plan))
@@ -101,7 +119,7 @@ def test_cuts_move_with_replicas() -> None:
         for first, last, replicas in ((5, 10, [2, 2, 1]), (6, 9, [3, 1, 1]))
     )
     assert better.seconds < 0.95 * start.seconds
-    assert improved(asked, Found(start, 0.0)).best.seconds <= better.seconds * (1 + 1e-9)
+    assert improved(asked, start).seconds <= better.seconds * (1 + 1e-9)
 
 
 def test_long_pipelines_recompute_to_run_deeper_where_they_wait_for_messages() -> None:
@@ -111,14 +129,13 @@ def test_long_pipelines_recompute_to_run_deeper_where_they_wait_for_messages() -
     problem = Problem(costs, Setting(cluster, find("1f1b-flush"), 40))
     plain = simulated(problem, priced(problem, equal_blocks(costs, 10)))
     assert problem.allows(plain)
-    found = deepened(problem, Found(plain, 0.0))
-    assert found.best.seconds < plain.seconds * 0.85
-    assert problem.allows(found.best)
-    assert found.best.price.in_flight[0] > 10
-    assert any(stage.options.recompute for stage in found.best.stages)
-    plan = assemble(problem, found.best)
-    assert found.best.seconds == pytest.approx(simulated_s(plan))
+    best = deepened(problem, plain)
+    assert best.seconds < plain.seconds * 0.85
+    assert problem.allows(best)
+    assert best.price.in_flight[0] > 10
+    assert any(stage.options.recompute for stage in best.stages)
+    assert best.seconds == pytest.approx(simulated_s(assemble(problem, best)))
     # Where nothing waits, or memory is no limit, there is nothing to do.
     quick = Problem(costs, Setting(flat_cluster(10, 1e9, 130), find("1f1b-flush"), 40))
-    settled = Found(simulated(quick, priced(quick, equal_blocks(costs, 10))), 0.0)
+    settled = simulated(quick, priced(quick, equal_blocks(costs, 10)))
     assert deepened(quick, settled) is settled

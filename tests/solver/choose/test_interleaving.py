@@ -18,12 +18,12 @@ from planner.schedule.chunked import INTERLEAVED
 from planner.schedule.one_stage import FLUSH
 from planner.simulator.simulate_plan import simulated_s
 from planner.solver.choose.baselines import equal_blocks
-from planner.solver.choose.first_plans import fitting_plans
 from planner.solver.choose.interleaving import interleaved
 from planner.solver.evaluate.evaluation import evaluate
 from planner.solver.find_plan import find_plan, or_interleaved
 from planner.solver.problem.budget import Patience
 from planner.solver.problem.problem import Problem
+from planner.solver.propose.regular import regular_plans
 from tests.plan.test_blocks import transformer
 
 MODEL = transformer(16, "h.{block}.part{part}")
@@ -78,7 +78,7 @@ def test_memory_decides_how_many_chunks_recompute() -> None:
 def test_pipelines_use_all_gpus_also_where_their_number_is_no_power_of_two() -> None:
     """As 35 stages on 35 groups of 8 GPUs, which a search over halves never met (Korthikanti et al. 2022)."""
     problem = problem_on(7, 14, 40 * WEIGHT)
-    depths = {(len(plan.stages), plan.stages[0].replicas) for plan in fitting_plans(problem)}
+    depths = {(len(plan.stages), plan.stages[0].replicas) for plan in regular_plans(problem)}
     assert (7, 1) in depths
 
 

@@ -74,10 +74,9 @@ def test_without_time_only_plans_that_take_no_search_are_simulated(
     hurried = solved(CHAIN, cluster, schedule, 0.0)
     best = solved(CHAIN, cluster, schedule, None)
     assert hurried.solver.lower_bound_s <= best.predicted.seconds_per_minibatch * (1 + 1e-9)
-    searched_only = schedule == "interleaved"
-    assert (hurried.solver.simulated == 0) == searched_only
-    assert hurried.predicted.by == ("cost model" if searched_only else "simulation")
-    assert ("the search ended before" if searched_only else "others could be faster") in plan_report(hurried)
+    assert hurried.solver.simulated > 0
+    assert hurried.predicted.by == "simulation"
+    assert "others could be faster" in plan_report(hurried)
 
     def never(*_: object) -> None:
         raise AssertionError

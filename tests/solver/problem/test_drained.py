@@ -13,10 +13,10 @@ from planner.cost.setting import Setting
 from planner.formats.cluster import Cluster, flat_cluster, hierarchical_cluster
 from planner.options.solving import StageRules
 from planner.schedule.registry import find
-from planner.solver.choose.first_plans import fitting_plans
 from planner.solver.problem.bounds import balanced_s
 from planner.solver.problem.drained import drained_s
 from planner.solver.problem.problem import Problem
+from planner.solver.propose.regular import regular_plans
 from planner.units import SLACK
 from tests.samples import layer, profile
 from tests.solver.brute import brute_force
@@ -32,7 +32,7 @@ def check(seed: int) -> tuple[bool, bool]:
     problem = replace(problem, setting=replace(setting, schedule=find(schedule), microbatches=microbatches, chunks=1))
     problem = replace(problem, rules=replace(problem.rules, max_staleness=None))
     best, bound_s = EveryPlan(problem).best(), drained_s(problem)
-    whole = next(fitting_plans(problem), None)  # with single stages that divide gradients and weights, too
+    whole = next(regular_plans(problem), None)  # with single stages that divide gradients and weights, too
     fastest_s = min([best[0]] if best is not None else [], default=np.inf)
     fastest_s = min(fastest_s, np.inf if whole is None else whole.seconds)
     assert bound_s <= fastest_s * (1 + SLACK), seed
