@@ -67,6 +67,7 @@ def _with_room(pool: Pool) -> Iterator[Problem]:
     room = 0
     while True:
         pool.crowded = None
+        pool.room = room
         yield question.with_room(room)
         crowded = pool.crowded
         if crowded is None or _price_s(pool.best) <= crowded.seconds * (1 + TOLERANCE):
@@ -105,7 +106,6 @@ def _with_copies(pool: Pool, roomy: Problem, proposers: tuple[Proposer, ...]) ->
 
     untrained = pool.untrained
     lacking = untrained is not None and untrained.seconds < _price_s(pool.best)
-    pool.untrained = None
     if lacking or _copies_are_slow(pool):
         yield Attempt(_in_one_stage(roomy, users), proposers)
     if not lacking:

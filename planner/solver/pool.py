@@ -36,6 +36,7 @@ class Pool:
         usable: the candidates that may be the answer, as they were priced.
         crowded: the fastest candidate that lacked room for its communicators.
         untrained: the fastest candidate whose copies of tied weights do not fit, or cannot be kept equal.
+        room: communicators of each device for which the last search kept room.
         relaxed: whether all plans of the question are plans of the one that is searched now, whose bound then holds.
     """
 
@@ -47,6 +48,7 @@ class Pool:
         self.crowded: Evaluation | None = None
         self.untrained: Evaluation | None = None
         self.relaxed = False
+        self.room = 0
         self._method = SEARCH
         self._leaner = Leaner(question)
 
@@ -85,25 +87,25 @@ class Pool:
         ordered = in_every_order(self.question, plans)
         seen = self.question.budget.seen
 
+        settled = False
         for plan in ordered:
-            if not self._is_promising(plan, ordered[0].seconds):
+            if not self._is_promising(plan, settled=settled):
                 continue
             # Searches propose the same stages again and again.
             if plan.stages in seen:
-                continue
-            if self.best is not None and self.spent:
+                self.keep(seen[plan.stages], method)
+            elif self.best is not None and self.spent:
                 return
-            self._simulate(plan, method)
+            else:
+                self._simulate(plan, method)
+            # Nothing in the batch is faster by much than a plan that takes no longer than the least price.
+            settled = self.best is not None and self.best.seconds <= ordered[0].seconds * (1 + SETTLED)
 
-    def _is_promising(self, plan: Evaluation, least_s: float) -> bool:
-        """Whether a priced candidate may be faster than the best plan, or late by less and nearly as fast.
-
-        Nothing is faster by much where the best plan takes no longer than the least price of a batch.
-        """
+    def _is_promising(self, plan: Evaluation, *, settled: bool) -> bool:
+        """Whether a priced candidate may be faster than the best plan, or late by less and nearly as fast."""
         best = self.best
         if best is None:
             return True
-        settled = best.seconds <= least_s * (1 + SETTLED)
         if not settled and plan.seconds < self.best_s * (1 - SLACK):
             return True
         less_late = max(plan.price.in_flight) < max(best.price.in_flight)
@@ -150,8 +152,8 @@ class Pool:
         return copies_fit(question.layer_costs, plan.stages, plan.price, question.setting)
 
     def keep(self, plan: Evaluation, method: str = SEARCH) -> None:
-        """Keep a plan if it is faster than the best one."""
-        if self.best is None or plan.saves(self.best):
+        """Keep a plan that can be trained if it is faster than the best one."""
+        if self.trains(plan) and (self.best is None or plan.saves(self.best)):
             self.best = plan
             self._method = method
 

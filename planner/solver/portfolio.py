@@ -7,10 +7,12 @@ improve     local search from the best plans
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import islice
 
+from planner.cost.weight_copies import price_with_copies
 from planner.errors import InfeasibleError, InputError, PlannerError
-from planner.solver.attempts import attempts
+from planner.solver.attempts import Attempt, attempts
 from planner.solver.choose.lateness import least_late
 from planner.solver.improve.improvement import improve
 from planner.solver.pool import Pool
@@ -20,6 +22,7 @@ from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Answer, Evaluation
 from planner.solver.problem.states import Chain
 from planner.solver.propose.any_plan import any_plan
+from planner.solver.propose.proposers import Proposer
 from planner.solver.propose.regular import regular_plans
 from planner.solver.search.chain.ways import relaxed_s
 
@@ -41,43 +44,66 @@ def best_plan(question: Problem) -> Answer:
         # There is an answer when the time ends, and searches look for nothing slower.
         _take_first(pool, regular)
 
-    searched, obstacle = _search(pool)
+    obstacle = _search(pool)
     pool.simulate_best()
     pool.consider_regular(regular)
     if pool.best is None:
         for batch in any_plan(question):
             pool.consider(batch)
     if pool.best is None:
-        raise obstacle or no_plan_yet(question.deadline)
+        raise _copies_obstacle(pool) or obstacle or no_plan_yet(question.deadline)
 
     if not pool.hopeless:
-        improve(pool, searched)
+        improve(pool)
         least_late(pool)
     return pool.answer()
 
 
-def _search(pool: Pool) -> tuple[Problem, PlannerError | None]:
-    """Let searches propose candidates; return what the last one was asked, and why it had none if it had none."""
+def _search(pool: Pool) -> PlannerError | None:
+    """Let searches propose candidates; return why the last one had none, if it had none."""
     obstacle: PlannerError | None = None
-    searched = pool.question
     for number, attempt in enumerate(attempts(pool)):
-        searched = attempt.question
         pool.relaxed = attempt.relaxation
-        try:
-            for proposer in attempt.proposers:
-                for batch in proposer.propose(attempt.question, pool):
-                    pool.consider(batch, proposer.method)
-        except OutOfTimeError:
-            obstacle = no_plan_yet(pool.question.deadline)
-            pool.question.budget.exhausted = False
-            break
-        except InfeasibleError as error:
-            obstacle = error
-        except InputError:
+        obstacles = [_propose(pool, attempt, proposer) for proposer in attempt.proposers]
+        if all(obstacles):
+            obstacle = obstacles[-1]
             # Of the questions that follow the first one some make no sense, and have no candidates.
-            if number == 0:
-                raise
-    return searched, obstacle
+            if number == 0 and isinstance(obstacles[0], InputError):
+                raise obstacles[0]
+        if pool.question.deadline.passed:
+            break
+    return obstacle
+
+
+def _propose(pool: Pool, attempt: Attempt, proposer: Proposer) -> PlannerError | None:
+    """Evaluate what a proposer yields; return why it has no candidates, if it has none."""
+    try:
+        for batch in proposer.propose(attempt.question, pool):
+            pool.consider(batch, proposer.method)
+    except OutOfTimeError:
+        pool.question.budget.exhausted = False
+        return no_plan_yet(pool.question.deadline)
+    except (InfeasibleError, InputError) as error:
+        return error
+    return None
+
+
+def _copies_obstacle(pool: Pool) -> InfeasibleError | None:
+    """Return the error for copies of tied weights that do not fit, with a schedule that has room for them."""
+    question = pool.question
+    plan = pool.untrained
+    if plan is None:
+        return None
+    try:
+        price_with_copies(question.layer_costs, plan.stages, plan.price, question.setting)
+    except InfeasibleError as error:
+        for other in question.leaner():
+            with suppress(PlannerError):
+                best_plan(other)
+                hint = f"use `schedule={other.schedule}` `microbatches={other.microbatches}`, which fits"
+                return InfeasibleError(error.message, hint=hint)
+        return error
+    return None
 
 
 def _regular(question: Problem) -> Iterator[Evaluation]:

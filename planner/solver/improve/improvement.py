@@ -31,17 +31,15 @@ ADDED = 1.25  # times the best plan's seconds, up to which plans are simulated t
 MOST_INSTRUCTIONS = 2**16  # of the simulations from each start: a part of a second
 
 
-def improve(pool: Pool, searched: Problem) -> None:
-    """Replace the pool's best plan by a faster one that changes lead to, one after the other.
-
-    Args:
-        pool: with the plans so far.
-        searched: the question whose memory says how stages may run: it keeps room for what is no tensor.
-    """
+def improve(pool: Pool) -> None:
+    """Replace the pool's best plan by a faster one that changes lead to, one after the other."""
     question = pool.question
     if question.schedule.chunked or question.solver == "ilp":
         return
-    searched = replace(searched, setting=replace(searched.setting, schedule=question.schedule))
+    # Stages may run in any way that keeps room for what is no tensor.
+    searched = question
+    if question.layer_costs.overheads is not None:
+        searched = question.with_room(pool.room)
     climb(pool, searched)
     deepen(pool, searched)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from planner.errors import InputError, PlannerError
+from planner.errors import InfeasibleError, InputError, PlannerError
 from planner.solver.pool import Batch, Pool
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.states import Chain
@@ -52,6 +52,8 @@ def propose_small_program(question: Problem, pool: Pool) -> Iterator[Batch]:
         return
     try:
         yield from propose_program(question, pool)
+    except InfeasibleError:
+        raise
     except PlannerError:
-        # The search has proposed plans, or says itself why there is none.
+        # Too large, or too little time: the search has proposed plans, or says itself why there is none.
         return

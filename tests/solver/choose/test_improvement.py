@@ -34,7 +34,7 @@ def improved(asked: Problem, start: Evaluation, bound_s: float = 0.0) -> Evaluat
     """Return what a plan becomes."""
     pool = Pool(asked, bound_s)
     pool.keep(start)
-    improve(pool, asked)
+    improve(pool)
     assert pool.best is not None
     return pool.best
 
