@@ -121,7 +121,7 @@ def _longest_s(problem: Problem, totals: GroupTotals, ends: Integers) -> float:
 
 
 def _crossing_s(problem: Problem, totals: GroupTotals) -> float:
-    """Return the least seconds of a microbatch's messages over a cut, both ways, on the first link."""
+    """Return the least seconds of a microbatch's messages over a cut, both ways."""
     group_of = np.repeat(np.arange(len(totals.sizes)), totals.sizes)
     moved_bytes = np.zeros(len(totals.sizes) - 1)
     for value in problem.layer_costs.traffic:
