@@ -16,6 +16,7 @@ from planner.cost.models.cost_model import (
 )
 from planner.cost.network.link import Link
 from planner.cost.network.topology import Busy, Placement
+from planner.cost.traffic import arriving
 from planner.cost.work import WEIGHT_SHARE, Floats, Integers, Work, stacked
 from planner.schedule.schedule import Schedule
 
@@ -107,7 +108,8 @@ class SynchronousModel(CostModel):
     def _waiting(self, plan: UnpricedPlan, number: int, in_flight: Sequence[int]) -> int:
         """Return how many backwards of a stage wait for their weights' part."""
         stage = plan.stages[number]
-        if not _returns_gradients(plan, number):
+        received = arriving(plan.layer_costs.traffic, stage)
+        if not any(value.gradient_bytes for value in received):
             return 0  # no earlier stage waits for gradients
 
         flying = in_flight[number]
@@ -173,13 +175,3 @@ def _with_links_alike(placement: Placement) -> list[Integers]:
     """Return the numbers of the stages whose ranks span the same levels, for each span."""
     spans = np.array([placement.topology.span(ranks) for ranks in placement.ranks])
     return [np.flatnonzero(spans == span) for span in np.unique(spans)]
-
-
-def _returns_gradients(plan: UnpricedPlan, number: int) -> bool:
-    """Return whether a stage sends gradients to earlier ones."""
-    stage = plan.stages[number]
-    return any(
-        value.gradient_bytes
-        for value in plan.layer_costs.traffic
-        if value.producer in stage.before and stage.layers.intersection(value.users)
-    )

@@ -57,11 +57,11 @@ def balanced_s(
     accumulate_s = everything.accumulate_s.item()
 
     if schedule.splits_backward:
-        later = max(0, microbatches - gpus)
-        return (microbatches * once_s + later * accumulate_s) / total_speed
+        accumulating_s = max(0, microbatches - gpus) * accumulate_s
+        return (microbatches * once_s + accumulating_s) / total_speed
 
-    later = max(0.0, microbatches / gpus - 1)
-    accumulating_s = accumulate_s * later * (gpus / total_speed)
+    later_share = max(0.0, microbatches / gpus - 1)
+    accumulating_s = accumulate_s * later_share * (gpus / total_speed)
     if schedule.asynchronous:
         model = bounds_for(link_of(setting.cluster), schedule, microbatches)
         return model.least_s(everything).item() / total_speed + accumulating_s
