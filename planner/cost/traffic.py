@@ -46,10 +46,6 @@ class PassedValues:
         used = {value for layer in group for value in self._used[layer]}
         return {value for value in used if self.traffic[value].producer not in group}
 
-    def crossing(self, done: frozenset[int]) -> list[Traffic]:
-        """Return the values that layers of `done` make and others use."""
-        return crossing(self.traffic, done)
-
 
 def traffic_of(profile: Profile, codec: Codec) -> tuple[Traffic, ...]:
     """Return every value that some layer uses.
@@ -105,23 +101,14 @@ def traffic_of(profile: Profile, codec: Codec) -> tuple[Traffic, ...]:
 def arriving(traffic: Iterable[Traffic], stage: Candidate) -> list[Traffic]:
     """Return the values of earlier stages that a stage uses."""
     made = (value for value in traffic if value.producer in stage.before)
-    return [value for value in made if not stage.layers.isdisjoint(value.users)]
+    return [value for value in made if stage.layers.intersection(value.users)]
 
 
 def leaving(traffic: Iterable[Traffic], stage: Candidate) -> list[Traffic]:
     """Return the values that a stage makes or uses, and that later ones use."""
     done = stage.before | stage.layers
-    return [
-        value
-        for value in crossing(traffic, done)
-        if value.producer in stage.layers or not stage.layers.isdisjoint(value.users)
-    ]
-
-
-def crossing(traffic: Iterable[Traffic], done: frozenset[int]) -> list[Traffic]:
-    """Return the values that layers outside of `done` use and layers inside make."""
-    made = (value for value in traffic if value.producer in done)
-    return [value for value in made if not done.issuperset(value.users)]
+    own = (value for value in traffic if stage.layers.intersection((value.producer, *value.users)))
+    return [value for value in own if not done.issuperset(value.users)]
 
 
 def total_amounts(values: Sequence[Traffic]) -> Floats:

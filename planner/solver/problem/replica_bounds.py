@@ -113,9 +113,11 @@ def larger_root(a: ArrayLike, b: Floats, c: Floats) -> Floats:
     """Return the larger root of a·r² - b·r + c; 0 where there is none, or `a` is not positive."""
     a = np.asarray(a, dtype=np.float64)
     discriminant = b * b - 4 * a * c
+    exists = (a > 0) & (discriminant >= 0)
     with np.errstate(divide="ignore", invalid="ignore"):
-        root = (b + np.sqrt(np.maximum(discriminant, 0.0))) / (2 * a)
-    return np.where((a > 0) & (discriminant >= 0), root, 0.0)
+        distance = np.sqrt(np.maximum(discriminant, 0.0))
+        root = (b + distance) / (2 * a)
+    return np.where(exists, root, 0.0)
 
 
 class AsynchronousBounds(AsynchronousModel, Bounds):
@@ -241,11 +243,16 @@ class DoubleBufferedBounds(DoubleBufferedModel, AsynchronousBounds):
         """Return the fewest replicas that have time for their microbatches, of `each_s` each."""
         most = self.microbatches
         with np.errstate(divide="ignore", invalid="ignore"):
-            fitting = np.floor(room_s / each_s * (1 + SLACK) + SLACK)
-        share = np.where(each_s > 0, fitting, float(most))
-        share = np.where(room_s >= -SLACK * np.abs(room_s), np.minimum(share, most), 0.0)
+            share = np.floor(room_s / each_s * (1 + SLACK) + SLACK)
+        share = np.where(each_s > 0, share, float(most))
+        share = np.minimum(share, most)
+
+        has_room = room_s >= -SLACK * np.abs(room_s)
+        share = np.where(has_room, share, 0.0)
+
         fewest = np.ceil(most / np.maximum(share, 1.0))
-        return np.where(share >= 1, fewest, float(IMPOSSIBLE)).astype(np.int64)
+        fewest = np.where(share >= 1, fewest, float(IMPOSSIBLE))
+        return fewest.astype(np.int64)
 
 
 def bounds_for(link: Link, schedule: Schedule = ONE_F_ONE_B, microbatches: int = 1) -> Bounds:
