@@ -27,13 +27,14 @@ def memory_curves(plan: Plan, events: Iterable[Event]) -> tuple[MemoryCurve, ...
     changes: defaultdict[int, list[_Change]] = defaultdict(list)
     for number, stage in enumerate(plan.stages):
         memory = stage.memory
+        idle_bytes = memory.total_bytes - memory.activations_bytes
         version_bytes = 0  # of each version of stashed weights
-        older_bytes = 0
         if plan.schedule.stashes:
             version_bytes = memory.weights_bytes // plan.schedule.versions(stage.in_flight)
-            older_bytes = memory.weights_bytes - version_bytes
+            idle_bytes -= memory.weights_bytes - version_bytes
+
         for rank in stage.ranks:
-            held[rank] += memory.total_bytes - memory.activations_bytes - older_bytes
+            held[rank] += idle_bytes
             changes[rank] += _changes(stage, version_bytes, computed[rank, number])
 
     return tuple(_curve(plan, rank, held[rank], changes[rank]) for rank in sorted(held))

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import cycle, islice
+from itertools import cycle
 from typing import Any
 
 from planner.arguments import checked
@@ -17,8 +17,7 @@ from planner.formats.timeline import Event, Events, Timeline
 from planner.plan.lengths import planned_terms
 from planner.plan.rank_groups import of_groups
 from planner.plan.shape import deadlock, shape_of
-from planner.simulator.excerpt import ROUNDS as ROUNDS
-from planner.simulator.excerpt import only_minibatches as only_minibatches
+from planner.simulator.excerpt import ROUNDS, only_minibatches
 from planner.simulator.memory_curves import memory_curves
 from planner.simulator.pipeline_costs import PipelineCosts, StageCosts
 from planner.simulator.simulation import Simulation
@@ -101,8 +100,12 @@ def _drawn_lengths(plan: Plan, minibatches: int) -> dict[str, Any]:
     """Return the timeline's fields about the lengths of each microbatch, where lengths vary."""
     if plan.lengths is None:
         return {}
-    microbatches = islice(cycle(plan.lengths.microbatches), minibatches * plan.microbatches)
-    rows = [(*divmod(number, plan.microbatches), *each) for number, each in enumerate(microbatches)]
+    drawn = cycle(plan.lengths.microbatches)
+    rows = [
+        (minibatch, microbatch, *next(drawn))
+        for minibatch in range(minibatches)
+        for microbatch in range(plan.microbatches)
+    ]
     return {"lengths": tuple(rows), "length_names": plan.lengths.names}
 
 
@@ -274,14 +277,14 @@ def _with_lengths_of(plan: Plan, run: Timeline, skipped: int) -> Plan:
     """Return the plan for the lengths of a run's microbatches, after the minibatches `skipped`."""
     if plan.lengths is None or not run.lengths:
         return plan
-    columns = [2 + run.length_names.index(name) for name in plan.lengths.names]
+    columns = [run.length_names.index(name) for name in plan.lengths.names]
     lengths_of: dict[int, tuple[int, ...]] = {}
-    for row in run.lengths:
-        number = (row[0] - skipped) * plan.microbatches + row[1]
-        lengths_of[number] = tuple(row[column] for column in columns)
+    for minibatch, microbatch, *lengths in run.lengths:
+        number = (minibatch - skipped) * plan.microbatches + microbatch
+        lengths_of[number] = tuple(lengths[column] for column in columns)
 
-    drawn = plan.lengths.microbatches
-    count = max(lengths_of) + 1
-    rows = tuple(lengths_of.get(each, drawn[each % len(drawn)]) for each in range(count))
-    lengths = plan.lengths.model_copy(update={"microbatches": rows})
-    return plan.model_copy(update={"lengths": lengths})
+    # Those that the run does not tell are as the plan has them.
+    drawn = cycle(plan.lengths.microbatches)
+    rows = [lengths_of.get(number, usual) for number, usual in zip(range(max(lengths_of) + 1), drawn, strict=False)]
+    changed = plan.lengths.model_copy(update={"microbatches": tuple(rows)})
+    return plan.model_copy(update={"lengths": changed})

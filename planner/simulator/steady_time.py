@@ -89,8 +89,8 @@ def _drained_s(costs: PipelineCosts, stop: Stop) -> float | None:
         return stop(executed + instructions)
 
     for count in _enough_microbatches(costs.shape):
-        simulation = _one_minibatch(costs, count)
-        if simulation.run(_ender(simulation, stop_all)) == "ended":
+        simulation = _one_minibatch(costs, count, stop_all)
+        if simulation is None:
             return None
         executed += simulation.executed
         seconds = _extended_s(simulation, microbatches)
@@ -100,17 +100,15 @@ def _drained_s(costs: PipelineCosts, stop: Stop) -> float | None:
     return _run_s(costs, stop_all)
 
 
-def _ender(simulation: Simulation, stop: Stop) -> Callable[[], bool]:
-    return lambda: stop(simulation.executed)
-
-
-def _one_minibatch(costs: PipelineCosts, microbatches: int) -> Simulation:
-    """Return the simulation of a minibatch, not the first one of a run, of so many microbatches."""
+def _one_minibatch(costs: PipelineCosts, microbatches: int, stop: Stop) -> Simulation | None:
+    """Simulate a minibatch, not the first one of a run, of so many microbatches; None if stopped."""
     shape = costs.shape
     depths = tuple(shape.in_flight(stage) for stage in range(len(shape.ranks)))
     shape = replace(shape, microbatches=microbatches, depths=depths)
     simulation = Simulation(replace(costs, shape=shape), 1)
     simulation.communication.posted = True
+    if simulation.run(lambda: stop(simulation.executed)) == "ended":
+        return None
     return simulation
 
 

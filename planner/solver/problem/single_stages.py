@@ -11,7 +11,7 @@ optimizer's state (1), and here gradients and weights (2 and 3).
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -38,23 +38,26 @@ class _Blocks:
     @classmethod
     def of(cls, costs: LayerCosts) -> "_Blocks":
         blocks = units_of(costs, range(len(costs.block_of)))
-        layers = [[costs.profile.layers[index] for index in block] for block in blocks]
-        saved_bytes = np.array([float(sum(each.saved_bytes for each in own)) for own in layers])
-        forward_s = np.array([float(sum(each.forward_s for each in own)) for own in layers])
-
         entering = [costs.entering(block) for block in blocks]
         users = Counter(value for values in entering for value in values)
 
-        def size_bytes(values: Sequence[int]) -> int:
+        def total(block: Sequence[int], name: str) -> float:
+            return float(sum(getattr(costs.profile.layers[layer], name) for layer in block))
+
+        def size_bytes(values: Iterable[int]) -> int:
             return sum(costs.traffic[value].output_bytes for value in values)
 
-        only_here = [[value for value in values if users[value] == 1] for values in entering]
+        saved_bytes = np.array([total(block, "saved_bytes") for block in blocks])
+        own_bytes = [
+            size_bytes(value for value in values if users[value] == 1)  # that enter no other block
+            for values in entering
+        ]
         return cls(
             layers=blocks,
-            forward_s=forward_s,
+            forward_s=np.array([total(block, "forward_s") for block in blocks]),
             saved_bytes=saved_bytes,
-            gains_bytes=saved_bytes - [size_bytes(values) for values in only_here],
-            largest_entry_bytes=max(size_bytes(list(values)) for values in entering),
+            gains_bytes=saved_bytes - own_bytes,
+            largest_entry_bytes=max(size_bytes(values) for values in entering),
         )
 
 
