@@ -185,8 +185,7 @@ class LayerCosts(PassedValues):
         return total
 
     def shares(self, stage: Candidate, name: str, seconds: float) -> Shares:
-        """Return the shares of a stage's seconds by the terms of lengths; empty where lengths do
-        not vary.
+        """Return the shares of a stage's seconds by the terms of lengths, if lengths vary.
 
         Layer l has mean seconds c_l, and shares f_l·terms of what it takes for one microbatch. Of S
         seconds, the stage's shares are
@@ -226,7 +225,7 @@ class LayerCosts(PassedValues):
     def _footprint(self, stage: Candidate) -> Footprint:
         layers = sorted(stage.layers)
         work = self.work(stage)
-        kept, running = self._recomputed(layers, stage.options.recompute)
+        kept, running = self._kept_and_running(layers, stage.options.recompute)
 
         # Where what layers need at work is not known, all that the largest group saves is added.
         working = accumulating = np.float64(running.max(initial=0.0))
@@ -251,9 +250,8 @@ class LayerCosts(PassedValues):
             updating_bytes=updating,
         )
 
-    def _recomputed(self, layers: Sequence[int], groups: Groups) -> tuple[Floats, Floats]:
-        """Return what layers keep for their backward, and what their group has saved when it is at
-        them.
+    def _kept_and_running(self, layers: Sequence[int], groups: Groups) -> tuple[Floats, Floats]:
+        """Return what layers keep for their backward, and what their groups have saved at them.
 
         A group that recomputes keeps the values that enter it, each once, for every microbatch in
         flight. While its layer k is at work, the stage holds what all layers before the group keep,

@@ -37,8 +37,9 @@ def simulate(
     *,
     time_limit_s: float | None = None,
 ) -> Timeline:
-    """Simulate the instruction streams of training with `plan`, at the plan's times. A group of
-    ranks is one worker.
+    """Simulate the instruction streams of training with `plan`, at the plan's times.
+
+    A group of ranks is one worker.
 
     Args:
         plan: from `solve` or `load_plan`.
@@ -132,8 +133,7 @@ def _check_amount(plan: Plan, minibatches: int) -> None:
 
 
 def check_runs_to_end(plan: Plan) -> None:
-    """Raise PlanError when the plan's streams do not run to their end: those edited by hand may
-    not.
+    """Raise PlanError when the plan's streams do not run to their end, as edited ones may not.
 
     A run that is longer than is simulated is checked by a shorter one, which fills the pipeline and
     drains it likewise.
@@ -234,8 +234,7 @@ def simulate_recorded(
     *,
     time_limit_s: float | None = None,
 ) -> Timeline:
-    """Simulate the minibatches of which `measured` has events, and as many around them as fill the
-    pipeline.
+    """Simulate the minibatches that `measured` has, and as many around as fill the pipeline.
 
     Minibatches keep their numbers in the run, and time counts from the start of the first of them.
 
@@ -284,7 +283,11 @@ def _with_lengths_of(plan: Plan, run: Timeline, skipped: int) -> Plan:
         lengths_of[number] = tuple(lengths[column] for column in columns)
 
     # Those that the run does not tell are as the plan has them.
-    drawn = cycle(plan.lengths.microbatches)
-    rows = [lengths_of.get(number, usual) for number, usual in zip(range(max(lengths_of) + 1), drawn, strict=False)]
+    drawn = plan.lengths.microbatches
+    rows: list[tuple[int, ...]] = []
+    for number in range(max(lengths_of) + 1):
+        usual = drawn[number % len(drawn)]
+        rows.append(lengths_of.get(number, usual))
+
     changed = plan.lengths.model_copy(update={"microbatches": tuple(rows)})
     return plan.model_copy(update={"lengths": changed})

@@ -53,8 +53,7 @@ def steady_state(completed: Completions, minibatches: int) -> Steady | None:
 
 
 def _whole_periods(completed: Completions, stage: int, period: int) -> tuple[int, int]:
-    """Return the first and the last unit of a stage between which the run is steady; the last is 0
-    if none are.
+    """Return the units of a stage between which the run is steady; the last is 0 if it is not.
 
     The first half of the run may still fill the pipeline, and the last eighth may drain it.
     Completions come in bursts of one period, so the two are whole periods apart.
@@ -71,8 +70,9 @@ def _whole_periods(completed: Completions, stage: int, period: int) -> tuple[int
 
 
 def repeating_s(completed: Completions, lasts: Sequence[int] = ()) -> float | None:
-    """Return the seconds per unit of a run whose last units ended as long after those some periods
-    before.
+    """Return the seconds per unit of a run that has repeated itself at its end.
+
+    Its last units all ended as long after those a few periods before.
 
     Args:
         completed: the run so far.

@@ -137,8 +137,7 @@ def _looked_at(filling: int, period: int) -> int:
 
 
 def _extended_s(simulation: Simulation, microbatches: int) -> float | None:
-    """Return the seconds of a minibatch of so many microbatches, after the simulation of a shorter
-    one.
+    """Return the seconds of a minibatch of so many microbatches, from those of a shorter one.
 
     None if the workers are not where they began, or do not repeat themselves before the end.
     """

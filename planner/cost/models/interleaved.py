@@ -1,5 +1,4 @@
-"""Time and memory of the interleaved schedule: K workers with v chunks of the model each, m
-microbatches.
+"""Time and memory of the interleaved schedule: K workers, v chunks each, m microbatches.
 
 Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", SC 2021,
 section 2.2, whose chunks are equal: time (m·v + K - 1)·t for chunks of t = F + Bw. For unequal
@@ -189,5 +188,8 @@ def _busy(shape: InterleavedShape, stages: Sequence[StageSeconds]) -> list[Busy]
     """Return the busy seconds of each worker's resources."""
     columns = StageSeconds(*map(np.array, zip(*stages, strict=True)))
     by_resource = shape.worker_s(columns)
-    workers = range(shape.workers)
-    return [{name: seconds[worker] for name, seconds in by_resource.items()} for worker in workers]
+
+    def busy_of(worker: int) -> Busy:
+        return {resource: seconds[worker] for resource, seconds in by_resource.items()}
+
+    return [busy_of(worker) for worker in range(shape.workers)]

@@ -72,8 +72,9 @@ class SynchronousModel(CostModel):
 
             latency_s[rows] += model.sum_s(work.without_transfers())
             seconds = model._placed_s(work, replicas[rows], moving_s[rows])
-            for place, row in enumerate(rows):
-                busy[row] = {name: np.asarray(each_s[place]) for name, each_s in seconds.items()}
+            for name, each_s in seconds.items():
+                for row, stage_s in zip(rows, each_s, strict=True):
+                    busy[row][name] = np.asarray(stage_s)
 
         placement.add_shared(busy, loads, self.microbatches - 1)
         return PlanTime(busy, latency_s.tolist())

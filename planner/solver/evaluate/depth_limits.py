@@ -60,14 +60,14 @@ def crossing_s(pipeline: PipelineCosts) -> list[float]:
     """Return, per boundary behind a stage, the mean seconds of a unit's messages, both ways."""
     topology = Topology(pipeline.cluster)
     ranks = pipeline.shape.ranks
-    crossing_s = [0.0] * len(ranks)
+    seconds = [0.0] * len(ranks)
 
     for (source, target), sizes in pipeline.transfer_bytes.items():
         message_s = _message_s(topology, ranks[source], ranks[target], sizes)
         for stage in range(source, target):
-            crossing_s[stage] += message_s
+            seconds[stage] += message_s
 
-    return crossing_s
+    return seconds
 
 
 def _message_s(

@@ -117,8 +117,7 @@ def hiding_depths(
     *,
     whole: bool = True,
 ) -> Depths:
-    """Return depths at which stages compute while a microbatch's messages cross the boundaries
-    behind them.
+    """Return depths at which stages compute while messages cross the boundaries behind them.
 
     Args:
         pipeline: at any depths.

@@ -73,13 +73,12 @@ def simulated(
     candidate: Evaluation,
     below_s: float = math.inf,
 ) -> Evaluation:
-    """Simulate a candidate that is priced at the published depths, and choose deeper ones where
-    they help.
+    """Simulate a priced candidate, at deeper depths than the published ones where they help.
 
     Args:
         problem: whose budget is spent.
-        candidate: returned as it is if it is too large, or if the budget is spent before the
-            simulation ends.
+        candidate: at the published depths; returned as it is if it is too large, or if the budget
+            is spent before the simulation ends.
         below_s: seconds per minibatch to reach: a plan that is far from them is not deepened. Where
             infinite, a time is needed, and only the deadline ends the simulation.
     """

@@ -16,8 +16,7 @@ from planner.solver.problem.result import RESOLUTION, Evaluation
 
 
 def in_every_order(problem: Problem, plans: Iterable[Evaluation]) -> list[Evaluation]:
-    """Return the plans, each in the orders of its workers that differ in price, by increasing
-    price.
+    """Return the plans, each in the orders of workers that differ in price, cheapest first.
 
     Only clusters of several levels tell orders apart.
     """

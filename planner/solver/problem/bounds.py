@@ -99,9 +99,11 @@ def least_times(every: Sequence[LayerCosts], weights: Sequence[float]) -> Profil
 
 
 def _least_layer(variants: Sequence[Layer], weights: Sequence[float]) -> Layer:
-    times = {}
-    for name in KIND_COLUMNS:
-        if name.endswith("_s"):
-            weighted = zip(variants, weights, strict=True)
-            times[name] = min(getattr(layer, name) * weight for layer, weight in weighted)
+    """Return a layer with the least of its weighted times."""
+    pairs = list(zip(variants, weights, strict=True))
+    times = {
+        name: min(getattr(layer, name) * weight for layer, weight in pairs)
+        for name in KIND_COLUMNS
+        if name.endswith("_s")
+    }
     return variants[0].model_copy(update=times)

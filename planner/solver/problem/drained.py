@@ -1,5 +1,4 @@
-"""A bound on the plans of synchronous schedules with one stage per worker: it knows bubble and
-memory.
+"""A bound on plans of synchronous schedules, one stage per worker, that knows bubble and memory.
 
     N      GPUs
     m      microbatches of a minibatch
@@ -122,14 +121,18 @@ def _longest_s(problem: Problem, totals: GroupTotals, ends: Integers) -> float:
 
 def _crossing_s(problem: Problem, totals: GroupTotals) -> float:
     """Return the least seconds of a microbatch's messages over a cut, both ways."""
-    group_of = np.repeat(np.arange(len(totals.sizes)), totals.sizes)
-    moved_bytes = np.zeros(len(totals.sizes) - 1)
+    groups = len(totals.sizes)
+    group_of = np.repeat(np.arange(groups), totals.sizes)
+    moved_bytes = np.zeros(groups - 1)
+
     for value in problem.layer_costs.traffic:
         cut = group_of[value.producer]
         # What a group makes for the next one crosses the cut between them, and no other.
         if group_of[value.users[0]] == cut + 1:
             moved_bytes[cut] += value.sent_bytes + value.returned_bytes
-    return float(moved_bytes.min()) / problem.topology.link(0).bandwidth_bytes_per_s
+
+    nearest = problem.topology.link(0)
+    return float(moved_bytes.min()) / nearest.bandwidth_bytes_per_s
 
 
 def _held_bytes(problem: Problem, totals: GroupTotals, slowest_s: float) -> Floats:

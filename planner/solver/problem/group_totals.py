@@ -72,8 +72,7 @@ def least_recomputation_s(
     gains_bytes: Floats,
     forward_s: Floats,
 ) -> float:
-    """Return the least seconds of forwards that run again and save `excess_bytes`; infinite if none
-    do.
+    """Return the least seconds of forwards that run again to save `excess_bytes`; or infinity.
 
     The relaxed knapsack of Dantzig (1957): those run first that take least time for what they save,
     the last of them in part.

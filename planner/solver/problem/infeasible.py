@@ -41,8 +41,7 @@ def against_rules(problem: Problem) -> InfeasibleError:
 
 
 def explain(problem: Problem, fits: Fits, others: Mapping[str, Fits]) -> InfeasibleError:
-    """Return the error for a cluster whose memory no plan fits: the stage, and changes that would
-    help.
+    """Return the error for a memory that no plan fits: the stage, and changes that would help.
 
     Args:
         problem: whose deadline ends the searches for changes.

@@ -1,5 +1,4 @@
-"""The inverse of each asynchronous cost model: how many replicas a stage needs to meet a target
-time.
+"""The inverse of each asynchronous cost model: how many replicas meet a target time.
 
 A closed form proposes numbers of replicas, and the cost model itself decides, so that the answer is
 exact to the last bit.
