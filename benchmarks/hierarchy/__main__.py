@@ -19,7 +19,7 @@ from planner.formats.profile import Device, Edge, Layer, Profile, Provenance, Va
 from planner.reporting.tables.plan import ranks_line
 from planner.schedule.registry import find
 from planner.solver import solve
-from planner.solver.evaluate import evaluation
+from planner.solver.evaluate import orders
 from planner.solver.search.levels import levels
 from planner.units import format_seconds
 
@@ -112,11 +112,11 @@ def orders_table() -> str:
 @contextlib.contextmanager
 def stage_by_stage() -> Iterator[None]:
     """Try no other order of ranks within the context."""
-    usual, evaluation.columns_of = evaluation.columns_of, lambda problem, plan: []
+    usual, orders.columns_of = orders.columns_of, lambda problem, plan: []
     try:
         yield
     finally:
-        evaluation.columns_of = usual
+        orders.columns_of = usual
 
 
 @contextlib.contextmanager

@@ -25,7 +25,8 @@ from planner.analysis.compare_runs import compare_runs, mean_stage_times
 from planner.formats.plan import Plan
 from planner.formats.timeline import Timeline
 from planner.reporting.tables.runs import run_comparison_report
-from planner.simulator.simulate_plan import only_minibatches, simulate_recorded
+from planner.simulator.excerpt import only_minibatches
+from planner.simulator.simulate_plan import simulate_recorded
 from planner.simulator.summary import summarize
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -1,37 +1,44 @@
-"""Costs of layers, stage by stage from the definitions: slow and plain, and the reference for the searches."""
+"""Costs of layers, stage by stage from the definitions.
+
+Slow and plain, they are the reference for the searches.
+"""
 
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from planner.cost.candidate import Candidate, Groups, StageOptions, Traffic
+from planner.cost.candidate import Candidate, Groups, StageOptions
 from planner.cost.overheads import Overheads
-from planner.cost.work import Floats, Footprint, Integers, Work, working_bytes
+from planner.cost.traffic import PassedValues, arriving, leaving, total_amounts
+from planner.cost.traffic import messages as messages
+from planner.cost.work import Floats, Footprint, Work, working_bytes
 from planner.formats.cluster import DeviceKind
 from planner.formats.device_kinds import profile_on
-from planner.formats.names import CODECS, FLOAT_BYTES, GPU_KINDS, HALF_BYTES, Codec
+from planner.formats.names import CODECS, GPU_KINDS, Codec
 from planner.formats.plan_parts import Exchanged
 from planner.formats.profile import Profile, Shares
 from planner.plan.blocks import blocks_of
 from planner.plan.lengths import mean_terms
 from planner.schedule.instructions import LEAD, POSTED
 
+# What the work and the footprint of a stage depend on.
+_Key = tuple[frozenset[int], frozenset[int], Groups]
+
 
 @dataclass(eq=False, repr=False)
-class LayerCosts:
+class LayerCosts(PassedValues):
     """The work and the footprint of any set of a profile's layers."""
 
     profile: Profile
-    # Whether the devices' overheads count elsewhere, but for the communicators that a stage has in any plan, which
-    # count as buffers.
+    # Whether the devices' overheads count elsewhere, but for the communicators that a stage has in
+    # any plan, which count as buffers.
     tensors_only: bool = False
-    # Returns the profile of the layers on groups of so many ranks, and what each of them exchanges, where messages
-    # cross the same links (`planner.cost.tensor`).
+    # Returns the profile of the layers on groups of so many ranks, and what each of them exchanges,
+    # where messages cross the same links (`planner.cost.tensor`).
     dividing: Callable[[Profile, int], tuple[Profile, Sequence[Exchanged] | None]] | None = None
     codec: Codec = CODECS["none"]  # of what stages exchange
     source: Profile | None = None  # as it was before its times became means over lengths
@@ -41,78 +48,42 @@ class LayerCosts:
         overheads = Overheads.of(self.profile.device)
         self.overheads = None if self.tensors_only else overheads
         self._communicator_bytes = 0
-        if self.tensors_only and overheads is not None:  # nothing of a communicator is fragmented
-            self._communicator_bytes = math.floor(overheads.communicator_bytes / (1 + overheads.fragmented))
+        if self.tensors_only and overheads is not None:
+            # Nothing of a communicator is fragmented.
+            whole_bytes = overheads.communicator_bytes / (1 + overheads.fragmented)
+            self._communicator_bytes = math.floor(whole_bytes)
+
         self.position = {layer.name: index for index, layer in enumerate(self.profile.layers)}
-        self._works: dict[tuple[frozenset[int], frozenset[int], Groups], Work] = {}
-        self._footprints: dict[tuple[frozenset[int], frozenset[int], Groups], Footprint] = {}
+        self._works: dict[_Key, Work] = {}
+        self._footprints: dict[_Key, Footprint] = {}
         self._about: list[LayerCosts] = []
-        self._variants: dict[tuple[str | None, float] | int, LayerCosts] = {}  # by kind of device, and by degree
+        # By kind of device, and by degree.
+        self._variants: dict[tuple[str | None, float] | int, LayerCosts] = {}
 
     @property
     def given(self) -> Profile:
+        """The profile as it was before its times became means over lengths."""
         return self.source or self.profile
 
-    @cached_property
-    def _mean_terms(self) -> Floats:
-        return mean_terms(self.profile)
-
-    @cached_property
-    def traffic(self) -> tuple[Traffic, ...]:
-        """Every value that some layer uses."""
-        users: dict[tuple[str, str], set[int]] = {}
-        for edge in self.profile.edges:
-            users.setdefault((edge.source, edge.value), set()).add(self.position[edge.target])
-        found, lengths = [], self.profile.lengths
-        for index, layer in enumerate(self.profile.layers):
-            for number, value in enumerate(layer.outputs):
-                sizes = value.output_bytes, value.gradient_bytes
-                element_bytes = value.element_bytes or (FLOAT_BYTES if self.profile.autocast is None else HALF_BYTES)
-                coded = (self.codec.size_bytes(size, element_bytes) for size in sizes)
-                sent = tuple(coded) if value.gradient_bytes else sizes  # values without gradients travel as they are
-                shares: Shares = ()
-                if lengths is not None:  # memory has room for the longest
-                    fit = lengths.layers[index].outputs[number]
-                    mean = float(np.dot(fit.shares, self._mean_terms)) or 1.0  # of a value without elements
-                    sent = tuple(round(size * mean) for size in sent)
-                    shares = tuple(share / mean for share in fit.shares)
-                if used := users.get((layer.name, value.name)):
-                    found.append(Traffic(value.name, index, tuple(sorted(used)), *sizes, sent[0], sent[1], shares))
-        return tuple(found)
-
-    def shares(self, stage: Candidate, name: str, seconds: float) -> Shares:
-        """Return the shares of a stage's `seconds` by the terms of lengths, of which its layers have what `name` says.
-
-        The rest, such as waiting for weights, does not depend on lengths.
-        """
-        profile = self.with_options(stage.options).profile
-        if (lengths := profile.lengths) is None or seconds <= 0:
-            return ()
-        costs = np.array([getattr(profile.layers[layer], name) for layer in stage.layers])
-        fits = np.array([getattr(lengths.layers[layer], name).shares for layer in stage.layers])
-        # The costs are means already.
-        found = costs / np.maximum(fits @ self._mean_terms, np.finfo(np.float64).tiny) @ fits / seconds
-        found[0] += 1 - costs.sum() / seconds
-        return tuple(found.tolist())
-
-    @cached_property
-    def uses(self) -> Integers:
-        """A column for every use of a value: its number in `traffic`, the layer that makes it, the one that uses it."""
-        rows = [(number, t.producer, user) for number, t in enumerate(self.traffic) for user in t.users]
-        return np.asarray(np.array(rows, dtype=np.int64).reshape(-1, 3).T)
+    # Other profiles of the same model.
 
     def with_profile(self, profile: Profile) -> "LayerCosts":
-        """Return the costs of another profile's layers; always the same ones, which remember their stages."""
-        known = next((each for each in self._about if each.profile == profile), None)
-        if known is None:
-            self._about.append(known := replace(self, profile=profile))
-        return known
+        """Return the costs of another profile's layers.
+
+        Always the same ones, which remember their stages.
+        """
+        for costs in self._about:
+            if costs.profile == profile:
+                return costs
+        costs = replace(self, profile=profile)
+        self._about.append(costs)
+        return costs
 
     def on_kind(self, kind: DeviceKind | None) -> "LayerCosts":
         """Return the costs on devices of that kind; None for the profiled one."""
         if kind is None:
             return self
-        key = kind.name, kind.speed
+        key = (kind.name, kind.speed)
         if key not in self._variants:
             self._variants[key] = self.with_profile(profile_on(self.profile, kind))
         return self._variants[key]
@@ -128,37 +99,39 @@ class LayerCosts:
         return self._variants[degree]
 
     def with_options(self, options: StageOptions) -> "LayerCosts":
+        """Return the costs on the devices and groups of ranks of a stage."""
         return self.on_kind(options.kind).at_degree(options.tensor)
-
-    def exchanged(self, stage: Candidate) -> Exchanged | None:
-        """Return what a rank of the stage sends to the others of its group over links that messages cross."""
-        if (known := self.with_options(stage.options).exchanges) is None:
-            return None
-        own = [known[layer] for layer in stage.layers]
-        sums = {name: sum(getattr(each, name) for each in own) for name in ("forward_bytes", "backward_bytes")}
-        return Exchanged(**sums, bytes_per_s=own[0].bytes_per_s) if any(sums.values()) else None
 
     @cached_property
     def of_tensors(self) -> "LayerCosts":
+        """The costs without the devices' overheads."""
         return replace(self, tensors_only=True)
 
-    def communicators_bytes(self, work: Work) -> Floats:
-        """Return the bytes of a stage's communicators for other stages, where they count as buffers: two for each."""
-        return np.asarray(2.0 * self._communicator_bytes * work.neighbours)
+    # Time.
 
-    @property
-    def counts_replicas(self) -> bool:
-        """Whether a stage on several replicas holds a buffer that one alone does not."""
-        return self._communicator_bytes > 0
+    @cached_property
+    def _mean_terms(self) -> Floats:
+        return mean_terms(self.profile)
 
-    def replicated(self, footprint: Footprint, replicas: ArrayLike) -> Footprint:
-        if not self.counts_replicas:
-            return footprint
-        more_bytes = float(self._communicator_bytes) * (np.asarray(replicas) > 1)
-        return replace(footprint, buffer_bytes=footprint.buffer_bytes + more_bytes)
+    def exchanged(self, stage: Candidate) -> Exchanged | None:
+        """Return what a rank of the stage sends to its group over links that messages cross."""
+        exchanges = self.with_options(stage.options).exchanges
+        if exchanges is None:
+            return None
+        layers = [exchanges[layer] for layer in stage.layers]
+        forward_bytes = sum(each.forward_bytes for each in layers)
+        backward_bytes = sum(each.backward_bytes for each in layers)
+        if not forward_bytes and not backward_bytes:
+            return None
+        return Exchanged(
+            forward_bytes=forward_bytes,
+            backward_bytes=backward_bytes,
+            bytes_per_s=layers[0].bytes_per_s,
+        )
 
     @property
     def single_stage(self) -> Candidate:
+        """All layers as one stage."""
         return Candidate(frozenset(), frozenset(range(len(self.profile.layers))))
 
     @cached_property
@@ -167,136 +140,191 @@ class LayerCosts:
         return self.work(self.single_stage)
 
     def work(self, stage: Candidate) -> Work:
-        if (own := self.with_options(stage.options)) is not self:
-            return own.work(_by_itself(stage))
-        key = stage.before, stage.layers, stage.options.recompute
+        """Return the work of a stage, which is remembered."""
+        costs = self.with_options(stage.options)
+        if costs is not self:
+            return costs.work(_as_profiled(stage))
+        key = (stage.before, stage.layers, stage.options.recompute)
         if key not in self._works:
             self._works[key] = self._work(stage)
-        return self._works[key].shared_out() if stage.options.sharded else self._works[key]
+        work = self._works[key]
+        return work.shared_out() if stage.options.sharded else work
 
     def _work(self, stage: Candidate) -> Work:
         if stage.options.recompute:
-            again = (self.profile.layers[index] for group in stage.options.recompute for index in sorted(group))
+            again = [layer for group in stage.options.recompute for layer in sorted(group)]
             plain = self.work(replace(stage, options=StageOptions()))
-            return replace(plain, recompute_s=np.float64(sum(layer.forward_s for layer in again)))
-        layers = [self.profile.layers[index] for index in sorted(stage.layers)]
-        done = stage.before | stage.layers
-        arriving = [t for t in self.traffic if t.producer in stage.before and stage.layers.intersection(t.users)]
-        leaving = [t for t in self.traffic if stage.layers.intersection((t.producer, *t.users)) and set(t.users) - done]
-        times = ("forward_s", "backward_s", "update_s", "accumulate_s")
-        come, go = (sum((value.amounts for value in values), np.zeros(6)) for values in (arriving, leaving))
+            return replace(plain, recompute_s=self._sum("forward_s", again))
+
+        layers = sorted(stage.layers)
+        come = arriving(self.traffic, stage)
+        go = leaving(self.traffic, stage)
+        # Of both: bytes and messages on a link, and bytes as tensors; of activations, then of
+        # gradients.
+        in_bytes, in_back_bytes, ins, in_backs, in_tensor, in_back_tensor = total_amounts(come)
+        out_bytes, out_back_bytes, outs, out_backs, out_tensor, out_back_tensor = total_amounts(go)
         return Work(
-            **{name: np.float64(sum(getattr(layer, name) for layer in layers)) for name in times},
-            trainable_bytes=np.float64(sum(layer.gradient_bytes for layer in layers)),
-            received_bytes=come[0] + go[1],
-            sent_bytes=go[0] + come[1],
-            received_messages=come[2] + go[3],
-            sent_messages=go[2] + come[3],
-            input_bytes=come[4],
-            message_bytes=come[4] + come[5] + go[4] + go[5],
-            neighbours=np.asarray(bool(arriving) + bool(leaving)),
+            forward_s=self._sum("forward_s", layers),
+            backward_s=self._sum("backward_s", layers),
+            update_s=self._sum("update_s", layers),
+            accumulate_s=self._sum("accumulate_s", layers),
+            trainable_bytes=self._sum("gradient_bytes", layers),
+            received_bytes=in_bytes + out_back_bytes,
+            sent_bytes=out_bytes + in_back_bytes,
+            received_messages=ins + out_backs,
+            sent_messages=outs + in_backs,
+            input_bytes=in_tensor,
+            message_bytes=in_tensor + in_back_tensor + out_tensor + out_back_tensor,
+            neighbours=np.asarray(bool(come) + bool(go)),
         )
 
-    @cached_property
-    def at_work(self) -> Floats | None:
-        """Each layer's saved bytes, gradients, workspace and update's workspace; None if the profile lacks these."""
-        layers = self.profile.layers
-        if not any(layer.workspace_bytes for layer in layers):
-            return None
-        names = ("saved_bytes", "gradient_bytes", "workspace_bytes", "update_workspace_bytes")
-        return np.array([[getattr(layer, name) for layer in layers] for name in names], dtype=np.float64)
+    def _sum(self, name: str, layers: Collection[int]) -> Floats:
+        """Return the sum of one quantity over layers."""
+        own = (getattr(self.profile.layers[layer], name) for layer in layers)
+        total: Floats = np.float64(sum(own))
+        return total
 
-    def crossing(self, done: frozenset[int]) -> list[Traffic]:
-        return [t for t in self.traffic if t.producer in done and set(t.users) - done]
+    def shares(self, stage: Candidate, name: str, seconds: float) -> Shares:
+        """Return the shares of a stage's seconds by the terms of lengths, if lengths vary.
+
+        Layer l has mean seconds c_l, and shares f_l·terms of what it takes for one microbatch. Of S
+        seconds, the stage's shares are
+
+            Σ_l c_l / (f_l·mean terms) · f_l / S        and what is left of S depends on no length
+
+        Args:
+            stage: whose layers count.
+            name: what the profile says of layers, such as `forward_s`.
+            seconds: S, with more than the layers' own, such as waiting for weights.
+        """
+        profile = self.with_options(stage.options).profile
+        if profile.lengths is None or seconds <= 0:
+            return ()
+        fitted = profile.lengths.layers
+        costs = np.array([getattr(profile.layers[layer], name) for layer in stage.layers])
+        fits = np.array([getattr(fitted[layer], name).shares for layer in stage.layers])
+        # The costs are means already.
+        means = np.maximum(fits @ self._mean_terms, np.finfo(np.float64).tiny)
+        shares = costs / means @ fits / seconds
+        shares[0] += 1 - costs.sum() / seconds
+        return tuple(shares.tolist())
+
+    # Memory.
 
     def footprint(self, stage: Candidate) -> Footprint:
-        if (own := self.with_options(stage.options)) is not self:
-            return own.footprint(_by_itself(stage))
-        key = stage.before, stage.layers, stage.options.recompute
+        """Return the footprint of a stage, which is remembered."""
+        costs = self.with_options(stage.options)
+        if costs is not self:
+            return costs.footprint(_as_profiled(stage))
+        key = (stage.before, stage.layers, stage.options.recompute)
         if key not in self._footprints:
             self._footprints[key] = self._footprint(stage)
         footprint = self.replicated(self._footprints[key], stage.replicas)
         return footprint.shared_out(stage.replicas) if stage.options.sharded else footprint
 
+    def _footprint(self, stage: Candidate) -> Footprint:
+        layers = sorted(stage.layers)
+        work = self.work(stage)
+        kept, running = self._kept_and_running(layers, stage.options.recompute)
+
+        # Where what layers need at work is not known, all that the largest group saves is added.
+        working = accumulating = np.float64(running.max(initial=0.0))
+        updating = np.float64(0.0)
+        if self.at_work is not None:
+            _, gradients, workspaces, updates = self.at_work[:, layers]
+            peaks, accumulating_peaks = working_bytes(kept, gradients, workspaces + running)
+            working = peaks[-1]
+            accumulating = accumulating_peaks[-1]
+            updating = updates.max()
+
+        return Footprint(
+            weight_bytes=self._sum("weight_bytes", layers),
+            gradient_bytes=self._sum("gradient_bytes", layers),
+            optimizer_bytes=self._sum("optimizer_bytes", layers),
+            buffer_bytes=self._sum("buffer_bytes", layers) + self.communicators_bytes(work),
+            saved_bytes=np.float64(kept.sum()),
+            message_bytes=self.message_buffers * work.message_bytes,
+            input_bytes=work.input_bytes,
+            working_bytes=working,
+            accumulating_bytes=accumulating,
+            updating_bytes=updating,
+        )
+
+    def _kept_and_running(self, layers: Sequence[int], groups: Groups) -> tuple[Floats, Floats]:
+        """Return what layers keep for their backward, and what their groups have saved at them.
+
+        A group that recomputes keeps the values that enter it, each once, for every microbatch in
+        flight. While its layer k is at work, the stage holds what all layers before the group keep,
+        what enters the group, what the group's layers have saved up to k, and for k what
+        `working_bytes` says of any layer (Chen et al., "Training Deep Nets with Sublinear Memory
+        Cost", 2016, section 4).
+
+        Args:
+            layers: of the stage, ascending; a row of both results for each.
+            groups: those that recompute.
+        """
+        kept = np.array([float(self.profile.layers[layer].saved_bytes) for layer in layers])
+        running = np.zeros(len(layers))
+        place = {layer: number for number, layer in enumerate(layers)}
+        seen: set[int] = set()
+        for group in sorted(groups, key=min):
+            places = [place[layer] for layer in sorted(group)]
+            running[places] = np.cumsum(kept[places])
+            kept[places] = 0.0
+
+            values = self.entering(group) - seen
+            kept[places[0]] = sum(self.traffic[value].output_bytes for value in values)
+            seen |= values
+        return kept, running
+
+    @cached_property
+    def at_work(self) -> Floats | None:
+        """Saved bytes, gradients, workspace and update's workspace, a column for each layer.
+
+        None if the profile lacks these.
+        """
+        layers = self.profile.layers
+        if not any(layer.workspace_bytes for layer in layers):
+            return None
+        names = ("saved_bytes", "gradient_bytes", "workspace_bytes", "update_workspace_bytes")
+        rows = [[getattr(layer, name) for layer in layers] for name in names]
+        return np.array(rows, dtype=np.float64)
+
     @property
     def message_buffers(self) -> int:
         """Buffers for each message of a microbatch."""
-        # Over NCCL those that the host has taken and the GPU not passed count, too. Of all messages at most half are
-        # received, so LEAD of them are no more than those of LEAD / 2 microbatches.
-        return POSTED + LEAD // 2 if self.profile.device.kind in GPU_KINDS else POSTED
+        # Over NCCL those that the host has taken and the GPU not passed count, too. Of all messages
+        # at most half are received, so LEAD of them are no more than those of LEAD / 2
+        # microbatches.
+        if self.profile.device.kind in GPU_KINDS:
+            return POSTED + LEAD // 2
+        return POSTED
 
-    def _footprint(self, stage: Candidate) -> Footprint:
-        layers = [self.profile.layers[index] for index in stage.layers]
-        work = self.work(stage)
-        return Footprint(
-            **self._kept(stage),
-            weight_bytes=np.float64(sum(layer.weight_bytes for layer in layers)),
-            gradient_bytes=np.float64(sum(layer.gradient_bytes for layer in layers)),
-            optimizer_bytes=np.float64(sum(layer.optimizer_bytes for layer in layers)),
-            buffer_bytes=np.float64(sum(layer.buffer_bytes for layer in layers)) + self.communicators_bytes(work),
-            message_bytes=self.message_buffers * work.message_bytes,
-            input_bytes=work.input_bytes,
-            updating_bytes=np.float64(0.0 if self.at_work is None else self.at_work[3, list(stage.layers)].max()),
-        )
+    def communicators_bytes(self, work: Work) -> Floats:
+        """Return the bytes of a stage's communicators for other stages, two for each.
 
-    def _kept(self, stage: Candidate) -> dict[str, Floats]:
-        """Compute three of the footprint's fields: what the stage keeps for its backward, and its peaks.
-
-        A group that recomputes keeps the values that enter it, each once, for every microbatch in flight. While its
-        layer k is at work, the stage holds what all layers before the group keep, what enters the group, what the
-        group's layers have saved up to k, and for k what `working_bytes` says of any layer (Chen et al., "Training Deep
-        Nets with Sublinear Memory Cost", 2016, section 4). Where that is not known, all that the largest group saves is
-        added to all that is kept.
+        Zero where they do not count as buffers.
         """
-        order = sorted(stage.layers)
-        saved = np.array([self.profile.layers[index].saved_bytes for index in order], dtype=np.float64)
-        kept, running, most, seen = saved.copy(), np.zeros(len(order)), 0.0, set[int]()
-        place = {layer: number for number, layer in enumerate(order)}
-        for group in sorted(stage.options.recompute, key=min):
-            places = [place[layer] for layer in sorted(group)]
-            kept[places], running[places] = 0.0, np.cumsum(saved[places])
-            values = self.entering(group) - seen
-            kept[places[0]] = sum(self.traffic[value].output_bytes for value in values)
-            most, seen = max(most, float(running[places[-1]])), seen | values
-        working = accumulating = np.float64(most)
-        if self.at_work is not None:
-            _, gradients, workspaces, _ = self.at_work[:, order]
-            peaks = working_bytes(kept, gradients, workspaces + running)
-            working, accumulating = (np.float64(each[-1]) for each in peaks)
-        return {"saved_bytes": np.float64(kept.sum()), "working_bytes": working, "accumulating_bytes": accumulating}
+        return np.asarray(2.0 * self._communicator_bytes * work.neighbours)
+
+    @property
+    def counts_replicas(self) -> bool:
+        """Whether a stage on several replicas holds a buffer that one alone does not."""
+        return self._communicator_bytes > 0
+
+    def replicated(self, footprint: Footprint, replicas: ArrayLike) -> Footprint:
+        """Return the footprint with several replicas' communicator, where it is a buffer."""
+        if not self.counts_replicas:
+            return footprint
+        more_bytes = float(self._communicator_bytes) * (np.asarray(replicas) > 1)
+        return replace(footprint, buffer_bytes=footprint.buffer_bytes + more_bytes)
 
     @cached_property
     def block_of(self) -> list[int]:
+        """The number of each layer's block."""
         return [number for number, block in enumerate(blocks_of(self.profile)) for _ in block]
 
-    @cached_property
-    def _used(self) -> list[list[int]]:
-        """The values that each layer uses, by their numbers in `traffic`."""
-        used: list[list[int]] = [[] for _ in self.profile.layers]
-        for number, value in enumerate(self.traffic):
-            for layer in value.users:
-                used[layer].append(number)
-        return used
 
-    def entering(self, group: Collection[int]) -> set[int]:
-        """Return the values that layers of the group use and others make, by their numbers in `traffic`."""
-        return {value for layer in group for value in self._used[layer] if self.traffic[value].producer not in group}
-
-
-def _by_itself(stage: Candidate) -> Candidate:
+def _as_profiled(stage: Candidate) -> Candidate:
+    """Return the stage on a single device of the profiled kind."""
     return replace(stage, options=replace(stage.options, kind=None, tensor=1))
-
-
-def messages(layer_costs: LayerCosts, stages: Sequence[Candidate]) -> dict[tuple[int, int], list[Traffic]]:
-    """Return the values that each pair of stages exchanges: from the producer to its first user, and on to the next."""
-    stage_of = np.zeros(len(layer_costs.profile.layers), dtype=np.int64)
-    for number, stage in enumerate(stages):
-        stage_of[list(stage.layers)] = number
-    values, producers, users = layer_costs.uses
-    found: dict[tuple[int, int], list[Traffic]] = {}
-    # Most values stay within their stage.
-    for number in np.unique(values[stage_of[producers] != stage_of[users]]):
-        value = layer_costs.traffic[number]
-        for ends in pairwise(sorted({int(stage_of[layer]) for layer in (value.producer, *value.users)})):
-            found.setdefault(ends, []).append(value)
-    return found

@@ -16,7 +16,7 @@ from planner.errors import InputError
 from planner.formats.files import first_problem, read_json, write_text
 from planner.formats.timeline import Event, Events, Timeline, load_timeline
 from planner.reporting.timeline import LANE_ORDER, side_by_side
-from planner.simulator.simulate_plan import ROUNDS
+from planner.simulator.excerpt import ROUNDS
 from planner.simulator.summary import stages_of
 
 MICROSECONDS = 1e6

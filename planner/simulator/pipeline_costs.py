@@ -100,6 +100,10 @@ class PipelineCosts:
         seconds = {name: getattr(costs, name) * longer for name in ("forward_s", "recompute_s", "late_s")}
         return replace(costs, backward_s=costs.backward_s * self.factor(costs.backward_shares, unit), **seconds)
 
+    def with_depths(self, depths: tuple[int, ...]) -> "PipelineCosts":
+        """Return the pipeline with so many units in flight at each stage."""
+        return replace(self, shape=replace(self.shape, depths=depths))
+
     @property
     def key(self) -> Hashable:
         """What a simulation depends on: the memory of the workers does not count."""

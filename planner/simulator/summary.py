@@ -14,7 +14,7 @@ from planner.formats.shown import Shown
 from planner.formats.timeline import LANES, Event, EventKind, Timeline
 from planner.schedule.schedule import PipelineShape
 from planner.simulator.simulation import Completions
-from planner.simulator.steady_time import Steady, steady_state
+from planner.simulator.steady_state import Steady, steady_state
 
 Floats = NDArray[np.float64]
 LANE_NAMES = ("compute", "send", "receive", "all-reduce")

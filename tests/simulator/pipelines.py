@@ -10,7 +10,7 @@ from planner.formats.cluster import flat_cluster
 from planner.schedule.schedule import PipelineShape
 from planner.simulator.pipeline_costs import PipelineCosts, StageCosts
 from planner.simulator.simulation import Simulation
-from planner.simulator.steady_time import steady_state
+from planner.simulator.steady_state import steady_state
 
 BYTES_PER_S = 10**12
 

@@ -12,7 +12,8 @@ from benchmarks.timeline.errors import timing_error
 from planner.formats.cluster import flat_cluster
 from planner.formats.plan import Plan
 from planner.reporting.tables.runs import run_report
-from planner.simulator.simulate_plan import only_minibatches, simulate, simulate_recorded, simulated_s
+from planner.simulator.excerpt import only_minibatches
+from planner.simulator.simulate_plan import simulate, simulate_recorded, simulated_s
 from planner.simulator.summary import summarize
 from tests.lengths import cost_at, varying_profile
 from tests.samples import layer

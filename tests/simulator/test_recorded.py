@@ -8,7 +8,8 @@ from benchmarks.timeline.errors import timing_error
 from planner.errors import InputError
 from planner.formats.plan import Plan
 from planner.formats.timeline import Events, Timeline
-from planner.simulator.simulate_plan import default_minibatches, only_minibatches, simulate, simulate_recorded
+from planner.simulator.excerpt import only_minibatches
+from planner.simulator.simulate_plan import default_minibatches, simulate, simulate_recorded
 from planner.simulator.summary import summarize
 from tests.simulator.plans import equal_layers, plan_of
 

@@ -25,7 +25,8 @@ from planner.reporting.tables.answers import busy_table, comparison_legend, comp
 from planner.reporting.tables.plan import memory_table, stage_table
 from planner.reporting.tables.table import Table
 from planner.reporting.timeline import COLOURS, TEXTS, Row, colour_legend, ink_on, opening, rows_of, shown_workers
-from planner.simulator.simulate_plan import ROUNDS, simulate
+from planner.simulator.excerpt import ROUNDS
+from planner.simulator.simulate_plan import simulate
 from planner.simulator.summary import Summary, summarize
 from planner.units import counted, format_bytes, format_memory, format_rate, format_seconds
 from planner.version import __version__

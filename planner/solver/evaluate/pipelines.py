@@ -1,4 +1,4 @@
-"""A candidate plan as the simulation sees it: shape, seconds of its stages, and what they exchange."""
+"""A candidate plan as the simulation sees it: shape, seconds of stages, and what they exchange."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from planner.cost.layer_costs import LayerCosts, messages
 from planner.cost.setting import Setting
 from planner.cost.weight_copies import buckets_in, copied_in, gradients_bytes, shared_in
 from planner.formats.plan_parts import Shared, Transfer
-from planner.formats.profile import Shares
+from planner.formats.profile import Layer, Shares
 from planner.plan.lengths import planned, planned_terms
 from planner.plan.shape import trainable_pairs
 from planner.plan.shared_weights import SharedWeight
@@ -20,21 +20,26 @@ from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation
 
 MOST_WORKERS = 64  # beyond, simulating takes too long
-MOST_COMPUTATIONS = 2**14  # forwards of a minibatch on all workers, of all chunks together, likewise
+MOST_COMPUTATIONS = 2**14  # forwards of a minibatch on all workers, of all chunks, likewise
 
 
 def too_large(problem: Problem, stages: Sequence[Candidate]) -> bool:
     """Return whether simulating these stages takes longer than a search should."""
-    workers, microbatches = sum(stage.replicas for stage in stages), problem.microbatches
     if problem.schedule.asynchronous:
-        return workers > MOST_WORKERS or workers * microbatches > MOST_COMPUTATIONS
-    return len(stages) // problem.setting.chunks * microbatches > MOST_COMPUTATIONS
+        workers = sum(stage.replicas for stage in stages)
+        if workers > MOST_WORKERS:
+            return True
+    else:
+        workers = len(stages) // problem.setting.chunks
+    return workers * problem.microbatches > MOST_COMPUTATIONS
 
 
 def pipeline_for(problem: Problem, candidate: Evaluation) -> PipelineCosts:
     """Return what `planner.simulator.simulate_plan.costs_of` makes of the candidate's plan."""
-    layer_costs, stages = problem.layer_costs, candidate.stages
-    moved, shared = transfers(layer_costs, stages), shared_between(layer_costs, stages)
+    layer_costs = problem.layer_costs
+    stages = candidate.stages
+    moved = transfers(layer_costs, stages)
+    shared = shared_between(layer_costs, stages)
     shape = PipelineShape(
         ranks=candidate.ranks,
         channels=tuple(Channel(t.source, t.target, t.gradient_bytes > 0) for t in moved),
@@ -43,42 +48,70 @@ def pipeline_for(problem: Problem, candidate: Evaluation) -> PipelineCosts:
         depths=candidate.price.in_flight,
         shared=trainable_pairs(shared, [stage.replicas for stage in stages], problem.schedule),
     )
-    degrees, costs = [stage.options.tensor for stage in stages], stage_costs(layer_costs, stages, problem.setting)
-    varied = planned_terms(planned(layer_costs.profile, problem.microbatches))
-    return PipelineCosts.of(shape, problem.cluster, costs, moved, shared, degrees, varied)
+    return PipelineCosts.of(
+        shape,
+        problem.cluster,
+        stage_costs(layer_costs, stages, problem.setting),
+        moved,
+        shared,
+        degrees=[stage.options.tensor for stage in stages],
+        terms=planned_terms(planned(layer_costs.profile, problem.microbatches)),
+    )
 
 
-def stage_costs(layer_costs: LayerCosts, stages: Sequence[Candidate], setting: Setting) -> list[StageCosts]:
-    """Return the costs of each stage with its copies of shared weights; at level 2 or 3, with all exchanges."""
-    works = [layer_costs.work(stage) for stage in stages]
+def stage_costs(
+    layer_costs: LayerCosts,
+    stages: Sequence[Candidate],
+    setting: Setting,
+) -> list[StageCosts]:
+    """Return the costs of each stage with its copies of shared weights.
+
+    At levels 2 and 3 the seconds are those of all exchanges, too.
+    """
     if stages[0].options.level > 1:
-        times = sharded_times(layer_costs, stages[0], setting)
-        return [
-            StageCosts(
-                **vars(times),
-                recompute_s=float(works[0].recompute_s),
-                forward_shares=layer_costs.shares(stages[0], "forward_s", times.forward_s),
-                backward_shares=layer_costs.shares(stages[0], "backward_s", times.backward_s),
-            )
-        ]
-    return [
-        StageCosts(
-            forward_s=float(work.forward_s),
-            backward_s=float(work.backward_s),
-            update_s=(float(work.update_s) + sum(layer.update_s for layer in again)) / stage.options.shards,
-            recompute_s=float(work.recompute_s),
-            accumulate_s=float(work.accumulate_s) + sum(layer.accumulate_s for layer in again),
-            ready_s=(buckets := buckets_in(layer_costs, stage, again)).ready_s,
-            ready_shares=buckets.shares,
-            late_s=max(0.0, buckets.ready_s[-1] - float(work.backward_s)) if buckets.ready_s else 0.0,
-            gradient_bytes=int(work.trainable_bytes) + sum(layer.gradient_bytes for layer in again),
-            sharded=stage.options.sharded,
-            exchanged=layer_costs.exchanged(stage),
-            forward_shares=layer_costs.shares(stage, "forward_s", float(work.forward_s)),
-            backward_shares=layer_costs.shares(stage, "backward_s", float(work.backward_s)),
-        )
-        for work, stage, again in zip(works, stages, copied_in(layer_costs, stages), strict=True)
-    ]
+        return [_fully_sharded_costs(layer_costs, stages[0], setting)]
+    copies = copied_in(layer_costs, stages)
+    return [_costs_of(layer_costs, *each) for each in zip(stages, copies, strict=True)]
+
+
+def _fully_sharded_costs(layer_costs: LayerCosts, stage: Candidate, setting: Setting) -> StageCosts:
+    """Return the costs of a plan's only stage whose replicas divide gradients or weights."""
+    times = sharded_times(layer_costs, stage, setting)
+    return StageCosts(
+        **vars(times),
+        recompute_s=float(layer_costs.work(stage).recompute_s),
+        forward_shares=layer_costs.shares(stage, "forward_s", times.forward_s),
+        backward_shares=layer_costs.shares(stage, "backward_s", times.backward_s),
+    )
+
+
+def _costs_of(layer_costs: LayerCosts, stage: Candidate, copied: Sequence[Layer]) -> StageCosts:
+    """Return the costs of a stage that also updates copies of weights of these layers."""
+    work = layer_costs.work(stage)
+    forward_s = float(work.forward_s)
+    backward_s = float(work.backward_s)
+    update_s = float(work.update_s) + sum(layer.update_s for layer in copied)
+
+    buckets = buckets_in(layer_costs, stage, copied)
+    late_s = 0.0
+    if buckets.ready_s:
+        late_s = max(0.0, buckets.ready_s[-1] - backward_s)
+
+    return StageCosts(
+        forward_s=forward_s,
+        backward_s=backward_s,
+        update_s=update_s / stage.options.shards,
+        recompute_s=float(work.recompute_s),
+        accumulate_s=float(work.accumulate_s) + sum(layer.accumulate_s for layer in copied),
+        ready_s=buckets.ready_s,
+        ready_shares=buckets.shares,
+        late_s=late_s,
+        gradient_bytes=int(work.trainable_bytes) + sum(layer.gradient_bytes for layer in copied),
+        sharded=stage.options.sharded,
+        exchanged=layer_costs.exchanged(stage),
+        forward_shares=layer_costs.shares(stage, "forward_s", forward_s),
+        backward_shares=layer_costs.shares(stage, "backward_s", backward_s),
+    )
 
 
 def transfers(layer_costs: LayerCosts, stages: Sequence[Candidate]) -> tuple[Transfer, ...]:
@@ -90,28 +123,37 @@ def transfers(layer_costs: LayerCosts, stages: Sequence[Candidate]) -> tuple[Tra
             values=tuple(value.name for value in values),
             output_bytes=sum(value.sent_bytes for value in values),
             gradient_bytes=sum(value.returned_bytes for value in values),
-            shares=_mean_shares(values) if values[0].shares else (),
+            shares=_mean_shares(values),
         )
         for (source, target), values in sorted(messages(layer_costs, stages).items())
     )
 
 
 def _mean_shares(values: Sequence[Traffic]) -> Shares:
+    """Return the mean of the values' shares, weighted by bytes; empty where lengths do not vary."""
+    if not values[0].shares:
+        return ()
     weights = [max(1, value.sent_bytes) for value in values]
-    return tuple(np.average([value.shares for value in values], axis=0, weights=weights).tolist())
+    mean = np.average([value.shares for value in values], axis=0, weights=weights)
+    return tuple(mean.tolist())
 
 
 def shared_between(layer_costs: LayerCosts, stages: Sequence[Candidate]) -> tuple[Shared, ...]:
     """Return the weights that two stages train, for each two stages."""
-    found: dict[tuple[int, int], list[SharedWeight]] = {}
+    by_stages: dict[tuple[int, int], list[SharedWeight]] = {}
     for weight in shared_in(layer_costs, stages):
-        found.setdefault(weight.stages, []).append(weight)
+        by_stages.setdefault(weight.stages, []).append(weight)
+
     return tuple(
         Shared(
-            stages=ends,
+            stages=pair,
             weights=tuple(weight.name for weight in weights),
             # A weight is counted in the first layer that has it.
-            gradient_bytes=gradients_bytes(layer_costs, stages[ends[0]], {weight.layers[0] for weight in weights}),
+            gradient_bytes=gradients_bytes(
+                layer_costs,
+                stages[pair[0]],
+                {weight.layers[0] for weight in weights},
+            ),
         )
-        for ends, weights in sorted(found.items())
+        for pair, weights in sorted(by_stages.items())
     )

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
+from planner.cost.candidate import Candidate
 from planner.errors import InfeasibleError
 from planner.formats.plan_parts import short_config
 from planner.solver.problem.budget import Deadline, OutOfTimeError
@@ -16,7 +17,10 @@ Fits = Callable[[int, int], Evaluation | None]
 
 
 class UnexplainedError(InfeasibleError):
-    """No plan fits the memory, and why is not known yet: that takes searches, which only the last answer needs."""
+    """No plan fits the memory, and why is not known yet.
+
+    To know it takes searches, which only the last answer needs.
+    """
 
     def __init__(self, explanation: Callable[[], InfeasibleError]) -> None:
         super().__init__("no plan fits the memory")
@@ -25,7 +29,7 @@ class UnexplainedError(InfeasibleError):
 
 PLENTY = 2**60  # bytes: more than any plan needs
 _PRECISION = 1e-4  # of the smallest memory
-_MOST_GPUS_FACTOR = 64
+_MOST_GPUS_FACTOR = 64  # times as many GPUs as there are, at most, are tried
 
 
 def against_rules(problem: Problem) -> InfeasibleError:
@@ -37,81 +41,172 @@ def against_rules(problem: Problem) -> InfeasibleError:
 
 
 def explain(problem: Problem, fits: Fits, others: Mapping[str, Fits]) -> InfeasibleError:
-    """Return the error for a cluster whose memory no plan fits: which stage does not, and which changes would help.
+    """Return the error for a memory that no plan fits: the stage, and changes that would help.
 
-    `others` are searches that allow more, by the arguments that ask for them; the first that helps is named.
+    Args:
+        problem: whose deadline ends the searches for changes.
+        fits: a search for a plan that keeps the problem's rules.
+        others: searches that allow more, by the arguments that ask for them; the first that helps
+            is named.
     """
-    cluster, deadline, whole = problem.cluster, problem.budget.deadline, problem.reserve.whole
-    if (memory_bytes := cluster.memory_bytes) is None:
+    cluster = problem.cluster
+    deadline = problem.budget.deadline
+    if cluster.memory_bytes is None:
         return against_rules(problem)
     with suppress(OutOfTimeError):
         if fits(cluster.gpus, PLENTY) is None:
             return against_rules(problem)
-    met: list[Evaluation] = []
 
-    def enough(memory_bytes: int) -> int | None:
-        if (plan := fits(cluster.gpus, memory_bytes)) is None:
+    # 1. The plan that needs least memory.
+    plan, proven = _leanest_plan(problem, fits, cluster.memory_bytes)
+    message = f"no plan fits {_size(problem)}"
+    if plan is None:
+        return InfeasibleError(message, hint=_hint_out_of_time(deadline))
+
+    # 2. Its stage that needs most.
+    totals = plan.price.gpu_bytes
+    worst = totals.index(max(totals))
+    needed_bytes = problem.reserve.whole(totals[worst])
+    over_bytes = needed_bytes - problem.reserve.whole(cluster.memory_bytes)
+    config = short_config(plan.divided(problem.degree).config)
+
+    # 3. Changes that would help.
+    changes = [_memory_change(needed_bytes, proven)]
+    changes += _first_of(others, cluster.gpus, cluster.memory_bytes, deadline)
+    changes += _more_gpus(problem, fits, cluster.memory_bytes)
+
+    return InfeasibleError(
+        f"{message}: in the plan that needs least, {config}, "
+        f"stage {worst} ({_layer_names(problem, plan.stages[worst])}) "
+        f"needs {format_bytes(needed_bytes)}, {format_bytes(over_bytes)} too many",
+        hint="; so would ".join(changes),
+        least_bytes=needed_bytes,
+    )
+
+
+def _size(problem: Problem) -> str:
+    assert problem.cluster.memory_bytes is not None
+    gpus = problem.cluster.gpus * problem.degree
+    return f"{gpus} GPUs of {format_memory(problem.reserve.whole(problem.cluster.memory_bytes))}"
+
+
+def _hint_out_of_time(deadline: Deadline) -> str:
+    why = "the time limit passed"
+    if deadline.stop.is_set():
+        why = "the search was interrupted"
+    return f"{why} before it was known what would: give a longer `time_limit_s`, or try more `gpus`"
+
+
+def _layer_names(problem: Problem, stage: Candidate) -> str:
+    layers = problem.layer_costs.profile.layers
+    first = layers[min(stage.layers)].name
+    last = layers[max(stage.layers)].name
+    if first == last:
+        return f"layer '{first}'"
+    return f"layers '{first}' to '{last}'"
+
+
+def _memory_change(needed_bytes: int, proven: bool) -> str:
+    argument = f"`memory_bytes={round_up(needed_bytes)}`"
+    if proven:
+        return f"the smallest memory that would do is {argument}"
+    return f"{argument} would do, if not less"
+
+
+def _leanest_plan(
+    problem: Problem,
+    fits: Fits,
+    memory_bytes: int,
+) -> tuple[Evaluation | None, bool]:
+    """Return the plan that needs least memory above `memory_bytes`, and whether that is proven."""
+    leanest: Evaluation | None = None
+
+    def needed(trial_bytes: int) -> int | None:
+        nonlocal leanest
+        plan = fits(problem.cluster.gpus, trial_bytes)
+        if plan is None:
             return None
-        met.append(plan)
+        leanest = plan
         return max(plan.price.gpu_bytes)
 
-    _, proven = _least(enough, memory_bytes, deadline, precision=_PRECISION)
-    message = f"no plan fits {cluster.gpus * problem.degree} GPUs of {format_memory(whole(memory_bytes))}"
-    if not met:
-        why = "the search was interrupted" if deadline.stop.is_set() else "the time limit passed"
-        hint = f"{why} before it was known what would: give a longer `time_limit_s`, or try more `gpus`"
-        return InfeasibleError(message, hint=hint)
-    totals = met[-1].price.gpu_bytes
-    worst = max(range(len(totals)), key=totals.__getitem__)
-    stage, needed = met[-1].stages[worst], whole(totals[worst])
-    layers = [problem.layer_costs.profile.layers[index].name for index in sorted(stage.layers)]
-    names = f"layer '{layers[0]}'" if len(layers) == 1 else f"layers '{layers[0]}' to '{layers[-1]}'"
-    smallest = f"`memory_bytes={round_up(needed)}`"
-    hint = f"the smallest memory that would do is {smallest}" if proven else f"{smallest} would do, if not less"
+    _, proven = _least(needed, memory_bytes, problem.budget.deadline, precision=_PRECISION)
+    return leanest, proven
+
+
+def _first_of(
+    others: Mapping[str, Fits],
+    gpus: int,
+    memory_bytes: int,
+    deadline: Deadline,
+) -> list[str]:
+    """Return the first argument whose search finds a plan; empty if none does in time."""
     with suppress(OutOfTimeError):
         for argument, allows in others.items():
             deadline.check()
-            if allows(cluster.gpus, memory_bytes) is not None:
-                hint += f"; so would {argument}"
-                break
-    more, known = _least(
-        lambda gpus: None if fits(gpus, memory_bytes) is None else gpus, cluster.gpus, deadline, _MOST_GPUS_FACTOR
+            if allows(gpus, memory_bytes) is not None:
+                return [argument]
+    return []
+
+
+def _more_gpus(problem: Problem, fits: Fits, memory_bytes: int) -> list[str]:
+    """Return the argument for the fewest GPUs on which a plan fits; empty if they are not known."""
+
+    def enough(gpus: int) -> int | None:
+        return None if fits(gpus, memory_bytes) is None else gpus
+
+    gpus, proven = _least(
+        enough,
+        problem.cluster.gpus,
+        problem.budget.deadline,
+        _MOST_GPUS_FACTOR,
     )
-    if more is not None and known:
-        hint += f"; so would `gpus={more * problem.degree}`"
-    return InfeasibleError(
-        f"{message}: in the plan that needs least, {short_config(met[-1].divided(problem.degree).config)}, "
-        f"stage {worst} ({names}) needs {format_bytes(needed)}, {format_bytes(needed - whole(memory_bytes))} too many",
-        hint=hint,
-        least_bytes=needed,
-    )
+    if gpus is None or not proven:
+        return []
+    return [f"`gpus={gpus * problem.degree}`"]
 
 
 def _least(
-    enough: Callable[[int], int | None], low: int, deadline: Deadline, most: float = math.inf, precision: float = 0.0
+    enough: Callable[[int], int | None],
+    low: int,
+    deadline: Deadline,
+    most: float = math.inf,
+    precision: float = 0.0,
 ) -> tuple[int | None, bool]:
-    """Return the least number above `low` that is enough, and whether that is proven or the deadline passed before.
+    """Return the least number above `low` that is enough, and whether that is proven.
 
-    `enough` returns for a number that is enough the same or a smaller one that is, and None for others. Numbers up to
-    `most` times `low`, which is not enough, are tried, with this relative precision.
+    It is not if the deadline passes before.
+
+    Args:
+        enough: returns for a number that is enough the same or a smaller one that is, and None for
+            others.
+        low: a number that is not enough.
+        deadline: of the trials.
+        most: times `low` up to which numbers are tried.
+        precision: relative, of the least number.
     """
-    high, limit = None, most * low
+    high: int | None = None
+    limit = most * low
     with suppress(OutOfTimeError):
         # Double until something is enough, then bisect.
         while high is None or high - low > max(1, high * precision):
-            if (trial := 2 * low if high is None else (low + high) // 2) > limit:
+            trial = 2 * low if high is None else (low + high) // 2
+            if trial > limit:
                 break
             deadline.check()
-            found = enough(trial)
-            low, high = (trial, high) if found is None else (low, found)
+            least = enough(trial)
+            if least is None:
+                low = trial
+            else:
+                high = least
         return high, True
     return high, False
 
 
 def round_up(count: int) -> str:
-    """Format bytes as an argument with three digits, never less than `count`: 1_234_567 -> "1.24MB"."""
+    """Format bytes as an argument of three digits, never below `count`: 1_234_567 -> "1.24MB"."""
     for prefix, size in (("G", 10**9), ("M", 10**6), ("k", 10**3)):
         if count >= size:
             digits = max(0, 2 - int(math.log10(count / size)))
-            return f"{math.ceil(count / size * 10**digits) / 10**digits:.{digits}f}{prefix}B"
+            rounded = math.ceil(count / size * 10**digits) / 10**digits
+            return f"{rounded:.{digits}f}{prefix}B"
     return f"{count}B"

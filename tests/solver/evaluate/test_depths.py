@@ -19,14 +19,8 @@ from planner.simulator.pipeline_costs import StageCosts
 from planner.simulator.simulate_plan import simulated_s
 from planner.solver import solve
 from planner.solver.choose.baselines import equal_blocks
-from planner.solver.evaluate.evaluation import (
-    DepthChoice,
-    PipelineTimes,
-    choose_depths,
-    price_depths,
-    priced,
-    simulated,
-)
+from planner.solver.evaluate.depths import DepthChoice, PipelineTimes, choose_depths, price_depths
+from planner.solver.evaluate.evaluation import priced, simulated
 from planner.solver.problem.budget import LATER, Budget
 from planner.solver.problem.problem import Problem
 from tests.samples import layer, profile

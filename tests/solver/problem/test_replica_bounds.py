@@ -10,7 +10,7 @@ from planner.cost.network.link import Link
 from planner.cost.work import IMPOSSIBLE, Work
 from planner.schedule.one_stage import TWO_BW
 from planner.schedule.schedule import warm_up_depth
-from planner.solver.problem.bounds import AsynchronousBounds, DoubleBufferedBounds
+from planner.solver.problem.replica_bounds import AsynchronousBounds, DoubleBufferedBounds
 from tests.cost.works import works
 from tests.examples import examples
 
