@@ -158,5 +158,9 @@ def test_solve_finds_what_brute_force_finds(
         assert plan.solver.lower_bound_s == pytest.approx(min(best_s, plan.predicted.seconds_per_minibatch), rel=1e-9)
         assert plan.predicted.bottleneck.busy_s >= best_s * (1 - 1e-9)
     else:  # which may be faster than the formula: one minibatch's updates go on beside the next one's forwards
-        assert plan.solver.lower_bound_s == pytest.approx(min(best_s, plan.predicted.seconds_per_minibatch), rel=1e-9)
+        exact_s = min(best_s, plan.predicted.seconds_per_minibatch)
+        assert plan.solver.lower_bound_s <= exact_s * (1 + 1e-9)
+        # Replicas that divide gradients and weights are bounded, not searched.
+        if not model.may_shard_optimizer:
+            assert plan.solver.lower_bound_s == pytest.approx(exact_s, rel=1e-9)
     assert plan.solver.lower_bound_s <= plan.predicted.seconds_per_minibatch * (1 + 1e-9)
