@@ -1,0 +1,302 @@
+"""Search along one line of GPUs: kinds of GPUs in some order, and the ranks of each.
+
+Under any schedule with one stage per worker, stages take consecutive GPUs of the line, and some may
+idle. So the GPUs at which a stage begins and ends say which kinds of GPUs it has: a *run* of kinds.
+
+With the maximum over the stages bounded by X, a walk from the last layer to the first
+
+    sum(J, g) = min over K, r of  part(J, K, r, run) + sum(K, h)    where max_s(J, K, r, run) ≤ X
+    sum(J, g) = min( sum(J, g), sum(J, g - 1) )                         one more GPU may idle
+
+gives the least sum of the stages' parts; under asynchronous schedules those are zero.
+
+    J, K    cuts: the stage runs the layers between them
+    g       GPUs at the end of the line, of which the stage takes the first r
+    run     of kinds, from the g-th to the (g - r + 1)-th GPU from the end
+    h       GPUs for the stages after it: g - r, or as many as the memory of the stage allows
+
+O(runs · states² · GPUs), times the numbers of replicas that are worth a try.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations_with_replacement
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.cost.candidate import Candidate
+from planner.cost.network.link import Link
+from planner.cost.work import Floats, Integers
+from planner.formats.cluster import DeviceKind
+from planner.solver.problem.problem import Problem
+from planner.solver.problem.states import Chain
+from planner.solver.search.chain.ways import Stages, stages_on
+
+BATCH_ENTRIES = 2**20  # of an array over stages and GPUs
+
+Kinds = frozenset[int]  # numbers of kinds that a stage has GPUs of
+
+
+class StagesOn:
+    """All stages on GPUs of one kind with one link.
+
+    For GPUs of several kinds it is the slowest kind, with the memory of the smallest.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        link: Link,
+        kind: DeviceKind,
+        most: int,
+        most_states: int,
+    ) -> None:
+        space = Chain(problem.layer_costs.on_kind(kind))
+        if len(space) > most_states:
+            space = space.only(space.spread(most_states))
+        self.space = space
+        self.stages = stages_on(problem, space, problem.cluster.memory_of(kind), most, link)
+
+
+@dataclass(frozen=True)
+class LinePlan:
+    """Stages on a line, with the parts of their time."""
+
+    stages: tuple[Candidate, ...]
+    sum_s: float
+    max_s: float
+
+    @property
+    def seconds(self) -> float:
+        """Seconds per minibatch, by the link that the walk was for."""
+        return self.sum_s + self.max_s
+
+
+class LineSearch:
+    """Searches along one line: numbers of kinds, and ranks of each, in the order of the line."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        tables: Mapping[Kinds, StagesOn],
+        line: Sequence[tuple[int, Sequence[int]]],
+    ) -> None:
+        self._problem = problem
+        self._ranks = [rank for _, ranks in line for rank in ranks]
+        self.gpus = len(self._ranks)
+
+        self._run_at = _runs_of_kinds([len(ranks) for _, ranks in line])
+        self._runs: dict[int, _Run] = {}
+        for first, last in combinations_with_replacement(range(len(line)), 2):
+            run = first * len(line) + last
+            kinds = frozenset(number for number, _ in line[first : last + 1])
+            self._runs[run] = _Run(tables[kinds], (self._run_at == run).any(axis=1))
+        self._space = self._runs[0].table.space
+
+    def within(self, limit_s: float) -> LinePlan | None:
+        """Return the plan of least sum with a maximum within the limit; None without one."""
+        limits = self._problem.limits
+        plan = self._walk(limit_s)
+        if plan is None or limits.allows_stages(len(plan.stages)):
+            return plan
+        return self._walk(limit_s, limits.most_stages(self._space, self.gpus))
+
+    def _walk(self, limit_s: float, most_stages: int | None = None) -> LinePlan | None:
+        """Return the plan of least sum within the limit, of so many stages at most."""
+        cuts = len(self._space)
+        # With a limit on stages there is a table for each number of the first stage.
+        count = 1 if most_stages is None else most_stages + 1
+        suffixes = [_Suffixes(cuts, self.gpus) for _ in range(count)]
+        rests = suffixes[1:] or suffixes
+
+        openings: dict[int, _Openings] = {}
+        for cut in reversed(range(cuts - 1)):
+            if self._problem.deadline.passed:
+                return None
+            openings[cut] = self._openings(cut, limit_s)
+            for rows in _batches(len(openings[cut].run), self.gpus + 1):
+                stages = openings[cut].only(rows)
+                spans = self._run_at[stages.replicas - 1] == stages.run[:, None]
+                for here, rest in zip(suffixes, rests, strict=False):
+                    here.prepend(cut, rows, stages, spans, rest)
+            for here in suffixes:
+                here.idle(cut)
+
+        fits = np.isfinite(suffixes[0].sum_s[0, self.gpus])
+        return self._trace(suffixes, openings) if fits else None
+
+    def _openings(self, cut: int, limit_s: float) -> "_Openings":
+        """Return the stages from the cut that are worth a try, in every run of kinds."""
+        columns = []
+        for number, run in self._runs.items():
+            stages = run.table.stages[cut]
+            worth = _worth_a_try(stages, limit_s)
+            row, way = np.nonzero(worth & run.occurs[: len(worth), None])
+            columns.append(
+                (
+                    np.full_like(way, number),
+                    way,
+                    row + 1,
+                    stages.ways.others[way],
+                    stages.after[row, way],
+                    stages.sum_s[way],
+                    stages.max_s[row, way],
+                )
+            )
+        return _Openings(*map(np.concatenate, zip(*columns, strict=True)))
+
+    def _trace(
+        self,
+        suffixes: Sequence["_Suffixes"],
+        openings: Mapping[int, "_Openings"],
+    ) -> LinePlan:
+        """Follow the choices from the first layer to the last."""
+        stages: list[Candidate] = []
+        sum_s = 0.0
+        max_s = 0.0
+        cut = 0
+        gpus = self.gpus
+        while cut < len(self._space) - 1:
+            table = suffixes[min(len(stages), len(suffixes) - 1)]
+            gpus = int(table.begin[cut, gpus])
+            opening = openings[cut].only(table.row[cut, gpus])
+            replicas = int(opening.replicas)
+            end = int(opening.end)
+
+            first = self.gpus - gpus
+            ways = self._runs[int(opening.run)].table.stages[cut].ways
+            stages.append(
+                Candidate(
+                    self._space.members(0, cut),
+                    self._space.members(cut, end),
+                    ways.options(int(opening.way), replicas),
+                    tuple(sorted(self._ranks[first : first + replicas])),
+                )
+            )
+            sum_s += float(opening.sum_s)
+            max_s = max(max_s, float(opening.max_s))
+            gpus = int(table.after[cut, gpus])
+            cut = end
+        return LinePlan(tuple(stages), sum_s, max_s)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A run of kinds: all stages on such GPUs, and by replicas - 1 whether the line has a place for them."""
+
+    table: StagesOn
+    occurs: NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class _Openings:
+    """Stages that begin at one cut, an entry each."""
+
+    run: Integers  # its number
+    way: Integers  # its row in the run's table
+    replicas: Integers
+    end: Integers  # the cut where it ends
+    most_after: Integers  # GPUs that may be at work after it
+    sum_s: Floats
+    max_s: Floats
+
+    def only(self, rows: Integers) -> "_Openings":
+        """Return some of them."""
+        return _Openings(*(column[rows] for column in vars(self).values()))
+
+
+class _Suffixes:
+    """The best stages for the layers after each cut J, by the GPUs g that they may use."""
+
+    def __init__(self, cuts: int, gpus: int) -> None:
+        self._gpus = np.arange(gpus + 1)
+        self.sum_s = np.full((cuts, gpus + 1), np.inf)
+        self.sum_s[-1] = 0.0
+        # GPUs at work in all its stages. Of its first stage: the row among the openings of its cut, the
+        # GPUs that the stages after it may use, and the GPU from the line's end at which it begins.
+        fields = np.zeros((4, cuts, gpus + 1), dtype=np.int64)
+        self.at_work, self.row, self.after, self.begin = fields
+
+    def prepend(
+        self,
+        cut: int,
+        rows: Integers,
+        stages: _Openings,
+        spans: NDArray[np.bool_],
+        rest: "_Suffixes",
+    ) -> None:
+        """Put stages from a cut before the best suffixes after them, and keep the least sums.
+
+        Args:
+            cut: J.
+            rows: numbers of the stages among the openings of the cut.
+            stages: part, r and K of each.
+            spans: by stage and g, whether the stage has its run of kinds there.
+            rest: the suffixes after the stages.
+        """
+        replicas = stages.replicas[:, None]
+        end = stages.end[:, None]
+        most_after = stages.most_after[:, None]
+
+        # 1. h: GPUs that idle behind a stage do not count for its memory.
+        #    Where too many would be at work, those at the end of the line are.
+        after = np.maximum(self._gpus - replicas, 0)
+        crowded = rest.at_work[end, after] > most_after
+        after = np.where(crowded, np.minimum(after, most_after), after)
+
+        # 2. part(J, K, r, run) + sum(K, h)
+        totals = stages.sum_s[:, None] + rest.sum_s[end, after]
+        totals[~spans] = np.inf
+
+        # 3. min over K, r
+        best = totals.argmin(axis=0)
+        least = totals[best, self._gpus]
+        better = np.flatnonzero(least < self.sum_s[cut])
+        best = best[better]
+        after = after[best, better]
+        self.sum_s[cut, better] = least[better]
+        self.row[cut, better] = rows[best]
+        self.after[cut, better] = after
+        self.at_work[cut, better] = rest.at_work[stages.end[best], after] + stages.replicas[best]
+
+    def idle(self, cut: int) -> None:
+        """Let the first GPUs idle where fewer do as well."""
+        # sum(J, g) = min( sum(J, g), sum(J, g - 1) )
+        least = np.minimum.accumulate(self.sum_s[cut])
+        _, firsts, group = np.unique(least, return_index=True, return_inverse=True)
+        begin = firsts[group]
+        self.sum_s[cut] = least
+        self.begin[cut] = begin
+        self.at_work[cut] = self.at_work[cut, begin]
+
+
+def _runs_of_kinds(counts: Sequence[int]) -> Integers:
+    """Return the run of kinds of a stage by replicas - 1 and g, with so many GPUs of each kind in the line.
+
+    The run from the i-th kind to the j-th of n has the number i · n + j, and no stage has -1.
+    """
+    kinds = np.repeat(np.arange(len(counts)), counts)
+    replicas = np.arange(1, len(kinds) + 1)[:, None]
+    first = len(kinds) - np.arange(len(kinds) + 1)
+    last = first + replicas - 1
+    run = kinds.take(first, mode="clip") * len(counts) + kinds.take(last, mode="clip")
+    return np.where(last < len(kinds), run, -1)
+
+
+def _worth_a_try(stages: Stages, limit_s: float) -> NDArray[np.bool_]:
+    """Return by replicas - 1 and way which stages are worth a try.
+
+    Of those within the limit, these have the fewest replicas, or more if that allows more GPUs after.
+    """
+    after = np.where(stages.max_s <= limit_s, stages.after, -1)
+    with_fewer = np.full_like(after, -1)
+    with_fewer[1:] = np.maximum.accumulate(after, axis=0)[:-1]
+    return after > with_fewer
+
+
+def _batches(count: int, width: int) -> Iterator[Integers]:
+    """Yield the numbers below `count`, as many as suit one array of that width."""
+    size = max(1, BATCH_ENTRIES // width)
+    for start in range(0, count, size):
+        yield np.arange(start, min(start + size, count))
