@@ -183,10 +183,10 @@ class LineSearch:
 
 @dataclass(frozen=True)
 class _Run:
-    """A run of kinds: all stages on such GPUs, and by replicas - 1 whether the line has a place for them."""
+    """A run of kinds."""
 
-    table: StagesOn
-    occurs: NDArray[np.bool_]
+    table: StagesOn  # all stages on such GPUs
+    occurs: NDArray[np.bool_]  # by replicas - 1, whether the line has a place for such a stage
 
 
 @dataclass(frozen=True)
@@ -213,8 +213,8 @@ class _Suffixes:
         self._gpus = np.arange(gpus + 1)
         self.sum_s = np.full((cuts, gpus + 1), np.inf)
         self.sum_s[-1] = 0.0
-        # GPUs at work in all its stages. Of its first stage: the row among the openings of its cut, the
-        # GPUs that the stages after it may use, and the GPU from the line's end at which it begins.
+        # GPUs at work in all its stages. Of its first stage: the row among the openings of its cut,
+        # the GPUs that the stages after it may use, and its first GPU, counted from the line's end.
         fields = np.zeros((4, cuts, gpus + 1), dtype=np.int64)
         self.at_work, self.row, self.after, self.begin = fields
 
@@ -272,7 +272,7 @@ class _Suffixes:
 
 
 def _runs_of_kinds(counts: Sequence[int]) -> Integers:
-    """Return the run of kinds of a stage by replicas - 1 and g, with so many GPUs of each kind in the line.
+    """Return the run of kinds of each stage by replicas - 1 and g, given the GPUs of each kind.
 
     The run from the i-th kind to the j-th of n has the number i · n + j, and no stage has -1.
     """
@@ -287,7 +287,8 @@ def _runs_of_kinds(counts: Sequence[int]) -> Integers:
 def _worth_a_try(stages: Stages, limit_s: float) -> NDArray[np.bool_]:
     """Return by replicas - 1 and way which stages are worth a try.
 
-    Of those within the limit, these have the fewest replicas, or more if that allows more GPUs after.
+    Of those within the limit, these have the fewest replicas, or more if that allows more GPUs
+    after the stage.
     """
     after = np.where(stages.max_s <= limit_s, stages.after, -1)
     with_fewer = np.full_like(after, -1)

@@ -1,7 +1,7 @@
 """Which problems need an integer program, and what is made of its answer.
 
-It is for what the exact search cannot express, and checks the search. `ilp_flow` has the formulation:
-stages between cuts, with replicas, memory, every schedule, and GPUs of several kinds.
+It is for what the exact search cannot express, and checks the search. `ilp_flow` has the
+formulation: stages between cuts, with replicas, memory, every schedule, and GPUs of several kinds.
 """
 
 from dataclasses import replace
@@ -21,7 +21,7 @@ from planner.units import SLACK
 
 
 def needs_program(problem: Problem, solver: SolverName) -> bool:
-    """Return whether an integer program is to solve the problem: where the search cannot, or asked for.
+    """Return whether an integer program is to solve the problem: if the search cannot or is not to.
 
     Raises:
         InputError: if the solver that was asked for cannot solve it.

@@ -1,7 +1,7 @@
 """Relax the search on clusters of several levels: a dynamic programme over cuts and ranks.
 
-Stages are priced by their bounds (`stage_bounds`), which depend on a stage's layers, its replicas and
-its first rank, but not on what the other stages do. From the last layer to the first,
+Stages are priced by their bounds (`stage_bounds`), which depend on a stage's layers, its replicas
+and its first rank, but not on what the other stages do. From the last layer to the first,
 
     M(J, p) = min over K, r, way of  max( max_s(J, K, way, p, r), M(K, p + r) )
     S(J, p) = min over K, r, way of       sum_s(J, K, way, p, r) + S(K, p + r)     where max_s ≤ X
@@ -10,9 +10,9 @@ its first rank, but not on what the other stages do. From the last layer to the 
     p, r    first rank, and replicas
     X       limit on the maximum: see `trade`
 
-are the least maximum and the least sum that the rest of a plan can have after cut J, from rank p on.
-No plan on consecutive ranks is below M(0, 0), or below S(0, 0) plus the maximum, for any X.
-O(states² · ways · GPUs²) time for each of the two.
+are the least maximum and the least sum that the rest of a plan can have after cut J, from rank p
+on. Each takes O(states² · ways · GPUs²). An asynchronous plan takes its maximum, so that none on
+consecutive ranks is below M(0, 0). A synchronous one takes both, and the least total is a bound.
 """
 
 from collections.abc import Callable, Iterator
@@ -135,7 +135,7 @@ class Relaxed:
         return bounds_of(ways.all(state, others, choosing), self._places, self._objective)
 
     def _trade_offs(self, gpus: int) -> tuple[float, list[_Answer]]:
-        """Return seconds that no plan on so many GPUs is below, and the best plans by the bounds."""
+        """Return seconds that no plan on so many GPUs is below, and the best by the bounds."""
         least_s = self._least_maximum_s(gpus)
         if not np.isfinite(least_s):
             return np.inf, []
@@ -198,7 +198,7 @@ class Relaxed:
                 )
 
     def _in_flight(self, gpus: int) -> Integers | int:
-        """Return the microbatches in flight of a stage on the first of these GPUs, by replicas - 1."""
+        """Return what is in flight in a stage on the first of these GPUs, by replicas - 1."""
         if not self._limits.counts_gpus:
             return 1
         replicas = self._places.replicas[:gpus, None]
@@ -223,7 +223,7 @@ class Relaxed:
 
 
 def better(best: CutPath | None, path: CutPath, price: Seconds) -> CutPath | None:
-    """Return the faster of the two; of equally fast ones the one with fewer GPUs, then fewer stages."""
+    """Return the faster of the two, or of equals the one with fewer GPUs, then fewer stages."""
     seconds = price(path)
     if not np.isfinite(seconds):
         return best

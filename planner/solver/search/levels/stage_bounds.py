@@ -70,33 +70,35 @@ class Places:
         before = np.broadcast_to(self.first - 1, last.shape)
         self.span = topology.level(self.first, last)
 
-        # To earlier and to later stages: from the first replica, from the last, and the mean of all.
+        # To earlier and to later stages: of the first replica, of the last, and the mean of all.
         self.first_paths = self._path(self.first, before), self._path(self.first, self.end)
         self.last_paths = self._path(last, before), self._path(last, self.end)
         self.mean_paths = self._mean_path(before), self._mean_path(self.end)
 
     def on_span(self, stages: int, seconds: Callable[[Link], Floats]) -> Floats:
-        """Return what takes these seconds (replicas - 1, stage) on a link, on that of the stage's span."""
+        """Return seconds on the link of a stage's span: from those on a link, by replicas and stage."""
         links = [self.topology.stage_link(range(size)) for size in self.topology.groups.tolist()]
         shape = len(self.replicas), stages
         levels = [np.broadcast_to(seconds(link), shape) for link in links]
         return np.stack(levels)[self.span, self.replicas - 1]
 
     def leaving(self, size: int) -> Iterator[tuple[Integers, Integers]]:
-        """Yield the replicas in a group whose messages to earlier, and to later stages leave the group.
+        """Yield the replicas in a group whose messages to earlier, and to later stages leave it.
 
         A stage may have part of its first group of `size` ranks and of its last one. A group in the
         middle is full of it.
         """
+        last = self.end - 1
         in_first = np.minimum(self.replicas, size - self.first % size)
-        yield in_first * (self.first % size == 0), in_first * (self.end // size > self.first // size)
+        begins_group = self.first % size == 0
+        yield in_first * begins_group, in_first * (self.end // size > self.first // size)
 
-        in_last = np.minimum(self.replicas, (self.end - 1) % size + 1)
-        begins_before = (self.first - 1) // size < (self.end - 1) // size
-        yield in_last * begins_before, in_last * (self.end % size == 0)
+        in_last = np.minimum(self.replicas, last % size + 1)
+        ends_group = self.end % size == 0
+        yield in_last * ((self.first - 1) // size < last // size), in_last * ends_group
 
-        has_middle = self.end // size - -(-self.first // size) >= 1
-        yield has_middle * size, has_middle * size
+        in_middle = size * (self.end // size > -(-self.first // size))
+        yield in_middle, in_middle
 
     def _path(self, rank: Integers, outside: Integers) -> Path:
         levels = self.topology.level(rank, outside)[..., None]
@@ -109,7 +111,7 @@ class Places:
 
         def mean(per_level: Floats) -> Floats:
             sums = np.cumsum(per_level[np.stack(levels)], axis=0)
-            return (sums[last, :, last].T / self.replicas)[..., None]
+            return np.asarray(sums[last, :, last].T / self.replicas)[..., None]
 
         return Path(mean(1 / self.topology.path_bytes_per_s), mean(self.topology.latency_s))
 
@@ -172,10 +174,13 @@ def _sum_s(work: Work, places: Places, sides: Sides, model: SynchronousModel) ->
 
 
 def _synchronous_s(work: Work, places: Places, sides: Sides, model: SynchronousModel) -> Floats:
-    """Return the part of the maximum: the busiest resource over the microbatches after the first ones."""
+    """Return the part of the maximum: the busiest resource after the first microbatches."""
     r = places.replicas[:, None]
     stages = len(work.forward_s)
-    compute_s = places.on_span(stages, lambda link: _on(link, model).resources_s(work, r)["compute"])
+    compute_s = places.on_span(
+        stages,
+        lambda link: _on(link, model).resources_s(work, r)["compute"],
+    )
     end_s = places.on_span(stages, lambda link: _on(link, model).end_s(work, r))
     later = (np.ceil(model.microbatches / r) - 1) * r
     own_s = later * _own_link_s(places, sides) + end_s
