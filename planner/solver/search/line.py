@@ -277,11 +277,17 @@ def _runs_of_kinds(counts: Sequence[int]) -> Integers:
     The run from the i-th kind to the j-th of n has the number i · n + j, and no stage has -1.
     """
     kinds = np.repeat(np.arange(len(counts)), counts)
-    replicas = np.arange(1, len(kinds) + 1)[:, None]
-    first = len(kinds) - np.arange(len(kinds) + 1)
+    gpus = len(kinds)
+
+    # The GPUs of the stage by their places in the line, where it may end behind the line.
+    first = gpus - np.arange(gpus + 1)
+    replicas = np.arange(1, gpus + 1)[:, None]
     last = first + replicas - 1
-    run = kinds.take(first, mode="clip") * len(counts) + kinds.take(last, mode="clip")
-    return np.where(last < len(kinds), run, -1)
+
+    first_kind = kinds.take(first, mode="clip")
+    last_kind = kinds.take(last, mode="clip")
+    run = first_kind * len(counts) + last_kind
+    return np.where(last < gpus, run, -1)
 
 
 def _worth_a_try(stages: Stages, limit_s: float) -> NDArray[np.bool_]:

@@ -51,8 +51,10 @@ class LocalSearch:
 
     def from_(self, path: CutPath) -> CutPath | None:
         """Return what the path becomes by taking the best neighbours; None if nothing fits."""
-        best = replace(path, seconds=self._seconds(replace(path, seconds=np.inf)))
+        unpriced = replace(path, seconds=np.inf)
+        best = replace(path, seconds=self._seconds(unpriced))
         stale = 0  # kinds since the last one that helped
+
         # The kinds take turns, so that a step of one kind can open the way for another.
         for neighbours in cycle(self._kinds):
             nearby = self._best(neighbours(best), best)
@@ -60,6 +62,7 @@ class LocalSearch:
             best = nearby
             if stale == len(self._kinds) or self.over:
                 break
+
         return best if np.isfinite(best.seconds) else None
 
     def allow(self, more: int) -> None:

@@ -44,21 +44,24 @@ class Neighbours:
         replicas = path.replicas
         yield path.states, replicas
 
+        # 1. From each stage to each: swapped, added, and moved (removed if they are the same).
         for giver, taker in product(range(len(replicas)), repeat=2):
             fewer = replicas[giver] - 1
             more = replicas[taker] + 1
             if giver < taker and replicas[giver] != replicas[taker]:
-                yield from self._changed(path, {giver: replicas[taker], taker: replicas[giver]})
+                swapped = {giver: replicas[taker], taker: replicas[giver]}
+                yield from self._changed(path, swapped)
             if giver == taker and path.gpus < self._gpus:
                 yield from self._changed(path, {taker: more})
-            if fewer > 0:  # removed, where the giver is the taker
+            if fewer > 0:
                 yield from self._changed(path, {taker: more, giver: fewer})
 
+        # 2. Of two stages, the one's replicas divide the other's.
         for stage, both in enumerate(map(sum, pairwise(replicas))):
-            for fewer in range(1, both // 2 + 1):
-                if both % fewer == 0:
-                    yield from self._changed(path, {stage: fewer, stage + 1: both - fewer})
-                    yield from self._changed(path, {stage: both - fewer, stage + 1: fewer})
+            for fewer in _divisors(both):
+                more = both - fewer
+                yield from self._changed(path, {stage: fewer, stage + 1: more})
+                yield from self._changed(path, {stage: more, stage + 1: fewer})
 
     def _cuts_inside(self, start: int, end: int) -> list[int]:
         """Return the cuts at `PARTS` of the compute between two states."""
@@ -69,9 +72,12 @@ class Neighbours:
 
     def _changed(self, path: CutPath, changes: Mapping[int, int]) -> Iterator[Shape]:
         """Yield the path with other replicas of some stages, at its cuts and at cuts to match."""
-        replicas = tuple(changes.get(stage, before) for stage, before in enumerate(path.replicas))
-        yield path.states, replicas
+        replicas = list(path.replicas)
+        for stage, count in changes.items():
+            replicas[stage] = count
+        yield path.states, tuple(replicas)
 
+        # The stages' shares of the compute change as their replicas do.
         compute_s = self._compute_s
         stages_s = np.diff(compute_s[list(path.states)])
         shares = np.cumsum(stages_s * replicas / path.replicas)
@@ -80,7 +86,7 @@ class Neighbours:
         cuts = np.searchsorted(middles_s, targets_s[:-1]).tolist()
         states = (0, *cuts, path.states[-1])
         if all(start < end for start, end in pairwise(states)):
-            yield states, replicas
+            yield states, tuple(replicas)
 
 
 def cuts_moved(path: CutPath) -> Iterator[Shape]:
@@ -91,13 +97,19 @@ def cuts_moved(path: CutPath) -> Iterator[Shape]:
         for direction, distance in product((1, -1), distances):
             moved = cut + direction * distance
             if start < moved < end:
-                yield _with(path, stage, stage + 2, (moved,), path.replicas[stage : stage + 2])
+                replicas = path.replicas[stage : stage + 2]
+                yield _with(path, stage, stage + 2, (moved,), replicas)
 
 
 def stages_joined(path: CutPath) -> Iterator[Shape]:
     """Yield plans with two stages joined, on the replicas of both."""
     for stage, both in enumerate(map(sum, pairwise(path.replicas))):
         yield _with(path, stage, stage + 2, (), (both,))
+
+
+def _divisors(count: int) -> list[int]:
+    """Return the divisors up to the half."""
+    return [each for each in range(1, count // 2 + 1) if count % each == 0]
 
 
 def _with(
@@ -108,5 +120,7 @@ def _with(
     replicas: Sequence[int],
 ) -> Shape:
     """Return the path with stages between these cuts in place of those from `first` to `last`."""
-    states = (*path.states[: first + 1], *cuts, *path.states[last:])
-    return states, (*path.replicas[:first], *replicas, *path.replicas[last:])
+    return (
+        (*path.states[: first + 1], *cuts, *path.states[last:]),
+        (*path.replicas[:first], *replicas, *path.replicas[last:]),
+    )
