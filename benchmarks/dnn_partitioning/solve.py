@@ -18,7 +18,8 @@ from planner.cost.work import Integers
 from planner.solver.problem.budget import NO_HURRY, Budget, Deadline
 from planner.solver.problem.result import IlpAnswer
 from planner.solver.problem.states import uncut_groups
-from planner.solver.search.integer.ilp_flow import Column, Columns, Flow
+from planner.solver.search.integer.columns import Column, Columns
+from planner.solver.search.integer.ilp_flow import Flow
 
 MOST_STATES = 60_000
 MOST_STATES_OF_PROGRAM = 2_000

@@ -41,7 +41,7 @@ def propose_program(question: Problem, pool: Pool) -> Iterator[Batch]:
     if max(question.levels) > 1:  # no column divides gradients and weights
         bound_s = min(bound_s, relaxed_s(question, Chain(question.layer_costs)))
     pool.raise_bound(bound_s)
-    yield [answer.best.stages]
+    yield [answer.stages]
 
 
 def propose_small_program(question: Problem, pool: Pool) -> Iterator[Batch]:

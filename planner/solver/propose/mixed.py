@@ -22,6 +22,7 @@ from planner.solver.problem.problem import Problem
 from planner.solver.propose.leaner import Leaner
 from planner.solver.search.line import Kinds, LinePlan, LineSearch, StagesOn
 from planner.solver.search.restricted import slowed
+from planner.solver.search.trade import trade_offs
 
 MOST_KINDS = 4  # whose orders are tried
 MOST_STATES, MOST_ENTRIES = 160, 4_000_000  # beyond, cuts at some of them only: so many, or states² · GPUs
@@ -175,24 +176,28 @@ def _ever_faster(search: LineSearch, best_s: float) -> Iterator[LinePlan]:
 
 def _traded(search: LineSearch, best_s: float) -> Iterator[LinePlan]:
     """Yield plans of a synchronous pipeline that trade the sum against the maximum, and some near the best of them."""
-    first = search.within(np.inf)
-    if first is None:
+    widest = search.within(np.inf)
+    if widest is None:
         return
-    best: LinePlan | None = None
-    limit_s = min(first.max_s, best_s - first.sum_s)
-    low_s = 0.0
+    limit_s = min(widest.max_s, best_s - widest.sum_s)
+    if limit_s <= 0:
+        return
 
-    for step in (COARSE, FINE):
-        while limit_s > low_s:
-            plan = search.within(limit_s)
-            if plan is None:
-                break
-            yield plan
-            if plan.seconds < best_s:
-                best = plan
-                best_s = plan.seconds
-            limit_s = min(plan.max_s, best_s - plan.sum_s) * (1 - step)
-        if best is None:
-            return
-        limit_s = best.max_s * (1 + step)
-        low_s = best.max_s * (1 - step)
+    # 1. Coarse steps over all limits.
+    best: LinePlan | None = None
+    for plan in trade_offs(search.within, limit_s, below_s=best_s, step=COARSE):
+        yield plan
+        if plan.seconds < best_s:
+            best = plan
+            best_s = plan.seconds
+    if best is None:
+        return
+
+    # 2. Fine steps around the best.
+    yield from trade_offs(
+        search.within,
+        best.max_s * (1 + COARSE),
+        below_s=best_s,
+        floor_s=best.max_s * (1 - COARSE),
+        step=FINE,
+    )

@@ -1,6 +1,24 @@
-"""Moved."""
+"""Search along one line of GPUs: kinds of GPUs in some order, and the ranks of each.
 
-from collections.abc import Mapping, Sequence
+Under any schedule with one stage per worker, stages take consecutive GPUs of the line, and some may
+idle. So the GPUs at which a stage begins and ends say which kinds of GPUs it has: a *run* of kinds.
+
+With the maximum over the stages bounded by X, a walk from the last layer to the first
+
+    sum(J, g) = min over K, r of  part(J, K, r, run) + sum(K, h)    where max_s(J, K, r, run) ≤ X
+    sum(J, g) = min( sum(J, g), sum(J, g - 1) )                         one more GPU may idle
+
+gives the least sum of the stages' parts; under asynchronous schedules those are zero.
+
+    J, K    cuts: the stage runs the layers between them
+    g       GPUs at the end of the line, of which the stage takes the first r
+    run     of kinds, from the g-th to the (g - r + 1)-th GPU from the end
+    h       GPUs for the stages after it: g - r, or as many as the memory of the stage allows
+
+O(runs · states² · GPUs), times the numbers of replicas that are worth a try.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations_with_replacement
 
@@ -9,32 +27,36 @@ from numpy.typing import NDArray
 
 from planner.cost.candidate import Candidate
 from planner.cost.network.link import Link
-from planner.cost.work import Integers
+from planner.cost.work import Floats, Integers
 from planner.formats.cluster import DeviceKind
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.states import Chain
 from planner.solver.search.chain.ways import Stages, stages_on
 
+BATCH_ENTRIES = 2**20  # of an array over stages and GPUs
+
 Kinds = frozenset[int]  # numbers of kinds that a stage has GPUs of
-_BATCH = 2**20  # entries of an array over stages and GPUs
 
 
 class StagesOn:
-    """All stages on GPUs of one kind with one link; of several kinds, the slowest with the memory of the smallest."""
+    """All stages on GPUs of one kind with one link.
 
-    def __init__(self, problem: Problem, link: Link, kind: DeviceKind, most: int, most_states: int) -> None:
-        chain = Chain(problem.layer_costs.on_kind(kind))
-        self.space = chain if len(chain) <= most_states else chain.only(chain.spread(most_states))
-        self.stages = stages_on(problem, self.space, problem.cluster.memory_of(kind), most, link)
+    For GPUs of several kinds it is the slowest kind, with the memory of the smallest.
+    """
 
-
-def _worth_a_try(stages: Stages, limit_s: float) -> tuple[Integers, Integers]:
-    """Return ways and their replicas: the fewest that keep the limit, and more where those allow more GPUs after."""
-    meets = stages.max_s <= limit_s
-    after = np.maximum.accumulate(np.where(meets, stages.after, -1), axis=0)
-    before = np.concatenate((np.full((1, meets.shape[1]), -1), after[:-1]))
-    rows, columns = np.nonzero(meets & (stages.after > before))
-    return columns, rows + 1
+    def __init__(
+        self,
+        problem: Problem,
+        link: Link,
+        kind: DeviceKind,
+        most: int,
+        most_states: int,
+    ) -> None:
+        space = Chain(problem.layer_costs.on_kind(kind))
+        if len(space) > most_states:
+            space = space.only(space.spread(most_states))
+        self.space = space
+        self.stages = stages_on(problem, space, problem.cluster.memory_of(kind), most, link)
 
 
 @dataclass(frozen=True)
@@ -52,101 +74,236 @@ class LinePlan:
 
 
 class LineSearch:
-    """Walks along one line: numbers of kinds, and ranks of each, in the order of the line."""
+    """Searches along one line: numbers of kinds, and ranks of each, in the order of the line."""
 
-    def __init__(self, problem: Problem, tables: Mapping[Kinds, StagesOn], line: Sequence[tuple[int, Sequence[int]]]):
-        self._problem, self._line = problem, [rank for _, ranks in line for rank in ranks]
-        self.gpus = len(self._line)
-        self._gpus = np.arange(self.gpus + 1)
-        self._space = next(iter(tables.values())).space
-        # Where each kind of the line begins and ends, counted from the line's end.
-        ends = np.cumsum([0, *(len(ranks) for _, ranks in reversed(line))])[::-1]
-        self._runs: list[tuple[StagesOn, NDArray[np.bool_]]] = []
-        g, r = self._gpus, np.arange(1, self.gpus + 1)[:, None]
+    def __init__(
+        self,
+        problem: Problem,
+        tables: Mapping[Kinds, StagesOn],
+        line: Sequence[tuple[int, Sequence[int]]],
+    ) -> None:
+        self._problem = problem
+        self._ranks = [rank for _, ranks in line for rank in ranks]
+        self.gpus = len(self._ranks)
+
+        self._run_at = _runs_of_kinds([len(ranks) for _, ranks in line])
+        self._runs: dict[int, _Run] = {}
         for first, last in combinations_with_replacement(range(len(line)), 2):
-            begins = (ends[first + 1] < g) & (g <= ends[first])
-            spans = begins & (ends[last + 1] <= g - r) & (g - r < ends[last])
-            self._runs.append((tables[frozenset(number for number, _ in line[first : last + 1])], spans))
+            run = first * len(line) + last
+            kinds = frozenset(number for number, _ in line[first : last + 1])
+            self._runs[run] = _Run(tables[kinds], (self._run_at == run).any(axis=1))
+        self._space = self._runs[0].table.space
 
     def within(self, limit_s: float) -> LinePlan | None:
         """Return the plan of least sum with a maximum within the limit; None without one."""
-        answer, limits = self._walk(limit_s, 0), self._problem.limits
-        if answer is None or limits.allows_stages(len(answer.stages)):
-            return answer
+        limits = self._problem.limits
+        plan = self._walk(limit_s)
+        if plan is None or limits.allows_stages(len(plan.stages)):
+            return plan
         return self._walk(limit_s, limits.most_stages(self._space, self.gpus))
 
-    def _walk(self, limit_s: float, numbers: int) -> LinePlan | None:
-        """Return the plan of least sum within the limit, of at most `numbers` numbered stages; 0 for any stages."""
-        last, many = len(self._space) - 1, max(numbers, 1)
-        walk = _Walk(many, last, self.gpus)
-        rest = slice(1, many + 1) if numbers else slice(0, 1)
-        batch = max(1, _BATCH // ((self.gpus + 1) * many))
-        for state in range(last - 1, -1, -1):
+    def _walk(self, limit_s: float, most_stages: int | None = None) -> LinePlan | None:
+        """Return the plan of least sum within the limit, of so many stages at most."""
+        cuts = len(self._space)
+        # With a limit on stages there is a table for each number of the first stage.
+        count = 1 if most_stages is None else most_stages + 1
+        suffixes = [_Suffixes(cuts, self.gpus) for _ in range(count)]
+        rests = suffixes[1:] or suffixes
+
+        openings: dict[int, _Openings] = {}
+        for cut in reversed(range(cuts - 1)):
             if self._problem.deadline.passed:
                 return None
-            for run, (on, spans) in enumerate(self._runs):
-                stages = on.stages[state]
-                ways, replicas = _worth_a_try(stages, limit_s)
-                possible = np.any(spans, axis=1)[replicas - 1]
-                ways, replicas = ways[possible], replicas[possible]
-                for start in range(0, len(ways), batch):
-                    way, r = ways[start : start + batch], replicas[start : start + batch]
-                    others, most = stages.ways.others[way, None], stages.after[r - 1, way][:, None]
-                    left = np.broadcast_to(np.maximum(self._gpus - r[:, None], 0), (many, len(way), self.gpus + 1))
-                    # GPUs that idle behind a stage do not count for its memory. Where too many would be at work, those
-                    # at the end of the line are.
-                    left = np.where(walk.used[rest][:, others, left[0]] <= most, left, np.minimum(left, most))
-                    at = np.arange(many)[:, None, None], others, left
-                    totals = stages.sum_s[way, None] + walk.sums[rest][at]
-                    totals[:, ~spans[r - 1]] = np.inf
-                    used = walk.used[rest][at] + r[:, None]
-                    for number in range(many):
-                        pick = totals[number].argmin(axis=0)
-                        least = totals[number][pick, self._gpus]
-                        gpus = np.flatnonzero(least < walk.sums[number, state])
-                        step = pick[gpus]
-                        walk.sums[number, state, gpus] = least[gpus]
-                        walk.choices[:, number, state, gpus] = np.stack(
-                            [0 * step + run, way[step], r[step], left[number, step, gpus], used[number, step, gpus]]
-                        )
-            for number in range(many):
-                walk.idle(number, state)
-        return self._traced(walk) if np.isfinite(walk.sums[0, 0, self.gpus]) else None
+            openings[cut] = self._openings(cut, limit_s)
+            for rows in _batches(len(openings[cut].run), self.gpus + 1):
+                stages = openings[cut].only(rows)
+                spans = self._run_at[stages.replicas - 1] == stages.run[:, None]
+                for here, rest in zip(suffixes, rests, strict=False):
+                    here.prepend(cut, rows, stages, spans, rest)
+            for here in suffixes:
+                here.idle(cut)
 
-    def _traced(self, walk: "_Walk") -> LinePlan:
-        state, gpus, sum_s, max_s = 0, self.gpus, 0.0, 0.0
-        found: list[Candidate] = []
-        while state < len(self._space) - 1:
-            number = min(len(found), len(walk.begins) - 1)  # a walk without numbers has 0 alone
-            gpus = int(walk.begins[number, state, gpus])
-            run, way, r, left = (int(each) for each in walk.choices[:4, number, state, gpus])
-            stages = self._runs[run][0].stages[state]
-            other, begin = int(stages.ways.others[way]), self.gpus - gpus
-            layers = frozenset(self._space.layers(state, other))
-            ranks = tuple(sorted(self._line[begin : begin + r]))
-            found.append(Candidate(frozenset(self._space.layers(0, state)), layers, stages.ways.options(way, r), ranks))
-            sum_s, max_s = sum_s + float(stages.sum_s[way]), max(max_s, float(stages.max_s[r - 1, way]))
-            state, gpus = other, left
-        return LinePlan(tuple(found), sum_s, max_s)
+        fits = np.isfinite(suffixes[0].sum_s[0, self.gpus])
+        return self._trace(suffixes, openings) if fits else None
+
+    def _openings(self, cut: int, limit_s: float) -> "_Openings":
+        """Return the stages from the cut that are worth a try, in every run of kinds."""
+        columns = []
+        for number, run in self._runs.items():
+            stages = run.table.stages[cut]
+            worth = _worth_a_try(stages, limit_s)
+            row, way = np.nonzero(worth & run.occurs[: len(worth), None])
+            columns.append(
+                (
+                    np.full_like(way, number),
+                    way,
+                    row + 1,
+                    stages.ways.others[way],
+                    stages.after[row, way],
+                    stages.sum_s[way],
+                    stages.max_s[row, way],
+                )
+            )
+        return _Openings(*map(np.concatenate, zip(*columns, strict=True)))
+
+    def _trace(
+        self,
+        suffixes: Sequence["_Suffixes"],
+        openings: Mapping[int, "_Openings"],
+    ) -> LinePlan:
+        """Follow the choices from the first layer to the last."""
+        stages: list[Candidate] = []
+        sum_s = 0.0
+        max_s = 0.0
+        cut = 0
+        gpus = self.gpus
+        while cut < len(self._space) - 1:
+            table = suffixes[min(len(stages), len(suffixes) - 1)]
+            gpus = int(table.begin[cut, gpus])
+            opening = openings[cut].only(table.row[cut, gpus])
+            replicas = int(opening.replicas)
+            end = int(opening.end)
+
+            first = self.gpus - gpus
+            ways = self._runs[int(opening.run)].table.stages[cut].ways
+            stages.append(
+                Candidate(
+                    self._space.members(0, cut),
+                    self._space.members(cut, end),
+                    ways.options(int(opening.way), replicas),
+                    tuple(sorted(self._ranks[first : first + replicas])),
+                )
+            )
+            sum_s += float(opening.sum_s)
+            max_s = max(max_s, float(opening.max_s))
+            gpus = int(table.after[cut, gpus])
+            cut = end
+        return LinePlan(tuple(stages), sum_s, max_s)
 
 
-class _Walk:
-    """What a walk knows of every suffix of the layers on the last GPUs of the line."""
+@dataclass(frozen=True)
+class _Run:
+    """A run of kinds."""
 
-    def __init__(self, many: int, last: int, gpus: int) -> None:
-        # The least sum and its GPUs at work, by the number of its first stage, its first state, and GPUs it may use.
-        self.sums = np.full((many + 1, last + 1, gpus + 1), np.inf)
-        self.sums[:, last] = 0.0
-        self.used = np.zeros(self.sums.shape, dtype=np.int64)
-        # Of its first stage: run of kinds, way, replicas, the GPUs that the rest may use, and those at work.
-        self.choices = np.zeros((5, many, last, gpus + 1), dtype=np.int64)
-        # The GPU, counted from the line's end, at which that stage begins: those before it idle.
-        self.begins = np.zeros((many, last, gpus + 1), dtype=np.int64)
+    table: StagesOn  # all stages on such GPUs
+    occurs: NDArray[np.bool_]  # by replicas - 1, whether the line has a place for such a stage
 
-    def idle(self, number: int, state: int) -> None:
-        sums = self.sums[number, state]
-        least = np.minimum.accumulate(sums)
-        new = np.concatenate(([True], least[1:] < least[:-1]))
-        begins = np.maximum.accumulate(np.where(new, np.arange(len(sums)), 0))
-        self.sums[number, state], self.begins[number, state] = least, begins
-        self.used[number, state] = self.choices[4, number, state, begins]
+
+@dataclass(frozen=True)
+class _Openings:
+    """Stages that begin at one cut, an entry each."""
+
+    run: Integers  # its number
+    way: Integers  # its row in the run's table
+    replicas: Integers
+    end: Integers  # the cut where it ends
+    most_after: Integers  # GPUs that may be at work after it
+    sum_s: Floats
+    max_s: Floats
+
+    def only(self, rows: Integers) -> "_Openings":
+        """Return some of them."""
+        return _Openings(*(column[rows] for column in vars(self).values()))
+
+
+class _Suffixes:
+    """The best stages for the layers after each cut J, by the GPUs g that they may use."""
+
+    def __init__(self, cuts: int, gpus: int) -> None:
+        self._gpus = np.arange(gpus + 1)
+        self.sum_s = np.full((cuts, gpus + 1), np.inf)
+        self.sum_s[-1] = 0.0
+        # GPUs at work in all its stages. Of its first stage: the row among the openings of its cut,
+        # the GPUs that the stages after it may use, and its first GPU, counted from the line's end.
+        fields = np.zeros((4, cuts, gpus + 1), dtype=np.int64)
+        self.at_work, self.row, self.after, self.begin = fields
+
+    def prepend(
+        self,
+        cut: int,
+        rows: Integers,
+        stages: _Openings,
+        spans: NDArray[np.bool_],
+        rest: "_Suffixes",
+    ) -> None:
+        """Put stages from a cut before the best suffixes after them, and keep the least sums.
+
+        Args:
+            cut: J.
+            rows: numbers of the stages among the openings of the cut.
+            stages: part, r and K of each.
+            spans: by stage and g, whether the stage has its run of kinds there.
+            rest: the suffixes after the stages.
+        """
+        replicas = stages.replicas[:, None]
+        end = stages.end[:, None]
+        most_after = stages.most_after[:, None]
+
+        # 1. h: GPUs that idle behind a stage do not count for its memory.
+        #    Where too many would be at work, those at the end of the line are.
+        after = np.maximum(self._gpus - replicas, 0)
+        crowded = rest.at_work[end, after] > most_after
+        after = np.where(crowded, np.minimum(after, most_after), after)
+
+        # 2. part(J, K, r, run) + sum(K, h)
+        totals = stages.sum_s[:, None] + rest.sum_s[end, after]
+        totals[~spans] = np.inf
+
+        # 3. min over K, r
+        best = totals.argmin(axis=0)
+        least = totals[best, self._gpus]
+        better = np.flatnonzero(least < self.sum_s[cut])
+        best = best[better]
+        after = after[best, better]
+        self.sum_s[cut, better] = least[better]
+        self.row[cut, better] = rows[best]
+        self.after[cut, better] = after
+        self.at_work[cut, better] = rest.at_work[stages.end[best], after] + stages.replicas[best]
+
+    def idle(self, cut: int) -> None:
+        """Let the first GPUs idle where fewer do as well."""
+        # sum(J, g) = min( sum(J, g), sum(J, g - 1) )
+        least = np.minimum.accumulate(self.sum_s[cut])
+        _, firsts, group = np.unique(least, return_index=True, return_inverse=True)
+        begin = firsts[group]
+        self.sum_s[cut] = least
+        self.begin[cut] = begin
+        self.at_work[cut] = self.at_work[cut, begin]
+
+
+def _runs_of_kinds(counts: Sequence[int]) -> Integers:
+    """Return the run of kinds of each stage by replicas - 1 and g, given the GPUs of each kind.
+
+    The run from the i-th kind to the j-th of n has the number i · n + j, and no stage has -1.
+    """
+    kinds = np.repeat(np.arange(len(counts)), counts)
+    gpus = len(kinds)
+
+    # The GPUs of the stage by their places in the line, where it may end behind the line.
+    first = gpus - np.arange(gpus + 1)
+    replicas = np.arange(1, gpus + 1)[:, None]
+    last = first + replicas - 1
+
+    first_kind = kinds.take(first, mode="clip")
+    last_kind = kinds.take(last, mode="clip")
+    run = first_kind * len(counts) + last_kind
+    return np.where(last < gpus, run, -1)
+
+
+def _worth_a_try(stages: Stages, limit_s: float) -> NDArray[np.bool_]:
+    """Return by replicas - 1 and way which stages are worth a try.
+
+    Of those within the limit, these have the fewest replicas, or more if that allows more GPUs
+    after the stage.
+    """
+    after = np.where(stages.max_s <= limit_s, stages.after, -1)
+    with_fewer = np.full_like(after, -1)
+    with_fewer[1:] = np.maximum.accumulate(after, axis=0)[:-1]
+    return after > with_fewer
+
+
+def _batches(count: int, width: int) -> Iterator[Integers]:
+    """Yield the numbers below `count`, as many as suit one array of that width."""
+    size = max(1, BATCH_ENTRIES // width)
+    for start in range(0, count, size):
+        yield np.arange(start, min(start + size, count))

@@ -1,6 +1,7 @@
-"""Integer programs for what the exact search cannot express, and to check the search: which problems need one.
+"""Which problems need an integer program, and what is made of its answer.
 
-`ilp_flow` has the formulation: stages between cuts, with replicas, memory, every schedule, and GPUs of several kinds.
+It is for what the exact search cannot express, and checks the search. `ilp_flow` has the
+formulation: stages between cuts, with replicas, memory, every schedule, and GPUs of several kinds.
 """
 
 from dataclasses import replace
@@ -8,43 +9,40 @@ from dataclasses import replace
 from planner.cost.candidate import Candidate
 from planner.cost.kinds import kind_on
 from planner.errors import InfeasibleError, InputError
-from planner.solver.evaluate.evaluation import evaluate, priced
+from planner.solver.evaluate.evaluation import priced
 from planner.solver.problem.budget import Budget, OutOfTimeError, no_plan_yet
 from planner.solver.problem.infeasible import PLENTY, against_rules, explain
 from planner.solver.problem.problem import Problem
-from planner.solver.problem.result import Evaluation, Found, IlpAnswer
-from planner.solver.problem.states import Chain
+from planner.solver.problem.result import Evaluation, IlpAnswer
 from planner.solver.search.chain.ways import relaxed_s
 from planner.units import SLACK
 
 
-def solve_by_program(problem: Problem) -> Found:
-    """Find the best plan by an integer program; raise InfeasibleError if there is none.
+def solve_by_program(problem: Problem) -> IlpAnswer:
+    """Find the best plan by an integer program, and seconds that no plan is below.
 
-    Raise InputError for what it cannot express, and PlannerError if the search ends before any plan is found.
+    Raises:
+        InfeasibleError: if there is none.
+        InputError: for what the program cannot express.
+        PlannerError: if the search ends before any plan is found.
     """
     try:
-        found = _found(problem)
+        answer = solve_ilp(problem)
     except (TimeoutError, OutOfTimeError):
         raise no_plan_yet(problem.deadline) from None
-    if found is None:
+    if answer is None:
         raise _infeasible(problem)
-    if max(problem.levels) > 1:  # no column divides gradients and weights
-        found = replace(found, bound_s=min(found.bound_s, relaxed_s(problem, Chain(problem.layer_costs))))
-    return replace(found, best=evaluate(problem, found.best.stages))
-
-
-def _found(problem: Problem) -> Found | None:
-    best = solve_ilp(problem)
-    return None if best is None else Found(priced(problem, best.stages), best.bound_s, "ilp, CBC")
+    return answer
 
 
 def _infeasible(problem: Problem) -> InfeasibleError:
+    """Say why no plan fits: ask again with other memory."""
     cluster = problem.cluster
 
     def again(**changes: object) -> Evaluation | None:
-        found = _found(replace(problem.with_cluster(cluster.model_copy(update=changes)), budget=Budget()))
-        return None if found is None else found.best
+        changed = problem.with_cluster(cluster.model_copy(update=changes))
+        answer = solve_ilp(replace(changed, budget=Budget()))
+        return None if answer is None else priced(changed, answer.stages)
 
     def fits(gpus: int, memory_bytes: int) -> Evaluation | None:
         return again(memory_bytes=memory_bytes) if gpus == cluster.gpus else None
@@ -56,18 +54,23 @@ def _infeasible(problem: Problem) -> InfeasibleError:
     if not cluster.kinds:
         return explain(problem, fits, {})
     return InfeasibleError(
-        "no plan fits the memory of the cluster's GPUs", hint="give the kinds of GPUs more memory_bytes, or more GPUs"
+        "no plan fits the memory of the cluster's GPUs",
+        hint="give the kinds of GPUs more memory_bytes, or more GPUs",
     )
 
 
 def solve_ilp(problem: Problem) -> IlpAnswer | None:
     """Find the fastest plan that keeps the problem's rules; None if there is none.
 
-    When the deadline passes, the answer is the best plan so far, with a bound. Raise TimeoutError if there is none yet,
-    and InputError for what no integer program here expresses, and for problems that are too large.
+    When the deadline passes, the answer is the best plan so far, with a bound.
+
+    Raises:
+        InputError: for what no integer program here expresses, and for problems that are too large.
+        TimeoutError: when the deadline passes before there is any plan.
     """
     # Imported here, because importing PuLP takes time and few problems need it.
-    from planner.solver.search.integer.ilp_flow import Columns, Flow
+    from planner.solver.search.integer.columns import Columns
+    from planner.solver.search.integer.ilp_flow import Flow
 
     _refuse(problem)
     columns = Columns(problem)
@@ -76,7 +79,8 @@ def solve_ilp(problem: Problem) -> IlpAnswer | None:
         return None
     if not columns.exact:  # this says nothing of others
         bound_s = min(answer.bound_s, relaxed_s(problem, columns.space))
-        answer = replace(answer, bound_s=bound_s, optimal=answer.optimal and bound_s >= answer.seconds * (1 - SLACK))
+        optimal = answer.optimal and bound_s >= answer.seconds * (1 - SLACK)
+        answer = replace(answer, bound_s=bound_s, optimal=optimal)
     return replace(answer, stages=_ranked(problem, answer))
 
 
@@ -90,29 +94,37 @@ def _refuse(problem: Problem) -> None:
 
 def _ranked(problem: Problem, answer: IlpAnswer) -> tuple[Candidate, ...]:
     """Return the stages with ranks where GPUs differ: as many of their kinds as they need."""
-    cluster, stages = problem.cluster, answer.stages
+    cluster = problem.cluster
     if not cluster.kinds:
-        return stages
-    slots = [number for number, stage in enumerate(stages) for _ in range(stage.replicas)]
-    taken: dict[int, int] = {}  # slots by rank
+        return answer.stages
 
-    def seat(slot: int, tried: set[int]) -> bool:
-        for kind in sorted(answer.kinds[slots[slot]]):
-            for rank in cluster.kind_ranks[kind]:
+    stages = []
+    for stage, ranks in zip(answer.stages, _seats(problem, answer), strict=True):
+        kind = kind_on(problem.layer_costs, cluster, stage, ranks)
+        options = replace(stage.options, kind=kind)
+        stages.append(replace(stage, ranks=tuple(sorted(ranks)), options=options))
+    return tuple(stages)
+
+
+def _seats(problem: Problem, answer: IlpAnswer) -> list[set[int]]:
+    """Return the ranks of each stage, by augmenting paths: a replica may move to seat another."""
+    replicas = [number for number, stage in enumerate(answer.stages) for _ in range(stage.replicas)]
+    replica_on: dict[int, int] = {}  # by rank
+
+    def seat(replica: int, tried: set[int]) -> bool:
+        for kind in sorted(answer.kinds[replicas[replica]]):
+            for rank in problem.cluster.kind_ranks[kind]:
                 if rank in tried:
                     continue
                 tried.add(rank)
-                if rank not in taken or seat(taken[rank], tried):
-                    taken[rank] = slot
+                if rank not in replica_on or seat(replica_on[rank], tried):
+                    replica_on[rank] = replica
                     return True
         return False
 
-    assert all(seat(slot, set()) for slot in range(len(slots))), "the program counts the GPUs of all sets of kinds"
-    ranks: list[set[int]] = [set() for _ in stages]
-    for rank, slot in taken.items():
-        ranks[slots[slot]].add(rank)
-    kinds = (kind_on(problem.layer_costs, cluster, *each) for each in zip(stages, ranks, strict=True))
-    return tuple(
-        replace(stage, ranks=tuple(sorted(own)), options=replace(stage.options, kind=kind))
-        for stage, own, kind in zip(stages, ranks, kinds, strict=True)
-    )
+    seated = [seat(replica, set()) for replica in range(len(replicas))]
+    assert all(seated), "the program counts the GPUs of all sets of kinds"
+    ranks: list[set[int]] = [set() for _ in answer.stages]
+    for rank, replica in replica_on.items():
+        ranks[replicas[replica]].add(rank)
+    return ranks
