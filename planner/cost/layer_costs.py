@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from planner.cost.candidate import Candidate, Groups, StageOptions, Traffic
+from planner.cost.memo import Memo
 from planner.cost.overheads import Overheads
 from planner.cost.work import Floats, Footprint, Integers, Work, working_bytes
 from planner.formats.cluster import DeviceKind
@@ -47,6 +48,7 @@ class LayerCosts:
         self._works: dict[tuple[frozenset[int], frozenset[int], Groups], Work] = {}
         self._footprints: dict[tuple[frozenset[int], frozenset[int], Groups], Footprint] = {}
         self._about: list[LayerCosts] = []
+        self.memo = Memo()  # of what searches know of these layers
         self._variants: dict[tuple[str | None, float] | int, LayerCosts] = {}  # by kind of device, and by degree
 
     @property
