@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from planner.cost.candidate import Candidate, Groups, StageOptions
+from planner.cost.memo import Memo
 from planner.cost.overheads import Overheads
 from planner.cost.traffic import PassedValues, arriving, leaving, total_amounts
 from planner.cost.traffic import messages as messages
@@ -57,6 +58,7 @@ class LayerCosts(PassedValues):
         self._works: dict[_Key, Work] = {}
         self._footprints: dict[_Key, Footprint] = {}
         self._about: list[LayerCosts] = []
+        self.memo = Memo()  # of what searches know of these layers
         # By kind of device, and by degree.
         self._variants: dict[tuple[str | None, float] | int, LayerCosts] = {}
 

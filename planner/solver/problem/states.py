@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost.layer_costs import LayerCosts
+from planner.cost.memo import Memo
 from planner.cost.recomputation import Recomputation
 from planner.cost.work import Floats, Footprint, Integers, Work, joined, working_bytes
 from planner.options.solving import RecomputeRule
@@ -48,6 +49,7 @@ class Chain:
         self.layer_costs, self._fronts = layer_costs, fronts[:, self._ends]
         self._sums = {name: each[self._ends] for name, each in sums.items()}
         self.compute_s = self._sums["forward_s"] + self._sums["backward_s"] + self._sums["update_s"]
+        self.memo = Memo()  # of what searches know of these stages
 
     def __len__(self) -> int:
         return len(self.compute_s)
@@ -64,9 +66,13 @@ class Chain:
         """Return which states contain the layer at this position."""
         return np.asarray(self._ends > layer)
 
-    def layers(self, state: int, other: int) -> tuple[int, ...]:
+    def span(self, state: int, other: int) -> range:
         """Return the positions of the layers in `other` but not in `state`, ascending."""
-        return tuple(range(int(self._ends[state]), int(self._ends[other])))
+        return range(int(self._ends[state]), int(self._ends[other]))
+
+    def layers(self, state: int, other: int) -> tuple[int, ...]:
+        """Return the same positions one by one."""
+        return tuple(self.span(state, other))
 
     def members(self, state: int, other: int) -> frozenset[int]:
         """Return the layers as a set, which is made once: plans have most of their stages in common."""

@@ -11,7 +11,6 @@ found then may not be the best (`interrupted`).
 
 from collections.abc import Hashable, Iterator
 from dataclasses import replace
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -34,8 +33,8 @@ _BATCH = 2**20  # entries of an array over stages and GPUs
 
 # All stages, and the answers to what was asked of them: the best path, and those found on the way to it.
 _Table = tuple[list[Stages], dict[Hashable, tuple[CutPath | None, list[CutPath]]]]
-# By space, and what the stages depend on beside it: what they hold, and what they take on these links.
-_KNOWN: WeakKeyDictionary[Chain, dict[Hashable, _Table]] = WeakKeyDictionary()
+# By what the stages of a space depend on: what they hold, and what they take on these links.
+_Tables = dict[Hashable, _Table]
 
 
 class SynchronousSearch:
@@ -55,7 +54,7 @@ class SynchronousSearch:
         self.gpus = gpus // self._unit  # in units, and so are those of all stages
         self._replicas = np.arange(1, most // self._unit + 1)
         self._ways = WaysOf(space, limits)
-        tables = _KNOWN.setdefault(space, {})
+        tables = space.memo.table(SynchronousSearch, _Tables)
         alike = replace(limits, deadline=NO_HURRY, rules=replace(limits.rules, max_stages=None))
         # Links that take the same seconds are one key, however their all-reduces' bandwidth is written.
         link = replace(model.link, all_reduce_bandwidth_bytes_per_s=model.link.ring_bytes_per_s)

@@ -1,0 +1,122 @@
+"""Which ways to run stages fit the memory, and the quickest of them.
+
+What a stage holds does not depend on the time to meet, so the quickest ways that fit are found once, for all walks of
+all searches over a space.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.cost.work import Floats, Integers
+from planner.schedule.schedule import warm_up_depth
+from planner.solver.problem.bounds import Bounds
+from planner.solver.search.chain.ways import Ways, WaysOf
+
+_BITS = 20  # of a key for the units in flight, and for the replicas
+
+
+class FittingWays:
+    """The ways of a space that fit under one cost model."""
+
+    def __init__(self, ways: WaysOf, model: Bounds) -> None:
+        self.ways = ways
+        self.model = model
+        depends_on = (
+            type(model),
+            model.microbatches,
+            ways.limits.memory_bytes,
+            ways.rule,
+            ways.whole_stages,
+            ways.shards,
+        )
+        self._known = ways.space.memo.table((FittingWays, depends_on), dict[int, _Quickest])
+
+    def allowed(
+        self,
+        sharded: NDArray[np.bool_],
+        replicas: Integers,
+        after: Integers,
+    ) -> tuple[NDArray[np.bool_], Integers]:
+        """Return which stages may have so many replicas, whatever they hold, and their units in flight."""
+        in_flight = np.asarray(warm_up_depth(replicas, after))
+        busy = np.minimum(replicas, self.model.most_replicas)
+
+        allowed = self.ways.allowed(sharded, replicas)
+        allowed &= in_flight <= self.ways.limits.deepest
+        allowed &= self.model.may_have(replicas)
+        allowed &= self.model.enough_before(busy, after)
+        return allowed, in_flight
+
+    def fit(self, ways: Ways, replicas: Integers, in_flight: Integers) -> NDArray[np.bool_]:
+        """Return which rows fit the memory."""
+        memory_bytes = self.ways.limits.memory_bytes
+        if memory_bytes is None:
+            return np.ones(len(ways), dtype=bool)
+
+        held = self.model.held_bytes(ways.footprint_on(replicas), in_flight)
+        return np.asarray(held <= memory_bytes)
+
+    def quickest(
+        self,
+        state: int,
+        others: Integers,
+        choosing: NDArray[np.bool_],
+        sharded: bool,
+        replicas: Integers,
+        in_flight: Integers,
+    ) -> tuple[Integers, Floats]:
+        """Return the choice of each stage that is quickest, and its seconds of recomputing; -1 where none fits."""
+        # 1. Of stages that are not sharded only one replica or several counts.
+        if not sharded:
+            told_apart = 2 if self.ways.layer_costs.counts_replicas else 1
+            replicas = np.minimum(replicas, told_apart)
+
+        # 2. Look up what is known, by last state, whether sharded, replicas, and units in flight.
+        keys = (((((others << 1) + sharded) << _BITS) + replicas) << _BITS) + in_flight
+        known = self._known.setdefault(state, _Quickest())
+        places, found = known.find(keys)
+
+        # 3. Find the rest, each stage once.
+        if not found.all():
+            missing = np.flatnonzero(~found)
+            new_keys, first = np.unique(keys[missing], return_index=True)
+            rows = missing[first]
+            ways = self.ways.all(state, others[rows], choosing[rows])
+            fits = self.fit(ways, replicas[rows][ways.stage], in_flight[rows][ways.stage])
+            known.add(new_keys, *_first_of_each(ways, fits & (ways.sharded == sharded)))
+            places, _ = known.find(keys)
+
+        return known.choice[places], known.recompute_s[places]
+
+
+class _Quickest:
+    """The quickest choices that fit, of stages that begin at one state, by ascending keys."""
+
+    def __init__(self) -> None:
+        self.keys: Integers = np.zeros(0, dtype=np.int64)
+        self.choice: Integers = np.zeros(0, dtype=np.int64)  # of recomputing layers; -1 where none fits
+        self.recompute_s: Floats = np.zeros(0)
+
+    def find(self, keys: Integers) -> tuple[Integers, NDArray[np.bool_]]:
+        """Return the places of keys, and which of them are known."""
+        places = np.searchsorted(self.keys, keys)
+        return places, np.append(self.keys, -1)[places] == keys
+
+    def add(self, keys: Integers, choice: Integers, recompute_s: Floats) -> None:
+        """Insert stages that are not known yet."""
+        keys = np.concatenate((self.keys, keys))
+        order = np.argsort(keys, kind="stable")
+        self.keys = keys[order]
+        self.choice = np.concatenate((self.choice, choice))[order]
+        self.recompute_s = np.concatenate((self.recompute_s, recompute_s))[order]
+
+
+def _first_of_each(ways: Ways, usable: NDArray[np.bool_]) -> tuple[Integers, Floats]:
+    """Return each stage's first usable choice, and its seconds of recomputing; -1 for a stage without one."""
+    # The choices of a stage stand together, the quickest first.
+    begin = np.flatnonzero(np.diff(ways.stage, prepend=-1))
+    place = np.where(usable, np.arange(len(ways)), len(ways))
+    first = np.minimum.reduceat(place, begin)
+
+    recompute_s = np.broadcast_to(ways.work.recompute_s, len(ways))
+    return np.append(ways.choice, -1)[first], np.append(recompute_s, 0.0)[first]

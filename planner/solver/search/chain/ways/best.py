@@ -1,0 +1,72 @@
+"""The best ways to run the stages of plans whose cuts and replicas are given."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.cost.candidate import StageOptions
+from planner.solver.problem.problem import Problem
+from planner.solver.problem.states import Chain
+from planner.solver.search.chain.ways.space import Ways, WaysOf
+
+
+@dataclass(frozen=True)
+class BestWays:
+    """The best ways to run the stages of plans, which have room for `deeper` times the published depths."""
+
+    problem: Problem
+    space: Chain
+    deeper: float = 1.0
+    _known: dict[tuple[int, int, int, int], StageOptions] = field(default_factory=dict, compare=False)
+
+    @cached_property
+    def _ways(self) -> WaysOf:
+        return WaysOf(self.space, self.problem.limits)
+
+    def options(self, states: Sequence[int], replicas: Sequence[int]) -> tuple[StageOptions, ...]:
+        """Return how each stage is quickest among the ways that fit the memory; the plainest way where none does."""
+        limited = self.problem.cluster.memory_bytes is not None
+        after = sum(replicas)
+        options = list[StageOptions]()
+        for (state, other), r in zip(pairwise(states), replicas, strict=True):
+            after -= r
+            key = (state, other, r, after if limited else 0)
+            if key not in self._known:
+                self._known[key] = self._stage(state, other, r, after)
+            options.append(self._known[key])
+        return tuple(options)
+
+    def _stage(self, state: int, other: int, replicas: int, after: int) -> StageOptions:
+        others = np.array([other])
+        ways = self._ways.all(state, others)
+        row = self._quickest(ways, replicas, after)
+        if row is None and self._ways.chooses:
+            ways = self._ways.all(state, others, np.array([True]))
+            row = self._quickest(ways, replicas, after)
+        return ways.options(row or 0, replicas)
+
+    def _quickest(self, ways: Ways, replicas: int, after: int) -> int | None:
+        fits = ways.allowed(replicas) & self._fit(ways, replicas, after)
+        if not fits.any():
+            return None
+
+        sum_s, max_s = self.problem.parts_s(ways.work, replicas)
+        return int(np.argmin(np.where(fits, sum_s + max_s, np.inf)))
+
+    def _fit(self, ways: Ways, replicas: int, after: int) -> NDArray[np.bool_]:
+        problem = self.problem
+        memory_bytes = problem.cluster.memory_bytes
+        if memory_bytes is None:
+            return np.ones(len(ways), dtype=bool)
+
+        in_flight = int(problem.schedule.in_flight(replicas, after, problem.microbatches))
+        if after:
+            in_flight = math.ceil(in_flight * self.deeper)
+        footprint = ways.footprint_on(replicas).divided(problem.microbatches)
+        held = footprint.total_bytes(in_flight, problem.schedule.versions(in_flight))
+        return np.asarray(held <= memory_bytes)

@@ -1,0 +1,175 @@
+"""Tables of the stages of a space: their ways of use, and what each adds to a plan's time.
+
+A plan takes the sum of one part of its stages plus the maximum of another. Searches for synchronous schedules, for
+GPUs of several kinds and by integer programs read these tables.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.cost.network.link import Link
+from planner.cost.work import Floats, Integers, Work
+from planner.options.solving import UNLIMITED
+from planner.schedule.schedule import Schedule
+from planner.solver.problem.problem import Problem
+from planner.solver.problem.states import Chain
+from planner.solver.search.chain.ways.space import Ways, WaysOf
+
+# Stages' parts of the sum over the stages, and of the maximum over them, on replicas (a column) in given ways (a row).
+PartsOf = Callable[[Work, Integers], tuple[Floats, Floats]]
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The ways of use to run the stages that begin at one state, and their parts of the sum and of the maximum."""
+
+    ways: Ways
+    sum_s: Floats
+    max_s: Floats  # by units of replicas - 1 and way; not a number where a way is not allowed
+    after: Integers  # the most units of GPUs that may follow, likewise; -1 where the way is not allowed
+
+    @cached_property
+    def by_sum(self) -> bool:
+        """Whether the ways of each stage stand by their sums."""
+        ascending = np.diff(self.sum_s) >= 0
+        next_stage = np.diff(self.ways.stage) > 0
+        return bool(np.all(ascending | next_stage))
+
+
+def stages_alike(
+    ways: WaysOf,
+    schedule: Schedule,
+    microbatches: int,
+    parts_s: PartsOf,
+    most_replicas: int,
+    gpus: int,
+    unit: int = 1,
+) -> list[Stages]:
+    """Return the ways of use to run the stages from each state but the last, on GPUs that are counted in units.
+
+    A way is of use if it fits, and with some replicas allows more GPUs after it than those that recompute less.
+    """
+    replicas = np.arange(unit, most_replicas + 1, unit)[:, None]
+    tables = _Tables(ways, schedule, microbatches, parts_s, replicas, gpus, unit)
+    return [tables.stages(state) for state in range(len(ways.space) - 1)]
+
+
+def stages_on(
+    problem: Problem,
+    space: Chain,
+    memory_bytes: int | None,
+    most: int,
+    link: Link | None = None,
+) -> list[Stages]:
+    """Return the stages on up to so many GPUs of a kind, which are priced with a link: see `stages_alike`."""
+    if problem.schedule.divides:
+        most = min(most, problem.microbatches)
+    return stages_alike(
+        WaysOf(space, replace(problem.limits, memory_bytes=memory_bytes)),
+        problem.schedule,
+        problem.microbatches,
+        partial(problem.parts_s, link=link),
+        most,
+        problem.cluster.gpus,
+    )
+
+
+@dataclass(frozen=True)
+class _Tables:
+    """What `stages_alike` makes its tables of."""
+
+    ways: WaysOf
+    schedule: Schedule
+    microbatches: int
+    parts_s: PartsOf
+    replicas: Integers  # a column
+    gpus: int
+    unit: int
+
+    def stages(self, state: int) -> Stages:
+        """Return the stages that begin at the state."""
+        self.ways.limits.deadline.check()
+
+        # 1. The plainest ways of the stages that may fit.
+        others = self._may_fit(state, np.arange(state + 1, len(self.ways.space)))
+        plainest = self._of_use(self.ways.all(state, others))
+
+        # 2. All ways of those whose plainest way does not allow all GPUs after the stage.
+        limited = (plainest.after < self.gpus // self.unit).any(axis=0)
+        choosing = self.ways.choosing(plainest.ways, limited, len(others))
+        if not choosing.any():
+            return plainest
+        return self._of_use(self.ways.all(state, others, choosing))
+
+    def _may_fit(self, state: int, others: Integers) -> Integers:
+        """Return the first of `others`, and those whose stages fit if nothing is saved, on one replica or the most."""
+        memory_bytes = self.ways.limits.memory_bytes
+        if memory_bytes is None:
+            return others
+
+        ways = self.ways.all(state, others)
+        lean = replace(ways, footprint=ways.footprint.least())
+        footprint = lean.footprint_on(self.replicas[[0, -1]]).divided(self.microbatches)
+        held = footprint.total_bytes(1, self.schedule.versions(1))
+
+        fits = np.broadcast_to(held <= memory_bytes, (2, len(ways))).any(axis=0)
+        fitting = np.isin(np.arange(len(others)), ways.stage[fits])
+        fitting[0] = True
+        return others[fitting]
+
+    def _of_use(self, ways: Ways) -> Stages:
+        """Return those of the ways that are of use."""
+        after = self._most_after(ways)
+        after = np.where(_more_than_before(ways, after), after, -1)
+        rows = np.flatnonzero((after >= 0).any(axis=0))
+        ways = ways[rows]
+        after = after[:, rows]
+
+        sum_s, max_s = self.parts_s(ways.work, self.replicas)
+        return Stages(
+            ways=ways,
+            sum_s=np.broadcast_to(sum_s, (1, len(ways)))[0].copy(),
+            max_s=np.where(after >= 0, max_s, np.nan),
+            after=after,
+        )
+
+    def _most_after(self, ways: Ways) -> Integers:
+        """Return how many units of the GPUs may follow, by replicas and way; -1 where the way is not allowed."""
+        limits = self.ways.limits
+        replicas = np.broadcast_to(self.replicas, (len(self.replicas), len(ways)))
+
+        # 1. The most microbatches in flight: for the gradients' sake, by memory, and by the schedule.
+        most = np.full(replicas.shape, limits.deepest)
+        if limits.memory_bytes is not None:
+            footprint = ways.footprint_on(self.replicas).divided(self.microbatches)
+            schedule = self.schedule
+            fit = footprint.most_in_flight(limits.memory_bytes, schedule.stashes, schedule.weight_versions)
+            most = np.minimum(most, fit)
+        deepest = [self.schedule.deepest(r, self.microbatches) or UNLIMITED for r in self.replicas.ravel().tolist()]
+        most = np.minimum(most, np.array(deepest)[:, None])
+
+        # 2. Between no GPUs after the stage and all, the replicas share what is in flight.
+        none = np.zeros_like(self.replicas)
+        with_none = self.schedule.in_flight(self.replicas, none, self.microbatches)
+        with_all = self.schedule.in_flight(self.replicas, none + self.gpus, self.microbatches)
+        after = np.where(with_none <= most, (most - 1) * self.replicas, -1)
+        after = np.where(with_all <= most, self.gpus, after)
+        return np.where((after >= 0) & ways.allowed(replicas), after // self.unit, -1)
+
+
+def _more_than_before(ways: Ways, after: Integers) -> NDArray[np.bool_]:
+    """Return which ways, by replicas, allow more GPUs after the stage than all that recompute less."""
+    # Numbers grow from stage to stage, so that the maximum of each begins anew.
+    step = int(after.max(initial=0)) + 2
+    allowed = after + 1 + ways.stage * step
+
+    more = np.ones(after.shape, dtype=bool)
+    for sharded in (False, True):
+        rows = np.flatnonzero(ways.sharded == sharded)
+        most = np.maximum.accumulate(allowed[:, rows], axis=1)
+        more[:, rows[1:]] = most[:, 1:] > most[:, :-1]
+    return more
