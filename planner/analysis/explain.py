@@ -50,6 +50,8 @@ class Explanation(Shown, Record):
     config: str
     cluster: Cluster
     seconds_per_minibatch: float
+    samples_per_update: tuple[int, int]  # as a plan has it
+    microbatch_size: int | None
     bottleneck: Bottleneck
     waiting_s: float
     uses: tuple[ResourceUse, ...]
@@ -88,6 +90,8 @@ def explain(profile: Profile, plan: Plan, *, patience: Patience | None = None) -
         config=plan.config,
         cluster=plan.cluster,
         seconds_per_minibatch=given.seconds,
+        samples_per_update=plan.samples_per_update,
+        microbatch_size=plan.microbatch_size,
         bottleneck=bottleneck,
         # Synchronous schedules idle in their bubble anyway, so the difference would not be waiting.
         waiting_s=max(0.0, given.seconds - bottleneck.busy_s) if plan.schedule.asynchronous else 0.0,

@@ -1,19 +1,12 @@
-"""Plans in hand: beside a plan, those for the numbers of GPUs that are left when hosts are lost."""
+"""What the loss of a host costs, for a plan with those for the GPUs that are left."""
 
 import math
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from planner.errors import ClusterError, PlannerError
-from planner.formats.cluster import Cluster
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import Stage
-from planner.formats.profile import Profile
-from planner.options.solving import SolveOptions
 from planner.options.training import ElasticOptions
-from planner.solver.find_plan import find_plan
-from planner.solver.problem.budget import Patience
 
 COPY_EVERY = ElasticOptions().copy_every  # minibatches
 _COPIES = 2  # that a host holds: a whole one, and the next one while it is made
@@ -29,42 +22,6 @@ class LossCost:
     # Until the hosts that are left have the state of their stages in the next smaller plan, at most; infinite for a
     # plan on one host, of which no other one has a copy.
     restore_s: float
-
-
-def fewer_hosts(cluster: Cluster, most: int) -> Iterator[Cluster]:
-    """Yield the cluster without one host, without two, up to `most`; GPUs that are all joined alike are a host each.
-
-    Raise ClusterError where that depends on which host is lost, or where none would be left.
-    """
-    joined = cluster.joined
-    if cluster.kinds or len(joined) > 2:
-        what = "of several kinds" if cluster.kinds else f"on {len(joined)} levels"
-        hint = "solve for what is left without `survive`, for each host that may be lost"
-        raise ClusterError(f"which GPUs {what} are left depends on which host is lost", hint=hint)
-    hosts = joined[-1].size
-    if most >= hosts:
-        raise ClusterError(f"of {hosts} hosts not {most} can be lost", hint=f"give `survive={hosts - 1}` or fewer")
-    for left in range(hosts - 1, hosts - most - 1, -1):
-        outer = joined[-1].model_copy(update={"size": left})
-        yield cluster.model_copy(update={"levels": (*joined[:-1], outer)})
-
-
-def with_fewer_hosts(profile: Profile, plan: Plan, options: SolveOptions, patience: Patience) -> Plan:
-    """Return the plan with the fastest plans for up to `options.survive` hosts fewer, or a note why there is none.
-
-    They train the same minibatches under the same schedule, so that a run can go on with any of them.
-    """
-    wanted, smaller = list(fewer_hosts(plan.cluster, options.survive)), list[Plan]()
-    options = replace(options, schedule=plan.schedule, microbatches=plan.microbatches, minibatch=None, survive=0)
-    for number, cluster in enumerate(wanted):
-        try:
-            found = find_plan(profile, cluster, options, patience.part(1 / (len(wanted) - number)))
-        except PlannerError as error:  # no plan fits, or none takes so many microbatches
-            # Still fewer GPUs have less memory in all.
-            plan = plan.noting(f"The loss of {number + 1} hosts cannot be survived: {error.message}.")
-            break
-        smaller.append(found)
-    return plan.model_copy(update={"smaller": tuple(smaller)})
 
 
 def cost_of_loss(plan: Plan) -> LossCost:

@@ -29,18 +29,10 @@ from planner.schedule.schedule import gpus_after
 from planner.solver.assemble import GIVEN, complete
 from planner.solver.choose.baselines import equal_counts, legal_ends
 from planner.solver.evaluate.evaluation import evaluate
-from planner.solver.find_plan import setting_of
 from planner.solver.problem.budget import Budget, Patience
 from planner.solver.problem.problem import Problem
+from planner.solver.question import options_of, problem_of, setting_of
 from planner.units import counted, format_bytes, format_memory
-
-
-def problem_of(
-    options: SolveOptions, layer_costs: LayerCosts, cluster: Cluster, budget: Budget | None = None
-) -> Problem:
-    """Return the problem of pricing plans on this cluster."""
-    setting = setting_of(options, layer_costs.profile, cluster)
-    return Problem(layer_costs, setting, options.rules, options.depth, budget=budget or Budget.unlimited())
 
 
 def priced_plan(options: SolveOptions, layer_costs: LayerCosts, cluster: Cluster, stages: Sequence[Candidate]) -> Plan:
@@ -132,17 +124,6 @@ class GivenPlan:
         """Compute the busy seconds per minibatch of each stage's resources."""
         within, groups, _ = self._as_recorded.in_groups(self.stages)
         return busy_resources(within.layer_costs, groups, within.setting)
-
-
-def options_of(plan: Plan) -> SolveOptions:
-    """Return the options that `plan` was solved with, as far as it records them."""
-    return SolveOptions(
-        schedule=plan.schedule,
-        microbatches=plan.microbatches,
-        depth=plan.solver.depth,
-        tensor=sorted({1, *plan.degrees}),
-        chunks=plan.chunks,
-    )
 
 
 def price(profile: Profile, cluster: Cluster, own: OwnPlan) -> Plan:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-
 from planner.analysis.fit import Fit, FitRow, fit, minibatch_of
+
 from planner.api.planning import price
 from planner.errors import InputError, PlannerError
 from planner.formats.cluster import Cluster, flat_cluster

@@ -13,7 +13,7 @@ from planner.formats.plan import Plan, load_plan, save_plan
 from planner.options.solving import SolveOptions
 from planner.reporting.tables.plan import plan_report
 from planner.schedule.one_stage import FLUSH
-from planner.solver import solve
+from planner.solver import search_plan as solve
 from planner.solver.find_plan import find_plan
 from planner.solver.problem.budget import Patience
 from tests.samples import layer, profile

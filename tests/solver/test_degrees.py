@@ -26,7 +26,7 @@ from planner.plan.shape import shape_of
 from planner.plan.trainable import check_trainable
 from planner.schedule.registry import find
 from planner.simulator.simulate_plan import simulate, simulated_s
-from planner.solver import solve
+from planner.solver import search_plan as solve
 from planner.solver.degrees import solve_degrees
 from planner.solver.methods import solve_by_method
 from planner.solver.problem.problem import Problem

@@ -20,7 +20,7 @@ from planner.formats.plan import Plan
 from planner.formats.profile import Profile
 from planner.plan.shared_weights import obstacle, shared_weights, trained_parameters
 from planner.schedule.registry import find
-from planner.solver import solve
+from planner.solver import search_plan as solve
 from planner.solver.assemble import assemble
 from planner.solver.choose.first_plans import fitting_plans
 from planner.solver.methods import solve_by_method

@@ -6,8 +6,8 @@ import math
 from dataclasses import replace
 
 import pytest
-
 from planner.analysis.fit import fit
+
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.setting import Setting
 from planner.formats.cluster import Cluster, flat_cluster
