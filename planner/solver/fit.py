@@ -6,7 +6,7 @@ other numbers of GPUs.
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from planner.errors import InfeasibleError, InputError, PlannerError
@@ -223,7 +223,7 @@ def _other_numbers(
     for index, count in enumerate(counts):
         left_s = patience.deadline.left_s
         if left_s is not None and left_s <= LONGER * took_s:
-            return rows, [f"{count} GPUs and {'fewer' if count < question.gpus else 'more'}"]
+            return rows, [_gpus_words(counts[index:])]
         report_step(patience, f"{count} GPUs")
         began_s = time.monotonic()
         rows.append(row_for(question, profile, count, patience.part(1 / (len(counts) - index))))
@@ -231,3 +231,9 @@ def _other_numbers(
         if (rows[-1].plan is None) == (asked.plan is not None):
             break
     return rows, []
+
+
+def _gpus_words(counts: Sequence[int]) -> str:
+    """Write numbers of GPUs: "1 GPU", "4, 2, 1 GPUs"."""
+    numbers = ", ".join(map(str, counts))
+    return f"{numbers} GPU{'' if numbers == '1' else 's'}"

@@ -15,6 +15,7 @@ from planner.options.solving import ShardRule, SolveOptions
 from planner.reporting.tables.answers import comparison_report
 from planner.schedule.one_stage import FLUSH
 from planner.solver import search_plan as solve
+from planner.solver.alternatives.usual_ways import usual_ways
 from planner.solver.evaluate.evaluation import priced
 from planner.solver.find_plan import ALIKE
 from planner.solver.problem.budget import Budget

@@ -1,5 +1,7 @@
 """The reports of questions about plans: baselines, numbers of GPUs, and what limits a plan."""
 
+from collections.abc import Sequence
+
 from planner.analysis.compare import PACKED, Comparison, ComparisonRow
 from planner.analysis.explain import Alternative, Explanation
 from planner.formats.plan import GIVEN, Plan
@@ -51,7 +53,7 @@ def _cells(row: ComparisonRow, each: str, rate: str) -> dict[str, str | None]:
         "memory": format_bytes(row.memory_bytes),
         f"sent/{each}": format_bytes(row.communication_bytes if sent is None else sent),
         "less sent": "" if cut is None else words.less_or_more(cut).removesuffix(" less"),
-        "per update": None if update is None else words.update_range(update),
+        "update": None if update is None else words.update_range(update),
         "late": f"{row.staleness}",
         "idle": f"{row.idle_share:.0%}",
     }
@@ -85,9 +87,9 @@ def comparison_legend(comparison: Comparison) -> str:
 def _updates_line(comparison: Comparison) -> str:
     """Say what rows are updates of, and whether they are of equally many samples."""
     unit = "microbatches" if comparison.rows[0].samples_per_s is None else "samples"
-    line = f"per update: {unit} whose gradients make one update"
+    line = f"update: {unit} whose gradients make one update"
     if len({row.samples_per_update for row in comparison.rows}) > 1:
-        line += "; where rows have other numbers, they are other trainings, and speed is not all that differs"
+        line += ", which differ between rows: so do these trainings, not only in speed"
     return line
 
 
@@ -105,8 +107,14 @@ def fit_report(answer: Fit) -> str:
     if answer.others:
         parts.append(_numbers_of_gpus(answer).text())
     if answer.not_tried:
-        parts.append(f"note: {' and '.join(answer.not_tried)}: not tried, the time ended")
+        parts.append(f"note: {listing(answer.not_tried)}: not tried, the time ended")
     return "\n\n".join(parts)
+
+
+def listing(words: Sequence[str]) -> str:
+    """Write "a", "a and b", or "a, b and c"."""
+    *first, last = words
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def _head(answer: Fit, plan: Plan) -> list[tuple[str, str | None]]:

@@ -7,13 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from planner.analysis.compare import compare, with_baselines, with_synchronous
+from planner.analysis.compare import compare
 from planner.formats.cluster import flat_cluster
 from planner.formats.plan import Plan, load_plan, save_plan
 from planner.options.solving import SolveOptions
 from planner.reporting.tables.plan import plan_report
 from planner.schedule.one_stage import FLUSH
 from planner.solver import search_plan as solve
+from planner.solver.alternatives.schedules import with_synchronous
+from planner.solver.alternatives.table import with_baselines
 from planner.solver.find_plan import find_plan
 from planner.solver.problem.budget import Patience
 from tests.samples import layer, profile
@@ -56,13 +58,17 @@ def test_what_does_not_fit_is_no_measure() -> None:
 
 
 def test_a_late_plan_says_what_a_synchronous_one_would_give() -> None:
-    cluster, options = flat_cluster(4, 1e8), SolveOptions()
+    cluster, options = flat_cluster(4, 1e8), SolveOptions(schedule="1f1b")
     plan = with_synchronous(MODEL, find_plan(MODEL, cluster, options), options, Patience())
     drained = solve(MODEL, cluster, schedule="1f1b-flush", microbatches=16)
     assert plan.synchronous is not None
     assert plan.synchronous.config == drained.config
     assert plan.synchronous.seconds_per_microbatch == pytest.approx(drained.predicted.seconds_per_minibatch / 16)
-    assert f"1f1b-flush {drained.config}, whose gradients are never late" in plan_report(plan)
+    text = plan_report(plan)
+    assert f"1f1b-flush {drained.config}, whose gradients are never late" in text
+    assert plan.synchronous.samples_per_update == (64, 64)
+    assert plan.samples_per_update == (4, 4)
+    assert "which updates after 64 samples, the plan after 4 samples" in text
     assert with_synchronous(MODEL, drained, options, Patience()) is drained
 
 
@@ -71,18 +77,20 @@ def test_a_synchronous_plan_that_is_as_fast_is_the_answer_unless_the_schedule_wa
     model = profile(*(layer(f"h.{n}", 1, 2, output_bytes=10**7, weight_bytes=10**8) for n in range(4)))
     late = find_plan(model, cluster, options)
     assert late.staleness
-    assert with_synchronous(model, late, options, Patience()).schedule is late.schedule
-    drained = with_synchronous(model, late, options, Patience(), asked=False)
+    named = SolveOptions(schedule="1f1b")
+    assert with_synchronous(model, late, named, Patience()).schedule is late.schedule
+    drained = with_synchronous(model, late, options, Patience())
     assert (drained.schedule, drained.staleness) == (FLUSH, 0)
     (note,) = drained.notes
     assert note.startswith("this plan under 1f1b-flush is as fast as the best under 1f1b, 1-1-1-1, whose gradients are")
+    assert "this plan updates after 64 samples, that one after 4 samples" in note
     assert note in plan_report(drained)
 
 
 def test_late_gradients_have_to_earn_five_percent() -> None:
     model, cluster, options = MODEL, flat_cluster(4, 1e8), SolveOptions()
     late = find_plan(model, cluster, options)
-    beside = with_synchronous(model, late, options, Patience()).synchronous
+    beside = with_synchronous(model, late, SolveOptions(schedule="1f1b"), Patience()).synchronous
     assert late.staleness
     assert beside is not None
 
@@ -91,7 +99,7 @@ def test_late_gradients_have_to_earn_five_percent() -> None:
         seconds = late.microbatches * beside.seconds_per_microbatch / times
         predicted = late.predicted.model_copy(update={"seconds_per_minibatch": seconds})
         changed = late.model_copy(update={"predicted": predicted})
-        return with_synchronous(model, changed, options, Patience(), asked=False)
+        return with_synchronous(model, changed, options, Patience())
 
     assert answer(1.06).staleness
     assert not answer(1.04).staleness
@@ -110,10 +118,11 @@ def test_what_cannot_stand_beside_a_plan_is_told() -> None:
 
 
 def test_replicas_have_a_microbatch_each() -> None:
-    """Under 2bw, a replica without one would never update."""
+    """Under 2bw, a replica without one would never update: data parallelism has a microbatch on each of four GPUs."""
     plan = with_baselines(MODEL, solve(MODEL, flat_cluster(8, 1e8), schedule="2bw", microbatches=4), Patience())
     made = {way.name: way.microbatches for way in plan.baselines}
-    assert (made["one GPU"], made["data parallel"], made["ZeRO-3, FSDP"], made["4 equal stages"]) == (4, 8, 8, 4)
+    assert (made["one GPU"], made["data parallel"], made["ZeRO-3, FSDP"], made["4 equal stages"]) == (4, 4, 4, 4)
+    assert {way.samples_per_update for way in plan.baselines} == {plan.samples_per_update}
     ratio = plan.predicted.speedup_over_data_parallel
     parallel = next(way for way in plan.baselines if way.name == "data parallel")
     assert parallel.seconds_per_microbatch / (plan.predicted.seconds_per_minibatch / 4) == pytest.approx(ratio)
