@@ -161,12 +161,10 @@ def update_range(samples: tuple[int, int]) -> str:
 
 
 def other_update(way: OtherWay, plan: Plan) -> str:
-    """Say of another way that it has other samples per update than the plan; nothing where it has the same."""
+    """Say of another way how many samples make an update; nothing where they are as many as the plan's."""
     if way.samples_per_update is None or way.samples_per_update == plan.samples_per_update:
         return ""
-    theirs = update_words(way.samples_per_update, plan.microbatch_size)
-    ours = update_words(plan.samples_per_update, plan.microbatch_size)
-    return f", which updates after {theirs}, the plan after {ours}"
+    return f", {update_words(way.samples_per_update, plan.microbatch_size)} per update"
 
 
 def staleness_line(plan: Plan) -> str:
