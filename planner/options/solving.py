@@ -4,7 +4,7 @@ import math
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Literal
 
 from planner.errors import InputError
 from planner.options.numbers import degrees
@@ -172,7 +172,7 @@ class SolveOptions(StageRules):
         """Whether the question is about one schedule and one profile, and has no alternative to compare it with."""
         return self.solver != "auto"
 
-    def with_minibatch(self, samples: int | None) -> Self:
+    def with_minibatch(self, samples: int | None) -> "SolveOptions":
         """Return the options for minibatches of so many samples; a schedule that was asked for stays so."""
         schedule = self.order.name if self.asked else self.schedule
         return replace(self, minibatch=samples, schedule=schedule)

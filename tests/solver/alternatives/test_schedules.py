@@ -10,6 +10,7 @@ from planner.formats.cluster import flat_cluster
 from planner.formats.plan import Plan
 from planner.options.solving import SolveOptions
 from planner.reporting.tables.plan import plan_report
+from planner.schedule.one_stage import FLUSH, ONE_F_ONE_B
 from planner.schedule.registry import SCHEDULES
 from planner.schedule.schedule import Schedule
 from planner.solver.find_plan import find_plan
@@ -49,3 +50,37 @@ def test_schedules_without_a_plan_are_noted() -> None:
     assert any(note.startswith("there is no plan under 1f1b: under 1f1b a minibatch has") for note in plan.notes)
     with pytest.raises(InfeasibleError, match="no plan fits 4 GPUs of 10 B"):
         solve(MODEL, flat_cluster(4, 20.0, 10), schedule="auto")
+
+
+def test_plans_of_one_minibatch_are_compared() -> None:
+    """Beside one under 2bw, the synchronous plan has its minibatch, not the usual one."""
+    plan = solve(MODEL, CLUSTER, schedule="2bw", microbatches=8, time_limit_s=None)
+    assert plan.synchronous is not None
+    assert plan.synchronous.samples_per_update == plan.samples_per_update == (32, 32)
+    assert plan.synchronous.microbatches == 8
+    drained = alone(FLUSH)
+    assert plan.synchronous.seconds_per_microbatch == drained.predicted.seconds_per_minibatch / 8
+
+
+def test_data_parallelism_is_compared_with_as_many_samples() -> None:
+    """A single stage under 1f1b updates after a microbatch on each replica; draining more rarely would look faster."""
+    plan = solve(MODEL, CLUSTER, schedule="1f1b", max_stages=1, time_limit_s=None)
+    assert plan.config == "4"
+    assert plan.synchronous is not None
+    assert plan.synchronous.samples_per_update == plan.samples_per_update == (16, 16)
+    free = solve(MODEL, CLUSTER, max_stages=1, time_limit_s=None)
+    assert free.samples_per_update == (16, 16)
+
+
+def test_a_number_of_microbatches_that_was_given_is_kept() -> None:
+    """1f1b has one microbatch, so that its plan is in the table and not the answer, however fast it is."""
+    given = solve(MODEL, CLUSTER, schedule="auto", microbatches=2, max_staleness=9, time_limit_s=None)
+    assert given.samples_per_update == (8, 8)
+    fastest = min(given.schedules, key=lambda way: way.seconds_per_microbatch)
+    assert fastest.schedule is ONE_F_ONE_B
+    (note,) = [note for note in given.notes if note.startswith("plans under 1f1b update after")]
+    assert note.endswith("this one after 8 samples")
+
+    free = solve(MODEL, CLUSTER, schedule="auto", max_staleness=9, time_limit_s=None)
+    assert free.schedule.asynchronous
+    assert any("update after 64 samples" in note or "this one after 64" in note for note in free.notes)

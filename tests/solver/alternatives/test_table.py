@@ -7,17 +7,21 @@ from pathlib import Path
 
 import pytest
 
+import planner
 from planner.analysis.compare import compare
-from planner.formats.cluster import flat_cluster
+from planner.api.planning import price
+from planner.errors import PlannerError
+from planner.formats.cluster import Cluster, flat_cluster
 from planner.formats.plan import Plan, load_plan, save_plan
+from planner.formats.profile import Profile
 from planner.options.solving import SolveOptions
 from planner.reporting.tables.plan import plan_report
 from planner.schedule.one_stage import FLUSH
 from planner.solver import search_plan as solve
 from planner.solver.alternatives.schedules import with_synchronous
-from planner.solver.alternatives.table import with_baselines
+from planner.solver.alternatives.table import no_slower_than_usual, with_baselines
 from planner.solver.find_plan import find_plan
-from planner.solver.problem.budget import Patience
+from planner.solver.problem.budget import Deadline, Patience
 from tests.samples import layer, profile
 
 LAYERS = [layer(f"h.{n}", 1, 2, output_bytes=10, weight_bytes=10**8, saved_bytes=100) for n in range(4)]
@@ -127,3 +131,51 @@ def test_replicas_have_a_microbatch_each() -> None:
     ratio = plan.predicted.speedup_over_data_parallel
     parallel = next(way for way in plan.baselines if way.name == "data parallel")
     assert parallel.seconds_per_microbatch / (plan.predicted.seconds_per_minibatch / 4) == pytest.approx(ratio)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b-flush", "zb-h1"])
+def test_a_row_that_is_faster_than_what_was_found_is_the_answer(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search that ends early, here with one stage for each GPU, where data parallelism is faster."""
+    cluster = flat_cluster(4, 1e12)
+
+    def early(profile: Profile, cluster: Cluster, options: SolveOptions, *_: object, **__: object) -> Plan:
+        return price(profile, cluster, 4, replicas=1, schedule=options.schedule, microbatches=8)
+
+    monkeypatch.setattr("planner.solver.solve.find_plan", early)
+    monkeypatch.setattr("planner.solver.alternatives.schedules.find_plan", early)
+    plan = planner.solve(MODEL, cluster, schedule=schedule, microbatches=8)
+    rows = [way for way in plan.baselines if not way.over_memory_bytes and way.schedule is plan.schedule]
+    assert plan.schedule.name == schedule
+    assert plan.config == "4"
+    assert {way.samples_per_update for way in rows} == {plan.samples_per_update} == {(32, 32)}
+    fastest = min(way.seconds_per_microbatch for way in rows if "ZeRO" not in way.name)
+    assert plan.predicted.seconds_per_minibatch / 8 == pytest.approx(fastest)
+    # The options decide which rows may be: data parallelism has one stage, and divides no layers.
+    kept = planner.solve(MODEL, cluster, schedule=schedule, microbatches=8, recompute="always")
+    assert kept.config == "1-1-1-1"
+
+
+def test_where_a_search_has_no_time_a_row_is_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: object, **__: object) -> Plan:
+        raise PlannerError("the time limit passed before any plan was found")
+
+    monkeypatch.setattr("planner.solver.solve.find_plan", none)
+    plan = planner.solve(MODEL, flat_cluster(4, 1e12), schedule="1f1b-flush", microbatches=8)
+    assert plan.config == "4"
+    assert plan.solver.name == "usual ways"
+    assert 0 < plan.solver.lower_bound_s <= plan.predicted.seconds_per_minibatch
+    assert plan.baselines
+    assert "feasible, usual ways in" in plan_report(plan)
+    with pytest.raises(PlannerError, match="the time limit passed"):  # no row fits either
+        planner.solve(MODEL, flat_cluster(4, 1e12, 10), schedule="1f1b-flush")
+
+
+def test_a_row_that_only_seems_faster_is_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without time, rows are priced by the cost model, which knows no waiting."""
+    model = profile(*(layer(f"h.{n}", 1, 2, output_bytes=10**7, weight_bytes=10**8) for n in range(4)))
+    cluster, options = flat_cluster(4, 1e8), SolveOptions(schedule="1f1b-flush", microbatches=4)
+    plan = find_plan(model, cluster, options)
+    answer = no_slower_than_usual(model, plan, options, Patience(Deadline.after(0.0)))
+    full = no_slower_than_usual(model, plan, options, Patience())
+    assert answer.config == full.config
+    assert answer.predicted == full.predicted
