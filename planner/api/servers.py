@@ -49,7 +49,7 @@ class Servers:
                 hint=f"give `servers` as one of {', '.join(map(str, divisors))}",
             )
 
-        usual = [usual_link(options.gpu), usual_between(options.gpu)]
+        usual: list[float | str] = [usual_link(options.gpu), usual_between(options.gpu)]
         if 1 < count == gpus:
             usual = usual[1:]
         return cls(gpus, count, rates + usual[len(rates) :], options.compress)

@@ -6,14 +6,14 @@ from dataclasses import replace
 from planner.errors import PlannerError
 from planner.formats.cluster import Cluster
 from planner.formats.plan import Plan
-from planner.formats.plan_parts import OtherWay, short_config, update_words
+from planner.formats.plan_parts import short_config, update_words
 from planner.formats.profile import Profile
 from planner.options.solving import SolveOptions
 from planner.schedule.one_stage import FLUSH
 from planner.schedule.registry import SCHEDULES
 from planner.schedule.schedule import Schedule
 from planner.solver.alternatives.interleaved import or_interleaved
-from planner.solver.alternatives.table import LEAST_S
+from planner.solver.alternatives.table import LEAST_S, described_plan, seconds_per_microbatch
 from planner.solver.find_plan import ALIKE, find_plan
 from planner.solver.problem.budget import LATER, Patience
 
@@ -151,25 +151,4 @@ def _instead(synchronous: Plan, plan: Plan, ratio: float) -> str:
     return (
         f"this plan under {synchronous.schedule} is {times}as fast as the best under {plan.schedule}, "
         f"{short_config(plan.config)}{late}{sizes}; for that one, solve with `schedule={plan.schedule}`"
-    )
-
-
-def seconds_per_microbatch(plan: Plan) -> float:
-    """Return the predicted seconds of a microbatch, which plans with other minibatches have in common."""
-    return plan.predicted.seconds_per_minibatch / plan.microbatches
-
-
-def described_plan(name: str, plan: Plan) -> OtherWay:
-    """Describe a whole plan as another way to train."""
-    stages = range(len(plan.stages))
-    return OtherWay(
-        name=name,
-        config=plan.config,
-        schedule=plan.schedule,
-        microbatches=plan.microbatches,
-        samples_per_update=plan.samples_per_update,
-        seconds_per_microbatch=seconds_per_microbatch(plan),
-        memory_bytes=max(map(plan.memory_bytes, stages)),
-        over_memory_bytes=max(map(plan.lacking_bytes, stages)),
-        staleness=plan.staleness,
     )

@@ -9,7 +9,7 @@ from planner.cost.tensor import layer_costs_on
 from planner.errors import InfeasibleError, PlannerError
 from planner.formats.cluster import Cluster
 from planner.formats.plan import Plan
-from planner.formats.plan_parts import SolverReport, short_config
+from planner.formats.plan_parts import OtherWay, SolverReport, short_config
 from planner.formats.profile import Profile
 from planner.options.solving import SolveOptions
 from planner.schedule.one_stage import FLUSH
@@ -34,13 +34,13 @@ class Rules:
 
     options: SolveOptions
     schedules: tuple[Schedule, ...]  # under which
-    samples: tuple[int, int]  # per update
+    samples: tuple[int, int] | None  # per update; None where the schedule decides that
 
     def allow(self, way: Way) -> bool:
         """Return whether the way is one that the user asked for, and trains as many samples per update."""
         return (
             way.problem.schedule in self.schedules
-            and way.samples_per_update == self.samples
+            and self.samples in (None, way.samples_per_update)
             and self._allow_stages(way)
         )
 
@@ -91,16 +91,11 @@ def no_slower_than_usual(
 
     rules = Rules(options, _allowed_schedules(plan.schedule, options), plan.samples_per_update)
     last = _last_budget(patience.deadline)
-    ways = [_simulated(way, last) if rules.allow(way) and _faster(way, plan) else way for way in ways]
+    ways = [_simulated(way, last) if rules.allow(way) and _seems_faster(way, plan) else way for way in ways]
     candidates = [way for way in ways if rules.allow(way) and _faster(way, plan)]
 
-    best = _fastest_complete(candidates, plan, options) or plan
-    if best.schedule is not plan.schedule:
-        best = best.noting(
-            f"this plan under {best.schedule} is faster than the best under {plan.schedule}, "
-            f"{short_config(plan.config)}, which updates after as many samples"
-        )
-    return _with_rows(best, ways)
+    best = _fastest_complete(candidates, plan, options)
+    return _with_rows(plan if best is None else _in_place_of(plan, best), ways)
 
 
 def fastest_usual(
@@ -115,14 +110,33 @@ def fastest_usual(
     """
     budget = Budget(patience.at_most(LEAST_S).deadline)
     ways = list(usual_ways(options, layer_costs_on(profile, cluster), cluster, budget))
-    size = profile.microbatch_size or 1
-    samples = options.microbatches_on(cluster, profile) * size
-    candidates = []
-    for way in ways:
-        asked = (samples, samples) if options.order.divides else way.samples_per_update
-        if Rules(options, (options.order,), asked).allow(way):
-            candidates.append(way)
-    return _fastest_complete(candidates, None, options)
+    samples = None
+    if options.order.divides:
+        minibatch = options.microbatches_on(cluster, profile) * (profile.microbatch_size or 1)
+        samples = (minibatch, minibatch)
+    rules = Rules(options, (options.order,), samples)
+    return _fastest_complete(filter(rules.allow, ways), None, options)
+
+
+def described_plan(name: str, plan: Plan) -> OtherWay:
+    """Describe a whole plan as another way to train."""
+    stages = range(len(plan.stages))
+    return OtherWay(
+        name=name,
+        config=plan.config,
+        schedule=plan.schedule,
+        microbatches=plan.microbatches,
+        samples_per_update=plan.samples_per_update,
+        seconds_per_microbatch=seconds_per_microbatch(plan),
+        memory_bytes=max(map(plan.memory_bytes, stages)),
+        over_memory_bytes=max(map(plan.lacking_bytes, stages)),
+        staleness=plan.staleness,
+    )
+
+
+def seconds_per_microbatch(plan: Plan) -> float:
+    """Return the predicted seconds of a microbatch, which plans with other minibatches have in common."""
+    return plan.predicted.seconds_per_minibatch / plan.microbatches
 
 
 def _allowed_schedules(schedule: Schedule, options: SolveOptions) -> tuple[Schedule, ...]:
@@ -132,7 +146,7 @@ def _allowed_schedules(schedule: Schedule, options: SolveOptions) -> tuple[Sched
     """
     if options.asked and options.schedule != AUTO:
         return (schedule,)
-    return (schedule, *(each for each in (FLUSH,) if each is not schedule))
+    return (schedule, FLUSH)
 
 
 def _ways_beside(costs: LayerCosts, plan: Plan, patience: Patience) -> list[Way]:
@@ -151,12 +165,34 @@ def _simulated(way: Way, budget: Budget) -> Way:
     return replace(way, plan=evaluate(replace(way.problem, budget=budget), way.plan.stages))
 
 
+def _seems_faster(way: Way, plan: Plan) -> bool:
+    """Return whether the way is shown with less time than the plan; estimates do not tell `ALIKE` apart."""
+    return way.seconds_per_microbatch < seconds_per_microbatch(plan) * (1 - ALIKE)
+
+
 def _faster(way: Way, plan: Plan) -> bool:
-    """Return whether the way takes less time than the plan, as far as is known; estimates do not tell `ALIKE` apart."""
-    by_cost_model = plan.predicted.by == "cost model"
-    seconds = way.plan.seconds if by_cost_model else way.plan.counted_s
-    plan_s = plan.predicted.seconds_per_minibatch / plan.microbatches
-    return seconds / way.problem.microbatches < plan_s * (1 - ALIKE)
+    """Return whether the way seems faster, and would be if it waits as most plans that were not simulated."""
+    if plan.predicted.by == "cost model":
+        return _seems_faster(way, plan)
+    counted_s = way.plan.counted_s / way.problem.microbatches
+    return counted_s < seconds_per_microbatch(plan) * (1 - ALIKE)
+
+
+def _in_place_of(plan: Plan, best: Plan) -> Plan:
+    """Return a faster plan with what stands beside the one whose place it takes."""
+    chosen = described_plan(str(best.schedule), best)
+    beside = {
+        "notes": plan.notes,
+        "synchronous": plan.synchronous if best.schedule.asynchronous else None,
+        "schedules": tuple(chosen if way.schedule is best.schedule else way for way in plan.schedules),
+    }
+    best = best.model_copy(update=beside)
+    if best.schedule is plan.schedule:
+        return best
+    return best.noting(
+        f"this plan under {best.schedule} is faster than the best that was found under {plan.schedule}, "
+        f"{short_config(plan.config)}, which updates after as many samples"
+    )
 
 
 def _fastest_complete(

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from planner.api.planning import solve
+from planner.api.planning import price, solve
 from planner.errors import InfeasibleError
-from planner.formats.cluster import flat_cluster
+from planner.formats.cluster import Cluster, flat_cluster
 from planner.formats.plan import Plan
+from planner.formats.profile import Profile
 from planner.options.solving import SolveOptions
 from planner.reporting.tables.plan import plan_report
 from planner.schedule.one_stage import FLUSH, ONE_F_ONE_B
 from planner.schedule.registry import SCHEDULES
 from planner.schedule.schedule import Schedule
 from planner.solver.find_plan import find_plan
+from planner.solver.problem.budget import Patience
 from tests.samples import layer, profile
 
 MODEL = profile(*(layer(f"l{n}", 1 + n % 2, 2, output_bytes=4, weight_bytes=20, saved_bytes=5) for n in range(8)))
@@ -84,3 +86,20 @@ def test_a_number_of_microbatches_that_was_given_is_kept() -> None:
     free = solve(MODEL, CLUSTER, schedule="auto", max_staleness=9, time_limit_s=None)
     assert free.schedule.asynchronous
     assert any("update after 64 samples" in note or "this one after 64" in note for note in free.notes)
+
+
+def test_a_row_in_place_of_the_fastest_is_in_the_table_of_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And keeps the notes on schedules without a plan."""
+
+    def early(profile: Profile, cluster: Cluster, options: SolveOptions, *more: Patience) -> Plan:
+        if options.order.asynchronous or options.order.chunked:
+            return find_plan(profile, cluster, options, *more)
+        return price(profile, cluster, 4, replicas=1, schedule=options.order, microbatches=8)
+
+    monkeypatch.setattr("planner.solver.alternatives.schedules.find_plan", early)
+    quick = flat_cluster(4, 1e9)
+    plan = solve(MODEL, quick, schedule="auto", minibatch=32, time_limit_s=None)
+    assert plan.config == "4"
+    chosen = next(way for way in plan.schedules if way.schedule is plan.schedule)
+    assert chosen.config == "4"
+    assert any(note.startswith("there is no plan under 1f1b") for note in plan.notes)

@@ -92,7 +92,7 @@ def test_fit_answers_with_an_interleaved_plan_where_that_is_faster() -> None:
     def cluster_of(gpus: int) -> Cluster:
         return flat_cluster(gpus, 1e6, 40 * WEIGHT)
 
-    def answer(options: FitOptions) -> Plan | None:
+    def answer(options: SolveOptions) -> Plan | None:
         profiles = Profiles(lambda size: profile, lambda undivided: undivided, (4,))
         return fit(FitQuestion(profiles, 8, cluster_of, options))[0].asked.plan
 
