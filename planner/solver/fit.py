@@ -59,7 +59,7 @@ class Fit(Shown, Record):
     model: str
     asked: FitRow
     others: tuple[FitRow, ...]
-    not_tried: tuple[str, ...] = ()  # what was not looked at because the time ended: "microbatches above 1"
+    not_tried: tuple[str, ...] = ()  # what was not looked at because the time ended: "microbatches of 4, 8"
     folder: str = ""  # that has profile.json and plan.json
     model_file: str = ""  # as seen from there
     late_failures: tuple[LateFailure, ...] = ()  # which of these files could not be written
@@ -131,8 +131,8 @@ def _fastest_size(question: FitQuestion, sizes: Sizes, patience: Patience) -> Be
     """Solve for each size that is worth it until one is no faster than those before, or the time ends."""
     best: Best | None = None
     not_tried = []
-    if sizes.unseen_above is not None:
-        not_tried.append(f"microbatches above {sizes.unseen_above}")
+    if sizes.unseen:
+        not_tried.append(f"microbatches of {', '.join(map(str, sizes.unseen))}")
 
     for number, size in enumerate(sizes.wanted):
         profile = question.profiles.at(size)

@@ -54,32 +54,39 @@ class Sizes:
         sample_s: seconds of a sample in the fastest usual way, by size; infinity where none fits.
         wanted: sizes that are worth a search, the most promising first.
         shared: the one of these at which ranks that divide experts have as many samples as in other plans.
-        unseen_above: the size above which no time was left to look.
+        unseen: sizes that no time was left to look at.
     """
 
     sample_s: Mapping[int, float]
     wanted: tuple[int, ...]
     shared: int | None = None
-    unseen_above: int | None = None
+    unseen: tuple[int, ...] = ()
 
 
 def promising_sizes(profiles: Profiles, cluster: Cluster, options: SolveOptions, patience: Patience) -> Sizes:
     """Look at ascending sizes until they are slower, do not fit, or the time ends.
 
-    Where no usual way fits at the smallest size, all sizes are worth a search.
+    On a size that is too small more is lost than by any search. So two sizes are looked at even where no time is left,
+    and the one that should be the fastest on the line through them. Where no usual way fits at the smallest size, all
+    sizes are worth a search.
     """
     sample_s = dict[int, float]()
-    unseen_above = None
-    for size in profiles.sizes:
+    unseen: tuple[int, ...] = ()
+    for number, size in enumerate(profiles.sizes):
         report_step(patience, f"estimating microbatches of {size}")
-        if _looks_slower(size, profiles, sample_s, cluster, options):
+        if len(sample_s) > 1 and _looks_slower(size, profiles, sample_s, cluster, options):
+            break
+        if len(sample_s) > 1 and patience.deadline.passed:
+            unseen = tuple(profiles.sizes[number:])
             break
         sample_s[size] = fastest_sample_s(profiles.at(size), cluster, options, patience.at_most(LEAST_S))
         if sample_s[size] > min(sample_s.values()) or math.isinf(sample_s[size]):
             break
-        if patience.deadline.passed:
-            unseen_above = size if size < profiles.sizes[-1] else None
-            break
+
+    if unseen:
+        size = _fastest_on_the_line(unseen, profiles, sample_s, cluster, options)
+        sample_s[size] = fastest_sample_s(profiles.at(size), cluster, options, patience)
+        unseen = tuple(each for each in unseen if each != size)
 
     likely = min(sample_s, key=lambda size: sample_s[size])
     if math.isinf(sample_s[likely]):
@@ -90,7 +97,7 @@ def promising_sizes(profiles: Profiles, cluster: Cluster, options: SolveOptions,
     shared = _shared_size(likely, profiles, options)
     if shared is not None:
         wanted.insert(1, shared)
-    return Sizes(sample_s, tuple(wanted), shared, unseen_above)
+    return Sizes(sample_s, tuple(wanted), shared, unseen)
 
 
 def fastest_sample_s(profile: Profile, cluster: Cluster, options: SolveOptions, patience: Patience) -> float:
@@ -122,12 +129,34 @@ def _looks_slower(
     options: SolveOptions,
 ) -> bool:
     """Return whether a size need not be estimated, by the line through the two sizes before it."""
-    if len(sample_s) < 2:
-        return False
-    one, other = list(sample_s)[-2:]
+    *_, before = sample_s
+    seconds = _sample_s_on_the_line(size, profiles, list(sample_s), cluster, options)
+    return seconds > sample_s[before] * (1 + WORSE)
+
+
+def _fastest_on_the_line(
+    sizes: Sequence[int],
+    profiles: Profiles,
+    sample_s: Mapping[int, float],
+    cluster: Cluster,
+    options: SolveOptions,
+) -> int:
+    """Return the size at which a sample takes least, by the line through the last two sizes that were looked at."""
+    known = list(sample_s)
+    return min(sizes, key=lambda size: _sample_s_on_the_line(size, profiles, known, cluster, options))
+
+
+def _sample_s_on_the_line(
+    size: int,
+    profiles: Profiles,
+    known: Sequence[int],
+    cluster: Cluster,
+    options: SolveOptions,
+) -> float:
+    """Return the seconds of a sample in the fastest usual way, not simulated, on the line through two known sizes."""
+    one, other = known[-2:]
     profile = extended(profiles.at(one), profiles.at(other), size)
-    unsimulated = Patience.of(0.0)
-    return fastest_sample_s(profile, cluster, options, unsimulated) > sample_s[other] * (1 + WORSE)
+    return fastest_sample_s(profile, cluster, options, Patience.of(0.0))
 
 
 def _shared_size(likely: int, profiles: Profiles, options: SolveOptions) -> int | None:
