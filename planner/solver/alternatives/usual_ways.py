@@ -138,9 +138,9 @@ def _sharded(problem: Problem) -> Iterator[Way]:
     From ZeRO-2 on, replicas exchange something for every microbatch. So they drain the pipeline, also where the
     question's schedule does not, and have equally many microbatches each.
     """
-    if problem.cluster.gpus == 1:
-        return
     stage = replicated(problem)
+    if stage.replicas == 1:
+        return
     for level, name in enumerate(ZERO, start=1):
         within = problem if level == 1 else _drained(problem, stage.replicas)
         sharded = replace(stage, options=replace(stage.options, level=level))

@@ -155,6 +155,15 @@ def test_a_row_that_is_faster_than_what_was_found_is_the_answer(schedule: str, m
     assert kept.config == "1-1-1-1"
 
 
+def test_a_minibatch_of_one_microbatch_is_divided_over_no_replicas() -> None:
+    plan = planner.solve(MODEL, flat_cluster(4, 1e8), schedule="gpipe", microbatches=1)
+    rows = {way.name: way.config for way in plan.baselines}
+    assert rows["data parallel"] == rows["one GPU"] == "1"
+    assert not any("ZeRO" in name for name in rows)
+    assert {way.samples_per_update for way in plan.baselines} == {plan.samples_per_update} == {(4, 4)}
+    assert "over data parallel on 1 GPU" in plan_report(plan)
+
+
 def test_where_a_search_has_no_time_a_row_is_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     def none(*_: object, **__: object) -> Plan:
         raise PlannerError("the time limit passed before any plan was found")
