@@ -237,7 +237,7 @@ def figures(plan: Plan, summary: Summary, measured: Summary | None) -> str:
         for name, value, more in tiles
     )
     lines = [
-        ("global batch", words.update_line(plan)),
+        ("update", words.update_line(plan)),
         ("gradients", words.staleness_line(plan)),
         *words.prediction_lines(plan)[1:],
     ]

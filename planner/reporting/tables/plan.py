@@ -73,7 +73,7 @@ def _head(plan: Plan) -> list[tuple[str, str | None]]:
         ("model", plan.model),
         ("plan", f"{short_config(plan.config)} on {counted(plan.workers, 'GPU')}{unused_gpus(plan)}"),
         ("schedule", schedule_line(plan)),
-        ("global batch", update_line(plan)),
+        ("update", update_line(plan)),
         ("gradients", staleness_line(plan)),
         ("cluster", cluster_line(plan.cluster)),
         ("device", f"{plan.device.name} ({plan.device.kind})" if plan.device.name != "unknown" else None),
@@ -135,15 +135,14 @@ def schedule_line(plan: Plan) -> str:
 
 
 def update_line(plan: Plan) -> str:
-    """Say after how many samples the weights are updated: "128 samples per update, 4 at a time"."""
-    samples = update_words(plan.samples_per_update, plan.microbatch_size)
-    line = f"{samples} per update"
+    """Say after how many samples the weights are updated: "after a global batch of 128 samples, 4 at a time"."""
+    line = f"after a global batch of {update_words(plan.samples_per_update, plan.microbatch_size)}"
     if plan.schedule.divides:
         line += in_tokens(plan)
         if plan.microbatch_size is not None and plan.microbatches > 1:
             line += f", {plan.microbatch_size} at a time"
     elif plan.samples_per_update[0] < plan.samples_per_update[1]:
-        line += ": a stage updates after a microbatch on each of its replicas"
+        line += ": each stage after a microbatch on each of its replicas"
     return line
 
 

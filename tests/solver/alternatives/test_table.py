@@ -72,7 +72,7 @@ def test_a_late_plan_says_what_a_synchronous_one_would_give() -> None:
     assert f"1f1b-flush {drained.config}, whose gradients are never late" in text
     assert plan.synchronous.samples_per_update == (64, 64)
     assert plan.samples_per_update == (4, 4)
-    assert "global batch  4 samples per update" in text
+    assert "update     after a global batch of 4 samples" in text
     assert "times as fast, 64 samples per update" in text
     assert with_synchronous(MODEL, drained, options, Patience()) is drained
 
