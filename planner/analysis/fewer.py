@@ -116,7 +116,7 @@ def _state_bytes(plan: Plan, stage: Stage) -> int:
 
 def shares_left(plan: Plan) -> str | None:
     """Say what each loss costs: "7 of 8 GPUs: 88% of the speed, 6: 71%"; None for a plan without smaller ones."""
-    parts = []
+    parts = list[str]()
     for left in plan.smaller:
         share = plan.predicted.seconds_per_minibatch / left.predicted.seconds_per_minibatch
         if parts:

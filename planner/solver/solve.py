@@ -26,7 +26,7 @@ from planner.solver.problem.budget import Patience
 
 # Shares of the time left: for the search, and then for the best synchronous plan; the rest is for the usual ways.
 SEARCHING = 0.9
-BESIDE = 0.7
+SYNCHRONOUS = 0.7
 
 
 def solve(
@@ -48,10 +48,10 @@ def solve(
     cluster = cluster_for(profile, cluster)
 
     searching = patience.part(SEARCHING / (1 + options.survive))
-    plan = _found(profile, cluster, options, searching, explains=explains)
+    plan = _searched(profile, cluster, options, searching, explains=explains)
 
     if options.schedule != AUTO and not options.alone:
-        plan = with_synchronous(profile, plan, options, patience.part(BESIDE))
+        plan = with_synchronous(profile, plan, options, patience.part(SYNCHRONOUS))
 
     plan = no_slower_than_usual(profile, plan, options, patience)
 
@@ -63,7 +63,7 @@ def solve(
     return plan
 
 
-def _found(
+def _searched(
     profile: Profile,
     cluster: Cluster,
     options: SolveOptions,

@@ -217,9 +217,7 @@ def test_what_the_time_did_not_suffice_for_is_said() -> None:
     assert profile == model(16)
     assert answer.not_tried == ("microbatches of 4, 8", "divided layers", "1 GPU")
     text = fit_report(answer)
-    assert text.endswith(
-        "note: microbatches of 4, 8, divided layers and 1 GPU: not tried, the time ended"
-    )
+    assert text.endswith("note: microbatches of 4, 8, divided layers and 1 GPU: not tried, the time ended")
 
     unhurried, _ = fit(asked)
     assert unhurried.not_tried == ()

@@ -54,6 +54,6 @@ def or_interleaved(profile: Profile, plan: Plan, options: SolveOptions, patience
     with suppress(InfeasibleError):  # copies of weights that several stages use do not fit
         faster = complete(found.problem, found.best, report_of(found.problem, answer))
         faster = accepting_divided_loss(faster, accepted=options.accept_divided_loss)
-        beside = {"baselines": plan.baselines, "notes": plan.notes}
-        return timed(faster, plan.solver.seconds).model_copy(update=beside)
+        context = {"baselines": plan.baselines, "notes": plan.notes}
+        return timed(faster, plan.solver.seconds).model_copy(update=context)
     return plan

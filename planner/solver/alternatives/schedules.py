@@ -103,7 +103,7 @@ def with_synchronous(
 
     speedup = seconds_per_microbatch(synchronous) / seconds_per_microbatch(plan)
     if not options.asked and speedup < required_speedup(plan, synchronous):
-        return synchronous.noting(_instead(synchronous, plan, 1 / speedup))
+        return synchronous.noting(_why_synchronous(synchronous, plan, 1 / speedup))
     return plan.model_copy(update={"synchronous": described_plan(SYNCHRONOUS, synchronous)})
 
 
@@ -139,7 +139,7 @@ def required_speedup(plan: Plan, synchronous: Plan) -> float:
     return 1 - ALIKE if plan.samples_per_update == synchronous.samples_per_update else 0.0
 
 
-def _instead(synchronous: Plan, plan: Plan, ratio: float) -> str:
+def _why_synchronous(synchronous: Plan, plan: Plan, ratio: float) -> str:
     """Say how many times as fast the synchronous plan is, and after how many samples each of the two updates."""
     times = "" if abs(ratio - 1) < ALIKE else f"{ratio:.2f} times "
     late = f", whose gradients are up to {plan.staleness} updates late" if plan.staleness else ""

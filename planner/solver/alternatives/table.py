@@ -181,12 +181,12 @@ def _faster(way: Way, plan: Plan) -> bool:
 def _in_place_of(plan: Plan, best: Plan) -> Plan:
     """Return a faster plan with what stands beside the one whose place it takes."""
     chosen = described_plan(str(best.schedule), best)
-    beside = {
+    context = {
         "notes": plan.notes,
         "synchronous": plan.synchronous if best.schedule.asynchronous else None,
         "schedules": tuple(chosen if way.schedule is best.schedule else way for way in plan.schedules),
     }
-    best = best.model_copy(update=beside)
+    best = best.model_copy(update=context)
     if best.schedule is plan.schedule:
         return best
     return best.noting(
