@@ -27,7 +27,7 @@ from planner.options.training import CheckpointOptions, ElasticOptions, RunOptio
 from planner.options.verbs import SAMPLES, TENSOR, TOKENS, FitOptions
 from planner.plan.trainable import check_trainable
 from planner.profiler.estimated.calibrate import load_calibration
-from planner.profiler.estimated.devices import device_spec, parse_dtype, usual_dtype
+from planner.profiler.estimated.devices import DType, device_spec, parse_dtype, usual_dtype
 from planner.profiler.estimated.estimate import EstimateOptions, Estimator, estimate_profile, load_device
 from planner.profiler.estimated.execution import compiler
 from planner.profiler.estimated.trace import collecting
@@ -124,6 +124,18 @@ def fit(model: str | Path, gpus: int, options: FitOptions) -> Fit:
     for name in ("profile.json", "plan.json"):
         check_writable(file.folder / name)
 
+    question = _fit_question(file, dtype, servers, options)
+    answer, profile = answer_fit(question, patience)
+    return _saved(answer, profile, file)
+
+
+def _fit_question(
+    file: "_ModelFile",
+    dtype: DType,
+    servers: Servers,
+    options: FitOptions,
+) -> FitQuestion:
+    """Estimate the model at its first size of microbatches, and return what is to be solved for."""
     degrees = options.tensor or [degree for degree in TENSOR if servers.per_server % degree == 0]
     how = EstimateOptions(
         options.gpu,
@@ -134,23 +146,22 @@ def fit(model: str | Path, gpus: int, options: FitOptions) -> Fit:
     )
     estimator = Estimator(load_model_file(file.path), how)
     first = estimator.profile(options.batch_size or _first_size(options, file.tokens))
-    minibatch = minibatch_for(options, options.tokens, first, gpus)
+    minibatch = minibatch_for(options, options.tokens, first, servers.gpus)
     memory = options.memory or planned_bytes(first.device)
 
     profiles = Profiles(
         estimator.profile,
         estimator.divided,
-        _sizes(options, first, minibatch, gpus),
+        _sizes(options, first, minibatch, servers.gpus),
         max(degrees, default=1),
-    ).knowing(first)
-    question = FitQuestion(
+        known={first.microbatch_size or 1: first},
+    )
+    return FitQuestion(
         profiles,
-        gpus,
+        servers.gpus,
         partial(servers.cluster_of, memory=memory),
         options.with_minibatch(minibatch),
     )
-    answer, chosen = answer_fit(question, patience)
-    return _saved(answer, chosen, file)
 
 
 @dataclass(frozen=True)

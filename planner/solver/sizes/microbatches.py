@@ -27,23 +27,20 @@ class Profiles:
         divide: adds the costs of layers that ranks divide to a profile.
         sizes: of microbatches that may be tried, ascending.
         ranks: at most, that divide layers.
+        known: profiles that were estimated, by their sizes.
     """
 
     estimate: Callable[[int], Profile]
     divide: Callable[[Profile], Profile]
     sizes: Sequence[int]
     ranks: int = 1
-    _known: dict[int, Profile] = field(default_factory=dict)
-
-    def knowing(self, profile: Profile) -> "Profiles":
-        """Return the profiles with one that was estimated before."""
-        self._known[profile.microbatch_size or 1] = profile
-        return self
+    known: dict[int, Profile] = field(default_factory=dict)
 
     def at(self, size: int) -> Profile:
-        if size not in self._known:
-            self._known[size] = self.estimate(size)
-        return self._known[size]
+        """Return the profile for microbatches of so many samples."""
+        if size not in self.known:
+            self.known[size] = self.estimate(size)
+        return self.known[size]
 
 
 @dataclass(frozen=True)
