@@ -17,7 +17,7 @@ from planner.cost.layer_costs import LayerCosts
 from planner.formats.cluster import Cluster
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
-from planner.solver import solve
+from planner.solver import search_plan as solve
 
 
 @dataclass(frozen=True)

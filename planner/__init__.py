@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from planner.analysis.compare import compare as compare
     from planner.analysis.explain import Explanation as Explanation
     from planner.analysis.explain import explain as explain
-    from planner.analysis.fit import Fit as Fit
     from planner.api.planning import cluster as cluster
     from planner.api.planning import price as price
     from planner.api.planning import report as report
@@ -90,6 +89,7 @@ if TYPE_CHECKING:
     from planner.simulator.simulate_plan import simulate as simulate
     from planner.simulator.summary import Summary as Summary
     from planner.simulator.summary import summarize as summarize
+    from planner.solver.fit import Fit as Fit
     from planner.solver.problem.budget import Patience as Patience
     from planner.workers.job import TrainResult as TrainResult
 

@@ -27,7 +27,7 @@ from planner.formats.plan_parts import short_config
 from planner.formats.profile import Profile
 from planner.profiler.estimated.devices import DeviceSpec
 from planner.schedule.one_stage import FLUSH
-from planner.solver import solve
+from planner.solver import search_plan as solve
 
 _DEGREES = (1, 2, 4, 8)
 _HEADERS = ("source", "job", "best measured run", "measured s", "priced s", "chosen", "priced s", "the run takes")

@@ -41,7 +41,7 @@ from planner.formats.plan import Plan
 from planner.formats.plan_parts import short_config
 from planner.formats.profile import Layer, Profile
 from planner.schedule.one_stage import FLUSH
-from planner.solver import solve
+from planner.solver import search_plan as solve
 
 _DEGREES = (1, 2, 4, 8)
 _HEADERS = ("billion", "GPUs", "best measured", "measured s", "priced s", "chosen", "priced s", "the run takes")

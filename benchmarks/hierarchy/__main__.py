@@ -18,7 +18,7 @@ from planner.formats.plan import Plan
 from planner.formats.profile import Device, Edge, Layer, Profile, Provenance, Value, load_profile
 from planner.reporting.tables.plan import ranks_line
 from planner.schedule.registry import find
-from planner.solver import solve
+from planner.solver import search_plan as solve
 from planner.solver.evaluate import orders
 from planner.solver.search.levels import levels
 from planner.units import format_seconds

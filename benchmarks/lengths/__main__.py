@@ -31,7 +31,7 @@ from planner.formats.profile import Profile, load_profile
 from planner.formats.timeline import Timeline
 from planner.options.training import RunOptions
 from planner.reporting.trace import load_run
-from planner.solver import solve
+from planner.solver import search_plan as solve
 from planner.units import parse_bandwidth
 from planner.workers.job import Job
 

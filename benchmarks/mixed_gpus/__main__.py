@@ -20,7 +20,7 @@ from planner.cost.setting import Setting
 from planner.errors import InfeasibleError
 from planner.formats.device_kinds import cluster_for
 from planner.schedule.registry import find
-from planner.solver import solve
+from planner.solver import search_plan as solve
 from planner.solver.problem.budget import Budget
 from planner.solver.problem.problem import Problem
 

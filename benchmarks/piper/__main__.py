@@ -29,7 +29,7 @@ from planner.formats.plan_parts import config_of, short_config
 from planner.formats.profile import Profile
 from planner.options.solving import StageRules
 from planner.schedule.one_stage import TWO_BW
-from planner.solver import solve
+from planner.solver import search_plan as solve
 from planner.solver.problem.problem import Problem
 
 HEADERS = ["graph", "memory", "GPUs", "Piper's s", "ours", "memory", "plan", "Piper took s", "we took CPU s"]

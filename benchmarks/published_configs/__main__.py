@@ -34,7 +34,7 @@ from planner.profiler.estimated.devices import device_spec
 from planner.profiler.estimated.estimate import profile_of_trace
 from planner.profiler.estimated.execution import Execution
 from planner.profiler.estimated.trace import StepTrace, trace_step
-from planner.solver import solve
+from planner.solver import search_plan as solve
 
 ROOT = Path(__file__).resolve().parents[2]
 FACTORS = (1 / 32, 1 / 24, 1 / 16, 1 / 12, 1 / 8, 1 / 6, 1 / 4, 1 / 3, 1 / 2, 2 / 3, 1.0, 1.5, 2.0, 3.0, 4.0, 8.0)

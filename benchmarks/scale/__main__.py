@@ -22,7 +22,7 @@ from planner.formats.profile import Profile
 from planner.profiler.estimated.estimate import EstimateOptions, estimate_profile
 from planner.schedule.instructions import MICROBATCHES_PER_GPU
 from planner.schedule.registry import find
-from planner.solver import solve
+from planner.solver import search_plan as solve
 from planner.units import format_seconds
 
 PER_SERVER, INSIDE, BETWEEN, MEMORY_BYTES = 8, "nvlink3", "400Gbps", 80 * 10**9

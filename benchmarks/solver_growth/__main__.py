@@ -66,7 +66,7 @@ def _table(layers_of: Sequence[int], gpus_of: Sequence[int]) -> None:
 def _measure(layers: int, gpus: int) -> dict[str, float | str]:
     from benchmarks.graphs import chain
     from planner.formats.cluster import flat_cluster
-    from planner.solver import solve
+    from planner.solver import search_plan as solve
 
     profile = chain(layers)
     started, cpu = time.perf_counter(), time.process_time()

@@ -25,7 +25,7 @@ from planner.formats.names import CODECS
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile, load_profile
 from planner.schedule.registry import NAMES
-from planner.solver import solve
+from planner.solver import search_plan as solve
 from planner.units import parse_bandwidth
 
 MOST_DEVICES = 32  # processes of 200 MB on a machine of two cores

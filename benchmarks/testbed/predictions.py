@@ -29,7 +29,7 @@ from planner.formats.cluster import Cluster, hierarchical_cluster
 from planner.formats.names import CodecName
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile, load_profile
-from planner.solver import solve
+from planner.solver import search_plan as solve
 from planner.units import parse_bandwidth
 
 TABLE = Path(__file__).with_name("predictions.md")

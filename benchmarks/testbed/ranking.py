@@ -22,7 +22,7 @@ from benchmarks.testbed.predict import balanced_stages, given_plan
 from planner.formats.cluster import Cluster, flat_cluster
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile, load_profile
-from planner.solver import solve
+from planner.solver import search_plan as solve
 from planner.units import parse_bandwidth
 
 TABLE = Path(__file__).with_name("ranking.md")

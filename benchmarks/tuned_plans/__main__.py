@@ -18,7 +18,7 @@ from planner.errors import PlannerError
 from planner.formats.cluster import Cluster, hierarchical_cluster
 from planner.formats.plan import Plan
 from planner.schedule.one_stage import FLUSH
-from planner.solver import solve
+from planner.solver import search_plan as solve
 
 _DEVICES = {"L4-24GB": "l4", "A100-SXM4-40GB": "a100"}
 _GIB = 2**30

@@ -15,7 +15,7 @@ from planner.formats.cluster import Cluster, hierarchical_cluster
 from planner.formats.profile import Profile, load_profile
 from planner.schedule.registry import find
 from planner.schedule.schedule import Schedule
-from planner.solver import solve
+from planner.solver import search_plan as solve
 from planner.solver.choose.baselines import equal_blocks, equal_time, recomputing
 from planner.solver.evaluate.evaluation import priced, simulated
 from planner.solver.problem.budget import Budget

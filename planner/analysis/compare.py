@@ -1,46 +1,38 @@
 """Compare a plan with what one would do without a planner, on the same cluster and under the same cost model."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import fmean
 
-from planner.analysis.given_plan import GivenPlan, options_of, problem_of
+from planner.analysis.given_plan import GivenPlan
 from planner.arguments import checked
 from planner.cost.candidate import Candidate
-from planner.cost.kinds import everything_on, fastest_rank
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.tensor import layer_costs_on
 from planner.cost.utilisation import utilisation
-from planner.errors import PlannerError
 from planner.formats.cluster import Cluster
 from planner.formats.files import Record
 from planner.formats.plan import Plan
-from planner.formats.plan_parts import OtherWay, short_config, why_whole
+from planner.formats.plan_parts import OtherWay
 from planner.formats.profile import Lengths, Profile
 from planner.formats.shown import Shown
-from planner.options.solving import SolveOptions
 from planner.schedule.instructions import MICROBATCHES_PER_GPU
-from planner.schedule.one_stage import FLUSH, GPIPE
-from planner.schedule.registry import SCHEDULES
+from planner.schedule.one_stage import GPIPE
 from planner.schedule.schedule import Schedule
-from planner.solver.choose.baselines import equal_blocks, equal_time, recomputing
+from planner.solver.alternatives.usual_ways import DATA_PARALLEL, Way, usual_ways
+from planner.solver.choose.baselines import equal_time
 from planner.solver.evaluate.evaluation import evaluate
-from planner.solver.find_plan import find_plan, or_interleaved
-from planner.solver.problem.budget import LATER, Budget, Patience
-from planner.solver.problem.problem import Problem
+from planner.solver.problem.budget import Budget, Patience
 from planner.solver.problem.result import Evaluation
-from planner.units import SLACK
+from planner.solver.question import problem_of
 
-ONE_GPU, DATA_PARALLEL = "one GPU", "data parallel"
-EQUAL_STAGES = "equal stages"  # of equally many blocks
-BLOCK_STAGES = (2, 4, 8)  # pipelines of equal blocks, with replicas on the other GPUs, as users of Megatron choose them
-SYNCHRONOUS = "best synchronous plan"
-LEAST_S = 2.0  # that may be spent beside a search, however quick it was
-CHOSEN, SAME_CUT = "chosen plan", "gpipe, same cut"
+CHOSEN = "chosen plan"
+SAME_CUT = "gpipe, same cut"
 # Ways to make batches of samples whose lengths vary, for the same stages.
 ORDERS = {"random": "in random order", "buckets": "in buckets"}
-PADDED, PACKED = "padded to the longest", "packed"
-OWN = (CHOSEN, SAME_CUT, *ORDERS.values(), PADDED, PACKED)  # rows with stages that the planner chose
+PADDED = "padded to the longest"
+PACKED = "packed"
+SAME_STAGES = (CHOSEN, SAME_CUT, *ORDERS.values(), PADDED, PACKED)  # rows with stages that the planner chose
 
 
 class ComparisonRow(OtherWay):
@@ -72,6 +64,8 @@ class Comparison(Shown, Record):
 def compare(profile: Profile, plan: Plan, *, patience: Patience | None = None) -> Comparison:
     """Compare a plan with data parallelism, plain and sharded, hand-made pipelines, and GPipe on the same cut.
 
+    All rows have the plan's samples per update, except under 1f1b, where each row says its own.
+
     Args:
         profile: costs per layer.
         plan: made from this profile; it brings its cluster and schedule.
@@ -87,70 +81,102 @@ def compare(profile: Profile, plan: Plan, *, patience: Patience | None = None) -
         ['chosen plan', 'data parallel']
     """
     given = GivenPlan.of(profile, plan, patience=patience)
-    ways = _ways(given)
-    rows = [_row(given, way) for way in ways]
+    rows = [_row(given, way) for way in _ways(given)]
     parallel = next(row for row in rows if row.name == DATA_PARALLEL)
-    fitting = [row for row in rows if row.name not in OWN and not row.over_memory_bytes]
-    fastest = min(fitting, key=lambda row: row.seconds_per_microbatch, default=None)
-    over = fastest if parallel.over_memory_bytes else parallel
-    for number, row in enumerate(rows):
-        cut = 1 - row.communication_bytes / parallel.communication_bytes if parallel.communication_bytes > 0 else None
-        faster = None
-        if over is not None and not row.over_memory_bytes:
-            faster = over.seconds_per_microbatch / row.seconds_per_microbatch
-        rows[number] = row.model_copy(update={"speedup": faster, "communication_cut": cut})
-    name = None if over is None else over.name
-    return Comparison(model=profile.model, cluster=given.plan.cluster, rows=tuple(rows), over=name)
+    over = _reference(rows, parallel)
+    return Comparison(
+        model=profile.model,
+        cluster=given.plan.cluster,
+        rows=tuple(_related(row, parallel, over) for row in rows),
+        over=None if over is None else over.name,
+    )
 
 
-def _ways(given: GivenPlan) -> "list[Way]":
-    """List the chosen plan, what people use, a pipeline of equal times, and GPipe with the plan's stages."""
-    layer_costs, plan, cluster = given.layer_costs, given.plan, given.plan.cluster
-    options = replace(given.options, schedule=plan.schedule.unchunked)  # the baselines have no chunks
+def _reference(rows: Sequence[ComparisonRow], parallel: ComparisonRow) -> ComparisonRow | None:
+    """Return the row that speed-ups are relative to; None where nothing but the plan fits."""
+    if not parallel.over_memory_bytes:
+        return parallel
+    fitting = [row for row in rows if row.name not in SAME_STAGES and not row.over_memory_bytes]
+    return min(fitting, key=lambda row: row.seconds_per_microbatch, default=None)
+
+
+def _related(row: ComparisonRow, parallel: ComparisonRow, over: ComparisonRow | None) -> ComparisonRow:
+    """Return the row with its speed-up, and with the share of data parallel's bytes that it does not send."""
+    cut = None
+    if parallel.communication_bytes > 0:
+        cut = 1 - row.communication_bytes / parallel.communication_bytes
+    speedup = None
+    if over is not None and not row.over_memory_bytes:
+        speedup = over.seconds_per_microbatch / row.seconds_per_microbatch
+    return row.model_copy(update={"speedup": speedup, "communication_cut": cut})
+
+
+def _ways(given: GivenPlan) -> Iterator[Way]:
+    """Yield the chosen plan, what people use, a pipeline of equal times, and GPipe with the plan's stages."""
+    layer_costs = given.layer_costs
+    cluster = given.plan.cluster
     deadline = given.patience.deadline
-    problem = problem_of(options, layer_costs, cluster, Budget.unlimited(deadline))
-    ways = [
-        Way(CHOSEN, given.problem, Evaluation(given.stages, given.price())),
-        *usual_ways(given.options, layer_costs, cluster, Budget(deadline)),
-        Way("equal time", problem, evaluate(problem, equal_time(layer_costs, cluster.gpus))),
-    ]
-    if plan.schedule is not GPIPE and not plan.schedule.chunked:
-        microbatches = MICROBATCHES_PER_GPU * cluster.gpus
-        drained = replace(options, schedule=GPIPE, microbatches=microbatches, minibatch=None)
-        gpipe = problem_of(drained, layer_costs, cluster, Budget.unlimited(deadline))
-        ways.append(Way(SAME_CUT, gpipe, evaluate(gpipe, given.stages)))
-    return [*ways, *_of_lengths(given)]
+    yield Way(CHOSEN, given.problem, Evaluation(given.stages, given.price()))
+    yield from usual_ways(given.options, layer_costs, cluster, Budget(deadline))
+
+    unchunked = replace(given.options, schedule=given.plan.schedule.unchunked)  # the baselines have no chunks
+    problem = problem_of(unchunked, layer_costs, cluster, Budget.unlimited(deadline))
+    yield Way("equal time", problem, evaluate(problem, equal_time(layer_costs, cluster.gpus)))
+
+    yield from _same_cut(given)
+    yield from _of_lengths(given)
 
 
-def _of_lengths(given: GivenPlan) -> "Iterator[Way]":
-    """Yield the plan's stages with other batches, where lengths vary; packed rows are as long as the longest sample."""
-    profile = given.layer_costs.given
-    if (lengths := profile.lengths) is None:
+def _same_cut(given: GivenPlan) -> Iterator[Way]:
+    """Yield GPipe with the plan's stages, and its minibatch where the plan's schedule divides one."""
+    plan = given.plan
+    if plan.schedule is GPIPE or plan.schedule.chunked:
         return
+    usual = MICROBATCHES_PER_GPU * plan.cluster.gpus
+    drained = replace(
+        given.options,
+        schedule=GPIPE,
+        microbatches=plan.microbatches if plan.schedule.divides else usual,
+        minibatch=None,
+    )
+    budget = Budget.unlimited(given.patience.deadline)
+    problem = problem_of(drained, given.layer_costs, plan.cluster, budget)
+    yield Way(SAME_CUT, problem, evaluate(problem, given.stages))
 
-    def way(name: str, known: Lengths | None, part: float = 1.0) -> Way:
-        costs = layer_costs_on(profile.model_copy(update={"lengths": known}), given.plan.cluster)
-        problem = replace(given.problem, layer_costs=costs)
-        return Way(name, problem, evaluate(problem, given.stages), part)
 
+def _of_lengths(given: GivenPlan) -> Iterator[Way]:
+    """Yield the plan's stages with other batches, where lengths vary; packed rows are as long as the longest sample."""
+    lengths = given.layer_costs.given.lengths
+    if lengths is None:
+        return
     for order, name in ORDERS.items():
         if order != lengths.order:
-            yield way(name, lengths.model_copy(update={"order": order}))
-    yield way(PADDED, None)
+            yield _with_lengths(given, name, lengths.model_copy(update={"order": order}))
+    yield _with_lengths(given, PADDED, None)
+
     means = zip(map(fmean, lengths.samples), lengths.most, strict=True)
-    yield way(PACKED, None, max(mean / most for mean, most in means))
+    packed = _with_lengths(given, PACKED, None)
+    yield replace(packed, part=max(mean / most for mean, most in means))
 
 
-def _row(given: GivenPlan, entry: "Way") -> ComparisonRow:
+def _with_lengths(given: GivenPlan, name: str, lengths: Lengths | None) -> Way:
+    profile = given.layer_costs.given.model_copy(update={"lengths": lengths})
+    problem = replace(given.problem, layer_costs=layer_costs_on(profile, given.plan.cluster))
+    return Way(name, problem, evaluate(problem, given.stages))
+
+
+def _row(given: GivenPlan, way: Way) -> ComparisonRow:
     profile = given.layer_costs.profile
-    size, tokens = profile.microbatch_size, profile.tokens_per_sample
-    price, stages, microbatches = entry.plan.price, entry.plan.stages, entry.problem.microbatches
-    seconds = entry.seconds_per_microbatch
-    sent = entry.part * price.communication_bytes / microbatches
-    workers = entry.plan.gpus // price.chunks  # under interleaved each worker runs several stages
-    busy = entry.part * busy_s(entry.problem.layer_costs, stages, entry.problem.schedule, microbatches)
+    size = profile.microbatch_size
+    tokens = profile.tokens_per_sample
+    price = way.plan.price
+    microbatches = way.problem.microbatches
+    seconds = way.seconds_per_microbatch
+    sent = way.part * price.communication_bytes / microbatches
+    workers = way.plan.gpus // price.chunks  # under interleaved each worker runs several stages
+    busy = way.part * busy_s(way.problem.layer_costs, way.plan.stages, way.problem.schedule, microbatches)
     return ComparisonRow(
-        **dict(described(entry)),
+        **dict(way.described()),
         workers=workers,
         samples_per_s=None if size is None else size / seconds,
         speedup=None,
@@ -160,7 +186,7 @@ def _row(given: GivenPlan, entry: "Way") -> ComparisonRow:
         tokens_per_s=None if size is None or tokens is None else size * tokens / seconds,
         flop_utilisation=None if given.plan.cluster.kinds else utilisation(profile, 1, seconds, workers),
         idle_share=1 - busy / (workers * seconds),
-        simulated=given.simulated if entry.name == CHOSEN else entry.plan.simulated,
+        simulated=given.simulated if way.name == CHOSEN else way.plan.simulated,
     )
 
 
@@ -178,167 +204,3 @@ def busy_s(layer_costs: LayerCosts, stages: Sequence[Candidate], schedule: Sched
         once_s += accumulating * float(work.accumulate_s)
         total += stage.options.tensor * once_s  # all ranks of a group compute
     return total
-
-
-@dataclass(frozen=True)
-class Way:
-    """One way to train: its name, the problem that it solves, and its stages with their price."""
-
-    name: str
-    problem: Problem
-    plan: Evaluation
-    part: float = 1.0  # of a microbatch that takes as many samples as one of the others
-
-    @property
-    def seconds_per_microbatch(self) -> float:
-        """Seconds per microbatch, which all ways have in common."""
-        return self.part * self.plan.seconds / self.problem.microbatches
-
-    @property
-    def over_memory_bytes(self) -> int:
-        """By how many bytes the GPU that needs most exceeds its memory; 0 if all fit."""
-        return self.plan.over_bytes(self.problem.cluster)
-
-
-def usual_ways(options: SolveOptions, layer_costs: LayerCosts, cluster: Cluster, budget: Budget) -> Iterator[Way]:
-    """Yield data parallelism, one GPU, sharded data parallelism, and pipelines of equal blocks under 1F1B with a flush.
-
-    All but the last run under the options' schedule, without chunks. Replicas of the whole model have at least one
-    microbatch each. What does not fit the memory recomputes every block, unless the options forbid it. Where GPUs
-    differ, data parallelism on those of each kind is one more way.
-    """
-    gpus, schedule, fastest = cluster.gpus, options.order.unchunked, fastest_rank(layer_costs, cluster)
-    problem = problem_of(replace(options, schedule=schedule), layer_costs, cluster, budget)
-    alone = Way(ONE_GPU, problem, evaluate(problem, [everything_on(layer_costs, cluster, [fastest])]))
-    if schedule.divides:
-        # With fewer microbatches than GPUs some of the replicas would idle.
-        problem = problem.with_schedule(schedule, max(problem.microbatches, gpus))
-    replicated = everything_on(layer_costs, cluster, range(gpus))
-    parallel = Way(DATA_PARALLEL, problem, evaluate(problem, [replicated]))
-    yield parallel
-    if (lean := _fitting(parallel)) is not parallel:
-        yield lean
-    for kind, ranks in zip(cluster.kinds, cluster.kind_ranks, strict=True):
-        if len(ranks) > 1:
-            plan = evaluate(problem, [everything_on(layer_costs, cluster, ranks)])
-            yield _fitting(Way(f"{DATA_PARALLEL}, {kind.title} only", problem, plan))
-    yield alone
-    if gpus > 1:
-        for level, name in enumerate(("ZeRO-1", "ZeRO-2", "ZeRO-3, FSDP"), start=1):
-            sharded = replace(replicated, options=replace(replicated.options, level=level))
-            if level == 2 and schedule.asynchronous:  # as drained as any replicas of the whole model
-                problem = problem.with_schedule(FLUSH, -(-problem.microbatches // gpus) * gpus)
-            if level == 1 or why_whole(problem.schedule, problem.microbatches, [gpus], [1]) is None:
-                yield _fitting(Way(name, problem, evaluate(problem, [sharded])))
-    many = options.microbatches if schedule.divides else None
-    drained = replace(options, schedule=FLUSH, microbatches=many, depth="published")
-    flushed = problem_of(drained, layer_costs, cluster, budget)
-    for count in sorted({*BLOCK_STAGES, max(2, min(gpus, max(BLOCK_STAGES)))}):  # 3 on 3 GPUs
-        stages = equal_blocks(layer_costs, count)
-        if gpus % count == 0 and len(stages) == count:
-            stages = [replace(stage, options=replace(stage.options, replicas=gpus // count)) for stage in stages]
-            yield _fitting(Way(f"{count} {EQUAL_STAGES}", flushed, evaluate(flushed, stages)))
-
-
-def _fitting(way: Way) -> Way:
-    """Return the way as it is, or with every block recomputing where it does not fit otherwise."""
-    if not way.over_memory_bytes or way.problem.rules.recompute == "never":
-        return way
-    stages = recomputing(way.problem.layer_costs, way.plan.stages)
-    return Way(f"{way.name}, recomputing", way.problem, evaluate(way.problem, stages))
-
-
-def with_baselines(profile: Profile, plan: Plan, patience: Patience) -> Plan:
-    """Return the plan with the ways that people use without a planner, priced on its cluster under its schedule.
-
-    When the time is over, or after `LEAST_S`, what is left is priced by the cost model alone.
-    """
-    budget = Budget(patience.at_most(LEAST_S).deadline)
-    try:
-        ways = tuple(usual_ways(options_of(plan), layer_costs_on(profile, plan.cluster), plan.cluster, budget))
-    except PlannerError as error:
-        return plan.noting(f"the baselines were not priced: {error.message}")
-    return plan.model_copy(update={"baselines": tuple(map(described, ways))})
-
-
-def under_every_schedule(profile: Profile, cluster: Cluster, options: SolveOptions, patience: Patience) -> Plan:
-    """Return the fastest plan under any schedule, with the best ones under all others, or notes why there is none.
-
-    A plan whose gradients are late is the answer only where `max_staleness` allows for it; it is named all the same.
-    Raise InfeasibleError if no schedule has a plan that may be the answer.
-    """
-    found, obstacles = list[Plan](), dict[Schedule, PlannerError]()
-    for number, schedule in enumerate(SCHEDULES):
-        if patience.progress is not None:
-            patience.progress.step = str(schedule)
-        own = replace(options, schedule=schedule, microbatches=options.microbatches if schedule.divides else None)
-        try:
-            found.append(find_plan(profile, cluster, own, patience.part(1 / (len(SCHEDULES) - number))))
-        except PlannerError as error:
-            obstacles[schedule] = error
-    allowed = [plan for plan in found if options.max_staleness is not None or not plan.schedule.asynchronous]
-    if not allowed:
-        raise obstacles[FLUSH]
-    best = min(allowed, key=lambda plan: plan.predicted.seconds_per_minibatch / plan.microbatches)
-    for schedule, obstacle in obstacles.items():
-        best = best.noting(f"there is no plan under {schedule}: {obstacle.message}")
-    return best.model_copy(update={"schedules": tuple(described_plan(str(plan.schedule), plan) for plan in found)})
-
-
-def with_synchronous(
-    profile: Profile, plan: Plan, options: SolveOptions, patience: Patience, *, asked: bool = True
-) -> Plan:
-    """Return an asynchronous plan with the best one found under 1F1B with a flush; others as they are.
-
-    Late gradients have to earn something: where the schedule was not `asked` for, and the plan is not `LATER` times as
-    fast as the other, whose gradients are never late, the other is the answer. The search for it takes no longer than
-    that for the plan, from `options`, or `LEAST_S`.
-    """
-    if not plan.schedule.asynchronous:
-        return plan
-    drained = replace(options, schedule=FLUSH, microbatches=None, max_staleness=None)
-    try:
-        found = find_plan(profile, plan.cluster, drained, patience.at_most(max(LEAST_S, plan.solver.seconds)))
-        found = or_interleaved(profile, found, drained, patience.at_most(LEAST_S))
-    except PlannerError as error:
-        return plan.noting(f"there is no synchronous plan to compare it with: {error.message}")
-    speed = plan.predicted.seconds_per_minibatch / plan.microbatches
-    speed /= found.predicted.seconds_per_minibatch / found.microbatches
-    # Where replicas divide weights to save recomputation, that is what they would do under the other schedule, too.
-    worth = LATER if plan.staleness else (1 - SLACK) * (found.stages[0].level > 1)
-    if not asked and speed * worth >= 1:
-        late = f", whose gradients are up to {plan.staleness} updates late" if plan.staleness else ""
-        times = "" if abs(speed - 1) < 0.005 else f"{speed:.2f} times "
-        return found.noting(
-            f"this plan under {found.schedule} is {times}as fast as the best under {plan.schedule}, "
-            f"{short_config(plan.config)}{late}; for that one, solve with `schedule={plan.schedule}`"
-        )
-    return plan.model_copy(update={"synchronous": described_plan(SYNCHRONOUS, found)})
-
-
-def described_plan(name: str, plan: Plan) -> OtherWay:
-    """Describe a whole plan as another way to train."""
-    stages = range(len(plan.stages))
-    return OtherWay(
-        name=name,
-        config=plan.config,
-        schedule=plan.schedule,
-        microbatches=plan.microbatches,
-        seconds_per_microbatch=plan.predicted.seconds_per_minibatch / plan.microbatches,
-        memory_bytes=max(map(plan.memory_bytes, stages)),
-        over_memory_bytes=max(map(plan.lacking_bytes, stages)),
-        staleness=plan.staleness,
-    )
-
-
-def described(way: Way) -> OtherWay:
-    return OtherWay(
-        name=way.name,
-        config=way.plan.config,
-        schedule=way.problem.schedule,
-        microbatches=way.problem.microbatches,
-        seconds_per_microbatch=way.seconds_per_microbatch,
-        memory_bytes=max(way.plan.price.gpu_bytes),
-        over_memory_bytes=way.over_memory_bytes,
-        staleness=max(map(way.problem.schedule.staleness, way.plan.price.in_flight)),
-    )

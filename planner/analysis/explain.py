@@ -19,6 +19,13 @@ from planner.solver.problem.budget import Patience
 
 MORE_BANDWIDTH = 1.1
 MORE_MEMORY = 1.5
+RATES = (
+    "bandwidth_bytes_per_s",
+    "all_reduce_bandwidth_bytes_per_s",
+    "sum_bandwidth_bytes_per_s",
+    "gather_bandwidth_bytes_per_s",
+    "scatter_bandwidth_bytes_per_s",
+)
 _SAME = 1e-6  # relative difference of times that counts as none
 
 
@@ -50,6 +57,8 @@ class Explanation(Shown, Record):
     config: str
     cluster: Cluster
     seconds_per_minibatch: float
+    samples_per_update: tuple[int, int]  # as a plan has it
+    microbatch_size: int | None
     bottleneck: Bottleneck
     waiting_s: float
     uses: tuple[ResourceUse, ...]
@@ -88,6 +97,8 @@ def explain(profile: Profile, plan: Plan, *, patience: Patience | None = None) -
         config=plan.config,
         cluster=plan.cluster,
         seconds_per_minibatch=given.seconds,
+        samples_per_update=plan.samples_per_update,
+        microbatch_size=plan.microbatch_size,
         bottleneck=bottleneck,
         # Synchronous schedules idle in their bubble anyway, so the difference would not be waiting.
         waiting_s=max(0.0, given.seconds - bottleneck.busy_s) if plan.schedule.asynchronous else 0.0,
@@ -119,30 +130,35 @@ def _priced_uses(given: GivenPlan) -> Iterator[ResourceUse]:
 
 def _what_if(given: GivenPlan) -> tuple[Alternative, ...]:
     """Solve again with the same options on slightly larger clusters, and where links limit, with smaller messages."""
-    cluster = given.plan.cluster
-    wider = tuple(_at_bandwidth(level, level.bandwidth_bytes_per_s * MORE_BANDWIDTH) for level in cluster.levels)
-    clusters = [
-        (f"{MORE_BANDWIDTH - 1:.0%} more bandwidth", cluster.model_copy(update={"levels": wider})),
-        *_one_more(cluster),
-    ]
-    if cluster.has_memory_limit:
-        more = cluster.with_memory(lambda memory_bytes: int(memory_bytes * MORE_MEMORY))
-        clusters.append((f"{MORE_MEMORY - 1:.0%} more memory", more))
-    if given.plan.predicted.bottleneck.resource != "compute":
-        names = [name for name in CODECS if name not in ("none", cluster.compress)]
-        clusters += [(f"activations sent as {each}", cluster.model_copy(update={"compress": each})) for each in names]
+    clusters = list(_clusters_beside(given.plan))
     return tuple(
-        _resolved(given.within(1 / (len(clusters) - number)), what, larger)
-        for number, (what, larger) in enumerate(clusters)
+        _resolved(given.within(1 / (len(clusters) - number)), what, cluster)
+        for number, (what, cluster) in enumerate(clusters)
     )
 
 
-def _at_bandwidth(level: Level, bandwidth_bytes_per_s: float) -> Level:
-    """Return the level with another bandwidth; those measured of all-reduces keep their ratios to it."""
-    factor = bandwidth_bytes_per_s / level.bandwidth_bytes_per_s
-    names = (f"{what}_bandwidth_bytes_per_s" for what in ("all_reduce", "sum", "gather", "scatter"))
-    scaled = {name: rate * factor for name in names if (rate := getattr(level, name)) is not None}
-    return level.model_copy(update={"bandwidth_bytes_per_s": bandwidth_bytes_per_s, **scaled})
+def _clusters_beside(plan: Plan) -> Iterator[tuple[str, Cluster]]:
+    cluster = plan.cluster
+    wider = tuple(map(_with_more_bandwidth, cluster.levels))
+    yield f"{MORE_BANDWIDTH - 1:.0%} more bandwidth", cluster.model_copy(update={"levels": wider})
+    yield from _one_more(cluster)
+    if cluster.has_memory_limit:
+        more = cluster.with_memory(lambda memory_bytes: int(memory_bytes * MORE_MEMORY))
+        yield f"{MORE_MEMORY - 1:.0%} more memory", more
+    if plan.predicted.bottleneck.resource != "compute":
+        for name in CODECS:
+            if name not in ("none", cluster.compress):
+                yield f"activations sent as {name}", cluster.model_copy(update={"compress": name})
+
+
+def _with_more_bandwidth(level: Level) -> Level:
+    """Return the level with more bandwidth, also of what was measured of all-reduces and the like."""
+    changes = {}
+    for name in RATES:
+        rate = getattr(level, name)
+        if rate is not None:
+            changes[name] = rate * MORE_BANDWIDTH
+    return level.model_copy(update=changes)
 
 
 def _one_more(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
@@ -160,15 +176,30 @@ def _one_more(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
 
 
 def _resolved(given: GivenPlan, what: str, cluster: Cluster) -> Alternative:
+    """Return the fastest plan for another cluster, or the given plan, which runs there, too."""
     try:
         plan = find_plan(given.layer_costs.given, cluster, given.options, given.patience)
     except InfeasibleError:
         return Alternative(what=what, config=None, seconds_per_minibatch=None, gain=None)
-    config, seconds = plan.config, plan.predicted.seconds_per_minibatch
-    if (plan.predicted.by == "simulation") != given.simulated:  # then both by the cost model, which all have
-        known = given.plan.solver.cost_model_s or given.seconds
-        seconds = (plan.solver.cost_model_s or seconds) / known * given.seconds
-    if seconds > given.seconds:  # the given plan runs there, too
-        config, seconds = given.plan.config, given.seconds
+
+    config = plan.config
+    seconds = _comparable_s(plan, given)
+    if seconds > given.seconds:
+        config = given.plan.config
+        seconds = given.seconds
     gain = given.seconds / seconds - 1
-    return Alternative(what=what, config=config, seconds_per_minibatch=seconds, gain=0.0 if abs(gain) < _SAME else gain)
+    return Alternative(
+        what=what,
+        config=config,
+        seconds_per_minibatch=seconds,
+        gain=0.0 if abs(gain) < _SAME else gain,
+    )
+
+
+def _comparable_s(plan: Plan, given: GivenPlan) -> float:
+    """Return a plan's seconds; by the cost model, which all plans have, where only one of the two is simulated."""
+    seconds = plan.predicted.seconds_per_minibatch
+    if (plan.predicted.by == "simulation") == given.simulated:
+        return seconds
+    given_s = given.plan.solver.cost_model_s or given.seconds
+    return (plan.solver.cost_model_s or seconds) / given_s * given.seconds

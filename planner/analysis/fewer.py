@@ -1,19 +1,13 @@
-"""Plans in hand: beside a plan, those for the numbers of GPUs that are left when hosts are lost."""
+"""What the loss of a host costs, for a plan with those for the GPUs that are left."""
 
 import math
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from planner.errors import ClusterError, PlannerError
-from planner.formats.cluster import Cluster
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import Stage
-from planner.formats.profile import Profile
-from planner.options.solving import SolveOptions
 from planner.options.training import ElasticOptions
-from planner.solver.find_plan import find_plan
-from planner.solver.problem.budget import Patience
 
 COPY_EVERY = ElasticOptions().copy_every  # minibatches
 _COPIES = 2  # that a host holds: a whole one, and the next one while it is made
@@ -31,81 +25,85 @@ class LossCost:
     restore_s: float
 
 
-def fewer_hosts(cluster: Cluster, most: int) -> Iterator[Cluster]:
-    """Yield the cluster without one host, without two, up to `most`; GPUs that are all joined alike are a host each.
-
-    Raise ClusterError where that depends on which host is lost, or where none would be left.
-    """
-    joined = cluster.joined
-    if cluster.kinds or len(joined) > 2:
-        what = "of several kinds" if cluster.kinds else f"on {len(joined)} levels"
-        hint = "solve for what is left without `survive`, for each host that may be lost"
-        raise ClusterError(f"which GPUs {what} are left depends on which host is lost", hint=hint)
-    hosts = joined[-1].size
-    if most >= hosts:
-        raise ClusterError(f"of {hosts} hosts not {most} can be lost", hint=f"give `survive={hosts - 1}` or fewer")
-    for left in range(hosts - 1, hosts - most - 1, -1):
-        outer = joined[-1].model_copy(update={"size": left})
-        yield cluster.model_copy(update={"levels": (*joined[:-1], outer)})
-
-
-def with_fewer_hosts(profile: Profile, plan: Plan, options: SolveOptions, patience: Patience) -> Plan:
-    """Return the plan with the fastest plans for up to `options.survive` hosts fewer, or a note why there is none.
-
-    They train the same minibatches under the same schedule, so that a run can go on with any of them.
-    """
-    wanted, smaller = list(fewer_hosts(plan.cluster, options.survive)), list[Plan]()
-    options = replace(options, schedule=plan.schedule, microbatches=plan.microbatches, minibatch=None, survive=0)
-    for number, cluster in enumerate(wanted):
-        try:
-            found = find_plan(profile, cluster, options, patience.part(1 / (len(wanted) - number)))
-        except PlannerError as error:  # no plan fits, or none takes so many microbatches
-            # Still fewer GPUs have less memory in all.
-            plan = plan.noting(f"The loss of {number + 1} hosts cannot be survived: {error.message}.")
-            break
-        smaller.append(found)
-    return plan.model_copy(update={"smaller": tuple(smaller)})
-
-
 def cost_of_loss(plan: Plan) -> LossCost:
-    """Price copies and the loss of one host, for a plan with a smaller one: bytes over the hosts' links.
-
-    As `planner.executor.checkpoint.copies` has it: a replica on each host writes the state of its stage, or only the
-    first one and sends it to the next host, where ranks divide the state, the stage has buffers, or it is on one host.
-    """
+    """Price copies and the loss of one host, for a plan with a smaller one: bytes over the hosts' links."""
     outer = plan.cluster.joined[-1]
-    per_host, rate = plan.cluster.gpus // outer.size, outer.bandwidth_bytes_per_s
+    rate = outer.bandwidth_bytes_per_s
+    copies = _copies(plan, plan.cluster.gpus // outer.size)
+    wanted = _wanted_stages(plan, plan.smaller[0], copies.per_host)
+
+    every = -(-outer.size // _TRIED)
+    moved = [_moved_bytes(copies, wanted, lost) for lost in range(0, outer.size, every)]
+    memory_bytes = _COPIES * max(copies.held_bytes().values())
+    if math.inf in moved:
+        return LossCost(memory_bytes, 0.0, math.inf)
+    copy_s = max(copies.sent_bytes.values(), default=0) / rate
+    return LossCost(memory_bytes, copy_s, max(moved) / rate)
+
+
+@dataclass(frozen=True)
+class _Copies:
+    """Which hosts hold the state of each stage, as `planner.executor.checkpoint.copies` has it.
+
+    A replica on each host writes the state of its stage, or only the first one and sends it to the next host, where
+    ranks divide the state, the stage has buffers, or it is on one host.
+    """
+
+    per_host: int  # GPUs
+    state_bytes: tuple[int, ...]  # of each stage
+    holders: tuple[frozenset[int], ...]  # of each stage
+    sent_bytes: Counter[int]  # by each host, for one copy
+
+    def held_bytes(self) -> Counter[int]:
+        """Return what each host holds for one copy of all its stages."""
+        held = Counter[int]()
+        for size, hosts in zip(self.state_bytes, self.holders, strict=True):
+            held.update(dict.fromkeys(hosts, size))
+        return held
+
+
+def _copies(plan: Plan, per_host: int) -> _Copies:
     used = sorted({rank // per_host for stage in plan.stages for rank in stage.ranks})
-    after = dict(zip(used, [*used[1:], *used[:1]], strict=True))
-    state = [_state_bytes(plan, stage) for stage in plan.stages]
-    held, sent, holders = Counter[int](), Counter[int](), list[set[int]]()
-    for stage, size in zip(plan.stages, state, strict=True):
-        hosts, first = {rank // per_host for rank in stage.ranks}, stage.ranks[0] // per_host
+    next_host = dict(zip(used, [*used[1:], *used[:1]], strict=True))
+    state_bytes = tuple(_state_bytes(plan, stage) for stage in plan.stages)
+
+    holders = list[frozenset[int]]()
+    sent_bytes = Counter[int]()
+    for stage, size in zip(plan.stages, state_bytes, strict=True):
+        hosts = frozenset(rank // per_host for rank in stage.ranks)
         if len(hosts) == 1 or stage.tensor > 1 or stage.sharded or stage.memory.buffers_bytes:
-            hosts = {first, after[first]}
-            sent[first] += size * (len(hosts) - 1)
+            first = stage.ranks[0] // per_host
+            hosts = frozenset({first, next_host[first]})
+            sent_bytes[first] += size * (len(hosts) - 1)
         holders.append(hosts)
-        held.update(dict.fromkeys(hosts, size))
-    left = plan.smaller[0]
+    return _Copies(per_host, state_bytes, tuple(holders), sent_bytes)
+
+
+def _wanted_stages(plan: Plan, smaller: Plan, per_host: int) -> list[tuple[int, set[int]]]:
+    """Return for each host of the smaller plan, in order, the stages of this one whose state it needs."""
     stage_of = {layer: number for number, stage in enumerate(plan.stages) for layer in stage.layers}
-    wanted: dict[int, set[int]] = {}  # stages of this plan whose state a host of the smaller one needs
-    for stage in left.stages:
+    wanted: dict[int, set[int]] = {}
+    for stage in smaller.stages:
+        needed = {stage_of[layer] for layer in stage.layers}
         for rank in stage.ranks:
-            wanted.setdefault(rank // per_host, set()).update(stage_of[layer] for layer in stage.layers)
-    moved = [0]
-    for lost in range(0, outer.size, -(-outer.size // _TRIED)):
-        passing = Counter[tuple[str, int]]()
-        for turn, (place, stages) in enumerate(sorted(wanted.items())):
-            host = place + (place >= lost)
-            for number in stages:
-                having = sorted(each for each in holders[number] if each != lost)
-                if not having:  # all of the plan is on one host
-                    return LossCost(_COPIES * max(held.values()), 0.0, math.inf)
-                if host not in having:
-                    passing["receives", host] += state[number]
-                    passing["sends", having[turn % len(having)]] += state[number]
-        moved += passing.values()
-    return LossCost(_COPIES * max(held.values()), max(sent.values(), default=0) / rate, max(moved) / rate)
+            wanted.setdefault(rank // per_host, set()).update(needed)
+    return sorted(wanted.items())
+
+
+def _moved_bytes(copies: _Copies, wanted: Sequence[tuple[int, set[int]]], lost: int) -> float:
+    """Return the bytes over the busiest link until each host has its stages; infinity where nobody has one of them."""
+    passing = Counter[tuple[str, int]]()
+    for turn, (place, stages) in enumerate(wanted):
+        host = place + (place >= lost)
+        for number in stages:
+            having = sorted(copies.holders[number] - {lost})
+            if not having:  # all of the plan is on one host
+                return math.inf
+            if host not in having:
+                sender = having[turn % len(having)]
+                passing["receives", host] += copies.state_bytes[number]
+                passing["sends", sender] += copies.state_bytes[number]
+    return max(passing.values(), default=0)
 
 
 def _state_bytes(plan: Plan, stage: Stage) -> int:
@@ -118,9 +116,11 @@ def _state_bytes(plan: Plan, stage: Stage) -> int:
 
 def shares_left(plan: Plan) -> str | None:
     """Say what each loss costs: "7 of 8 GPUs: 88% of the speed, 6: 71%"; None for a plan without smaller ones."""
-    parts = []
-    for number, left in enumerate(plan.smaller):
+    parts = list[str]()
+    for left in plan.smaller:
         share = plan.predicted.seconds_per_minibatch / left.predicted.seconds_per_minibatch
-        gpus, of_speed = (f" of {plan.cluster.gpus} GPUs", " of the speed") if number == 0 else ("", "")
-        parts.append(f"{left.cluster.gpus}{gpus}: {share:.0%}{of_speed} ({left.config})")
+        if parts:
+            parts.append(f"{left.cluster.gpus}: {share:.0%} ({left.config})")
+        else:
+            parts.append(f"{left.cluster.gpus} of {plan.cluster.gpus} GPUs: {share:.0%} of the speed ({left.config})")
     return ", ".join(parts) or None

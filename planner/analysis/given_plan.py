@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import accumulate, pairwise, zip_longest
 
 from planner.cost.candidate import Candidate, Groups, StageOptions, whole_stage
@@ -29,18 +28,10 @@ from planner.schedule.schedule import gpus_after
 from planner.solver.assemble import GIVEN, complete
 from planner.solver.choose.baselines import equal_counts, legal_ends
 from planner.solver.evaluate.evaluation import evaluate
-from planner.solver.find_plan import setting_of
 from planner.solver.problem.budget import Budget, Patience
 from planner.solver.problem.problem import Problem
+from planner.solver.question import options_of, problem_of, setting_of
 from planner.units import counted, format_bytes, format_memory
-
-
-def problem_of(
-    options: SolveOptions, layer_costs: LayerCosts, cluster: Cluster, budget: Budget | None = None
-) -> Problem:
-    """Return the problem of pricing plans on this cluster."""
-    setting = setting_of(options, layer_costs.profile, cluster)
-    return Problem(layer_costs, setting, options.rules, options.depth, budget=budget or Budget.unlimited())
 
 
 def priced_plan(options: SolveOptions, layer_costs: LayerCosts, cluster: Cluster, stages: Sequence[Candidate]) -> Plan:
@@ -50,16 +41,26 @@ def priced_plan(options: SolveOptions, layer_costs: LayerCosts, cluster: Cluster
     """
     needed = sum(stage.options.gpus for stage in stages) // options.chunks_per_gpu
     if needed > cluster.gpus:
-        message = f"the stages need {counted(needed, 'GPU')}, and the cluster has {cluster.gpus}"
-        raise InputError(message, hint=f"give `gpus={needed}` or more")
-    if any(stage.options.level > 1 for stage in stages):
-        counts, setting = [stage.replicas for stage in stages], setting_of(options, layer_costs.profile, cluster)
-        degrees = [stage.options.tensor for stage in stages]
-        if whole := why_whole(setting.schedule, setting.microbatches, counts, degrees):
-            raise InputError(whole[0], hint=whole[1])
+        raise InputError(
+            f"the stages need {counted(needed, 'GPU')}, and the cluster has {cluster.gpus}",
+            hint=f"give `gpus={needed}` or more",
+        )
     # A plan that does not fit has a price, too.
     problem = problem_of(options, layer_costs, cluster.with_memory(lambda _: None))
+    _check_whole(problem, stages)
     return complete(problem, evaluate(problem, stages), GIVEN).model_copy(update={"cluster": cluster})
+
+
+def _check_whole(problem: Problem, stages: Sequence[Candidate]) -> None:
+    """Raise InputError where replicas would divide gradients or weights that they cannot divide."""
+    if all(stage.options.level <= 1 for stage in stages):
+        return
+    replicas = [stage.replicas for stage in stages]
+    degrees = [stage.options.tensor for stage in stages]
+    obstacle = why_whole(problem.schedule, problem.microbatches, replicas, degrees)
+    if obstacle is not None:
+        why, hint = obstacle
+        raise InputError(why, hint=hint)
 
 
 @dataclass(frozen=True)
@@ -79,23 +80,21 @@ class GivenPlan:
         """Prepare `plan`, with the options that it records by default; raise PlanError if its profile is another."""
         layer_costs = layer_costs_on(profile, plan.cluster)
         if plan.profile_digest != profile.digest:
-            message = f"the plan was made from another profile of '{plan.model}' than this one of '{profile.model}'"
-            raise PlanError(message, hint="give the plan's own `profile`, or solve again")
+            raise PlanError(
+                f"the plan was made from another profile of '{plan.model}' than this one of '{profile.model}'",
+                hint="give the plan's own `profile`, or solve again",
+            )
         check_same_model(plan, list(layer_costs.position), profile.edges)
-        in_order = dict.fromkeys(rank for stage in plan.stages for rank in stage.ranks)
-        as_usual = list(in_order) == list(range(plan.workers))
-        before: frozenset[int] = frozenset()
-        stages = []
-        for stage, own in zip(plan.stages, of_groups(plan).stages, strict=True):
-            layers = frozenset(layer_costs.position[name] for name in stage.layers)
-            groups = (frozenset(layer_costs.position[name] for name in names) for names in stage.recompute_groups)
-            how = StageOptions(stage.replicas, stage.level, tuple(groups), tensor=stage.tensor)
-            stages.append(Candidate(before, layers, how, () if as_usual else own.ranks))
-            before |= layers
-        placed = with_kinds(layer_costs, stages, setting_of(options_of(plan), profile, plan.cluster))
-        options = options or options_of(plan)
+
+        recorded = options_of(plan)
+        stages = with_kinds(
+            layer_costs,
+            _stages_of(plan, layer_costs),
+            setting_of(recorded, profile, plan.cluster),
+        )
+        options = options or recorded
         patience = patience or Patience.of(options.time_limit_s, options.progress)
-        return cls(layer_costs, plan, options, placed, patience)
+        return cls(layer_costs, plan, options, stages, patience)
 
     @property
     def seconds(self) -> float:
@@ -134,34 +133,67 @@ class GivenPlan:
         return busy_resources(within.layer_costs, groups, within.setting)
 
 
-def options_of(plan: Plan) -> SolveOptions:
-    """Return the options that `plan` was solved with, as far as it records them."""
-    return SolveOptions(
-        schedule=plan.schedule,
-        microbatches=plan.microbatches,
-        depth=plan.solver.depth,
-        tensor=sorted({1, *plan.degrees}),
-        chunks=plan.chunks,
-    )
+def _stages_of(plan: Plan, layer_costs: LayerCosts) -> list[Candidate]:
+    """Return the stages of a plan as candidates, with ranks where these are not consecutive."""
+    ranks = list(dict.fromkeys(rank for stage in plan.stages for rank in stage.ranks))
+    consecutive = ranks == list(range(plan.workers))
+    before: frozenset[int] = frozenset()
+    stages = []
+    for stage, in_groups in zip(plan.stages, of_groups(plan).stages, strict=True):
+        layers = _positions(layer_costs, stage.layers)
+        options = StageOptions(
+            stage.replicas,
+            stage.level,
+            tuple(_positions(layer_costs, names) for names in stage.recompute_groups),
+            tensor=stage.tensor,
+        )
+        stages.append(Candidate(before, layers, options, () if consecutive else in_groups.ranks))
+        before |= layers
+    return stages
+
+
+def _positions(layer_costs: LayerCosts, names: Iterable[str]) -> frozenset[int]:
+    return frozenset(layer_costs.position[name] for name in names)
 
 
 def price(profile: Profile, cluster: Cluster, own: OwnPlan) -> Plan:
     """Return the plan of a configuration, priced and simulated: `planner.price` says how."""
     cluster = cluster_for(profile, cluster)
+    options = SolveOptions(
+        schedule=own.schedule,
+        microbatches=own.microbatches,
+        depth="published",
+        chunks=own.chunks,
+    )
+    _check_chunks(own, options.chunks_per_gpu)
+    _check_versions(own, options.microbatches_on(cluster, profile))
     layer_costs = layer_costs_on(profile, cluster)
-    options = SolveOptions(schedule=own.schedule, microbatches=own.microbatches, depth="published", chunks=own.chunks)
-    chunks = options.chunks_per_gpu
-    if len(own.stages) % chunks:
-        message = f"{len(own.stages)} stages are not a multiple of {chunks} chunks per GPU under {own.schedule}"
-        raise InputError(message, hint="give as many stages as GPUs in a pipeline, times the chunks")
-    if chunks > 1 and len({stage.replicas for stage in own.stages}) > 1:
-        message = f"under {own.schedule} all stages have the same number of replicas"
-        raise InputError(message, hint="give `replicas` once for all")
-    microbatches, replicas = options.microbatches_on(cluster, profile), [each.replicas for each in own.stages]
-    if not own.schedule.chunked:  # whose depths are those of whole workers
-        depths = map(partial(own.schedule.in_flight, microbatches=microbatches), replicas, gpus_after(replicas))
-        check_versions(own.schedule, microbatches, replicas, list(depths))
     return priced_plan(options, layer_costs, cluster, _candidates(layer_costs, own.stages))
+
+
+def _check_chunks(own: OwnPlan, chunks: int) -> None:
+    if len(own.stages) % chunks:
+        raise InputError(
+            f"{len(own.stages)} stages are not a multiple of {chunks} chunks per GPU under {own.schedule}",
+            hint="give as many stages as GPUs in a pipeline, times the chunks",
+        )
+    if chunks > 1 and len({stage.replicas for stage in own.stages}) > 1:
+        raise InputError(
+            f"under {own.schedule} all stages have the same number of replicas",
+            hint="give `replicas` once for all",
+        )
+
+
+def _check_versions(own: OwnPlan, microbatches: int) -> None:
+    """Check that the schedule's weight versions suffice; chunked schedules have the depths of whole workers."""
+    if own.schedule.chunked:
+        return
+    replicas = [stage.replicas for stage in own.stages]
+    depths = [
+        own.schedule.in_flight(count, after, microbatches)
+        for count, after in zip(replicas, gpus_after(replicas), strict=True)
+    ]
+    check_versions(own.schedule, microbatches, replicas, depths)
 
 
 def equal_stages(profile: Profile, count: int) -> list[OwnStage]:
@@ -195,45 +227,63 @@ def stages_ending_at(profile: Profile, names: Iterable[str]) -> list[OwnStage]:
 
 def missing_memory(plan: Plan) -> str | None:
     """Return which stage needs more memory than its GPUs have, and how much; None if all fit."""
-    over = [plan.lacking_bytes(number) for number in range(len(plan.stages))]
-    worst = max(range(len(over)), key=over.__getitem__)
-    if not over[worst]:
+    worst = max(range(len(plan.stages)), key=plan.lacking_bytes)
+    lacking_bytes = plan.lacking_bytes(worst)
+    if not lacking_bytes:
         return None
-    needed = plan.memory_bytes(worst)
-    more = f"{format_bytes(over[worst])} more than {format_memory(needed - over[worst])}"
-    return f"the plan does not fit: stage {worst} needs {format_bytes(needed)} per GPU, {more}"
+    needed_bytes = plan.memory_bytes(worst)
+    limit = format_memory(needed_bytes - lacking_bytes)
+    more = f"{format_bytes(lacking_bytes)} more than {limit}"
+    return f"the plan does not fit: stage {worst} needs {format_bytes(needed_bytes)} per GPU, {more}"
 
 
 def _candidates(layer_costs: LayerCosts, stages: Sequence[OwnStage]) -> list[Candidate]:
     profile = layer_costs.profile
+    legal_cuts = set(legal_ends(layer_costs))
+    candidates = []
+    for stage, layers in zip(stages, _layers_of(profile, stages), strict=True):
+        if layers.stop not in legal_cuts:
+            raise InputError(
+                f"no stage can end after layer '{profile.layers[layers.stop - 1].name}'",
+                hint="the profile keeps it in one stage with the next layer",
+            )
+        again = _recomputing(layer_costs, layers, stage.recompute)
+        options = StageOptions(stage.replicas, stage.level, again, tensor=stage.tensor)
+        candidates.append(Candidate(frozenset(range(layers.start)), frozenset(layers), options))
+    return candidates
+
+
+def _layers_of(profile: Profile, stages: Sequence[OwnStage]) -> list[range]:
+    """Return the layers of each stage, which are described by numbers of blocks, or by names."""
     by_blocks = stages[0].blocks is not None
     if any((stage.blocks is not None) != by_blocks for stage in stages):
-        message = "some stages are described by blocks and some by layers"
-        raise InputError(message, hint="describe all stages in the same way")
-    counts = [stage.blocks or len(stage.layers) for stage in stages]
-    blocks = _blocks(profile) if by_blocks else [range(number, number + 1) for number in range(len(profile.layers))]
-    named = [name for stage in stages for name in stage.layers]
-    for name, known in zip_longest(named, layer_costs.position):
-        if not by_blocks and name != known:
+        raise InputError(
+            "some stages are described by blocks and some by layers",
+            hint="describe all stages in the same way",
+        )
+    if by_blocks:
+        return _layers_by_blocks(profile, [stage.blocks or 0 for stage in stages])
+
+    names = [name for stage in stages for name in stage.layers]
+    for name, known in zip_longest(names, (layer.name for layer in profile.layers)):
+        if name != known:
             raise InputError(
                 f"the stages have the layer '{name}' where the profile of '{profile.model}' has '{known}'",
                 hint="list all layers, each once, in the profile's order",
             )
+    ends = accumulate((len(stage.layers) for stage in stages), initial=0)
+    return [range(start, end) for start, end in pairwise(ends)]
+
+
+def _layers_by_blocks(profile: Profile, counts: Sequence[int]) -> list[range]:
+    blocks = _blocks(profile)
     if sum(counts) != len(blocks):
-        message = f"the stages have {sum(counts)} blocks, and '{profile.model}' has {len(blocks)}"
-        raise InputError(message, hint=f"give numbers of blocks that add up to {len(blocks)}")
-    ends = [0, *(blocks[count - 1].stop for count in accumulate(counts))]
-    groups = [range(start, end) for start, end in pairwise(ends)]
-    legal = set(legal_ends(layer_costs))
-    found = []
-    for stage, layers in zip(stages, groups, strict=True):
-        if layers.stop not in legal:
-            message = f"no stage can end after layer '{profile.layers[layers.stop - 1].name}'"
-            raise InputError(message, hint="the profile keeps it in one stage with the next layer")
-        again = _recomputing(layer_costs, layers, stage.recompute)
-        options = StageOptions(stage.replicas, stage.level, again, tensor=stage.tensor)
-        found.append(Candidate(frozenset(range(layers.start)), frozenset(layers), options))
-    return found
+        raise InputError(
+            f"the stages have {sum(counts)} blocks, and '{profile.model}' has {len(blocks)}",
+            hint=f"give numbers of blocks that add up to {len(blocks)}",
+        )
+    ends = [0, *(blocks[taken - 1].stop for taken in accumulate(counts))]
+    return [range(start, end) for start, end in pairwise(ends)]
 
 
 def _recomputing(layer_costs: LayerCosts, layers: range, recompute: bool | int) -> Groups:

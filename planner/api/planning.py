@@ -4,9 +4,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from planner.analysis.compare import compare, under_every_schedule, with_baselines, with_synchronous
+from planner.analysis.compare import compare
 from planner.analysis.explain import explain
-from planner.analysis.fewer import with_fewer_hosts
 from planner.analysis.given_plan import equal_stages, stages_ending_at
 from planner.analysis.given_plan import price as priced
 from planner.arguments import checked
@@ -28,15 +27,15 @@ from planner.reporting.page.page import report_page
 from planner.reporting.tables.plan import plan_report
 from planner.reporting.tables.profile import profile_report
 from planner.reporting.trace import load_run
-from planner.schedule.registry import AUTO, find
+from planner.schedule.registry import find
 from planner.simulator.simulate_plan import simulate, simulate_recorded
-from planner.solver.find_plan import find_plan
+from planner.solver import solve as solving
+from planner.solver.alternatives.table import with_baselines
 from planner.solver.problem.budget import Patience
 
-# Shares of the time left: of `solve` for the search, and then for the best synchronous plan; the rest is for what
-# people use. Of a report for the comparison, and then for the explanation.
-SEARCHING, BESIDE = 0.9, 0.7
-COMPARING, EXPLAINING = 0.3, 0.4
+# Shares of the time of a report, for the comparison, and then for the explanation.
+COMPARING = 0.3
+EXPLAINING = 0.4
 PLAN, PROFILE = Path("plan.json"), Path("profile.json")  # what one verb writes, the next one reads
 # 4: as many stages, of equally many blocks; [6, 6, 7, 5]: the blocks of each; or the last layer of each but the last.
 Stages: TypeAlias = int | str | Sequence[int] | Sequence[str]
@@ -117,7 +116,8 @@ def solve(profile: Profile, cluster: Cluster, options: SolveOptions) -> Plan:
         best plans by the cost model. `solver.status` is `optimal` if the time is within 2% of `lower_bound_s`, which by
         the cost model no pipeline can beat whose stages are consecutive layers of the profile; a model with branches
         has others, which nothing here plans. The plan names what people do without a planner, and beside an
-        asynchronous plan the best synchronous one.
+        asynchronous plan the best synchronous one. Of other ways with as many samples per update that the options
+        allow, none is faster.
 
     Raises:
         InfeasibleError: if no plan fits the memory, with the smallest change that makes one fit.
@@ -129,20 +129,7 @@ def solve(profile: Profile, cluster: Cluster, options: SolveOptions) -> Plan:
         >>> plan.config, plan.solver.status
         ('2-1-1', 'optimal')
     """
-    return solved(profile, cluster, options, Patience.of(options.time_limit_s, options.progress))
-
-
-def solved(profile: Profile, cluster: Cluster, options: SolveOptions, patience: Patience) -> Plan:
-    """Find the fastest plan, and the plans to compare it with, before the patience ends."""
-    every = options.schedule == AUTO
-    plan = (under_every_schedule if every else find_plan)(
-        profile, cluster, options, patience.part(SEARCHING / (1 + options.survive))
-    )
-    if not (options.alone or every):
-        plan = with_synchronous(profile, plan, options, patience.part(BESIDE), asked=options.asked)
-    if options.survive:
-        plan = with_fewer_hosts(profile, plan, options, patience.part(SEARCHING))
-    return with_baselines(profile, plan, patience)
+    return solving.solve(profile, cluster, options)
 
 
 @keywords_of(PriceOptions, arguments=3)

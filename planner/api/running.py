@@ -3,42 +3,41 @@
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from planner.analysis.fit import HALVES, Fit, minibatch_of
-from planner.analysis.fit import fit as fit_on
+from planner.api.servers import Servers
 from planner.catalog.models import find_model
-from planner.errors import ClusterError, InputError, PlanError
+from planner.errors import InputError, PlanError
 from planner.executor.checkpoint.folders import seed_of_run
 from planner.executor.run.agreement import check_loss, device_kind
 from planner.executor.worker import launch
-from planner.formats.cluster import Cluster, checked_gpus, flat_cluster, hierarchical_cluster
 from planner.formats.device_kinds import planned_bytes
 from planner.formats.files import check_writable
 from planner.formats.late import LateFailure, log_failures, noting
-from planner.formats.link_names import usual_between, usual_link
 from planner.formats.plan import Plan, save_plan
 from planner.formats.profile import Profile, replace_profile
 from planner.formats.timeline import Timeline
 from planner.model.spec import TrainingSpec, load_model_file
-from planner.options.cluster import listed
 from planner.options.option import keywords_of
 from planner.options.profiling import EstimateArguments
 from planner.options.training import CheckpointOptions, ElasticOptions, RunOptions, TrainArguments, TrainingOptions
-from planner.options.verbs import PER_SERVER, SAMPLES, TENSOR, TOKENS, FitOptions
+from planner.options.verbs import SAMPLES, TENSOR, TOKENS, FitOptions
 from planner.plan.trainable import check_trainable
 from planner.profiler.estimated.calibrate import load_calibration
-from planner.profiler.estimated.devices import device_spec, parse_dtype, usual_dtype
+from planner.profiler.estimated.devices import DType, device_spec, parse_dtype, usual_dtype
 from planner.profiler.estimated.estimate import EstimateOptions, Estimator, estimate_profile, load_device
 from planner.profiler.estimated.execution import compiler
 from planner.profiler.estimated.trace import collecting
 from planner.profiler.measured.profiling import ProfilingOptions, profile_model
 from planner.reporting.trace import save_trace
+from planner.solver.fit import Fit, FitQuestion
+from planner.solver.fit import fit as answer_fit
 from planner.solver.problem.budget import Patience
-from planner.units import counted
+from planner.solver.sizes.microbatches import Profiles
+from planner.solver.sizes.minibatch import HALVES, minibatch_for
 from planner.workers.job import LAUNCHER_VARIABLE, Job, TrainResult
 
 _log = logging.getLogger(__name__)
@@ -118,71 +117,112 @@ def fit(model: str | Path, gpus: int, options: FitOptions) -> Fit:
         2
     """
     patience = Patience.of(options.time_limit_s, options.progress)
-    divisors = [count for count in range(1, checked_gpus(gpus) + 1) if gpus % count == 0]
-    servers = options.servers or next(count for count in divisors if gpus <= count * PER_SERVER)
-    rates: list[Any] = [] if options.bandwidth is None else listed(options.bandwidth)
-    apart = 1 < servers == gpus  # servers of one GPU have no links inside
-    if rates and len(rates) != (1 if servers == 1 or apart else 2):
-        raise ClusterError(
-            f"`bandwidth` has {counted(len(rates), 'rate')} for {counted(servers, 'server')}",
-            hint="give one for GPUs in one server, or for servers of one GPU, else two, inside a server and between "
-            "servers: nvlink4,100Gbps",
-        )
-    if servers not in divisors:
-        uneven = f"{counted(gpus, 'GPU')} are not divided evenly over {counted(servers, 'server')}"
-        raise ClusterError(uneven, hint=f"give `servers` as one of {', '.join(map(str, divisors))}")
+    servers = Servers.of(gpus, options)
     dtype = parse_dtype(options.dtype or usual_dtype(options.gpu))
     device_spec(options.gpu, dtype)  # before anything is written
-    path, tokens = Path(model), None
-    folder = path.parent if options.place is None else Path(options.place)
-    if path.suffix.partition(":")[0] != ".py":  # which a builder may follow
-        named = find_model(str(model))
-        tokens = named.tokens(options.length)
-        folder = Path(named.name) if options.place is None else folder
-        path = named.write(folder, tokens)
-    elif options.length is not None:
-        what = f"'{model}' says itself how long its samples are, so `length={options.length}` has no meaning"
-        raise InputError(what, hint="change its example_batch(), or leave out `length`")
+    file = _model_file(model, options)
     for name in ("profile.json", "plan.json"):
-        check_writable(folder / name)
-    degrees = options.tensor or [degree for degree in TENSOR if gpus // servers % degree == 0]
-    masters = not options.autocast and dtype in HALVES
-    how = EstimateOptions(options.gpu, dtype, master_weights=masters, tensor=degrees, where_divided=not options.tensor)
-    estimator = Estimator(load_model_file(path), how)
+        check_writable(file.folder / name)
+
+    question = _fit_question(file, dtype, servers, options)
+    answer, profile = answer_fit(question, patience)
+    return _saved(answer, profile, file)
+
+
+def _fit_question(
+    file: "_ModelFile",
+    dtype: DType,
+    servers: Servers,
+    options: FitOptions,
+) -> FitQuestion:
+    """Estimate the model at its first size of microbatches, and return what is to be solved for."""
+    degrees = options.tensor or [degree for degree in TENSOR if servers.per_server % degree == 0]
+    how = EstimateOptions(
+        options.gpu,
+        dtype,
+        master_weights=not options.autocast and dtype in HALVES,
+        tensor=degrees,
+        where_divided=not options.tensor,
+    )
+    estimator = Estimator(load_model_file(file.path), how)
+    first = estimator.profile(options.batch_size or _first_size(options, file.tokens))
+    minibatch = minibatch_for(options, options.tokens, first, servers.gpus)
+    memory = options.memory or planned_bytes(first.device)
+
+    profiles = Profiles(
+        estimator.profile,
+        estimator.divided,
+        _sizes(options, first, minibatch, servers.gpus),
+        max(degrees, default=1),
+        known={first.microbatch_size or 1: first},
+    )
+    return FitQuestion(
+        profiles,
+        servers.gpus,
+        partial(servers.cluster_of, memory=memory),
+        options.with_minibatch(minibatch),
+    )
+
+
+@dataclass(frozen=True)
+class _ModelFile:
+    """A model file, where profile.json and plan.json go, and the tokens of a sample where the file was written here."""
+
+    path: Path
+    folder: Path
+    tokens: int | None = None
+
+
+def _model_file(model: str | Path, options: FitOptions) -> _ModelFile:
+    """Return the model file; write one for a model that was given by its name."""
+    path = Path(model)
+    place = None if options.place is None else Path(options.place)
+    if path.suffix.partition(":")[0] == ".py":  # which a builder may follow
+        if options.length is not None:
+            raise InputError(
+                f"'{model}' says itself how long its samples are, so `length={options.length}` has no meaning",
+                hint="change its example_batch(), or leave out `length`",
+            )
+        return _ModelFile(path, place or path.parent)
+
+    named = find_model(str(model))
+    tokens = named.tokens(options.length)
+    folder = place or Path(named.name)
+    return _ModelFile(named.write(folder, tokens), folder, tokens)
+
+
+def _first_size(options: FitOptions, tokens: int | None) -> int:
+    """Return the samples of the first microbatch that is looked at: one, or a minibatch that nothing divides."""
+    if options.order.divides:
+        return 1
     usual = SAMPLES if tokens is None else max(1, TOKENS // tokens)
-    usual = 1 if options.order.divides else options.minibatch or usual
-    profile = estimator.profile(options.batch_size or usual)
-    minibatch = minibatch_of(options, options.tokens, profile, gpus)
-    sizes = [profile.microbatch_size or 1]
-    if options.batch_size is None and minibatch is not None and options.order.divides:
-        sizes = [2**n for n in range(max(1, minibatch // gpus).bit_length()) if minibatch % 2**n == 0]
-    memory = options.memory or planned_bytes(profile.device)
-    rates += [usual_link(options.gpu), usual_between(options.gpu)][len(rates) + apart :]
+    return options.minibatch or usual
 
-    def cluster_of(count: int) -> Cluster:
-        """Return so many GPUs in as few servers of up to that size as hold equally many."""
-        if apart or count <= gpus // servers:  # only one level
-            cluster = flat_cluster(count, rates[0], memory)
-        else:
-            needed = next(each for each in range(-(-count * servers // gpus), count + 1) if count % each == 0)
-            cluster = hierarchical_cluster([count // needed, needed], rates, memory)
-        return cluster.model_copy(update={"compress": options.compress})
 
-    def profile_at(size: int) -> Profile:
-        return profile if size == profile.microbatch_size else estimator.profile(size)
+def _sizes(options: FitOptions, first: Profile, minibatch: int | None, gpus: int) -> list[int]:
+    """Return the sizes of microbatches to choose from: powers of two that divide a minibatch, up to a GPU's share."""
+    if options.batch_size is not None or minibatch is None or not options.order.divides:
+        return [first.microbatch_size or 1]
+    share = max(1, minibatch // gpus)
+    powers = (2**n for n in range(share.bit_length()))
+    return [size for size in powers if minibatch % size == 0]
 
-    asked = replace(options, minibatch=minibatch)
-    parts = profile_at, estimator.divided, sizes, gpus, cluster_of, asked, patience, max(degrees, default=1)
-    answer, chosen = fit_on(*parts, interleaves=not options.asked)
+
+def _saved(answer: Fit, profile: Profile, file: _ModelFile) -> Fit:
+    """Write profile.json and plan.json, and return the answer with where they are and what could not be written."""
     late: list[LateFailure] = []
     with noting(late):
-        replace_profile(chosen, folder / "profile.json")
+        replace_profile(profile, file.folder / "profile.json")
     if answer.asked.plan is not None:
         with noting(late):
-            save_plan(answer.asked.plan, folder / "plan.json")
+            save_plan(answer.asked.plan, file.folder / "plan.json")
     log_failures(late, _log)
-    model_file = os.path.relpath(path, folder)
-    return answer.model_copy(update={"folder": str(folder), "model_file": model_file, "late_failures": tuple(late)})
+    places = {
+        "folder": str(file.folder),
+        "model_file": os.path.relpath(file.path, file.folder),
+        "late_failures": tuple(late),
+    }
+    return answer.model_copy(update=places)
 
 
 @keywords_of(TrainArguments)

@@ -88,15 +88,15 @@ def add_parser(verbs: arguments.Verbs) -> None:
 
 
 def solve(args: argparse.Namespace) -> int:
-    from planner.api.planning import solved
     from planner.formats.device_kinds import read_profile
+    from planner.solver.solve import solve as solve_within
 
     with arguments.patience_of(args) as patience:
         profile = read_profile(args.profile)
         cluster = arguments.cluster_of(args, profile)
         options = arguments.read_options(SolveOptions, args)
         with output.stopped_by_interrupt(patience.deadline.stop):
-            plan = solved(profile, cluster, options, patience)
+            plan = solve_within(profile, cluster, options, patience)
     with output.saving(partial(planner.save_plan, plan, args.output), args.output):
         output.print_answer(plan, args.json)
     for kind, message, hint in complaints(plan, profile):

@@ -40,6 +40,17 @@ def fastest_rank(layer_costs: LayerCosts, cluster: Cluster) -> int:
     return cluster.kind_ranks[seconds.index(min(seconds))].start
 
 
+def fastest_ranks(layer_costs: LayerCosts, cluster: Cluster, count: int) -> list[int]:
+    """Return so many ranks in ascending order, those of the fastest kinds of devices."""
+    if not cluster.kinds:
+        return list(range(count))
+    everything = layer_costs.single_stage
+    kinds = zip(cluster.kinds, cluster.kind_ranks, strict=True)
+    by_speed = sorted(kinds, key=lambda each: _compute_s(layer_costs, everything, each[0]))
+    ranks = [rank for _, own in by_speed for rank in own]
+    return sorted(ranks[:count])
+
+
 def everything_on(layer_costs: LayerCosts, cluster: Cluster, ranks: Sequence[int]) -> Candidate:
     single = layer_costs.single_stage
     kind = kind_on(layer_costs, cluster, single, ranks) if cluster.kinds else None

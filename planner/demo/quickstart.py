@@ -74,7 +74,7 @@ def quickstart(folder: str | Path, options: QuickstartOptions) -> QuickstartResu
     from planner.model.spec import load_model_file
     from planner.profiler.links.measure_cluster import measure_host
     from planner.profiler.measured.profiling import ProfilingOptions, profile_model
-    from planner.solver import solve
+    from planner.solver import search_plan
     from planner.workers.place import available_cores, check_backend, gpus_here, kind_here
 
     folder, kind, backend = Path(folder), options.device or kind_here(), options.backend
@@ -100,7 +100,7 @@ def quickstart(folder: str | Path, options: QuickstartOptions) -> QuickstartResu
         cluster = measure_host(workers, kind, backend).model_copy(update={"memory_bytes": memory_bytes})
     else:
         cluster = flat_cluster(1, measure_host(2, "cpu").levels[0].bandwidth_bytes_per_s, memory_bytes)
-    plan = solve(profile, cluster)
+    plan = search_plan(profile, cluster)
     with noting(late):
         save_plan(plan, folder / "plan.json")
     options.on_phase(f"Training {options.steps} minibatches with the plan '{plan.config}' ...")

@@ -21,6 +21,7 @@ from planner.formats.plan_parts import (
     Stage,
     Transfer,
     config_of,
+    samples_per_update,
     why_whole,
 )
 from planner.formats.profile import Autocast, Device, LossMean, MemoryFormat
@@ -111,6 +112,14 @@ class Plan(Shown, GrownRecord):
     @property
     def minibatch_size(self) -> int | None:
         return None if self.microbatch_size is None else self.microbatch_size * self.microbatches
+
+    @property
+    def samples_per_update(self) -> tuple[int, int]:
+        """Samples whose gradients make an update, at the stages of the fewest and of the most replicas.
+
+        These differ under 1f1b alone. Microbatches where their size is not known.
+        """
+        return samples_per_update(self.schedule, self.microbatches, self.microbatch_size, self.replicas)
 
     def memory_bytes(self, stage: int) -> int:
         """Return the peak bytes of each worker that runs the stage, including its other stages."""

@@ -24,6 +24,7 @@ from planner.schedule.one_stage import FLUSH
 from planner.schedule.registry import NAMES, find
 from planner.schedule.schedule import Schedule
 
+PositiveInt = Annotated[int, Field(ge=1)]
 LONGEST_CONFIG = 40  # characters of a config in tables and sentences
 
 
@@ -71,6 +72,32 @@ def why_whole(
             f"give `microbatches={each * replicas[0]}`",
         )
     return problem
+
+
+def samples_per_update(
+    schedule: Schedule,
+    microbatches: int,
+    microbatch_size: int | None,
+    replicas: Sequence[int],
+) -> tuple[int, int]:
+    """Return how many samples' gradients make an update, at the stage of the fewest and at that of the most.
+
+    They are those of a minibatch, except under 1f1b: there, a stage updates after a minibatch on each of its replicas.
+    Counted in microbatches where the size of these is not known.
+    """
+    size = microbatch_size or 1
+    if schedule.divides:
+        return microbatches * size, microbatches * size
+    return min(replicas) * size, max(replicas) * size
+
+
+def update_words(samples: tuple[int, int], microbatch_size: int | None) -> str:
+    """Write samples per update: "128 samples", "4 to 28 samples"; or microbatches where their size is not known."""
+    least, most = samples
+    numbers = f"{most}" if least == most else f"{least} to {most}"
+    if microbatch_size is not None:
+        return f"{numbers} sample{'s' * (most > 1)}"
+    return f"{numbers} microbatch{'es' * (most > 1)}"
 
 
 def _schedule(value: object) -> Schedule:
@@ -276,12 +303,15 @@ class Prediction(Record):
 class OtherWay(GrownRecord):
     """Another way to train the model on the cluster, to compare the plan with."""
 
-    later_fields: ClassVar[frozenset[str]] = frozenset({"staleness"})
+    later_fields: ClassVar[frozenset[str]] = frozenset({"staleness", "samples_per_update"})
 
     name: str
     config: str
     schedule: ScheduleField
     microbatches: Parts  # per minibatch
+    # At the stage of the fewest and at that of the most, which differ under 1f1b alone; microbatches where their size
+    # is not known. None in files of older versions.
+    samples_per_update: tuple[PositiveInt, PositiveInt] | None = None
     seconds_per_microbatch: Seconds
     memory_bytes: Bytes  # of the GPU that needs most
     over_memory_bytes: Bytes = 0  # by how much that exceeds the memory; 0 if it fits

@@ -3,7 +3,7 @@
 import math
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Literal
 
 from planner.errors import InputError
@@ -140,11 +140,13 @@ class SolveOptions(StageRules):
     )
     progress: Progress | None = option(None, "is told the best plan and bound so far", flag=None)
 
-    asked: bool = field(default=False, init=False, repr=False, compare=False)  # whether the schedule came as a name
+    # Whether the schedule came as a name, or is another one than the default.
+    asked: bool = field(default=False, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "asked", isinstance(self.schedule, str))
+        usual = type(self).__dataclass_fields__["schedule"].default
+        object.__setattr__(self, "asked", isinstance(self.schedule, str) or self.schedule is not usual)
         if self.schedule != AUTO:  # which has no order: only who solves under all schedules takes it
             object.__setattr__(self, "schedule", find(self.schedule))
         if self.microbatches is not None and self.minibatch is not None:
@@ -169,6 +171,11 @@ class SolveOptions(StageRules):
     def alone(self) -> bool:
         """Whether the question is about one schedule and one profile, and has no alternative to compare it with."""
         return self.solver != "auto"
+
+    def with_minibatch(self, samples: int | None) -> "SolveOptions":
+        """Return the options for minibatches of so many samples; a schedule that was asked for stays so."""
+        schedule = self.order.name if self.asked else self.schedule
+        return replace(self, minibatch=samples, schedule=schedule)
 
     def microbatches_on(self, cluster: "Cluster", profile: "Profile") -> int:
         """Return the microbatches per minibatch; raise InputError where the profile's or the schedule's make none."""

@@ -1,15 +1,22 @@
-"""Find the fastest plan for a profile on a cluster: `solve`.
+"""Find the fastest plan for a profile on a cluster.
 
-`find_plan` is the way from profile and cluster to plan: the steps that settle what a search cannot know, and the search
-that suits the problem (`methods`). Every step takes a `Problem` and returns an answer, `Found`.
+`solve.solve` is the one way from a question to its answer, which `planner.solve` calls. `find_plan` searches for the
+fastest plan under one schedule, and `fit` asks `solve` about several sizes of microbatches and several numbers of GPUs.
 
-    problem/   the question: limits, budget, states of the cuts, bounds of the cost models; and the answer
-    evaluate/  price, depth and simulation of a plan
-    search/    chain/: exact search along the profile's order; levels/: on clusters of several levels;
-               integer/: integer programs, for mixed GPUs and to check the search
-    choose/    plans that take no search, alternatives that may wait less, local search from the best plans
+    solve -> find_plan -> answer        the degrees of divided layers, and the places to cut
+                            portfolio   attempts, proposers, evaluation in a pool, improvement
+
+    problem/       the question: limits, budget, states of the cuts, bounds of the cost models; and the answer
+    evaluate/      price, depth and simulation of a plan
+    search/        chain/: exact search along the profile's order; levels/: on clusters of several levels;
+                   integer/: integer programs, for mixed GPUs and to check the search
+    propose/       candidate plans: regular ones, exact searches, mixed GPUs, interleaved, integer programs
+    improve/       local search from the best candidates
+    choose/        cuts that people make by hand, and which of nearly equal plans is the answer
+    alternatives/  what competes with a search's plan or stands beside it: schedules, usual ways, fewer hosts
+    sizes/         how many samples a minibatch and a microbatch have, where nobody says
 """
 
-from planner.solver.find_plan import solve
+from planner.solver.find_plan import search_plan
 
-__all__ = ["solve"]
+__all__ = ["search_plan"]

@@ -17,6 +17,7 @@ from planner.formats.plan_parts import Prediction, SolverReport, Stage
 from planner.plan.lengths import planned
 from planner.plan.rank_groups import on_ranks
 from planner.simulator.simulate_plan import simulated_s
+from planner.solver.choose.baselines import replicated
 from planner.solver.evaluate.evaluation import priced, simulated
 from planner.solver.evaluate.pipelines import shared_between, stage_costs, transfers
 from planner.solver.problem.budget import Budget
@@ -25,6 +26,15 @@ from planner.solver.problem.result import Evaluation
 
 # Of plans that no search found.
 GIVEN = SolverReport(name=GIVEN_NAME, status="feasible", lower_bound_s=0.0, gap=1.0, seconds=0.0)
+
+# Of a prediction, all that a shorter time per minibatch makes larger.
+RATES = (
+    "samples_per_s",
+    "tokens_per_s",
+    "flop_utilisation",
+    "speedup_over_one_gpu",
+    "speedup_over_data_parallel",
+)
 
 
 def complete(problem: Problem, best: Evaluation, report: SolverReport) -> Plan:
@@ -40,18 +50,29 @@ def complete(problem: Problem, best: Evaluation, report: SolverReport) -> Plan:
         return plan
     # Candidates were simulated without shared weights.
     seconds = simulated_s(plan)
-    faster, bound_s = before.seconds_per_minibatch / seconds, min(report.lower_bound_s, seconds)
-    rates = ("samples_per_s", "tokens_per_s", "flop_utilisation", "speedup_over_one_gpu", "speedup_over_data_parallel")
-    known = {name: rate * faster for name in rates if (rate := getattr(before, name)) is not None}
-    predicted = before.model_copy(update=known | {"seconds_per_minibatch": seconds})
+    bound_s = min(report.lower_bound_s, seconds)
+    predicted = _at_pace(before, seconds)
     solver = plan.solver.model_copy(update={"lower_bound_s": bound_s, "gap": (seconds - bound_s) / seconds})
     return plan.model_copy(update={"predicted": predicted, "solver": solver})
 
 
+def _at_pace(prediction: Prediction, seconds: float) -> Prediction:
+    """Return the prediction for another time per minibatch."""
+    faster = prediction.seconds_per_minibatch / seconds
+    changes = {"seconds_per_minibatch": seconds}
+    for name in RATES:
+        rate = getattr(prediction, name)
+        if rate is not None:
+            changes[name] = rate * faster
+    return prediction.model_copy(update=changes)
+
+
 def assemble(problem: Problem, best: Evaluation, report: SolverReport = GIVEN) -> Plan:
     """Return the plan of these stages, on consecutive ranks unless they say which."""
-    layer_costs, stages = problem.layer_costs, best.stages
-    profile, degrees = layer_costs.profile, {stage.options.tensor for stage in stages}
+    layer_costs = problem.layer_costs
+    stages = best.stages
+    profile = layer_costs.profile
+    degrees = {stage.options.tensor for stage in stages}
     used = [costs for costs in profile.tensor or () if costs.degree in degrees]
     return Plan(
         model=profile.model,
@@ -117,25 +138,23 @@ def _stages(problem: Problem, best: Evaluation) -> Iterator[Stage]:
 def _predict(problem: Problem, best: Evaluation) -> Prediction:
     """Predict the plan's speed, and compare it with one GPU of the fastest kind and with data parallelism.
 
-    One GPU trains the same minibatch in the same microbatches, with one update. Neither needs to fit the memory.
+    Both train the same minibatch in the same microbatches. Neither needs to fit the memory.
     """
-    price, seconds, microbatches = best.price, best.seconds, problem.microbatches
+    price = best.price
+    seconds = best.seconds
+    microbatches = problem.microbatches
     profile = problem.layer_costs.profile
-    size, tokens = profile.microbatch_size, profile.tokens_per_sample
-    alone = everything_on(problem.layer_costs, problem.cluster, [fastest_rank(problem.layer_costs, problem.cluster)])
-    work = problem.layer_costs.work(alone)
-    adding_s = (microbatches - 1) * float(work.accumulate_s)
-    one_gpu_s = microbatches * float(work.compute_s - work.update_s) + adding_s + float(work.update_s)
-    everywhere = everything_on(problem.layer_costs, problem.cluster, range(problem.cluster.gpus))
-    compare = _data_parallel_divided if problem.schedule.divides or profile.lengths else _data_parallel
-    parallel_s, parallel_bytes = compare(problem, everywhere, best.simulated)
+    parallel_s, parallel_bytes = _data_parallel(problem, simulates=best.simulated)
+
+    size = profile.microbatch_size
     samples = None if size is None else size * microbatches
+    tokens = profile.tokens_per_sample
     return Prediction(
         seconds_per_minibatch=seconds,
         by="simulation" if best.simulated else "cost model",
         samples_per_s=None if samples is None else samples / seconds,
         bottleneck=price.bottleneck,
-        speedup_over_one_gpu=one_gpu_s / seconds,
+        speedup_over_one_gpu=_one_gpu_s(problem) / seconds,
         speedup_over_data_parallel=parallel_s * microbatches / seconds,
         communication_bytes_per_sample=None if samples is None else price.communication_bytes / samples,
         data_parallel_communication_bytes_per_sample=None if size is None else parallel_bytes / size,
@@ -150,33 +169,53 @@ def _predict(problem: Problem, best: Evaluation) -> Prediction:
     )
 
 
-def _data_parallel(problem: Problem, stage: Candidate, simulates: bool) -> tuple[float, float]:
-    """Return seconds and bytes per minibatch of data parallelism on all GPUs, each with one minibatch per step.
+def _one_gpu_s(problem: Problem) -> float:
+    """Return the seconds per minibatch of one GPU, with one update."""
+    fastest = fastest_rank(problem.layer_costs, problem.cluster)
+    work = problem.layer_costs.work(everything_on(problem.layer_costs, problem.cluster, [fastest]))
+    update_s = float(work.update_s)
+    once_s = float(work.compute_s - work.update_s)
+    adding_s = (problem.microbatches - 1) * float(work.accumulate_s)
+    return problem.microbatches * once_s + adding_s + update_s
+
+
+def _data_parallel(problem: Problem, *, simulates: bool) -> tuple[float, float]:
+    """Return seconds and bytes per microbatch of data parallelism on as many GPUs as have a microbatch."""
+    stage = replicated(problem)
+    if problem.schedule.divides or problem.layer_costs.profile.lengths:
+        return _divided(problem, stage, simulates)
+    return _undivided(problem, stage, simulates)
+
+
+def _undivided(problem: Problem, stage: Candidate, simulates: bool) -> tuple[float, float]:
+    """Return seconds and bytes per minibatch, of which each GPU has one per step.
 
     If its gradient buckets are ready as late as in a simulation, the formula equals its simulation: nothing else uses
     the links during its all-reduce. Where devices differ, it waits for the slowest.
     """
-    gpus, link = problem.cluster.gpus, problem.link
+    gpus = problem.cluster.gpus
+    link = problem.link
     everything = problem.layer_costs.work(stage)
     seconds = float(problem.asynchronous().stage_s(everything, np.float64(gpus)))
     if simulates and link.overlap and gpus > 1:
         layers = problem.layer_costs.on_kind(stage.options.kind).profile.layers
         buckets = buckets_of(layers)
-        reduce_s = float(ring_all_reduce_s(sum(layer.gradient_bytes for layer in layers), gpus, link))
+        gradient_bytes = sum(layer.gradient_bytes for layer in layers)
+        reduce_s = float(ring_all_reduce_s(gradient_bytes, gpus, link))
         by_formula_s = float(backward_and_reduce_s(buckets.ready_s[-1], reduce_s, link))
         seconds += (buckets.reduced_s(reduce_s) - by_formula_s) / gpus
     return seconds, 2 * (gpus - 1) / gpus * float(everything.trainable_bytes)
 
 
-def _data_parallel_divided(problem: Problem, stage: Candidate, simulates: bool) -> tuple[float, float]:
-    """Return seconds and bytes per microbatch of data parallelism on all GPUs, with at least a microbatch on each.
+def _divided(problem: Problem, stage: Candidate, simulates: bool) -> tuple[float, float]:
+    """Return seconds and bytes per microbatch of a minibatch that is divided over the GPUs.
 
     Where lengths vary this simulates schedules that do not divide minibatches, too: replicas wait for the longest.
     """
-    most = max(problem.microbatches, problem.cluster.gpus) if problem.schedule.divides else 1
     # One stage has no chunks. Its simulation is not part of the search, so it does not count.
-    alone = replace(problem.with_schedule(problem.schedule.unchunked, most), depth="auto", budget=Budget.unlimited())
+    unchunked = problem.with_schedule(problem.schedule.unchunked)
+    alone = replace(unchunked, depth="auto", budget=Budget.unlimited())
     parallel = priced(alone, [stage])
     if simulates:
         parallel = simulated(alone, parallel)
-    return parallel.seconds / most, parallel.price.communication_bytes / most
+    return parallel.seconds / alone.microbatches, parallel.price.communication_bytes / alone.microbatches

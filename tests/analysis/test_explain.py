@@ -16,7 +16,7 @@ from planner.reporting.tables.answers import explanation_report, sentences
 from planner.schedule.one_stage import GPIPE
 from planner.simulator.simulate_plan import simulate
 from planner.simulator.summary import summarize
-from planner.solver import solve
+from planner.solver import search_plan as solve
 from planner.solver.evaluate.evaluation import evaluate
 from planner.solver.find_plan import find_plan
 from tests.samples import layer, profile

@@ -18,7 +18,7 @@ from planner.options.solving import SolveOptions
 from planner.plan.blocks import blocks_of
 from planner.schedule.one_stage import TWO_BW
 from planner.schedule.registry import NAMES, find
-from planner.solver import solve
+from planner.solver import search_plan as solve
 from planner.solver.evaluate.evaluation import evaluate
 from tests.samples import layer, profile
 from tests.solver.search.levels.test_columns import in_all_orders

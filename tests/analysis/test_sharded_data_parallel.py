@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from planner.analysis.compare import compare, usual_ways
-from planner.analysis.given_plan import problem_of
+from planner.analysis.compare import compare
 from planner.cost.candidate import Candidate, candidates
 from planner.cost.layer_costs import LayerCosts
 from planner.formats.cluster import Cluster, flat_cluster
@@ -15,12 +14,14 @@ from planner.formats.profile import Device, Profile
 from planner.options.solving import ShardRule, SolveOptions
 from planner.reporting.tables.answers import comparison_report
 from planner.schedule.one_stage import FLUSH
-from planner.solver import solve
+from planner.solver import search_plan as solve
+from planner.solver.alternatives.usual_ways import usual_ways
 from planner.solver.evaluate.evaluation import priced
 from planner.solver.find_plan import ALIKE
 from planner.solver.problem.budget import Budget
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation
+from planner.solver.question import problem_of
 from tests.samples import layer, profile
 
 GPUS = 4

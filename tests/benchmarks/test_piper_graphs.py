@@ -11,7 +11,7 @@ import pytest
 from benchmarks.piper.graphs import load_piper
 from planner.errors import ProfileError
 from planner.formats.cluster import flat_cluster
-from planner.solver import solve
+from planner.solver import search_plan as solve
 
 INPUTS = Path(__file__).resolve().parents[3] / "shared" / "anchors" / "gpu" / "piper-inputs"
 

@@ -14,7 +14,7 @@ from benchmarks.published_configs.rows import ROWS
 from planner.cost.layer_costs import LayerCosts
 from planner.formats.cluster import flat_cluster
 from planner.formats.profile import load_profile
-from planner.solver import solve
+from planner.solver import search_plan as solve
 
 ROOT = Path(__file__).parents[2]
 

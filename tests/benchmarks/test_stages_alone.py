@@ -15,7 +15,7 @@ from planner.model.loss import loss_of
 from planner.model.spec import load_model_file
 from planner.model.stage.stage import build_stage
 from planner.profiler.measured.profiling import ProfilingOptions, profile_model
-from planner.solver import solve
+from planner.solver import search_plan as solve
 from tests.executor.models import MODELS, write_model
 
 MODEL = """

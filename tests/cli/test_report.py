@@ -13,7 +13,7 @@ from planner.formats.plan import load_plan, save_plan
 from planner.formats.profile import save_profile
 from planner.reporting.trace import save_trace
 from planner.simulator.simulate_plan import simulate
-from planner.solver import solve
+from planner.solver import search_plan as solve
 from tests.cli.in_process import plan
 from tests.cli.test_main import MODEL
 from tests.reporting.page.test_page import Elements, slower

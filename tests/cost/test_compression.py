@@ -11,7 +11,7 @@ from planner.formats.names import CODECS, CodecName
 from planner.formats.plan import Plan, load_plan, save_plan
 from planner.formats.profile import Profile, Value
 from planner.simulator.simulate_plan import simulated_s
-from planner.solver import solve
+from planner.solver import search_plan as solve
 from tests.samples import layer, profile
 
 LINK = 1e6  # bytes per second

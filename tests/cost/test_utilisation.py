@@ -10,7 +10,7 @@ from planner.formats.profile import Device, Profile
 from planner.profiler.estimated.devices import DEVICES, find_device
 from planner.reporting.tables.plan import plan_report
 from planner.reporting.tables.profile import profile_report
-from planner.solver import solve
+from planner.solver import search_plan as solve
 from tests.samples import layer, profile
 
 A100 = Device(kind="cuda", name="NVIDIA A100-SXM4-80GB")

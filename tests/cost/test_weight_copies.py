@@ -18,7 +18,7 @@ from planner.formats.profile import Profile
 from planner.schedule.registry import find
 from planner.simulator.simulate_plan import costs_of, simulate
 from planner.simulator.summary import summarize
-from planner.solver import solve
+from planner.solver import search_plan as solve
 from tests.samples import layer, profile
 from tests.solver.test_degrees import divided
 

@@ -21,7 +21,7 @@ from planner.errors import InputError
 from planner.formats.cluster import flat_cluster
 from planner.formats.plan import save_plan
 from planner.formats.profile import Profile, save_profile
-from planner.solver import solve
+from planner.solver import search_plan as solve
 from tests.cli.in_process import plan
 from tests.docs.commands import Command, commands
 from tests.samples import layer, profile

@@ -13,7 +13,7 @@ from planner.formats.plan import Plan, load_plan, save_plan
 from planner.formats.plan_parts import Stage, config_of, short_config
 from planner.reporting.tables.plan import plan_report
 from planner.schedule.one_stage import FLUSH
-from planner.solver import solve
+from planner.solver import search_plan as solve
 from tests.formats.test_profile import set_at
 from tests.samples import layer, profile
 

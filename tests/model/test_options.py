@@ -22,7 +22,7 @@ from planner.model.options import ModuleOptions, autocast_dtype, autocast_name, 
 from planner.model.spec import load_model_file
 from planner.model.stage.stage import build_stage
 from planner.profiler.measured.profiling import ProfilingOptions, profile_model
-from planner.solver import solve
+from planner.solver import search_plan as solve
 from tests.executor.models import MODELS, write_model
 from tests.model.architectures import ARCHITECTURES
 from tests.model.splitting import assert_same, cut_evenly, run_model, run_split

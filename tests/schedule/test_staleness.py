@@ -10,7 +10,7 @@ from planner.reporting.tables.plan import plan_report, staleness_warning
 from planner.schedule.instructions import Backward, BackwardWeight, Forward, Unit, Update
 from planner.schedule.registry import SCHEDULES
 from planner.schedule.schedule import Channel, PipelineShape, Schedule
-from planner.solver import solve
+from planner.solver import search_plan as solve
 from tests.samples import layer, profile
 
 

@@ -11,7 +11,7 @@ from planner.schedule.schedule import Channel, PipelineShape
 from planner.schedule.zb_v import ZB_V
 from planner.simulator.pipeline_costs import StageCosts
 from planner.simulator.simulate_plan import simulate
-from planner.solver import solve
+from planner.solver import search_plan as solve
 from tests.samples import layer, profile
 from tests.schedule.check import check_streams
 from tests.schedule.draw import draw_order

@@ -13,7 +13,7 @@ from planner.schedule.instructions import BackwardWeight, Instruction
 from planner.schedule.one_stage import ZB_H1
 from planner.schedule.schedule import Channel, PipelineShape, stream
 from planner.simulator.pipeline_costs import StageCosts
-from planner.solver import solve
+from planner.solver import search_plan as solve
 from tests.samples import layer, profile
 from tests.schedule.check import ScheduleError, check_streams
 from tests.schedule.draw import draw_order

@@ -26,7 +26,7 @@ from planner.plan.shape import shape_of
 from planner.plan.trainable import check_trainable
 from planner.schedule.registry import find
 from planner.simulator.simulate_plan import simulate, simulated_s
-from planner.solver import solve
+from planner.solver import search_plan as solve
 from planner.solver.answer import answer
 from planner.solver.portfolio import best_plan
 from planner.solver.problem.problem import Problem

@@ -14,7 +14,7 @@ from planner.options.solving import Granularity
 from planner.plan.blocks import block_ends
 from planner.schedule.one_stage import FLUSH
 from planner.schedule.registry import find
-from planner.solver import solve
+from planner.solver import search_plan as solve
 from planner.solver.answer import BETWEEN, MOST_LIMITED_CUTS, PAYS
 from planner.solver.problem.drained import drained_s
 from planner.solver.problem.problem import Problem

@@ -8,7 +8,7 @@ from planner.errors import InputError
 from planner.formats.cluster import flat_cluster
 from planner.options.solving import SolveOptions
 from planner.schedule.one_stage import FLUSH
-from planner.solver import solve
+from planner.solver import search_plan as solve
 from planner.solver.find_plan import find_plan
 from tests.samples import layer, profile
 

@@ -21,7 +21,7 @@ from planner.formats.cluster import Cluster, DeviceKind, Level
 from planner.formats.device_kinds import profile_of_kinds
 from planner.formats.profile import Profile
 from planner.schedule.registry import find
-from planner.solver import solve
+from planner.solver import search_plan as solve
 from planner.solver.portfolio import best_plan
 from planner.solver.problem.problem import Problem
 from tests.samples import layer, profile

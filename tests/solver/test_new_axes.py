@@ -14,7 +14,7 @@ from planner.formats.names import CODECS
 from planner.formats.profile import Profile
 from planner.options.solving import StageRules
 from planner.schedule.registry import find
-from planner.solver import solve
+from planner.solver import search_plan as solve
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import stages_along
 from planner.solver.problem.states import Chain

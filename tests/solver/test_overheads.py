@@ -12,7 +12,7 @@ from planner.formats.cluster import flat_cluster
 from planner.formats.profile import Profile
 from planner.options.solving import StageRules
 from planner.schedule.registry import find
-from planner.solver.find_plan import solve
+from planner.solver.find_plan import search_plan as solve
 from planner.solver.problem.problem import Problem
 from tests.cost.test_overheads import on_cuda
 from tests.samples import layer, profile

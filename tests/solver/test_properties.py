@@ -12,7 +12,7 @@ from planner.errors import InfeasibleError
 from planner.formats.cluster import Cluster, flat_cluster
 from planner.formats.plan import Plan
 from planner.formats.profile import Layer, Profile
-from planner.solver import solve
+from planner.solver import search_plan as solve
 from tests.examples import examples
 from tests.solver.strategies import profiles
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from planner import PlannerError, load_plan, price, save_plan, solve
-from planner.analysis.given_plan import problem_of
 from planner.cost.candidate import StageOptions
 from planner.cost.layer_costs import LayerCosts
 from planner.errors import InputError
@@ -20,6 +19,7 @@ from planner.schedule.one_stage import FLUSH
 from planner.simulator.simulate_plan import costs_of, simulate, simulated_s
 from planner.solver.evaluate.evaluation import evaluate, priced
 from planner.solver.evaluate.pipelines import pipeline_for
+from planner.solver.question import problem_of
 from tests.samples import layer, profile
 
 LAYERS = [

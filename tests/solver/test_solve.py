@@ -14,7 +14,7 @@ from planner.errors import InfeasibleError, InputError, ProfileError
 from planner.formats.cluster import flat_cluster
 from planner.formats.profile import Profile
 from planner.schedule.registry import find
-from planner.solver import solve
+from planner.solver import search_plan as solve
 from planner.solver.evaluate.pipelines import transfers
 from planner.solver.problem.bounds import bounds_for
 from planner.solver.problem.budget import LATER

@@ -21,7 +21,7 @@ from planner.formats.plan import Plan
 from planner.formats.profile import Profile
 from planner.plan.shared_weights import obstacle, shared_weights, trained_parameters
 from planner.schedule.registry import find
-from planner.solver import solve
+from planner.solver import search_plan as solve
 from planner.solver.assemble import assemble
 from planner.solver.attempts import attempts
 from planner.solver.evaluate.evaluation import evaluate
@@ -80,7 +80,13 @@ def test_no_plan_that_can_be_trained_is_faster(schedule: str, microbatches: int,
 
 @pytest.mark.parametrize(
     ("tensor", "bandwidth", "expected"),
-    [(1, 300, {"1"}), (1, 1e3, {"4", "1-2-1", "1-1-1"}), (2, 300, {"1x2"}), (2, 1e3, {"2x2", "1x2-1x2"}), (2, 1e4, {"2x2"})],
+    [
+        (1, 300, {"1"}),
+        (1, 1e3, {"4", "1-2-1", "1-1-1"}),
+        (2, 300, {"1x2"}),
+        (2, 1e3, {"2x2", "1x2-1x2"}),
+        (2, 1e4, {"2x2"}),
+    ],
 )
 def test_the_messages_and_the_memory_of_copies_are_counted(tensor: int, bandwidth: float, expected: set[str]) -> None:
     """Of a large embedding, of which each rank of a group has a part; where links are slow it is better kept whole."""

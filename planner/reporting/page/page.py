@@ -237,7 +237,11 @@ def figures(plan: Plan, summary: Summary, measured: Summary | None) -> str:
         f"<div><dt>{escape(name)}</dt><dd>{escape(value)}<small>{escape(more)}</small></dd></div>"
         for name, value, more in tiles
     )
-    lines = [("gradients", words.staleness_line(plan)), *words.prediction_lines(plan)[1:]]
+    lines = [
+        ("update", words.update_line(plan)),
+        ("gradients", words.staleness_line(plan)),
+        *words.prediction_lines(plan)[1:],
+    ]
     prediction = Table(["", "predicted"], [line for line in lines if line[1] is not None])
     notes = "".join(paragraph(f"{note[:1].upper()}{note[1:].removesuffix('.')}.", "note") for note in plan.notes)
     return f'<dl class="figures">{items}</dl>{_table("Prediction", prediction)}{notes}'

@@ -1,12 +1,14 @@
 """The reports of questions about plans: baselines, numbers of GPUs, and what limits a plan."""
 
+from collections.abc import Sequence
+
 from planner.analysis.compare import PACKED, Comparison, ComparisonRow
 from planner.analysis.explain import Alternative, Explanation
-from planner.analysis.fit import Fit
 from planner.formats.plan import GIVEN, Plan
-from planner.formats.plan_parts import short_config
+from planner.formats.plan_parts import short_config, update_words
 from planner.reporting.tables import plan as words
 from planner.reporting.tables.table import Table, named_values, table_of
+from planner.solver.fit import Fit
 from planner.units import (
     SLACK,
     as_fast,
@@ -34,11 +36,14 @@ def comparison_table(comparison: Comparison) -> Table:
     chosen = comparison.rows[0]
     each, each_s = ("sample", "samples/s") if chosen.samples_per_s is not None else ("batch", "batches/s")
     rate = "tokens/s" if chosen.tokens_per_s is not None else each_s
-    return table_of([_cells(row, each, rate) for row in comparison.rows], "lllrrrrrrr")
+    return table_of([_cells(row, each, rate) for row in comparison.rows], "lllrrrrrrrr")
 
 
 def _cells(row: ComparisonRow, each: str, rate: str) -> dict[str, str | None]:
-    sent, used, cut = row.communication_bytes_per_sample, row.flop_utilisation, row.communication_cut
+    sent = row.communication_bytes_per_sample
+    used = row.flop_utilisation
+    cut = row.communication_cut
+    update = row.samples_per_update
     return {
         "": row.name,
         "speed-up": words.speed_over(row.speedup, row.over_memory_bytes),
@@ -48,6 +53,7 @@ def _cells(row: ComparisonRow, each: str, rate: str) -> dict[str, str | None]:
         "memory": format_bytes(row.memory_bytes),
         f"sent/{each}": format_bytes(row.communication_bytes if sent is None else sent),
         "less sent": "" if cut is None else words.less_or_more(cut).removesuffix(" less"),
+        "update": None if update is None else words.update_range(update),
         "late": f"{row.staleness}",
         "idle": f"{row.idle_share:.0%}",
     }
@@ -59,6 +65,7 @@ def comparison_legend(comparison: Comparison) -> str:
     lines.append(
         "memory: per GPU; late: updates that gradients are late; idle: share of the workers' time without computation"
     )
+    lines.append(_updates_line(comparison))
     chosen, *others = comparison.rows
     updates = {row.name: (row.schedule, row.microbatches) for row in others if row.schedule != chosen.schedule}
     for schedule, microbatches in dict.fromkeys(updates.values()):
@@ -77,6 +84,15 @@ def comparison_legend(comparison: Comparison) -> str:
     return "\n".join(lines)
 
 
+def _updates_line(comparison: Comparison) -> str:
+    """Say what rows are updates of, and whether they are of equally many samples."""
+    unit = "microbatches" if comparison.rows[0].samples_per_s is None else "samples"
+    line = f"update: {unit} whose gradients make one update"
+    if len({row.samples_per_update for row in comparison.rows}) > 1:
+        line += ", which differ between rows: so do these trainings, not only in speed"
+    return line
+
+
 def fit_report(answer: Fit) -> str:
     """Say whether the model fits, how to split it, how fast it is, and what other ways and fewer GPUs give."""
     plan = answer.asked.plan
@@ -90,7 +106,15 @@ def fit_report(answer: Fit) -> str:
         parts = [named_values(_head(answer, plan)), _ways(plan).text()]
     if answer.others:
         parts.append(_numbers_of_gpus(answer).text())
+    if answer.not_tried:
+        parts.append(f"note: {listing(answer.not_tried)}: not tried, the time ended")
     return "\n\n".join(parts)
+
+
+def listing(words: Sequence[str]) -> str:
+    """Write "a", "a and b", or "a, b and c"."""
+    *first, last = words
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def _head(answer: Fit, plan: Plan) -> list[tuple[str, str | None]]:
@@ -124,13 +148,17 @@ def _head(answer: Fit, plan: Plan) -> list[tuple[str, str | None]]:
 
 def _ways(plan: Plan) -> Table:
     """Tabulate what people do without a planner, on the same GPUs."""
-    rows = [["this plan", short_config(plan.config), format_bytes(_most(plan)), format_rate(_per_s(plan)), ""]]
+    update = words.update_range(plan.samples_per_update)
+    memory = format_bytes(_most(plan))
+    rows = [["this plan", short_config(plan.config), memory, update, format_rate(_per_s(plan)), ""]]
     for way in plan.baselines:
         share, over = words.share_of_speed(plan, way), way.over_memory_bytes
         rate = "" if over else format_rate(_per_s(plan) * share)
         ratio = words.speed_over(1 / share, over)
-        rows.append([way.name, short_config(way.config), format_bytes(way.memory_bytes), rate, ratio])
-    return Table(["on the same GPUs", "config", "memory", _unit(plan), "the plan is"], rows, "llrrr")
+        memory = format_bytes(way.memory_bytes)
+        rows.append([way.name, short_config(way.config), memory, words.row_update(way, plan), rate, ratio])
+    headers = ["on the same GPUs", "config", "memory", "per update", _unit(plan), "the plan is"]
+    return Table(headers, rows, "llrrrr")
 
 
 def _numbers_of_gpus(answer: Fit) -> Table:
@@ -181,6 +209,8 @@ def sentences(explanation: Explanation) -> str:
         f"The plan {short_config(explanation.config)} takes {format_seconds(seconds)} per minibatch, limited by "
         f"{words.bottleneck_place(bottleneck)}, which is busy {bottleneck.busy_s / seconds:.0%} of that."
     ]
+    update = update_words(explanation.samples_per_update, explanation.microbatch_size)
+    lines.append(f"It updates the weights after {update}.")
     if explanation.waiting_s > _WORTH_A_SENTENCE * seconds:
         lines.append(
             f"For the other {format_seconds(explanation.waiting_s)} ({explanation.waiting_s / seconds:.0%}) it waits "

@@ -5,14 +5,23 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby
 
-from planner.analysis.compare import DATA_PARALLEL, ONE_GPU, ORDERS
+from planner.analysis.compare import ORDERS
 from planner.analysis.fewer import COPY_EVERY, cost_of_loss, shares_left
 from planner.formats.cluster import Cluster
 from planner.formats.plan import GIVEN, Plan
-from planner.formats.plan_parts import Bottleneck, OtherWay, SolverReport, Stage, StageMemory, short_config
+from planner.formats.plan_parts import (
+    Bottleneck,
+    OtherWay,
+    SolverReport,
+    Stage,
+    StageMemory,
+    short_config,
+    update_words,
+)
 from planner.formats.profile import Profile
 from planner.reporting.tables.table import Table, named_values, table_of
 from planner.schedule.instructions import LATE_UPDATES, MOMENTUM_UPDATES
+from planner.solver.alternatives.usual_ways import DATA_PARALLEL, ONE_GPU
 from planner.units import (
     as_fast,
     counted,
@@ -64,6 +73,7 @@ def _head(plan: Plan) -> list[tuple[str, str | None]]:
         ("model", plan.model),
         ("plan", f"{short_config(plan.config)} on {counted(plan.workers, 'GPU')}{unused_gpus(plan)}"),
         ("schedule", schedule_line(plan)),
+        ("update", update_line(plan)),
         ("gradients", staleness_line(plan)),
         ("cluster", cluster_line(plan.cluster)),
         ("device", f"{plan.device.name} ({plan.device.kind})" if plan.device.name != "unknown" else None),
@@ -122,6 +132,38 @@ def schedule_line(plan: Plan) -> str:
     if len(plan.stages) == 1 and plan.schedule.stashes:
         return f"{plan.schedule}, which with one stage is data parallelism" if plan.workers > 1 else "one stage"
     return plan.schedule.title.format(microbatches=plan.microbatches, chunks=plan.chunks)
+
+
+def update_line(plan: Plan) -> str:
+    """Say after how many samples the weights are updated: "after a global batch of 128 samples, 4 at a time"."""
+    line = f"after a global batch of {update_words(plan.samples_per_update, plan.microbatch_size)}"
+    if plan.schedule.divides:
+        line += in_tokens(plan)
+        if plan.microbatch_size is not None and plan.microbatches > 1:
+            line += f", {plan.microbatch_size} at a time"
+    elif plan.samples_per_update[0] < plan.samples_per_update[1]:
+        line += ": each stage after a microbatch on each of its replicas"
+    return line
+
+
+def row_update(way: OtherWay, plan: Plan) -> str:
+    """Write the samples per update of another way; those of the plan's minibatches where an old file does not say."""
+    if way.samples_per_update is not None:
+        return update_range(way.samples_per_update)
+    return f"{way.microbatches * (plan.microbatch_size or 1)}"
+
+
+def update_range(samples: tuple[int, int]) -> str:
+    """Write samples per update for a table: "128", or "4-28"."""
+    least, most = samples
+    return f"{most}" if least == most else f"{least}-{most}"
+
+
+def other_update(way: OtherWay, plan: Plan) -> str:
+    """Say of another way how many samples make an update; nothing where they are as many as the plan's."""
+    if way.samples_per_update is None or way.samples_per_update == plan.samples_per_update:
+        return ""
+    return f", {update_words(way.samples_per_update, plan.microbatch_size)} per update"
 
 
 def staleness_line(plan: Plan) -> str:
@@ -217,7 +259,9 @@ def bottleneck_place(bottleneck: Bottleneck) -> str:
 
 def speed_ups(plan: Plan) -> dict[str, str]:
     """Write the speed-up over each usual way: "1.86x"; or that it does not fit."""
-    predicted, on = plan.predicted, f"data parallel on {counted(plan.cluster.gpus, 'GPU')}"
+    predicted = plan.predicted
+    gpus = min(plan.cluster.gpus, plan.microbatches) if plan.schedule.divides else plan.cluster.gpus
+    on = f"data parallel on {counted(gpus, 'GPU')}"
     one = speed_over(predicted.speedup_over_one_gpu, plan.over_memory_bytes(ONE_GPU))
     return {"one GPU": one, on: speed_over(predicted.speedup_over_data_parallel, plan.over_memory_bytes(DATA_PARALLEL))}
 
@@ -241,11 +285,13 @@ def best_baseline_line(plan: Plan) -> str | None:
     fitting = [way for way in plan.baselines if not way.over_memory_bytes]
     if not fitting:
         return "none of them fits the memory" if plan.baselines else None
-    best = min(fitting, key=lambda way: way.seconds_per_microbatch)
+    alike = [way for way in fitting if way.samples_per_update in (None, plan.samples_per_update)]
+    best = min(alike or fitting, key=lambda way: way.seconds_per_microbatch)
     if best.name == DATA_PARALLEL:
         return None
     ratio = as_fast(1 / share_of_speed(plan, best))
-    return f"the plan is {ratio} as the fastest other way that fits, {best.name} ({short_config(best.config)})"
+    row = f"{best.name} ({short_config(best.config)})"
+    return f"the plan is {ratio} as the fastest other way that fits, {row}{other_update(best, plan)}"
 
 
 def _synchronous(plan: Plan) -> str | None:
@@ -254,7 +300,7 @@ def _synchronous(plan: Plan) -> str | None:
     each_s, size = way.seconds_per_microbatch, plan.microbatch_size
     rate = f"{format_seconds(each_s)} per microbatch" if size is None else f"{format_rate(size / each_s)} samples/s"
     name, times = f"{way.schedule} {short_config(way.config)}", as_fast(share_of_speed(plan, way))
-    return f"{name}, whose gradients are never late: {rate}, {times}"
+    return f"{name}, whose gradients are never late: {rate}, {times}{other_update(way, plan)}"
 
 
 def share_of_speed(plan: Plan, way: OtherWay) -> float:
@@ -297,6 +343,7 @@ def schedules_table(plan: Plan) -> Table:
             "plan": short_config(way.config),
             per_s: format_rate((plan.microbatch_size or 1) / way.seconds_per_microbatch),
             "memory": format_bytes(way.memory_bytes),
+            "per update": row_update(way, plan),
             "late": way.staleness,
             "": "chosen" if way.schedule is plan.schedule else "",
         }

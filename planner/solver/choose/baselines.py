@@ -8,12 +8,29 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from planner.cost.candidate import Candidate, candidates
+from planner.cost.kinds import everything_on, fastest_ranks
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.recomputation import units_of
 from planner.plan.blocks import blocks_of
 from planner.solver.problem.budget import NO_HURRY, Deadline
+from planner.solver.problem.problem import Problem
 from planner.solver.problem.states import Chain, uncut_groups
 from planner.units import SLACK
+
+
+def most_replicas(problem: Problem, gpus: int) -> int:
+    """Return how many replicas of a stage so many GPUs can run, each with at least one microbatch.
+
+    Others would idle, or the minibatch would have to grow.
+    """
+    return min(gpus, problem.microbatches) if problem.schedule.divides else gpus
+
+
+def replicated(problem: Problem) -> Candidate:
+    """Return data parallelism on as many GPUs as have a microbatch, the fastest first."""
+    count = most_replicas(problem, problem.cluster.gpus)
+    ranks = fastest_ranks(problem.layer_costs, problem.cluster, count)
+    return everything_on(problem.layer_costs, problem.cluster, ranks)
 
 
 def equal_blocks(layer_costs: LayerCosts, stages: int) -> list[Candidate]:
@@ -39,35 +56,49 @@ def equal_time(layer_costs: LayerCosts, gpus: int) -> list[Candidate]:
 def equal_times(
     layer_costs: LayerCosts, counts: Iterable[int], deadline: Deadline = NO_HURRY
 ) -> Iterator[list[Candidate]]:
-    """Yield the partition of `equal_time` for each of some numbers of stages; after the deadline, only for the first.
-
-    The time of the slowest stage is bisected, and within it each stage takes as much as it can.
-    """
+    """Yield the partition of `equal_time` for each number of stages; after the deadline, only for the first."""
     chain = Chain(layer_costs)
-    sums, last = chain.compute_s.tolist(), len(chain) - 1
-
-    def ends(stages: int, most_s: float) -> list[int]:
-        found = [0]
-        for later in reversed(range(stages)):  # each of which needs a place to end
-            end = bisect_right(sums, sums[found[-1]] + most_s * (1 + SLACK)) - 1
-            found.append(min(end, last - later))
-        return found
-
-    for number, stages in enumerate(min(count, last) for count in counts):
+    sums = chain.compute_s.tolist()
+    for number, count in enumerate(counts):
         if number and deadline.passed:
             return
-        low_s, high_s = max(end_s - first_s for first_s, end_s in pairwise(sums)), sums[-1]
-        while high_s - low_s > SLACK * high_s:
-            middle_s = (low_s + high_s) / 2
-            low_s, high_s = (low_s, middle_s) if ends(stages, middle_s)[-1] == last else (middle_s, high_s)
-        yield candidates([chain.layers(i, j) for i, j in pairwise(ends(stages, high_s))], [1] * stages)
+        ends = _balanced_ends(sums, min(count, len(sums) - 1))
+        yield candidates([chain.layers(i, j) for i, j in pairwise(ends)], [1] * (len(ends) - 1))
+
+
+def _balanced_ends(sums: Sequence[float], stages: int) -> list[int]:
+    """Return where stages end, by the bisected time of the slowest one.
+
+    `sums[i]` are the seconds of what is before cut i.
+    """
+    low_s = max(end_s - first_s for first_s, end_s in pairwise(sums))
+    high_s = sums[-1]
+    while high_s - low_s > SLACK * high_s:
+        middle_s = (low_s + high_s) / 2
+        if _greedy_ends(sums, stages, middle_s)[-1] == len(sums) - 1:
+            high_s = middle_s
+        else:
+            low_s = middle_s
+    return _greedy_ends(sums, stages, high_s)
+
+
+def _greedy_ends(sums: Sequence[float], stages: int, most_s: float) -> list[int]:
+    """Return where stages end that each take as much as they can within `most_s`."""
+    last = len(sums) - 1
+    ends = [0]
+    for later in reversed(range(stages)):  # each of which needs a place to end
+        end = bisect_right(sums, sums[ends[-1]] + most_s * (1 + SLACK)) - 1
+        ends.append(min(end, last - later))
+    return ends
 
 
 def recomputing(layer_costs: LayerCosts, stages: Sequence[Candidate]) -> list[Candidate]:
     """Return the stages with every block running its forward again before its backward, as checkpointing does."""
-    blocks = [tuple(map(frozenset, units_of(layer_costs, sorted(stage.layers)))) for stage in stages]
-    again = zip(stages, blocks, strict=True)
-    return [replace(stage, options=replace(stage.options, recompute=groups)) for stage, groups in again]
+    again = []
+    for stage in stages:
+        blocks = tuple(map(frozenset, units_of(layer_costs, sorted(stage.layers))))
+        again.append(replace(stage, options=replace(stage.options, recompute=blocks)))
+    return again
 
 
 def equal_counts(blocks: int, stages: int) -> list[int]:

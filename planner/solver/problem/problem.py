@@ -73,7 +73,7 @@ class Problem:
     budget: Budget = field(default_factory=Budget, compare=False)  # of all searches for one plan and its variants
     hopeless_s: float = math.inf  # seconds from which on a plan is of no use, because another one is faster
     precision: float = 0.0  # how much faster, relatively, other plans may be than the answer of a search
-    reserve: Reserve = NO_RESERVE  # what was taken off the cluster's memory before: `planner.solver.relaxed_steps`
+    reserve: Reserve = NO_RESERVE  # what was taken off the cluster's memory before: `with_room`
     most_replicas: int = UNLIMITED  # that a stage may have
     degree: int = 1  # ranks of each group, where what counts as a GPU is a group of ranks
     solver: SolverName = "auto"

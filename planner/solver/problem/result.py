@@ -130,9 +130,6 @@ class Answer:
         return replace(self, best=best, bound_s=min(self.bound_s, best.seconds))
 
 
-Found = Answer
-
-
 @dataclass(frozen=True)
 class IlpAnswer:
     """The answer of an integer program: the best plan found, and whether it is proven to be the best."""

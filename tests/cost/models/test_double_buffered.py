@@ -20,7 +20,7 @@ from planner.cost.work import Work
 from planner.formats.cluster import flat_cluster
 from planner.schedule.one_stage import TWO_BW
 from planner.simulator.pipeline_costs import StageCosts
-from planner.solver import solve
+from planner.solver import search_plan as solve
 from tests.cost.works import EXAMPLE, work, works
 from tests.samples import layer, profile
 from tests.schedule.test_streams import make_shape

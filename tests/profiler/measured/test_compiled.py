@@ -17,7 +17,7 @@ from planner.profiler.measured import profiling as profile
 from planner.profiler.measured.compiled import CompiledTimes, as_compiled, equal_spans, saved_as_compiled
 from planner.profiler.measured.profiling import ProfilingOptions, profile_model
 from planner.profiler.step.timing import StepTimes
-from planner.solver import solve
+from planner.solver import search_plan as solve
 from tests.executor.models import write_model
 
 

@@ -18,7 +18,7 @@ from planner.formats.profile import LossMean, Profile
 from planner.model.spec import TrainingSpec, in_memory
 from planner.model.stage.stage import build_stage
 from planner.profiler.measured.profiling import ProfilingOptions, profile_model
-from planner.solver import solve
+from planner.solver import search_plan as solve
 from tests.model.models import OfFour
 
 OPTIONS = ProfilingOptions(device="cpu", seconds=0.0, repeats=1)

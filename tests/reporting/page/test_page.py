@@ -23,7 +23,7 @@ from planner.reporting.timeline import MOST_WORKERS, opening, shown_workers
 from planner.reporting.trace import save_trace
 from planner.simulator.simulate_plan import simulate
 from planner.simulator.summary import summarize
-from planner.solver import solve
+from planner.solver import search_plan as solve
 from tests.samples import layer, profile
 from tests.simulator.plans import equal_layers, plan_of
 

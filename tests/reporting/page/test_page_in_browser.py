@@ -15,7 +15,7 @@ from planner.analysis.compare import compare
 from planner.formats.cluster import flat_cluster
 from planner.reporting.page.page import report_page
 from planner.simulator.simulate_plan import simulate
-from planner.solver import solve
+from planner.solver import search_plan as solve
 from tests.reporting.page.test_page import evil_plan, slower
 from tests.samples import layer, profile
 

@@ -6,7 +6,7 @@ from planner.formats.cluster import flat_cluster
 from planner.formats.profile import Device
 from planner.reporting.tables.plan import layer_range, plan_report, recomputing
 from planner.reporting.tables.profile import profile_report
-from planner.solver import solve
+from planner.solver import search_plan as solve
 from planner.units import format_bytes
 from tests.samples import layer, profile
 

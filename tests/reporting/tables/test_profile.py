@@ -12,7 +12,7 @@ from planner.formats.plan_parts import LONGEST_CONFIG, short_config
 from planner.formats.profile import Disturbance, Profile, load_profile
 from planner.reporting.tables.profile import collapsed, profile_report, shared_host_notes
 from planner.reporting.tables.table import Table
-from planner.solver import solve
+from planner.solver import search_plan as solve
 from tests.plan.test_blocks import transformer
 
 MODEL = transformer(6, "h.{block}.part{part}")

@@ -7,7 +7,7 @@ from planner.formats.cluster import flat_cluster
 from planner.formats.own_plan import OwnPlan, OwnStage
 from planner.reporting.tables.plan import memory_parts, memory_table
 from planner.schedule.one_stage import GPIPE
-from planner.solver import solve
+from planner.solver import search_plan as solve
 from tests.samples import layer, profile
 
 LAYERS = [layer(f"{n}", 1, 2, output_bytes=10, weight_bytes=10**9, saved_bytes=100) for n in range(4)]

@@ -11,7 +11,7 @@ from planner.cost.setting import Setting
 from planner.errors import PlannerError
 from planner.formats.cluster import Cluster, flat_cluster, hierarchical_cluster
 from planner.schedule.registry import find
-from planner.solver import solve
+from planner.solver import search_plan as solve
 from planner.solver.choose.baselines import equal_blocks
 from planner.solver.evaluate.evaluation import TOLERANCE, priced
 from planner.solver.pool import Pool

@@ -16,7 +16,7 @@ from planner.formats.cluster import Cluster, DeviceKind, flat_cluster, hierarchi
 from planner.formats.profile import Profile
 from planner.schedule.registry import find
 from planner.simulator.simulate_plan import simulated_s
-from planner.solver import solve
+from planner.solver import search_plan as solve
 from planner.solver.choose.baselines import equal_blocks
 from planner.solver.evaluate.evaluation import evaluate
 from planner.solver.problem.problem import Problem

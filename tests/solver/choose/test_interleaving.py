@@ -7,23 +7,26 @@ from dataclasses import replace
 
 import pytest
 
-from planner.analysis.fit import fit
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.setting import Setting
 from planner.formats.cluster import Cluster, flat_cluster
-from planner.formats.profile import Profile
+from planner.formats.plan import Plan
 from planner.options.solving import SolveOptions, StageRules
+from planner.options.verbs import FitOptions
 from planner.plan.trainable import check_trainable
 from planner.schedule.chunked import INTERLEAVED
 from planner.schedule.one_stage import FLUSH
 from planner.simulator.simulate_plan import simulated_s
+from planner.solver.alternatives.interleaved import or_interleaved
 from planner.solver.choose.baselines import equal_blocks
 from planner.solver.choose.interleaving import interleaved
 from planner.solver.evaluate.evaluation import evaluate
-from planner.solver.find_plan import find_plan, or_interleaved
+from planner.solver.find_plan import find_plan
+from planner.solver.fit import FitQuestion, fit
 from planner.solver.problem.budget import Patience
 from planner.solver.problem.problem import Problem
 from planner.solver.propose.regular import regular_plans
+from planner.solver.sizes.microbatches import Profiles
 from tests.plan.test_blocks import transformer
 
 MODEL = transformer(16, "h.{block}.part{part}")
@@ -86,21 +89,20 @@ def test_fit_answers_with_an_interleaved_plan_where_that_is_faster() -> None:
     # Eight stages have a bubble of 7 to 8 microbatches, and a fraction of it with several chunks.
     profile = problem_on(8, 8).layer_costs.profile
 
-    def profile_at(size: int) -> Profile:
-        return profile
-
     def cluster_of(gpus: int) -> Cluster:
         return flat_cluster(gpus, 1e6, 40 * WEIGHT)
 
-    def undivided(profile: Profile) -> Profile:
-        return profile
+    def answer(options: SolveOptions) -> Plan | None:
+        profiles = Profiles(lambda size: profile, lambda undivided: undivided, (4,))
+        return fit(FitQuestion(profiles, 8, cluster_of, options))[0].asked.plan
 
-    options = SolveOptions(schedule=FLUSH, microbatches=8)
-    plain = fit(profile_at, undivided, (4,), 8, cluster_of, options)[0].asked.plan
-    plan = fit(profile_at, undivided, (4,), 8, cluster_of, options, interleaves=True)[0].asked.plan
+    plain = answer(FitOptions(schedule="1f1b-flush", microbatches=8))
+    plan = answer(FitOptions(microbatches=8))
+    named = answer(FitOptions(schedule="1f1b-flush").with_minibatch(32))
     assert plain is not None
     assert plan is not None
-    assert plain.schedule is FLUSH
+    assert named is not None
+    assert plain.schedule is named.schedule is FLUSH
     assert plan.schedule is INTERLEAVED
     assert plan.predicted.seconds_per_minibatch < plain.predicted.seconds_per_minibatch * 0.98
     assert plan.solver.lower_bound_s <= plan.predicted.seconds_per_minibatch

@@ -15,7 +15,7 @@ from planner.reporting.tables.plan import plan_report
 from planner.schedule.one_stage import ONE_F_ONE_B
 from planner.schedule.schedule import Channel, PipelineShape
 from planner.simulator.pipeline_costs import PipelineCosts, StageCosts
-from planner.solver import solve
+from planner.solver import search_plan as solve
 from planner.solver.problem.budget import Budget, Deadline
 from planner.solver.search.levels.relaxed import Relaxed
 from tests.samples import layer, profile

@@ -24,7 +24,7 @@ from planner.reporting.tables.plan import plan_report
 from planner.schedule.registry import find
 from planner.simulator.simulate_plan import simulate
 from planner.simulator.summary import summarize
-from planner.solver import solve
+from planner.solver import search_plan as solve
 from planner.solver.evaluate.evaluation import evaluate, priced, simulated
 from planner.solver.find_plan import find_plan
 from planner.solver.problem import budget

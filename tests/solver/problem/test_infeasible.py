@@ -14,7 +14,7 @@ from planner.errors import InfeasibleError
 from planner.formats.cluster import flat_cluster
 from planner.formats.profile import Profile
 from planner.schedule.registry import find
-from planner.solver import solve
+from planner.solver import search_plan as solve
 from planner.solver.problem.budget import OutOfTimeError
 from planner.solver.problem.infeasible import explain
 from planner.solver.problem.problem import Problem

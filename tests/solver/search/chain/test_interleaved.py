@@ -24,7 +24,7 @@ from planner.options.solving import RecomputeRule, ShardRule, StageRules
 from planner.reporting.tables.plan import plan_report
 from planner.schedule.chunked import INTERLEAVED
 from planner.simulator.pipeline_costs import StageCosts
-from planner.solver import solve
+from planner.solver import search_plan as solve
 from planner.solver.problem.problem import Limits
 from planner.solver.problem.states import Chain
 from planner.solver.search.chain.interleaved import InterleavedSearch

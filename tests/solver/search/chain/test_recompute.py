@@ -15,7 +15,7 @@ from planner.formats.cluster import flat_cluster
 from planner.formats.profile import Profile
 from planner.reporting.tables.plan import plan_report
 from planner.schedule.one_stage import GPIPE
-from planner.solver import solve
+from planner.solver import search_plan as solve
 from tests.examples import examples
 from tests.samples import layer, profile
 from tests.solver.strategies import profiles

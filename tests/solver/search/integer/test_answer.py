@@ -6,7 +6,7 @@ import pytest
 
 from planner.errors import InfeasibleError
 from planner.formats.cluster import Cluster, DeviceKind, Level, flat_cluster
-from planner.solver import solve
+from planner.solver import search_plan as solve
 from tests.samples import layer, profile
 
 CHAIN = profile(*(layer(name, output_bytes=4, weight_bytes=100) for name in "abcd"))

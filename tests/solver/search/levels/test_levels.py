@@ -15,7 +15,7 @@ from planner.formats.cluster import Cluster, hierarchical_cluster
 from planner.formats.profile import Profile
 from planner.options.solving import RecomputeRule, StageRules
 from planner.schedule.registry import find
-from planner.solver import solve
+from planner.solver import search_plan as solve
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.states import Chain
 from planner.solver.search.levels.levels import nearest_search, search_levels

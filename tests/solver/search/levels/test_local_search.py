@@ -13,7 +13,7 @@ from planner.cost.pricing import price
 from planner.cost.setting import Setting
 from planner.formats.cluster import Cluster, flat_cluster, hierarchical_cluster
 from planner.formats.profile import Profile, load_profile
-from planner.solver import solve
+from planner.solver import search_plan as solve
 from planner.solver.problem.result import CutPath, stages_along
 from planner.solver.problem.states import Chain
 from planner.solver.search.levels.local_search import LocalSearch

@@ -7,15 +7,21 @@ from pathlib import Path
 
 import pytest
 
-from planner.analysis.compare import compare, with_baselines, with_synchronous
-from planner.formats.cluster import flat_cluster
+import planner
+from planner.analysis.compare import compare
+from planner.api.planning import price
+from planner.errors import PlannerError
+from planner.formats.cluster import Cluster, flat_cluster
 from planner.formats.plan import Plan, load_plan, save_plan
+from planner.formats.profile import Profile
 from planner.options.solving import SolveOptions
 from planner.reporting.tables.plan import plan_report
 from planner.schedule.one_stage import FLUSH
-from planner.solver import solve
+from planner.solver import search_plan as solve
+from planner.solver.alternatives.schedules import with_synchronous
+from planner.solver.alternatives.table import no_slower_than_usual, with_baselines
 from planner.solver.find_plan import find_plan
-from planner.solver.problem.budget import Patience
+from planner.solver.problem.budget import Deadline, Patience
 from tests.samples import layer, profile
 
 LAYERS = [layer(f"h.{n}", 1, 2, output_bytes=10, weight_bytes=10**8, saved_bytes=100) for n in range(4)]
@@ -56,13 +62,18 @@ def test_what_does_not_fit_is_no_measure() -> None:
 
 
 def test_a_late_plan_says_what_a_synchronous_one_would_give() -> None:
-    cluster, options = flat_cluster(4, 1e8), SolveOptions()
+    cluster, options = flat_cluster(4, 1e8), SolveOptions(schedule="1f1b")
     plan = with_synchronous(MODEL, find_plan(MODEL, cluster, options), options, Patience())
     drained = solve(MODEL, cluster, schedule="1f1b-flush", microbatches=16)
     assert plan.synchronous is not None
     assert plan.synchronous.config == drained.config
     assert plan.synchronous.seconds_per_microbatch == pytest.approx(drained.predicted.seconds_per_minibatch / 16)
-    assert f"1f1b-flush {drained.config}, whose gradients are never late" in plan_report(plan)
+    text = plan_report(plan)
+    assert f"1f1b-flush {drained.config}, whose gradients are never late" in text
+    assert plan.synchronous.samples_per_update == (64, 64)
+    assert plan.samples_per_update == (4, 4)
+    assert "update     after a global batch of 4 samples" in text
+    assert "times as fast, 64 samples per update" in text
     assert with_synchronous(MODEL, drained, options, Patience()) is drained
 
 
@@ -71,18 +82,20 @@ def test_a_synchronous_plan_that_is_as_fast_is_the_answer_unless_the_schedule_wa
     model = profile(*(layer(f"h.{n}", 1, 2, output_bytes=10**7, weight_bytes=10**8) for n in range(4)))
     late = find_plan(model, cluster, options)
     assert late.staleness
-    assert with_synchronous(model, late, options, Patience()).schedule is late.schedule
-    drained = with_synchronous(model, late, options, Patience(), asked=False)
+    named = SolveOptions(schedule="1f1b")
+    assert with_synchronous(model, late, named, Patience()).schedule is late.schedule
+    drained = with_synchronous(model, late, options, Patience())
     assert (drained.schedule, drained.staleness) == (FLUSH, 0)
     (note,) = drained.notes
     assert note.startswith("this plan under 1f1b-flush is as fast as the best under 1f1b, 1-1-1-1, whose gradients are")
+    assert "this plan updates after 64 samples, that one after 4 samples" in note
     assert note in plan_report(drained)
 
 
 def test_late_gradients_have_to_earn_five_percent() -> None:
     model, cluster, options = MODEL, flat_cluster(4, 1e8), SolveOptions()
     late = find_plan(model, cluster, options)
-    beside = with_synchronous(model, late, options, Patience()).synchronous
+    beside = with_synchronous(model, late, SolveOptions(schedule="1f1b"), Patience()).synchronous
     assert late.staleness
     assert beside is not None
 
@@ -91,7 +104,7 @@ def test_late_gradients_have_to_earn_five_percent() -> None:
         seconds = late.microbatches * beside.seconds_per_microbatch / times
         predicted = late.predicted.model_copy(update={"seconds_per_minibatch": seconds})
         changed = late.model_copy(update={"predicted": predicted})
-        return with_synchronous(model, changed, options, Patience(), asked=False)
+        return with_synchronous(model, changed, options, Patience())
 
     assert answer(1.06).staleness
     assert not answer(1.04).staleness
@@ -110,10 +123,68 @@ def test_what_cannot_stand_beside_a_plan_is_told() -> None:
 
 
 def test_replicas_have_a_microbatch_each() -> None:
-    """Under 2bw, a replica without one would never update."""
+    """Under 2bw, a replica without one would never update: data parallelism has a microbatch on each of four GPUs."""
     plan = with_baselines(MODEL, solve(MODEL, flat_cluster(8, 1e8), schedule="2bw", microbatches=4), Patience())
     made = {way.name: way.microbatches for way in plan.baselines}
-    assert (made["one GPU"], made["data parallel"], made["ZeRO-3, FSDP"], made["4 equal stages"]) == (4, 8, 8, 4)
+    assert (made["one GPU"], made["data parallel"], made["ZeRO-3, FSDP"], made["4 equal stages"]) == (4, 4, 4, 4)
+    assert {way.samples_per_update for way in plan.baselines} == {plan.samples_per_update}
     ratio = plan.predicted.speedup_over_data_parallel
     parallel = next(way for way in plan.baselines if way.name == "data parallel")
     assert parallel.seconds_per_microbatch / (plan.predicted.seconds_per_minibatch / 4) == pytest.approx(ratio)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b-flush", "zb-h1"])
+def test_a_row_that_is_faster_than_what_was_found_is_the_answer(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search that ends early, here with one stage for each GPU, where data parallelism is faster."""
+    cluster = flat_cluster(4, 1e12)
+
+    def early(profile: Profile, cluster: Cluster, options: SolveOptions, *_: object, **__: object) -> Plan:
+        return price(profile, cluster, 4, replicas=1, schedule=options.schedule, microbatches=8)
+
+    monkeypatch.setattr("planner.solver.solve.find_plan", early)
+    monkeypatch.setattr("planner.solver.alternatives.schedules.find_plan", early)
+    plan = planner.solve(MODEL, cluster, schedule=schedule, microbatches=8)
+    rows = [way for way in plan.baselines if not way.over_memory_bytes and way.schedule is plan.schedule]
+    assert plan.schedule.name == schedule
+    assert plan.config == "4"
+    assert {way.samples_per_update for way in rows} == {plan.samples_per_update} == {(32, 32)}
+    fastest = min(way.seconds_per_microbatch for way in rows if "ZeRO" not in way.name)
+    assert plan.predicted.seconds_per_minibatch / 8 == pytest.approx(fastest)
+    # The options decide which rows may be: data parallelism has one stage, and divides no layers.
+    kept = planner.solve(MODEL, cluster, schedule=schedule, microbatches=8, recompute="always")
+    assert kept.config == "1-1-1-1"
+
+
+def test_a_minibatch_of_one_microbatch_is_divided_over_no_replicas() -> None:
+    plan = planner.solve(MODEL, flat_cluster(4, 1e8), schedule="gpipe", microbatches=1)
+    rows = {way.name: way.config for way in plan.baselines}
+    assert rows["data parallel"] == rows["one GPU"] == "1"
+    assert not any("ZeRO" in name for name in rows)
+    assert {way.samples_per_update for way in plan.baselines} == {plan.samples_per_update} == {(4, 4)}
+    assert "over data parallel on 1 GPU" in plan_report(plan)
+
+
+def test_where_a_search_has_no_time_a_row_is_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: object, **__: object) -> Plan:
+        raise PlannerError("the time limit passed before any plan was found")
+
+    monkeypatch.setattr("planner.solver.solve.find_plan", none)
+    plan = planner.solve(MODEL, flat_cluster(4, 1e12), schedule="1f1b-flush", microbatches=8)
+    assert plan.config == "4"
+    assert plan.solver.name == "usual ways"
+    assert 0 < plan.solver.lower_bound_s <= plan.predicted.seconds_per_minibatch
+    assert plan.baselines
+    assert "feasible, usual ways in" in plan_report(plan)
+    with pytest.raises(PlannerError, match="the time limit passed"):  # no row fits either
+        planner.solve(MODEL, flat_cluster(4, 1e12, 10), schedule="1f1b-flush")
+
+
+def test_a_row_that_only_seems_faster_is_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without time, rows are priced by the cost model, which knows no waiting."""
+    model = profile(*(layer(f"h.{n}", 1, 2, output_bytes=10**7, weight_bytes=10**8) for n in range(4)))
+    cluster, options = flat_cluster(4, 1e8), SolveOptions(schedule="1f1b-flush", microbatches=4)
+    plan = find_plan(model, cluster, options)
+    answer = no_slower_than_usual(model, plan, options, Patience(Deadline.after(0.0)))
+    full = no_slower_than_usual(model, plan, options, Patience())
+    assert answer.config == full.config
+    assert answer.predicted == full.predicted

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
 
-from planner.analysis.fit import Fit, FitRow, fit, minibatch_of
 from planner.api.planning import price
-from planner.errors import InputError, PlannerError
+from planner.errors import PlannerError
 from planner.formats.cluster import Cluster, flat_cluster
 from planner.formats.plan import Plan
 from planner.formats.profile import Layer, Profile
 from planner.options.solving import SolveOptions
 from planner.reporting.tables.answers import fit_report
+from planner.reporting.tables.plan import plan_report
 from planner.schedule.one_stage import FLUSH
-from planner.solver.find_plan import find_plan
-from planner.solver.problem.budget import Patience
+from planner.solver.find_plan import ALIKE, find_plan
+from planner.solver.fit import Fit, FitQuestion, FitRow, fit
+from planner.solver.problem.budget import Deadline, Patience
+from planner.solver.sizes.microbatches import Profiles
 from tests.plan.test_blocks import transformer
 from tests.samples import layer, profile
 
@@ -42,8 +45,20 @@ def undivided(profile: Profile) -> Profile:
     return profile
 
 
+def question(
+    gpus: int,
+    cluster_of: Callable[[int], Cluster] = cluster_of,
+    options: SolveOptions = OPTIONS,
+    estimate: Callable[[int], Profile] = model,
+    divide: Callable[[Profile], Profile] = undivided,
+    sizes: Sequence[int] = (1,),
+    ranks: int = 1,
+) -> FitQuestion:
+    return FitQuestion(Profiles(estimate, divide, sizes, ranks), gpus, cluster_of, options)
+
+
 def answered(gpus: int) -> Fit:
-    return fit(model, undivided, (1,), gpus, cluster_of, OPTIONS)[0]
+    return fit(question(gpus))[0]
 
 
 def test_fewer_gpus_are_tried_down_to_the_first_that_do_not_fit() -> None:
@@ -68,9 +83,9 @@ def test_no_row_of_its_table_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
         found = price(profile, cluster, cluster.gpus, replicas=1, schedule=FLUSH, microbatches=32)
         return found.model_copy(update={"solver": found.solver.model_copy(update={"lower_bound_s": 1e-6, "gap": 0.9})})
 
-    monkeypatch.setattr("planner.analysis.fit.find_plan", worst)
+    monkeypatch.setattr("planner.solver.solve.find_plan", worst)
     roomy = {gpus: flat_cluster(gpus, 1e9, 400 * MB) for gpus in (1, 2, 4)}
-    plan = fit(model, undivided, (1,), 4, roomy.__getitem__, OPTIONS)[0].asked.plan
+    plan = fit(question(4, roomy.__getitem__))[0].asked.plan
     assert plan is not None
     names = {way.name: way for way in plan.baselines if not way.over_memory_bytes}
     fastest = min(names.values(), key=lambda way: way.seconds_per_microbatch)
@@ -82,8 +97,8 @@ def test_no_row_of_its_table_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
         raise PlannerError("the time limit passed before any plan was found")
 
     with monkeypatch.context() as patch:
-        patch.setattr("planner.analysis.fit.find_plan", none)
-        same = fit(model, undivided, (1,), 4, roomy.__getitem__, OPTIONS)[0].asked.plan
+        patch.setattr("planner.solver.solve.find_plan", none)
+        same = fit(question(4, roomy.__getitem__))[0].asked.plan
     assert same is not None
     assert same.stages == plan.stages
     assert same.predicted == plan.predicted
@@ -95,7 +110,7 @@ def test_no_row_of_its_table_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     known = model().model_copy(update={"optimizer_elementwise": True})
     for expected, asked in rules.items():
-        plan = fit(lambda _: known, undivided, (1,), 4, roomy.__getitem__, asked)[0].asked.plan
+        plan = fit(question(4, roomy.__getitem__, asked, lambda _: known))[0].asked.plan
         assert plan is not None
         found = f"level {plan.stages[0].level}" if plan.config == "4" else "none"
         assert found == expected
@@ -114,12 +129,12 @@ def test_a_usual_way_without_room_for_copies_is_not_the_answer(monkeypatch: pyte
     def none(profile: Profile, cluster: Cluster, options: SolveOptions, patience: Patience, *, explains: bool) -> Plan:
         raise PlannerError("the time limit passed before any plan was found")
 
-    monkeypatch.setattr("planner.analysis.fit.find_plan", none)
+    monkeypatch.setattr("planner.solver.solve.find_plan", none)
     options = replace(OPTIONS, recompute="never")
     found = dict[int, str | None]()
     for memory_bytes in (10_000, 11_000, 12_500, 13_000):
         roomy = {gpus: flat_cluster(gpus, 1e3, memory_bytes) for gpus in (1, 2, 4, 8, 16, 32, 64)}
-        plan = fit(lambda _: model, undivided, (1,), 4, roomy.__getitem__, options)[0].asked.plan
+        plan = fit(question(4, roomy.__getitem__, options, lambda _: model))[0].asked.plan
         found[memory_bytes] = None if plan is None else plan.config
     assert found == {10_000: None, 11_000: "1-1-1-1", 12_500: "2-2", 13_000: "4"}
 
@@ -135,7 +150,7 @@ def test_where_time_runs_out_it_does_not_say_that_nothing_fits(monkeypatch: pyte
     def none(profile: Profile, cluster: Cluster, options: SolveOptions, patience: Patience, *, explains: bool) -> Plan:
         raise PlannerError("the time limit passed before any plan was found")
 
-    monkeypatch.setattr("planner.analysis.fit.find_plan", none)
+    monkeypatch.setattr("planner.solver.solve.find_plan", none)
     answer = answered(1)  # which no usual way fits either
     assert answer.asked.unknown
     assert "fits   not known: the time limit passed" in fit_report(answer)
@@ -149,7 +164,7 @@ def test_where_nothing_else_was_tried_it_says_so() -> None:
 
 
 def test_the_fastest_size_of_microbatches_is_the_answer() -> None:
-    answer, profile = fit(model, undivided, (1, 2, 4, 8, 16), 2, cluster_of, OPTIONS)
+    answer, profile = fit(question(2, sizes=(1, 2, 4, 8, 16)))
     assert answer.asked.plan is not None
     alone = {size: find_plan(model(size), cluster_of(2), OPTIONS) for size in (1, 2, 4)}
     seconds = {size: plan.predicted.seconds_per_minibatch for size, plan in alone.items()}
@@ -169,7 +184,7 @@ def test_what_cannot_be_the_answer_is_not_estimated(monkeypatch: pytest.MonkeyPa
         sought.append((profile.microbatch_size, cluster.gpus))
         return find_plan(profile, cluster, options, patience, explains=explains)
 
-    monkeypatch.setattr("planner.analysis.fit.find_plan", seek)
+    monkeypatch.setattr("planner.solver.solve.find_plan", seek)
 
     def profile_at(size: int) -> Profile:
         sizes.append(size)
@@ -182,7 +197,7 @@ def test_what_cannot_be_the_answer_is_not_estimated(monkeypatch: pytest.MonkeyPa
     def cluster_of(gpus: int) -> Cluster:
         return flat_cluster(gpus, 1e12, 181 * MB)  # beside 160 MB of weights and gradients room for two samples
 
-    answer, _ = fit(profile_at, divided, (1, 2, 4, 8), 4, cluster_of, OPTIONS)
+    answer, _ = fit(question(4, cluster_of, OPTIONS, profile_at, divided, (1, 2, 4, 8), ranks=2))
     plan = answer.asked.plan
     assert plan is not None
     assert (plan.config, plan.microbatch_size) == ("4", 2)
@@ -190,44 +205,35 @@ def test_what_cannot_be_the_answer_is_not_estimated(monkeypatch: pytest.MonkeyPa
     assert divisions == []
     assert [size for size, gpus in sought if gpus == 4] == [2]
     # Where messages take long, both are worth a look.
-    slow, _ = fit(profile_at, divided, (1,), 4, lambda gpus: flat_cluster(gpus, 1e3, 400 * MB), OPTIONS)
+    slow, _ = fit(question(4, lambda gpus: flat_cluster(gpus, 1e3, 400 * MB), OPTIONS, profile_at, divided, ranks=2))
     assert slow.asked.plan is not None
     assert divisions == [1]
 
 
-@pytest.mark.parametrize(
-    ("parameters", "tokens_per_sample", "tokens", "gpus", "size", "samples"),
-    [
-        (1e8, 512, None, 8, 1, 1024),
-        (2e9, 2048, None, 8, 2, 512),
-        (7e9, 2048, None, 8, 1, 1024),
-        (2e11, 4096, None, 8, 1, 1024),
-        (7e9, 2048, 65536, 8, 1, 32),
-        (7e9, 2048, 100, 8, 1, 1),
-        (7e9, 2048, 100, 8, 2, 2),
-        (7e9, None, None, 8, 2, 512),
-        # Equally many for all GPUs, in whole microbatches.
-        (7e9, 2048, None, 24, 1, 768),
-        (7e9, 2048, None, 6, 4, 768),
-        (2e9, 2048, None, 10, 3, 480),
-        (2e9, 2048, 65536, 40, 1, 40),
-        (2e9, 2048, 65536, 37, 1, 32),  # which is too many of them
-        (7e9, None, None, 9, 3, 540),
-    ],
-)
-def test_a_minibatch_has_as_many_tokens_as_such_models_are_trained_with(
-    parameters: float, tokens_per_sample: int | None, tokens: int | None, gpus: int, size: int, samples: int
-) -> None:
-    large = profile(layer("l", 1, 2, weight_bytes=int(4 * parameters)), microbatch_size=size)
-    large = large.model_copy(update={"tokens_per_sample": tokens_per_sample})
-    assert minibatch_of(SolveOptions(schedule=FLUSH), tokens, large, gpus) == samples
+def test_what_the_time_did_not_suffice_for_is_said() -> None:
+    """As on a busy machine: two sizes of microbatches are looked at, and the best on the line through them."""
+    asked = question(2, lambda gpus: flat_cluster(gpus, 1e4, 400 * MB), sizes=(1, 2, 4, 8, 16), ranks=2)
+    answer, profile = fit(asked, Patience(Deadline.after(0.0)))
+    assert profile == model(16)
+    assert answer.not_tried == ("microbatches of 4, 8", "divided layers", "1 GPU")
+    text = fit_report(answer)
+    assert text.endswith("note: microbatches of 4, 8, divided layers and 1 GPU: not tried, the time ended")
+
+    unhurried, _ = fit(asked)
+    assert unhurried.not_tried == ()
+    assert "the time ended" not in fit_report(unhurried)
 
 
-def test_a_minibatch_is_given_once() -> None:
-    asked = SolveOptions(schedule=FLUSH, minibatch=16)
-    assert minibatch_of(asked, None, model(), 8) == 16
-    assert minibatch_of(SolveOptions(schedule="1f1b"), None, model(), 8) is None
-    with pytest.raises(InputError, match="`tokens=4096` makes no minibatch, because `minibatch` says the same"):
-        minibatch_of(asked, 4096, model(), 8)
-    with pytest.raises(InputError, match="reads no tokens"):
-        minibatch_of(SolveOptions(schedule=FLUSH), 4096, model(), 8)
+def test_a_small_minibatch_is_that_of_every_row() -> None:
+    """Replicas that have no microbatch would make the minibatch larger: such rows use fewer GPUs."""
+    known = model().model_copy(update={"optimizer_elementwise": True})
+    roomy = replace(OPTIONS, minibatch=4)
+    plan = fit(question(8, lambda gpus: flat_cluster(gpus, 1e12, 400 * MB), roomy, lambda _: known))[0].asked.plan
+    assert plan is not None
+    assert plan.samples_per_update == (4, 4)
+    assert {way.samples_per_update for way in plan.baselines} == {(4, 4)}
+    rows = {way.name: way for way in plan.baselines}
+    assert rows["data parallel"].config == rows["ZeRO-3, FSDP"].config == "4"
+    fastest = min(way.seconds_per_microbatch for way in plan.baselines if not way.over_memory_bytes)
+    assert plan.predicted.seconds_per_minibatch / plan.microbatches <= fastest * (1 + ALIKE)
+    assert "data parallel on 4 GPUs" in plan_report(plan)

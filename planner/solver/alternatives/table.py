@@ -1,0 +1,237 @@
+"""The table of other ways beside a plan, and the row that takes its place where the search found nothing as fast."""
+
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from planner.cost.layer_costs import LayerCosts
+from planner.cost.tensor import layer_costs_on
+from planner.errors import InfeasibleError, PlannerError
+from planner.formats.cluster import Cluster
+from planner.formats.plan import Plan
+from planner.formats.plan_parts import OtherWay, SolverReport, short_config
+from planner.formats.profile import Profile
+from planner.options.solving import SolveOptions
+from planner.schedule.one_stage import FLUSH
+from planner.schedule.registry import AUTO
+from planner.schedule.schedule import Schedule
+from planner.solver.alternatives.usual_ways import Way, usual_ways
+from planner.solver.assemble import complete
+from planner.solver.evaluate.evaluation import evaluate
+from planner.solver.evaluate.pipelines import too_large
+from planner.solver.find_plan import ALIKE
+from planner.solver.problem.budget import Budget, Deadline, Patience
+from planner.solver.question import options_of, with_one_optimizer
+from planner.solver.report import accepting_divided_loss, report_of_way
+from planner.solver.search.pipeline_search import PipelineSearch
+
+LEAST_S = 2.0  # that may be spent beside a search, however quick it was
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Which rows may be the answer."""
+
+    options: SolveOptions
+    schedules: tuple[Schedule, ...]  # under which
+    samples: tuple[int, int] | None  # per update; None where the schedule decides that
+
+    def allow(self, way: Way) -> bool:
+        """Return whether the way is one that the user asked for, and trains as many samples per update."""
+        return (
+            way.problem.schedule in self.schedules
+            and self.samples in (None, way.samples_per_update)
+            and self._allow_stages(way)
+        )
+
+    def _allow_stages(self, way: Way) -> bool:
+        """Return whether the stages are as the options want them, fit, and leave no replica idle."""
+        profile = way.problem.layer_costs.given
+        rules = with_one_optimizer(self.options, profile).rules
+        if self.options.alone or rules.recompute in ("always", "blocks"):
+            return False  # no row is recomputed as these say, or comes from the solver that was named
+        if rules.tensor and 1 not in rules.tensor:
+            return False  # no row divides layers
+
+        problem = replace(way.problem, rules=rules)
+        stages = way.plan.stages
+        recomputes = any(stage.options.recompute for stage in stages)
+        if recomputes and rules.recompute == "never":
+            return False
+        return stages[0].options.level in problem.levels and problem.allows(way.plan)
+
+
+def with_baselines(profile: Profile, plan: Plan, patience: Patience) -> Plan:
+    """Return the plan with the table of other ways on its cluster, under its schedule.
+
+    When the time is over, or after `LEAST_S`, what is left is priced by the cost model alone.
+    """
+    try:
+        ways = _ways_beside(layer_costs_on(profile, plan.cluster), plan, patience)
+    except PlannerError as error:
+        return _without_table(plan, error)
+    return _with_rows(plan, ways)
+
+
+def no_slower_than_usual(
+    profile: Profile,
+    plan: Plan,
+    options: SolveOptions,
+    patience: Patience,
+) -> Plan:
+    """Return the plan with its table; where a row that the options allow is faster, that row as the plan.
+
+    Only rows of equally many samples per update are compared. Those that look faster are simulated, whatever time is
+    left: by the cost model alone, a row that waits for messages looks faster than it is.
+    """
+    try:
+        ways = _ways_beside(layer_costs_on(profile, plan.cluster), plan, patience)
+    except PlannerError as error:
+        return _without_table(plan, error)
+
+    rules = Rules(options, _allowed_schedules(plan.schedule, options), plan.samples_per_update)
+    last = _last_budget(patience.deadline)
+    ways = [_simulated(way, last) if rules.allow(way) and _seems_faster(way, plan) else way for way in ways]
+    candidates = [way for way in ways if rules.allow(way) and _faster(way, plan)]
+
+    best = _fastest_complete(candidates, plan, options)
+    return _with_rows(plan if best is None else _in_place_of(plan, best), ways)
+
+
+def fastest_usual(
+    profile: Profile,
+    cluster: Cluster,
+    options: SolveOptions,
+    patience: Patience,
+) -> Plan | None:
+    """Return the fastest of the usual ways that the options allow, for a search that had no answer; None without any.
+
+    The plan has no table yet.
+    """
+    budget = Budget(patience.at_most(LEAST_S).deadline)
+    ways = list(usual_ways(options, layer_costs_on(profile, cluster), cluster, budget))
+    samples = None
+    if options.order.divides:
+        minibatch = options.microbatches_on(cluster, profile) * (profile.microbatch_size or 1)
+        samples = (minibatch, minibatch)
+    rules = Rules(options, (options.order,), samples)
+    return _fastest_complete(filter(rules.allow, ways), None, options)
+
+
+def described_plan(name: str, plan: Plan) -> OtherWay:
+    """Describe a whole plan as another way to train."""
+    stages = range(len(plan.stages))
+    return OtherWay(
+        name=name,
+        config=plan.config,
+        schedule=plan.schedule,
+        microbatches=plan.microbatches,
+        samples_per_update=plan.samples_per_update,
+        seconds_per_microbatch=seconds_per_microbatch(plan),
+        memory_bytes=max(map(plan.memory_bytes, stages)),
+        over_memory_bytes=max(map(plan.lacking_bytes, stages)),
+        staleness=plan.staleness,
+    )
+
+
+def seconds_per_microbatch(plan: Plan) -> float:
+    """Return the predicted seconds of a microbatch, which plans with other minibatches have in common."""
+    return plan.predicted.seconds_per_minibatch / plan.microbatches
+
+
+def _allowed_schedules(schedule: Schedule, options: SolveOptions) -> tuple[Schedule, ...]:
+    """Return the schedules of the rows that may take the place of a plan.
+
+    Where the user named none, those are also the rows whose gradients are never late.
+    """
+    if options.asked and options.schedule != AUTO:
+        return (schedule,)
+    return (schedule, FLUSH)
+
+
+def _ways_beside(costs: LayerCosts, plan: Plan, patience: Patience) -> list[Way]:
+    budget = Budget(patience.at_most(LEAST_S).deadline)
+    return list(usual_ways(options_of(plan), costs, plan.cluster, budget))
+
+
+def _last_budget(deadline: Deadline) -> Budget:
+    return Budget.unlimited(deadline.at_least(LEAST_S).at_most(LEAST_S))
+
+
+def _simulated(way: Way, budget: Budget) -> Way:
+    """Return the way with its simulated time, if there is one to be had."""
+    if way.plan.simulated or too_large(way.problem, way.plan.stages):
+        return way
+    return replace(way, plan=evaluate(replace(way.problem, budget=budget), way.plan.stages))
+
+
+def _seems_faster(way: Way, plan: Plan) -> bool:
+    """Return whether the way is shown with less time than the plan; estimates do not tell `ALIKE` apart."""
+    return way.seconds_per_microbatch < seconds_per_microbatch(plan) * (1 - ALIKE)
+
+
+def _faster(way: Way, plan: Plan) -> bool:
+    """Return whether the way seems faster, and would be if it waits as most plans that were not simulated."""
+    if plan.predicted.by == "cost model":
+        return _seems_faster(way, plan)
+    counted_s = way.plan.counted_s / way.problem.microbatches
+    return counted_s < seconds_per_microbatch(plan) * (1 - ALIKE)
+
+
+def _in_place_of(plan: Plan, best: Plan) -> Plan:
+    """Return a faster plan with what stands beside the one whose place it takes."""
+    chosen = described_plan(str(best.schedule), best)
+    context = {
+        "notes": plan.notes,
+        "synchronous": plan.synchronous if best.schedule.asynchronous else None,
+        "schedules": tuple(chosen if way.schedule is best.schedule else way for way in plan.schedules),
+    }
+    best = best.model_copy(update=context)
+    if best.schedule is plan.schedule:
+        return best
+    return best.noting(
+        f"this plan under {best.schedule} is faster than the best that was found under {plan.schedule}, "
+        f"{short_config(plan.config)}, which updates after as many samples"
+    )
+
+
+def _fastest_complete(
+    ways: Iterable[Way],
+    slower: Plan | None,
+    options: SolveOptions,
+) -> Plan | None:
+    """Return the plan of the fastest way that has room for the copies of weights that several stages use.
+
+    What a search knew of a `slower` plan under the same schedule holds for this one, too.
+    """
+    for way in sorted(ways, key=lambda way: way.seconds_per_microbatch):
+        if slower is not None and slower.schedule is way.problem.schedule:
+            report = report_of_way(slower.solver, way.plan)
+        else:
+            report = report_without_search(way)
+        with suppress(InfeasibleError):
+            plan = complete(way.problem, way.plan, report)
+            return accepting_divided_loss(plan, accepted=options.accept_divided_loss)
+    return None
+
+
+def report_without_search(way: Way) -> SolverReport:
+    """Return what is known of a plan that no search found: its distance from perfect balance."""
+    bound_s = min(PipelineSearch(way.problem).relaxed_s(), way.plan.seconds)
+    unknown = SolverReport(
+        name="usual ways",
+        status="feasible",
+        lower_bound_s=bound_s,
+        gap=1.0,
+        seconds=0.0,
+        exhausted=False,
+    )
+    return report_of_way(unknown, way.plan)
+
+
+def _with_rows(plan: Plan, ways: Iterable[Way]) -> Plan:
+    return plan.model_copy(update={"baselines": tuple(way.described() for way in ways)})
+
+
+def _without_table(plan: Plan, error: PlannerError) -> Plan:
+    return plan.noting(f"the baselines were not priced: {error.message}")

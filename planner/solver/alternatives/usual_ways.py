@@ -1,0 +1,177 @@
+"""What people do by hand: the table of other ways to train, whose best rows compete with what a search finds.
+
+    data parallel             a replica of the whole model on each GPU; where GPUs differ, also on those of one kind
+    one GPU
+    ZeRO-1, ZeRO-2, ZeRO-3    data parallel, with optimizer state, gradients and weights divided over the replicas
+    2, 4, 8 equal stages      pipelines of equally many blocks under 1F1B with a flush, with replicas on the other GPUs
+
+All rows have the question's samples per update. So no way has more replicas than a minibatch has microbatches: the
+others would idle, or the minibatch would have to grow. Under 1f1b, which does not divide minibatches, every stage
+updates after a minibatch on each of its replicas; there, rows differ, and each says its own number.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from planner.cost.candidate import Candidate
+from planner.cost.kinds import everything_on, fastest_rank
+from planner.cost.layer_costs import LayerCosts
+from planner.formats.cluster import Cluster
+from planner.formats.plan_parts import OtherWay, samples_per_update, why_whole
+from planner.options.solving import SolveOptions
+from planner.schedule.one_stage import FLUSH
+from planner.solver.choose.baselines import equal_blocks, most_replicas, recomputing, replicated
+from planner.solver.evaluate.evaluation import evaluate
+from planner.solver.problem.budget import Budget
+from planner.solver.problem.problem import Problem
+from planner.solver.problem.result import Evaluation
+from planner.solver.question import problem_of
+
+ONE_GPU = "one GPU"
+DATA_PARALLEL = "data parallel"
+EQUAL_STAGES = "equal stages"  # of equally many blocks
+ZERO = ("ZeRO-1", "ZeRO-2", "ZeRO-3, FSDP")  # by what replicas divide
+BLOCK_STAGES = (2, 4, 8)  # as users of Megatron choose them
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to train: its name, the problem that it solves, and its stages with their price."""
+
+    name: str
+    problem: Problem
+    plan: Evaluation
+    part: float = 1.0  # of a microbatch that takes as many samples as one of the others
+
+    @property
+    def seconds_per_microbatch(self) -> float:
+        """Seconds per microbatch, which all ways have in common."""
+        return self.part * self.plan.seconds / self.problem.microbatches
+
+    @property
+    def over_memory_bytes(self) -> int:
+        """By how many bytes the GPU that needs most exceeds its memory; 0 if all fit."""
+        return self.plan.over_bytes(self.problem.cluster)
+
+    @property
+    def samples_per_update(self) -> tuple[int, int]:
+        """Samples whose gradients make an update, at the stages of the fewest and of the most replicas."""
+        return samples_per_update(
+            self.problem.schedule,
+            self.problem.microbatches,
+            self.problem.layer_costs.given.microbatch_size,
+            [stage.replicas for stage in self.plan.stages],
+        )
+
+    def described(self) -> OtherWay:
+        """Return the row of this way."""
+        schedule = self.problem.schedule
+        return OtherWay(
+            name=self.name,
+            config=self.plan.config,
+            schedule=schedule,
+            microbatches=self.problem.microbatches,
+            samples_per_update=self.samples_per_update,
+            seconds_per_microbatch=self.seconds_per_microbatch,
+            memory_bytes=max(self.plan.price.gpu_bytes),
+            over_memory_bytes=self.over_memory_bytes,
+            staleness=max(map(schedule.staleness, self.plan.price.in_flight)),
+        )
+
+
+def usual_ways(
+    options: SolveOptions,
+    layer_costs: LayerCosts,
+    cluster: Cluster,
+    budget: Budget,
+) -> Iterator[Way]:
+    """Yield the ways in the order of the table, each simulated as far as the budget goes.
+
+    All but the pipelines run under the options' schedule, without chunks. What does not fit the memory recomputes every
+    block, unless the options forbid it.
+    """
+    schedule = options.order.unchunked
+    problem = problem_of(replace(options, schedule=schedule), layer_costs, cluster, budget)
+    yield from _data_parallel(problem)
+    yield from _on_one_kind(problem)
+    yield _one_gpu(problem)
+    yield from _sharded(problem)
+
+    drained = replace(
+        options,
+        schedule=FLUSH,
+        microbatches=options.microbatches if schedule.divides else None,
+        depth="published",
+    )
+    yield from _equal_stages(problem_of(drained, layer_costs, cluster, budget))
+
+
+def _data_parallel(problem: Problem) -> Iterator[Way]:
+    plain = Way(DATA_PARALLEL, problem, evaluate(problem, [replicated(problem)]))
+    yield plain
+
+    fitting = _fitting(plain)
+    if fitting is not plain:
+        yield fitting
+
+
+def _on_one_kind(problem: Problem) -> Iterator[Way]:
+    """Yield data parallelism on the GPUs of each kind of which there are several."""
+    cluster = problem.cluster
+    for kind, ranks in zip(cluster.kinds, cluster.kind_ranks, strict=True):
+        if len(ranks) > 1:
+            used = ranks[: most_replicas(problem, len(ranks))]
+            stage = everything_on(problem.layer_costs, cluster, used)
+            name = f"{DATA_PARALLEL}, {kind.title} only"
+            yield _fitting(Way(name, problem, evaluate(problem, [stage])))
+
+
+def _one_gpu(problem: Problem) -> Way:
+    fastest = fastest_rank(problem.layer_costs, problem.cluster)
+    stage = everything_on(problem.layer_costs, problem.cluster, [fastest])
+    return Way(ONE_GPU, problem, evaluate(problem, [stage]))
+
+
+def _sharded(problem: Problem) -> Iterator[Way]:
+    """Yield data parallelism at each sharding level.
+
+    From ZeRO-2 on, replicas exchange something for every microbatch. So they drain the pipeline, also where the
+    question's schedule does not, and have equally many microbatches each.
+    """
+    stage = replicated(problem)
+    if stage.replicas == 1:
+        return
+    for level, name in enumerate(ZERO, start=1):
+        within = problem if level == 1 else _drained(problem, stage.replicas)
+        sharded = replace(stage, options=replace(stage.options, level=level))
+        if level == 1 or why_whole(within.schedule, within.microbatches, [stage.replicas], [1]) is None:
+            yield _fitting(Way(name, within, evaluate(within, [sharded])))
+
+
+def _drained(problem: Problem, replicas: int) -> Problem:
+    """Return a problem under a synchronous schedule with the samples per update of so many replicas."""
+    if not problem.schedule.asynchronous:
+        return problem
+    return problem.with_schedule(FLUSH, problem.microbatches if problem.schedule.divides else replicas)
+
+
+def _equal_stages(problem: Problem) -> Iterator[Way]:
+    gpus = problem.cluster.gpus
+    deepest = max(2, min(gpus, max(BLOCK_STAGES)))  # 3 on 3 GPUs
+    for count in sorted({*BLOCK_STAGES, deepest}):
+        stages = equal_blocks(problem.layer_costs, count)
+        if gpus % count == 0 and len(stages) == count:
+            copied = _with_replicas(stages, most_replicas(problem, gpus // count))
+            yield _fitting(Way(f"{count} {EQUAL_STAGES}", problem, evaluate(problem, copied)))
+
+
+def _with_replicas(stages: Sequence[Candidate], count: int) -> list[Candidate]:
+    return [replace(stage, options=replace(stage.options, replicas=count)) for stage in stages]
+
+
+def _fitting(way: Way) -> Way:
+    """Return the way as it is, or with every block recomputing where it does not fit otherwise."""
+    if not way.over_memory_bytes or way.problem.rules.recompute == "never":
+        return way
+    stages = recomputing(way.problem.layer_costs, way.plan.stages)
+    return Way(f"{way.name}, recomputing", way.problem, evaluate(way.problem, stages))

@@ -1,0 +1,241 @@
+"""Answer what a newcomer asks: does the model fit, how to split it, how fast is it, how few GPUs will do.
+
+The answer is that of `planner.solver.solve` for a few sizes of microbatches, of which the fastest counts, and then for
+other numbers of GPUs.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from planner.errors import InfeasibleError, InputError, PlannerError
+from planner.formats.cluster import Cluster
+from planner.formats.files import Record
+from planner.formats.late import LateFailure
+from planner.formats.plan import Plan
+from planner.formats.plan_parts import OtherWay
+from planner.formats.profile import Profile
+from planner.formats.shown import Shown
+from planner.options.solving import SolveOptions
+from planner.solver.problem.budget import Patience
+from planner.solver.sizes.microbatches import Profiles, Sizes, least_sample_s, promising_sizes, report_step
+from planner.solver.solve import solve
+
+# Shares of the time that is left: for choosing sizes of microbatches, on which more depends than on any search, since a
+# size too small costs tens of times; then for the cluster that was asked about. Other numbers of GPUs share the rest.
+SIZING = 0.8
+SOLVING = 0.6
+FIRST = 0.6  # share of that for the first size of microbatches
+MOST_TIMES = 16  # as many GPUs as asked are tried where the model does not fit
+# Times as long as the number of GPUs before a number may take, whatever its part of the time: where little fits, what
+# does is sought until there is some. It was twice as long for 128 H100 as for 256 of a model of 175 billion parameters.
+LONGER = 2.0
+NEXT = 0.25  # times as long as the number asked about does the next one take, likewise
+BALANCED = 0.02  # of the least time: a way that is so near to it leaves nothing to divide layers for
+
+
+class FitRow(Record):
+    """The fastest plan on some number of GPUs, or why there is none; in full for the number that was asked about."""
+
+    gpus: int
+    plan: Plan | None
+    why_not: str = ""
+    unknown: bool = False  # whether there was too little time to find a plan, or that there is none
+
+    @property
+    def seconds(self) -> float:
+        """Seconds per minibatch; infinity without a plan."""
+        return math.inf if self.plan is None else self.plan.predicted.seconds_per_minibatch
+
+
+class Fit(Shown, Record):
+    """The answer for the GPUs that were asked about, and for others, the largest first.
+
+    Where a model fits, those are half as many again and again, down to the first number at which it does not; where it
+    does not fit, twice as many, up to the first at which it does; as far as there is time.
+    """
+
+    model: str
+    asked: FitRow
+    others: tuple[FitRow, ...]
+    not_tried: tuple[str, ...] = ()  # what was not looked at because the time ended: "microbatches of 4, 8"
+    folder: str = ""  # that has profile.json and plan.json
+    model_file: str = ""  # as seen from there
+    late_failures: tuple[LateFailure, ...] = ()  # which of these files could not be written
+
+
+@dataclass(frozen=True)
+class FitQuestion:
+    """A model, by its profiles; GPUs, by the cluster that so many of them make; and the options of each plan."""
+
+    profiles: Profiles
+    gpus: int
+    cluster_of: Callable[[int], Cluster]
+    options: SolveOptions
+
+    @property
+    def cluster(self) -> Cluster:
+        """The GPUs that were asked about."""
+        return self.cluster_of(self.gpus)
+
+
+@dataclass(frozen=True)
+class Best:
+    """The fastest answer so far for the GPUs that were asked about, and what the time did not suffice for."""
+
+    row: FitRow
+    profile: Profile
+    not_tried: tuple[str, ...] = ()
+
+
+def fit(question: FitQuestion, patience: Patience | None = None) -> tuple[Fit, Profile]:
+    """Find the fastest plan for a number of GPUs and for others, each with the same minibatch, and its profile.
+
+    The `patience` of all answers together takes the place of the options' time limit.
+    """
+    patience = patience or Patience.of(question.options.time_limit_s, question.options.progress)
+    sizes = promising_sizes(question.profiles, question.cluster, question.options, patience.part(SIZING))
+
+    began_s = time.monotonic()
+    best = _fastest_size(question, sizes, patience.part(SOLVING))
+    asked = best.row
+    if asked.unknown:
+        asked = row_for(question, best.profile, question.gpus, patience)
+    took_s = time.monotonic() - began_s
+
+    others, missed = _other_numbers(question, asked, best.profile, took_s, patience)
+    answer = Fit(
+        model=best.profile.model,
+        asked=asked,
+        others=tuple(sorted(others, key=lambda row: -row.gpus)),
+        not_tried=(*best.not_tried, *missed),
+    )
+    return answer, best.profile
+
+
+def row_for(question: FitQuestion, profile: Profile, gpus: int, patience: Patience) -> FitRow:
+    """Solve for a number of GPUs; only for the one that was asked about is explained why nothing fits."""
+    cluster = question.cluster_of(gpus)
+    try:
+        plan = solve(profile, cluster, question.options, patience, explains=gpus == question.gpus)
+    except InputError:
+        raise
+    except PlannerError as error:  # none fits, or there was too little time
+        unknown = not isinstance(error, InfeasibleError)
+        return FitRow(gpus=gpus, plan=None, why_not=error.message, unknown=unknown)
+    return FitRow(gpus=gpus, plan=plan)
+
+
+def _fastest_size(question: FitQuestion, sizes: Sizes, patience: Patience) -> Best:
+    """Solve for each size that is worth it until one is no faster than those before, or the time ends."""
+    best: Best | None = None
+    not_tried = []
+    if sizes.unseen:
+        not_tried.append(f"microbatches of {', '.join(map(str, sizes.unseen))}")
+
+    for number, size in enumerate(sizes.wanted):
+        profile = question.profiles.at(size)
+        if best is not None and _cannot_be_faster(question, best.row.plan, profile):
+            continue
+        if best is not None and patience.deadline.passed:
+            not_tried.append(f"microbatches of {size}")
+            break
+
+        report_step(patience, f"{question.gpus} GPUs, microbatches of {size}")
+        if _worth_dividing(question, sizes, size, profile, best):
+            if not patience.deadline.passed:
+                profile = question.profiles.divide(profile)
+            elif question.profiles.ranks > 1:
+                not_tried.append("divided layers")
+
+        last = number == len(sizes.wanted) - 1
+        row = row_for(question, profile, question.gpus, patience.part(1 if last else FIRST))
+        if best is not None:
+            row = _with_rows_of(row, best)
+
+        faster = best is None or row.seconds < best.row.seconds
+        if best is None or faster:
+            best = Best(row, profile)
+        if best.row.plan is None or not (faster or size == sizes.shared):
+            break
+
+    assert best is not None
+    return replace(best, not_tried=tuple(not_tried))
+
+
+def _cannot_be_faster(question: FitQuestion, plan: Plan | None, profile: Profile) -> bool:
+    """Return whether a plan is as fast as perfect balance is for another size of microbatches."""
+    if plan is None:
+        return False
+    least_s = least_sample_s(profile, question.cluster, question.options)
+    return plan.predicted.seconds_per_minibatch <= (plan.minibatch_size or 0) * least_s
+
+
+def _worth_dividing(question: FitQuestion, sizes: Sizes, size: int, profile: Profile, best: Best | None) -> bool:
+    """Return whether ranks that divide layers may gain anything.
+
+    Where they did not for one size of microbatches, they do not for smaller ones. Nor do they where a usual way is as
+    good as perfect balance. Layers with experts are divided for microbatches that ranks share.
+    """
+    if sizes.shared is not None:
+        return size == sizes.shared
+    plan = None if best is None else best.row.plan
+    if plan is not None and max(plan.degrees) == 1:
+        return False
+    least_s = least_sample_s(profile, question.cluster, question.options)
+    return sizes.sample_s.get(size, math.inf) > least_s * (1 + BALANCED)
+
+
+def _with_rows_of(row: FitRow, best: Best) -> FitRow:
+    """Return the answer with the usual ways of another size, where ranks share the samples of a microbatch.
+
+    In the usual ways, a rank has as many samples as before.
+    """
+    plan = row.plan
+    if plan is None or not plan.by_samples or best.row.plan is None:
+        return row
+    scale = (plan.microbatch_size or 1) / (best.profile.microbatch_size or plan.microbatch_size or 1)
+    rows = tuple(_scaled(way, scale) for way in best.row.plan.baselines)
+    return row.model_copy(update={"plan": plan.model_copy(update={"baselines": rows})})
+
+
+def _scaled(way: OtherWay, scale: float) -> OtherWay:
+    return way.model_copy(update={"seconds_per_microbatch": scale * way.seconds_per_microbatch})
+
+
+def _other_numbers(
+    question: FitQuestion,
+    asked: FitRow,
+    profile: Profile,
+    took_s: float,
+    patience: Patience,
+) -> tuple[list[FitRow], list[str]]:
+    """Solve for fewer GPUs down to those that do not do, or for more up to those that do, as far as there is time.
+
+    `took_s` is how long the number that was asked about took. Return the rows, and what was not tried.
+    """
+    if asked.plan is not None:
+        counts = [question.gpus // 2**n for n in range(1, question.gpus.bit_length())]
+    else:
+        counts = [question.gpus * 2**n for n in range(1, MOST_TIMES.bit_length())]
+
+    rows = list[FitRow]()
+    took_s *= NEXT
+    for index, count in enumerate(counts):
+        left_s = patience.deadline.left_s
+        if left_s is not None and left_s <= LONGER * took_s:
+            return rows, [_gpus_words(counts[index:])]
+        report_step(patience, f"{count} GPUs")
+        began_s = time.monotonic()
+        rows.append(row_for(question, profile, count, patience.part(1 / (len(counts) - index))))
+        took_s = time.monotonic() - began_s
+        if (rows[-1].plan is None) == (asked.plan is not None):
+            break
+    return rows, []
+
+
+def _gpus_words(counts: Sequence[int]) -> str:
+    """Write numbers of GPUs: "1 GPU", "4, 2, 1 GPUs"."""
+    numbers = ", ".join(map(str, counts))
+    return f"{numbers} GPU{'' if numbers == '1' else 's'}"

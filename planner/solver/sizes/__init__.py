@@ -1,0 +1,1 @@
+"""How many samples a minibatch and a microbatch have, where nobody says."""

@@ -1,0 +1,85 @@
+"""The one way from a question to its answer: everything that the answer is, is decided here.
+
+    1. the fastest plan under the schedule that was asked for, or under all of them
+    2. the best synchronous plan beside an asynchronous one, or in its place
+    3. the usual ways that people choose by hand, and the best of them where it is faster
+    4. interleaved pipelines, where 1f1b-flush was nobody's wish
+    5. the plans for fewer hosts
+
+Plans are compared at equal samples per update. Where they cannot have these, a note has both numbers.
+"""
+
+from planner.errors import InputError, PlannerError, StoppedError
+from planner.formats.cluster import Cluster
+from planner.formats.device_kinds import cluster_for
+from planner.formats.plan import Plan
+from planner.formats.profile import Profile
+from planner.options.solving import SolveOptions
+from planner.schedule.one_stage import FLUSH
+from planner.schedule.registry import AUTO
+from planner.solver.alternatives.fewer_hosts import with_fewer_hosts
+from planner.solver.alternatives.interleaved import or_interleaved
+from planner.solver.alternatives.schedules import under_every_schedule, with_synchronous
+from planner.solver.alternatives.table import fastest_usual, no_slower_than_usual
+from planner.solver.find_plan import find_plan
+from planner.solver.problem.budget import Patience
+
+# Shares of the time left: for the search, and then for the best synchronous plan; the rest is for the usual ways.
+SEARCHING = 0.9
+SYNCHRONOUS = 0.7
+
+
+def solve(
+    profile: Profile,
+    cluster: Cluster,
+    options: SolveOptions,
+    patience: Patience | None = None,
+    *,
+    explains: bool = True,
+) -> Plan:
+    """Find the fastest plan, and what stands beside it, before the patience or else the options' time limit ends.
+
+    Raises:
+        InfeasibleError: if no plan fits the memory; where it `explains`, which takes searches, with the smallest
+            change that makes one fit.
+        InputError: for options that make no sense under the schedule.
+    """
+    patience = patience or Patience.of(options.time_limit_s, options.progress)
+    cluster = cluster_for(profile, cluster)
+
+    searching = patience.part(SEARCHING / (1 + options.survive))
+    plan = _searched(profile, cluster, options, searching, explains=explains)
+
+    if options.schedule != AUTO and not options.alone:
+        plan = with_synchronous(profile, plan, options, patience.part(SYNCHRONOUS))
+
+    plan = no_slower_than_usual(profile, plan, options, patience)
+
+    if plan.schedule is FLUSH and options.schedule is FLUSH and not options.asked:
+        plan = or_interleaved(profile, plan, options, patience)
+
+    if options.survive:
+        plan = with_fewer_hosts(profile, plan, options, patience.part(SEARCHING))
+    return plan
+
+
+def _searched(
+    profile: Profile,
+    cluster: Cluster,
+    options: SolveOptions,
+    patience: Patience,
+    *,
+    explains: bool,
+) -> Plan:
+    """Return the fastest plan of a search; where that ends without any, the fastest usual way that fits."""
+    if options.schedule == AUTO:
+        return under_every_schedule(profile, cluster, options, patience)
+    try:
+        return find_plan(profile, cluster, options, patience, explains=explains)
+    except (InputError, StoppedError):
+        raise
+    except PlannerError:  # nothing fits that the search knows, or there was too little time
+        plan = fastest_usual(profile, cluster, options, patience)
+        if plan is None:
+            raise
+        return plan
