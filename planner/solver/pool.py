@@ -10,11 +10,11 @@ from planner.cost.candidate import Candidate
 from planner.cost.weight_copies import copies_fit
 from planner.plan.shape import trainable_pairs
 from planner.solver.evaluate.evaluation import SETTLED, in_every_order, priced, simulated
+from planner.solver.evaluate.leaner import Leaner
 from planner.solver.evaluate.pipelines import MOST_COMPUTATIONS, shared_between, too_large
 from planner.solver.problem.budget import LATER
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Answer, Evaluation
-from planner.solver.propose.leaner import Leaner
 from planner.units import SLACK
 
 # Candidates that are evaluated together, the most promising first.

@@ -6,9 +6,9 @@ from itertools import chain, islice, permutations, product
 
 from planner.cost.candidate import Candidate
 from planner.solver.evaluate.evaluation import priced
+from planner.solver.evaluate.leaner import Leaner
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation
-from planner.solver.propose.leaner import Leaner
 
 MOST_ALLOTMENTS = 24  # ways to share out the GPUs that are priced for one plan
 

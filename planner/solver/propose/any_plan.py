@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
+from planner.solver.evaluate.leaner import Leaner
 from planner.solver.pool import Batch
 from planner.solver.problem.budget import Budget
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.states import Chain
-from planner.solver.propose.leaner import Leaner
 from planner.solver.search.pipeline_search import PipelineSearch
 
 MOST_CUTS = 100

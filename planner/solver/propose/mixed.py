@@ -15,11 +15,11 @@ from planner.cost.kinds import everything_on, kind_on
 from planner.cost.network.link import Link
 from planner.errors import InfeasibleError, InputError
 from planner.solver.evaluate.evaluation import priced
+from planner.solver.evaluate.leaner import Leaner
 from planner.solver.pool import Batch, Pool
 from planner.solver.problem.budget import OutOfTimeError
 from planner.solver.problem.infeasible import against_rules
 from planner.solver.problem.problem import Problem
-from planner.solver.propose.leaner import Leaner
 from planner.solver.search.line import Kinds, LinePlan, LineSearch, StagesOn
 from planner.solver.search.restricted import slowed
 from planner.solver.search.trade import trade_offs

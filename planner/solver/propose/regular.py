@@ -21,10 +21,10 @@ from planner.cost.candidate import Candidate, StageOptions
 from planner.cost.work import Floats
 from planner.solver.choose.baselines import equal_blocks, equal_times
 from planner.solver.evaluate.evaluation import priced
+from planner.solver.evaluate.leaner import Leaner
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation
 from planner.solver.problem.states import column
-from planner.solver.propose.leaner import Leaner
 from planner.solver.search.restricted import counts_to_try
 from planner.units import SLACK
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.analysis.compare import DATA_PARALLEL, compare
+from planner.analysis.compare import compare
 from planner.analysis.explain import explain
 from planner.cost.candidate import candidates
 from planner.cost.layer_costs import LayerCosts
@@ -25,6 +25,7 @@ from planner.schedule.registry import find
 from planner.simulator.simulate_plan import simulate
 from planner.simulator.summary import summarize
 from planner.solver import search_plan as solve
+from planner.solver.alternatives.usual_ways import DATA_PARALLEL
 from planner.solver.evaluate.evaluation import evaluate, priced, simulated
 from planner.solver.find_plan import find_plan
 from planner.solver.problem import budget
