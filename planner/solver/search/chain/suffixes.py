@@ -6,6 +6,7 @@ one of row n - 1.
 """
 
 import numpy as np
+from numpy.typing import NDArray
 
 from planner.cost.work import IMPOSSIBLE, Integers
 
@@ -43,7 +44,7 @@ class Suffixes:
         """Rows of `gpus` that a stage may be put before."""
         return self.gpus[:-1] if self._numbered else self.gpus
 
-    def ranked(self, rows: Integers, states: Integers, gpus: Integers, recomputes: Integers) -> Integers:
+    def ranked(self, rows: Integers, states: Integers, gpus: Integers, recomputes: Integers | NDArray[np.bool_]) -> Integers:
         """Return numbers that order new suffixes: by their GPUs, then their stages, then those that recompute.
 
         Args:
