@@ -90,7 +90,7 @@ if TYPE_CHECKING:
     from planner.simulator.summary import Summary as Summary
     from planner.simulator.summary import summarize as summarize
     from planner.solver.fit import Fit as Fit
-    from planner.solver.problem.budget import Patience as Patience
+    from planner.solver.clock import Clock as Clock
     from planner.workers.job import TrainResult as TrainResult
 
 # The names above, each with its module: read from this file, so that they are declared once.

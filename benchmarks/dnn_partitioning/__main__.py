@@ -17,7 +17,7 @@ from benchmarks.dnn_partitioning.workload import BYTES_PER_S, load_workload
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.setting import Setting
 from planner.formats.cluster import Cluster, DeviceKind, Level
-from planner.solver.problem.budget import Deadline
+from planner.solver.clock import Clock
 from planner.solver.problem.result import IlpAnswer
 
 FOLDER = Path(__file__).resolve().parents[2].parent / "shared" / "anchors" / "dnn-partitioning"
@@ -58,7 +58,7 @@ def _row(path: Path, name: str, cpu: bool, ilp_s: float) -> list[str]:
     for solver, limit_s in ((solve_loads, None), (solve_ilp, ilp_s)):
         started = time.process_time()
         try:
-            answer = solver(LoadProblem(LayerCosts(profile), Setting(cluster)), Deadline.after(limit_s))
+            answer = solver(LoadProblem(LayerCosts(profile), Setting(cluster)), Clock.of(limit_s))
         except TimeoutError:
             cells += ["none in time", ""]
             continue

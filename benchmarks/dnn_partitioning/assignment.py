@@ -23,7 +23,7 @@ from benchmarks.dnn_partitioning.objective import Host, LoadProblem, compute_s, 
 from planner.cost.candidate import Candidate, StageOptions
 from planner.cost.network.link import link_of
 from planner.schedule.instructions import POSTED
-from planner.solver.problem.budget import Deadline
+from planner.solver.clock import Clock
 from planner.solver.problem.result import IlpAnswer
 from planner.solver.problem.states import uncut_groups
 from planner.solver.search.integer.cbc import run
@@ -48,7 +48,7 @@ class Assignment:
         self.group_s = [sum(each_s[layer] for layer in group) for group in self.groups]
         self._scale = _SCALE * self.gpus / sum(each_s)
 
-    def solve(self, deadline: Deadline) -> IlpAnswer | None:
+    def solve(self, clock: Clock) -> IlpAnswer | None:
         """Return the placement with the smallest largest load; None when there is none.
 
         Raises:
@@ -62,7 +62,7 @@ class Assignment:
             problem += pulp.lpSum(row) == 1
         self._load(problem, runs, longest)
         self._break_ties(problem, runs)
-        status = run(problem, deadline.left_s)
+        status = run(problem, clock.left_s)
         if status == "infeasible":
             return None
         if status == "unknown":

@@ -28,7 +28,7 @@ from planner.cost.network.link import link_of
 from planner.cost.work import Floats, Integers
 from planner.formats.cluster import Cluster, DeviceKind
 from planner.schedule.instructions import POSTED
-from planner.solver.problem.budget import Deadline
+from planner.solver.clock import Clock
 
 _SLACK = 1e-12
 
@@ -89,7 +89,7 @@ class LoadSearch:
         self._front_s: Floats = self._cost_s @ self._live
         self._front_bytes: Floats = self._bytes @ self._live
 
-    def best(self, below_s: float, deadline: Deadline) -> LoadPlan | None:
+    def best(self, below_s: float, clock: Clock) -> LoadPlan | None:
         """Return the plan with the smallest largest load, on as few devices as reach it; None if none is below."""
         last = len(self._before_s) - 1
         slowest = min(devices.speed for devices in self._devices)
@@ -114,7 +114,7 @@ class LoadSearch:
             ]
             if not steps:
                 continue
-            if deadline.passed:
+            if clock.passed:
                 self.interrupted = True
                 break
             room_s = max(left_s[following] for _, _, following in steps) * below_s

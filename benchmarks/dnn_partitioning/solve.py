@@ -15,7 +15,8 @@ from benchmarks.dnn_partitioning.objective import LoadProblem
 from planner.cost.candidate import Candidate, StageOptions
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.work import Integers
-from planner.solver.problem.budget import NO_HURRY, Budget, Deadline
+from planner.solver.clock import NO_LIMIT, Clock
+from planner.solver.problem.budget import Budget
 from planner.solver.problem.result import IlpAnswer
 from planner.solver.problem.states import uncut_groups
 from planner.solver.search.integer.columns import Column, Columns
@@ -25,7 +26,7 @@ MOST_STATES = 60_000
 MOST_STATES_OF_PROGRAM = 2_000
 
 
-def solve_loads(request: LoadProblem, deadline: Deadline) -> IlpAnswer | None:
+def solve_loads(request: LoadProblem, clock: Clock) -> IlpAnswer | None:
     """Search over the cuts of the graph.
 
     Returns:
@@ -37,22 +38,22 @@ def solve_loads(request: LoadProblem, deadline: Deadline) -> IlpAnswer | None:
     assert request.contiguous
     reduced = Reduced(request.layer_costs, memory_matters=request.memory_matters)
     # The cuts along the profile's order are few, and their best plan bounds the search over all of them.
-    best = LoadSearch(reduced.layer_costs, _prefixes(reduced.layer_costs), request.cluster).best(np.inf, deadline)
+    best = LoadSearch(reduced.layer_costs, _prefixes(reduced.layer_costs), request.cluster).best(np.inf, clock)
     every, bound_s = enumerate_downsets(reduced.layer_costs, MOST_STATES), request.relaxed_s
     if every is not None:
         over = LoadSearch(reduced.layer_costs, every, request.cluster)
-        best = over.best(np.inf if best is None else best.seconds, deadline) or best
+        best = over.best(np.inf if best is None else best.seconds, clock) or best
         if not over.interrupted and best is not None:
             bound_s = best.seconds
     if best is None:
-        if deadline.passed:
+        if clock.passed:
             raise TimeoutError
         return None
     bound_s = min(bound_s, best.seconds)
     return IlpAnswer(reduced.expand(best.stages), best.seconds, bound_s, optimal=bound_s == best.seconds)
 
 
-def solve_ilp(request: LoadProblem, deadline: Deadline) -> IlpAnswer | None:
+def solve_ilp(request: LoadProblem, clock: Clock) -> IlpAnswer | None:
     """Solve the integer program: the product's flow between cuts, or an assignment where stages are any sets of layers.
 
     Returns:
@@ -63,11 +64,11 @@ def solve_ilp(request: LoadProblem, deadline: Deadline) -> IlpAnswer | None:
         TimeoutError: when the deadline passes before there is any plan.
     """
     if not request.contiguous:
-        return _placed(request, deadline)
+        return _placed(request, clock)
     reduced = Reduced(request.layer_costs, memory_matters=request.memory_matters)
     request = replace(request, layer_costs=reduced.layer_costs)
     columns = LoadColumns(request)
-    answer = Flow(replace(request, budget=Budget(deadline)), columns).solve()
+    answer = Flow(replace(request, budget=Budget(clock)), columns).solve()
     if answer is None:
         return None
     if not columns.complete:  # too many cuts to list: those along the order prove nothing about the others
@@ -107,16 +108,16 @@ class LoadColumns(Columns):
                     yield Column(state, other, stage.options, kinds, 0.0, busy_s, request.cluster.gpus - 1)
 
 
-def _placed(request: LoadProblem, deadline: Deadline) -> IlpAnswer | None:
+def _placed(request: LoadProblem, clock: Clock) -> IlpAnswer | None:
     """Return the best placement; when time runs out, one no worse than the best contiguous plan, if that is allowed."""
     try:
-        answer = Assignment(request).solve(deadline)
+        answer = Assignment(request).solve(clock)
     except TimeoutError:
         answer = None
     else:
         if answer is None or answer.optimal:
             return answer
-    contiguous = solve_loads(replace(request, contiguous=True), NO_HURRY)
+    contiguous = solve_loads(replace(request, contiguous=True), NO_LIMIT)
     if contiguous is not None and (answer is None or contiguous.seconds < answer.seconds):
         bound_s = min(request.relaxed_s if answer is None else answer.bound_s, contiguous.seconds)
         return replace(contiguous, bound_s=bound_s, optimal=False)

@@ -21,8 +21,9 @@ from planner.schedule.one_stage import GPIPE
 from planner.schedule.schedule import Schedule
 from planner.solver.alternatives.usual_ways import DATA_PARALLEL, Way, usual_ways
 from planner.solver.choose.baselines import equal_time
+from planner.solver.clock import Clock
 from planner.solver.evaluate.evaluation import evaluate
-from planner.solver.problem.budget import Budget, Patience
+from planner.solver.problem.budget import Budget
 from planner.solver.problem.result import Evaluation
 from planner.solver.question import problem_of
 
@@ -61,7 +62,7 @@ class Comparison(Shown, Record):
 
 
 @checked
-def compare(profile: Profile, plan: Plan, *, patience: Patience | None = None) -> Comparison:
+def compare(profile: Profile, plan: Plan, *, clock: Clock | None = None) -> Comparison:
     """Compare a plan with data parallelism, plain and sharded, hand-made pipelines, and GPipe on the same cut.
 
     All rows have the plan's samples per update, except under 1f1b, where each row says its own.
@@ -69,7 +70,7 @@ def compare(profile: Profile, plan: Plan, *, patience: Patience | None = None) -
     Args:
         profile: costs per layer.
         plan: made from this profile; it brings its cluster and schedule.
-        patience: how long all of it may take. When the time is over, the cost model prices the rest.
+        clock: how long all of it may take. When the time is over, the cost model prices the rest.
 
     Raises:
         PlanError: if the plan was made from another profile.
@@ -80,7 +81,7 @@ def compare(profile: Profile, plan: Plan, *, patience: Patience | None = None) -
         >>> [row.name for row in planner.compare(profile, plan).rows][:2]
         ['chosen plan', 'data parallel']
     """
-    given = GivenPlan.of(profile, plan, patience=patience)
+    given = GivenPlan.of(profile, plan, clock=clock)
     rows = [_row(given, way) for way in _ways(given)]
     parallel = next(row for row in rows if row.name == DATA_PARALLEL)
     over = _reference(rows, parallel)
@@ -115,12 +116,12 @@ def _ways(given: GivenPlan) -> Iterator[Way]:
     """Yield the chosen plan, what people use, a pipeline of equal times, and GPipe with the plan's stages."""
     layer_costs = given.layer_costs
     cluster = given.plan.cluster
-    deadline = given.patience.deadline
+    clock = given.clock
     yield Way(CHOSEN, given.problem, Evaluation(given.stages, given.price()))
-    yield from usual_ways(given.options, layer_costs, cluster, Budget(deadline))
+    yield from usual_ways(given.options, layer_costs, cluster, Budget(clock))
 
     unchunked = replace(given.options, schedule=given.plan.schedule.unchunked)  # the baselines have no chunks
-    problem = problem_of(unchunked, layer_costs, cluster, Budget.unlimited(deadline))
+    problem = problem_of(unchunked, layer_costs, cluster, Budget.unlimited(clock))
     yield Way("equal time", problem, evaluate(problem, equal_time(layer_costs, cluster.gpus)))
 
     yield from _same_cut(given)
@@ -139,7 +140,7 @@ def _same_cut(given: GivenPlan) -> Iterator[Way]:
         microbatches=plan.microbatches if plan.schedule.divides else usual,
         minibatch=None,
     )
-    budget = Budget.unlimited(given.patience.deadline)
+    budget = Budget.unlimited(given.clock)
     problem = problem_of(drained, given.layer_costs, plan.cluster, budget)
     yield Way(SAME_CUT, problem, evaluate(problem, given.stages))
 

@@ -14,8 +14,8 @@ from planner.formats.profile import Profile
 from planner.formats.shown import Shown
 from planner.simulator.simulate_plan import simulate
 from planner.simulator.summary import summarize
+from planner.solver.clock import Clock
 from planner.solver.find_plan import find_plan
-from planner.solver.problem.budget import Patience
 
 MORE_BANDWIDTH = 1.1
 MORE_MEMORY = 1.5
@@ -68,13 +68,13 @@ class Explanation(Shown, Record):
 
 
 @checked
-def explain(profile: Profile, plan: Plan, *, patience: Patience | None = None) -> Explanation:
+def explain(profile: Profile, plan: Plan, *, clock: Clock | None = None) -> Explanation:
     """Explain why `plan` is as it is.
 
     Args:
         profile: that the plan was made from.
         plan: from `solve`.
-        patience: how long all searches for other plans may take together.
+        clock: how long all searches for other plans may take together.
 
     Raises:
         PlanError: if the plan was made from another profile.
@@ -86,7 +86,7 @@ def explain(profile: Profile, plan: Plan, *, patience: Patience | None = None) -
         >>> why.bottleneck.stage, why.bottleneck.resource
         (1, 'compute')
     """
-    given, bottleneck = GivenPlan.of(profile, plan, patience=patience), plan.predicted.bottleneck
+    given, bottleneck = GivenPlan.of(profile, plan, clock=clock), plan.predicted.bottleneck
     uses = tuple(_simulated_uses(plan) if given.simulated else _priced_uses(given))
     kinds = {"link": ("send", "receive")}.get(bottleneck.resource, (bottleneck.resource,))
     limiting = [use.busy_s for use in uses if use.stage == bottleneck.stage and use.resource in kinds]
@@ -105,7 +105,7 @@ def explain(profile: Profile, plan: Plan, *, patience: Patience | None = None) -
         uses=uses,
         what_if=_what_if(given),
         solver=plan.solver,
-        out_of_time=given.patience.deadline.passed,
+        out_of_time=given.clock.passed,
     )
 
 
@@ -178,7 +178,7 @@ def _one_more(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
 def _resolved(given: GivenPlan, what: str, cluster: Cluster) -> Alternative:
     """Return the fastest plan for another cluster, or the given plan, which runs there, too."""
     try:
-        plan = find_plan(given.layer_costs.given, cluster, given.options, given.patience)
+        plan = find_plan(given.layer_costs.given, cluster, given.options, given.clock)
     except InfeasibleError:
         return Alternative(what=what, config=None, seconds_per_minibatch=None, gain=None)
 

@@ -27,8 +27,9 @@ from planner.plan.shape import check_versions
 from planner.schedule.schedule import gpus_after
 from planner.solver.assemble import GIVEN, complete
 from planner.solver.choose.baselines import equal_counts, legal_ends
+from planner.solver.clock import Clock
 from planner.solver.evaluate.evaluation import evaluate
-from planner.solver.problem.budget import Budget, Patience
+from planner.solver.problem.budget import Budget
 from planner.solver.problem.problem import Problem
 from planner.solver.question import options_of, problem_of, setting_of
 from planner.units import counted, format_bytes, format_memory
@@ -71,11 +72,11 @@ class GivenPlan:
     plan: Plan
     options: SolveOptions  # under which it and its alternatives are priced
     stages: tuple[Candidate, ...]
-    patience: Patience  # of everything that is solved or simulated, together
+    clock: Clock  # of everything that is solved or simulated, together
 
     @classmethod
     def of(
-        cls, profile: Profile, plan: Plan, options: SolveOptions | None = None, patience: Patience | None = None
+        cls, profile: Profile, plan: Plan, options: SolveOptions | None = None, clock: Clock | None = None
     ) -> "GivenPlan":
         """Prepare `plan`, with the options that it records by default; raise PlanError if its profile is another."""
         layer_costs = layer_costs_on(profile, plan.cluster)
@@ -93,8 +94,8 @@ class GivenPlan:
             setting_of(recorded, profile, plan.cluster),
         )
         options = options or recorded
-        patience = patience or Patience.of(options.time_limit_s, options.progress)
-        return cls(layer_costs, plan, options, stages, patience)
+        clock = clock or Clock.of(options.time_limit_s, options.progress)
+        return cls(layer_costs, plan, options, stages, clock)
 
     @property
     def seconds(self) -> float:
@@ -107,7 +108,7 @@ class GivenPlan:
 
     def within(self, share: float) -> "GivenPlan":
         """Return the plan with this share of the time that is left for what is solved."""
-        return replace(self, patience=self.patience.part(share))
+        return replace(self, clock=self.clock.part(share))
 
     def price(self) -> Price:
         """Price the plan, with the time, depths and memory that it states: a simulation may have chosen others."""
@@ -121,7 +122,7 @@ class GivenPlan:
     @property
     def problem(self) -> Problem:
         """The problem of pricing the plan and its alternatives."""
-        return problem_of(self.options, self.layer_costs, self.plan.cluster, Budget.unlimited(self.patience.deadline))
+        return problem_of(self.options, self.layer_costs, self.plan.cluster, Budget.unlimited(self.clock))
 
     @property
     def _as_recorded(self) -> Problem:

@@ -31,7 +31,7 @@ from planner.schedule.registry import find
 from planner.simulator.simulate_plan import simulate, simulate_recorded
 from planner.solver import solve as solving
 from planner.solver.alternatives.table import with_baselines
-from planner.solver.problem.budget import Patience
+from planner.solver.clock import Clock
 
 # Shares of the time of a report, for the comparison, and then for the explanation.
 COMPARING = 0.3
@@ -162,7 +162,7 @@ def price(profile: Profile, cluster: Cluster, stages: OwnPlan | Stages, options:
     check_priced(plan, profile, accepted=options.accept_divided_loss)
     if options.accept_divided_loss and plan.loss is not None:
         plan = plan.model_copy(update={"loss": plan.loss.model_copy(update={"accepted": True})})
-    return with_baselines(profile, plan, Patience())
+    return with_baselines(profile, plan, Clock())
 
 
 def _own_plan(profile: Profile, cluster: Cluster, wanted: Stages, options: PriceOptions) -> OwnPlan:
@@ -274,15 +274,15 @@ def report(plan: Plan | str | Path, output: str | Path | None, options: ReportOp
     path = Path("report.html" if output is None else output)
     if path.suffix.lower() not in ("", ".html", ".htm"):
         raise InputError(f"'{path}' is no name of a report, which is HTML", hint="print report.html from a browser")
-    patience = Patience.of(options.time_limit_s, options.progress)
+    clock = Clock.of(options.time_limit_s, options.progress)
     plan = plan if isinstance(plan, Plan) else load_plan(plan)
     run = load_run(options.measured) if isinstance(options.measured, str | Path) else options.measured
     # A run that lost hosts ends under a smaller plan.
     plan = next((each for each in plan.smaller if run is not None and each.config == run.config != plan.config), plan)
     # The default limit is for the searches: a simulation has one of its own, by its amount.
-    limit_s = None if options.time_limit_s == REPORT_S else patience.deadline.left_s
+    limit_s = None if options.time_limit_s == REPORT_S else clock.left_s
     simulated, measured = timelines(plan, options, run, "measured", limit_s)
-    alternatives = _alternatives(plan, options, patience)
+    alternatives = _alternatives(plan, options, clock)
     write_text(path, report_page(plan, simulated, measured, **alternatives))
     return path
 
@@ -302,7 +302,7 @@ def timelines(
     return simulate_recorded(plan, measured, time_limit_s=time_limit_s), measured
 
 
-def _alternatives(plan: Plan, options: ReportOptions, patience: Patience) -> dict[str, Any]:
+def _alternatives(plan: Plan, options: ReportOptions, clock: Clock) -> dict[str, Any]:
     """Return what of the report takes the profile, or why it is missing; one that the user named must be the plan's."""
     missing = "The comparison, and what would help"
     if options.profile is None and not PROFILE.exists():
@@ -310,14 +310,14 @@ def _alternatives(plan: Plan, options: ReportOptions, patience: Patience) -> dic
     try:
         given = options.profile or PROFILE
         profile = given if isinstance(given, Profile) else read_profile(str(given))
-        comparison = compare(profile, plan, patience=patience.part(COMPARING))
+        comparison = compare(profile, plan, clock=clock.part(COMPARING))
     except PlannerError as error:
         if options.profile is not None:
             raise
         return {"why_not": f"{missing}: {error.message}."}
     found: dict[str, Any] = {"comparison": comparison, "source": profile.provenance.source}
     try:
-        found["explanation"] = explain(profile, plan, patience=patience.part(EXPLAINING))
+        found["explanation"] = explain(profile, plan, clock=clock.part(EXPLAINING))
     except PlannerError as error:  # such as a time limit in which no plan of another cluster was found
         found["why_not"] = f"What would help: {error.message}."
     return found

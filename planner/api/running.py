@@ -33,9 +33,9 @@ from planner.profiler.estimated.execution import compiler
 from planner.profiler.estimated.trace import collecting
 from planner.profiler.measured.profiling import ProfilingOptions, profile_model
 from planner.reporting.trace import save_trace
+from planner.solver.clock import Clock
 from planner.solver.fit import Fit, FitQuestion
 from planner.solver.fit import fit as answer_fit
-from planner.solver.problem.budget import Patience
 from planner.solver.sizes.microbatches import Profiles
 from planner.solver.sizes.minibatch import HALVES, minibatch_for
 from planner.workers.job import LAUNCHER_VARIABLE, Job, TrainResult
@@ -116,7 +116,7 @@ def fit(model: str | Path, gpus: int, options: FitOptions) -> Fit:
         >>> planner.fit("model.py", 2, gpu="l4", batch_size=8).asked.plan.workers
         2
     """
-    patience = Patience.of(options.time_limit_s, options.progress)
+    clock = Clock.of(options.time_limit_s, options.progress)
     servers = Servers.of(gpus, options)
     dtype = parse_dtype(options.dtype or usual_dtype(options.gpu))
     device_spec(options.gpu, dtype)  # before anything is written
@@ -125,7 +125,7 @@ def fit(model: str | Path, gpus: int, options: FitOptions) -> Fit:
         check_writable(file.folder / name)
 
     question = _fit_question(file, dtype, servers, options)
-    answer, profile = answer_fit(question, patience)
+    answer, profile = answer_fit(question, clock)
     return _saved(answer, profile, file)
 
 

@@ -17,7 +17,7 @@ from planner.options.option import Option, flag_of, options_in
 from planner.options.solving import TIME_LIMIT_S, SolveOptions, StageRules
 
 if TYPE_CHECKING:
-    from planner.solver.problem.budget import Patience
+    from planner.solver.clock import Clock
 
 RecordT = TypeVar("RecordT")
 Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -126,9 +126,9 @@ def add_rule_arguments(parser: argparse.ArgumentParser, record: type[StageRules]
 
 
 @contextmanager
-def patience_of(args: argparse.Namespace) -> Iterator[Patience]:
+def clock_of(args: argparse.Namespace) -> Iterator[Clock]:
     """Start the clock of all that the verb does, by the arguments, and show on stderr how far the searches are."""
-    from planner.solver.problem.budget import Patience
+    from planner.solver.clock import Clock
 
     with searching() as progress:
-        yield Patience.of(TIME_LIMIT_S if args.time_limit_s is None else args.time_limit_s, progress)
+        yield Clock.of(TIME_LIMIT_S if args.time_limit_s is None else args.time_limit_s, progress)

@@ -91,12 +91,12 @@ def solve(args: argparse.Namespace) -> int:
     from planner.formats.device_kinds import read_profile
     from planner.solver.solve import solve as solve_within
 
-    with arguments.patience_of(args) as patience:
+    with arguments.clock_of(args) as clock:
         profile = read_profile(args.profile)
         cluster = arguments.cluster_of(args, profile)
         options = arguments.read_options(SolveOptions, args)
-        with output.stopped_by_interrupt(patience.deadline.stop):
-            plan = solve_within(profile, cluster, options, patience)
+        with output.stopped_by_interrupt(clock.stop):
+            plan = solve_within(profile, cluster, options, clock)
     with output.saving(partial(planner.save_plan, plan, args.output), args.output):
         output.print_answer(plan, args.json)
     for kind, message, hint in complaints(plan, profile):

@@ -143,7 +143,7 @@ def run_question(args: argparse.Namespace) -> int:
     from planner.formats.device_kinds import read_profile
 
     question: Callable[..., Any] = getattr(planner, args.verb)
-    with arguments.patience_of(args) as patience:
-        answer = question(read_profile(args.profile), planner.load_plan(args.plan), patience=patience)
+    with arguments.clock_of(args) as clock:
+        answer = question(read_profile(args.profile), planner.load_plan(args.plan), clock=clock)
     output.print_answer(answer, args.json)
     return 0

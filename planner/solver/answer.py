@@ -49,7 +49,7 @@ def answer(question: Problem) -> Answer:
 
     for number, degree in enumerate(order):
         left = len(order) - number
-        if trials.best_s < least_s[degree] or (trials.answers and question.deadline.passed):
+        if trials.best_s < least_s[degree] or (trials.answers and question.clock.passed):
             trials.missed.append(degree)
         else:
             trials.search(degree, 1 / (left if question.schedule.asynchronous else min(left, 2)))
@@ -73,7 +73,7 @@ class _DegreeTrials:
         """Search for plans on groups of so many ranks, within a share of the time that is left."""
         budget = self.question.budget
         # The same stages are other plans here, so what was simulated is counted apart.
-        own = replace(budget.apart(), deadline=budget.deadline.earlier(share))
+        own = replace(budget.apart(), clock=budget.clock.part(share))
         groups = replace(self.question, budget=own).on_groups_of(degree)
         try:
             on_groups = _over_cuts(replace(groups, hopeless_s=self.best_s))
@@ -156,10 +156,10 @@ def _inside_blocks(question: Problem, ends: frozenset[int], between: Answer, *, 
     """Return the answer between blocks, or one that also cuts inside them; bound plans that cut anywhere."""
     bound_s = _relaxed_s(question)
     may_pay = bound_s < between.best.seconds * (1 - PAYS)
-    everywhere = few and not question.deadline.passed
+    everywhere = few and not question.clock.passed
     best = between
 
-    if may_pay and not question.deadline.passed:
+    if may_pay and not question.clock.passed:
         layers = len(question.layer_costs.profile.layers)
         cuts = frozenset(range(layers - 1)) if everywhere else ends | _beside(question, ends, between.best)
         if cuts != ends and len(cuts) <= _most_cuts(question):

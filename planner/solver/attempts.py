@@ -75,7 +75,7 @@ def _with_room(pool: Pool) -> Iterator[Problem]:
         needed = _uncounted_communicators(question, crowded)
         if needed <= room:
             break  # what lacks room are copies of tied weights
-        if question.deadline.passed:
+        if question.clock.passed:
             room = needed  # there is no time to find out whether less room does
         elif room < ONE_BY_ONE:
             room += 1

@@ -11,12 +11,13 @@ from planner.formats.device_kinds import cluster_for
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
 from planner.options.option import keywords_of
-from planner.options.solving import Progress, SolveOptions
+from planner.options.solving import SolveOptions
 from planner.solver.answer import answer
 from planner.solver.assemble import complete
+from planner.solver.clock import Clock
 from planner.solver.evaluate.evaluation import evaluate
 from planner.solver.evaluate.pipelines import too_large
-from planner.solver.problem.budget import Budget, Deadline, Patience
+from planner.solver.problem.budget import Budget
 from planner.solver.problem.infeasible import UnexplainedError
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Answer
@@ -32,11 +33,11 @@ def find_plan(
     profile: Profile,
     cluster: Cluster,
     options: SolveOptions,
-    patience: Patience | None = None,
+    clock: Clock | None = None,
     *,
     explains: bool = True,
 ) -> Plan:
-    """Find the fastest plan by the options; the `patience` of several searches takes the place of their time limit.
+    """Find the fastest plan by the options; the `clock` of several searches takes the place of their time limit.
 
     Raises:
         InfeasibleError: if no plan fits the memory; where it `explains`, which takes searches, with the smallest
@@ -44,16 +45,16 @@ def find_plan(
         InputError: for options that make no sense under the schedule.
     """
     started = time.perf_counter()
-    patience = patience or Patience.of(options.time_limit_s, options.progress)
-    budget = Budget(patience.deadline, progress=patience.progress or Progress())
+    clock = clock or Clock.of(options.time_limit_s, options.progress)
+    budget = Budget(clock)
     problem = checked_problem(options, profile, cluster_for(profile, cluster), budget)
 
-    budget.progress.begin(budget.deadline.at_s, PipelineSearch(problem).relaxed_s())
+    clock.progress.begin(clock.at_s, PipelineSearch(problem).relaxed_s())
     try:
         found = answer(problem)
     except UnexplainedError as error:
         raise (error.explanation() if explains else error) from None
-    found = _settled(problem, found, patience.deadline)
+    found = _settled(problem, found, clock)
 
     plan = complete(problem, found.best, report_of(problem, found))
     plan = accepting_divided_loss(plan, accepted=options.accept_divided_loss)
@@ -66,19 +67,19 @@ def search_plan(profile: Profile, cluster: Cluster, options: SolveOptions) -> Pl
     return find_plan(profile, cluster, options)
 
 
-def last_budget(deadline: Deadline) -> Budget:
+def last_budget(clock: Clock) -> Budget:
     """Return the budget for simulating an answer, which has some time even where the limit has passed."""
-    return Budget.unlimited(deadline.at_least(LAST_S).at_most(LAST_S))
+    return Budget.unlimited(clock.at_least(LAST_S).at_most(LAST_S))
 
 
-def _settled(problem: Problem, found: Answer, deadline: Deadline) -> Answer:
+def _settled(problem: Problem, found: Answer, clock: Clock) -> Answer:
     """Return the answer of a schedule that drains with its simulated time, and divided as little as is as fast.
 
     Without its waiting, which may be half of its time, nobody could compare the plan with others.
     """
     if problem.schedule.formula != "synchronous" or problem.cluster.kinds:
         return found
-    last = replace(problem, budget=last_budget(deadline))
+    last = replace(problem, budget=last_budget(clock))
     if not (found.best.simulated or too_large(problem, found.best.stages)):
         found = found.with_best(evaluate(last, found.best.stages))
     return plainest(last, found)

@@ -18,7 +18,7 @@ from planner.formats.plan_parts import OtherWay
 from planner.formats.profile import Profile
 from planner.formats.shown import Shown
 from planner.options.solving import SolveOptions
-from planner.solver.problem.budget import Patience
+from planner.solver.clock import Clock
 from planner.solver.sizes.microbatches import Profiles, Sizes, least_sample_s, promising_sizes, report_step
 from planner.solver.solve import solve
 
@@ -89,22 +89,22 @@ class Best:
     not_tried: tuple[str, ...] = ()
 
 
-def fit(question: FitQuestion, patience: Patience | None = None) -> tuple[Fit, Profile]:
+def fit(question: FitQuestion, clock: Clock | None = None) -> tuple[Fit, Profile]:
     """Find the fastest plan for a number of GPUs and for others, each with the same minibatch, and its profile.
 
-    The `patience` of all answers together takes the place of the options' time limit.
+    The `clock` of all answers together takes the place of the options' time limit.
     """
-    patience = patience or Patience.of(question.options.time_limit_s, question.options.progress)
-    sizes = promising_sizes(question.profiles, question.cluster, question.options, patience.part(SIZING))
+    clock = clock or Clock.of(question.options.time_limit_s, question.options.progress)
+    sizes = promising_sizes(question.profiles, question.cluster, question.options, clock.part(SIZING))
 
     began_s = time.monotonic()
-    best = _fastest_size(question, sizes, patience.part(SOLVING))
+    best = _fastest_size(question, sizes, clock.part(SOLVING))
     asked = best.row
     if asked.unknown:
-        asked = row_for(question, best.profile, question.gpus, patience)
+        asked = row_for(question, best.profile, question.gpus, clock)
     took_s = time.monotonic() - began_s
 
-    others, missed = _other_numbers(question, asked, best.profile, took_s, patience)
+    others, missed = _other_numbers(question, asked, best.profile, took_s, clock)
     answer = Fit(
         model=best.profile.model,
         asked=asked,
@@ -114,11 +114,11 @@ def fit(question: FitQuestion, patience: Patience | None = None) -> tuple[Fit, P
     return answer, best.profile
 
 
-def row_for(question: FitQuestion, profile: Profile, gpus: int, patience: Patience) -> FitRow:
+def row_for(question: FitQuestion, profile: Profile, gpus: int, clock: Clock) -> FitRow:
     """Solve for a number of GPUs; only for the one that was asked about is explained why nothing fits."""
     cluster = question.cluster_of(gpus)
     try:
-        plan = solve(profile, cluster, question.options, patience, explains=gpus == question.gpus)
+        plan = solve(profile, cluster, question.options, clock, explains=gpus == question.gpus)
     except InputError:
         raise
     except PlannerError as error:  # none fits, or there was too little time
@@ -127,7 +127,7 @@ def row_for(question: FitQuestion, profile: Profile, gpus: int, patience: Patien
     return FitRow(gpus=gpus, plan=plan)
 
 
-def _fastest_size(question: FitQuestion, sizes: Sizes, patience: Patience) -> Best:
+def _fastest_size(question: FitQuestion, sizes: Sizes, clock: Clock) -> Best:
     """Solve for each size that is worth it until one is no faster than those before, or the time ends."""
     best: Best | None = None
     not_tried = []
@@ -138,19 +138,19 @@ def _fastest_size(question: FitQuestion, sizes: Sizes, patience: Patience) -> Be
         profile = question.profiles.at(size)
         if best is not None and _cannot_be_faster(question, best.row.plan, profile):
             continue
-        if best is not None and patience.deadline.passed:
+        if best is not None and clock.passed:
             not_tried.append(f"microbatches of {size}")
             break
 
-        report_step(patience, f"{question.gpus} GPUs, microbatches of {size}")
+        report_step(clock, f"{question.gpus} GPUs, microbatches of {size}")
         if _worth_dividing(question, sizes, size, profile, best):
-            if not patience.deadline.passed:
+            if not clock.passed:
                 profile = question.profiles.divide(profile)
             elif question.profiles.ranks > 1:
                 not_tried.append("divided layers")
 
         last = number == len(sizes.wanted) - 1
-        row = row_for(question, profile, question.gpus, patience.part(1 if last else FIRST))
+        row = row_for(question, profile, question.gpus, clock.part(1 if last else FIRST))
         if best is not None:
             row = _with_rows_of(row, best)
 
@@ -209,7 +209,7 @@ def _other_numbers(
     asked: FitRow,
     profile: Profile,
     took_s: float,
-    patience: Patience,
+    clock: Clock,
 ) -> tuple[list[FitRow], list[str]]:
     """Solve for fewer GPUs down to those that do not do, or for more up to those that do, as far as there is time.
 
@@ -223,12 +223,12 @@ def _other_numbers(
     rows = list[FitRow]()
     took_s *= NEXT
     for index, count in enumerate(counts):
-        left_s = patience.deadline.left_s
+        left_s = clock.left_s
         if left_s is not None and left_s <= LONGER * took_s:
             return rows, [_gpus_words(counts[index:])]
-        report_step(patience, f"{count} GPUs")
+        report_step(clock, f"{count} GPUs")
         began_s = time.monotonic()
-        rows.append(row_for(question, profile, count, patience.part(1 / (len(counts) - index))))
+        rows.append(row_for(question, profile, count, clock.part(1 / (len(counts) - index))))
         took_s = time.monotonic() - began_s
         if (rows[-1].plan is None) == (asked.plan is not None):
             break

@@ -206,7 +206,7 @@ class Pool:
     def unhurried(self) -> Problem:
         """Return the question with an allowance of its own, and some time, also where the time is over."""
         budget = self.question.budget
-        longer = replace(budget.apart(), deadline=budget.deadline.at_least(GRACE_S), seen={})
+        longer = replace(budget.apart(), clock=budget.clock.at_least(GRACE_S), seen={})
         return replace(self.question, budget=longer)
 
 

@@ -14,10 +14,10 @@ from planner.cost.weight_copies import price_with_copies
 from planner.errors import InfeasibleError, InputError, PlannerError
 from planner.solver.attempts import Attempt, attempts
 from planner.solver.choose.lateness import least_late
+from planner.solver.clock import OutOfTimeError, no_plan_yet
 from planner.solver.improve.improvement import improve
 from planner.solver.pool import Pool
 from planner.solver.problem.bounds import balanced_s
-from planner.solver.problem.budget import OutOfTimeError, no_plan_yet
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Answer, Evaluation
 from planner.solver.problem.states import Chain
@@ -40,7 +40,7 @@ def best_plan(question: Problem) -> Answer:
     """
     pool = Pool(question, _bound_s(question))
     regular = _regular(pool.unhurried())
-    if question.deadline.at_s is not None:
+    if question.clock.at_s is not None:
         # There is an answer when the time ends, and searches look for nothing slower.
         _take_first(pool, regular)
 
@@ -51,7 +51,7 @@ def best_plan(question: Problem) -> Answer:
         for batch in any_plan(question):
             pool.consider(batch)
     if pool.best is None:
-        raise _copies_obstacle(pool) or obstacle or no_plan_yet(question.deadline)
+        raise _copies_obstacle(pool) or obstacle or no_plan_yet(question.clock)
 
     if not pool.hopeless:
         improve(pool)
@@ -70,7 +70,7 @@ def _search(pool: Pool) -> PlannerError | None:
             # Of the questions that follow the first one some make no sense, and have no candidates.
             if number == 0 and isinstance(obstacles[0], InputError):
                 raise obstacles[0]
-        if pool.question.deadline.passed:
+        if pool.question.clock.passed:
             break
     return obstacle
 
@@ -82,7 +82,7 @@ def _propose(pool: Pool, attempt: Attempt, proposer: Proposer) -> PlannerError |
             pool.consider(batch, proposer.method)
     except OutOfTimeError:
         pool.question.budget.exhausted = False
-        return no_plan_yet(pool.question.deadline)
+        return no_plan_yet(pool.question.clock)
     except (InfeasibleError, InputError) as error:
         return error
     return None

@@ -21,8 +21,8 @@ from planner.solver.alternatives.fewer_hosts import with_fewer_hosts
 from planner.solver.alternatives.interleaved import or_interleaved
 from planner.solver.alternatives.schedules import under_every_schedule, with_synchronous
 from planner.solver.alternatives.table import fastest_usual, no_slower_than_usual
+from planner.solver.clock import Clock
 from planner.solver.find_plan import find_plan
-from planner.solver.problem.budget import Patience
 
 # Shares of the time left: for the search, and then for the best synchronous plan; the rest is for the usual ways.
 SEARCHING = 0.9
@@ -33,33 +33,33 @@ def solve(
     profile: Profile,
     cluster: Cluster,
     options: SolveOptions,
-    patience: Patience | None = None,
+    clock: Clock | None = None,
     *,
     explains: bool = True,
 ) -> Plan:
-    """Find the fastest plan, and what stands beside it, before the patience or else the options' time limit ends.
+    """Find the fastest plan, and what stands beside it, before the clock or else the options' time limit ends.
 
     Raises:
         InfeasibleError: if no plan fits the memory; where it `explains`, which takes searches, with the smallest
             change that makes one fit.
         InputError: for options that make no sense under the schedule.
     """
-    patience = patience or Patience.of(options.time_limit_s, options.progress)
+    clock = clock or Clock.of(options.time_limit_s, options.progress)
     cluster = cluster_for(profile, cluster)
 
-    searching = patience.part(SEARCHING / (1 + options.survive))
+    searching = clock.part(SEARCHING / (1 + options.survive))
     plan = _searched(profile, cluster, options, searching, explains=explains)
 
     if options.schedule != AUTO and not options.alone:
-        plan = with_synchronous(profile, plan, options, patience.part(SYNCHRONOUS))
+        plan = with_synchronous(profile, plan, options, clock.part(SYNCHRONOUS))
 
-    plan = no_slower_than_usual(profile, plan, options, patience)
+    plan = no_slower_than_usual(profile, plan, options, clock)
 
     if plan.schedule is FLUSH and options.schedule is FLUSH and not options.asked:
-        plan = or_interleaved(profile, plan, options, patience)
+        plan = or_interleaved(profile, plan, options, clock)
 
     if options.survive:
-        plan = with_fewer_hosts(profile, plan, options, patience.part(SEARCHING))
+        plan = with_fewer_hosts(profile, plan, options, clock.part(SEARCHING))
     return plan
 
 
@@ -67,19 +67,19 @@ def _searched(
     profile: Profile,
     cluster: Cluster,
     options: SolveOptions,
-    patience: Patience,
+    clock: Clock,
     *,
     explains: bool,
 ) -> Plan:
     """Return the fastest plan of a search; where that ends without any, the fastest usual way that fits."""
     if options.schedule == AUTO:
-        return under_every_schedule(profile, cluster, options, patience)
+        return under_every_schedule(profile, cluster, options, clock)
     try:
-        return find_plan(profile, cluster, options, patience, explains=explains)
+        return find_plan(profile, cluster, options, clock, explains=explains)
     except (InputError, StoppedError):
         raise
     except PlannerError:  # nothing fits that the search knows, or there was too little time
-        plan = fastest_usual(profile, cluster, options, patience)
+        plan = fastest_usual(profile, cluster, options, clock)
         if plan is None:
             raise
         return plan

@@ -23,7 +23,7 @@ from planner.errors import InputError, ProfileError
 from planner.formats.cluster import Cluster, DeviceKind, Level, flat_cluster
 from planner.formats.profile import Profile
 from planner.options.solving import StageRules
-from planner.solver.problem.budget import NO_HURRY, Deadline
+from planner.solver.clock import NO_LIMIT, Clock
 from planner.solver.problem.states import uncut_groups
 from planner.solver.search.integer.cbc import Status
 from tests.examples import examples
@@ -78,7 +78,7 @@ def test_search_and_integer_program_find_the_best_chain_of_cuts(
     cluster = Cluster(levels=(level,), memory_bytes=memory, kinds=kinds)
     request = LoadProblem(LayerCosts(model), Setting(cluster))
     expected = fastest(request)
-    for answer in (solve_loads(request, NO_HURRY), solve_ilp(request, NO_HURRY) if through_ilp == 0 else None):
+    for answer in (solve_loads(request, NO_LIMIT), solve_ilp(request, NO_LIMIT) if through_ilp == 0 else None):
         if answer is None:
             assert expected == math.inf or through_ilp
             continue
@@ -109,7 +109,7 @@ def test_published_workloads(name: str, host: bool, milliseconds: float) -> None
         level = Level(size=7, bandwidth_bytes_per_s=BYTES_PER_S)
         cluster = Cluster(levels=(level,), memory_bytes=model.device.memory_bytes, kinds=(DeviceKind(count=6), HOST))
     request = LoadProblem(LayerCosts(model), Setting(cluster))
-    answer = solve_loads(request, NO_HURRY)
+    answer = solve_loads(request, NO_LIMIT)
     assert answer is not None
     assert answer.seconds * 1e3 == pytest.approx(milliseconds, rel=6e-6)
     assert request.longest_s(answer.stages) == pytest.approx(answer.seconds, rel=1e-9)
@@ -136,7 +136,7 @@ def test_a_workload_becomes_a_profile(tmp_path: Path) -> None:
     assert first.outputs[0].output_bytes == 0.5 * 2**31
     assert first.outputs[0].gradient_bytes == 0.25 * 2**31
     assert first.buffer_bytes == 10
-    answer = solve_loads(LoadProblem(LayerCosts(model), Setting(flat_cluster(2, BYTES_PER_S))), NO_HURRY)
+    answer = solve_loads(LoadProblem(LayerCosts(model), Setting(flat_cluster(2, BYTES_PER_S))), NO_LIMIT)
     assert answer is not None
     assert answer.seconds == pytest.approx(6.75e-3)
 
@@ -180,7 +180,7 @@ def test_placements_that_are_not_contiguous_against_all_of_them(
     level = Level(size=gpus, bandwidth_bytes_per_s=bandwidth, latency_s=latency)
     cluster = Cluster(levels=(level,), memory_bytes=memory, kinds=kinds)
     layer_costs = LayerCosts(model)
-    answer = solve_ilp(LoadProblem(layer_costs, Setting(cluster), contiguous=False), NO_HURRY)
+    answer = solve_ilp(LoadProblem(layer_costs, Setting(cluster), contiguous=False), NO_LIMIT)
     joined = uncut_groups(layer_costs)
     best = math.inf
     for devices in product(range(gpus), repeat=len(model.layers)):
@@ -210,7 +210,7 @@ def test_when_time_runs_out_the_plan_comes_with_a_bound() -> None:
     layers = [layer(f"l{n}", 1 + n * 37 % 11, 2 + n * 53 % 13, output_bytes=1 + n * 29 % 7) for n in range(24)]
     model = profile(*layers).model_copy(update={"graph_hash": None})
     request = LoadProblem(LayerCosts(model), Setting(flat_cluster(6, 5.0)), contiguous=False)
-    answer = solve_ilp(request, Deadline.after(1.0))
+    answer = solve_ilp(request, Clock.of(1.0))
     assert answer is not None
     perfect_s = sum(each.forward_s + each.backward_s for each in layers) / 6
     assert perfect_s * (1 - 1e-6) <= answer.bound_s <= answer.seconds
@@ -224,7 +224,7 @@ def test_without_a_solution_in_time_the_contiguous_plan_stands_in(monkeypatch: p
     monkeypatch.setattr("benchmarks.dnn_partitioning.assignment.run", nothing)
     model = profile(*(layer(name, output_bytes=1) for name in "abcd"))
     request = LoadProblem(LayerCosts(model), Setting(flat_cluster(2, 1e9)), contiguous=False)
-    answer = solve_ilp(request, Deadline.after(10.0))
+    answer = solve_ilp(request, Clock.of(10.0))
     assert answer is not None
     assert not answer.optimal
     assert answer.bound_s == pytest.approx(6.0)
@@ -233,7 +233,7 @@ def test_without_a_solution_in_time_the_contiguous_plan_stands_in(monkeypatch: p
 
 def test_a_placement_that_is_not_contiguous_balances_the_load() -> None:
     chain = profile(*(layer(name, output_bytes=4, weight_bytes=100) for name in "abcd"))
-    answer = solve_ilp(LoadProblem(LayerCosts(chain), Setting(flat_cluster(2, 1e9)), contiguous=False), NO_HURRY)
+    answer = solve_ilp(LoadProblem(LayerCosts(chain), Setting(flat_cluster(2, 1e9)), contiguous=False), NO_LIMIT)
     assert answer is not None
     assert answer.seconds == pytest.approx(6.0)
 

@@ -17,7 +17,7 @@ from planner.cli.output import progress_text, searching, stopped_by_interrupt
 from planner.formats.plan import load_plan
 from planner.formats.profile import save_profile
 from planner.options.solving import Progress
-from planner.solver.problem.budget import Deadline, Patience
+from planner.solver.clock import Clock
 from tests.cli.test_surface import surface
 from tests.plan.test_blocks import transformer
 
@@ -79,34 +79,34 @@ def test_every_verb_answers_when_the_time_is_over(
 
 
 def test_parts_of_the_time_end_with_it() -> None:
-    patience = Patience.of(100.0)
-    assert 49 < (patience.part(0.5).deadline.left_s or 0) <= 50
-    assert 99 < (patience.at_most(1000).deadline.left_s or 0) <= 100
-    assert 1 < (patience.at_most(2).deadline.left_s or 0) <= 2
-    assert Patience().part(0.5).deadline.left_s is None
-    assert (Patience().at_most(2).deadline.left_s or 0) > 1
+    clock = Clock.of(100.0)
+    assert 49 < (clock.part(0.5).left_s or 0) <= 50
+    assert 99 < (clock.at_most(1000).left_s or 0) <= 100
+    assert 1 < (clock.at_most(2).left_s or 0) <= 2
+    assert Clock().part(0.5).left_s is None
+    assert (Clock().at_most(2).left_s or 0) > 1
 
 
 def test_a_part_of_the_time_is_spent_by_computing_and_the_whole_by_waiting_too() -> None:
     """Beside other work on the machine a search computes as long as alone, as long as the whole is not over."""
-    whole = Deadline.after(30.0)
-    parts = [whole.earlier(0.001), whole.at_most(0.03)]
+    whole = Clock.of(30.0)
+    parts = [whole.part(0.001), whole.at_most(0.03)]
     time.sleep(0.06)
     assert not any(part.passed for part in parts)
     began_s = time.thread_time()
     while time.thread_time() < began_s + 0.05:
         pass
     assert [each.passed for each in (*parts, whole)] == [True, True, False]
-    over = Deadline.after(0.01)
+    over = Clock.of(0.01)
     time.sleep(0.02)
-    assert all(each.passed for each in (over, over.earlier(0.5), over.at_most(1.0)))
+    assert all(each.passed for each in (over, over.part(0.5), over.at_most(1.0)))
     assert 0.5 < (over.at_least(1.0).left_s or 0) <= 1.0
 
 
 def test_what_comes_after_a_part_of_the_time_has_some_left() -> None:
     """A part that takes three times as long as it computes leaves a third of their share to those after it."""
-    whole = Deadline.after(30.0)
-    ends_s = [each.at_s or 0.0 for each in (whole.earlier(0.4), whole.at_most(2.0), whole)]
+    whole = Clock.of(30.0)
+    ends_s = [each.at_s or 0.0 for each in (whole.part(0.4), whole.at_most(2.0), whole)]
     assert ends_s[2] - ends_s[0] == pytest.approx(6, abs=0.1)
     assert ends_s[2] - ends_s[1] == pytest.approx(24, abs=0.1)
 

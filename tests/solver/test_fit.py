@@ -16,9 +16,9 @@ from planner.options.solving import SolveOptions
 from planner.reporting.tables.answers import fit_report
 from planner.reporting.tables.plan import plan_report
 from planner.schedule.one_stage import FLUSH
+from planner.solver.clock import Clock
 from planner.solver.find_plan import ALIKE, find_plan
 from planner.solver.fit import Fit, FitQuestion, FitRow, fit
-from planner.solver.problem.budget import Deadline, Patience
 from planner.solver.sizes.microbatches import Profiles
 from tests.plan.test_blocks import transformer
 from tests.samples import layer, profile
@@ -79,7 +79,7 @@ def test_fewer_gpus_are_tried_down_to_the_first_that_do_not_fit() -> None:
 def test_no_row_of_its_table_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where a search ran out of time: the answer is then the fastest of the ways that people use."""
 
-    def worst(profile: Profile, cluster: Cluster, options: SolveOptions, patience: Patience, *, explains: bool) -> Plan:
+    def worst(profile: Profile, cluster: Cluster, options: SolveOptions, clock: Clock, *, explains: bool) -> Plan:
         found = price(profile, cluster, cluster.gpus, replicas=1, schedule=FLUSH, microbatches=32)
         return found.model_copy(update={"solver": found.solver.model_copy(update={"lower_bound_s": 1e-6, "gap": 0.9})})
 
@@ -93,7 +93,7 @@ def test_no_row_of_its_table_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plan.predicted.seconds_per_minibatch == pytest.approx(32 * fastest.seconds_per_microbatch)
     assert plan.solver.gap == pytest.approx(1 - 1e-6 / plan.predicted.seconds_per_minibatch)
 
-    def none(profile: Profile, cluster: Cluster, options: SolveOptions, patience: Patience, *, explains: bool) -> Plan:
+    def none(profile: Profile, cluster: Cluster, options: SolveOptions, clock: Clock, *, explains: bool) -> Plan:
         raise PlannerError("the time limit passed before any plan was found")
 
     with monkeypatch.context() as patch:
@@ -126,7 +126,7 @@ def test_a_usual_way_without_room_for_copies_is_not_the_answer(monkeypatch: pyte
         layers.append(each.model_copy(update={**sizes, "parameters": tied.get(each.name, (each.name,))}))
     model = made.model_copy(update={"layers": tuple(layers)})
 
-    def none(profile: Profile, cluster: Cluster, options: SolveOptions, patience: Patience, *, explains: bool) -> Plan:
+    def none(profile: Profile, cluster: Cluster, options: SolveOptions, clock: Clock, *, explains: bool) -> Plan:
         raise PlannerError("the time limit passed before any plan was found")
 
     monkeypatch.setattr("planner.solver.solve.find_plan", none)
@@ -147,7 +147,7 @@ def test_where_it_does_not_fit_more_gpus_are_tried() -> None:
 
 
 def test_where_time_runs_out_it_does_not_say_that_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none(profile: Profile, cluster: Cluster, options: SolveOptions, patience: Patience, *, explains: bool) -> Plan:
+    def none(profile: Profile, cluster: Cluster, options: SolveOptions, clock: Clock, *, explains: bool) -> Plan:
         raise PlannerError("the time limit passed before any plan was found")
 
     monkeypatch.setattr("planner.solver.solve.find_plan", none)
@@ -180,9 +180,9 @@ def test_what_cannot_be_the_answer_is_not_estimated(monkeypatch: pytest.MonkeyPa
     """
     sizes, divisions, sought = list[int](), list[int](), list[tuple[int | None, int]]()
 
-    def seek(profile: Profile, cluster: Cluster, options: SolveOptions, patience: Patience, *, explains: bool) -> Plan:
+    def seek(profile: Profile, cluster: Cluster, options: SolveOptions, clock: Clock, *, explains: bool) -> Plan:
         sought.append((profile.microbatch_size, cluster.gpus))
-        return find_plan(profile, cluster, options, patience, explains=explains)
+        return find_plan(profile, cluster, options, clock, explains=explains)
 
     monkeypatch.setattr("planner.solver.solve.find_plan", seek)
 
@@ -213,7 +213,7 @@ def test_what_cannot_be_the_answer_is_not_estimated(monkeypatch: pytest.MonkeyPa
 def test_what_the_time_did_not_suffice_for_is_said() -> None:
     """As on a busy machine: two sizes of microbatches are looked at, and the best on the line through them."""
     asked = question(2, lambda gpus: flat_cluster(gpus, 1e4, 400 * MB), sizes=(1, 2, 4, 8, 16), ranks=2)
-    answer, profile = fit(asked, Patience(Deadline.after(0.0)))
+    answer, profile = fit(asked, Clock.of(0.0))
     assert profile == model(16)
     assert answer.not_tried == ("microbatches of 4, 8", "divided layers", "1 GPU")
     text = fit_report(answer)

@@ -8,8 +8,8 @@ from planner.formats.cluster import Cluster
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
 from planner.options.solving import SolveOptions
+from planner.solver.clock import Clock
 from planner.solver.find_plan import find_plan
-from planner.solver.problem.budget import Patience
 
 
 def fewer_hosts(cluster: Cluster, most: int) -> Iterator[Cluster]:
@@ -39,7 +39,7 @@ def with_fewer_hosts(
     profile: Profile,
     plan: Plan,
     options: SolveOptions,
-    patience: Patience,
+    clock: Clock,
 ) -> Plan:
     """Return the plan with the fastest plans for up to `options.survive` hosts fewer, or a note why there is none.
 
@@ -57,7 +57,7 @@ def with_fewer_hosts(
     for number, cluster in enumerate(clusters):
         share = 1 / (len(clusters) - number)
         try:
-            smaller.append(find_plan(profile, cluster, options, patience.part(share)))
+            smaller.append(find_plan(profile, cluster, options, clock.part(share)))
         except PlannerError as error:  # no plan fits, or none takes so many microbatches
             # Still fewer GPUs have less memory in all.
             plan = plan.noting(f"The loss of {number + 1} hosts cannot be survived: {error.message}.")

@@ -12,7 +12,8 @@ from planner.plan.rank_groups import usual_degrees
 from planner.solver.answer import PAYS
 from planner.solver.assemble import complete
 from planner.solver.choose.interleaving import interleaved
-from planner.solver.problem.budget import Budget, Patience
+from planner.solver.clock import Clock
+from planner.solver.problem.budget import Budget
 from planner.solver.problem.result import WAITING, Answer
 from planner.solver.question import problem_of, with_one_optimizer
 from planner.solver.report import accepting_divided_loss, report_of, timed
@@ -20,7 +21,7 @@ from planner.solver.report import accepting_divided_loss, report_of, timed
 REGULAR = "chunks of equally many blocks"  # where a bound is of interleaved plans, too
 
 
-def or_interleaved(profile: Profile, plan: Plan, options: SolveOptions, patience: Patience) -> Plan:
+def or_interleaved(profile: Profile, plan: Plan, options: SolveOptions, clock: Clock) -> Plan:
     """Return the fastest regular interleaved plan where it is `PAYS` faster than a plan under 1f1b-flush, or the plan.
 
     So much must several times as many messages earn, for what waits for them is not all known. Both have the same
@@ -36,7 +37,7 @@ def or_interleaved(profile: Profile, plan: Plan, options: SolveOptions, patience
         minibatch=None,
         microbatches=plan.microbatches,
     )
-    budget = Budget.unlimited(patience.deadline)
+    budget = Budget.unlimited(clock)
     asked = with_one_optimizer(asked, profile)
     problem = problem_of(asked, layer_costs_on(profile, cluster), cluster, budget)
 

@@ -14,8 +14,9 @@ from planner.schedule.registry import SCHEDULES
 from planner.schedule.schedule import Schedule
 from planner.solver.alternatives.interleaved import or_interleaved
 from planner.solver.alternatives.table import LEAST_S, described_plan, seconds_per_microbatch
+from planner.solver.clock import Clock
 from planner.solver.find_plan import ALIKE, find_plan
-from planner.solver.problem.budget import LATER, Patience
+from planner.solver.problem.budget import LATER
 
 SYNCHRONOUS = "best synchronous plan"
 
@@ -24,7 +25,7 @@ def under_every_schedule(
     profile: Profile,
     cluster: Cluster,
     options: SolveOptions,
-    patience: Patience,
+    clock: Clock,
 ) -> Plan:
     """Return the fastest plan under any schedule, with the best ones under all others, or notes why there is none.
 
@@ -34,11 +35,10 @@ def under_every_schedule(
     plans = list[Plan]()
     obstacles = dict[Schedule, PlannerError]()
     for number, schedule in enumerate(SCHEDULES):
-        if patience.progress is not None:
-            patience.progress.step = str(schedule)
+        clock.progress.step = str(schedule)
         asked = under(schedule, options)
         try:
-            plans.append(find_plan(profile, cluster, asked, patience.part(1 / (len(SCHEDULES) - number))))
+            plans.append(find_plan(profile, cluster, asked, clock.part(1 / (len(SCHEDULES) - number))))
         except PlannerError as error:
             obstacles[schedule] = error
 
@@ -84,7 +84,7 @@ def with_synchronous(
     profile: Profile,
     plan: Plan,
     options: SolveOptions,
-    patience: Patience,
+    clock: Clock,
 ) -> Plan:
     """Return an asynchronous plan with the best one found under 1F1B with a flush; others as they are.
 
@@ -96,8 +96,8 @@ def with_synchronous(
         return plan
     try:
         drained = drained_options(plan, options)
-        synchronous = find_plan(profile, plan.cluster, drained, patience.at_most(max(LEAST_S, plan.solver.seconds)))
-        synchronous = or_interleaved(profile, synchronous, drained, patience.at_most(LEAST_S))
+        synchronous = find_plan(profile, plan.cluster, drained, clock.at_most(max(LEAST_S, plan.solver.seconds)))
+        synchronous = or_interleaved(profile, synchronous, drained, clock.at_most(LEAST_S))
     except PlannerError as error:
         return plan.noting(f"there is no synchronous plan to compare it with: {error.message}")
 

@@ -17,10 +17,11 @@ from planner.schedule.registry import AUTO
 from planner.schedule.schedule import Schedule
 from planner.solver.alternatives.usual_ways import Way, usual_ways
 from planner.solver.assemble import complete
+from planner.solver.clock import Clock
 from planner.solver.evaluate.evaluation import evaluate
 from planner.solver.evaluate.pipelines import too_large
 from planner.solver.find_plan import ALIKE
-from planner.solver.problem.budget import Budget, Deadline, Patience
+from planner.solver.problem.budget import Budget
 from planner.solver.question import options_of, with_one_optimizer
 from planner.solver.report import accepting_divided_loss, report_of_way
 from planner.solver.search.pipeline_search import PipelineSearch
@@ -61,13 +62,13 @@ class Rules:
         return stages[0].options.level in problem.levels and problem.allows(way.plan)
 
 
-def with_baselines(profile: Profile, plan: Plan, patience: Patience) -> Plan:
+def with_baselines(profile: Profile, plan: Plan, clock: Clock) -> Plan:
     """Return the plan with the table of other ways on its cluster, under its schedule.
 
     When the time is over, or after `LEAST_S`, what is left is priced by the cost model alone.
     """
     try:
-        ways = _ways_beside(layer_costs_on(profile, plan.cluster), plan, patience)
+        ways = _ways_beside(layer_costs_on(profile, plan.cluster), plan, clock)
     except PlannerError as error:
         return _without_table(plan, error)
     return _with_rows(plan, ways)
@@ -77,7 +78,7 @@ def no_slower_than_usual(
     profile: Profile,
     plan: Plan,
     options: SolveOptions,
-    patience: Patience,
+    clock: Clock,
 ) -> Plan:
     """Return the plan with its table; where a row that the options allow is faster, that row as the plan.
 
@@ -85,12 +86,12 @@ def no_slower_than_usual(
     left: by the cost model alone, a row that waits for messages looks faster than it is.
     """
     try:
-        ways = _ways_beside(layer_costs_on(profile, plan.cluster), plan, patience)
+        ways = _ways_beside(layer_costs_on(profile, plan.cluster), plan, clock)
     except PlannerError as error:
         return _without_table(plan, error)
 
     rules = Rules(options, _allowed_schedules(plan.schedule, options), plan.samples_per_update)
-    last = _last_budget(patience.deadline)
+    last = _last_budget(clock)
     ways = [_simulated(way, last) if rules.allow(way) and _seems_faster(way, plan) else way for way in ways]
     candidates = [way for way in ways if rules.allow(way) and _faster(way, plan)]
 
@@ -102,13 +103,13 @@ def fastest_usual(
     profile: Profile,
     cluster: Cluster,
     options: SolveOptions,
-    patience: Patience,
+    clock: Clock,
 ) -> Plan | None:
     """Return the fastest of the usual ways that the options allow, for a search that had no answer; None without any.
 
     The plan has no table yet.
     """
-    budget = Budget(patience.at_most(LEAST_S).deadline)
+    budget = Budget(clock.at_most(LEAST_S))
     ways = list(usual_ways(options, layer_costs_on(profile, cluster), cluster, budget))
     samples = None
     if options.order.divides:
@@ -149,13 +150,13 @@ def _allowed_schedules(schedule: Schedule, options: SolveOptions) -> tuple[Sched
     return (schedule, FLUSH)
 
 
-def _ways_beside(costs: LayerCosts, plan: Plan, patience: Patience) -> list[Way]:
-    budget = Budget(patience.at_most(LEAST_S).deadline)
+def _ways_beside(costs: LayerCosts, plan: Plan, clock: Clock) -> list[Way]:
+    budget = Budget(clock.at_most(LEAST_S))
     return list(usual_ways(options_of(plan), costs, plan.cluster, budget))
 
 
-def _last_budget(deadline: Deadline) -> Budget:
-    return Budget.unlimited(deadline.at_least(LEAST_S).at_most(LEAST_S))
+def _last_budget(clock: Clock) -> Budget:
+    return Budget.unlimited(clock.at_least(LEAST_S).at_most(LEAST_S))
 
 
 def _simulated(way: Way, budget: Budget) -> Way:

@@ -12,7 +12,7 @@ from planner.cost.kinds import everything_on, fastest_ranks
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.recomputation import units_of
 from planner.plan.blocks import blocks_of
-from planner.solver.problem.budget import NO_HURRY, Deadline
+from planner.solver.clock import NO_LIMIT, Clock
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.states import Chain, uncut_groups
 from planner.units import SLACK
@@ -53,14 +53,12 @@ def equal_time(layer_costs: LayerCosts, gpus: int) -> list[Candidate]:
     return next(equal_times(layer_costs, [gpus]))
 
 
-def equal_times(
-    layer_costs: LayerCosts, counts: Iterable[int], deadline: Deadline = NO_HURRY
-) -> Iterator[list[Candidate]]:
+def equal_times(layer_costs: LayerCosts, counts: Iterable[int], clock: Clock = NO_LIMIT) -> Iterator[list[Candidate]]:
     """Yield the partition of `equal_time` for each number of stages; after the deadline, only for the first."""
     chain = Chain(layer_costs)
     sums = chain.compute_s.tolist()
     for number, count in enumerate(counts):
-        if number and deadline.passed:
+        if number and clock.passed:
             return
         ends = _balanced_ends(sums, min(count, len(sums) - 1))
         yield candidates([chain.layers(i, j) for i, j in pairwise(ends)], [1] * (len(ends) - 1))

@@ -43,7 +43,7 @@ def interleaved(problem: Problem, below_s: float) -> Interleaved:
     bound_s = math.inf
     for least_s, degree, workers, copies, chunks in sorted(shapes):
         best_s = min((plan.counted_s for plan, _, _ in found), default=below_s)
-        if least_s >= best_s or problem.deadline.passed:
+        if least_s >= best_s or problem.clock.passed:
             bound_s = min(bound_s, least_s)
             break
         groups = problem.on_groups_of(degree)
@@ -55,7 +55,7 @@ def interleaved(problem: Problem, below_s: float) -> Interleaved:
                 found.append((plan, own, degree))
     answer = Interleaved(problem, None, bound_s)
     for plan, own, degree in sorted(found, key=lambda each: each[0].seconds)[:MOST_SIMULATED]:
-        known = plan if too_large(own, plan.stages) or own.deadline.passed else evaluate(own, plan.stages)
+        known = plan if too_large(own, plan.stages) or own.clock.passed else evaluate(own, plan.stages)
         if known.counted_s < (below_s if answer.best is None else answer.best.counted_s):
             setting = replace(problem.setting, schedule=INTERLEAVED, chunks=own.setting.chunks)
             answer = replace(answer, problem=replace(problem, setting=setting), best=known.divided(degree))

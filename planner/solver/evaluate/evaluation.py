@@ -98,7 +98,7 @@ def simulated(
     evaluation = replace(candidate, price=price)
 
     budget = problem.budget
-    budget.progress.meet(candidate.config, choice.minibatch_s)
+    budget.clock.progress.meet(candidate.config, choice.minibatch_s)
     budget.count += 1
     budget.seen[candidate.stages] = evaluation
     return evaluation

@@ -68,7 +68,7 @@ def climb(pool: Pool, searched: Problem) -> None:
         trials.seconds,
         _ways(searched, space),
         trials.most_priced,
-        pool.question.budget.deadline,
+        pool.question.budget.clock,
         trials.least_s,
     )
     for start in starts:
@@ -201,7 +201,7 @@ def deepen(pool: Pool, searched: Problem) -> None:
         options = BestWays(searched, space, deeper).options(path.states, path.replicas)
         plan = pool.priced(stages_along(space, replace(path, options=options)))
         below_s = min(pool.best_s, question.hopeless_s)
-        if question.allows(plan) and plan.seconds < below_s and not question.budget.deadline.passed:
+        if question.allows(plan) and plan.seconds < below_s and not question.budget.clock.passed:
             evaluation = simulated(unlimited, plan, pool.best_s)
             if evaluation.simulated and pool.trains(evaluation):
                 pool.keep(evaluation)

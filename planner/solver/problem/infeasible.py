@@ -7,7 +7,7 @@ from contextlib import suppress
 from planner.cost.candidate import Candidate
 from planner.errors import InfeasibleError
 from planner.formats.plan_parts import short_config
-from planner.solver.problem.budget import Deadline, OutOfTimeError
+from planner.solver.clock import Clock, OutOfTimeError
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation
 from planner.units import format_bytes, format_memory
@@ -50,7 +50,7 @@ def explain(problem: Problem, fits: Fits, others: Mapping[str, Fits]) -> Infeasi
             is named.
     """
     cluster = problem.cluster
-    deadline = problem.budget.deadline
+    clock = problem.budget.clock
     if cluster.memory_bytes is None:
         return against_rules(problem)
     with suppress(OutOfTimeError):
@@ -61,7 +61,7 @@ def explain(problem: Problem, fits: Fits, others: Mapping[str, Fits]) -> Infeasi
     plan, proven = _leanest_plan(problem, fits, cluster.memory_bytes)
     message = f"no plan fits {_size(problem)}"
     if plan is None:
-        return InfeasibleError(message, hint=_hint_out_of_time(deadline))
+        return InfeasibleError(message, hint=_hint_out_of_time(clock))
 
     # 2. Its stage that needs most.
     totals = plan.price.gpu_bytes
@@ -72,7 +72,7 @@ def explain(problem: Problem, fits: Fits, others: Mapping[str, Fits]) -> Infeasi
 
     # 3. Changes that would help.
     changes = [_memory_change(needed_bytes, proven)]
-    changes += _first_of(others, cluster.gpus, cluster.memory_bytes, deadline)
+    changes += _first_of(others, cluster.gpus, cluster.memory_bytes, clock)
     changes += _more_gpus(problem, fits, cluster.memory_bytes)
 
     return InfeasibleError(
@@ -90,9 +90,9 @@ def _size(problem: Problem) -> str:
     return f"{gpus} GPUs of {format_memory(problem.reserve.whole(problem.cluster.memory_bytes))}"
 
 
-def _hint_out_of_time(deadline: Deadline) -> str:
+def _hint_out_of_time(clock: Clock) -> str:
     why = "the time limit passed"
-    if deadline.stop.is_set():
+    if clock.stop.is_set():
         why = "the search was interrupted"
     return f"{why} before it was known what would: give a longer `time_limit_s`, or try more `gpus`"
 
@@ -129,7 +129,7 @@ def _leanest_plan(
         leanest = plan
         return max(plan.price.gpu_bytes)
 
-    _, proven = _least(needed, memory_bytes, problem.budget.deadline, precision=_PRECISION)
+    _, proven = _least(needed, memory_bytes, problem.budget.clock, precision=_PRECISION)
     return leanest, proven
 
 
@@ -137,12 +137,12 @@ def _first_of(
     others: Mapping[str, Fits],
     gpus: int,
     memory_bytes: int,
-    deadline: Deadline,
+    clock: Clock,
 ) -> list[str]:
     """Return the first argument whose search finds a plan; empty if none does in time."""
     with suppress(OutOfTimeError):
         for argument, allows in others.items():
-            deadline.check()
+            clock.check()
             if allows(gpus, memory_bytes) is not None:
                 return [argument]
     return []
@@ -157,7 +157,7 @@ def _more_gpus(problem: Problem, fits: Fits, memory_bytes: int) -> list[str]:
     gpus, proven = _least(
         enough,
         problem.cluster.gpus,
-        problem.budget.deadline,
+        problem.budget.clock,
         _MOST_GPUS_FACTOR,
     )
     if gpus is None or not proven:
@@ -168,7 +168,7 @@ def _more_gpus(problem: Problem, fits: Fits, memory_bytes: int) -> list[str]:
 def _least(
     enough: Callable[[int], int | None],
     low: int,
-    deadline: Deadline,
+    clock: Clock,
     most: float = math.inf,
     precision: float = 0.0,
 ) -> tuple[int | None, bool]:
@@ -192,7 +192,7 @@ def _least(
             trial = 2 * low if high is None else (low + high) // 2
             if trial > limit:
                 break
-            deadline.check()
+            clock.check()
             least = enough(trial)
             if least is None:
                 low = trial

@@ -28,8 +28,9 @@ from planner.formats.profile import Profile
 from planner.options.solving import UNLIMITED, DepthRule, RecomputeRule, SolverName, StageRules
 from planner.plan.rank_groups import groups_of
 from planner.schedule.schedule import Schedule
+from planner.solver.clock import NO_LIMIT, Clock
 from planner.solver.problem.bounds import Bounds, bounds_for
-from planner.solver.problem.budget import NO_HURRY, Budget, Deadline
+from planner.solver.problem.budget import Budget
 from planner.solver.problem.result import Evaluation
 from planner.solver.problem.states import Chain
 
@@ -41,7 +42,7 @@ class Limits:
     gpus: int
     memory_bytes: int | None = None  # of each GPU
     rules: StageRules = field(default_factory=StageRules)
-    deadline: Deadline = NO_HURRY  # when it passes, the best plan so far is the answer
+    clock: Clock = NO_LIMIT  # when it passes, the best plan so far is the answer
     deepest: int = UNLIMITED  # the most units in flight that a stage may have, for its gradients' sake
     most_sharded: int = UNLIMITED  # replicas of a sharded stage, none of which may idle
     most_replicas: int = UNLIMITED
@@ -95,7 +96,7 @@ class Problem:
         return self.setting.microbatches
 
     @property
-    def deadline(self) -> Deadline:
+    def clock(self) -> Clock:
         """When the search must answer."""
         return self.budget.searching
 
@@ -106,7 +107,7 @@ class Problem:
             self.cluster.gpus,
             self.cluster.memory_bytes,
             self.rules,
-            self.deadline,
+            self.clock,
             self.rules.deepest(self.schedule),
             self.microbatches if self.schedule.divides else UNLIMITED,
             self.most_replicas,

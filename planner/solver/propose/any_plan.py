@@ -25,7 +25,7 @@ def any_plan(question: Problem) -> Iterator[Batch]:
     rules = question.rules
     if rules.recompute == "auto":
         rules = replace(rules, recompute="blocks")
-    unhurried = replace(question, budget=Budget(progress=question.budget.progress), rules=rules)
+    unhurried = replace(question, budget=Budget(), rules=rules)
 
     chain = Chain(question.layer_costs)
     search = PipelineSearch(unhurried, chain.only(chain.spread(MOST_CUTS)))

@@ -75,7 +75,7 @@ def _fitting(question: Problem, copies: Problem, search: "EvenSearch", pool: Poo
     copies apart, which may be more. A plan that does not fit for that reason is sought again with less memory.
     """
     for _ in range(MOST_TRIES):
-        if question.deadline.passed:
+        if question.clock.passed:
             return
         path = search.best(pool.best_s)
         if path is None:

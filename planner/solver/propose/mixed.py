@@ -14,10 +14,10 @@ from planner.cost.candidate import Candidate
 from planner.cost.kinds import everything_on, kind_on
 from planner.cost.network.link import Link
 from planner.errors import InfeasibleError, InputError
+from planner.solver.clock import OutOfTimeError
 from planner.solver.evaluate.evaluation import priced
 from planner.solver.evaluate.leaner import Leaner
 from planner.solver.pool import Batch, Pool
-from planner.solver.problem.budget import OutOfTimeError
 from planner.solver.problem.infeasible import against_rules
 from planner.solver.problem.problem import Problem
 from planner.solver.search.line import Kinds, LinePlan, LineSearch, StagesOn
@@ -126,7 +126,7 @@ class _Lines:
             for plan in _met_along(search, best_s, asynchronous=self.question.schedule.asynchronous):
                 self._met.append(plan.stages)
                 best_s = min(best_s, _price_s(self.question, plan.stages) if true else plan.seconds)
-            self.question.deadline.check()
+            self.question.clock.check()
         if true:
             self.best_s = min(self.best_s, best_s)
 

@@ -46,7 +46,7 @@ def regular_plans(question: Problem) -> Iterator[Evaluation]:
     priced_once: set[int] = set()
     fitting = 0
 
-    while waiting and not (fitting and question.deadline.passed):
+    while waiting and not (fitting and question.clock.passed):
         _, number, plan = heappop(waiting)
         stages = grid[number].stages
         if plan is not None:
@@ -81,7 +81,7 @@ def _grid(question: Problem) -> Iterator[_Point]:
     sums = _LayerSums.of(question)
     counts = _numbers_of_stages(question, min(gpus, question.rules.max_stages or gpus, len(sums.compute_s)))
 
-    cuts = equal_times(costs, counts, question.budget.deadline)
+    cuts = equal_times(costs, counts, question.budget.clock)
     for stages, equal in zip(counts, cuts, strict=False):
         if len(equal) < stages:
             return  # there are fewer places to cut

@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from planner.cost.weight_copies import counted_with_copies
+from planner.solver.clock import OutOfTimeError
 from planner.solver.evaluate.evaluation import SETTLED
 from planner.solver.evaluate.pipelines import MOST_WORKERS
 from planner.solver.pool import Batch, Pool
-from planner.solver.problem.budget import LATER, OutOfTimeError
+from planner.solver.problem.budget import LATER
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import RESOLUTION, CutPath
 from planner.solver.problem.states import Chain

@@ -112,7 +112,7 @@ class LineSearch:
 
         openings: dict[int, _Openings] = {}
         for cut in reversed(range(cuts - 1)):
-            if self._problem.deadline.passed:
+            if self._problem.clock.passed:
                 return None
             openings[cut] = self._openings(cut, limit_s)
             for rows in _batches(len(openings[cut].run), self.gpus + 1):

@@ -6,8 +6,8 @@ from functools import cached_property
 import numpy as np
 
 from planner.cost.recomputation import exact_everywhere
+from planner.solver.clock import OutOfTimeError
 from planner.solver.evaluate.evaluation import priced_path
-from planner.solver.problem.budget import OutOfTimeError
 from planner.solver.problem.infeasible import Fits
 from planner.solver.problem.problem import Limits, Problem
 from planner.solver.problem.result import BoundedPath, CutPath, Evaluation
@@ -73,7 +73,7 @@ class PipelineSearch:
         problem = self.problem
         roomy = problem.with_cluster(problem.cluster.model_copy(update={"memory_bytes": None}))
         search = PipelineSearch(roomy, self.space)
-        path = None if problem.deadline.passed else search.best()
+        path = None if problem.clock.passed else search.best()
         if path is None or search.interrupted:
             return self.relaxed_s()
         if problem.placed and problem.precision > 0:

@@ -10,8 +10,9 @@ from planner.formats.profile import Profile
 from planner.options.solving import SolveOptions
 from planner.solver.alternatives.table import LEAST_S
 from planner.solver.alternatives.usual_ways import usual_ways
+from planner.solver.clock import Clock
 from planner.solver.problem.bounds import balanced_s
-from planner.solver.problem.budget import Budget, Patience
+from planner.solver.problem.budget import Budget
 from planner.solver.question import setting_of
 
 MOST_SIZES = 2  # for which plans are sought
@@ -60,7 +61,7 @@ class Sizes:
     unseen: tuple[int, ...] = ()
 
 
-def promising_sizes(profiles: Profiles, cluster: Cluster, options: SolveOptions, patience: Patience) -> Sizes:
+def promising_sizes(profiles: Profiles, cluster: Cluster, options: SolveOptions, clock: Clock) -> Sizes:
     """Look at ascending sizes until they are slower, do not fit, or the time ends.
 
     On a size that is too small more is lost than by any search. So two sizes are looked at even where no time is left,
@@ -70,19 +71,19 @@ def promising_sizes(profiles: Profiles, cluster: Cluster, options: SolveOptions,
     sample_s = dict[int, float]()
     unseen: tuple[int, ...] = ()
     for number, size in enumerate(profiles.sizes):
-        report_step(patience, f"estimating microbatches of {size}")
+        report_step(clock, f"estimating microbatches of {size}")
         if len(sample_s) > 1 and _looks_slower(size, profiles, sample_s, cluster, options):
             break
-        if len(sample_s) > 1 and patience.deadline.passed:
+        if len(sample_s) > 1 and clock.passed:
             unseen = tuple(profiles.sizes[number:])
             break
-        sample_s[size] = fastest_sample_s(profiles.at(size), cluster, options, patience.at_most(LEAST_S))
+        sample_s[size] = fastest_sample_s(profiles.at(size), cluster, options, clock.at_most(LEAST_S))
         if sample_s[size] > min(sample_s.values()) or math.isinf(sample_s[size]):
             break
 
     if unseen:
         size = _fastest_on_the_line(unseen, profiles, sample_s, cluster, options)
-        sample_s[size] = fastest_sample_s(profiles.at(size), cluster, options, patience)
+        sample_s[size] = fastest_sample_s(profiles.at(size), cluster, options, clock)
         unseen = tuple(each for each in unseen if each != size)
 
     likely = min(sample_s, key=lambda size: sample_s[size])
@@ -97,10 +98,10 @@ def promising_sizes(profiles: Profiles, cluster: Cluster, options: SolveOptions,
     return Sizes(sample_s, tuple(wanted), shared, unseen)
 
 
-def fastest_sample_s(profile: Profile, cluster: Cluster, options: SolveOptions, patience: Patience) -> float:
+def fastest_sample_s(profile: Profile, cluster: Cluster, options: SolveOptions, clock: Clock) -> float:
     """Return the seconds of a sample in the fastest of the usual ways; infinity where none fits."""
     costs = layer_costs_on(profile, cluster)
-    ways = usual_ways(options, costs, cluster, Budget(patience.deadline))
+    ways = usual_ways(options, costs, cluster, Budget(clock))
     fitting = [way.seconds_per_microbatch for way in ways if not way.over_memory_bytes]
     return min(fitting, default=math.inf) / (profile.microbatch_size or 1)
 
@@ -112,10 +113,9 @@ def least_sample_s(profile: Profile, cluster: Cluster, options: SolveOptions) ->
     return seconds / setting.microbatches / (profile.microbatch_size or 1)
 
 
-def report_step(patience: Patience, step: str) -> None:
+def report_step(clock: Clock, step: str) -> None:
     """Tell who waits what is done now."""
-    if patience.progress is not None:
-        patience.progress.step = step
+    clock.progress.step = step
 
 
 def _looks_slower(
@@ -153,7 +153,7 @@ def _sample_s_on_the_line(
     """Return the seconds of a sample in the fastest usual way, not simulated, on the line through two known sizes."""
     one, other = known[-2:]
     profile = extended(profiles.at(one), profiles.at(other), size)
-    return fastest_sample_s(profile, cluster, options, Patience.of(0.0))
+    return fastest_sample_s(profile, cluster, options, Clock.of(0.0))
 
 
 def _shared_size(likely: int, profiles: Profiles, options: SolveOptions) -> int | None:

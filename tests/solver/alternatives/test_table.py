@@ -20,8 +20,8 @@ from planner.schedule.one_stage import FLUSH
 from planner.solver import search_plan as solve
 from planner.solver.alternatives.schedules import with_synchronous
 from planner.solver.alternatives.table import no_slower_than_usual, with_baselines
+from planner.solver.clock import Clock
 from planner.solver.find_plan import find_plan
-from planner.solver.problem.budget import Deadline, Patience
 from tests.samples import layer, profile
 
 LAYERS = [layer(f"h.{n}", 1, 2, output_bytes=10, weight_bytes=10**8, saved_bytes=100) for n in range(4)]
@@ -30,7 +30,7 @@ MODEL = profile(*LAYERS)
 
 def test_baselines_are_those_of_compare(tmp_path: Path) -> None:
     cluster = flat_cluster(4, 1e8)
-    plan = with_baselines(MODEL, solve(MODEL, cluster), Patience())
+    plan = with_baselines(MODEL, solve(MODEL, cluster), Clock())
     rows = {row.name: row for row in compare(MODEL, plan).rows}
     assert {"data parallel", "one GPU", "ZeRO-1", "ZeRO-3, FSDP", "4 equal stages"} <= {b.name for b in plan.baselines}
     for baseline in plan.baselines:
@@ -47,13 +47,13 @@ def test_baselines_are_those_of_compare(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("gpus", "counts"), [(1, []), (3, [3]), (4, [2, 4]), (6, [2, 6]), (12, [2, 4])])
 def test_a_stage_for_each_gpu_is_a_usual_way(gpus: int, counts: list[int]) -> None:
     deep = profile(*(layer(f"h.{n}", 1, 2, output_bytes=10, weight_bytes=100) for n in range(6)))
-    plan = with_baselines(deep, solve(deep, flat_cluster(gpus, 1e8), schedule=FLUSH), Patience())
+    plan = with_baselines(deep, solve(deep, flat_cluster(gpus, 1e8), schedule=FLUSH), Clock())
     names = [way.name for way in plan.baselines if way.name.endswith("equal stages")]
     assert names == [f"{count} equal stages" for count in counts]
 
 
 def test_what_does_not_fit_is_no_measure() -> None:
-    plan = with_baselines(MODEL, solve(MODEL, flat_cluster(4, 1e8, 7 * 10**8)), Patience())
+    plan = with_baselines(MODEL, solve(MODEL, flat_cluster(4, 1e8, 7 * 10**8)), Clock())
     text = plan_report(plan)
     assert "one GPU does not fit (100 MB too many)" in text
     assert "data parallel on 4 GPUs does not fit (100 MB too many)" in text
@@ -63,7 +63,7 @@ def test_what_does_not_fit_is_no_measure() -> None:
 
 def test_a_late_plan_says_what_a_synchronous_one_would_give() -> None:
     cluster, options = flat_cluster(4, 1e8), SolveOptions(schedule="1f1b")
-    plan = with_synchronous(MODEL, find_plan(MODEL, cluster, options), options, Patience())
+    plan = with_synchronous(MODEL, find_plan(MODEL, cluster, options), options, Clock())
     drained = solve(MODEL, cluster, schedule="1f1b-flush", microbatches=16)
     assert plan.synchronous is not None
     assert plan.synchronous.config == drained.config
@@ -74,7 +74,7 @@ def test_a_late_plan_says_what_a_synchronous_one_would_give() -> None:
     assert plan.samples_per_update == (4, 4)
     assert "update     after a global batch of 4 samples" in text
     assert "times as fast, 64 samples per update" in text
-    assert with_synchronous(MODEL, drained, options, Patience()) is drained
+    assert with_synchronous(MODEL, drained, options, Clock()) is drained
 
 
 def test_a_synchronous_plan_that_is_as_fast_is_the_answer_unless_the_schedule_was_asked_for() -> None:
@@ -83,8 +83,8 @@ def test_a_synchronous_plan_that_is_as_fast_is_the_answer_unless_the_schedule_wa
     late = find_plan(model, cluster, options)
     assert late.staleness
     named = SolveOptions(schedule="1f1b")
-    assert with_synchronous(model, late, named, Patience()).schedule is late.schedule
-    drained = with_synchronous(model, late, options, Patience())
+    assert with_synchronous(model, late, named, Clock()).schedule is late.schedule
+    drained = with_synchronous(model, late, options, Clock())
     assert (drained.schedule, drained.staleness) == (FLUSH, 0)
     (note,) = drained.notes
     assert note.startswith("this plan under 1f1b-flush is as fast as the best under 1f1b, 1-1-1-1, whose gradients are")
@@ -95,7 +95,7 @@ def test_a_synchronous_plan_that_is_as_fast_is_the_answer_unless_the_schedule_wa
 def test_late_gradients_have_to_earn_five_percent() -> None:
     model, cluster, options = MODEL, flat_cluster(4, 1e8), SolveOptions()
     late = find_plan(model, cluster, options)
-    beside = with_synchronous(model, late, SolveOptions(schedule="1f1b"), Patience()).synchronous
+    beside = with_synchronous(model, late, SolveOptions(schedule="1f1b"), Clock()).synchronous
     assert late.staleness
     assert beside is not None
 
@@ -104,7 +104,7 @@ def test_late_gradients_have_to_earn_five_percent() -> None:
         seconds = late.microbatches * beside.seconds_per_microbatch / times
         predicted = late.predicted.model_copy(update={"seconds_per_minibatch": seconds})
         changed = late.model_copy(update={"predicted": predicted})
-        return with_synchronous(model, changed, options, Patience())
+        return with_synchronous(model, changed, options, Clock())
 
     assert answer(1.06).staleness
     assert not answer(1.04).staleness
@@ -116,7 +116,7 @@ def test_what_cannot_stand_beside_a_plan_is_told() -> None:
     cluster, options = flat_cluster(4, 1e8), SolveOptions(minibatch=8 * (MODEL.microbatch_size or 1))
     plan = solve(MODEL, cluster)
     refused = replace(options, minibatch=3 * (MODEL.microbatch_size or 1) + 1)
-    noted = with_synchronous(MODEL, plan, refused, Patience())
+    noted = with_synchronous(MODEL, plan, refused, Clock())
     assert noted.synchronous is None
     assert noted.notes[0].startswith("there is no synchronous plan to compare it with: ")
     assert noted.notes[0] in plan_report(noted)
@@ -124,7 +124,7 @@ def test_what_cannot_stand_beside_a_plan_is_told() -> None:
 
 def test_replicas_have_a_microbatch_each() -> None:
     """Under 2bw, a replica without one would never update: data parallelism has a microbatch on each of four GPUs."""
-    plan = with_baselines(MODEL, solve(MODEL, flat_cluster(8, 1e8), schedule="2bw", microbatches=4), Patience())
+    plan = with_baselines(MODEL, solve(MODEL, flat_cluster(8, 1e8), schedule="2bw", microbatches=4), Clock())
     made = {way.name: way.microbatches for way in plan.baselines}
     assert (made["one GPU"], made["data parallel"], made["ZeRO-3, FSDP"], made["4 equal stages"]) == (4, 4, 4, 4)
     assert {way.samples_per_update for way in plan.baselines} == {plan.samples_per_update}
@@ -184,7 +184,7 @@ def test_a_row_that_only_seems_faster_is_simulated(monkeypatch: pytest.MonkeyPat
     model = profile(*(layer(f"h.{n}", 1, 2, output_bytes=10**7, weight_bytes=10**8) for n in range(4)))
     cluster, options = flat_cluster(4, 1e8), SolveOptions(schedule="1f1b-flush", microbatches=4)
     plan = find_plan(model, cluster, options)
-    answer = no_slower_than_usual(model, plan, options, Patience(Deadline.after(0.0)))
-    full = no_slower_than_usual(model, plan, options, Patience())
+    answer = no_slower_than_usual(model, plan, options, Clock.of(0.0))
+    full = no_slower_than_usual(model, plan, options, Clock())
     assert answer.config == full.config
     assert answer.predicted == full.predicted

@@ -20,10 +20,10 @@ from planner.simulator.simulate_plan import simulated_s
 from planner.solver.alternatives.interleaved import or_interleaved
 from planner.solver.choose.baselines import equal_blocks
 from planner.solver.choose.interleaving import interleaved
+from planner.solver.clock import Clock
 from planner.solver.evaluate.evaluation import evaluate
 from planner.solver.find_plan import find_plan
 from planner.solver.fit import FitQuestion, fit
-from planner.solver.problem.budget import Patience
 from planner.solver.problem.problem import Problem
 from planner.solver.propose.regular import regular_plans
 from planner.solver.sizes.microbatches import Profiles
@@ -119,4 +119,4 @@ def test_who_asks_for_one_cost_model_or_solver_gets_that() -> None:
     problem = problem_on(4, 8)
     plan = find_plan(problem.layer_costs.profile, problem.cluster, SolveOptions(schedule=FLUSH, microbatches=8))
     program = SolveOptions(schedule=FLUSH, microbatches=8, solver="ilp")
-    assert or_interleaved(problem.layer_costs.profile, plan, program, Patience()) is plan
+    assert or_interleaved(problem.layer_costs.profile, plan, program, Clock()) is plan

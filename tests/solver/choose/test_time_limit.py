@@ -16,7 +16,8 @@ from planner.schedule.one_stage import ONE_F_ONE_B
 from planner.schedule.schedule import Channel, PipelineShape
 from planner.simulator.pipeline_costs import PipelineCosts, StageCosts
 from planner.solver import search_plan as solve
-from planner.solver.problem.budget import Budget, Deadline
+from planner.solver.clock import Clock
+from planner.solver.problem.budget import Budget
 from planner.solver.search.levels.relaxed import Relaxed
 from tests.samples import layer, profile
 
@@ -25,7 +26,7 @@ LEVELS = hierarchical_cluster((4, 2), (20.0, 5.0))
 
 
 @dataclass(frozen=True)
-class Looks(Deadline):
+class Looks(Clock):
     """Passes when it has been looked at so often."""
 
     at_s: float | None = None
@@ -45,7 +46,7 @@ def straight(stages: int) -> PipelineCosts:
     return PipelineCosts(shape, flat_cluster(stages, 3.0), (StageCosts(1.0, 2.0, 0.0),) * stages, bytes_)
 
 
-def test_a_simulation_ends_at_the_deadline() -> None:
+def test_a_simulation_ends_at_the_clock() -> None:
     whole = Budget.unlimited()
     assert whole.steady_s(straight(6)) is not None
     hurried = Budget(Looks(looks=5), left=10.0**6)

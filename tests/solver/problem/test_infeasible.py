@@ -15,7 +15,7 @@ from planner.formats.cluster import flat_cluster
 from planner.formats.profile import Profile
 from planner.schedule.registry import find
 from planner.solver import search_plan as solve
-from planner.solver.problem.budget import OutOfTimeError
+from planner.solver.clock import OutOfTimeError
 from planner.solver.problem.infeasible import explain
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation
@@ -93,7 +93,7 @@ def tight_problem() -> Problem:
 
 
 @pytest.mark.parametrize("calls", range(12))
-def test_a_deadline_within_the_searches_leaves_an_answer(calls: int) -> None:
+def test_a_clock_within_the_searches_leaves_an_answer(calls: int) -> None:
     """Whichever search for a change that would help runs out of time, the error says what was found by then."""
     problem = tight_problem()
     search, count = PipelineSearch(problem), 0

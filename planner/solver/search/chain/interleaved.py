@@ -76,7 +76,7 @@ class InterleavedSearch:
         for model in self.shapes():
             if self.bound_s(model) >= fastest * (1 - RESOLUTION):
                 break  # the bounds of all that follow are no lower
-            if found and self.limits.deadline.passed:
+            if found and self.limits.clock.passed:
                 bounds.append(self.bound_s(model))  # the least of those that follow
                 break
             path, exact = self.within(model)

@@ -57,7 +57,7 @@ class Search:
         self._fewest = FewestReplicas(space, model, self.limits)
         self._before_s = self._fewest.before_s
 
-        self._must_hurry = False  # whether a walk ends at the deadline, because there is no answer yet
+        self._must_hurry = False  # whether a walk ends at the clock, because there is no answer yet
         self._most_after = np.full(len(space), self.gpus, dtype=np.int64)  # GPUs that may come after each state
         self._least_after = np.zeros(len(space), dtype=np.int64)  # that must, from the last walk
 
@@ -103,7 +103,7 @@ class Search:
         targets = Targets(low_s, best.seconds, precision, near=has_rough)
         tighten_at_s = CLOSE * best.seconds
         while targets.is_open:
-            if self.limits.deadline.passed:
+            if self.limits.clock.passed:
                 self.interrupted = True
                 break
 
@@ -155,7 +155,7 @@ class Search:
         room = self._room(target_s)
         for state in range(len(self.space) - 2, -1, -1):
             if self._must_hurry:
-                self.limits.deadline.check()
+                self.limits.clock.check()
 
             # 1. If the layers before I need all GPUs, no plan that meets the target has a cut here.
             most = int(room[state])

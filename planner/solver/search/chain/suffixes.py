@@ -44,7 +44,9 @@ class Suffixes:
         """Rows of `gpus` that a stage may be put before."""
         return self.gpus[:-1] if self._numbered else self.gpus
 
-    def ranked(self, rows: Integers, states: Integers, gpus: Integers, recomputes: Integers | NDArray[np.bool_]) -> Integers:
+    def ranked(
+        self, rows: Integers, states: Integers, gpus: Integers, recomputes: Integers | NDArray[np.bool_]
+    ) -> Integers:
         """Return numbers that order new suffixes: by their GPUs, then their stages, then those that recompute.
 
         Args:

@@ -17,7 +17,7 @@ import numpy as np
 from planner.cost.candidate import StageOptions
 from planner.cost.models.synchronous import SynchronousModel
 from planner.cost.work import Floats, Integers, Work
-from planner.solver.problem.budget import NO_HURRY, OutOfTimeError
+from planner.solver.clock import NO_LIMIT, OutOfTimeError
 from planner.solver.problem.problem import Limits
 from planner.solver.problem.result import RESOLUTION, CutPath
 from planner.solver.problem.states import Chain
@@ -41,7 +41,7 @@ class SynchronousSearch:
     """Finds the fastest gpipe or 1f1b-flush plan, in which all replicas are multiples of a number."""
 
     def __init__(self, space: Chain, model: SynchronousModel, limits: Limits, multiple: int = 1) -> None:
-        self.deadline, self.interrupted = limits.deadline, False  # interrupted: there may be faster plans
+        self.clock, self.interrupted = limits.clock, False  # interrupted: there may be faster plans
         self._cut_short = False  # whether the deadline ended the last walk
         self.found: list[CutPath] = []  # on the way to the best: each has a larger sum and a smaller maximum
         # Replicas beyond the number of microbatches would idle.
@@ -55,7 +55,7 @@ class SynchronousSearch:
         self._replicas = np.arange(1, most // self._unit + 1)
         self._ways = WaysOf(space, limits)
         tables = space.memo.table(SynchronousSearch, _Tables)
-        alike = replace(limits, deadline=NO_HURRY, rules=replace(limits.rules, max_stages=None))
+        alike = replace(limits, clock=NO_LIMIT, rules=replace(limits.rules, max_stages=None))
         # Links that take the same seconds are one key, however their all-reduces' bandwidth is written.
         link = replace(model.link, all_reduce_bandwidth_bytes_per_s=model.link.ring_bytes_per_s)
         key = model.schedule.name, model.microbatches, link, alike
@@ -106,7 +106,7 @@ class SynchronousSearch:
             limit_s = min(max_s, min(best.seconds, below_s) - sum_s) * (1 - precision)
             if limit_s <= 0:
                 break
-            if self.deadline.passed:
+            if self.clock.passed:
                 self.interrupted = True
                 break
         self.interrupted |= self._cut_short or self._unit > 1
@@ -149,7 +149,7 @@ class SynchronousSearch:
         needed = np.full(last + 1, self.gpus + 1, dtype=np.int64)
         needed[last] = 0
         for state in range(last - 1, -1, -1):
-            if self.deadline.passed:
+            if self.clock.passed:
                 if not self.found:
                     raise OutOfTimeError
                 self._cut_short = True  # there is an answer already

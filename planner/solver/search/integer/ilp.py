@@ -9,8 +9,9 @@ from dataclasses import replace
 from planner.cost.candidate import Candidate
 from planner.cost.kinds import kind_on
 from planner.errors import InfeasibleError, InputError
+from planner.solver.clock import OutOfTimeError, no_plan_yet
 from planner.solver.evaluate.evaluation import priced
-from planner.solver.problem.budget import Budget, OutOfTimeError, no_plan_yet
+from planner.solver.problem.budget import Budget
 from planner.solver.problem.infeasible import PLENTY, against_rules, explain
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation, IlpAnswer
@@ -29,7 +30,7 @@ def solve_by_program(problem: Problem) -> IlpAnswer:
     try:
         answer = solve_ilp(problem)
     except (TimeoutError, OutOfTimeError):
-        raise no_plan_yet(problem.deadline) from None
+        raise no_plan_yet(problem.clock) from None
     if answer is None:
         raise _infeasible(problem)
     return answer

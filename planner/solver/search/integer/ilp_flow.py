@@ -166,8 +166,8 @@ class Flow:
         Raises:
             TimeoutError: when time runs out.
         """
-        deadline = self.problem.deadline
-        if deadline.passed:
+        clock = self.problem.clock
+        if clock.passed:
             raise TimeoutError
         if not arcs:
             return None
@@ -180,7 +180,7 @@ class Flow:
             most = most_sum_s * self._scale * (1 + SLACK)
             program += _weighted(zip(chosen, sums, strict=True)) <= most
 
-        status = run(program, deadline.left_s, deadline.stop)
+        status = run(program, clock.left_s, clock.stop)
         if status == "infeasible":
             return None
         if status != "optimal":

@@ -17,10 +17,10 @@ from planner.cost.models.synchronous import SynchronousModel
 from planner.cost.network.link import Link
 from planner.cost.network.topology import Resource, Topology
 from planner.cost.work import IMPOSSIBLE, Floats, Integers, Work
+from planner.solver.clock import OutOfTimeError
 from planner.solver.evaluate import evaluation
 from planner.solver.evaluate.evaluation import priced, priced_path
 from planner.solver.problem.bounds import Bounds, BoundsLike, bounds_for
-from planner.solver.problem.budget import OutOfTimeError
 from planner.solver.problem.problem import Limits, Problem
 from planner.solver.problem.result import RESOLUTION, CutPath, Evaluation
 from planner.solver.problem.states import Chain
@@ -133,7 +133,7 @@ def search_columns(problem: Problem, space: Chain, nearest: CutPath, best: Evalu
     for multiple in _multiples(gpus, precise=problem.precision == 0):
         if any(multiple % each == 0 for each in hopeless):
             continue
-        if problem.deadline.passed:
+        if problem.clock.passed:
             return Columned(_plans(problem, space, paths), nearest.seconds)
         found = [path for path in _flat(problem, space, multiple, best.seconds) if path.seconds < best.seconds]
         if not found:
@@ -202,6 +202,6 @@ def _plans(problem: Problem, space: Chain, paths: Sequence[CutPath]) -> tuple[Ev
     ordered = sorted(distinct.values(), key=seconds)
     most = MOST_MOVED * DENSE // max(DENSE, problem.cluster.gpus)
     ways = [BestWays(problem, space).options]
-    moved = LocalSearch(space, problem.cluster.gpus, seconds, ways, most, problem.deadline).from_(ordered[0])
+    moved = LocalSearch(space, problem.cluster.gpus, seconds, ways, most, problem.clock).from_(ordered[0])
     plans = [in_best_columns(path) for path in [*([moved] if moved else []), *ordered[:MOST_PLANS]]]
     return tuple(sorted((plan for plan in plans if plan is not None), key=lambda plan: plan.seconds))

@@ -11,8 +11,8 @@ from planner.cost.network.link import Link
 from planner.cost.pricing import busy_resources
 from planner.cost.setting import Setting
 from planner.cost.work import Integers
+from planner.solver.clock import OutOfTimeError
 from planner.solver.evaluate.evaluation import priced_path
-from planner.solver.problem.budget import OutOfTimeError
 from planner.solver.problem.problem import Limits, Problem
 from planner.solver.problem.result import RESOLUTION, BoundedPath, CutPath, stages_along, with_replicas
 from planner.solver.problem.states import Chain
@@ -73,7 +73,7 @@ def search_levels(problem: Problem, space: Chain, nearest: CutPath) -> BoundedPa
     best = None
     for path in starts:
         best = better(best, path, prices.seconds)
-    few = problem.cluster.gpus <= MOST_PLACED and not problem.deadline.passed
+    few = problem.cluster.gpus <= MOST_PLACED and not problem.clock.passed
     precise = few and problem.precision == 0  # the bounds of every stage in every place take long to tabulate
     found = BoundedPath(best, nearest.seconds if best is None else min(nearest.seconds, best.seconds))
     with contextlib.suppress(OutOfTimeError):  # then it is what was found before
@@ -100,7 +100,7 @@ def local_search_for(problem: Problem, space: Chain, strain: Seconds) -> LocalSe
     gpus = problem.cluster.gpus
     most = MOST_PRICED if problem.precision == 0 else FEW_PRICED
     most = most * PRICED_GPUS // max(PRICED_GPUS, gpus)
-    return LocalSearch(space, gpus, strain, [BestWays(problem, space).options], most, problem.deadline)
+    return LocalSearch(space, gpus, strain, [BestWays(problem, space).options], most, problem.clock)
 
 
 def nearest_path(problem: Problem, space: Chain) -> tuple[CutPath | None, bool]:
@@ -123,7 +123,7 @@ def nearest_search(problem: Problem, space: Chain, limits: Limits) -> Search | S
 def _refined(prices: PathPrices, best: CutPath | None) -> CutPath | None:
     problem, space = prices.problem, prices.space
     for _ in range(ROUNDS):
-        if problem.deadline.passed:
+        if problem.clock.passed:
             break
         states = _sample(space, Relaxed.states_that_fit(problem), best)
 
@@ -171,7 +171,7 @@ def _alike(problem: Problem, space: Chain, nearest: CutPath) -> Iterator[CutPath
         for level, size, bandwidth, _ in topology.shared
     ]
     for link in links:
-        if problem.deadline.passed:
+        if problem.clock.passed:
             return
         if link == links[0] and whole is space and isinstance(objective_of(problem), SynchronousModel):
             coarse: CutPath | None = nearest  # which is the best for these links

@@ -11,7 +11,7 @@ from itertools import cycle
 import numpy as np
 
 from planner.cost.candidate import StageOptions
-from planner.solver.problem.budget import NO_HURRY, Deadline
+from planner.solver.clock import NO_LIMIT, Clock
 from planner.solver.problem.result import RESOLUTION, CutPath
 from planner.solver.problem.states import Chain
 from planner.solver.search.levels.neighbours import Neighbours, Shape
@@ -36,14 +36,14 @@ class LocalSearch:
         price: Seconds,
         ways: Sequence[OptionsOf],
         most: int,
-        deadline: Deadline = NO_HURRY,
+        clock: Clock = NO_LIMIT,
         least: Seconds = lambda _: 0.0,
     ) -> None:
         self._kinds = Neighbours(space, gpus).kinds
         self._price = price
         self._ways = ways
         self._most = most
-        self._deadline = deadline
+        self._clock = clock
         self._least = least
         # By path, whose own seconds are infinite.
         self._bounds: dict[CutPath, float] = {}
@@ -72,7 +72,7 @@ class LocalSearch:
     @property
     def over(self) -> bool:
         """Whether no more plans may be priced."""
-        return len(self._bounds) >= self._most or self._deadline.passed
+        return len(self._bounds) >= self._most or self._clock.passed
 
     def _best(self, shapes: Iterable[Shape], best: CutPath) -> CutPath:
         """Return the fastest of the best path so far and those of some shapes."""
@@ -106,7 +106,7 @@ class LocalSearch:
 
     def _seconds(self, path: CutPath) -> float:
         if path not in self._priced:
-            if not np.isfinite(self._bound(path)) or self._deadline.passed:
+            if not np.isfinite(self._bound(path)) or self._clock.passed:
                 return np.inf
             self._priced[path] = self._price(path)
         return self._priced[path]

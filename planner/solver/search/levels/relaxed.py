@@ -125,7 +125,7 @@ class Relaxed:
 
     def _stage_bounds(self, ways: WaysOf, state: int) -> StageBounds:
         """Bound the stages from a state; those may choose what recomputes that something limits."""
-        self._limits.deadline.check()
+        self._limits.clock.check()
         others = np.arange(state + 1, self._last + 1)
         plainest = bounds_of(ways.all(state, others), self._places, self._objective)
         limited = (plainest.most <= self._limits.gpus).any(axis=0)
@@ -184,7 +184,7 @@ class Relaxed:
         """Yield the stages of each cut and each rank, from the last cut to the first."""
         in_flight = [self._in_flight(gpus - rank) for rank in range(gpus)]
         for state in reversed(range(self._last)):
-            self._limits.deadline.check()
+            self._limits.clock.check()
             bounds = self._bounds[state]
             for rank in range(gpus):
                 replicas = self._places.replicas[: gpus - rank, None]

@@ -92,7 +92,7 @@ class _Tables:
 
     def stages(self, state: int) -> Stages:
         """Return the stages that begin at the state."""
-        self.ways.limits.deadline.check()
+        self.ways.limits.clock.check()
 
         # 1. The plainest ways of the stages that may fit.
         others = self._may_fit(state, np.arange(state + 1, len(self.ways.space)))
