@@ -89,8 +89,8 @@ if TYPE_CHECKING:
     from planner.simulator.simulate_plan import simulate as simulate
     from planner.simulator.summary import Summary as Summary
     from planner.simulator.summary import summarize as summarize
-    from planner.solver.fit import Fit as Fit
     from planner.solver.clock import Clock as Clock
+    from planner.solver.fit import Fit as Fit
     from planner.workers.job import TrainResult as TrainResult
 
 # The names above, each with its module: read from this file, so that they are declared once.

@@ -64,12 +64,11 @@ def _search(pool: Pool) -> PlannerError | None:
     obstacle: PlannerError | None = None
     for number, attempt in enumerate(attempts(pool)):
         pool.relaxed = attempt.relaxation
-        obstacles = [_propose(pool, attempt, proposer) for proposer in attempt.proposers]
-        if all(obstacles):
-            obstacle = obstacles[-1]
-            # Of the questions that follow the first one some make no sense, and have no candidates.
-            if number == 0 and isinstance(obstacles[0], InputError):
-                raise obstacles[0]
+        for proposer in attempt.proposers:
+            obstacle = _propose(pool, attempt, proposer) or obstacle
+        # Of the questions that follow the first one some make no sense, and have no candidates.
+        if number == 0 and isinstance(obstacle, InputError) and not pool.usable:
+            raise obstacle
         if pool.question.clock.passed:
             break
     return obstacle

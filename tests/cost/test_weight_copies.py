@@ -110,7 +110,7 @@ def test_a_copy_that_does_not_fit_is_no_plan() -> None:
     plan = solve(tied(), flat_cluster(4, 1e3), schedule="gpipe", microbatches=4)
     limit = plan.stages[3].memory.total_bytes - 1
     assert plan.stages[0].memory.total_bytes <= limit
-    with pytest.raises(InfeasibleError, match="what stage 3 holds for that does not fit") as raised:
+    with pytest.raises(InfeasibleError, match=r"what stage \d holds for that does not fit") as raised:
         solve(tied(), flat_cluster(4, 1e3, limit), schedule="gpipe", microbatches=4)
     assert "more memory" in raised.value.hint
 
