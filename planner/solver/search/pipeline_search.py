@@ -119,7 +119,7 @@ class PipelineSearch:
             path = search.within(ANY_TIME_S)
         else:
             answer = search.within(np.inf)
-            path = None if answer is None else answer[0]
+            path = None if answer is None else answer.path
         return None if path is None else self.priced(path)
 
     def priced(self, path: CutPath) -> Evaluation:

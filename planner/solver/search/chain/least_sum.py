@@ -1,0 +1,186 @@
+"""The plan of least sum whose maximum is within a limit, along a chain of states on GPUs that are alike.
+
+With sum(I, J, w) and max(I, J, w, r) the parts of the stage from state I to J, run in way w on r replicas,
+
+    least(I, g) = min over J, w, r <= g with max(I, J, w, r) <= X of
+                  sum(I, J, w) + least(J, min(g - r, after(I, J, w, r)))
+
+where after is how many GPUs may follow the stage, for its memory's sake. Replicas do not change the sum, so each stage
+takes the fewest that respect X, or more where that allows more GPUs after it. O(states² · GPUs) per limit X.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from planner.cost.candidate import StageOptions
+from planner.cost.work import Floats, Integers
+from planner.solver.clock import Clock
+from planner.solver.problem.result import RESOLUTION, CutPath
+from planner.solver.search.chain.ways import Stages
+
+BATCH = 2**20  # entries of an array over stages and GPUs
+
+# Ways by their column in a table of stages, and replicas in units, of the same length.
+Trials = tuple[Integers, Integers]
+
+
+@dataclass(frozen=True)
+class LeastSum:
+    """A path of least sum, with its sum and its maximum."""
+
+    path: CutPath
+    sum_s: float
+    max_s: float
+
+
+@dataclass(frozen=True)
+class Walk:
+    """Walks from the last state to the first.
+
+    Attributes:
+        stages: of each state but the last, those that begin there.
+        gpus: in units, as all numbers of GPUs and replicas here.
+        unit: GPUs of one.
+        clock: when it passes, a walk raises `OutOfTimeError`.
+    """
+
+    stages: Sequence[Stages]
+    replicas: Integers  # 1, 2, ... up to the most of a stage
+    gpus: int
+    unit: int
+    clock: Clock
+
+    def within(self, limit_s: float, most_stages: int | None = None) -> LeastSum | None:
+        """Return the path of least sum within the limit, of at most so many stages; None without one."""
+        last = len(self.stages)
+        table = _Table.empty(last, self.gpus, most_stages)
+        # A plan that respects the limit needs some GPUs before each state, and some after it.
+        room = self.gpus - self._needed_before(limit_s)
+        needed_after = np.full(last + 1, self.gpus + 1, dtype=np.int64)
+        needed_after[last] = 0
+
+        for state in range(last - 1, -1, -1):
+            self.clock.check()
+            most = int(room[state])
+            for columns, replicas in self._trials(self.stages[state], limit_s, most, needed_after):
+                table.prepend(state, self.stages[state], columns, replicas, most)
+            reached = table.reached(state)
+            if len(reached):
+                needed_after[state] = reached[0]
+        return self._trace(table)
+
+    def _needed_before(self, limit_s: float) -> Integers:
+        """Return the fewest GPUs that the layers before each state need within the limit; more than all if too many."""
+        needed = np.full(len(self.stages) + 1, self.gpus + 1, dtype=np.int64)
+        needed[0] = 0
+        for state, stages in enumerate(self.stages):
+            if needed[state] <= self.gpus and len(stages.ways):
+                meets = stages.max_s <= limit_s
+                fewest = np.where(meets.any(axis=0), self.replicas[meets.argmax(axis=0)], self.gpus + 1)
+                np.minimum.at(needed, stages.ways.others, needed[state] + fewest)
+        return np.minimum(needed, self.gpus + 1)
+
+    def _trials(self, stages: Stages, limit_s: float, room: int, needed_after: Integers) -> Iterator[Trials]:
+        """Yield ways and their replicas that are worth a try, by ascending replicas, as many as suit one array.
+
+        These are the fewest replicas that respect the limit, and more where that allows more GPUs after the stage than
+        fewer replicas do, or ways with a smaller sum. `room` is for the stage and those after it.
+        """
+        needed = needed_after[stages.ways.others]
+        left = room - needed
+        most = min(int(left.max(initial=0)), len(self.replicas))
+        if most < 1:
+            return
+        replicas = self.replicas[:most, None]
+        after = stages.after[:most]
+        may = (stages.max_s[:most] <= limit_s) & (replicas <= left) & (after >= needed)
+
+        # The ways of a stage stand together, by their sums. Numbers grow from stage to stage, so that each begins anew.
+        begin = stages.ways.stage * (self.gpus + 2)
+        most_after = np.maximum.accumulate(np.where(may, after + 1, 0), axis=0) + begin
+        with_fewer = np.concatenate((begin[None], most_after[:-1]))
+        worth = may & (most_after > with_fewer) & (with_fewer - begin - 1 < room - replicas)
+        if stages.by_sum:
+            most_after = np.maximum.accumulate(most_after, axis=1)
+            worth[:, 1:] &= most_after[:, 1:] > most_after[:, :-1]
+
+        rows, columns = np.nonzero(worth)
+        batch = max(1, BATCH // (room + 1))
+        for start in range(0, len(rows), batch):
+            part = slice(start, start + batch)
+            yield columns[part], self.replicas[rows[part]]
+
+    def _trace(self, table: "_Table") -> LeastSum | None:
+        """Follow the choices from the first state; None where nothing reaches it."""
+        sums = table.sums[0, 0]
+        if not np.isfinite(sums[self.gpus]):
+            return None
+        # Among equal sums the fewest GPUs win; rounding must not make more of them look better.
+        gpus = int(np.argmax(sums <= sums[self.gpus] * (1 + RESOLUTION)))
+
+        states = [0]
+        options: list[StageOptions] = []
+        sum_s = 0.0
+        max_s = 0.0
+        while states[-1] < len(self.stages):
+            stages = self.stages[states[-1]]
+            way, replicas = table.choice(len(options), states[-1], gpus)
+            states.append(int(stages.ways.others[way]))
+            options.append(stages.ways.options(way, replicas * self.unit))
+            sum_s += float(stages.sum_s[way])
+            max_s = max(max_s, float(stages.max_s[replicas - 1, way]))
+            gpus = min(gpus - replicas, int(stages.after[replicas - 1, way]))
+        return LeastSum(CutPath(tuple(states), tuple(options), sum_s + max_s), sum_s, max_s)
+
+
+@dataclass(frozen=True)
+class _Table:
+    """What is known of every suffix of the layers.
+
+    Attributes:
+        sums: least sums, by number of the first stage, its state, and the GPUs that the suffix may use.
+        choices: way and replicas of that stage, likewise.
+        numbered: whether stages are numbered, so that there are no more than a limit; otherwise all are number 0.
+    """
+
+    sums: Floats
+    choices: Integers
+    numbered: bool
+
+    @classmethod
+    def empty(cls, last: int, gpus: int, most_stages: int | None) -> "_Table":
+        """Return the table of the suffix without layers alone."""
+        many = most_stages or 1
+        sums = np.full((many + 1, last + 1, gpus + 1), np.inf)
+        sums[:, last] = 0.0
+        return cls(sums, np.zeros((2, many, last, gpus + 1), dtype=np.int64), most_stages is not None)
+
+    def prepend(self, state: int, stages: Stages, columns: Integers, replicas: Integers, most: int) -> None:
+        """Let suffixes from the state, on up to `most` GPUs, begin with one of these stages where that is less."""
+        left = np.arange(most + 1) - replicas[:, None]
+        after = np.minimum(np.maximum(left, 0), stages.after[replicas - 1, columns][:, None])
+        others = stages.ways.others[columns, None]
+
+        for number in range(self.choices.shape[1]):
+            rest = self.sums[number + 1 if self.numbered else 0]
+            totals = stages.sum_s[columns, None] + rest[others, after]
+            totals[left < 0] = np.inf
+            pick = totals.argmin(axis=0)
+            least = totals[pick, np.arange(most + 1)]
+            better = np.flatnonzero(least < self.sums[number, state, : most + 1])
+            self.sums[number, state, better] = least[better]
+            self.choices[0, number, state, better] = columns[pick[better]]
+            self.choices[1, number, state, better] = replicas[pick[better]]
+
+    def reached(self, state: int) -> Integers:
+        """Return the numbers of GPUs with which there is a suffix from the state, ascending."""
+        many = self.choices.shape[1]
+        return np.flatnonzero(np.isfinite(self.sums[:many, state]).any(axis=0))
+
+    def choice(self, number: int, state: int, gpus: int) -> tuple[int, int]:
+        """Return the way and the replicas of the suffix's first stage, which has this number."""
+        row = number if self.numbered else 0
+        way, replicas = self.choices[:, row, state, gpus].tolist()
+        return way, replicas
