@@ -1,4 +1,4 @@
-"""SegResNet of MONAI: slices are mirrored and made noisy by MONAI's transforms, which draw from their own generator."""
+"""SegResNet of MONAI: slices are mirrored and made noisy by MONAI's transforms, seeded by torch's generator."""
 
 import torch
 from made_up import Samples
@@ -34,12 +34,13 @@ class Augmented(Dataset):
                 RandGaussianNoised("image", prob=0.5, std=0.1),
             ]
         )
-        self._augment.set_random_state(seed=0)
 
     def __len__(self):
         return len(self._slices)
 
     def __getitem__(self, index):
+        # MONAI's transforms have a generator of their own, which a process that reads other items moves otherwise.
+        self._augment.set_random_state(seed=int(torch.randint(2**31, ())))
         found = self._augment(self._slices[index])
         image, label = (torch.as_tensor(found[key]) for key in ("image", "label"))
         return image.as_tensor(), label.as_tensor()
