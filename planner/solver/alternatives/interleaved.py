@@ -11,10 +11,10 @@ from planner.options.solving import SolveOptions
 from planner.plan.rank_groups import usual_degrees
 from planner.solver.answer import PAYS
 from planner.solver.assemble import complete
-from planner.solver.choose.interleaving import interleaved
 from planner.solver.clock import Clock
 from planner.solver.problem.budget import Budget
 from planner.solver.problem.result import WAITING, Answer
+from planner.solver.propose.regular_interleaved import interleaved
 from planner.solver.question import problem_of, with_one_optimizer
 from planner.solver.report import accepting_divided_loss, report_of, timed
 

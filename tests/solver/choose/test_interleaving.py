@@ -19,13 +19,13 @@ from planner.schedule.one_stage import FLUSH
 from planner.simulator.simulate_plan import simulated_s
 from planner.solver.alternatives.interleaved import or_interleaved
 from planner.solver.choose.baselines import equal_blocks
-from planner.solver.choose.interleaving import interleaved
 from planner.solver.clock import Clock
 from planner.solver.evaluate.evaluation import evaluate
 from planner.solver.find_plan import find_plan
 from planner.solver.fit import FitQuestion, fit
 from planner.solver.problem.problem import Problem
 from planner.solver.propose.regular import regular_plans
+from planner.solver.propose.regular_interleaved import interleaved
 from planner.solver.sizes.microbatches import Profiles
 from tests.plan.test_blocks import transformer
 
