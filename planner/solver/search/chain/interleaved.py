@@ -6,7 +6,8 @@ Otherwise the cuts start from equal parts and move, one or several at a time, as
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import combinations, islice, pairwise
 
 import numpy as np
@@ -16,7 +17,7 @@ from planner.cost.candidate import StageOptions, whole_stage
 from planner.cost.models.interleaved import InterleavedShape, StageSeconds
 from planner.cost.network.link import Link, link_of
 from planner.cost.setting import Setting
-from planner.cost.work import Floats, Integers, Work, joined
+from planner.cost.work import Floats, Footprint, Integers, Work, joined
 from planner.solver.problem.problem import Limits
 from planner.solver.problem.result import RESOLUTION, CutPath
 from planner.solver.problem.states import Chain
@@ -25,175 +26,318 @@ from planner.solver.search.chain.ways import WaysOf, taken
 MOST_TRIED = 20_000  # ways to cut for one K
 MOST_STATES = 192  # beyond, cuts at some of them only
 FEW_GPUS = 16  # up to which every number of workers and copies is tried
-_BATCH = 1024
-_MOVES = (1, -1, 2, -2, 5, -5)
+BATCH = 1024  # ways to cut that are priced at once
+MOVES = (1, -1, 2, -2, 5, -5)  # of a cut, in states
 
 
 class InterleavedSearch:
-    """Finds fast interleaved plans over the prefixes of the profile's order, by default on the slowest link."""
+    """Finds fast interleaved plans over the prefixes of the profile's order, by default on the slowest link.
+
+    Attributes:
+        sampled: whether plans cut at some of the states only.
+    """
 
     def __init__(self, space: Chain, setting: Setting, limits: Limits, link: Link | None = None) -> None:
-        self.setting, self.limits, self.link = setting, limits, link or link_of(setting.cluster)
+        self.setting = setting
+        self.limits = limits
+        self.link = link or link_of(setting.cluster)
         # The tables of all stages grow with the square of the states.
         self.sampled = len(space) > MOST_STATES
         self._states = space.spread(min(len(space), MOST_STATES))
-        self._space = space.only(self._states) if self.sampled else space
-        self._ways = WaysOf(self._space, limits)
-        firsts, others, self._work = self._space.every_stage
-        self._row = np.zeros((len(self._space), len(self._space)), dtype=np.int64)  # by first and last state
-        self._row[firsts, others] = np.arange(len(firsts))
-        rows = [self._row[state, state + 1 :] for state in range(len(self._space) - 1)]
-        held = [self._ways.plainest_footprint(i, others[own], taken(self._work, own)) for i, own in enumerate(rows)]
-        self._footprint = joined(held, [len(own) for own in rows])
+        self._stages = _Stages(space.only(self._states) if self.sampled else space, limits)
 
     def shapes(self) -> list[InterleavedShape]:
         """Return the numbers of workers and copies worth a try, the most promising first."""
-        setting, gpus = self.setting, self.limits.gpus
-        chunks, microbatches = setting.chunks, setting.microbatches
-        longest = self.limits.most_stages(self._space, gpus * chunks) // chunks
-        models = [
-            InterleavedShape(setting.schedule, self.link, workers, chunks, copies, microbatches)
-            for workers in range(2, longest + 1)
-            for copies in range(1, gpus // workers + 1)
-            if microbatches // copies >= workers
-            and (gpus <= FEW_GPUS or copies == min(gpus // workers, microbatches // workers))
-        ]
-        return sorted(models, key=lambda model: (self.bound_s(model), model.workers * model.replicas))
+        chunks = self.setting.chunks
+        gpus = self.limits.gpus
+        longest = self.limits.most_stages(self._stages.space, gpus * chunks) // chunks
+        shapes: list[InterleavedShape] = []
+        for workers in range(2, longest + 1):
+            for copies in range(1, gpus // workers + 1):
+                if self._worth_a_try(workers, copies):
+                    shapes.append(self._shape(workers, copies))
+        return sorted(shapes, key=lambda shape: (self.bound_s(shape), shape.workers * shape.replicas))
 
-    def bound_s(self, model: InterleavedShape) -> float:
+    def bound_s(self, shape: InterleavedShape) -> float:
         """Return seconds that no plan of this shape is below: the mean of what the workers compute."""
-        everything = taken(self._work, self._row[0, -1:])
+        everything = self._stages.everything
         once_s = float(everything.forward_s[0] + everything.backward_s[0])
-        accumulate_s = (model.units - 1) * float(everything.accumulate_s[0])
-        update_s = float(everything.update_s[0]) / (model.replicas if self._ways.shards else 1)
-        return (model.units * once_s + accumulate_s + update_s) / model.workers
+        accumulate_s = (shape.units - 1) * float(everything.accumulate_s[0])
+        update_s = float(everything.update_s[0])
+        if self._stages.ways.shards:
+            update_s /= shape.replicas
+        return (shape.units * once_s + accumulate_s + update_s) / shape.workers
 
     def best(self) -> tuple[list[CutPath], float]:
         """Return the best plan of each shape, fastest first and none if none fit, and seconds that no plan is below."""
-        found: list[CutPath] = []
+        paths: list[CutPath] = []
         bounds: list[float] = []
-        fastest = np.inf
-        for model in self.shapes():
-            if self.bound_s(model) >= fastest * (1 - RESOLUTION):
+        fastest_s = np.inf
+        for shape in self.shapes():
+            if self.bound_s(shape) >= fastest_s * (1 - RESOLUTION):
                 break  # the bounds of all that follow are no lower
-            if found and self.limits.clock.passed:
-                bounds.append(self.bound_s(model))  # the least of those that follow
+            if paths and self.limits.clock.passed:
+                bounds.append(self.bound_s(shape))  # the least of those that follow
                 break
-            path, exact = self.within(model)
+            path, exact = self.within(shape)
             if path is not None:
-                found.append(path)
-                fastest = min(fastest, path.seconds)
+                paths.append(path)
+                fastest_s = min(fastest_s, path.seconds)
             if not exact or self.sampled:
-                bounds.append(self.bound_s(model))
-        found.sort(key=lambda path: (path.seconds, sum(path.replicas)))
-        return found, min([*bounds, fastest])
+                bounds.append(self.bound_s(shape))
+        paths.sort(key=lambda path: (path.seconds, sum(path.replicas)))
+        return paths, min([*bounds, fastest_s])
 
-    def within(self, model: InterleavedShape) -> tuple[CutPath | None, bool]:
+    def within(self, shape: InterleavedShape) -> tuple[CutPath | None, bool]:
         """Return the best plan of this shape if any fits, and whether no other one over the space is better.
 
         Either all stages are sharded or none are. A mixture may be better.
         """
-        may = model.replicas > 1 and self._ways.shards
-        tries = [True] if may and self._ways.always_shards else [False, True] if may else [False]
-        answers = [self._within(model, sharded) for sharded in tries]
-        found = [path for path, _ in answers if path is not None]
-        exact = all(exact for _, exact in answers) and len(tries) == 1
-        return min(found, key=lambda path: path.seconds, default=None), exact
+        ways = self._stages.ways
+        sharding = [False]
+        if shape.replicas > 1 and ways.shards:
+            sharding = [True] if ways.always_shards else [False, True]
 
-    def _within(self, model: InterleavedShape, sharded: bool) -> tuple[CutPath | None, bool]:
-        stages, last = model.workers * model.chunks, len(self._space) - 1
+        paths: list[CutPath] = []
+        all_exact = True
+        for sharded in sharding:
+            cuts, exact = self._best_cuts(_Pricing(self._stages, shape, sharded))
+            all_exact &= exact
+            if cuts.over_bytes == 0:
+                paths.append(self._path(cuts, shape, sharded))
+        best = min(paths, key=lambda path: path.seconds, default=None)
+        return best, all_exact and len(sharding) == 1
+
+    def _worth_a_try(self, workers: int, copies: int) -> bool:
+        microbatches = self.setting.microbatches
+        gpus = self.limits.gpus
+        if microbatches // copies < workers:
+            return False
+        return gpus <= FEW_GPUS or copies == min(gpus // workers, microbatches // workers)
+
+    def _shape(self, workers: int, copies: int) -> InterleavedShape:
+        setting = self.setting
+        return InterleavedShape(
+            setting.schedule,
+            self.link,
+            workers,
+            setting.chunks,
+            copies,
+            setting.microbatches,
+        )
+
+    def _best_cuts(self, pricing: "_Pricing") -> tuple["_Cuts", bool]:
+        """Return the best cuts that were found, and whether no others are better."""
+        stages = pricing.shape.workers * pricing.shape.chunks
+        last = len(self._stages.space) - 1
         # Equal parts win a tie: others wait less for stages that differ less, which the cost does not see.
-        best = self._least(model, sharded, self._equal_parts(stages, last)[None])
-        if exact := math.comb(last - 1, stages - 1) <= MOST_TRIED:
-            ways = combinations(range(1, last), stages - 1)
-            while batch := list(islice(ways, _BATCH)):
-                found = self._least(model, sharded, np.array([(0, *inner, last) for inner in batch]))
-                best, exact = min(best, found, key=lambda item: item[:2]), exact and found[3]
-        else:
-            while (found := self._least(model, sharded, np.array(list(_moved(best[2])))))[:2] < best[:2]:
-                best = found
-        cuts = best[2]
-        over, seconds, again, _ = self._evaluate(model, sharded, cuts[None])
-        if over[0] > 0:
-            return None, exact
-        states = tuple(int(self._states[cut]) for cut in cuts)
-        # All layers of a stage recompute at once, unless the rule says otherwise.
-        groups = [
-            self._ways.groups(i, j, 0) or whole_stage(self._space.layers(i, j), bool(each))
-            for (i, j), each in zip(pairwise(cuts.tolist()), again[0], strict=True)
-        ]
-        options = tuple(StageOptions(model.replicas, sharded, each) for each in groups)
-        return CutPath(states, options, float(seconds[0])), exact
+        best = pricing.least(_equal_parts(self._stages.space, stages)[None])
 
-    def _least(self, model: InterleavedShape, sharded: bool, cuts: Integers) -> tuple[float, float, Integers, bool]:
-        over, seconds, _, settled = self._evaluate(model, sharded, cuts)
-        choice = int(np.lexsort((seconds, over))[0])
-        return float(over[choice]), float(seconds[choice]), cuts[choice], settled
+        if math.comb(last - 1, stages - 1) > MOST_TRIED:
+            return _descended(pricing, best), False
 
-    def _equal_parts(self, stages: int, last: int) -> Integers:
-        done = self._space.compute_s
-        cuts = np.searchsorted(done, done[-1] * np.arange(stages + 1) / stages)
-        cuts[0], cuts[-1] = 0, last
-        steps = np.arange(stages + 1)
-        # Strictly increasing from the left, then from the right.
-        cuts = np.maximum.accumulate(cuts - steps) + steps
-        return np.asarray(np.minimum(cuts, last - steps[::-1]))
+        exact = True
+        inner = combinations(range(1, last), stages - 1)
+        while batch := list(islice(inner, BATCH)):
+            least = pricing.least(np.array([(0, *cuts, last) for cuts in batch]))
+            exact &= least.settled
+            if least.key < best.key:
+                best = least
+        return best, exact
 
-    def _evaluate(
-        self, model: InterleavedShape, sharded: bool, cuts: Integers
-    ) -> tuple[Floats, Floats, NDArray[np.bool_], bool]:
-        """Return per row of cuts: bytes over the memory, seconds, recomputing stages, and if that choice is best."""
-        rows = self._row[cuts[:, :-1], cuts[:, 1:]]
-        work, footprint = taken(self._work, rows), taken(self._footprint, rows).divided(model.microbatches)
-        footprint = self._space.layer_costs.replicated(footprint, model.replicas)
-        if sharded:
-            work, footprint = work.shared_out(), footprint.shared_out(model.replicas)
-        again = np.full(work.forward_s.shape, self._ways.recomputes)
+    def _path(self, cuts: "_Cuts", shape: InterleavedShape, sharded: bool) -> CutPath:
+        """Return the plan of the cuts. All layers of a stage recompute at once, unless the rule says otherwise."""
+        space = self._stages.space
+        options: list[StageOptions] = []
+        for (state, other), recomputes in zip(pairwise(cuts.states.tolist()), cuts.recomputes.tolist(), strict=True):
+            groups = self._stages.ways.groups(state, other, 0)
+            if not groups:
+                groups = whole_stage(space.layers(state, other), recomputes)
+            options.append(StageOptions(shape.replicas, sharded, groups))
+        states = tuple(self._states[cuts.states].tolist())
+        return CutPath(states, tuple(options), cuts.seconds)
+
+
+@dataclass(frozen=True)
+class _Stages:
+    """All stages of a space, a row each, in the plainest way to run them."""
+
+    space: Chain
+    limits: Limits
+
+    @cached_property
+    def ways(self) -> WaysOf:
+        return WaysOf(self.space, self.limits)
+
+    @cached_property
+    def work(self) -> Work:
+        return self.space.every_stage[2]
+
+    @cached_property
+    def row(self) -> Integers:
+        """The row of the stage from a first to a last state, by both."""
+        firsts, others, _ = self.space.every_stage
+        rows = np.zeros((len(self.space), len(self.space)), dtype=np.int64)
+        rows[firsts, others] = np.arange(len(firsts))
+        return rows
+
+    @cached_property
+    def footprint(self) -> Footprint:
+        _, others, work = self.space.every_stage
+        lots: list[Footprint] = []
+        counts: list[int] = []
+        for state in range(len(self.space) - 1):
+            rows = self.row[state, state + 1 :]
+            lots.append(self.ways.plainest_footprint(state, others[rows], taken(work, rows)))
+            counts.append(len(rows))
+        return joined(lots, counts)
+
+    @property
+    def everything(self) -> Work:
+        """The work of all layers as one stage."""
+        return taken(self.work, self.row[0, -1:])
+
+
+@dataclass(frozen=True)
+class _Cuts:
+    """Cuts of a plan, and what they cost.
+
+    Attributes:
+        over_bytes: by which the workers exceed their memory, in all.
+        states: at which stages begin and end.
+        recomputes: which stages do.
+        settled: whether no other choice of what recomputes may be better.
+    """
+
+    over_bytes: float
+    seconds: float
+    states: Integers
+    recomputes: NDArray[np.bool_]
+    settled: bool
+
+    @property
+    def key(self) -> tuple[float, float]:
+        """Orders cuts: what fits the memory comes first, then what is faster."""
+        return self.over_bytes, self.seconds
+
+
+@dataclass(frozen=True)
+class _Pricing:
+    """Prices cuts of one shape, a row for each plan."""
+
+    stages: _Stages
+    shape: InterleavedShape
+    sharded: bool
+
+    def least(self, cuts: Integers) -> _Cuts:
+        """Return the best of the rows; `settled` says so of all of them."""
+        rows = self.stages.row[cuts[:, :-1], cuts[:, 1:]]
+        work = self._work(rows)
+        over_bytes, recomputes, settled = self._within_memory(rows, work)
+
+        work = replace(work, recompute_s=np.where(recomputes, work.forward_s, 0.0))
+        busy_s = self.shape.worker_s(StageSeconds.of(work, self.shape))
+        seconds = np.stack(list(busy_s.values())).max(axis=(0, -1))
+        pick = int(np.lexsort((seconds, over_bytes))[0])
+        return _Cuts(float(over_bytes[pick]), float(seconds[pick]), cuts[pick], recomputes[pick], settled)
+
+    def _work(self, rows: Integers) -> Work:
+        work = taken(self.stages.work, rows)
+        return work.shared_out() if self.sharded else work
+
+    def _footprint(self, rows: Integers) -> Footprint:
+        footprint = taken(self.stages.footprint, rows).divided(self.shape.microbatches)
+        footprint = self.stages.space.layer_costs.replicated(footprint, self.shape.replicas)
+        return footprint.shared_out(self.shape.replicas) if self.sharded else footprint
+
+    def _within_memory(self, rows: Integers, work: Work) -> tuple[Floats, NDArray[np.bool_], bool]:
+        """Return by row the bytes over the memory and the stages that recompute, and whether that choice is settled."""
+        limits = self.stages.limits
+        by_rule = self.stages.ways.recomputes
+        recomputes = np.full(work.forward_s.shape, by_rule)
+        if limits.memory_bytes is None:
+            return np.zeros(len(rows)), recomputes, True
+
+        footprint = self._footprint(rows)
+        in_flight = np.array(self.shape.in_flight())
+        plain = footprint.total_bytes(in_flight, 1)
+        lean = footprint.recomputed().total_bytes(in_flight, 1)
         settled = True
-        over = np.zeros(len(cuts))
-        if self.limits.memory_bytes is not None:
-            in_flight = np.array(model.in_flight())
-            plain = footprint.total_bytes(in_flight, 1)
-            lean = footprint.recomputed().total_bytes(in_flight, 1)
-            if self.limits.rules.recompute == "auto":
-                again, settled = self._choose(model, plain, lean, work)
-            by_rule = self._ways.recomputes  # then the footprint is that of stages that recompute
-            held = model.total(np.where(again & (not by_rule), lean, plain))
-            over = np.maximum(held - self.limits.memory_bytes, 0.0).sum(axis=-1)
-        work = replace(work, recompute_s=np.where(again, work.forward_s, 0.0))
-        busy_s = np.stack(list(model.worker_s(StageSeconds.of(work, model)).values()))
-        return over, np.asarray(busy_s.max(axis=(0, -1))), again, settled
+        if limits.rules.recompute == "auto":
+            recomputes, settled = self._choose(plain, lean, work, limits.memory_bytes)
+
+        # By the rule, the footprint is that of stages that recompute.
+        held = plain if by_rule else np.where(recomputes, lean, plain)
+        over_bytes = np.maximum(self.shape.total(held) - limits.memory_bytes, 0.0)
+        return over_bytes.sum(axis=-1), recomputes, settled
 
     def _choose(
-        self, model: InterleavedShape, plain: Floats, lean: Floats, work: Work
+        self,
+        plain: Floats,
+        lean: Floats,
+        work: Work,
+        memory_bytes: int,
     ) -> tuple[NDArray[np.bool_], bool]:
         """Choose the chunks that each worker recomputes: the quickest choice that fits the memory; all if none fits.
 
         A worker's first chunk also delays the workers behind it. If leaving it out costs the worker itself more time,
         the choice may not be the best one.
         """
-        saved, extra = (plain - lean)[:, model.stages], work.forward_s[:, model.stages]  # [rows, chunks, workers]
-        excess = model.total(plain) - float(self.limits.memory_bytes or 0)
-        options = np.array([[mask >> chunk & 1 for chunk in range(model.chunks)] for mask in range(2**model.chunks)])
-        enough = np.einsum("oc,ncw->now", options, saved) >= excess[:, None]
-        cost = np.where(enough, np.einsum("oc,ncw->now", options, extra), np.inf)
-        # Ties go to fewer chunks, and then to later ones.
-        order = np.lexsort((options[:, 0], options.sum(axis=1)))
-        pick = order[cost[:, order].argmin(axis=1)]
-        least = cost.min(axis=1)
-        pick = np.where(np.isfinite(least), pick, len(options) - 1)
-        without = cost[:, options[:, 0] == 0].min(axis=1)
-        settled = not np.any(np.isfinite(least) & np.isfinite(without) & (without > least))
-        chosen = np.zeros(plain.shape, dtype=bool)
-        chosen[:, model.stages] = options[pick].transpose(0, 2, 1)
-        return chosen, settled
+        shape = self.shape
+        # 1. Every choice of chunks, with what it saves and what it costs; [rows, chunks, workers].
+        masks = np.arange(2**shape.chunks)
+        choices = (masks[:, None] >> np.arange(shape.chunks)) & 1
+        saved = (plain - lean)[:, shape.stages]
+        extra_s = work.forward_s[:, shape.stages]
+        excess = shape.total(plain) - float(memory_bytes)
+        enough = np.einsum("oc,ncw->now", choices, saved) >= excess[:, None]
+        cost_s = np.where(enough, np.einsum("oc,ncw->now", choices, extra_s), np.inf)
+
+        # 2. The quickest; ties go to fewer chunks, and then to later ones.
+        order = np.lexsort((choices[:, 0], choices.sum(axis=1)))
+        pick = order[cost_s[:, order].argmin(axis=1)]
+        least_s = cost_s.min(axis=1)
+        pick = np.where(np.isfinite(least_s), pick, len(choices) - 1)
+
+        # 3. Whether a choice without the first chunk may be better for those behind.
+        without_s = cost_s[:, choices[:, 0] == 0].min(axis=1)
+        settled = not np.any(np.isfinite(least_s) & np.isfinite(without_s) & (without_s > least_s))
+
+        recomputes = np.zeros(plain.shape, dtype=bool)
+        recomputes[:, shape.stages] = choices[pick].transpose(0, 2, 1)
+        return recomputes, settled
+
+
+def _descended(pricing: _Pricing, start: _Cuts) -> _Cuts:
+    """Move cuts as long as that helps."""
+    best = start
+    while True:
+        least = pricing.least(np.array(list(_moved(best.states))))
+        if least.key >= best.key:
+            return best
+        best = least
+
+
+def _equal_parts(space: Chain, stages: int) -> Integers:
+    """Return cuts into parts that compute for about as long."""
+    last = len(space) - 1
+    done_s = space.compute_s
+    cuts = np.searchsorted(done_s, done_s[-1] * np.arange(stages + 1) / stages)
+    cuts[0] = 0
+    cuts[-1] = last
+
+    # Strictly increasing from the left, then from the right.
+    steps = np.arange(stages + 1)
+    cuts = np.maximum.accumulate(cuts - steps) + steps
+    return np.asarray(np.minimum(cuts, last - steps[::-1]))
 
 
 def _moved(cuts: Integers) -> Iterator[Integers]:
+    """Yield the cuts with one moved, or with all from one on."""
     for number in range(1, len(cuts) - 1):
-        for step in _MOVES:
-            for many in (slice(number, number + 1), slice(number, len(cuts) - 1)):
+        for step in MOVES:
+            for end in (number + 1, len(cuts) - 1):
                 moved = cuts.copy()
-                moved[many] += step
+                moved[number:end] += step
                 if np.all(np.diff(moved) > 0):
                     yield moved
