@@ -51,11 +51,12 @@ class InterleavedSearch:
         chunks = self.setting.chunks
         gpus = self.limits.gpus
         longest = self.limits.most_stages(self._stages.space, gpus * chunks) // chunks
-        shapes: list[InterleavedShape] = []
-        for workers in range(2, longest + 1):
-            for copies in range(1, gpus // workers + 1):
-                if self._worth_a_try(workers, copies):
-                    shapes.append(self._shape(workers, copies))
+        shapes = [
+            self._shape(workers, copies)
+            for workers in range(2, longest + 1)
+            for copies in range(1, gpus // workers + 1)
+            if self._worth_a_try(workers, copies)
+        ]
         return sorted(shapes, key=lambda shape: (self.bound_s(shape), shape.workers * shape.replicas))
 
     def bound_s(self, shape: InterleavedShape) -> float:
