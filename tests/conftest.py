@@ -10,9 +10,12 @@ import pytest
 
 # pytest-xdist gives its workers a terminal of 80 columns, in which tables are shorter than in a file.
 os.environ.pop("COLUMNS", None)
-# Shells let what they run in the background ignore Ctrl-C, and so would all processes that tests start and interrupt.
+# Shells let what they run in the background ignore Ctrl-C, and nohup lets it ignore that the terminal closes. So would
+# all processes that tests start and send these signals to.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -40,19 +40,19 @@ def drawn(shapes: list[Run]) -> list[tuple[Run, int]]:
 
 @pytest.mark.parametrize(
     "cases",
-    [drawn(list(SHAPES[::9])), pytest.param([(run, seed) for run in SHAPES for seed in (1, 2, 3)], marks=SLOW)],
+    [drawn(list(SHAPES[::13])), pytest.param([(run, seed) for run in SHAPES for seed in (1, 2, 3)], marks=SLOW)],
     ids=["some", "all"],
 )
 def test_no_order_of_a_device_changes_what_is_computed(cases: list[tuple[Run, int]]) -> None:
     found = {(str(run), seed): finding(run, seed) for run, seed in cases}
     assert not {case: what for case, what in found.items() if what}
-    assert len(cases) > 40
+    assert len(cases) > 20
 
 
 @pytest.mark.parametrize(
     "cases",
     [
-        drawn(REAL[::5] + DIVIDING[::16]),
+        drawn(REAL[::8] + DIVIDING[::24]),
         pytest.param([(run, seed) for run in REAL + DIVIDING for seed in SEEDS[:3]], marks=SLOW),
     ],
     ids=["some", "all"],
@@ -60,7 +60,7 @@ def test_no_order_of_a_device_changes_what_is_computed(cases: list[tuple[Run, in
 def test_with_layers_of_a_model_and_its_optimizer(cases: list[tuple[Run, int | None]]) -> None:
     found = {(str(run), seed): finding(run, seed, real.make_real_context) for run, seed in cases}
     assert not {case: what for case, what in found.items() if what}
-    assert len(cases) > 5
+    assert len(cases) > 4
 
 
 def test_the_order_of_a_device_does_differ() -> None:
