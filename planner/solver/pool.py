@@ -21,6 +21,7 @@ from planner.units import SLACK
 Batch = Sequence[Sequence[Candidate]]
 
 SEARCH = "search"  # the name of all methods but the integer program
+GRACE_S = 3.0  # to simulate after the time limit: otherwise nobody knows which plan is the fastest
 
 
 class Pool:
@@ -208,9 +209,6 @@ class Pool:
         budget = self.question.budget
         longer = replace(budget.apart(), clock=budget.clock.at_least(GRACE_S), seen={})
         return replace(self.question, budget=longer)
-
-
-GRACE_S = 3.0  # to simulate after the time limit: otherwise nobody knows which plan is the fastest
 
 
 def _faster(one: Evaluation | None, other: Evaluation) -> Evaluation:

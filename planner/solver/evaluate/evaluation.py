@@ -10,7 +10,7 @@ rest can be.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from planner.cost.candidate import Candidate
@@ -29,7 +29,6 @@ from planner.solver.evaluate.pipelines import pipeline_for, too_large
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import CutPath, Evaluation, stages_along
 from planner.solver.problem.states import Chain
-from planner.units import SLACK
 
 SETTLED = 1e-3  # a plan this close to the lower bound needs no alternative
 
@@ -149,44 +148,3 @@ def _at_depths(
         in_flight=depths,
         memory=with_overheads(layer_costs, stages, memory, price.workers),
     )
-
-
-def fastest(
-    problem: Problem,
-    candidates: Iterable[Evaluation],
-    best: Evaluation | None = None,
-) -> Evaluation:
-    """Simulate priced candidates in every order of their workers, and return the fastest.
-
-    Args:
-        problem: whose budget is spent.
-        candidates: at least one; the most promising is simulated first, the first of equally fast
-            ones wins.
-        best: a candidate that has been simulated already.
-    """
-    budget = problem.budget
-    ordered = in_every_order(problem, candidates)
-    settled_s = ordered[0].seconds * (1 + SETTLED)
-
-    for candidate in ordered:
-        if best is None:
-            best = simulated(problem, candidate)
-            continue
-
-        # Simulating only adds waiting, so all candidates from here on are slower than the best.
-        if candidate.seconds >= best.seconds * (1 - SLACK) or best.seconds <= settled_s:
-            break
-        # Different searches propose the same stages; simulating them again would only spend the
-        # budget.
-        if candidate.stages in budget.seen:
-            continue
-        if budget.over:
-            budget.exhausted = False
-            break
-
-        evaluation = simulated(problem, candidate, best.seconds)
-        if evaluation.simulated and evaluation.saves(best):
-            best = evaluation
-
-    assert best is not None
-    return best

@@ -6,7 +6,6 @@ On clusters of several levels it is the best one that the searches for those fin
 from collections.abc import Iterator
 from dataclasses import replace
 
-from planner.cost.network.topology import places_matter
 from planner.solver.pool import Batch, Pool
 from planner.solver.problem.drained import with_single_stages
 from planner.solver.problem.infeasible import UnexplainedError, explain
@@ -38,9 +37,7 @@ def propose_chain(question: Problem, pool: Pool) -> Iterator[Batch]:
     bound_s = min(bounded.bound_s, columned.bound_s, best.seconds)
     if max(question.levels) > 1:
         bound_s = with_single_stages(question, bound_s)  # which the search has none of
-    if question.placed or not places_matter(question.cluster):
-        # A search that knows no places takes all links for the slowest: plans within servers may be faster.
-        pool.raise_bound(bound_s)
+    pool.raise_bound(bound_s)
 
     batch = [plan.stages for plan in (best, *columned.plans)]
     yield batch

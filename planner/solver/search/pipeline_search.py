@@ -5,6 +5,7 @@ from functools import cached_property
 
 import numpy as np
 
+from planner.cost.network.topology import places_matter
 from planner.cost.recomputation import exact_everywhere
 from planner.solver.clock import OutOfTimeError
 from planner.solver.evaluate.evaluation import priced_path
@@ -53,7 +54,9 @@ class PipelineSearch:
 
     def bounded(self, path: CutPath) -> BoundedPath:
         """Return the best path over the cluster's levels, given the best for the nearest flat one; bound every plan."""
-        if self.interrupted:
+        # A search that knows no places takes all links for the slowest: plans within servers may be faster.
+        misses_places = places_matter(self.problem.cluster) and not self.problem.placed
+        if self.interrupted or misses_places:
             return BoundedPath(path, self.relaxed_s())
         found = BoundedPath(path, path.seconds)
         if self.problem.placed:

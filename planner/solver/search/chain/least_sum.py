@@ -19,20 +19,12 @@ from planner.cost.work import Floats, Integers
 from planner.solver.clock import Clock
 from planner.solver.problem.result import RESOLUTION, CutPath
 from planner.solver.search.chain.ways import Stages
+from planner.solver.search.trade import LeastSum
 
 BATCH = 2**20  # entries of an array over stages and GPUs
 
 # Ways by their column in a table of stages, and replicas in units, of the same length.
 Trials = tuple[Integers, Integers]
-
-
-@dataclass(frozen=True)
-class LeastSum:
-    """A path of least sum, with its sum and its maximum."""
-
-    path: CutPath
-    sum_s: float
-    max_s: float
 
 
 @dataclass(frozen=True)
@@ -167,12 +159,19 @@ class _Table:
             rest = self.sums[number + 1 if self.numbered else 0]
             totals = stages.sum_s[columns, None] + rest[others, after]
             totals[left < 0] = np.inf
-            pick = totals.argmin(axis=0)
-            least = totals[pick, np.arange(most + 1)]
-            better = np.flatnonzero(least < self.sums[number, state, : most + 1])
-            self.sums[number, state, better] = least[better]
-            self.choices[0, number, state, better] = columns[pick[better]]
-            self.choices[1, number, state, better] = replicas[pick[better]]
+            self._take_least(number, state, totals, (columns, replicas))
+
+    def _take_least(self, number: int, state: int, totals: Floats, trials: Trials) -> None:
+        """Take the least total for each number of GPUs, where it is below what is known; a row is a trial."""
+        gpus = np.arange(totals.shape[1])
+        pick = totals.argmin(axis=0)
+        least = totals[pick, gpus]
+
+        better = np.flatnonzero(least < self.sums[number, state, gpus])
+        chosen = pick[better]
+        self.sums[number, state, better] = least[better]
+        for row, column in enumerate(trials):
+            self.choices[row, number, state, better] = column[chosen]
 
     def reached(self, state: int) -> Integers:
         """Return the numbers of GPUs with which there is a suffix from the state, ascending."""

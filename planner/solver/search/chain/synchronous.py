@@ -20,9 +20,9 @@ from planner.solver.clock import NO_LIMIT, OutOfTimeError
 from planner.solver.problem.problem import Limits
 from planner.solver.problem.result import RESOLUTION, CutPath
 from planner.solver.problem.states import Chain
-from planner.solver.search.chain.least_sum import LeastSum, Walk
+from planner.solver.search.chain.least_sum import Walk
 from planner.solver.search.chain.ways import Stages, WaysOf, stages_alike
-from planner.solver.search.trade import trade_offs
+from planner.solver.search.trade import LeastSum, trade_offs
 
 COARSE = 1e-2  # precision where GPUs are counted in units
 MOST_SINGLE_GPUS = 1024  # in larger clusters, GPUs are counted in units where tables would have more entries than:

@@ -32,7 +32,7 @@ from planner.solver.problem.result import RESOLUTION, BoundedPath, CutPath
 from planner.solver.problem.states import Chain
 from planner.solver.search.chain.ways import WaysOf
 from planner.solver.search.levels.stage_bounds import Places, StageBounds, bounds_of, phases_of
-from planner.solver.search.trade import trade_offs
+from planner.solver.search.trade import LeastSum, trade_offs
 
 MOST_ENTRIES = 12_000_000  # in the tables of bounds
 MOST_COUNTS = 16  # numbers of GPUs that are tried one by one where memory is limited
@@ -45,15 +45,6 @@ Seconds = Callable[[CutPath], float]
 def objective_of(problem: Problem) -> SynchronousModel | None:
     """Return the model of a synchronous pipeline, None for an asynchronous one."""
     return None if problem.schedule.stashes else problem.synchronous()
-
-
-@dataclass(frozen=True)
-class _Answer:
-    """A path, with its sum and its maximum by the bounds."""
-
-    path: CutPath
-    sum_s: float
-    max_s: float
 
 
 @dataclass(frozen=True)
@@ -134,7 +125,7 @@ class Relaxed:
             return plainest
         return bounds_of(ways.all(state, others, choosing), self._places, self._objective)
 
-    def _trade_offs(self, gpus: int) -> tuple[float, list[_Answer]]:
+    def _trade_offs(self, gpus: int) -> tuple[float, list[LeastSum]]:
         """Return seconds that no plan on so many GPUs is below, and the best by the bounds."""
         least_s = self._least_maximum_s(gpus)
         if not np.isfinite(least_s):
@@ -158,7 +149,7 @@ class Relaxed:
             least[start.at] = np.min(peaks, where=start.fits, initial=np.inf)
         return float(least[0, 0])
 
-    def _least_sum(self, gpus: int, limit_s: float) -> _Answer | None:
+    def _least_sum(self, gpus: int, limit_s: float) -> LeastSum | None:
         """Return the path of S(0, 0), whose stages are within the limit."""
         least = self._table(gpus)
         choices = np.zeros(least.shape, dtype=np.int64)  # of replicas - 1 and way, as one number
@@ -205,7 +196,7 @@ class Relaxed:
         in_flight = warm_up_depth if self._objective is None else self._objective.in_flight
         return in_flight(replicas, gpus - replicas)
 
-    def _trace(self, choices: Integers, sum_s: float) -> _Answer:
+    def _trace(self, choices: Integers, sum_s: float) -> LeastSum:
         """Follow the choices from the first layer and the first rank."""
         states = [0]
         options: list[StageOptions] = []
@@ -219,7 +210,7 @@ class Relaxed:
             states.append(int(bounds.others[way]))
             rank += row + 1
         path = CutPath(tuple(states), tuple(options), sum_s + max_s)
-        return _Answer(path, sum_s, max_s)
+        return LeastSum(path, sum_s, max_s)
 
 
 def better(best: CutPath | None, path: CutPath, price: Seconds) -> CutPath | None:
