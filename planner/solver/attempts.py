@@ -137,8 +137,4 @@ def _copies_are_slow(pool: Pool) -> bool:
 
 def _price_s(plan: Evaluation | None) -> float:
     """Return the seconds of a plan by the cost model, which candidates are compared with; infinity without a plan."""
-    if plan is None:
-        return math.inf
-    if plan.price.cost_model_s is None:
-        return plan.seconds
-    return plan.price.cost_model_s
+    return math.inf if plan is None else plan.price_s

@@ -19,7 +19,6 @@ def report_of(problem: Problem, found: Answer) -> SolverReport:
         optimal = seconds <= bound_s * (1 + SLACK)
         bound_s = seconds if optimal else bound_s
 
-    cost_model_s = plan.price.cost_model_s
     return SolverReport(
         name=found.name,
         status="optimal" if optimal else "feasible",
@@ -27,7 +26,7 @@ def report_of(problem: Problem, found: Answer) -> SolverReport:
         bound_of=found.bound_of,
         gap=(seconds - bound_s) / seconds,
         seconds=0.0,
-        cost_model_s=seconds if cost_model_s is None else cost_model_s,
+        cost_model_s=plan.price_s,
         simulated=problem.budget.count,
         exhausted=problem.budget.exhausted,
     )
@@ -36,11 +35,10 @@ def report_of(problem: Problem, found: Answer) -> SolverReport:
 def report_of_way(report: SolverReport, way: Evaluation) -> SolverReport:
     """Return a search's report for another plan, which is faster than what the search found."""
     bound_s = min(report.lower_bound_s, way.seconds)
-    cost_model_s = way.price.cost_model_s
     changes = {
         "lower_bound_s": bound_s,
         "gap": 1 - bound_s / way.seconds,
-        "cost_model_s": way.seconds if cost_model_s is None else cost_model_s,
+        "cost_model_s": way.price_s,
     }
     return report.model_copy(update=changes)
 

@@ -188,8 +188,7 @@ def deepen(pool: Pool, searched: Problem) -> None:
     limited = question.cluster.memory_bytes is not None and not question.cluster.kinds
     if best is None or schedule.asynchronous or not schedule.deepens or not limited:
         return
-    price_s = best.seconds if best.price.cost_model_s is None else best.price.cost_model_s
-    if best.seconds - price_s <= WAITING * best.seconds:
+    if best.seconds - best.price_s <= WAITING * best.seconds:
         return
     space = Chain(searched.layer_costs)
     path = _path(searched, space, best)

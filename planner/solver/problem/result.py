@@ -75,6 +75,11 @@ class Evaluation:
         return self.price.cost_model_s is not None
 
     @property
+    def price_s(self) -> float:
+        """Seconds by the cost model, also of a plan that was simulated."""
+        return self.seconds if self.price.cost_model_s is None else self.price.cost_model_s
+
+    @property
     def counted_s(self) -> float:
         """Seconds by which plans are compared: those not simulated count as if they waited `WAITING` of their time."""
         return self.seconds if self.simulated else self.seconds * (1 + WAITING)
