@@ -10,8 +10,6 @@ from planner.solver.evaluate.leaner import Leaner
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation
 
-MOST_ALLOTMENTS = 24  # ways to share out the GPUs that are priced for one plan
-
 _Ranks = tuple[tuple[int, ...], ...]  # of each stage
 
 
@@ -27,8 +25,9 @@ def allotted(problem: Problem, stages: Sequence[Candidate]) -> Iterator[Evaluati
     heaviest = sorted(range(len(stages)), key=lambda number: -shares_s[number])
     orders = [range(len(stages)), heaviest, range(len(stages) - 1, -1, -1)]
     lines = (_in_line(replicas, order, kinds_first) for kinds_first in permutations(kinds) for order in orders)
-    found = dict.fromkeys((*islice(lines, MOST_ALLOTMENTS), *islice(_mixtures(replicas, kinds), MOST_ALLOTMENTS)))
-    for ranks in islice(found, MOST_ALLOTMENTS):
+    most = problem.tuning.improve.most_allotments
+    found = dict.fromkeys((*islice(lines, most), *islice(_mixtures(replicas, kinds), most)))
+    for ranks in islice(found, most):
         placed = [
             replace(stage, ranks=own, options=replace(stage.options, recompute=()))
             for stage, own in zip(stages, ranks, strict=True)

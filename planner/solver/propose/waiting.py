@@ -11,18 +11,14 @@ from dataclasses import replace
 
 from planner.cost.weight_copies import counted_with_copies
 from planner.solver.clock import OutOfTimeError
-from planner.solver.evaluate.evaluation import SETTLED
-from planner.solver.evaluate.pipelines import MOST_WORKERS
 from planner.solver.pool import Batch, Pool
-from planner.solver.problem.budget import LATER
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import RESOLUTION, CutPath
 from planner.solver.problem.states import Chain
-from planner.solver.search.chain.fewest import FEW_STATES
 from planner.solver.search.chain.search import Search
 from planner.solver.search.chain.synchronous import SynchronousSearch
-from planner.solver.search.levels.levels import MOST_PLACED, PathPrices, local_search_for
-from planner.solver.search.pipeline_search import MOST_SYNCHRONOUS_STATES, PipelineSearch
+from planner.solver.search.levels.levels import PathPrices, local_search_for
+from planner.solver.search.pipeline_search import PipelineSearch
 from planner.solver.search.restricted import (
     KINDS,
     Kind,
@@ -34,11 +30,6 @@ from planner.solver.search.restricted import (
     steps_below,
 )
 
-SLOWER_LINKS = (1.0, 2.0)  # factors by which links are slower in the alternatives of synchronous schedules
-# Alternatives for faster links, on clusters of several levels: the factor between them, and how many.
-FASTER, FASTER_STEPS = 2.0, 4
-SLOWED = 1.15  # how much worse than the best a plan's bound may be on a slower link, to be proposed
-
 
 def plans_that_wait_less(search: PipelineSearch, pool: Pool, known: Batch) -> Iterator[Batch]:
     """Yield alternatives to the best plan, as long as the pool has a simulated plan that is not proven to be best."""
@@ -47,7 +38,7 @@ def plans_that_wait_less(search: PipelineSearch, pool: Pool, known: Batch) -> It
     if search.problem.schedule.asynchronous:
         yield from _without_replicas(search, pool)
         yield from _simpler(search, pool)
-    elif len(search.space) <= MOST_SYNCHRONOUS_STATES:
+    elif len(search.space) <= search.problem.tuning.synchronous.most_states:
         yield from _for_slower_links(search, pool, known)
 
 
@@ -56,8 +47,9 @@ def _for_slower_links(search: PipelineSearch, pool: Pool, known: Batch) -> Itera
     question = search.problem
     least_s = min(pool.priced(stages).seconds for stages in known)
 
-    for factor in SLOWER_LINKS:
-        if pool.best is not None and pool.best.seconds <= least_s * (1 + SETTLED):
+    settled_s = least_s * (1 + question.tuning.evaluate.settled_share)
+    for factor in question.tuning.waiting.synchronous_link_ratios:
+        if pool.best is not None and pool.best.seconds <= settled_s:
             return
         if pool.spent:
             return
@@ -78,8 +70,10 @@ def _without_replicas(search: PipelineSearch, pool: Pool) -> Iterator[Batch]:
     question = search.problem
     if not question.schedule.stashes:
         return
-    limits = replace(question.limits, gpus=min(question.limits.gpus, MOST_WORKERS))
-    path = StraightSearch(search.space, question.asynchronous(), limits).best(pool.best_s * LATER)
+    tuning = question.tuning.evaluate
+    limits = replace(question.limits, gpus=min(question.limits.gpus, tuning.most_workers))
+    straight = StraightSearch(search.space, question.asynchronous(), limits)
+    path = straight.best(pool.best_s * tuning.min_speedup_per_stale_update)
     if path is not None:
         yield [search.priced(path).stages]
 
@@ -96,9 +90,11 @@ def _simpler(search: PipelineSearch, pool: Pool) -> Iterator[Batch]:
         model = question.asynchronous(link)
         used = limits.gpus + 1
         # On a slower link a plan looks slower than it is, so its limit is more generous.
-        generous = SLOWED if link.bandwidth_bytes_per_s < question.link.bandwidth_bytes_per_s else 1.0
+        generous = 1.0
+        if link.bandwidth_bytes_per_s < question.link.bandwidth_bytes_per_s:
+            generous = question.tuning.waiting.slower_link_seconds_ratio
 
-        for count in counts_to_try(limits.gpus):
+        for count in counts_to_try(limits.gpus, question.tuning.restricted):
             if pool.settled:
                 return
             if count >= used:
@@ -115,7 +111,7 @@ def _simpler(search: PipelineSearch, pool: Pool) -> Iterator[Batch]:
 def _adapting(search: PipelineSearch) -> Callable[[CutPath, float], CutPath]:
     """Return what changes a path that is not below some seconds to a better one near it, on clusters of levels."""
     question = search.problem
-    if not question.placed or question.cluster.gpus > MOST_PLACED:
+    if not question.placed or question.cluster.gpus > question.tuning.levels.most_placed_gpus:
         return lambda path, _: path
     nearby = local_search_for(question, search.space, PathPrices(question, search.space).strain)
 
@@ -135,15 +131,18 @@ def _kinds(search: PipelineSearch) -> Iterator[tuple[Chain, Kind]]:
 
     # Over many states all searches choose between the whole of a stage and nothing, so the families are alike.
     limits_of_families = families(question.limits)
-    if len(search.space) > FEW_STATES:
+    tuning = question.tuning
+    if len(search.space) > tuning.chain.most_choosing_states:
         limits_of_families = limits_of_families[-1:]
 
     for limits in limits_of_families:
         kinds = [*kinds_of_plans(question.link, limits, link_unit)]
         if question.placed:  # some messages cross faster links than the slowest
             own = question.link.bandwidth_bytes_per_s
-            most = replace(limits, gpus=min(limits.gpus, MOST_WORKERS))
-            faster = steps_below(own * FASTER**FASTER_STEPS, link_unit, FASTER, FASTER_STEPS)
+            most = replace(limits, gpus=min(limits.gpus, tuning.evaluate.most_workers))
+            ratio = tuning.waiting.faster_link_ratio
+            count = tuning.waiting.faster_links
+            faster = steps_below(own * ratio**count, link_unit, ratio, count)
             kinds += [(Search, slowed(question.link, own / bandwidth), most) for bandwidth in faster]
         if copies is not None:
             yield from ((copies, kind) for kind in kinds[: len(KINDS)])

@@ -1,7 +1,7 @@
 """Searches for plans of restricted kinds, which may wait less than the best plan by the cost model.
 
 The exact search minimises the busy time of the busiest resource; waiting shows only in the simulation. Whatever is
-proposed for up to `DENSE` GPUs is proposed for more GPUs as well, so more GPUs never make the answer worse.
+proposed for a few GPUs is proposed for more GPUs as well, so more GPUs never make the answer worse.
 """
 
 import math
@@ -13,19 +13,13 @@ import numpy as np
 from planner.cost.network.link import Link
 from planner.cost.work import Integers
 from planner.options.solving import ShardRule
-from planner.solver.evaluate.pipelines import MOST_WORKERS
 from planner.solver.problem.bounds import Bounds
 from planner.solver.problem.problem import Limits
 from planner.solver.problem.result import RESOLUTION, CutPath
 from planner.solver.problem.states import Chain
 from planner.solver.search.chain.search import Search
+from planner.solver.tuning.searches import RestrictedTuning
 from planner.units import SLACK
-
-DENSE = 16  # every number of GPUs up to this is tried; larger pipelines take longer to simulate
-NEAR = 4  # above, this many numbers are tried from the cluster's down, and some below
-# Alternatives for slower links: the factor between them, how many, and for how many GPUs.
-SLOWER, SLOWER_STEPS = 2**0.5, 2
-FEW = 8
 
 
 class FrontSearch(Search):
@@ -80,10 +74,19 @@ def kinds_of_plans(link: Link, limits: Limits, link_unit: float) -> Iterator[Kin
 
     Slower links are counted from `link_unit`, which belongs to the model: similar clusters get the same proposals.
     """
+    most_workers = limits.tuning.evaluate.most_workers
     for kind in KINDS:
-        yield kind, link, replace(limits, gpus=min(limits.gpus, MOST_WORKERS))
-    few = replace(limits, gpus=min(limits.gpus, FEW))
-    for bandwidth in steps_below(link.bandwidth_bytes_per_s, link_unit, SLOWER, SLOWER_STEPS):
+        yield kind, link, replace(limits, gpus=min(limits.gpus, most_workers))
+
+    tuning = limits.tuning.restricted
+    few = replace(limits, gpus=min(limits.gpus, tuning.slower_link_gpus))
+    slower = steps_below(
+        link.bandwidth_bytes_per_s,
+        link_unit,
+        tuning.slower_link_ratio,
+        tuning.slower_links,
+    )
+    for bandwidth in slower:
         yield Search, slowed(link, link.bandwidth_bytes_per_s / bandwidth), few
 
 
@@ -96,11 +99,14 @@ def slowed(link: Link, times: float) -> Link:
     )
 
 
-def counts_to_try(gpus: int) -> list[int]:
+def counts_to_try(gpus: int, tuning: RestrictedTuning) -> list[int]:
     """Return numbers of GPUs to try, descending: the highest few, then a fixed series with all small numbers."""
     # A series that does not depend on the cluster: with more GPUs, all plans on fewer GPUs are proposed again.
-    steps = [*range(1, DENSE), *(DENSE * part // 4 << octave for octave in range(16) for part in range(4, 8))]
-    return sorted({*range(max(1, gpus - NEAR + 1), gpus + 1), *(n for n in steps if n <= gpus)}, reverse=True)
+    dense = tuning.most_dense_gpus
+    quarters = (dense * part // 4 << octave for octave in range(16) for part in range(4, 8))
+    series = (count for count in (*range(1, dense), *quarters) if count <= gpus)
+    nearest = range(max(1, gpus - tuning.nearest_counts + 1), gpus + 1)
+    return sorted({*nearest, *series}, reverse=True)
 
 
 def steps_below(value: float, unit: float, step: float, count: int) -> list[float]:

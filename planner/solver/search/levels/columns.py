@@ -71,14 +71,6 @@ class NearestModel(BoundsLike):
         return answer
 
 
-MOST_COLUMNED = 64  # GPUs up to which columns are searched; beyond, those of good plans are priced
-MOST_STATES = 600  # likewise: with more cuts, the bound for consecutive ranks is the nearest flat cluster's, too
-DENSE = 16  # GPUs up to which every number of columns is tried
-MOST_MOVED = 300  # plans to price while cuts move
-MOST_PLANS = 4  # to propose
-PRECISION = 1e-3  # of the flat searches: their plans are candidates, and their times bounds
-
-
 class MultiplesModel(BoundsLike):
     """A cost model in which all replica counts are multiples of a number."""
 
@@ -126,11 +118,12 @@ def search_columns(problem: Problem, space: Chain, nearest: CutPath, best: Evalu
 
     The time of `nearest`, the best path on a flat cluster that is never worse, is a bound.
     """
+    tuning = problem.tuning.columns
     gpus = problem.cluster.gpus
-    if gpus > MOST_COLUMNED or len(space) > MOST_STATES:
+    if gpus > tuning.most_gpus or len(space) > tuning.most_states:
         return Columned((), nearest.seconds)
     bound_s, paths, hopeless = np.inf, [nearest], set[int]()
-    for multiple in _multiples(gpus, precise=problem.precision == 0):
+    for multiple in _multiples(gpus, tuning.most_exhaustive_gpus, precise=problem.precision == 0):
         if any(multiple % each == 0 for each in hopeless):
             continue
         if problem.clock.passed:
@@ -138,15 +131,16 @@ def search_columns(problem: Problem, space: Chain, nearest: CutPath, best: Evalu
         found = [path for path in _flat(problem, space, multiple, best.seconds) if path.seconds < best.seconds]
         if not found:
             hopeless.add(multiple)
-        bound_s = min([bound_s, *(path.seconds * (1 - PRECISION) for path in found)])
+        bound_s = min([bound_s, *(path.seconds * (1 - tuning.precision) for path in found)])
         paths += found
     bound_s = nearest.seconds if problem.precision > 0 else max(bound_s, nearest.seconds)
     return Columned(_plans(problem, space, paths), bound_s)
 
 
-def _multiples(gpus: int, *, precise: bool) -> list[int]:
-    """Return numbers of columns to try: divisors; and all primes, so that the bound holds, and up to `DENSE` all."""
-    return [n for n in range(2, gpus // 2 + 1) if gpus % n == 0 or (precise and (gpus <= DENSE or _is_prime(n)))]
+def _multiples(gpus: int, most_exhaustive: int, *, precise: bool) -> list[int]:
+    """Return numbers of columns to try: divisors; and all primes, so that the bound holds, and on few GPUs all."""
+    few = gpus <= most_exhaustive
+    return [n for n in range(2, gpus // 2 + 1) if gpus % n == 0 or (precise and (few or _is_prime(n)))]
 
 
 def _is_prime(number: int) -> bool:
@@ -156,8 +150,9 @@ def _is_prime(number: int) -> bool:
 def _flat(problem: Problem, space: Chain, multiple: int, below_s: float) -> Iterator[CutPath]:
     """Yield the best paths with multiples of so many replicas that take less than `below_s`: see `_links`."""
     if not isinstance(objective_of(problem), SynchronousModel):
+        precision = problem.tuning.columns.precision
         searches = (_Multiples(space, model, limits) for model, limits in _models(problem, multiple))
-        yield from filter(None, (search.best(below_s, PRECISION) for search in searches))
+        yield from filter(None, (search.best(below_s, precision) for search in searches))
         return
     for link, limits in _links(problem):
         with contextlib.suppress(OutOfTimeError):
@@ -200,8 +195,14 @@ def _plans(problem: Problem, space: Chain, paths: Sequence[CutPath]) -> tuple[Ev
 
     distinct = {(path.states, path.options): path for path in paths}
     ordered = sorted(distinct.values(), key=seconds)
-    most = MOST_MOVED * DENSE // max(DENSE, problem.cluster.gpus)
+    tuning = problem.tuning
+    gpus = problem.cluster.gpus
+    few = tuning.columns.most_exhaustive_gpus
+    most = tuning.columns.most_priced * few // max(few, gpus)
     ways = [BestWays(problem, space).options]
-    moved = LocalSearch(space, problem.cluster.gpus, seconds, ways, most, problem.clock).from_(ordered[0])
-    plans = [in_best_columns(path) for path in [*([moved] if moved else []), *ordered[:MOST_PLANS]]]
+    shares = tuning.levels.split_shares
+    local_search = LocalSearch(space, gpus, seconds, ways, most, shares, problem.clock)
+    moved = local_search.from_(ordered[0])
+    proposed = ordered[: tuning.columns.most_proposed]
+    plans = [in_best_columns(path) for path in [*([moved] if moved else []), *proposed]]
     return tuple(sorted((plan for plan in plans if plan is not None), key=lambda plan: plan.seconds))

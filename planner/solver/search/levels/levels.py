@@ -23,13 +23,6 @@ from planner.solver.search.levels.columns import NearestModel
 from planner.solver.search.levels.local_search import LocalSearch
 from planner.solver.search.levels.relaxed import Relaxed, Seconds, better, objective_of
 
-MOST_PLACED = 256  # GPUs up to which every place is tried
-MOST_PRICED, PRICED_GPUS = 3_000, 16  # plans that local search prices for so many GPUs; for more GPUs, fewer plans
-FEW_PRICED = 1_000  # the same where a search need not be precise
-MOST_ALIKE = 300  # states, about, over which plans for links that are all alike are sought
-PRECISION = 4e-3  # of the bound for clusters of several levels over more states than that
-ROUNDS = 3
-
 
 @dataclass(frozen=True)
 class PathPrices:
@@ -73,7 +66,7 @@ def search_levels(problem: Problem, space: Chain, nearest: CutPath) -> BoundedPa
     best = None
     for path in starts:
         best = better(best, path, prices.seconds)
-    few = problem.cluster.gpus <= MOST_PLACED and not problem.clock.passed
+    few = problem.cluster.gpus <= problem.tuning.levels.most_placed_gpus and not problem.clock.passed
     precise = few and problem.precision == 0  # the bounds of every stage in every place take long to tabulate
     found = BoundedPath(best, nearest.seconds if best is None else min(nearest.seconds, best.seconds))
     with contextlib.suppress(OutOfTimeError):  # then it is what was found before
@@ -97,20 +90,24 @@ def _improved(prices: PathPrices, found: BoundedPath, starts: Sequence[CutPath])
 
 
 def local_search_for(problem: Problem, space: Chain, strain: Seconds) -> LocalSearch:
+    tuning = problem.tuning.levels
     gpus = problem.cluster.gpus
-    most = MOST_PRICED if problem.precision == 0 else FEW_PRICED
-    most = most * PRICED_GPUS // max(PRICED_GPUS, gpus)
-    return LocalSearch(space, gpus, strain, [BestWays(problem, space).options], most, problem.clock)
+    most = tuning.most_priced if problem.precision == 0 else tuning.most_priced_roughly
+    most = most * tuning.few_gpus // max(tuning.few_gpus, gpus)
+    ways = [BestWays(problem, space).options]
+    return LocalSearch(space, gpus, strain, ways, most, tuning.split_shares, problem.clock)
 
 
 def nearest_path(problem: Problem, space: Chain) -> tuple[CutPath | None, bool]:
     """Return the best path on a flat cluster that is never worse, and whether the deadline ended the search early."""
+    tuning = problem.tuning.levels
     search = nearest_search(problem, space, problem.limits)
     # A bound needs no more precision than timings have, and precise searches over many cuts take long.
-    if isinstance(search, SynchronousSearch) or len(space) <= 2 * MOST_ALIKE:
+    if isinstance(search, SynchronousSearch) or len(space) <= 2 * tuning.most_alike_states:
         return best_of(problem, search), search.interrupted
-    path = search.best(precision=PRECISION)
-    return path and replace(path, seconds=path.seconds * (1 - PRECISION)), search.interrupted
+    precision = tuning.bound_precision
+    path = search.best(precision=precision)
+    return path and replace(path, seconds=path.seconds * (1 - precision)), search.interrupted
 
 
 def nearest_search(problem: Problem, space: Chain, limits: Limits) -> Search | SynchronousSearch:
@@ -122,7 +119,7 @@ def nearest_search(problem: Problem, space: Chain, limits: Limits) -> Search | S
 
 def _refined(prices: PathPrices, best: CutPath | None) -> CutPath | None:
     problem, space = prices.problem, prices.space
-    for _ in range(ROUNDS):
+    for _ in range(problem.tuning.levels.rounds):
         if problem.clock.passed:
             break
         states = _sample(space, Relaxed.states_that_fit(problem), best)
@@ -162,8 +159,9 @@ def _alike(problem: Problem, space: Chain, nearest: CutPath) -> Iterator[CutPath
     """Yield paths that are best if all links are like one of the cluster's or a GPU's share of it; and by servers."""
     topology, whole = problem.topology, space
     states = np.arange(len(space))
-    if len(space) > 2 * MOST_ALIKE:  # these are only candidates, so some of the cuts will do
-        states = space.spread(MOST_ALIKE)
+    most_states = problem.tuning.levels.most_alike_states
+    if len(space) > 2 * most_states:  # these are only candidates, so some of the cuts will do
+        states = space.spread(most_states)
         whole = space.only(states)
     links = [topology.link(level) for level in range(len(topology))]
     links += [
