@@ -34,8 +34,8 @@ class EvaluateTuning:
     # How many times as fast a pipeline must be whose gradients are an update later.
     min_speedup_per_stale_update: float = 1.05
 
-    # A plan this close to the bound counts as optimal, and one resource this close to another as
-    # equally busy: timings are no better.
+    # A plan this close to the bound counts as optimal, and so little more that should be in flight
+    # makes no pipeline deeper: timings are no better.
     timing_share: float = 0.01
 
     # A plan this close to the lower bound needs no alternative.
