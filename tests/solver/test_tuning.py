@@ -70,14 +70,20 @@ def untimed(plan: Plan) -> Plan:
     return plan.model_copy(update={"solver": solver, "smaller": smaller})
 
 
-ANSWERS = {name: untimed(solve(MODEL, *question)) for name, question in QUESTIONS.items()}
+@pytest.fixture(scope="module")
+def answers() -> dict[str, Plan]:
+    """The plans by the standard record, found before anything takes its place."""
+    return {name: untimed(solve(MODEL, *question)) for name, question in QUESTIONS.items()}
 
 
 @pytest.mark.usefixtures("_standard_unread")
 @pytest.mark.parametrize("name", QUESTIONS)
-def test_a_question_with_a_record_of_its_own_reads_no_other(name: str) -> None:
+def test_a_question_with_a_record_of_its_own_reads_no_other(
+    name: str,
+    answers: dict[str, Plan],
+) -> None:
     cluster, options = QUESTIONS[name]
-    assert untimed(solve(MODEL, cluster, options, tuning=Tuning())) == ANSWERS[name]
+    assert untimed(solve(MODEL, cluster, options, tuning=Tuning())) == answers[name]
 
 
 @pytest.mark.usefixtures("_standard_unread")
@@ -101,16 +107,16 @@ def test_fit_asks_each_of_its_questions_with_its_record() -> None:
 
 
 @pytest.mark.usefixtures("_standard_unread")
-def test_a_given_plan_is_priced_with_its_record() -> None:
-    given = GivenPlan.of(MODEL, ANSWERS["levels"], tuning=Tuning())
+def test_a_given_plan_is_priced_with_its_record(answers: dict[str, Plan]) -> None:
+    given = GivenPlan.of(MODEL, answers["levels"], tuning=Tuning())
     assert given.problem.tuning == given.problem.limits.tuning == Tuning()
     assert given.price().seconds_per_minibatch == given.seconds
 
 
-def test_the_record_decides() -> None:
+def test_the_record_decides(answers: dict[str, Plan]) -> None:
     """Where each update that gradients are later must pay a hundredfold, the answer is less late."""
     cluster, options = QUESTIONS["1f1b"]
     never_late = replace(STANDARD.evaluate, min_speedup_per_stale_update=100.0)
     plan = solve(MODEL, cluster, options, tuning=replace(STANDARD, evaluate=never_late))
-    assert plan.schedule is ANSWERS["1f1b"].schedule
-    assert plan.staleness < ANSWERS["1f1b"].staleness
+    assert plan.schedule is answers["1f1b"].schedule
+    assert plan.staleness < answers["1f1b"].staleness
