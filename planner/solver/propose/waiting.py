@@ -21,7 +21,8 @@ from planner.solver.problem.states import Chain
 from planner.solver.search.chain.fewest import FEW_STATES
 from planner.solver.search.chain.search import Search
 from planner.solver.search.chain.synchronous import SynchronousSearch
-from planner.solver.search.levels.levels import MOST_PLACED, PathPrices, local_search_for
+from planner.solver.search.levels.levels import MOST_PLACED, local_search_for
+from planner.solver.search.levels.prices import PathPrices
 from planner.solver.search.pipeline_search import MOST_SYNCHRONOUS_STATES, PipelineSearch
 from planner.solver.search.restricted import (
     KINDS,
