@@ -32,6 +32,7 @@ from planner.solver.evaluate.evaluation import evaluate
 from planner.solver.problem.budget import Budget
 from planner.solver.problem.problem import Problem
 from planner.solver.question import options_of, problem_of, setting_of
+from planner.solver.tuning.record import STANDARD, Tuning
 from planner.units import counted, format_bytes, format_memory
 
 
@@ -73,10 +74,16 @@ class GivenPlan:
     options: SolveOptions  # under which it and its alternatives are priced
     stages: tuple[Candidate, ...]
     clock: Clock  # of everything that is solved or simulated, together
+    tuning: Tuning  # of that
 
     @classmethod
     def of(
-        cls, profile: Profile, plan: Plan, options: SolveOptions | None = None, clock: Clock | None = None
+        cls,
+        profile: Profile,
+        plan: Plan,
+        options: SolveOptions | None = None,
+        clock: Clock | None = None,
+        tuning: Tuning = STANDARD,
     ) -> "GivenPlan":
         """Prepare `plan`, with the options that it records by default; raise PlanError if its profile is another."""
         layer_costs = layer_costs_on(profile, plan.cluster)
@@ -94,8 +101,8 @@ class GivenPlan:
             setting_of(recorded, profile, plan.cluster),
         )
         options = options or recorded
-        clock = clock or Clock.of(options.time_limit_s, options.progress)
-        return cls(layer_costs, plan, options, stages, clock)
+        clock = clock or Clock.of(options.time_limit_s, options.progress, tuning.clock)
+        return cls(layer_costs, plan, options, stages, clock, tuning)
 
     @property
     def seconds(self) -> float:
@@ -122,11 +129,13 @@ class GivenPlan:
     @property
     def problem(self) -> Problem:
         """The problem of pricing the plan and its alternatives."""
-        return problem_of(self.options, self.layer_costs, self.plan.cluster, Budget.unlimited(self.clock))
+        budget = Budget.unlimited(self.clock, self.tuning.budget)
+        return problem_of(self.options, self.layer_costs, self.plan.cluster, budget, self.tuning)
 
     @property
     def _as_recorded(self) -> Problem:
-        return problem_of(options_of(self.plan), self.layer_costs, self.plan.cluster)
+        options = options_of(self.plan)
+        return problem_of(options, self.layer_costs, self.plan.cluster, tuning=self.tuning)
 
     def busy_resources(self) -> Sequence[Busy]:
         """Compute the busy seconds per minibatch of each stage's resources."""

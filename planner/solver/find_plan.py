@@ -24,9 +24,7 @@ from planner.solver.problem.result import Answer
 from planner.solver.question import checked_problem
 from planner.solver.report import accepting_divided_loss, report_of, timed
 from planner.solver.search.pipeline_search import PipelineSearch
-
-ALIKE = 0.005  # share of the time by which no two plans are told apart: estimates are not that true
-LAST_S = 5.0  # after the time limit, to simulate an answer that would not be otherwise
+from planner.solver.tuning.record import STANDARD, Tuning
 
 
 def find_plan(
@@ -34,6 +32,7 @@ def find_plan(
     cluster: Cluster,
     options: SolveOptions,
     clock: Clock | None = None,
+    tuning: Tuning = STANDARD,
     *,
     explains: bool = True,
 ) -> Plan:
@@ -45,9 +44,9 @@ def find_plan(
         InputError: for options that make no sense under the schedule.
     """
     started = time.perf_counter()
-    clock = clock or Clock.of(options.time_limit_s, options.progress)
-    budget = Budget(clock)
-    problem = checked_problem(options, profile, cluster_for(profile, cluster), budget)
+    clock = clock or Clock.of(options.time_limit_s, options.progress, tuning.clock)
+    budget = Budget(clock, tuning=tuning.budget)
+    problem = checked_problem(options, profile, cluster_for(profile, cluster), budget, tuning)
 
     clock.progress.begin(clock.at_s, PipelineSearch(problem).relaxed_s())
     try:
@@ -67,9 +66,10 @@ def search_plan(profile: Profile, cluster: Cluster, options: SolveOptions) -> Pl
     return find_plan(profile, cluster, options)
 
 
-def last_budget(clock: Clock) -> Budget:
+def last_budget(clock: Clock, tuning: Tuning) -> Budget:
     """Return the budget for simulating an answer, which has some time even where the limit has passed."""
-    return Budget.unlimited(clock.at_least(LAST_S).at_most(LAST_S))
+    seconds = tuning.answer.last_simulation_s
+    return Budget.unlimited(clock.at_least(seconds).at_most(seconds), tuning.budget)
 
 
 def _settled(problem: Problem, found: Answer, clock: Clock) -> Answer:
@@ -79,22 +79,23 @@ def _settled(problem: Problem, found: Answer, clock: Clock) -> Answer:
     """
     if problem.schedule.formula != "synchronous" or problem.cluster.kinds:
         return found
-    last = replace(problem, budget=last_budget(clock))
+    last = replace(problem, budget=last_budget(clock, problem.tuning))
     if not (found.best.simulated or too_large(problem, found.best.stages)):
         found = found.with_best(evaluate(last, found.best.stages))
     return plainest(last, found)
 
 
 def plainest(problem: Problem, found: Answer) -> Answer:
-    """Return the answer with replicas of a single stage that divide as little as takes no longer, but for `ALIKE`."""
+    """Return the answer with replicas of a single stage that divide as little as takes as long, by estimates."""
     best = found.best
+    indistinguishable_s = best.seconds * (1 + problem.tuning.answer.indistinguishable_share)
     stage = best.stages[0]
     if len(best.stages) > 1 or stage.options.tensor > 1 or problem.rules.shard_optimizer == "always":
         return found
 
     for level in range(stage.options.level):
         plan = evaluate(problem, [replace(stage, options=replace(stage.options, level=level))])
-        as_fast = plan.simulated == best.simulated and plan.seconds <= best.seconds * (1 + ALIKE)
+        as_fast = plan.simulated == best.simulated and plan.seconds <= indistinguishable_s
         if as_fast and problem.allows(plan):
             return found.with_best(plan)
     return found

@@ -21,18 +21,7 @@ from planner.options.solving import SolveOptions
 from planner.solver.clock import Clock
 from planner.solver.sizes.microbatches import Profiles, Sizes, least_sample_s, promising_sizes, report_step
 from planner.solver.solve import solve
-
-# Shares of the time that is left: for choosing sizes of microbatches, on which more depends than on any search, since a
-# size too small costs tens of times; then for the cluster that was asked about. Other numbers of GPUs share the rest.
-SIZING = 0.8
-SOLVING = 0.6
-FIRST = 0.6  # share of that for the first size of microbatches
-MOST_TIMES = 16  # as many GPUs as asked are tried where the model does not fit
-# Times as long as the number of GPUs before a number may take, whatever its part of the time: where little fits, what
-# does is sought until there is some. It was twice as long for 128 H100 as for 256 of a model of 175 billion parameters.
-LONGER = 2.0
-NEXT = 0.25  # times as long as the number asked about does the next one take, likewise
-BALANCED = 0.02  # of the least time: a way that is so near to it leaves nothing to divide layers for
+from planner.solver.tuning.record import STANDARD, Tuning
 
 
 class FitRow(Record):
@@ -73,6 +62,7 @@ class FitQuestion:
     gpus: int
     cluster_of: Callable[[int], Cluster]
     options: SolveOptions
+    tuning: Tuning = STANDARD  # of each plan, and of how long the search for it may take
 
     @property
     def cluster(self) -> Cluster:
@@ -94,11 +84,14 @@ def fit(question: FitQuestion, clock: Clock | None = None) -> tuple[Fit, Profile
 
     The `clock` of all answers together takes the place of the options' time limit.
     """
-    clock = clock or Clock.of(question.options.time_limit_s, question.options.progress)
-    sizes = promising_sizes(question.profiles, question.cluster, question.options, clock.part(SIZING))
+    options = question.options
+    tuning = question.tuning
+    clock = clock or Clock.of(options.time_limit_s, options.progress, tuning.clock)
+    sizing = clock.part(tuning.fit.sizing_share)
+    sizes = promising_sizes(question.profiles, question.cluster, options, sizing, tuning)
 
     began_s = time.monotonic()
-    best = _fastest_size(question, sizes, clock.part(SOLVING))
+    best = _fastest_size(question, sizes, clock.part(tuning.fit.solving_share))
     asked = best.row
     if asked.unknown:
         asked = row_for(question, best.profile, question.gpus, clock)
@@ -117,8 +110,9 @@ def fit(question: FitQuestion, clock: Clock | None = None) -> tuple[Fit, Profile
 def row_for(question: FitQuestion, profile: Profile, gpus: int, clock: Clock) -> FitRow:
     """Solve for a number of GPUs; only for the one that was asked about is explained why nothing fits."""
     cluster = question.cluster_of(gpus)
+    asked = gpus == question.gpus
     try:
-        plan = solve(profile, cluster, question.options, clock, explains=gpus == question.gpus)
+        plan = solve(profile, cluster, question.options, clock, question.tuning, explains=asked)
     except InputError:
         raise
     except PlannerError as error:  # none fits, or there was too little time
@@ -150,7 +144,8 @@ def _fastest_size(question: FitQuestion, sizes: Sizes, clock: Clock) -> Best:
                 not_tried.append("divided layers")
 
         last = number == len(sizes.wanted) - 1
-        row = row_for(question, profile, question.gpus, clock.part(1 if last else FIRST))
+        share = 1 if last else question.tuning.fit.first_size_share
+        row = row_for(question, profile, question.gpus, clock.part(share))
         if best is not None:
             row = _with_rows_of(row, best)
 
@@ -184,7 +179,8 @@ def _worth_dividing(question: FitQuestion, sizes: Sizes, size: int, profile: Pro
     if plan is not None and max(plan.degrees) == 1:
         return False
     least_s = least_sample_s(profile, question.cluster, question.options)
-    return sizes.sample_s.get(size, math.inf) > least_s * (1 + BALANCED)
+    balanced_s = least_s * (1 + question.tuning.fit.balanced_share)
+    return sizes.sample_s.get(size, math.inf) > balanced_s
 
 
 def _with_rows_of(row: FitRow, best: Best) -> FitRow:
@@ -215,16 +211,17 @@ def _other_numbers(
 
     `took_s` is how long the number that was asked about took. Return the rows, and what was not tried.
     """
+    tuning = question.tuning.fit
     if asked.plan is not None:
         counts = [question.gpus // 2**n for n in range(1, question.gpus.bit_length())]
     else:
-        counts = [question.gpus * 2**n for n in range(1, MOST_TIMES.bit_length())]
+        counts = [question.gpus * 2**n for n in range(1, tuning.most_gpus_ratio.bit_length())]
 
     rows = list[FitRow]()
-    took_s *= NEXT
+    took_s *= tuning.next_seconds_ratio
     for index, count in enumerate(counts):
         left_s = clock.left_s
-        if left_s is not None and left_s <= LONGER * took_s:
+        if left_s is not None and left_s <= tuning.max_seconds_ratio * took_s:
             return rows, [_gpus_words(counts[index:])]
         report_step(clock, f"{count} GPUs")
         began_s = time.monotonic()

@@ -14,6 +14,7 @@ from planner.plan.rank_groups import groups_of, usual_degrees
 from planner.plan.shape import check_divided_loss
 from planner.solver.problem.budget import Budget
 from planner.solver.problem.problem import Problem
+from planner.solver.tuning.record import STANDARD, Tuning
 
 
 def setting_of(options: SolveOptions, profile: Profile, cluster: Cluster) -> Setting:
@@ -27,6 +28,7 @@ def problem_of(
     layer_costs: LayerCosts,
     cluster: Cluster,
     budget: Budget | None = None,
+    tuning: Tuning = STANDARD,
 ) -> Problem:
     """Return the problem of pricing plans on this cluster; without a budget each takes what it takes."""
     return Problem(
@@ -34,7 +36,8 @@ def problem_of(
         setting_of(options, layer_costs.profile, cluster),
         options.rules,
         options.depth,
-        budget=budget or Budget.unlimited(),
+        budget=budget or Budget.unlimited(tuning=tuning.budget),
+        tuning=tuning,
     )
 
 
@@ -43,6 +46,7 @@ def checked_problem(
     profile: Profile,
     cluster: Cluster,
     budget: Budget,
+    tuning: Tuning,
 ) -> Problem:
     """Return the problem of finding the fastest plan.
 
@@ -52,7 +56,7 @@ def checked_problem(
     """
     options = replace(options, tensor=options.tensor or usual_degrees(profile, cluster))
     options = with_one_optimizer(options, profile)
-    problem = problem_of(options, layer_costs_on(profile, cluster), cluster, budget)
+    problem = problem_of(options, layer_costs_on(profile, cluster), cluster, budget, tuning)
 
     check_divided_loss(
         profile.model,

@@ -2,7 +2,6 @@
 
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import SolverReport
-from planner.solver.evaluate.evaluation import TOLERANCE
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Answer, Evaluation
 from planner.units import SLACK
@@ -14,7 +13,7 @@ def report_of(problem: Problem, found: Answer) -> SolverReport:
     seconds = plan.seconds
     bound_s = min(found.bound_s, seconds)
     if plan.simulated:
-        optimal = seconds <= bound_s * (1 + TOLERANCE)
+        optimal = seconds <= bound_s * (1 + problem.tuning.evaluate.timing_share)
     else:
         optimal = seconds <= bound_s * (1 + SLACK)
         bound_s = seconds if optimal else bound_s

@@ -13,10 +13,10 @@ from planner.schedule.one_stage import FLUSH
 from planner.schedule.registry import SCHEDULES
 from planner.schedule.schedule import Schedule
 from planner.solver.alternatives.interleaved import or_interleaved
-from planner.solver.alternatives.table import LEAST_S, described_plan, seconds_per_microbatch
+from planner.solver.alternatives.table import described_plan, seconds_per_microbatch
 from planner.solver.clock import Clock
-from planner.solver.find_plan import ALIKE, find_plan
-from planner.solver.problem.budget import LATER
+from planner.solver.find_plan import find_plan
+from planner.solver.tuning.record import Tuning
 
 SYNCHRONOUS = "best synchronous plan"
 
@@ -26,6 +26,7 @@ def under_every_schedule(
     cluster: Cluster,
     options: SolveOptions,
     clock: Clock,
+    tuning: Tuning,
 ) -> Plan:
     """Return the fastest plan under any schedule, with the best ones under all others, or notes why there is none.
 
@@ -37,8 +38,9 @@ def under_every_schedule(
     for number, schedule in enumerate(SCHEDULES):
         clock.progress.step = str(schedule)
         asked = under(schedule, options)
+        part = clock.part(1 / (len(SCHEDULES) - number))
         try:
-            plans.append(find_plan(profile, cluster, asked, clock.part(1 / (len(SCHEDULES) - number))))
+            plans.append(find_plan(profile, cluster, asked, part, tuning))
         except PlannerError as error:
             obstacles[schedule] = error
 
@@ -85,25 +87,29 @@ def with_synchronous(
     plan: Plan,
     options: SolveOptions,
     clock: Clock,
+    tuning: Tuning,
 ) -> Plan:
     """Return an asynchronous plan with the best one found under 1F1B with a flush; others as they are.
 
     Late gradients have to earn something: where no schedule was asked for, and the plan is not `required_speedup`
     times as fast as the other, whose gradients are never late, the other is the answer. The search for it takes no
-    longer than that for the plan, or `LEAST_S`.
+    longer than that for the plan, or some seconds.
     """
     if not plan.schedule.asynchronous:
         return plan
+    least_s = tuning.answer.alternatives_s
+    searching = clock.at_most(max(least_s, plan.solver.seconds))
     try:
         drained = drained_options(plan, options)
-        synchronous = find_plan(profile, plan.cluster, drained, clock.at_most(max(LEAST_S, plan.solver.seconds)))
-        synchronous = or_interleaved(profile, synchronous, drained, clock.at_most(LEAST_S))
+        synchronous = find_plan(profile, plan.cluster, drained, searching, tuning)
+        interleaving = clock.at_most(least_s)
+        synchronous = or_interleaved(profile, synchronous, drained, interleaving, tuning)
     except PlannerError as error:
         return plan.noting(f"there is no synchronous plan to compare it with: {error.message}")
 
     speedup = seconds_per_microbatch(synchronous) / seconds_per_microbatch(plan)
-    if not options.asked and speedup < required_speedup(plan, synchronous):
-        return synchronous.noting(_why_synchronous(synchronous, plan, 1 / speedup))
+    if not options.asked and speedup < required_speedup(plan, synchronous, tuning):
+        return synchronous.noting(_why_synchronous(synchronous, plan, 1 / speedup, tuning))
     return plan.model_copy(update={"synchronous": described_plan(SYNCHRONOUS, synchronous)})
 
 
@@ -129,19 +135,22 @@ def drained_options(plan: Plan, options: SolveOptions) -> SolveOptions:
     )
 
 
-def required_speedup(plan: Plan, synchronous: Plan) -> float:
+def required_speedup(plan: Plan, synchronous: Plan, tuning: Tuning) -> float:
     """Return how many times as fast as the synchronous plan an asynchronous one must be to be the answer.
 
-    Late gradients need `LATER`. Where none is late, plans are compared at equal samples per update alone.
+    Where no gradient is late, plans are compared at equal samples per update alone.
     """
     if plan.staleness:
-        return LATER
-    return 1 - ALIKE if plan.samples_per_update == synchronous.samples_per_update else 0.0
+        return tuning.evaluate.min_speedup_per_stale_update
+    if plan.samples_per_update == synchronous.samples_per_update:
+        return 1 - tuning.answer.indistinguishable_share
+    return 0.0
 
 
-def _why_synchronous(synchronous: Plan, plan: Plan, ratio: float) -> str:
+def _why_synchronous(synchronous: Plan, plan: Plan, ratio: float, tuning: Tuning) -> str:
     """Say how many times as fast the synchronous plan is, and after how many samples each of the two updates."""
-    times = "" if abs(ratio - 1) < ALIKE else f"{ratio:.2f} times "
+    as_fast = abs(ratio - 1) < tuning.answer.indistinguishable_share
+    times = "" if as_fast else f"{ratio:.2f} times "
     late = f", whose gradients are up to {plan.staleness} updates late" if plan.staleness else ""
     sizes = ""
     if plan.samples_per_update != synchronous.samples_per_update:

@@ -26,12 +26,12 @@ from planner.solver.problem.budget import Budget
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation
 from planner.solver.question import problem_of
+from planner.solver.tuning.record import Tuning
 
 ONE_GPU = "one GPU"
 DATA_PARALLEL = "data parallel"
 EQUAL_STAGES = "equal stages"  # of equally many blocks
 ZERO = ("ZeRO-1", "ZeRO-2", "ZeRO-3, FSDP")  # by what replicas divide
-BLOCK_STAGES = (2, 4, 8)  # as users of Megatron choose them
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,7 @@ def usual_ways(
     layer_costs: LayerCosts,
     cluster: Cluster,
     budget: Budget,
+    tuning: Tuning,
 ) -> Iterator[Way]:
     """Yield the ways in the order of the table, each simulated as far as the budget goes.
 
@@ -91,7 +92,8 @@ def usual_ways(
     block, unless the options forbid it.
     """
     schedule = options.order.unchunked
-    problem = problem_of(replace(options, schedule=schedule), layer_costs, cluster, budget)
+    whole = replace(options, schedule=schedule)
+    problem = problem_of(whole, layer_costs, cluster, budget, tuning)
     yield from _data_parallel(problem)
     yield from _on_one_kind(problem)
     yield _one_gpu(problem)
@@ -103,7 +105,7 @@ def usual_ways(
         microbatches=options.microbatches if schedule.divides else None,
         depth="published",
     )
-    yield from _equal_stages(problem_of(drained, layer_costs, cluster, budget))
+    yield from _equal_stages(problem_of(drained, layer_costs, cluster, budget, tuning))
 
 
 def _data_parallel(problem: Problem) -> Iterator[Way]:
@@ -157,8 +159,9 @@ def _drained(problem: Problem, replicas: int) -> Problem:
 
 def _equal_stages(problem: Problem) -> Iterator[Way]:
     gpus = problem.cluster.gpus
-    deepest = max(2, min(gpus, max(BLOCK_STAGES)))  # 3 on 3 GPUs
-    for count in sorted({*BLOCK_STAGES, deepest}):
+    usual = problem.tuning.answer.usual_stages
+    deepest = max(2, min(gpus, max(usual)))  # 3 on 3 GPUs
+    for count in sorted({*usual, deepest}):
         stages = equal_blocks(problem.layer_costs, count)
         if gpus % count == 0 and len(stages) == count:
             copied = _with_replicas(stages, most_replicas(problem, gpus // count))

@@ -2,7 +2,9 @@
 
 in line      the kinds' GPUs stand in a line, in every order of the kinds; the first stage takes the first of them,
              and so on: by the order of stages, the other way round, or the heaviest stage first
-mixtures     any number of GPUs of each kind for each stage, as far as `MOST_ALLOTMENTS` goes
+mixtures     any number of GPUs of each kind for each stage
+
+A few of both are priced.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,8 +16,6 @@ from planner.solver.evaluate.evaluation import priced
 from planner.solver.evaluate.leaner import Leaner
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation
-
-MOST_ALLOTMENTS = 24  # ways to share out the GPUs that are priced for one plan
 
 Ranks = tuple[int, ...]
 
@@ -41,10 +41,11 @@ def _allotments(problem: Problem, stages: Sequence[Candidate]) -> list[tuple[Ran
     replicas = [stage.replicas for stage in stages]
     kinds = [tuple(ranks) for ranks in problem.cluster.kind_ranks]
 
-    in_line = islice(_in_line(replicas, kinds, _orders(problem, stages)), MOST_ALLOTMENTS)
-    mixtures = islice(_mixtures(replicas, kinds), MOST_ALLOTMENTS)
+    most = problem.tuning.improve.most_allotments
+    in_line = islice(_in_line(replicas, kinds, _orders(problem, stages)), most)
+    mixtures = islice(_mixtures(replicas, kinds), most)
     distinct = dict.fromkeys([*in_line, *mixtures])
-    return [*islice(distinct, MOST_ALLOTMENTS)]
+    return [*islice(distinct, most)]
 
 
 def _orders(problem: Problem, stages: Sequence[Candidate]) -> list[Sequence[int]]:

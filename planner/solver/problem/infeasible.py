@@ -28,8 +28,6 @@ class UnexplainedError(InfeasibleError):
 
 
 PLENTY = 2**60  # bytes: more than any plan needs
-_PRECISION = 1e-4  # of the smallest memory
-_MOST_GPUS_FACTOR = 64  # times as many GPUs as there are, at most, are tried
 
 
 def against_rules(problem: Problem) -> InfeasibleError:
@@ -129,7 +127,12 @@ def _leanest_plan(
         leanest = plan
         return max(plan.price.gpu_bytes)
 
-    _, proven = _least(needed, memory_bytes, problem.budget.clock, precision=_PRECISION)
+    _, proven = _least(
+        needed,
+        memory_bytes,
+        problem.budget.clock,
+        precision=problem.tuning.explanation.memory_precision,
+    )
     return leanest, proven
 
 
@@ -158,7 +161,7 @@ def _more_gpus(problem: Problem, fits: Fits, memory_bytes: int) -> list[str]:
         enough,
         problem.cluster.gpus,
         problem.budget.clock,
-        _MOST_GPUS_FACTOR,
+        problem.tuning.explanation.most_gpus_ratio,
     )
     if gpus is None or not proven:
         return []

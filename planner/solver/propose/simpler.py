@@ -15,29 +15,19 @@ from dataclasses import dataclass, replace
 
 from planner.cost.network.link import Link
 from planner.cost.weight_copies import counted_with_copies
-from planner.solver.evaluate.pipelines import MOST_WORKERS
 from planner.solver.pool import Batch, Pool
-from planner.solver.problem.budget import LATER
 from planner.solver.problem.problem import Limits, Problem
 from planner.solver.problem.result import CutPath
 from planner.solver.problem.states import Chain
 from planner.solver.propose.counts import counts_to_try
-from planner.solver.search.chain.fewest import FEW_STATES
 from planner.solver.search.chain.search import Search
-from planner.solver.search.levels.levels import MOST_PLACED, local_search_for
+from planner.solver.search.levels.levels import local_search_for
 from planner.solver.search.levels.prices import PathPrices
 from planner.solver.search.pipeline_search import PipelineSearch
 from planner.solver.search.restricted import DataParallelSearch, EndsSearch, FrontSearch, StraightSearch
 from planner.units import SLACK
 
 SEARCHES: tuple[type[Search], ...] = (DataParallelSearch, StraightSearch, FrontSearch, EndsSearch, Search)
-
-# Alternatives for slower links: the factor between them, how many, and for how many GPUs.
-SLOWER, SLOWER_STEPS = 2**0.5, 2
-FEW = 8
-# Alternatives for faster links, on clusters of several levels: the factor between them, and how many.
-FASTER, FASTER_STEPS = 2.0, 4
-SLOWED = 1.15  # how much worse than the best a plan's bound may be on a slower link, to be proposed
 
 # Changes a path that is not below some seconds to a better one near it.
 Adapt = Callable[[CutPath, float], CutPath]
@@ -61,8 +51,10 @@ def propose_straight(search: PipelineSearch, pool: Pool) -> Iterator[Batch]:
     question = search.problem
     if not question.schedule.stashes:
         return
-    limits = replace(question.limits, gpus=min(question.limits.gpus, MOST_WORKERS))
-    path = StraightSearch(search.space, question.asynchronous(), limits).best(pool.best_s * LATER)
+    tuning = question.tuning.evaluate
+    limits = _on_at_most(question.limits, tuning.most_workers)
+    straight = StraightSearch(search.space, question.asynchronous(), limits)
+    path = straight.best(pool.best_s * tuning.min_speedup_per_stale_update)
     if path is not None:
         yield [search.priced(path).stages]
 
@@ -85,10 +77,10 @@ def _on_fewer_gpus(question: Problem, kind: Kind, pool: Pool) -> Iterator[CutPat
     model = question.asynchronous(kind.link)
     # On a slower link a plan looks slower than it is, so its limit is more generous.
     is_slower = kind.link.bandwidth_bytes_per_s < question.link.bandwidth_bytes_per_s
-    generous = SLOWED if is_slower else 1.0
+    generous = question.tuning.waiting.slower_link_seconds_ratio if is_slower else 1.0
 
     used = kind.limits.gpus + 1
-    for count in counts_to_try(kind.limits.gpus):
+    for count in counts_to_try(kind.limits.gpus, question.tuning.restricted):
         if pool.settled:
             return
         if count >= used:
@@ -106,7 +98,7 @@ def _on_fewer_gpus(question: Problem, kind: Kind, pool: Pool) -> Iterator[CutPat
 def _adapting(search: PipelineSearch) -> Adapt:
     """Return what adapts paths to the links of a cluster of several levels; on others they stay as they are."""
     question = search.problem
-    if not question.placed or question.cluster.gpus > MOST_PLACED:
+    if not question.placed or question.cluster.gpus > question.tuning.levels.most_placed_gpus:
         return lambda path, _: path
     nearby = local_search_for(question, search.space, PathPrices(question, search.space).strain)
 
@@ -122,28 +114,35 @@ def _kinds(search: PipelineSearch) -> Iterator[Kind]:
     """Yield the kinds of plans, each with the most GPUs to propose it for."""
     question = search.problem
     copies = _counting_copies(question)
-    for limits in _families(question.limits, search.space):
-        most = replace(limits, gpus=min(limits.gpus, MOST_WORKERS))
+    for limits in _families(question, search.space):
+        most = _on_at_most(limits, question.tuning.evaluate.most_workers)
         if copies is not None:
             for search_type in SEARCHES:
                 yield Kind(search_type, copies, question.link, most)
         for search_type in SEARCHES:
             yield Kind(search_type, search.space, question.link, most)
 
-        few = replace(limits, gpus=min(limits.gpus, FEW))
+        few = _on_at_most(limits, question.tuning.restricted.slower_link_gpus)
         for link in _slower_links(question, search.space):
             yield Kind(Search, search.space, link, few)
         for link in _faster_links(question, search.space):
             yield Kind(Search, search.space, link, most)
 
 
-def _families(limits: Limits, space: Chain) -> list[Limits]:
+def _on_at_most(limits: Limits, gpus: int) -> Limits:
+    return replace(limits, gpus=min(limits.gpus, gpus))
+
+
+def _families(question: Problem, space: Chain) -> list[Limits]:
     """Return the limits within which to look for every kind: those for simpler stages first.
 
     Over many states all searches choose between the whole of a stage and nothing, so that both are alike.
     """
+    limits = question.limits
     rules = limits.rules
-    if limits.memory_bytes is None or rules.recompute != "auto" or len(space) > FEW_STATES:
+    if limits.memory_bytes is None or rules.recompute != "auto":
+        return [limits]
+    if len(space) > question.tuning.chain.most_choosing_states:
         return [limits]
     if rules.shard_optimizer == "auto":
         rules = replace(rules, shard_optimizer="never")
@@ -152,7 +151,9 @@ def _families(limits: Limits, space: Chain) -> list[Limits]:
 
 def _slower_links(question: Problem, space: Chain) -> list[Link]:
     own = question.link.bandwidth_bytes_per_s
-    slower = _steps_below(own, _model_bytes_per_s(question, space), SLOWER, SLOWER_STEPS)
+    tuning = question.tuning.restricted
+    unit = _model_bytes_per_s(question, space)
+    slower = _steps_below(own, unit, tuning.slower_link_ratio, tuning.slower_links)
     return [question.link.slowed(own / bandwidth) for bandwidth in slower]
 
 
@@ -161,8 +162,9 @@ def _faster_links(question: Problem, space: Chain) -> list[Link]:
     if not question.placed:
         return []
     own = question.link.bandwidth_bytes_per_s
-    fastest = own * FASTER**FASTER_STEPS
-    faster = _steps_below(fastest, _model_bytes_per_s(question, space), FASTER, FASTER_STEPS)
+    ratio = question.tuning.waiting.faster_link_ratio
+    count = question.tuning.waiting.faster_links
+    faster = _steps_below(own * ratio**count, _model_bytes_per_s(question, space), ratio, count)
     return [question.link.slowed(own / bandwidth) for bandwidth in faster]
 
 

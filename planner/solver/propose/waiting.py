@@ -8,14 +8,11 @@ messages weigh more, and it meets plans with fewer of them.
 from collections.abc import Iterator
 
 from planner.solver.clock import OutOfTimeError
-from planner.solver.evaluate.evaluation import SETTLED
 from planner.solver.pool import Batch, Pool
 from planner.solver.problem.result import RESOLUTION
 from planner.solver.propose.simpler import propose_simpler, propose_straight
 from planner.solver.search.chain.synchronous import SynchronousSearch
-from planner.solver.search.pipeline_search import MOST_SYNCHRONOUS_STATES, PipelineSearch
-
-SLOWER_LINKS = (1.0, 2.0)  # factors by which links are slower in the alternatives of synchronous schedules
+from planner.solver.search.pipeline_search import PipelineSearch
 
 
 def plans_that_wait_less(search: PipelineSearch, pool: Pool, known: Batch) -> Iterator[Batch]:
@@ -25,7 +22,7 @@ def plans_that_wait_less(search: PipelineSearch, pool: Pool, known: Batch) -> It
     if search.problem.schedule.asynchronous:
         yield from propose_straight(search, pool)
         yield from propose_simpler(search, pool)
-    elif len(search.space) <= MOST_SYNCHRONOUS_STATES:
+    elif len(search.space) <= search.problem.tuning.synchronous.most_states:
         yield from _for_slower_links(search, pool, known)
 
 
@@ -33,9 +30,10 @@ def _for_slower_links(search: PipelineSearch, pool: Pool, known: Batch) -> Itera
     """Yield what searches for a synchronous schedule meet."""
     question = search.problem
     least_s = min(pool.priced(stages).seconds for stages in known)
+    settled_s = least_s * (1 + question.tuning.evaluate.settled_share)
 
-    for factor in SLOWER_LINKS:
-        if pool.best is not None and pool.best.seconds <= least_s * (1 + SETTLED):
+    for factor in question.tuning.waiting.synchronous_link_ratios:
+        if pool.best is not None and pool.best.seconds <= settled_s:
             return
         if pool.spent:
             return

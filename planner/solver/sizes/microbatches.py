@@ -8,15 +8,12 @@ from planner.cost.tensor import layer_costs_on
 from planner.formats.cluster import Cluster
 from planner.formats.profile import Profile
 from planner.options.solving import SolveOptions
-from planner.solver.alternatives.table import LEAST_S
 from planner.solver.alternatives.usual_ways import usual_ways
 from planner.solver.clock import Clock
 from planner.solver.problem.bounds import balanced_s
 from planner.solver.problem.budget import Budget
 from planner.solver.question import setting_of
-
-MOST_SIZES = 2  # for which plans are sought
-WORSE = 0.05  # how much slower the next size must look, on the line through two smaller ones, not to be estimated
+from planner.solver.tuning.record import Tuning
 
 
 @dataclass(frozen=True)
@@ -61,7 +58,13 @@ class Sizes:
     unseen: tuple[int, ...] = ()
 
 
-def promising_sizes(profiles: Profiles, cluster: Cluster, options: SolveOptions, clock: Clock) -> Sizes:
+def promising_sizes(
+    profiles: Profiles,
+    cluster: Cluster,
+    options: SolveOptions,
+    clock: Clock,
+    tuning: Tuning,
+) -> Sizes:
     """Look at ascending sizes until they are slower, do not fit, or the time ends.
 
     On a size that is too small more is lost than by any search. So two sizes are looked at even where no time is left,
@@ -72,18 +75,19 @@ def promising_sizes(profiles: Profiles, cluster: Cluster, options: SolveOptions,
     unseen: tuple[int, ...] = ()
     for number, size in enumerate(profiles.sizes):
         report_step(clock, f"estimating microbatches of {size}")
-        if len(sample_s) > 1 and _looks_slower(size, profiles, sample_s, cluster, options):
+        if len(sample_s) > 1 and _looks_slower(size, profiles, sample_s, cluster, options, tuning):
             break
         if len(sample_s) > 1 and clock.passed:
             unseen = tuple(profiles.sizes[number:])
             break
-        sample_s[size] = fastest_sample_s(profiles.at(size), cluster, options, clock.at_most(LEAST_S))
+        soon = clock.at_most(tuning.answer.alternatives_s)
+        sample_s[size] = fastest_sample_s(profiles.at(size), cluster, options, soon, tuning)
         if sample_s[size] > min(sample_s.values()) or math.isinf(sample_s[size]):
             break
 
     if unseen:
-        size = _fastest_on_the_line(unseen, profiles, sample_s, cluster, options)
-        sample_s[size] = fastest_sample_s(profiles.at(size), cluster, options, clock)
+        size = _fastest_on_the_line(unseen, profiles, sample_s, cluster, options, tuning)
+        sample_s[size] = fastest_sample_s(profiles.at(size), cluster, options, clock, tuning)
         unseen = tuple(each for each in unseen if each != size)
 
     likely = min(sample_s, key=lambda size: sample_s[size])
@@ -91,17 +95,24 @@ def promising_sizes(profiles: Profiles, cluster: Cluster, options: SolveOptions,
         return Sizes(sample_s, tuple(profiles.sizes))
 
     smaller = [size for size in reversed(sample_s) if size < likely]
-    wanted = [likely, *smaller][:MOST_SIZES]
+    wanted = [likely, *smaller][: tuning.fit.most_sizes]
     shared = _shared_size(likely, profiles, options)
     if shared is not None:
         wanted.insert(1, shared)
     return Sizes(sample_s, tuple(wanted), shared, unseen)
 
 
-def fastest_sample_s(profile: Profile, cluster: Cluster, options: SolveOptions, clock: Clock) -> float:
+def fastest_sample_s(
+    profile: Profile,
+    cluster: Cluster,
+    options: SolveOptions,
+    clock: Clock,
+    tuning: Tuning,
+) -> float:
     """Return the seconds of a sample in the fastest of the usual ways; infinity where none fits."""
     costs = layer_costs_on(profile, cluster)
-    ways = usual_ways(options, costs, cluster, Budget(clock))
+    budget = Budget(clock, tuning=tuning.budget)
+    ways = usual_ways(options, costs, cluster, budget, tuning)
     fitting = [way.seconds_per_microbatch for way in ways if not way.over_memory_bytes]
     return min(fitting, default=math.inf) / (profile.microbatch_size or 1)
 
@@ -124,11 +135,12 @@ def _looks_slower(
     sample_s: Mapping[int, float],
     cluster: Cluster,
     options: SolveOptions,
+    tuning: Tuning,
 ) -> bool:
     """Return whether a size need not be estimated, by the line through the two sizes before it."""
     *_, before = sample_s
-    seconds = _sample_s_on_the_line(size, profiles, list(sample_s), cluster, options)
-    return seconds > sample_s[before] * (1 + WORSE)
+    seconds = _sample_s_on_the_line(size, profiles, list(sample_s), cluster, options, tuning)
+    return seconds > sample_s[before] * (1 + tuning.fit.slower_size_share)
 
 
 def _fastest_on_the_line(
@@ -137,10 +149,15 @@ def _fastest_on_the_line(
     sample_s: Mapping[int, float],
     cluster: Cluster,
     options: SolveOptions,
+    tuning: Tuning,
 ) -> int:
     """Return the size at which a sample takes least, by the line through the last two sizes that were looked at."""
     known = list(sample_s)
-    return min(sizes, key=lambda size: _sample_s_on_the_line(size, profiles, known, cluster, options))
+
+    def seconds(size: int) -> float:
+        return _sample_s_on_the_line(size, profiles, known, cluster, options, tuning)
+
+    return min(sizes, key=seconds)
 
 
 def _sample_s_on_the_line(
@@ -149,11 +166,12 @@ def _sample_s_on_the_line(
     known: Sequence[int],
     cluster: Cluster,
     options: SolveOptions,
+    tuning: Tuning,
 ) -> float:
     """Return the seconds of a sample in the fastest usual way, not simulated, on the line through two known sizes."""
     one, other = known[-2:]
     profile = extended(profiles.at(one), profiles.at(other), size)
-    return fastest_sample_s(profile, cluster, options, Clock.of(0.0))
+    return fastest_sample_s(profile, cluster, options, Clock.of(0.0), tuning)
 
 
 def _shared_size(likely: int, profiles: Profiles, options: SolveOptions) -> int | None:

@@ -22,6 +22,7 @@ from planner.solver.alternatives.schedules import with_synchronous
 from planner.solver.alternatives.table import no_slower_than_usual, with_baselines
 from planner.solver.clock import Clock
 from planner.solver.find_plan import find_plan
+from planner.solver.tuning.record import STANDARD
 from tests.samples import layer, profile
 
 LAYERS = [layer(f"h.{n}", 1, 2, output_bytes=10, weight_bytes=10**8, saved_bytes=100) for n in range(4)]
@@ -63,7 +64,7 @@ def test_what_does_not_fit_is_no_measure() -> None:
 
 def test_a_late_plan_says_what_a_synchronous_one_would_give() -> None:
     cluster, options = flat_cluster(4, 1e8), SolveOptions(schedule="1f1b")
-    plan = with_synchronous(MODEL, find_plan(MODEL, cluster, options), options, Clock())
+    plan = with_synchronous(MODEL, find_plan(MODEL, cluster, options), options, Clock(), STANDARD)
     drained = solve(MODEL, cluster, schedule="1f1b-flush", microbatches=16)
     assert plan.synchronous is not None
     assert plan.synchronous.config == drained.config
@@ -74,7 +75,7 @@ def test_a_late_plan_says_what_a_synchronous_one_would_give() -> None:
     assert plan.samples_per_update == (4, 4)
     assert "update     after a global batch of 4 samples" in text
     assert "times as fast, 64 samples per update" in text
-    assert with_synchronous(MODEL, drained, options, Clock()) is drained
+    assert with_synchronous(MODEL, drained, options, Clock(), STANDARD) is drained
 
 
 def test_a_synchronous_plan_that_is_as_fast_is_the_answer_unless_the_schedule_was_asked_for() -> None:
@@ -83,8 +84,8 @@ def test_a_synchronous_plan_that_is_as_fast_is_the_answer_unless_the_schedule_wa
     late = find_plan(model, cluster, options)
     assert late.staleness
     named = SolveOptions(schedule="1f1b")
-    assert with_synchronous(model, late, named, Clock()).schedule is late.schedule
-    drained = with_synchronous(model, late, options, Clock())
+    assert with_synchronous(model, late, named, Clock(), STANDARD).schedule is late.schedule
+    drained = with_synchronous(model, late, options, Clock(), STANDARD)
     assert (drained.schedule, drained.staleness) == (FLUSH, 0)
     (note,) = drained.notes
     assert note.startswith("this plan under 1f1b-flush is as fast as the best under 1f1b, 1-1-1-1, whose gradients are")
@@ -95,7 +96,7 @@ def test_a_synchronous_plan_that_is_as_fast_is_the_answer_unless_the_schedule_wa
 def test_late_gradients_have_to_earn_five_percent() -> None:
     model, cluster, options = MODEL, flat_cluster(4, 1e8), SolveOptions()
     late = find_plan(model, cluster, options)
-    beside = with_synchronous(model, late, SolveOptions(schedule="1f1b"), Clock()).synchronous
+    beside = with_synchronous(model, late, SolveOptions(schedule="1f1b"), Clock(), STANDARD).synchronous
     assert late.staleness
     assert beside is not None
 
@@ -104,7 +105,7 @@ def test_late_gradients_have_to_earn_five_percent() -> None:
         seconds = late.microbatches * beside.seconds_per_microbatch / times
         predicted = late.predicted.model_copy(update={"seconds_per_minibatch": seconds})
         changed = late.model_copy(update={"predicted": predicted})
-        return with_synchronous(model, changed, options, Clock())
+        return with_synchronous(model, changed, options, Clock(), STANDARD)
 
     assert answer(1.06).staleness
     assert not answer(1.04).staleness
@@ -116,7 +117,7 @@ def test_what_cannot_stand_beside_a_plan_is_told() -> None:
     cluster, options = flat_cluster(4, 1e8), SolveOptions(minibatch=8 * (MODEL.microbatch_size or 1))
     plan = solve(MODEL, cluster)
     refused = replace(options, minibatch=3 * (MODEL.microbatch_size or 1) + 1)
-    noted = with_synchronous(MODEL, plan, refused, Clock())
+    noted = with_synchronous(MODEL, plan, refused, Clock(), STANDARD)
     assert noted.synchronous is None
     assert noted.notes[0].startswith("there is no synchronous plan to compare it with: ")
     assert noted.notes[0] in plan_report(noted)
@@ -184,7 +185,7 @@ def test_a_row_that_only_seems_faster_is_simulated(monkeypatch: pytest.MonkeyPat
     model = profile(*(layer(f"h.{n}", 1, 2, output_bytes=10**7, weight_bytes=10**8) for n in range(4)))
     cluster, options = flat_cluster(4, 1e8), SolveOptions(schedule="1f1b-flush", microbatches=4)
     plan = find_plan(model, cluster, options)
-    answer = no_slower_than_usual(model, plan, options, Clock.of(0.0))
-    full = no_slower_than_usual(model, plan, options, Clock())
+    answer = no_slower_than_usual(model, plan, options, Clock.of(0.0), STANDARD)
+    full = no_slower_than_usual(model, plan, options, Clock(), STANDARD)
     assert answer.config == full.config
     assert answer.predicted == full.predicted

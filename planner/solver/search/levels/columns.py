@@ -35,13 +35,6 @@ from planner.solver.search.levels.flat import NearestModel
 from planner.solver.search.levels.local_search import LocalSearch
 from planner.solver.search.levels.relaxed import objective_of
 
-MOST_COLUMNED = 64  # GPUs up to which columns are searched; beyond, those of good plans are priced
-MOST_STATES = 600  # more cuts: the nearest flat cluster's bound holds for consecutive ranks, too
-DENSE = 16  # GPUs up to which every number of columns is tried
-MOST_MOVED = 300  # plans to price while cuts move
-MOST_PLANS = 4  # to propose
-PRECISION = 1e-3  # of the flat searches: their plans are candidates, and their times bounds
-
 
 @dataclass(frozen=True)
 class Columned:
@@ -65,14 +58,15 @@ def search_columns(
         nearest: the best path on the nearest flat cluster, whose time is a bound.
         best: the best plan on consecutive ranks, by the cost model.
     """
+    tuning = problem.tuning.columns
     gpus = problem.cluster.gpus
-    if gpus > MOST_COLUMNED or len(space) > MOST_STATES:
+    if gpus > tuning.most_gpus or len(space) > tuning.most_states:
         return Columned((), nearest.seconds)
 
     bound_s = np.inf
     paths = [nearest]
     hopeless: list[int] = []  # numbers of columns, of which no multiple is faster either
-    for columns in _numbers_of_columns(gpus, precise=problem.precision == 0):
+    for columns in _numbers_of_columns(problem):
         if any(columns % number == 0 for number in hopeless):
             continue
         if problem.clock.passed:
@@ -82,7 +76,7 @@ def search_columns(
         if not faster:
             hopeless.append(columns)
         for path in faster:
-            bound_s = min(bound_s, path.seconds * (1 - PRECISION))
+            bound_s = min(bound_s, path.seconds * (1 - tuning.precision))
         paths += faster
 
     bound_s = max(bound_s, nearest.seconds)
@@ -91,14 +85,15 @@ def search_columns(
     return Columned(_ColumnPlans(problem, space).best(paths), bound_s)
 
 
-def _numbers_of_columns(gpus: int, *, precise: bool) -> list[int]:
-    """Return numbers of columns to try: divisors, and where the bound must hold all primes.
+def _numbers_of_columns(problem: Problem) -> list[int]:
+    """Return numbers of columns to try: divisors; where the bound must hold, all primes, too, and on few GPUs all."""
+    gpus = problem.cluster.gpus
+    precise = problem.precision == 0
+    few = gpus <= problem.tuning.columns.most_exhaustive_gpus
 
-    Up to `DENSE` GPUs these are then all numbers.
-    """
     numbers = []
     for number in range(2, gpus // 2 + 1):
-        bounds_others = precise and (gpus <= DENSE or _is_prime(number))
+        bounds_others = precise and (few or _is_prime(number))
         if gpus % number == 0 or bounds_others:
             numbers.append(number)
     return numbers
@@ -119,13 +114,14 @@ def _flat_paths(
         yield from _synchronous_paths(problem, space, columns, below_s)
         return
 
+    precision = problem.tuning.columns.precision
     far, near = _flat_clusters(problem)
     models = [
         (MultiplesModel(bounds_for(far.link), columns), far.limits),
         (MultiplesModel(NearestModel(problem.topology), columns), near.limits),
     ]
     for model, limits in models:
-        path = MultiplesSearch(space, model, limits).best(below_s, PRECISION)
+        path = MultiplesSearch(space, model, limits).best(below_s, precision)
         if path is not None:
             yield path
 
@@ -173,7 +169,7 @@ class _ColumnPlans:
         ordered = sorted(distinct.values(), key=self._seconds)
 
         moved = self._local_search().from_(ordered[0])
-        promising = ordered[:MOST_PLANS]
+        promising = ordered[: self.problem.tuning.columns.most_proposed]
         if moved is not None:
             promising.insert(0, moved)
 
@@ -183,8 +179,11 @@ class _ColumnPlans:
     def _local_search(self) -> LocalSearch:
         gpus = self.problem.cluster.gpus
         ways = [BestWays(self.problem, self.space).options]
-        most = MOST_MOVED * DENSE // max(DENSE, gpus)
-        return LocalSearch(self.space, gpus, self._seconds, ways, most, self.problem.clock)
+        tuning = self.problem.tuning.columns
+        few = tuning.most_exhaustive_gpus
+        most = tuning.most_priced * few // max(few, gpus)
+        split_shares = self.problem.tuning.levels.split_shares
+        return LocalSearch(self.space, gpus, self._seconds, ways, most, split_shares, self.problem.clock)
 
     def _seconds(self, path: CutPath) -> float:
         plan = self._laid_out(path)

@@ -24,9 +24,6 @@ from planner.solver.search.chain.ways import taken
 from planner.solver.search.levels.relaxed import objective_of
 from planner.units import SLACK
 
-MOST_ALIKE = 300  # states, about, over which plans for links that are all alike are sought
-PRECISION = 4e-3  # of the bound for clusters of several levels over more states than that
-
 
 class NearestModel(BoundsLike):
     """An asynchronous model of stages that span as few groups as their replicas need.
@@ -109,15 +106,16 @@ def nearest_search(problem: Problem, space: Chain, limits: Limits) -> Search | S
 
 def nearest_path(problem: Problem, space: Chain) -> tuple[CutPath | None, bool]:
     """Return the best path on the nearest flat cluster, and whether the clock ended the search."""
+    tuning = problem.tuning.levels
     search = nearest_search(problem, space, problem.limits)
-    if isinstance(search, SynchronousSearch) or len(space) <= 2 * MOST_ALIKE:
+    if isinstance(search, SynchronousSearch) or len(space) <= 2 * tuning.most_alike_states:
         return best_of(problem, search), search.interrupted
 
     # A bound needs no more precision than timings have, and precise searches over many cuts take
     # long.
-    path = search.best(precision=PRECISION)
+    path = search.best(precision=tuning.bound_precision)
     if path is not None:
-        path = replace(path, seconds=path.seconds * (1 - PRECISION))
+        path = replace(path, seconds=path.seconds * (1 - tuning.bound_precision))
     return path, search.interrupted
 
 

@@ -24,15 +24,10 @@ from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import RESOLUTION, BoundedPath, CutPath, with_replicas
 from planner.solver.problem.states import Chain
 from planner.solver.search.chain.ways import BestWays
-from planner.solver.search.levels.flat import MOST_ALIKE, best_of, flat_search
+from planner.solver.search.levels.flat import best_of, flat_search
 from planner.solver.search.levels.local_search import LocalSearch
 from planner.solver.search.levels.prices import PathPrices
 from planner.solver.search.levels.relaxed import Relaxed, Seconds, better, objective_of
-
-MOST_PLACED = 256  # GPUs up to which every place is tried
-MOST_PRICED, PRICED_GPUS = 3_000, 16  # plans that local search prices for so many GPUs; for more GPUs, fewer plans
-FEW_PRICED = 1_000  # the same where a search need not be precise
-ROUNDS = 3
 
 
 def search_levels(problem: Problem, space: Chain, nearest: CutPath) -> BoundedPath:
@@ -49,7 +44,7 @@ def search_levels(problem: Problem, space: Chain, nearest: CutPath) -> BoundedPa
     for path in starts:
         best = better(best, path, prices.seconds)
 
-    few_places = problem.cluster.gpus <= MOST_PLACED and not problem.clock.passed
+    few_places = problem.cluster.gpus <= problem.tuning.levels.most_placed_gpus and not problem.clock.passed
     answer = _bounded(best, nearest.seconds)
     # The bounds of every stage in every place take long to tabulate.
     if few_places and problem.precision == 0:
@@ -83,7 +78,7 @@ def _refined(prices: PathPrices, best: CutPath | None) -> CutPath | None:
     """Return the best path of relaxed programmes over some of the cuts, in a few rounds."""
     problem = prices.problem
     most = Relaxed.states_that_fit(problem)
-    for _ in range(ROUNDS):
+    for _ in range(problem.tuning.levels.rounds):
         if problem.clock.passed:
             break
         states = _sample(prices.space, most, best)
@@ -149,18 +144,21 @@ def _improved(
 
 def local_search_for(problem: Problem, space: Chain, price: Seconds) -> LocalSearch:
     """Return a local search that prices so many paths as the question is worth."""
+    tuning = problem.tuning.levels
     gpus = problem.cluster.gpus
-    most = MOST_PRICED if problem.precision == 0 else FEW_PRICED
-    most = most * PRICED_GPUS // max(PRICED_GPUS, gpus)
-    return LocalSearch(space, gpus, price, [BestWays(problem, space).options], most, problem.clock)
+    most = tuning.most_priced if problem.precision == 0 else tuning.most_priced_roughly
+    most = most * tuning.few_gpus // max(tuning.few_gpus, gpus)
+    ways = [BestWays(problem, space).options]
+    return LocalSearch(space, gpus, price, ways, most, tuning.split_shares, problem.clock)
 
 
 def _alike(problem: Problem, space: Chain, nearest: CutPath) -> Iterator[CutPath]:
     """Yield paths that are best where all links are like one of the cluster's, and by servers."""
     states = np.arange(len(space))
     some = space
-    if len(space) > 2 * MOST_ALIKE:  # these are only candidates, so some of the cuts will do
-        states = space.spread(MOST_ALIKE)
+    most_states = problem.tuning.levels.most_alike_states
+    if len(space) > 2 * most_states:  # these are only candidates, so some of the cuts will do
+        states = space.spread(most_states)
         some = space.only(states)
     # The best path on the nearest flat cluster is the best one for the innermost links.
     is_known = some is space and isinstance(objective_of(problem), SynchronousModel)

@@ -11,9 +11,6 @@ from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import CutPath, stages_along
 from planner.solver.problem.states import Chain
 
-# Of the seconds, for how uneven the stages are: too little to make a slower plan look better.
-UNEVENNESS = 1e-3
-
 
 @dataclass(frozen=True)
 class PathPrices:
@@ -28,7 +25,7 @@ class PathPrices:
         return plan.seconds if self.problem.allows(plan) else np.inf
 
     def strain(self, path: CutPath) -> float:
-        """Return the seconds and something for how uneven the stages are.
+        """Return the seconds and a thousandth for how uneven the stages are.
 
         Where several resources are equally busy, no single step of local search lowers the seconds;
         evening out does. With b_s the seconds of the busiest resource of each of the r_s replicas of
@@ -46,7 +43,7 @@ class PathPrices:
         if most_s <= 0:
             return most_s
         squares = sum(replicas * stage_s**2 for replicas, stage_s in zip(path.replicas, busy_s, strict=True))
-        return most_s + UNEVENNESS * squares / self.problem.cluster.gpus / most_s
+        return most_s + 1e-3 * squares / self.problem.cluster.gpus / most_s
 
     @property
     def _may_be_forbidden(self) -> bool:
