@@ -113,7 +113,7 @@ def solve(profile: Profile, cluster: Cluster, options: SolveOptions) -> Plan:
 
     Returns:
         A plan on as few GPUs as its speed needs. Its time is that of its simulation, by which it was chosen among the
-        best plans by the cost model. `solver.status` is `optimal` if the time is within 2% of `lower_bound_s`, which by
+        best plans by the cost model. `solver.status` is `optimal` if the time is within 1% of `lower_bound_s`, which by
         the cost model no pipeline can beat whose stages are consecutive layers of the profile; a model with branches
         has others, which nothing here plans. The plan names what people do without a planner, and beside an
         asynchronous plan the best synchronous one. Of other ways with as many samples per update that the options
