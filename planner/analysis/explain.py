@@ -16,6 +16,7 @@ from planner.simulator.simulate_plan import simulate
 from planner.simulator.summary import summarize
 from planner.solver.clock import Clock
 from planner.solver.find_plan import find_plan
+from planner.solver.question import options_asked
 from planner.solver.tuning.answers import WhatIfTuning
 
 RATES = (
@@ -185,7 +186,7 @@ def _resolved(given: GivenPlan, what: str, cluster: Cluster) -> Alternative:
         plan = find_plan(
             given.layer_costs.given,
             cluster,
-            given.options,
+            options_asked(given.plan),
             given.clock,
             given.tuning,
         )

@@ -42,15 +42,20 @@ def priced_plan(options: SolveOptions, layer_costs: LayerCosts, cluster: Cluster
     Raise InputError if the cluster has fewer GPUs than stages need.
     """
     needed = sum(stage.options.gpus for stage in stages) // options.chunks_per_gpu
+    check_enough_gpus(needed, cluster)
+    # A plan that does not fit has a price, too.
+    problem = problem_of(options, layer_costs, cluster.with_memory(lambda _: None))
+    _check_whole(problem, stages)
+    return complete(problem, evaluate(problem, stages), GIVEN).model_copy(update={"cluster": cluster})
+
+
+def check_enough_gpus(needed: int, cluster: Cluster) -> None:
+    """Raise InputError if stages need more GPUs than there are."""
     if needed > cluster.gpus:
         raise InputError(
             f"the stages need {counted(needed, 'GPU')}, and the cluster has {cluster.gpus}",
             hint=f"give `gpus={needed}` or more",
         )
-    # A plan that does not fit has a price, too.
-    problem = problem_of(options, layer_costs, cluster.with_memory(lambda _: None))
-    _check_whole(problem, stages)
-    return complete(problem, evaluate(problem, stages), GIVEN).model_copy(update={"cluster": cluster})
 
 
 def _check_whole(problem: Problem, stages: Sequence[Candidate]) -> None:

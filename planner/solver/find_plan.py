@@ -33,14 +33,11 @@ def find_plan(
     options: SolveOptions,
     clock: Clock | None = None,
     tuning: Tuning = STANDARD,
-    *,
-    explains: bool = True,
 ) -> Plan:
     """Find the fastest plan by the options; the `clock` of several searches takes the place of their time limit.
 
     Raises:
-        InfeasibleError: if no plan fits the memory; where it `explains`, which takes searches, with the smallest
-            change that makes one fit.
+        UnexplainedError: if no plan fits the memory.
         InputError: for options that make no sense under the schedule.
     """
     started = time.perf_counter()
@@ -49,11 +46,7 @@ def find_plan(
     problem = checked_problem(options, profile, cluster_for(profile, cluster), budget, tuning)
 
     clock.progress.begin(clock.at_s, PipelineSearch(problem).relaxed_s())
-    try:
-        found = answer(problem)
-    except UnexplainedError as error:
-        raise (error.explanation() if explains else error) from None
-    found = _settled(problem, found, clock)
+    found = _settled(problem, answer(problem), clock)
 
     plan = complete(problem, found.best, report_of(problem, found))
     plan = accepting_divided_loss(plan, accepted=options.accept_divided_loss)
@@ -62,8 +55,15 @@ def find_plan(
 
 @keywords_of(SolveOptions)
 def search_plan(profile: Profile, cluster: Cluster, options: SolveOptions) -> Plan:
-    """Find the fastest plan under one schedule, with nothing beside it: `find_plan`, with options as keywords."""
-    return find_plan(profile, cluster, options)
+    """Find the fastest plan under one schedule, with nothing beside it: `find_plan`, with options as keywords.
+
+    Raises:
+        InfeasibleError: if no plan fits the memory, with the smallest change that makes one fit.
+    """
+    try:
+        return find_plan(profile, cluster, options)
+    except UnexplainedError as error:
+        raise error.explanation() from None
 
 
 def last_budget(clock: Clock, tuning: Tuning) -> Budget:

@@ -83,6 +83,19 @@ def options_of(plan: Plan) -> SolveOptions:
     )
 
 
+def options_asked(plan: Plan) -> SolveOptions:
+    """Return the options that `plan` was solved with, with what its user asked its stages to be like."""
+    rules = plan.solver.rules
+    return replace(
+        options_of(plan),
+        recompute=rules.recompute,
+        shard_optimizer=rules.shard_optimizer,
+        max_stages=rules.max_stages,
+        max_staleness=rules.max_staleness,
+        granularity=rules.granularity,
+    )
+
+
 def with_one_optimizer(options: SolveOptions, profile: Profile) -> SolveOptions:
     """Return the options for plans whose workers each step all parameters, where the optimizer combines them.
 

@@ -1,7 +1,8 @@
 """How a plan was found, and how far from the fastest it may be."""
 
 from planner.formats.plan import Plan
-from planner.formats.plan_parts import SolverReport
+from planner.formats.plan_parts import AskedRules, SolverReport
+from planner.options.solving import StageRules
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Answer, Evaluation
 from planner.units import SLACK
@@ -28,6 +29,17 @@ def report_of(problem: Problem, found: Answer) -> SolverReport:
         cost_model_s=plan.price_s,
         simulated=problem.budget.count,
         exhausted=problem.budget.exhausted,
+        rules=_asked(problem.rules),
+    )
+
+
+def _asked(rules: StageRules) -> AskedRules:
+    return AskedRules(
+        recompute=rules.recompute,
+        shard_optimizer=rules.shard_optimizer,
+        max_stages=rules.max_stages,
+        max_staleness=rules.max_staleness,
+        granularity=rules.granularity,
     )
 
 

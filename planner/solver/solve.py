@@ -1,4 +1,4 @@
-"""The one way from a question to its answer: everything that the answer is, is decided here.
+"""The one way from a question to its answer: ask for candidates in this order, and return the best.
 
     1. the fastest plan under the schedule that was asked for, or under all of them
     2. the best synchronous plan beside an asynchronous one, or in its place
@@ -23,6 +23,7 @@ from planner.solver.alternatives.schedules import under_every_schedule, with_syn
 from planner.solver.alternatives.table import fastest_usual, no_slower_than_usual
 from planner.solver.clock import Clock
 from planner.solver.find_plan import find_plan
+from planner.solver.problem.infeasible import explained
 from planner.solver.tuning.record import STANDARD, Tuning
 
 
@@ -32,24 +33,35 @@ def solve(
     options: SolveOptions,
     clock: Clock | None = None,
     tuning: Tuning = STANDARD,
-    *,
-    explains: bool = True,
 ) -> Plan:
     """Find the fastest plan, and what stands beside it, before the clock or else the options' time limit ends.
 
     The question carries `tuning`: how far searches look, how long, and how near counts as equal.
 
     Raises:
-        InfeasibleError: if no plan fits the memory; where it `explains`, which takes searches, with the smallest
-            change that makes one fit.
+        InfeasibleError: if no plan fits the memory, with the smallest change that makes one fit.
         InputError: for options that make no sense under the schedule.
     """
+    try:
+        return solve_unexplained(profile, cluster, options, clock, tuning)
+    except PlannerError as error:
+        raise explained(error) from None
+
+
+def solve_unexplained(
+    profile: Profile,
+    cluster: Cluster,
+    options: SolveOptions,
+    clock: Clock | None = None,
+    tuning: Tuning = STANDARD,
+) -> Plan:
+    """Do the same, and raise `UnexplainedError` if no plan fits the memory: an explanation takes searches."""
     clock = clock or Clock.of(options.time_limit_s, options.progress, tuning.clock)
     cluster = cluster_for(profile, cluster)
 
     search_share = tuning.answer.search_share
     searching = clock.part(search_share / (1 + options.survive))
-    plan = _searched(profile, cluster, options, searching, tuning, explains=explains)
+    plan = _searched(profile, cluster, options, searching, tuning)
 
     if options.schedule != AUTO and not options.alone:
         left = clock.part(tuning.answer.synchronous_share)
@@ -71,14 +83,12 @@ def _searched(
     options: SolveOptions,
     clock: Clock,
     tuning: Tuning,
-    *,
-    explains: bool,
 ) -> Plan:
     """Return the fastest plan of a search; where that ends without any, the fastest usual way that fits."""
     if options.schedule == AUTO:
         return under_every_schedule(profile, cluster, options, clock, tuning)
     try:
-        return find_plan(profile, cluster, options, clock, tuning, explains=explains)
+        return find_plan(profile, cluster, options, clock, tuning)
     except (InputError, StoppedError):
         raise
     except PlannerError:  # nothing fits that the search knows, or there was too little time

@@ -86,8 +86,6 @@ def test_no_row_of_its_table_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
         options: SolveOptions,
         clock: Clock,
         tuning: Tuning,
-        *,
-        explains: bool,
     ) -> Plan:
         found = price(profile, cluster, cluster.gpus, replicas=1, schedule=FLUSH, microbatches=32)
         return found.model_copy(update={"solver": found.solver.model_copy(update={"lower_bound_s": 1e-6, "gap": 0.9})})
@@ -108,8 +106,6 @@ def test_no_row_of_its_table_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
         options: SolveOptions,
         clock: Clock,
         tuning: Tuning,
-        *,
-        explains: bool,
     ) -> Plan:
         raise PlannerError("the time limit passed before any plan was found")
 
@@ -149,8 +145,6 @@ def test_a_usual_way_without_room_for_copies_is_not_the_answer(monkeypatch: pyte
         options: SolveOptions,
         clock: Clock,
         tuning: Tuning,
-        *,
-        explains: bool,
     ) -> Plan:
         raise PlannerError("the time limit passed before any plan was found")
 
@@ -178,8 +172,6 @@ def test_where_time_runs_out_it_does_not_say_that_nothing_fits(monkeypatch: pyte
         options: SolveOptions,
         clock: Clock,
         tuning: Tuning,
-        *,
-        explains: bool,
     ) -> Plan:
         raise PlannerError("the time limit passed before any plan was found")
 
@@ -219,11 +211,9 @@ def test_what_cannot_be_the_answer_is_not_estimated(monkeypatch: pytest.MonkeyPa
         options: SolveOptions,
         clock: Clock,
         tuning: Tuning,
-        *,
-        explains: bool,
     ) -> Plan:
         sought.append((profile.microbatch_size, cluster.gpus))
-        return find_plan(profile, cluster, options, clock, tuning, explains=explains)
+        return find_plan(profile, cluster, options, clock, tuning)
 
     monkeypatch.setattr("planner.solver.solve.find_plan", seek)
 

@@ -10,6 +10,7 @@ from planner.formats.profile import Profile
 from planner.options.solving import SolveOptions
 from planner.solver.clock import Clock
 from planner.solver.find_plan import find_plan
+from planner.solver.problem.infeasible import explained
 from planner.solver.tuning.record import Tuning
 
 
@@ -62,6 +63,6 @@ def with_fewer_hosts(
             smaller.append(find_plan(profile, cluster, options, clock.part(share), tuning))
         except PlannerError as error:  # no plan fits, or none takes so many microbatches
             # Still fewer GPUs have less memory in all.
-            plan = plan.noting(f"The loss of {number + 1} hosts cannot be survived: {error.message}.")
+            plan = plan.noting(f"The loss of {number + 1} hosts cannot be survived: {explained(error).message}.")
             break
     return plan.model_copy(update={"smaller": tuple(smaller)})

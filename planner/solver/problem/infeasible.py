@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from planner.cost.candidate import Candidate
-from planner.errors import InfeasibleError
+from planner.errors import InfeasibleError, PlannerError
 from planner.formats.plan_parts import short_config
 from planner.solver.clock import Clock, OutOfTimeError
 from planner.solver.problem.problem import Problem
@@ -19,12 +19,17 @@ Fits = Callable[[int, int], Evaluation | None]
 class UnexplainedError(InfeasibleError):
     """No plan fits the memory, and why is not known yet.
 
-    To know it takes searches, which only the last answer needs.
+    To know it takes searches, which only the last answer needs: see `explained`.
     """
 
     def __init__(self, explanation: Callable[[], InfeasibleError]) -> None:
         super().__init__("no plan fits the memory")
         self.explanation = explanation
+
+
+def explained(error: PlannerError) -> PlannerError:
+    """Return the error, with the smallest change that makes a plan fit where that is the matter."""
+    return error.explanation() if isinstance(error, UnexplainedError) else error
 
 
 PLENTY = 2**60  # bytes: more than any plan needs

@@ -24,8 +24,8 @@ from planner.solver.problem.bounds import Bounds
 from planner.solver.problem.problem import Limits, Problem
 from planner.solver.problem.result import CutPath, stages_along
 from planner.solver.problem.states import Chain
+from planner.solver.propose.counts import counts_to_try
 from planner.solver.search.chain.search import ANY_TIME_S, Search
-from planner.solver.search.restricted import counts_to_try
 
 
 def users_of_tied_weights(costs: LayerCosts) -> list[tuple[int, ...]]:

@@ -21,7 +21,6 @@ from planner.solver.pool import Batch, Pool
 from planner.solver.problem.infeasible import against_rules
 from planner.solver.problem.problem import Problem
 from planner.solver.search.line import Kinds, LinePlan, LineSearch, StagesOn
-from planner.solver.search.restricted import slowed
 from planner.solver.search.trade import trade_offs
 from planner.solver.tuning.searches import MixedTuning
 
@@ -103,7 +102,7 @@ class _Lines:
                 self._take(link, true=True)
             # Where messages weigh more, there are fewer of them, and plans wait less.
             for factor in self.question.tuning.mixed.slower_link_ratios:
-                self._take(slowed(self.question.link, factor), true=False)
+                self._take(self.question.link.slowed(factor), true=False)
         except OutOfTimeError:
             pass  # what was met so far is proposed
         return self._met

@@ -25,7 +25,7 @@ from planner.solver.evaluate.leaner import Leaner
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation
 from planner.solver.problem.states import column
-from planner.solver.search.restricted import counts_to_try
+from planner.solver.propose.counts import counts_to_try
 from planner.units import SLACK
 
 Cut = Sequence[Candidate]

@@ -17,7 +17,8 @@ from planner.solver.search.chain.search import ANY_TIME_S, Search
 from planner.solver.search.chain.synchronous import SynchronousSearch
 from planner.solver.search.chain.ways import relaxed_s
 from planner.solver.search.levels.columns import Columned, search_columns
-from planner.solver.search.levels.levels import best_of, flat_search, nearest_path, nearest_search, search_levels
+from planner.solver.search.levels.flat import best_of, flat_search, nearest_path, nearest_search
+from planner.solver.search.levels.levels import search_levels
 
 
 class PipelineSearch:

@@ -54,7 +54,7 @@ class FitTuning:
     # Other numbers of GPUs share the rest.
     sizing_share: float = 0.8
     solving_share: float = 0.6
-    first_size_share: float = 0.6  # of the cluster's share, for the first size
+    first_size_share: float = 0.6  # of what is left of it, for each size but the last
 
     # Sizes of microbatches for which plans are sought.
     most_sizes: int = 2
