@@ -41,6 +41,13 @@ class ChainTuning:
     start_gap_share: float = 2e-3
     most_halvings: int = 4
 
+    # How many times closer the bounds must be before the GPUs that each state may leave are counted
+    # again: that costs a walk.
+    tighten_ratio: float = 4.0
+
+    # Numbers of replicas of a single stage that are tried for a start.
+    single_stage_counts: int = 32
+
     # Numbers of replicas that are tried one by one where more may be slower. Beyond, more are taken
     # to be faster, as they are without latency.
     single_replica_counts: int = 64
@@ -108,6 +115,10 @@ class LevelsTuning:
 
     # Shares of a stage's compute at which local search splits it.
     split_shares: tuple[float, ...] = (1 / 4, 1 / 3, 1 / 2, 2 / 3, 3 / 4)
+
+    # Share of its time by which local search prefers a plan whose stages are even. Where several
+    # resources are equally busy, no single step lowers the time; evening out does.
+    uneven_share: float = 1e-3
 
     # States, about, over which plans for links that are all alike are sought; and the precision of
     # the bound over more than twice as many.

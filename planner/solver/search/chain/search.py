@@ -84,7 +84,8 @@ class Search:
 
         # 2. A single stage has a closed form, and is often near the optimum. For a start a few counts are enough.
         most = min(self.gpus, self.model.most_replicas, self.limits.most_replicas)
-        counts = np.geomspace(1, most, num=32).astype(np.int64)
+        count = self.limits.tuning.chain.single_stage_counts
+        counts = np.geomspace(1, most, count).astype(np.int64)
         alone = self._data_parallel(np.unique(counts))
         if alone is not None and alone.seconds < best.seconds:
             best = alone
@@ -118,7 +119,7 @@ class Search:
             targets.met(best.seconds)
             if targets.gap_s < tighten_at_s:
                 self._tighten(target_s)
-                tighten_at_s = targets.gap_s / 4  # each time costs a walk, so only when it pays
+                tighten_at_s = targets.gap_s / tuning.tighten_ratio
         return best
 
     def rough(self, below_s: float | None = None) -> CutPath | None:

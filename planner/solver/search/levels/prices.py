@@ -43,7 +43,8 @@ class PathPrices:
         if most_s <= 0:
             return most_s
         squares = sum(replicas * stage_s**2 for replicas, stage_s in zip(path.replicas, busy_s, strict=True))
-        return most_s + 1e-3 * squares / self.problem.cluster.gpus / most_s
+        uneven_share = self.problem.tuning.levels.uneven_share
+        return most_s + uneven_share * squares / self.problem.cluster.gpus / most_s
 
     @property
     def _may_be_forbidden(self) -> bool:
