@@ -32,6 +32,7 @@ from planner.simulator.simulate_plan import simulate, simulate_recorded
 from planner.solver import solve as solving
 from planner.solver.alternatives.table import with_baselines
 from planner.solver.clock import Clock
+from planner.stages.sharding import Sharding, why_no_group
 
 # Shares of the time of a report, for the comparison, and then for the explanation.
 COMPARING = 0.3
@@ -170,10 +171,13 @@ def _own_plan(profile: Profile, cluster: Cluster, wanted: Stages, options: Price
     possible = max(1, cluster.gpus * (schedule.fixed_chunks or options.chunks) // len(stages))
     replicas = _replicas(options.replicas, len(stages), possible)
     again = _chosen("recompute", options.recompute, len(stages))
-    sharded = _chosen("shard_optimizer", options.shard_optimizer, len(stages))
+    sharded, group = _sharded(options.shard_optimizer, len(stages))
     described = []
     for number, (stage, (count, degree)) in enumerate(zip(stages, replicas, strict=True)):
         divides = {"sharded": count > 1 and number in sharded, "sharding_level": int(sharded.get(number, 1))}
+        if group is not None:
+            _check_group(Sharding(int(sharded.get(number, 0)), group), count, options.shard_optimizer)
+            divides["shard_group"] = group
         how = {"replicas": count, "tensor": degree, "recompute": again.get(number, False)} | divides
         described.append(stage.model_copy(update=how))
     own = OwnPlan(stages=tuple(described), schedule=schedule, chunks=options.chunks)
@@ -211,6 +215,25 @@ def _replicas(given: Any, stages: int, possible: int) -> list[tuple[int, int]]:
             hint=f"give one number for all, or one for each, 1 or more: `replicas={example}`",
         )
     return [(int(count), int(degree)) for count, degree in pairs] * (stages if len(pairs) == 1 else 1)
+
+
+def _sharded(given: Any, stages: int) -> tuple[dict[int, bool | int], int | None]:
+    """Return what `shard_optimizer` says of each stage that it names, and the size of groups that repeat each other."""
+    if isinstance(given, bool) or "/" not in str(given):
+        return _chosen("shard_optimizer", given, stages), None
+    which, _, size = str(given).partition("/")
+    if not (is_count(size) and int(size)):
+        what = f"`shard_optimizer={given}` does not end with the size of groups of replicas"
+        raise InputError(what, hint="for example: `shard_optimizer=all:3/8`, for a plan of one stage")
+    return _chosen("shard_optimizer", which, stages), int(size)
+
+
+def _check_group(sharding: Sharding, replicas: int, given: Any) -> None:
+    problem = why_no_group(sharding, replicas)
+    if problem is not None:
+        sizes = [str(size) for size in range(2, replicas) if replicas % size == 0]
+        some = f"groups of {' or '.join(sizes)} of all {replicas}" if sizes else "more replicas"
+        raise InputError(f"`shard_optimizer={given}`: {problem}", hint=f"take level 2 or 3, and {some}")
 
 
 def _chosen(name: str, given: Any, stages: int) -> dict[int, bool | int]:

@@ -93,7 +93,7 @@ def plainest(problem: Problem, found: Answer) -> Answer:
         return found
 
     for level in range(stage.options.level):
-        plan = evaluate(problem, [replace(stage, options=replace(stage.options, level=level))])
+        plan = evaluate(problem, [replace(stage, options=stage.options.dividing(level))])
         as_fast = plan.simulated == best.simulated and plan.seconds <= best.seconds * (1 + ALIKE)
         if as_fast and problem.allows(plan):
             return found.with_best(plan)
