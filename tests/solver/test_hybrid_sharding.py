@@ -1,4 +1,4 @@
-"""Groups of replicas that divide gradients or weights and repeat each other (HSDP): priced by hand, simulated, chosen."""
+"""Groups of replicas that divide weights and repeat each other (HSDP): priced by hand, simulated, chosen."""
 
 from __future__ import annotations
 
