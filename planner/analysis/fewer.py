@@ -110,7 +110,7 @@ def _state_bytes(plan: Plan, stage: Stage) -> int:
     """Return the bytes of a stage's weights, buffers and optimizer state, of all ranks that divide them."""
     memory = stage.memory
     weights_bytes = memory.weights_bytes // plan.schedule.versions(stage.in_flight)
-    optimizer_bytes = memory.optimizer_bytes * (stage.replicas if stage.sharded else 1)
+    optimizer_bytes = memory.optimizer_bytes * stage.shards
     return stage.tensor * (weights_bytes + memory.buffers_bytes + optimizer_bytes)
 
 

@@ -12,7 +12,7 @@ from planner.cost.overheads import Price
 from planner.cost.pricing import busy_resources
 from planner.cost.recomputation import units_of
 from planner.cost.tensor import layer_costs_on
-from planner.errors import InputError, PlanError, did_you_mean
+from planner.errors import ClusterError, InputError, PlanError, did_you_mean
 from planner.formats.cluster import Cluster
 from planner.formats.device_kinds import cluster_for
 from planner.formats.own_plan import OwnPlan, OwnStage
@@ -21,7 +21,7 @@ from planner.formats.plan_parts import why_whole
 from planner.formats.profile import Profile
 from planner.options.solving import SolveOptions
 from planner.plan.blocks import blocks_of
-from planner.plan.rank_groups import of_groups
+from planner.plan.rank_groups import groups_of, of_groups
 from planner.plan.same_model import check_same_model
 from planner.plan.shape import check_versions
 from planner.schedule.schedule import gpus_after
@@ -60,7 +60,7 @@ def check_enough_gpus(needed: int, cluster: Cluster) -> None:
 
 def _check_whole(problem: Problem, stages: Sequence[Candidate]) -> None:
     """Raise InputError where replicas would divide gradients or weights that they cannot divide."""
-    if all(stage.options.level <= 1 for stage in stages):
+    if not any(stage.options.shards_gradients for stage in stages):
         return
     replicas = [stage.replicas for stage in stages]
     degrees = [stage.options.tensor for stage in stages]
@@ -68,6 +68,20 @@ def _check_whole(problem: Problem, stages: Sequence[Candidate]) -> None:
     if obstacle is not None:
         why, hint = obstacle
         raise InputError(why, hint=hint)
+    _check_groups(problem.cluster, stages[0].options)
+
+
+def _check_groups(cluster: Cluster, options: StageOptions) -> None:
+    """Raise InputError for groups of replicas that have no equal places in the cluster."""
+    if not options.repeats_shards:
+        return
+    try:
+        groups_of(cluster, options.shards)
+    except ClusterError as error:
+        raise InputError(
+            f"replicas cannot divide gradients or weights in {counted(options.copies, 'group')}: {error.message}",
+            hint="leave out the size of the groups, or give that of a server",
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -161,6 +175,7 @@ def _stages_of(plan: Plan, layer_costs: LayerCosts) -> list[Candidate]:
             stage.level,
             tuple(_positions(layer_costs, names) for names in stage.recompute_groups),
             tensor=stage.tensor,
+            group=stage.sharding.group,
         )
         stages.append(Candidate(before, layers, options, () if consecutive else in_groups.ranks))
         before |= layers
@@ -263,7 +278,13 @@ def _candidates(layer_costs: LayerCosts, stages: Sequence[OwnStage]) -> list[Can
                 hint="the profile keeps it in one stage with the next layer",
             )
         again = _recomputing(layer_costs, layers, stage.recompute)
-        options = StageOptions(stage.replicas, stage.level, again, tensor=stage.tensor)
+        options = StageOptions(
+            stage.replicas,
+            stage.level,
+            again,
+            tensor=stage.tensor,
+            group=stage.sharding.group,
+        )
         candidates.append(Candidate(frozenset(range(layers.start)), frozenset(layers), options))
     return candidates
 

@@ -20,10 +20,9 @@ from planner.formats.profile import Profile
 from planner.options.numbers import is_count
 from planner.options.verbs import PriceOptions
 from planner.schedule.registry import find
+from planner.stages.sharding import WEIGHTS, Sharding, why_no_group
 
 Stages: TypeAlias = int | str | Sequence[int] | Sequence[str]
-
-MOST_SHARDING_LEVEL = 3
 
 
 class Replicas(NamedTuple):
@@ -48,10 +47,13 @@ def own_plan(profile: Profile, cluster: Cluster, wanted: Stages, options: PriceO
     replicas = _replicas(options.replicas, count, most_replicas)
     check_enough_gpus(sum(each.number * each.ranks for each in replicas) // chunks, cluster)
     recompute = _chosen_stages("recompute", options.recompute, count)
-    sharding = _chosen_stages("shard_optimizer", options.shard_optimizer, count)
+    sharding, group = _sharding(options.shard_optimizer, count)
 
     described = []
     for number, (stage, own_replicas) in enumerate(zip(stages, replicas, strict=True)):
+        if group is not None:
+            level = int(sharding.get(number, 0))
+            _check_group(Sharding(level, group), own_replicas.number, options.shard_optimizer)
         described.append(
             OwnStage(
                 blocks=stage.blocks,
@@ -60,6 +62,7 @@ def own_plan(profile: Profile, cluster: Cluster, wanted: Stages, options: PriceO
                 tensor=own_replicas.ranks,
                 sharded=own_replicas.number > 1 and number in sharding,
                 sharding_level=int(sharding.get(number, 1)),
+                shard_group=group,
                 recompute=recompute.get(number, False),
             )
         )
@@ -122,6 +125,28 @@ def _read_replicas(text: str) -> Replicas | None:
     return replicas if min(replicas) > 0 else None
 
 
+def _sharding(given: Any, stages: int) -> tuple[dict[int, bool | int], int | None]:
+    """Return the sharding level of each stage that is named, and the size of groups that repeat each other, if any."""
+    if isinstance(given, bool) or "/" not in str(given):
+        return _chosen_stages("shard_optimizer", given, stages), None
+    which, _, size = str(given).partition("/")
+    if not (is_count(size) and int(size) > 0):
+        raise InputError(
+            f"`shard_optimizer={given}` does not end with the size of groups of replicas",
+            hint="for example: `shard_optimizer=all:3/8`, for a plan of one stage",
+        )
+    return _chosen_stages("shard_optimizer", which, stages), int(size)
+
+
+def _check_group(sharding: Sharding, replicas: int, given: Any) -> None:
+    problem = why_no_group(sharding, replicas)
+    if problem is None:
+        return
+    sizes = [str(size) for size in range(2, replicas) if replicas % size == 0]
+    some = f"groups of {' or '.join(sizes)} of all {replicas}" if sizes else "more replicas"
+    raise InputError(f"`shard_optimizer={given}`: {problem}", hint=f"take level 2 or 3, and {some}")
+
+
 def _chosen_stages(name: str, given: Any, stages: int) -> dict[int, bool | int]:
     """Return the stages that "all" or "0,1:4" names, each with what follows its colon, or True."""
     if given is False:
@@ -149,7 +174,7 @@ def _read_value(name: str, part: str, which: str, number: str) -> int:
     """Return the number of blocks to recompute, or the sharding level, after the colon of a part."""
     recomputes = name == "recompute"
     valid = is_count(number) and int(number) > 0
-    if valid and (recomputes or int(number) <= MOST_SHARDING_LEVEL):
+    if valid and (recomputes or int(number) <= WEIGHTS):
         return int(number)
     wanted = "a number of blocks, 1 or more" if recomputes else "1, 2 or 3"
     raise InputError(f"`{name}={part}` does not end with {wanted}", hint=f"for example: `{name}={which}:2`")

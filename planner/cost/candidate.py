@@ -1,13 +1,14 @@
 """Candidates: stages that are to be priced, how each of them runs, and the values that cross between them."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from planner.cost.work import Floats
 from planner.formats.cluster import DeviceKind
 from planner.formats.profile import Shares
+from planner.stages.sharding import GRADIENTS, ShardedReplicas, Sharding
 
 Groups = tuple[frozenset[int], ...]  # positions of layers
 
@@ -18,20 +19,24 @@ def whole_stage(layers: Iterable[int], recompute: bool = True) -> Groups:
 
 
 @dataclass(frozen=True)
-class StageOptions:
+class StageOptions(ShardedReplicas):
     """How a stage runs. `LayerCosts` says what that does to its time and memory."""
 
     replicas: int = 1  # workers that run the stage, each on its share of the units
-    # What two replicas or more divide: nothing (0), the optimizer's state and its update (1: ZeRO-1, Rajbhandari et al.
-    # 2020, section 5); of a plan's only stage the gradients, too (2), the weights, too (3): see `fully_sharded.py`.
-    level: int = 0
+    level: int = 0  # what two replicas or more divide, as `planner.stages.sharding` numbers it
     # Each group keeps only the values that enter it, and runs its forward again before its own backward.
     recompute: Groups = ()
     kind: DeviceKind | None = None  # of the devices, where the cluster has several; None for the profiled one
     tensor: int = 1  # ranks of a replica, which divide every layer between them (`planner.cost.tensor`)
+    group: int = 0  # replicas that divide it between them, where other groups repeat the same; 0 for all of them
 
     def __post_init__(self) -> None:
         assert not self.level or self.replicas > 1
+        assert self.replicas % self.shards == 0
+
+    def dividing(self, level: int) -> "StageOptions":
+        """Return the options of replicas that divide what the level says, in the same groups where it may."""
+        return replace(self, level=level, group=self.group if level >= GRADIENTS else 0)
 
     @property
     def gpus(self) -> int:
@@ -39,11 +44,11 @@ class StageOptions:
 
     @property
     def sharded(self) -> bool:
-        return self.level > 0
+        return self.shards_optimizer
 
     @property
-    def shards(self) -> int:
-        return self.replicas if self.sharded else 1
+    def sharding(self) -> Sharding:
+        return Sharding(self.level, self.group)
 
 
 @dataclass(frozen=True)

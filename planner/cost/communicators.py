@@ -14,12 +14,14 @@ def communicators(layer_costs: LayerCosts, stages: Sequence[Candidate]) -> list[
     """Return how many communicators a worker has for each of its stages.
 
     One for each pair of workers, pair of stages and direction, because NCCL runs the operations of one communicator in
-    the order of their calls; one for the all-reduce, and one for weights that replicas divide; and one for the ranks
-    that divide layers.
+    the order of their calls; one for the all-reduce, and one for weights that replicas divide, with one more for groups
+    that repeat them; and one for the ranks that divide layers.
     """
-    counts = [
-        int(stage.replicas > 1) + int(stage.options.level > 1) + int(stage.options.tensor > 1) for stage in stages
-    ]
+    counts = []
+    for stage in stages:
+        options = stage.options
+        own = (stage.replicas > 1, options.shards_gradients, options.repeats_shards, options.tensor > 1)
+        counts.append(sum(own))
     shared = {weight.stages for weight in shared_in(layer_costs, stages)}
     for first, second in [*messages(layer_costs, stages), *shared]:
         # A replica meets the replicas of another stage that take the same units in turn: lcm(r, r') / r of them.

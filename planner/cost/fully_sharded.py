@@ -14,6 +14,10 @@ gradients of the unit that runs, twice, and at level 3 the weights of two units:
 level 2 its part of the weights is not one with the gathered ones. Weights that several units use stay as long as the
 whole model runs.
 
+Groups of g replicas may divide what there is, and repeat each other (HSDP: `planner.stages.sharding`). Then g takes the
+place of r above, over the links inside a group, and between two updates the r/g replicas that have the same part of the
+gradients all-reduce it once. All g parts do so at once, over the links that GPUs of a server share.
+
 Exchanges overlap with the computation beside them, except for the first part of the weights or the last of the
 gradients, and for the weights after an update. On CPUs nothing overlaps, for `fully_shard` has no streams there; what
 an exchange adds to the computations around it is measured there by `planner.profiler.links`. Level 1 may be in any
@@ -27,12 +31,14 @@ from itertools import pairwise
 from planner.cost.candidate import Candidate
 from planner.cost.communicators import with_overheads
 from planner.cost.layer_costs import LayerCosts
-from planner.cost.network.link import BUCKETS, Link, link_of, ring_all_reduce_s
+from planner.cost.network.link import BUCKETS, Buckets, Link, link_of, ring_all_reduce_s
 from planner.cost.network.topology import Topology, places_matter
 from planner.cost.overheads import Price
 from planner.cost.setting import Setting
 from planner.cost.weight_copies import buckets_in
+from planner.formats.cluster import Cluster
 from planner.plan.blocks import units_of_stage
+from planner.plan.rank_groups import groups_of
 from planner.plan.shared_weights import shared_weights, trained_parameters
 
 
@@ -47,13 +53,14 @@ class ShardedTimes:
 
 
 def sharded_times(layer_costs: LayerCosts, stage: Candidate, setting: Setting) -> ShardedTimes:
-    """Compute the seconds of a stage of level 2 or 3."""
-    work, r, cluster = layer_costs.work(stage), stage.replicas, setting.cluster
-    topology, ranks = Topology(cluster), stage.ranks or range(r)
+    """Compute the seconds of a stage of level 2 or 3; raise ClusterError for groups that do not fill the cluster's."""
+    work, cluster = layer_costs.work(stage), setting.cluster
+    shards = stage.options.shards
+    topology, ranks = Topology(cluster), (stage.ranks or range(stage.replicas))[:shards]
     link = topology.stage_link(ranks) if places_matter(cluster) else link_of(cluster)
 
     def halves_s(size_bytes: Iterable[float], over: Link) -> float:
-        return sum(float(ring_all_reduce_s(each, r, over)) / 2 for each in size_bytes)
+        return sum(float(ring_all_reduce_s(each, shards, over)) / 2 for each in size_bytes)
 
     forward_s, backward_s = float(work.forward_s), float(work.backward_s)
     # Each unit has an exchange of its own, with the latencies of its steps.
@@ -64,41 +71,67 @@ def sharded_times(layer_costs: LayerCosts, stage: Candidate, setting: Setting) -
     if layer_costs.profile.device.kind == "cpu":
         link = replace(link, overlap=False)
     after_s = gather_s
-    if stage.options.level == 3:
+    if stage.options.shards_weights:
         after_s, exchange_s = 0.0, exchange_s + gather_s
         # Weights arrive beside the forward, of which nothing can run before the first part.
         forward_s = max(forward_s + gather_s / BUCKETS, gather_s) if link.overlap else forward_s + gather_s
     buckets = buckets_in(layer_costs, stage, ())
     ended_s = buckets.reduced_s(exchange_s) if link.overlap else buckets.ready_s[-1] + exchange_s
+    if stage.options.repeats_shards:
+        repeated_s = _repeated_s([size * share / shards for size in units], stage, cluster)
+        after_s += _after_last_s(buckets, exchange_s, repeated_s) if link.overlap else repeated_s
     # Each GPU accumulates and updates its part alone.
-    update_s = float(work.update_s) / r + after_s
-    return ShardedTimes(forward_s, backward_s + ended_s - buckets.ready_s[-1], float(work.accumulate_s) / r, update_s)
+    return ShardedTimes(
+        forward_s=forward_s,
+        backward_s=backward_s + ended_s - buckets.ready_s[-1],
+        accumulate_s=float(work.accumulate_s) / shards,
+        update_s=float(work.update_s) / shards + after_s,
+    )
+
+
+def _repeated_s(parts_bytes: Iterable[float], stage: Candidate, cluster: Cluster) -> float:
+    """Return the seconds in which a GPU all-reduces its parts with those that have the same, beside the others."""
+    copies = stage.options.copies
+    # For one of each group's GPUs the groups are a cluster of their own, with its part of the links that they share.
+    link = Topology(groups_of(cluster, stage.options.shards)).stage_link(range(copies))
+    return sum(float(ring_all_reduce_s(each, copies, link)) for each in parts_bytes)
+
+
+def _after_last_s(buckets: Buckets, exchange_s: float, repeated_s: float) -> float:
+    """Return by how much all-reduces end later than what they wait for: a bucket's gradients, summed in its group."""
+    summed_s = repeated_until_s = 0.0
+    for at_s, share in zip(buckets.ready_s, buckets.shares, strict=True):
+        summed_s = max(summed_s, at_s) + exchange_s * share
+        repeated_until_s = max(repeated_until_s, summed_s) + repeated_s * share
+    return repeated_until_s - summed_s
 
 
 def fully_sharded(layer_costs: LayerCosts, stage: Candidate, setting: Setting, whole: Price) -> Price:
     """Return the price of a stage of level 2 or 3, given that of the same stage of level 1."""
-    times, work, r = sharded_times(layer_costs, stage, setting), layer_costs.work(stage), stage.replicas
-    each = -(-setting.microbatches // r)  # microbatches on each GPU between two updates
+    times, work, options = sharded_times(layer_costs, stage, setting), layer_costs.work(stage), stage.options
+    shards, copies = options.shards, options.copies
+    each = -(-setting.microbatches // options.replicas)  # microbatches on each GPU between two updates
     seconds = each * (times.forward_s + float(work.recompute_s) + times.backward_s)
     seconds += (each - 1) * times.accumulate_s + times.update_s
-    units, gathers = _unit_bytes(layer_costs, stage), 1 if stage.options.level == 2 else 2 * each
+    units, gathers = _unit_bytes(layer_costs, stage), 2 * each if options.shards_weights else 1
     held, weights_bytes = whole.memory[0], whole.memory[0].weights_bytes
     # Masters are all that is kept of weights in half precision, whose gradients are summed in float32, beside them.
     masters = layer_costs.profile.master_weights is not None
-    part_bytes = 0 if masters else -(-weights_bytes // r)
-    if stage.options.level == 2:
-        gathered_bytes = weights_bytes
-    else:
+    part_bytes = 0 if masters else -(-weights_bytes // shards)
+    gathered_bytes = weights_bytes
+    if options.shards_weights:
         *own, shared_bytes = units
         gathered_bytes = min(max(map(sum, pairwise([*own, 0]))) + shared_bytes, weights_bytes)
-    gradients_bytes = -(-held.gradients_bytes // r) + min((2 + masters) * max(units), held.gradients_bytes)
+    gradients_bytes = -(-held.gradients_bytes // shards) + min((2 + masters) * max(units), held.gradients_bytes)
+    in_groups_bytes = (shards - 1) * (each * float(work.trainable_bytes) + gathers * sum(units))
+    between_bytes = 2 * (copies - 1) * float(work.trainable_bytes)
     update = {"weights_bytes": part_bytes + gathered_bytes, "gradients_bytes": gradients_bytes}
     return replace(
         whole,
         seconds_per_minibatch=seconds,
         bottleneck=whole.bottleneck.model_copy(update={"busy_s": seconds}),
         memory=with_overheads(layer_costs, [stage], [held.model_copy(update=update)], [0]),
-        communication_bytes=(r - 1) * (each * float(work.trainable_bytes) + gathers * sum(units)),
+        communication_bytes=copies * in_groups_bytes + between_bytes,
     )
 
 

@@ -37,7 +37,7 @@ def target_of(plan: Plan, system: str) -> Target:
             problem = f"{system} copies whole pipelines, so it has no form for '{plan.config}', whose stages have "
             problem += f"different numbers of {what}"
             raise PlanError(problem, hint="`plan train` runs it; `plan compare` prices straight pipelines")
-    if plan.stages[0].level > 1 and system != "torchtitan":
+    if plan.stages[0].shards_gradients and system != "torchtitan":
         problem = f"{system} has no form for replicas that divide gradients or weights, as those of '{plan.config}' do"
         raise PlanError(problem, hint="export with `system=torchtitan`, or solve with `shard_optimizer=never`")
     replicas, pipeline = plan.replicas[0], plan.workers // len(plan.stages[0].ranks)
@@ -196,8 +196,8 @@ def torchtitan_config(plan: Plan) -> str:
         *target.remarks,
         *model_remarks(plan, "torchtitan"),
     ]
-    level = plan.stages[0].level
-    if level == 1:
+    stage = plan.stages[0]
+    if stage.shards_optimizer_alone:
         said.append("torchtitan divides weights and gradients, too (FSDP), not the optimizer's state alone.")
     if any(stage.recompute for stage in plan.stages):
         said.append("Some stages recompute: set activation_checkpoint of the job.")
@@ -206,11 +206,11 @@ def torchtitan_config(plan: Plan) -> str:
         "pipeline_parallel_degree": target.pipeline,
         "tensor_parallel_degree": target.tensor,
         **({} if plan.experts is None else {"expert_parallel_degree": plan.degrees[0]}),
-        "data_parallel_replicate_degree": 1 if target.sharded else target.replicas,
-        "data_parallel_shard_degree": target.replicas if target.sharded else 1,
+        "data_parallel_replicate_degree": stage.copies if target.sharded else target.replicas,
+        "data_parallel_shard_degree": target.replicas // stage.copies if target.sharded else 1,
     }
-    if level > 1:
-        fields["fsdp_reshard_after_forward"] = "always" if level == 3 else "never"
+    if stage.shards_gradients:
+        fields["fsdp_reshard_after_forward"] = "always" if stage.shards_weights else "never"
     if target.pipeline > 1:
         parts, divided = _modules(plan)
         if divided:

@@ -9,9 +9,10 @@ from planner.formats.plan_parts import ScheduleField
 from planner.formats.quantities import Parts, Workers
 from planner.schedule.instructions import CHUNKS
 from planner.schedule.registry import DEFAULT
+from planner.stages.sharding import ShardedReplicas, Sharding, why_no_group
 
 
-class OwnStage(Record):
+class OwnStage(Record, ShardedReplicas):
     """One stage: how many of the model's blocks it has, or the names of its layers."""
 
     blocks: Parts | None = None
@@ -20,6 +21,7 @@ class OwnStage(Record):
     tensor: Workers = 1  # ranks of a replica, which divide every layer between them
     sharded: bool = False  # the replicas divide the optimizer's state
     sharding_level: Annotated[int, Field(ge=1, le=3)] = 1  # of a plan's only stage: 2 gradients, too, 3 weights, too
+    shard_group: Annotated[int, Field(ge=2)] | None = None  # replicas that divide these two; others repeat them
     # Runs its forward again before each backward: true for the whole stage, a number for that many of its units, the
     # first ones, each by itself.
     recompute: bool | Parts = False
@@ -30,11 +32,18 @@ class OwnStage(Record):
             raise ValueError("a stage has either blocks or layers")
         if self.sharded and self.replicas == 1:
             raise ValueError("one replica has nobody to divide the optimizer's state with")
+        problem = why_no_group(self.sharding, self.replicas)
+        if problem is not None:
+            raise ValueError(problem)
         return self
 
     @property
     def level(self) -> int:
         return self.sharding_level if self.sharded else 0
+
+    @property
+    def sharding(self) -> Sharding:
+        return Sharding(self.level, self.shard_group or 0)
 
 
 class OwnPlan(Record):

@@ -23,6 +23,7 @@ from planner.formats.quantities import (
 from planner.schedule.one_stage import FLUSH
 from planner.schedule.registry import NAMES, find
 from planner.schedule.schedule import Schedule
+from planner.stages.sharding import ShardedReplicas, Sharding, why_no_group
 
 PositiveInt = Annotated[int, Field(ge=1)]
 LONGEST_CONFIG = 40  # characters of a config in tables and sentences
@@ -149,7 +150,7 @@ class Exchanged(Record):
     bytes_per_s: BytesPerSecond  # while nothing else crosses the link
 
 
-class Stage(GrownRecord):
+class Stage(GrownRecord, ShardedReplicas):
     """Consecutive layers, replicated on `ranks`; minibatch b runs on `ranks[b % replicas]`, or that group."""
 
     layers: Annotated[tuple[str, ...], Field(min_length=1)]
@@ -158,6 +159,8 @@ class Stage(GrownRecord):
     in_flight: Parts  # minibatches (microbatches) in flight per replica, at most
     sharded: bool = False  # the replicas divide the optimizer's state, and each updates its part
     sharding_level: Annotated[int, Field(ge=1, le=3)] = 1  # of a plan's only stage: 2 gradients, too, 3 weights, too
+    # At these two levels, replicas that divide between them, where other groups repeat the same; None: all of them.
+    shard_group: Annotated[int, Field(ge=2)] | None = None
     # Groups of layers that keep only the values which enter them, and run their forward again before their own
     # backward; true: the whole stage is one group.
     recompute: bool | tuple[tuple[str, ...], ...] = False
@@ -176,7 +179,7 @@ class Stage(GrownRecord):
 
     later_fields: ClassVar[frozenset[str]] = frozenset(
         {"sharded", "sharding_level", "recompute_s", "ready_shares", "tensor", "forward_shares", "backward_shares"}
-        | {"exchanged"}
+        | {"exchanged", "shard_group"}
     )
 
     @property
@@ -185,8 +188,12 @@ class Stage(GrownRecord):
 
     @property
     def level(self) -> int:
-        """What the replicas divide, as `planner.cost.candidate.StageOptions` numbers it; 0 for nothing."""
+        """What the replicas divide, as `planner.stages.sharding` numbers it; 0 for nothing."""
         return self.sharding_level if self.sharded else 0
+
+    @property
+    def sharding(self) -> Sharding:
+        return Sharding(self.level, self.shard_group or 0)
 
     @property
     def recomputes(self) -> bool:
@@ -221,6 +228,9 @@ class Stage(GrownRecord):
             raise ValueError(f"the ranks {list(self.ranks)} are no groups of {self.tensor} consecutive ones")
         if self.sharded and self.replicas == 1:
             raise ValueError("only a stage of two replicas or more is sharded")
+        problem = why_no_group(self.sharding, self.replicas)
+        if problem is not None:
+            raise ValueError(f"shard_group {self.shard_group}: {problem}")
         if self.ready_shares and len(self.ready_shares) != len(self.ready_s):
             times, shares = len(self.ready_s), len(self.ready_shares)
             raise ValueError(f"ready_s has {times} parts of the gradients, and ready_shares {shares}")

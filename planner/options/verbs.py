@@ -46,8 +46,9 @@ class PriceOptions(Options):
     shard_optimizer: str | bool | Sequence[int] = option(
         (),
         "stages whose replicas divide the optimizer's state and its update; all: those that have two replicas or more; "
-        "of a plan's only stage, with :2 the gradients, too, and with :3 the weights, too, as in all:3",
-        "all|S,S:L",
+        "of a plan's only stage, with :2 the gradients, too, and with :3 the weights, too, as in all:3; with /N in "
+        "groups of N replicas that repeat each other, as in all:3/8",
+        "all|S,S:L/N",
         told="none",
     )
     schedule: Schedule | str = same(SolveOptions, "schedule")

@@ -120,6 +120,7 @@ def _stages(problem: Problem, best: Evaluation) -> Iterator[Stage]:
             in_flight=best.price.in_flight[number],
             sharded=stage.options.sharded,
             sharding_level=max(1, stage.options.level),
+            shard_group=stage.options.group or None,
             recompute=bool(groups) if whole else named,
             recompute_s=costs.recompute_s if groups and (stage.options.level > 1 or not whole) else None,
             forward_s=costs.forward_s,

@@ -94,7 +94,7 @@ def plainest(problem: Problem, found: Answer) -> Answer:
         return found
 
     for level in range(stage.options.level):
-        plan = evaluate(problem, [replace(stage, options=replace(stage.options, level=level))])
+        plan = evaluate(problem, [replace(stage, options=stage.options.dividing(level))])
         as_fast = plan.simulated == best.simulated and plan.seconds <= indistinguishable_s
         if as_fast and problem.allows(plan):
             return found.with_best(plan)

@@ -5,7 +5,8 @@ its own first call. Two workers whose first calls are on different groups would 
 """
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -33,6 +34,15 @@ STREAMS = 32 - 3
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class ShardGroups:
+    """The groups of a worker whose replicas divide weights or gradients: see `planner.stages.sharding`."""
+
+    ranks: Sequence[Sequence[int]]  # of all groups that divide them; those of one place in each have the same part
+    dividing: dist.ProcessGroup  # of this worker and those with which it divides them
+    repeating: dist.ProcessGroup | None = None  # of those that have the same part, if there are others
+
+
 class DataGroups:
     """Makes a worker's process groups for data. All workers make the same, in the same order, members or not."""
 
@@ -51,6 +61,17 @@ class DataGroups:
         if dist.get_rank() in members:
             self._unused.append(lambda token: dist.all_reduce(token, group=group, async_op=True))
         return group
+
+    def for_shards(self, groups: Sequence[Sequence[int]]) -> ShardGroups:
+        """Make the groups in which all workers divide what they have, and those of the same places in each."""
+        if len(groups) == 1:
+            return ShardGroups(groups, self.for_collectives(None))
+        rank = dist.get_rank()
+        divide = [(ranks, self.for_collectives(ranks)) for ranks in groups]
+        repeat = [(ranks, self.for_collectives(ranks)) for ranks in zip(*groups, strict=True)]
+        (dividing,) = (made for ranks, made in divide if rank in ranks)
+        (repeating,) = (made for ranks, made in repeat if rank in ranks)
+        return ShardGroups(groups, dividing, repeating)
 
     def for_messages(self, sender: int, receiver: int) -> dist.ProcessGroup:
         more: dict[str, Any] = {}

@@ -121,10 +121,11 @@ def by_tokens(plan: Plan) -> Plan:
     return plan.model_copy(update={"cluster": plan.cluster.model_copy(update={"sequence_parallel": True})})
 
 
-def sharded(plan: Plan, level: int = 1) -> Plan:
+def sharded(plan: Plan, level: int = 1, group: int | None = None) -> Plan:
     """The plan whose replicated stages divide the optimizer, or more, over their replicas."""
     stages = [
-        stage.model_copy(update={"sharded": stage.replicas > 1, "sharding_level": level}) for stage in plan.stages
+        stage.model_copy(update={"sharded": stage.replicas > 1, "sharding_level": level, "shard_group": group})
+        for stage in plan.stages
     ]
     return plan.model_copy(update={"stages": tuple(stages)})
 

@@ -65,7 +65,7 @@ def content_of(own: Restorable) -> Content | None:
         for name, _ in own.module.named_parameters(remove_duplicate=False):
             del weights[name]
     optimizer, tensors = None, dict[str, Tensor]()
-    if own.optimizer is not None and (first or (own.sharding is not None and own.sharding.divides)):
+    if own.optimizer is not None and (first or (own.sharding is not None and own.sharding.has_own_part)):
         optimizer, tensors = take_state(own.optimizer, own.module, own.learning_rate_factor, own.sharding)
     # The first rank saves the weights, and all of the optimizer of which this one has no part.
     leads = divided_weights(own.module).is_first_rank

@@ -4,6 +4,9 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 Zhao et al., "PyTorch FSDP", VLDB 2023. Each replica has some rows of every weight. A unit's weights are gathered before
 it runs, and its gradients are summed at their owners in every backward, so that nothing is left to reduce in the end.
 The optimizer steps the rows where they are.
+
+Where groups of replicas repeat each other (HSDP, section 3.2.2 there), each group divides all weights. The owners of
+the same rows all-reduce their sums in the last backward before an update, and so have equal weights ever after.
 """
 
 from collections.abc import Callable, Collection
@@ -24,6 +27,7 @@ from planner.model.stage.units import Unit
 from planner.model.tensor.division import own_rows
 from planner.model.tensor.row_exchange import exchange_over
 from planner.model.tensor.sharded_unit import POSSIBLE, divide
+from planner.workers.groups import ShardGroups
 
 _HINT = "solve with `shard_optimizer=never`"
 
@@ -40,17 +44,31 @@ class FullSharding(Sharding):
     """One replica's part of a stage of level 2 or 3, which is divided when its optimizer has been made.
 
     Args:
-        group: the replicas, which exchange weights and gradients on the `device`; the stage moves there.
+        level: 2 or 3.
+        groups: of the replicas, which exchange weights and gradients on the `device`; the stage moves there.
+        alike: whether every backward reaches the same weights, so that sums over several can wait in their groups.
     """
 
-    def __init__(self, stage: StageModule, level: int, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(
+        self,
+        stage: StageModule,
+        level: int,
+        groups: ShardGroups,
+        device: torch.device,
+        *,
+        alike: bool = True,
+    ) -> None:
+        group = groups.dividing
         super().__init__((), (dist.get_rank(group), dist.get_world_size(group)), (), device)
         if not POSSIBLE:
             problem = f"replicas that divide weights need a newer fully_shard than that of PyTorch {torch.__version__}"
             raise PlanError(problem, hint=f"install a newer PyTorch, or {_HINT}")
         self._stage, self._level = stage, level
+        self._groups = groups
         self._exchange = exchange_over(group)
-        self._mesh = DeviceMesh.from_group(group, device.type)
+        self._mesh = _mesh_of(groups, device)
+        self._sums_first = groups.repeating is not None and alike
+        self.repeats = groups.repeating is not None and dist.get_rank(groups.repeating) > 0
         self._modules: list[FSDPModule] = []
 
     def divide(self, optimizer: Optimizer, whole: Collection[nn.Parameter] = ()) -> None:
@@ -106,9 +124,18 @@ class FullSharding(Sharding):
         self._modules.append(whole)
 
     def begin_backward(self, *, last: bool) -> None:
-        """Prepare for a backward, after which level 2 keeps the weights unless it is the `last` before an update."""
+        """Prepare for a backward, after which level 2 keeps the weights unless it is the `last` before an update.
+
+        Groups that repeat each other add up their gradients after that one alone.
+        """
         if self._level == 2:
             self._modules[-1].set_reshard_after_backward(last)
+        if self._sums_first:
+            self._modules[-1].set_requires_all_reduce(last)
+
+    def connect(self, group: dist.ProcessGroup) -> None:
+        """Sum over those that divide the gradients: `group`, of all replicas, may have each part several times."""
+        super().connect(self._groups.dividing)
 
     def part_with_weights(self) -> None:
         """Leave no weights gathered, as forwards without a backward do at level 2."""
@@ -124,3 +151,12 @@ class FullSharding(Sharding):
     def update(self, step: Callable[[], object]) -> None:
         """Run `step` on the rows, from which the next forward gathers the weights."""
         step()
+
+
+def _mesh_of(groups: ShardGroups, device: torch.device) -> DeviceMesh:
+    """Return the mesh of the replicas: where groups repeat each other, with a row for each of them."""
+    if groups.repeating is None:
+        return DeviceMesh.from_group(groups.dividing, device.type)
+    rows = torch.tensor([list(ranks) for ranks in groups.ranks])
+    names = ("replicate", "shard")
+    return DeviceMesh.from_group([groups.repeating, groups.dividing], device.type, rows, mesh_dim_names=names)

@@ -203,6 +203,7 @@ class Sharding:
     """
 
     divides = True  # whether each replica has a part alone
+    repeats = False  # whether a replica before this one has the same part
 
     def __init__(
         self,
@@ -251,6 +252,11 @@ class Sharding:
             for parameter, whole in zip(before, wholes, strict=True):  # Adagrad has state before its first step
                 if (state := optimizer.state.pop(parameter, None)) and whole in self.shards:
                     optimizer.state[self.shards[whole].stepped] = divided(state, self.shards[whole])
+
+    @property
+    def has_own_part(self) -> bool:
+        """Whether this replica has a part that none before it has."""
+        return self.divides and not self.repeats
 
     def connect(self, group: dist.ProcessGroup) -> None:
         self._group = group

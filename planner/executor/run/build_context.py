@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import cache, partial
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from planner.errors import PlanError
@@ -43,7 +42,7 @@ from planner.plan.shape import shape_of
 from planner.profiler.this_machine import return_free_pages
 from planner.runtime import runtime_of
 from planner.schedule.schedule import PipelineShape
-from planner.workers.groups import DataGroups
+from planner.workers.groups import DataGroups, ShardGroups
 from planner.workers.heartbeat import Heartbeat
 from planner.workers.job import Job
 from planner.workers.meeting import await_all
@@ -159,15 +158,16 @@ def _move(
     place: Place,
     groups: DataGroups,
     heartbeat: Heartbeat,
-) -> dist.ProcessGroup | None:
-    """Move the stages to the device; return the group of all workers where these divide weights.
+) -> ShardGroups | None:
+    """Move the stages to the device; return the groups of all workers where these divide weights.
 
     Then the stage moves when it is divided, unit by unit.
     """
-    if plan.stages[0].level > 1:
+    stage = plan.stages[0]
+    if stage.shards_gradients:
         heartbeat.enter("waiting for the others to build their models", meeting=True)
         await_all("models")
-        return groups.for_collectives(None)
+        return groups.for_shards(stage.shard_groups(stage.ranks))
 
     for module in modules.values():
         module.to(place.compute)
@@ -182,9 +182,9 @@ def _with_optimizers(
     shape: PipelineShape,
     place: Place,
     rank: int,
-    everyone: dist.ProcessGroup | None,
+    everyone: ShardGroups | None,
 ) -> dict[int, HeldStage]:
-    """Return this worker's stages with their optimizers; `everyone` is the group of all workers that divide weights."""
+    """Return this worker's stages with their optimizers; `everyone` has the groups of workers that divide weights."""
     options = job.options
     stages = {}
     for number, module in built.training.items():
@@ -192,7 +192,8 @@ def _with_optimizers(
         if everyone is None:
             sharding = sharding_of(plan.stages[number], module, shared, rank, place.wire)
         else:
-            sharding = full_sharding(module, plan.stages[number].level, everyone, place)
+            alike = not spec.defines("blocks")  # code that is not captured may leave weights out that others used
+            sharding = full_sharding(module, plan.stages[number], everyone, place, alike=alike)
         minibatches = shape.minibatches_per_update(number) if options.scale_lr else 1
         optimizer = StageOptimizer(
             spec,
@@ -271,7 +272,7 @@ def sharding_of(
     return Sharding(trained, member, shared.parameters.values(), wire)
 
 
-def full_sharding(module: StageModule, level: int, replicas: dist.ProcessGroup, place: Place) -> Sharding:
+def full_sharding(module: StageModule, stage: Stage, groups: ShardGroups, place: Place, *, alike: bool) -> Sharding:
     """Return a worker's share of a stage of level 2 or 3; raise PlanError where replicas cannot exchange weights."""
     # DTensor takes a second to import.
     from planner.executor.communication.fully_sharded import FullSharding
@@ -279,4 +280,4 @@ def full_sharding(module: StageModule, level: int, replicas: dist.ProcessGroup, 
     if place.wire.type != place.compute.type:
         problem = f"replicas that divide weights exchange them on the {place.compute.type}, not over {place.backend}"
         raise PlanError(problem, hint="leave out `backend`, with a GPU for each worker; or solve without such stages")
-    return FullSharding(module, level, replicas, place.compute)
+    return FullSharding(module, stage.level, groups, place.compute, alike=alike)

@@ -77,7 +77,8 @@ class StageReplica:
         self._together = self._ddp is not None or context.plan.stages[stage.number].level > 1
         self._recomputes = context.plan.stages[stage.number].recomputes
         # Replicas have equal gradients, or each a part of them.
-        self._counts_in_norm = context.is_first_replica(stage.number) or (sharding is not None and sharding.divides)
+        has_part = sharding is not None and sharding.has_own_part
+        self._counts_in_norm = context.is_first_replica(stage.number) or has_part
         self._loss_check = context.loss_check if stage.module.has_loss else None
         self._units: defaultdict[Unit, _InFlight] = defaultdict(_InFlight)  # from their first message on
         self._averaged = 1  # minibatches whose gradients the next update averages

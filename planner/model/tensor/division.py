@@ -324,8 +324,9 @@ def refuse_divided_hooks(name: str, parameter: Tensor) -> None:
 def own_rows(weight: Tensor) -> slice:
     """Return which rows of a weight this replica has, where `fully_shard` has divided it."""
     mesh, rows = weight.device_mesh, weight.shape[0]  # type: ignore[attr-defined]
-    each = -(-rows // mesh.size())
-    return slice(min(mesh.get_local_rank() * each, rows), min((mesh.get_local_rank() + 1) * each, rows))
+    last = mesh.ndim - 1  # in the others replicas have the same rows
+    each, place = -(-rows // mesh.size(last)), mesh.get_local_rank(last)
+    return slice(min(place * each, rows), min((place + 1) * each, rows))
 
 
 def is_divided(weight: Tensor) -> bool:

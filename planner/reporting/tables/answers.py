@@ -125,7 +125,7 @@ def _head(answer: Fit, plan: Plan) -> list[tuple[str, str | None]]:
     split = _split(plan)
     saved = {"recomputation": sum(bool(stage.recomputes) for stage in plan.stages)}
     if "ZeRO" not in split:
-        saved["a divided optimizer's state"] = sum(stage.level == 1 for stage in plan.stages)
+        saved["a divided optimizer's state"] = sum(stage.shards_optimizer_alone for stage in plan.stages)
     of_all = f" of {len(plan.stages)} stages" if len(plan.stages) > 1 else ""
     saving = [f", {what}" + (of_all and f" in {count}{of_all}") for what, count in saved.items() if count]
     return [
@@ -179,9 +179,11 @@ def _split(plan: Plan) -> str:
     stages, config = len(plan.stages), short_config(plan.config)
     if stages > 1:
         return config if config.endswith("stages)") else f"{config} ({stages} stages)"
-    level = plan.stages[0].level
-    way = f"data parallel, ZeRO-{level}" if level else "data parallel"
-    return f"{config} ({way})" if plan.stages[0].replicas == plan.workers > 1 else config
+    stage = plan.stages[0]
+    way = f"data parallel, ZeRO-{stage.level}" if stage.shards_optimizer else "data parallel"
+    if stage.repeats_shards:
+        way += f" in {stage.copies} groups of {stage.shards}, HSDP"
+    return f"{config} ({way})" if stage.replicas == plan.workers > 1 else config
 
 
 def _unit(plan: Plan) -> str:

@@ -409,7 +409,7 @@ def stage_table(plan: Plan) -> Table:
             "accumulation": format_seconds(stage.accumulate_s) if accumulates else None,
             "sends": format_bytes(sent[number]),
             **{
-                part: (f"1/{stage.replicas}" if stage.level >= least else "whole") if level >= least else None
+                part: (f"1/{stage.shards}" if stage.level >= least else "whole") if level >= least else None
                 for least, part in parts.items()
             },
             "recomputes": (recomputing(stage) or "nothing") if recomputes else None,

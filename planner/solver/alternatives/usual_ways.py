@@ -3,6 +3,7 @@
     data parallel             a replica of the whole model on each GPU; where GPUs differ, also on those of one kind
     one GPU
     ZeRO-1, ZeRO-2, ZeRO-3    data parallel, with optimizer state, gradients and weights divided over the replicas
+    HSDP                      the same as ZeRO-3 inside each server, all of which have the whole model
     2, 4, 8 equal stages      pipelines of equally many blocks under 1F1B with a flush, with replicas on the other GPUs
 
 All rows have the question's samples per update. So no way has more replicas than a minibatch has microbatches: the
@@ -27,11 +28,13 @@ from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation
 from planner.solver.question import problem_of
 from planner.solver.tuning.record import Tuning
+from planner.stages.sharding import ALL_LEVELS, WEIGHTS, variants
 
 ONE_GPU = "one GPU"
 DATA_PARALLEL = "data parallel"
 EQUAL_STAGES = "equal stages"  # of equally many blocks
 ZERO = ("ZeRO-1", "ZeRO-2", "ZeRO-3, FSDP")  # by what replicas divide
+HYBRID = "HSDP"
 
 
 @dataclass(frozen=True)
@@ -143,11 +146,18 @@ def _sharded(problem: Problem) -> Iterator[Way]:
     stage = replicated(problem)
     if stage.replicas == 1:
         return
-    for level, name in enumerate(ZERO, start=1):
-        within = problem if level == 1 else _drained(problem, stage.replicas)
-        sharded = replace(stage, options=replace(stage.options, level=level))
-        if level == 1 or why_whole(within.schedule, within.microbatches, [stage.replicas], [1]) is None:
-            yield _fitting(Way(name, within, evaluate(within, [sharded])))
+
+    drained = _drained(problem, stage.replicas)
+    whole = why_whole(drained.schedule, drained.microbatches, [stage.replicas], [1]) is None
+    servers = problem.server_sizes[:1]
+    for sharding in variants(ALL_LEVELS, stage.replicas, servers, whole=whole):
+        if sharding.group and sharding.level != WEIGHTS:
+            continue  # who has GPUs enough to shard inside servers saves most, too
+
+        options = replace(stage.options, level=sharding.level, group=sharding.group)
+        within = drained if options.shards_gradients else problem
+        name = HYBRID if options.repeats_shards else ZERO[sharding.level - 1]
+        yield _fitting(Way(name, within, evaluate(within, [replace(stage, options=options)])))
 
 
 def _drained(problem: Problem, replicas: int) -> Problem:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -34,6 +34,7 @@ from planner.solver.problem.budget import Budget
 from planner.solver.problem.result import Evaluation
 from planner.solver.problem.states import Chain
 from planner.solver.tuning.record import STANDARD, Tuning
+from planner.stages.sharding import Sharding, variants
 from planner.units import SLACK
 
 
@@ -149,6 +150,16 @@ class Problem:
         fully = self.cluster.has_memory_limit and not (self.degree > 1 or profile.compiled or profile.memory_format)
         more = (2, 3) if fully and why_whole(schedule, 2, [2], [1]) is None else ()
         return (1, *more) if self.rules.shard_optimizer == "always" else (0, 1, *more)
+
+    def shardings(self, replicas: int, stages: int = 1) -> Iterator[Sharding]:
+        """Yield what the replicas of each of so many equal stages may divide."""
+        even = self.microbatches % replicas == 0
+        yield from variants(self.levels, replicas, self.server_sizes, whole=stages == 1 and even)
+
+    @cached_property
+    def server_sizes(self) -> tuple[int, ...]:
+        """How many GPUs share the links inside a server, a rack, and so on, below the whole cluster; of one kind."""
+        return () if self.cluster.kinds else tuple(int(size) for size in self.topology.groups[:-1])
 
     @property
     def placed(self) -> bool:

@@ -23,6 +23,7 @@ from planner.cost.recomputation import units_of
 from planner.cost.work import Floats
 from planner.solver.problem.group_totals import GroupTotals, least_recomputation_s
 from planner.solver.problem.problem import Problem
+from planner.stages.sharding import variants
 
 
 @dataclass(frozen=True)
@@ -70,16 +71,16 @@ def single_stage_s(
     """Return the least seconds of a single stage of these levels, or `below_s` if that is less."""
     blocks = _Blocks.of(problem.layer_costs)
 
-    for level in levels:
-        fewest = 2 if level > 0 else 1  # a single replica divides nothing
-        for replicas in range(totals.most_replicas, fewest - 1, -1):
-            share = -(-problem.microbatches // replicas)
-            if share * totals.once_s >= below_s:
-                break  # fewer replicas run more microbatches each
-            if level > 1 and problem.microbatches % replicas:
-                continue
+    for replicas in range(totals.most_replicas, 0, -1):
+        share = -(-problem.microbatches // replicas)
+        if share * totals.once_s >= below_s:
+            break  # fewer replicas run more microbatches each
 
-            options = StageOptions(replicas, level)
+        even = problem.microbatches % replicas == 0
+        for sharding in variants(levels, replicas, problem.server_sizes, whole=even):
+            if sharding.level not in levels:
+                continue  # a single replica divides nothing
+            options = StageOptions(replicas, sharding.level, group=sharding.group)
             again_s = _again_s(problem, totals, blocks, options)
             least_s = share * (totals.once_s + again_s)
             if least_s < below_s and _may_fit(problem, blocks, options, again_s):
@@ -97,10 +98,9 @@ def _again_s(
     """Return the least seconds of forwards that run again, so that a replica fits."""
     optimizer_bytes = totals.optimizer_bytes.sum()
     kept_bytes = totals.kept_bytes.sum()
-    if options.level > 0:
-        optimizer_bytes = optimizer_bytes / options.replicas
-    if options.level > 1:
-        kept_bytes = kept_bytes / options.replicas
+    optimizer_bytes = optimizer_bytes / options.shards
+    if options.shards_gradients:
+        kept_bytes = kept_bytes / options.shards
 
     state_bytes = optimizer_bytes + kept_bytes
     if state_bytes > totals.memory_bytes:

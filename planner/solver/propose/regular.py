@@ -5,7 +5,7 @@ They are the first answer, the answer where time runs out, and what no answer ma
     stages      equal in time, or of equally many blocks; as many as are a power of two, and under schedules that drain
                 whatever number uses all GPUs: on 35 groups of GPUs 35, 17, 11, 8, 7
     replicas    as many as there are GPUs for; also on a half, a quarter and so on of the GPUs
-    sharding    nothing, the optimizer's state, or of a single stage its gradients and weights, too
+    sharding    nothing, the optimizer's state, or of a single stage its gradients and weights, too, also inside servers
 
 A stage that does not fit the memory recomputes as little as makes it fit. Plans come in the order of their prices,
 though pricing a plan of many stages takes time, and finding what recomputes adds to the price: so both wait until
@@ -102,11 +102,10 @@ def _points(question: Problem, sums: "_LayerSums", cut: Cut) -> Iterator[_Point]
         if not 1 <= replicas <= most_replicas:
             continue
         least_s = sums.least_s(cut, replicas)
-        for level in question.levels if replicas > 1 else (0,):
-            # Gradients and weights are divided by replicas of the whole model that have equally many microbatches.
-            even = stages == 1 and question.microbatches % replicas == 0
-            if (level < 2 or even) and sums.may_fit(cut, replicas, level):
-                yield _Point(least_s, cut, StageOptions(replicas, level))
+        for sharding in question.shardings(replicas, stages):
+            options = StageOptions(replicas, sharding.level, group=sharding.group)
+            if sums.may_fit(cut, options):
+                yield _Point(least_s, cut, options)
 
 
 @dataclass(frozen=True)
@@ -139,15 +138,14 @@ class _LayerSums:
             busy_s = float(self.compute_s.sum()) + max(0.0, busy_s - slowest_s)
         return busy_s * (1 - SLACK)
 
-    def may_fit(self, cut: Cut, replicas: int, level: int) -> bool:
+    def may_fit(self, cut: Cut, options: StageOptions) -> bool:
         """Whether the stages' state fits the memory, however much recomputes."""
         cluster = self.question.cluster
         if cluster.kinds or cluster.memory_bytes is None:
             return True
-        kept_parts = replicas if level > 1 else 1
-        optimizer_parts = replicas if level > 0 else 1
+        kept_parts = options.shards if options.shards_gradients else 1
         held_bytes = max(
-            _sum(self.kept_bytes, stage) / kept_parts + _sum(self.optimizer_bytes, stage) / optimizer_parts
+            _sum(self.kept_bytes, stage) / kept_parts + _sum(self.optimizer_bytes, stage) / options.shards
             for stage in cut
         )
         return held_bytes <= cluster.memory_bytes

@@ -38,12 +38,13 @@ class Case:
     numbers: ModuleOptions = PLAIN
     samples: int | None = None
     exact: bool = True  # to rounding of float32
+    group: int | None = None  # replicas that divide it between them; all where it is None
 
     def job(self, folder: Path, replicas: int, microbatches: int) -> Job:
         folder.mkdir(exist_ok=True)
         path = write_model(folder, self.model, self.optimizer, samples=self.samples, more=self.more)
         plan = make_plan(_profile(path, self.numbers), (replicas,), self.schedule, microbatches)
-        plan = recomputing(sharded(plan, self.level) if replicas > 1 else plan, self.recompute)
+        plan = recomputing(sharded(plan, self.level, self.group) if replicas > 1 else plan, self.recompute)
         weights = folder / f"{replicas}.pt"
         return Job(model=str(path), plan=plan, steps=STEPS, seed=SEED, save_weights=str(weights), options=self.options)
 
