@@ -85,7 +85,9 @@ def read_options(record: Callable[..., RecordT], args: argparse.Namespace, **oth
 
 def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the group "cluster"; `cluster_of` reads it."""
-    group = parser.add_argument_group("cluster", "--bandwidth with --gpus or --topology; or --cluster")
+    group = parser.add_argument_group(
+        "cluster", "--servers, --gpus-per-server and --bandwidth; or --gpus and --bandwidth; or --cluster"
+    )
     add_options(group, ClusterOptions)
 
 

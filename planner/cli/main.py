@@ -37,11 +37,11 @@ DESCRIPTION = """\
 Automatic pipeline-parallel training in PyTorch: measure a model, find its fastest split into stages and replicas over
 your GPUs, and train it that way.
 
-    plan profile model.py                       model on this device  -> profile.json
-    plan solve --gpus 8 --bandwidth 10Gbps      profile and cluster   -> plan.json
-    plan simulate                               plan                  -> timeline, throughput, memory
-    plan report                                 all of it             -> report.html
-    plan train model.py                         plan                  -> trained model
+    plan profile model.py            measure each layer of the model on this device -> profile.json
+    plan solve --servers 2 --gpus-per-server 4 --bandwidth pcie4,10Gbps
+                                     find the fastest plan for two servers of 4 GPUs -> plan.json
+    plan report                      the plan's stages, timeline and memory         -> report.html
+    plan train model.py              train the model by the plan
 
 New here? `plan quickstart` does all of it with a small model.
 """

@@ -61,13 +61,12 @@ class FitOptions(SolveOptions):
     """Which GPUs a model is to fit, and how it is trained there."""
 
     gpu: str = option("a100-80gb", "kind of GPU")
-    servers: int | None = option(
-        None, "servers that the GPUs are divided over", "N", least=1, told=f"up to {PER_SERVER} GPUs in each"
-    )
+    servers: int | None = same(ClusterOptions, "servers", told=f"up to {PER_SERVER} GPUs in each")
+    gpus_per_server: int | None = same(ClusterOptions, "gpus_per_server")
     bandwidth: Quantities | None = option(
         None,
-        "of each GPU's link inside a server, and with several servers also of each server's: nvlink4,100Gbps; servers "
-        "of one GPU have one link: 1Gbps",
+        "bandwidth of each GPU's link inside a server, then that of each server's: pcie4,10Gbps; servers of one GPU "
+        "have one link: 1Gbps",
         "RATE",
         parse=each(link_bandwidth),
         told=f"what such GPUs usually have; between servers {BETWEEN_SERVERS}, and 400Gbps per GPU of H100 and later",
