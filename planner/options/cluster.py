@@ -66,12 +66,14 @@ class ClusterOptions(Options):
         "number of servers, with `gpus_per_server` or `gpus`",
         "N",
         least=1,
+        aliases=("--nnodes",),
     )
     gpus_per_server: int | None = option(
         None,
         "GPUs in each server",
         "N",
         least=1,
+        aliases=("--nproc-per-node",),
     )
     gpus: int | None = option(
         None,
@@ -99,6 +101,7 @@ class ClusterOptions(Options):
         "TIME",
         parse=each(parse_seconds),
         told="0s",
+        advanced=True,
     )
     memory: int | str | None = option(
         None,
@@ -108,24 +111,34 @@ class ClusterOptions(Options):
         told=f"{PLANNED} of what the profiled GPU has; unlimited for a CPU",
     )
     kinds: str | Mapping[str, int] | None = option(
-        None, "how many GPUs there are of each kind of the profile, by rank", "NAME=N,NAME=N", parse=_kinds
+        None,
+        "how many GPUs there are of each kind of the profile, by rank",
+        "NAME=N,NAME=N",
+        parse=_kinds,
+        advanced=True,
     )
     own_links: bool = option(
         False,
         "with several servers: each GPU has its own link at every level",
         told="the GPUs of a server share one",
+        advanced=True,
     )
     no_overlap: bool = option(
-        False, "messages do not overlap with computation: for CPU workers that use every core of their host"
+        False,
+        "messages do not overlap with computation: for CPU workers that use every core of their host",
+        advanced=True,
     )
     compress: CodecName | None = option(
         None,
-        "send activations and their gradients between stages "
+        "how stages send activations and their gradients. "
         + "; ".join(f"{codec.name}: {codec.summary}" for codec in CODECS.values()),
         told="none, or what `cluster` says",
+        advanced=True,
     )
     sequence_parallel: bool = option(
-        False, "groups of `tensor` divide by tokens, too, what each rank would compute whole: sequence parallelism"
+        False,
+        "sequence parallelism: tensor-parallel ranks shard by tokens what each of them would compute whole",
+        advanced=True,
     )
     cluster: str | Path | None = option(
         None, "cluster.json, in place of all but `memory`, `compress` and `sequence_parallel`", "FILE", parse=Path
