@@ -204,8 +204,8 @@ def _why_data_parallel(parallel: Plan, plan: Plan, ratio: float) -> str:
     that = update_words(plan.samples_per_update, plan.microbatch_size)
     return (
         f"the best pipeline under {plan.schedule}, {short_config(plan.config)}, is {as_fast(ratio)} as data "
-        f"parallelism, and its gradients are up to {counted(plan.staleness, 'update')} stale; it updates after {that}, this plan "
-        f"after {this}; for that one, solve with `schedule={plan.schedule}`"
+        f"parallelism, and its gradients are up to {counted(plan.staleness, 'update')} stale; it updates after "
+        f"{that}, this plan after {this}; for that one, solve with `schedule={plan.schedule}`"
     )
 
 

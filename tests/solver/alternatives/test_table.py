@@ -15,7 +15,7 @@ from planner.formats.cluster import Cluster, flat_cluster
 from planner.formats.plan import Plan, load_plan, save_plan
 from planner.formats.profile import Profile
 from planner.options.solving import SolveOptions
-from planner.reporting.tables.plan import plan_report, staleness_warning
+from planner.reporting.tables.plan import plan_report
 from planner.schedule.one_stage import FLUSH
 from planner.solver import search_plan as solve
 from planner.solver.alternatives.schedules import with_synchronous
@@ -93,10 +93,7 @@ def test_a_plan_with_another_global_batch_never_takes_its_place() -> None:
     larger = answer.synchronous_usual
     assert larger is not None
     assert larger.samples_per_update == (64, 64)
-    assert larger.seconds_per_microbatch <= stale.predicted.seconds_per_minibatch * 1.01
-    assert (
-        staleness_warning(answer) is not None or larger.seconds_per_microbatch > stale.predicted.seconds_per_minibatch
-    )
+    assert larger.seconds_per_microbatch == pytest.approx(stale.predicted.seconds_per_minibatch, rel=0.01)
 
 
 def test_data_parallelism_is_the_answer_where_a_pipeline_gains_less_than_five_percent() -> None:
@@ -120,8 +117,9 @@ def test_a_global_batch_that_was_given_holds_for_all_plans(microbatches: int) ->
     size = microbatches * (MODEL.microbatch_size or 1)
     plan = planner.solve(MODEL, flat_cluster(4, 1e8), minibatch=size)
     assert plan.samples_per_update == (size, size)
-    ways = (plan.synchronous, plan.synchronous_usual, *plan.baselines)
-    assert {way.samples_per_update for way in ways if way is not None} <= {(size, size)}
+    assert plan.synchronous_usual is None
+    assert plan.synchronous is None or plan.synchronous.samples_per_update == (size, size)
+    assert microbatches == 1 or {way.samples_per_update for way in plan.baselines} == {(size, size)}
 
 
 def test_replicas_under_1f1b_have_a_global_batch_of_their_own() -> None:
