@@ -167,6 +167,6 @@ def _lines_with_flags() -> Iterator[str]:
         if place.startswith("cli/") or place in _EXPORTS:
             continue
         for number, line in enumerate(path.read_text("utf-8").splitlines(), start=1):
-            declared = place.startswith("options/") and re.search(r'\b(flag|negation)="--', line)
+            declared = place.startswith("options/") and re.search(r'\b((flag|negation)="|aliases=\(")--', line)
             if _FLAG.search(line) and not _OTHER_PROGRAMS.search(line) and not declared:
                 yield f"{place}:{number}: {line.strip()}"

@@ -1,5 +1,6 @@
 """The verbs that need no PyTorch, as functions: `planner.solve`, `planner.price`, `planner.report` and others."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ from planner.analysis.compare import compare
 from planner.analysis.explain import explain
 from planner.analysis.given_plan import price as priced
 from planner.api.own_stages import Stages, own_plan
+from planner.api.servers import check_rates, number_of_gpus, number_of_servers
 from planner.arguments import checked
 from planner.errors import ClusterError, InputError, PlannerError
 from planner.formats.cluster import Cluster, DeviceKind, flat_cluster, hierarchical_cluster, load_cluster
@@ -48,14 +50,15 @@ def cluster(profile: Profile, options: ClusterOptions) -> Cluster:
 
     Example:
         >>> profile = planner.load_profile("profiles/vgg16/cpu.json")
-        >>> planner.cluster(profile, topology="4x2", bandwidth="nvlink3,10Gbps", memory="16GB").gpus
+        >>> planner.cluster(profile, servers=2, gpus_per_server=4, bandwidth="pcie4,10Gbps", memory="16GB").gpus
         8
     """
     memory_bytes = options.memory
     if memory_bytes is None and not profile.kinds:  # each of several kinds has its own
         memory_bytes = planned_bytes(profile.device)
     if options.cluster is not None:
-        refuse(options, "cluster", "gpus", "topology", "bandwidth", "own_links", "no_overlap")
+        described_twice = ("gpus", "servers", "gpus_per_server", "topology", "bandwidth", "own_links", "no_overlap")
+        refuse(options, "cluster", *described_twice)
         described = load_cluster(options.cluster)
         if options.memory is not None or described.memory_bytes is None:
             described = described.model_copy(update={"memory_bytes": memory_bytes})
@@ -67,7 +70,7 @@ def cluster(profile: Profile, options: ClusterOptions) -> Cluster:
         if sum(counts.values()) != described.gpus:
             raise ClusterError(
                 f"the kinds are {' + '.join(map(str, counts.values()))} GPUs, and the cluster has {described.gpus}",
-                hint="give `kinds` as many GPUs as `gpus` or `topology`",
+                hint="give `kinds` as many GPUs as the cluster has",
             )
         changes["kinds"] = tuple(DeviceKind(name=name, count=count) for name, count in counts.items())
     if options.sequence_parallel and not profile.tensor:
@@ -79,23 +82,56 @@ def cluster(profile: Profile, options: ClusterOptions) -> Cluster:
 
 
 def _linked(options: ClusterOptions, memory_bytes: int | str | None) -> Cluster:
-    rates, latencies, overlap = listed(options.bandwidth), listed(options.latency), not options.no_overlap
+    """Return the cluster of the options that count GPUs and name links."""
+    rates = listed(options.bandwidth)
     if not rates:
-        raise ClusterError("the cluster has no bandwidth", hint="give `bandwidth=10Gbps`, or `cluster=cluster.json`")
+        raise ClusterError(
+            "the cluster has no bandwidth",
+            hint="give `bandwidth=pcie4,10Gbps` with two `servers`, or `cluster=cluster.json`",
+        )
+
     if options.topology is not None:
-        refuse(options, "topology", "gpus")
+        refuse(options, "topology", "gpus", "servers", "gpus_per_server")
         sizes = [int(size) for size in options.topology]
+    else:
+        sizes = _levels_of_servers(options, rates)
+
+    latencies = listed(options.latency)
+    overlap = not options.no_overlap
+    if len(sizes) > 1 or options.topology is not None:
         latencies = latencies * len(sizes) if len(latencies) == 1 else latencies
         shared = not options.own_links
         return hierarchical_cluster(sizes, rates, memory_bytes, latencies, shared=shared, overlap=overlap)
-    if options.gpus is None:
-        hint = "give `gpus=8`, `topology=4x2`, or `cluster=cluster.json`"
-        raise ClusterError("the cluster has no number of GPUs", hint=hint)
-    refuse(options, "gpus", "own_links")
+
+    if options.own_links:
+        raise ClusterError(
+            "`own_links` is for several servers of several GPUs: these GPUs have links of their own",
+            hint="leave out `own_links`, or give `servers=2`",
+        )
     for values, what in ((rates, "`bandwidth`"), (latencies, "`latency`")):
         if len(values) != 1:
-            raise ClusterError(f"{what} has {len(values)} values for one level", hint="name the levels with `topology`")
-    return flat_cluster(options.gpus, rates[0], memory_bytes, latencies[0], overlap=overlap)
+            raise ClusterError(
+                f"{what} has {len(values)} values for one level",
+                hint="say how many servers there are: `servers=2`",
+            )
+    return flat_cluster(sizes[0], rates[0], memory_bytes, latencies[0], overlap=overlap)
+
+
+def _levels_of_servers(options: ClusterOptions, rates: Sequence[float | str]) -> list[int]:
+    """Return the GPUs per server and the servers, or the GPUs alone where all have one link."""
+    gpus = number_of_gpus(options.gpus, options.servers, options.gpus_per_server)
+    if gpus is None:
+        raise ClusterError(
+            "the cluster has no number of GPUs",
+            hint="give `servers=2` and `gpus_per_server=4`, `gpus=8`, or `cluster=cluster.json`",
+        )
+
+    servers = number_of_servers(gpus, options.servers, options.gpus_per_server)
+    if servers is None:
+        return [gpus]
+
+    check_rates(rates, gpus, servers)
+    return [gpus // servers, servers] if 1 < servers < gpus else [gpus]
 
 
 @keywords_of(SolveOptions)

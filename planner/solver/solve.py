@@ -19,7 +19,11 @@ from planner.schedule.one_stage import FLUSH
 from planner.schedule.registry import AUTO
 from planner.solver.alternatives.fewer_hosts import with_fewer_hosts
 from planner.solver.alternatives.interleaved import or_interleaved
-from planner.solver.alternatives.schedules import under_every_schedule, with_synchronous
+from planner.solver.alternatives.schedules import (
+    holding_minibatch,
+    under_every_schedule,
+    with_synchronous,
+)
 from planner.solver.alternatives.table import fastest_usual, no_slower_than_usual
 from planner.solver.clock import Clock
 from planner.solver.find_plan import find_plan
@@ -59,9 +63,11 @@ def solve_unexplained(
     clock = clock or Clock.of(options.time_limit_s, options.progress, tuning.clock)
     cluster = cluster_for(profile, cluster)
 
+    options, note = holding_minibatch(profile, options)
     search_share = tuning.answer.search_share
     searching = clock.part(search_share / (1 + options.survive))
     plan = _searched(profile, cluster, options, searching, tuning)
+    plan = plan.noting(note) if note else plan
 
     if options.schedule != AUTO and not options.alone:
         left = clock.part(tuning.answer.synchronous_share)

@@ -207,6 +207,7 @@ def _in_place_of(plan: Plan, best: Plan) -> Plan:
     context = {
         "notes": plan.notes,
         "synchronous": plan.synchronous if best.schedule.asynchronous else None,
+        "synchronous_usual": plan.synchronous_usual if best.schedule.asynchronous else None,
         "schedules": tuple(chosen if way.schedule is best.schedule else way for way in plan.schedules),
     }
     best = best.model_copy(update=context)

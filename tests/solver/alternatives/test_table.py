@@ -62,35 +62,80 @@ def test_what_does_not_fit_is_no_measure() -> None:
     assert "x over data parallel" not in text
 
 
-def test_a_late_plan_says_what_a_synchronous_one_would_give() -> None:
+def test_a_stale_plan_says_what_synchronous_ones_would_give() -> None:
+    """One has its global batch, which a pipeline that drains is slow with, and one has the usual number of parts."""
     cluster, options = flat_cluster(4, 1e8), SolveOptions(schedule="1f1b")
     plan = with_synchronous(MODEL, find_plan(MODEL, cluster, options), options, Clock(), STANDARD)
-    drained = solve(MODEL, cluster, schedule="1f1b-flush", microbatches=16)
-    assert plan.synchronous is not None
-    assert plan.synchronous.config == drained.config
-    assert plan.synchronous.seconds_per_microbatch == pytest.approx(drained.predicted.seconds_per_minibatch / 16)
-    text = plan_report(plan)
-    assert f"1f1b-flush {drained.config}, whose gradients are never late" in text
-    assert plan.synchronous.samples_per_update == (64, 64)
     assert plan.samples_per_update == (4, 4)
-    assert "update     after a global batch of 4 samples" in text
-    assert "times as fast, 64 samples per update" in text
-    assert with_synchronous(MODEL, drained, options, Clock(), STANDARD) is drained
+    rows = {1: plan.synchronous, 16: plan.synchronous_usual}
+    for microbatches, row in rows.items():
+        drained = solve(MODEL, cluster, schedule="1f1b-flush", microbatches=microbatches)
+        assert row is not None
+        assert row.config == drained.config
+        assert row.samples_per_update == drained.samples_per_update == (4 * microbatches, 4 * microbatches)
+        seconds = drained.predicted.seconds_per_minibatch / microbatches
+        assert row.seconds_per_microbatch == pytest.approx(seconds)
+        assert with_synchronous(MODEL, drained, options, Clock(), STANDARD) is drained
+    assert Plan.model_validate_json(plan.model_dump_json()) == plan
 
 
-def test_a_synchronous_plan_that_is_as_fast_is_the_answer_unless_the_schedule_was_asked_for() -> None:
+WAITING = profile(*(layer(f"h.{n}", 1, 2, output_bytes=10**7, weight_bytes=10**8) for n in range(4)))
+
+
+def test_a_plan_with_another_global_batch_never_takes_its_place() -> None:
+    """1f1b-flush is as fast with 16 times as many samples per update. That is said, and the answer stays."""
     cluster, options = flat_cluster(4, 1e8), SolveOptions()
-    model = profile(*(layer(f"h.{n}", 1, 2, output_bytes=10**7, weight_bytes=10**8) for n in range(4)))
-    late = find_plan(model, cluster, options)
-    assert late.staleness
+    stale = find_plan(WAITING, cluster, options)
+    assert stale.staleness
+    answer = with_synchronous(WAITING, stale, options, Clock(), STANDARD)
+    assert (answer.schedule, answer.samples_per_update) == (stale.schedule, (4, 4))
+    assert answer.synchronous is not None
+    assert answer.synchronous.samples_per_update == (4, 4)
+    larger = answer.synchronous_usual
+    assert larger is not None
+    assert larger.samples_per_update == (64, 64)
+    assert larger.seconds_per_microbatch == pytest.approx(stale.predicted.seconds_per_minibatch, rel=0.01)
+
+
+def test_data_parallelism_is_the_answer_where_a_pipeline_gains_less_than_five_percent() -> None:
+    """With a microbatch on each GPU, as under 1f1b."""
+    light = profile(*(layer(f"h.{n}", 1, 2, output_bytes=10, weight_bytes=10**6) for n in range(4)))
+    cluster, options = flat_cluster(4, 1e8), SolveOptions()
+    stale = planner.price(light, cluster, 4, replicas=1, schedule="1f1b")
+    assert stale.staleness
+    answer = with_synchronous(light, stale, options, Clock(), STANDARD)
+    assert (answer.config, answer.staleness, answer.samples_per_update) == ("4", 0, (16, 16))
+    (first, *_) = answer.notes
+    assert first.startswith("the best pipeline under 1f1b, 1-1-1-1, is ")
+    assert "it updates after 4 samples, this plan after 16 samples" in first
+    assert first in plan_report(answer)
     named = SolveOptions(schedule="1f1b")
-    assert with_synchronous(model, late, named, Clock(), STANDARD).schedule is late.schedule
-    drained = with_synchronous(model, late, options, Clock(), STANDARD)
-    assert (drained.schedule, drained.staleness) == (FLUSH, 0)
-    (note,) = drained.notes
-    assert note.startswith("this plan under 1f1b-flush is as fast as the best under 1f1b, 1-1-1-1, whose gradients are")
-    assert "this plan updates after 64 samples, that one after 4 samples" in note
-    assert note in plan_report(drained)
+    assert with_synchronous(light, stale, named, Clock(), STANDARD).config == stale.config
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 8])
+def test_a_global_batch_that_was_given_holds_for_all_plans(microbatches: int) -> None:
+    size = microbatches * (MODEL.microbatch_size or 1)
+    plan = planner.solve(MODEL, flat_cluster(4, 1e8), minibatch=size)
+    assert plan.samples_per_update == (size, size)
+    assert plan.synchronous_usual is None
+    assert plan.synchronous is None or plan.synchronous.samples_per_update == (size, size)
+    assert microbatches == 1 or {way.samples_per_update for way in plan.baselines} == {(size, size)}
+
+
+def test_replicas_under_1f1b_have_a_global_batch_of_their_own() -> None:
+    """Where the schedule was asked for, the answer says so; else the batch that was asked for is what holds."""
+    heavy = profile(
+        layer("wide", 6, 12, output_bytes=10),
+        layer("deep", 2, 4, output_bytes=10, weight_bytes=10**9),
+    )
+    cluster, size = flat_cluster(4, 1e8), heavy.microbatch_size or 1
+    asked = planner.solve(heavy, cluster, schedule="1f1b", minibatch=size)
+    assert asked.samples_per_update[1] > size
+    assert any(note.startswith("the global batch is ") for note in asked.notes)
+    free = planner.solve(heavy, cluster, minibatch=size)
+    assert free.samples_per_update == (size, size)
+    assert any(note.startswith("this plan is under 1f1b-flush, which updates after") for note in free.notes)
 
 
 def test_late_gradients_have_to_earn_five_percent() -> None:
