@@ -37,6 +37,36 @@ def test_nothing_outside_schedule_knows_a_schedule_by_its_name() -> None:
     assert not found
 
 
+def test_nobody_asks_a_sharding_level_for_its_number() -> None:
+    """What replicas divide is asked in words, `stage.shards_gradients`; `planner.stages.sharding` knows the numbers.
+
+    Records that hold the number say so in one word, `level`, which nobody else reads.
+    """
+    records = ("stages/sharding.py", "cost/candidate.py", "formats/plan_parts.py", "formats/own_plan.py")
+    found = [
+        f"{path.relative_to(PACKAGE)}:{node.lineno}"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if path.relative_to(PACKAGE).as_posix() not in records
+        for node in _attributes(ast.parse(path.read_text(encoding="utf-8")))
+        if node.attr in ("level", "sharding_level")
+    ]
+    assert not found
+
+
+def test_no_sharding_level_is_compared_with_a_number() -> None:
+    """Not even where a record holds it: `level > 1` would have to be found for every new level."""
+    numbers = re.compile(r"level\b\s*([<>]=?|[!=]=)\s*\d|\d\s*([<>]=?|[!=]=)\s*\w*\.?(sharding_)?level\b")
+    of_links = ("simulator/communication.py",)  # the levels of a cluster
+    found = [
+        f"{path.relative_to(PACKAGE)}:{number}: {line.strip()}"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if path.relative_to(PACKAGE).as_posix() not in of_links
+        for number, line in enumerate(path.read_text("utf-8").splitlines(), start=1)
+        if numbers.search(line)
+    ]
+    assert not found
+
+
 def test_one_module_knows_what_a_kind_of_device_does() -> None:
     """What differs between kinds of device is asked of `planner.runtime`, which alone uses PyTorch's modules for them.
 
@@ -73,6 +103,14 @@ def test_kinds_that_say_cuda_are_about_cuda() -> None:
         if isinstance(node, ast.Constant) and node.value == "cuda"
     ]
     assert not found
+
+
+def _attributes(tree: ast.AST) -> Iterator[ast.Attribute]:
+    """All attributes that are read, and not called."""
+    called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and id(node) not in called:
+            yield node
 
 
 def _texts() -> Iterator[str]:

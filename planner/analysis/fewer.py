@@ -71,7 +71,7 @@ def _copies(plan: Plan, per_host: int) -> _Copies:
     sent_bytes = Counter[int]()
     for stage, size in zip(plan.stages, state_bytes, strict=True):
         hosts = frozenset(rank // per_host for rank in stage.ranks)
-        if len(hosts) == 1 or stage.tensor > 1 or stage.sharded or stage.memory.buffers_bytes:
+        if len(hosts) == 1 or stage.tensor > 1 or stage.shards_optimizer or stage.memory.buffers_bytes:
             first = stage.ranks[0] // per_host
             hosts = frozenset({first, next_host[first]})
             sent_bytes[first] += size * (len(hosts) - 1)

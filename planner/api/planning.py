@@ -32,7 +32,7 @@ from planner.simulator.simulate_plan import simulate, simulate_recorded
 from planner.solver import solve as solving
 from planner.solver.alternatives.table import with_baselines
 from planner.solver.clock import Clock
-from planner.stages.sharding import Sharding, why_no_group
+from planner.stages.sharding import Sharding, is_level, why_no_group
 
 # Shares of the time of a report, for the comparison, and then for the explanation.
 COMPARING = 0.3
@@ -244,7 +244,7 @@ def _chosen(name: str, given: Any, stages: int) -> dict[int, bool | int]:
         if not (which == "all" or (is_count(which) and int(which) < stages)):
             what = f"`{name}={part}` names none of the stages, which count from 0 to {stages - 1}"
             raise InputError(what, hint=f"for example: `{name}=0`, or all")
-        if colon and not (is_count(units) and int(units) > 0 and (name == "recompute" or int(units) <= 3)):
+        if colon and not (is_count(units) and int(units) > 0 and (name == "recompute" or is_level(int(units)))):
             wanted = "a number of blocks, 1 or more" if name == "recompute" else "1, 2 or 3"
             raise InputError(f"`{name}={part}` does not end with {wanted}", hint=f"for example: `{name}={which}:2`")
         chosen |= dict.fromkeys(range(stages) if which == "all" else [int(which)], int(units) if colon else True)

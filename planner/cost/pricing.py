@@ -31,9 +31,10 @@ def cost_model_of(setting: Setting) -> CostModel:
 
 
 def price(layer_costs: LayerCosts, stages: Sequence[Candidate], setting: Setting) -> Price:
-    if stages[0].options.level > 1:
+    if stages[0].options.shards_gradients:
         (stage,) = stages
-        less = replace(stage, options=replace(stage.options, level=1))
+        alone = stage.options.sharding.of_optimizer_alone()
+        less = replace(stage, options=stage.options.with_sharding(alone))
         return fully_sharded(layer_costs, stage, setting, price(layer_costs, [less], setting))
     plan, model, schedule = UnpricedPlan(layer_costs, stages, setting), cost_model_of(setting), setting.schedule
     time, held = model.time(plan), model.held(plan)

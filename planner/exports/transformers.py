@@ -60,7 +60,7 @@ def target_of(plan: Plan, system: str) -> Target:
         f"The plan sends activations as {plan.cluster.compress}. {system} sends them as they are, so links are busier "
         "than the plan predicts.": plan.cluster.compress != "none",
     }
-    sharded = any(stage.sharded for stage in plan.stages)
+    sharded = any(stage.shards_optimizer for stage in plan.stages)
     said = [text for text, holds in remarks.items() if holds]
     copies = sample_parts(plan)
     size = plan.microbatch_size and plan.microbatch_size // copies
@@ -82,7 +82,7 @@ def model_remarks(plan: Plan, system: str) -> list[str]:
     """Say what the user who builds the layers for the system must know."""
     several = [f"{len(t.values)} from stage {t.source} to {t.target}" for t in plan.transfers if len(t.values) > 1]
     skips = [f"{t.source} to {t.target}" for t in plan.transfers if t.target > t.source + 1]
-    degree, sharded = max(plan.degrees), [stage.sharded for stage in plan.stages]
+    degree, sharded = max(plan.degrees), [stage.shards_optimizer for stage in plan.stages]
     over = "sum" if plan.loss is not None and plan.loss.over == "sum" else "mean over the labels that count"
     remarks = {
         f"The model branches, and several values cross cuts ({', '.join(several)}): the layers there must take and "

@@ -160,7 +160,7 @@ class Plan(Shown, GrownRecord):
             raise ValueError(f"schedule {schedule} has one microbatch per minibatch, not {microbatches}")
         if schedule.divides and schedule.asynchronous and microbatches < max(self.replicas):
             raise ValueError(f"schedule {schedule} needs a microbatch for every replica of {known}, not {microbatches}")
-        if max(stage.level for stage in self.stages) > 1 and (
+        if any(stage.shards_gradients for stage in self.stages) and (
             whole := why_whole(schedule, microbatches, self.replicas, self.degrees)
         ):
             raise ValueError(whole[0])

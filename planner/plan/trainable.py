@@ -20,7 +20,7 @@ def check_priced(plan: Plan, profile: Profile, *, accepted: bool) -> None:
     problem = obstacle(plan, shared)
     if problem is not None:
         raise PlanError(problem[0], hint=problem[1])
-    if any(stage.sharded for stage in plan.stages) and profile.optimizer_elementwise is False:
+    if any(stage.shards_optimizer for stage in plan.stages) and profile.optimizer_elementwise is False:
         raise InputError(
             f"the optimizer of '{plan.model}' does not treat each element of a parameter alone, so replicas cannot "
             "divide its state",
@@ -42,7 +42,7 @@ def check_trainable(plan: Plan) -> None:
 
 def check_divided(plan: Plan) -> None:
     """Check that the executor can divide layers as a plan says; raise PlanError when it cannot."""
-    if plan.stages[0].level > 1 and (what := "compiled" if plan.compiled else plan.memory_format):
+    if plan.stages[0].shards_gradients and (what := "compiled" if plan.compiled else plan.memory_format):
         raise PlanError(
             f"the executor does not run {what} stages whose replicas divide gradients or weights",
             hint="profile without that, or solve with `shard_optimizer=never`",

@@ -307,7 +307,7 @@ def build_modules(
     for number in stages:
         stage = plan.stages[number]
         again = stage.recompute_groups
-        units = units_of_stage(stage.layers, again) if stage.level > 1 else ()
+        units = units_of_stage(stage.layers, again) if stage.shards_gradients else ()
         variant = replace(alike, recompute=again, units=tuple(units))
         is_last = number == len(plan.stages) - 1
         kept = compared.names if compared is not None and is_last else ()
@@ -318,7 +318,7 @@ def build_modules(
     evaluated = None
     if initial.evaluation is not None:
         cut, output = [stage.layers for stage in plan.stages], spec.defines("metrics")
-        divided = modules if plan.stages[0].level > 1 else None
+        divided = modules if plan.stages[0].shards_gradients else None
         division = replace(division, sends_parts=False, by_samples=False)
         evaluated = build_evaluation(
             graph, cut, initial.evaluation, stages, output=output, division=division, of=divided

@@ -36,7 +36,7 @@ def check_separate(
         return
 
     ways = [parts] if sum(map(bool, parts)) > 1 else []
-    by_elements = any(stage.sharded or stage.tensor > 1 for stage in plan.stages)
+    by_elements = any(stage.shards_optimizer or stage.tensor > 1 for stage in plan.stages)
     tried = separability(spec, whole, ways, device, by_elements=by_elements)
     _check_optimizer(tried, plan, divided=bool(ways) or by_elements)
 

@@ -68,7 +68,7 @@ def stage_costs(
 
     At levels 2 and 3 the seconds are those of all exchanges, too.
     """
-    if stages[0].options.level > 1:
+    if stages[0].options.shards_gradients:
         return [_fully_sharded_costs(layer_costs, stages[0], setting)]
     copies = copied_in(layer_costs, stages)
     return [_costs_of(layer_costs, *each) for each in zip(stages, copies, strict=True)]
@@ -107,7 +107,7 @@ def _costs_of(layer_costs: LayerCosts, stage: Candidate, copied: Sequence[Layer]
         ready_shares=buckets.shares,
         late_s=late_s,
         gradient_bytes=int(work.trainable_bytes) + sum(layer.gradient_bytes for layer in copied),
-        sharded=stage.options.sharded,
+        sharded=stage.options.shards_optimizer,
         exchanged=layer_costs.exchanged(stage),
         forward_shares=layer_costs.shares(stage, "forward_s", forward_s),
         backward_shares=layer_costs.shares(stage, "backward_s", backward_s),

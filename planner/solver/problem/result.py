@@ -44,10 +44,7 @@ class BoundedPath:
 
 
 def with_replicas(path: CutPath, replicas: Sequence[int]) -> CutPath:
-    options = (
-        replace(each, replicas=r, level=each.level if r > 1 else 0)
-        for each, r in zip(path.options, replicas, strict=True)
-    )
+    options = (each.with_replicas(r) for each, r in zip(path.options, replicas, strict=True))
     return replace(path, options=tuple(options))
 
 
