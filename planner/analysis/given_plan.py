@@ -32,6 +32,7 @@ from planner.solver.evaluate.evaluation import evaluate
 from planner.solver.problem.budget import Budget
 from planner.solver.problem.problem import Problem
 from planner.solver.question import options_of, problem_of, setting_of
+from planner.stages.tensor import degrees_of
 from planner.units import counted, format_bytes, format_memory
 
 
@@ -57,7 +58,7 @@ def _check_whole(problem: Problem, stages: Sequence[Candidate]) -> None:
     if not any(stage.options.shards_gradients for stage in stages):
         return
     replicas = [stage.replicas for stage in stages]
-    degrees = [stage.options.tensor for stage in stages]
+    degrees = degrees_of(stage.options for stage in stages)
     obstacle = why_whole(problem.schedule, problem.microbatches, replicas, degrees)
     if obstacle is not None:
         why, hint = obstacle
@@ -157,7 +158,9 @@ def _stages_of(plan: Plan, layer_costs: LayerCosts) -> list[Candidate]:
     for stage, in_groups in zip(plan.stages, of_groups(plan).stages, strict=True):
         layers = _positions(layer_costs, stage.layers)
         groups = tuple(_positions(layer_costs, names) for names in stage.recompute_groups)
-        options = StageOptions(stage.replicas, recompute=groups, tensor=stage.tensor).with_sharding(stage.sharding)
+        options = StageOptions(stage.replicas, recompute=groups, tensor=stage.ranks_per_replica).with_sharding(
+            stage.sharding
+        )
         stages.append(Candidate(before, layers, options, () if consecutive else in_groups.ranks))
         before |= layers
     return stages
@@ -259,7 +262,9 @@ def _candidates(layer_costs: LayerCosts, stages: Sequence[OwnStage]) -> list[Can
                 hint="the profile keeps it in one stage with the next layer",
             )
         again = _recomputing(layer_costs, layers, stage.recompute)
-        options = StageOptions(stage.replicas, recompute=again, tensor=stage.tensor).with_sharding(stage.sharding)
+        options = StageOptions(stage.replicas, recompute=again, tensor=stage.ranks_per_replica).with_sharding(
+            stage.sharding
+        )
         candidates.append(Candidate(frozenset(range(layers.start)), frozenset(layers), options))
     return candidates
 

@@ -9,6 +9,7 @@ from planner.cost.work import Floats
 from planner.formats.cluster import DeviceKind
 from planner.formats.profile import Shares
 from planner.stages.sharding import UNSHARDED, ShardedReplicas, Sharding
+from planner.stages.tensor import DividedLayers
 
 Groups = tuple[frozenset[int], ...]  # positions of layers
 
@@ -19,7 +20,7 @@ def whole_stage(layers: Iterable[int], recompute: bool = True) -> Groups:
 
 
 @dataclass(frozen=True)
-class StageOptions(ShardedReplicas):
+class StageOptions(ShardedReplicas, DividedLayers):
     """How a stage runs. `LayerCosts` says what that does to its time and memory."""
 
     replicas: int = 1  # workers that run the stage, each on its share of the units
@@ -44,7 +45,7 @@ class StageOptions(ShardedReplicas):
 
     @property
     def gpus(self) -> int:
-        return self.replicas * self.tensor
+        return self.replicas * self.ranks_per_replica
 
     @property
     def sharding(self) -> Sharding:

@@ -102,7 +102,7 @@ class LayerCosts(PassedValues):
 
     def with_options(self, options: StageOptions) -> "LayerCosts":
         """Return the costs on the devices and groups of ranks of a stage."""
-        return self.on_kind(options.kind).at_degree(options.tensor)
+        return self.on_kind(options.kind).at_degree(options.ranks_per_replica)
 
     @cached_property
     def of_tensors(self) -> "LayerCosts":

@@ -54,7 +54,7 @@ def busy_resources(layer_costs: LayerCosts, stages: Sequence[Candidate], setting
 def _sent_bytes(plan: UnpricedPlan) -> float:
     sent, rings = 0.0, 0.0
     for work, stage in zip(plan.works, plan.stages, strict=True):
-        r, degree = stage.replicas, stage.options.tensor
+        r, degree = stage.replicas, stage.options.ranks_per_replica
         sent += float(work.sent_bytes) * degree
         # A ring moves 2(r-1)·W in all, once per minibatch that is divided, otherwise once per round of r minibatches.
         ring = 2 * (r - 1) * degree * float(work.trainable_bytes)

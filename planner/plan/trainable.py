@@ -5,6 +5,7 @@ from planner.formats.plan import Plan
 from planner.formats.profile import Profile
 from planner.plan.shape import check_divided_loss
 from planner.plan.shared_weights import obstacle, shared_weights, trained_parameters
+from planner.stages.tensor import one_degree
 
 
 def check_priced(plan: Plan, profile: Profile, *, accepted: bool) -> None:
@@ -47,13 +48,13 @@ def check_divided(plan: Plan) -> None:
             f"the executor does not run {what} stages whose replicas divide gradients or weights",
             hint="profile without that, or solve with `shard_optimizer=never`",
         )
-    if max(plan.degrees) == 1:
+    if not plan.divides_layers:
         return
-    one = f"solve with one degree, `tensor={max(plan.degrees)}`"
+    one = f"solve with one degree, `tensor={plan.ranks_per_replica}`"
     problem = None
-    if len({(stage.ranks, stage.tensor) for stage in plan.stages}) > len({stage.ranks for stage in plan.stages}):
+    if len({(stage.ranks, stage.leaders) for stage in plan.stages}) > len({stage.ranks for stage in plan.stages}):
         problem = "stages on the same ranks whose groups have different sizes", one
-    elif any(len({plan.stages[stage].tensor for stage in shared.stages}) > 1 for shared in plan.shared):
+    elif any(one_degree(plan.stages[stage] for stage in shared.stages) is None for shared in plan.shared):
         problem = "stages that share a weight and whose groups have different sizes", one
     elif plan.compiled:
         problem = "divided layers that are compiled", "profile without `compiled`, or solve with `tensor=1`"

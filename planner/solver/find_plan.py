@@ -89,7 +89,7 @@ def plainest(problem: Problem, found: Answer) -> Answer:
     """Return the answer with replicas of a single stage that divide as little as takes no longer, but for `ALIKE`."""
     best = found.best
     stage = best.stages[0]
-    if len(best.stages) > 1 or stage.options.tensor > 1 or problem.rules.shard_optimizer == "always":
+    if len(best.stages) > 1 or stage.options.divides_layers or problem.rules.shard_optimizer == "always":
         return found
 
     for sharding in stage.options.sharding.less():

@@ -181,7 +181,7 @@ def _worth_dividing(question: FitQuestion, sizes: Sizes, size: int, profile: Pro
     if sizes.shared is not None:
         return size == sizes.shared
     plan = None if best is None else best.row.plan
-    if plan is not None and max(plan.degrees) == 1:
+    if plan is not None and not plan.divides_layers:
         return False
     least_s = least_sample_s(profile, question.cluster, question.options)
     return sizes.sample_s.get(size, math.inf) > least_s * (1 + BALANCED)

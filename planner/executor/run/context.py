@@ -169,14 +169,14 @@ class PipelineContext:
 
     def shapes_of_tensor_ranks(self, shape: PipelineShape) -> list[PipelineShape]:
         """Return a shape for each place in the tensor-parallel groups; a rank's own is the first that has the rank."""
-        plans = (plan_of_tensor_rank(self.job.plan, place) for place in range(max(self.job.plan.degrees)))
+        plans = (plan_of_tensor_rank(self.job.plan, place) for place in range(self.job.plan.ranks_per_replica))
         return [replace(shape, ranks=tuple(stage.ranks for stage in plan.stages)) for plan in plans]
 
     @property
     def receivers(self) -> Receivers | None:
         """Who takes what a rank sends: ranks of the other stage's group; None where all groups have one size."""
         plan = self.job.plan
-        if len(set(plan.degrees)) == 1:
+        if plan.divides_alike:
             return None
         return lambda rank, send: receivers(plan, send.stage, rank, send.peer_stage, send.peer_rank)
 

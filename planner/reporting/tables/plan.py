@@ -400,7 +400,7 @@ def stage_table(plan: Plan) -> Table:
             "stage": number,
             "layers": layer_range(stage.layers),
             "replicas": stage.replicas,
-            "of ranks": stage.tensor if max(plan.degrees) > 1 else None,
+            "of ranks": stage.ranks_per_replica if plan.divides_layers else None,
             "ranks": ranks_line(stage),
             "GPU": plan.cluster.kinds_on(stage.ranks) if plan.cluster.kinds else None,
             "in flight": stage.in_flight,

@@ -18,6 +18,7 @@ from planner.schedule.schedule import Channel, PipelineShape
 from planner.simulator.pipeline_costs import PipelineCosts, StageCosts
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation
+from planner.stages.tensor import degrees_of
 
 MOST_WORKERS = 64  # beyond, simulating takes too long
 MOST_COMPUTATIONS = 2**14  # forwards of a minibatch on all workers, of all chunks, likewise
@@ -54,7 +55,7 @@ def pipeline_for(problem: Problem, candidate: Evaluation) -> PipelineCosts:
         stage_costs(layer_costs, stages, problem.setting),
         moved,
         shared,
-        degrees=[stage.options.tensor for stage in stages],
+        degrees=degrees_of(stage.options for stage in stages),
         terms=planned_terms(planned(layer_costs.profile, problem.microbatches)),
     )
 

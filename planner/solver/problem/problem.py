@@ -34,6 +34,7 @@ from planner.solver.problem.budget import Budget
 from planner.solver.problem.result import Evaluation
 from planner.solver.problem.states import Chain
 from planner.stages.sharding import PossibleSharding, Sharding
+from planner.stages.tensor import any_divided, one_degree
 
 
 @dataclass(frozen=True)
@@ -196,10 +197,9 @@ class Problem:
 
     def in_groups(self, stages: Sequence[Candidate]) -> tuple[Problem, Sequence[Candidate], int]:
         """Return a plan as one of the cluster's groups of ranks, with their size, where all stages have one size."""
-        degrees = {stage.options.tensor for stage in stages}
-        if len(degrees) > 1 or degrees == {1}:
+        degree = one_degree(stage.options for stage in stages)
+        if degree is None or not any_divided(stage.options for stage in stages):
             return self, stages, 1
-        degree = degrees.pop()
         groups = [replace(stage, options=replace(stage.options, tensor=1)) for stage in stages]
         return self.on_groups_of(degree), groups, degree
 

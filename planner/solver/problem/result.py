@@ -10,6 +10,7 @@ from planner.cost.overheads import Price
 from planner.formats.cluster import Cluster
 from planner.formats.plan_parts import config_of
 from planner.solver.problem.states import Chain
+from planner.stages.tensor import degrees_of
 from planner.units import SLACK
 
 # An answer is proven optimal up to this relative difference in time: rounding, not search.
@@ -84,7 +85,7 @@ class Evaluation:
     @property
     def config(self) -> str:
         """The config of the plan that these stages make."""
-        degrees = tuple(stage.options.tensor for stage in self.stages)
+        degrees = degrees_of(stage.options for stage in self.stages)
         return config_of(tuple(stage.replicas for stage in self.stages), self.price.chunks, degrees)
 
     def saves(self, other: "Evaluation", share: float = SLACK) -> bool:
