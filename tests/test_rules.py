@@ -53,6 +53,24 @@ def test_nobody_asks_a_sharding_level_for_its_number() -> None:
     assert not found
 
 
+def test_nobody_asks_a_stage_for_its_tensor_degree() -> None:
+    """What ranks divide is asked in words, `stage.divides_layers`; `planner.stages.tensor` knows the number.
+
+    Options of solving and profiles have a `tensor`, too: degrees to try, and costs at each of them.
+    """
+    records = ("stages/tensor.py", "formats/plan_parts.py", "formats/own_plan.py", "cost/candidate.py")
+    asked = r"\b(stage|own|peer|each|stages\[[^]]*\])(\.options)?\.tensor\b"
+    of_a_stage = re.compile(rf"{asked}|plan\.degrees\[|\(plan\.degrees\)")
+    found = [
+        f"{path.relative_to(PACKAGE)}:{number}: {line.strip()}"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if path.relative_to(PACKAGE).as_posix() not in records
+        for number, line in enumerate(path.read_text("utf-8").splitlines(), start=1)
+        if of_a_stage.search(line)
+    ]
+    assert not found
+
+
 def test_no_sharding_level_is_compared_with_a_number() -> None:
     """Not even where a record holds it: `level > 1` would have to be found for every new level."""
     numbers = re.compile(r"level\b\s*([<>]=?|[!=]=)\s*\d|\d\s*([<>]=?|[!=]=)\s*\w*\.?(sharding_)?level\b")

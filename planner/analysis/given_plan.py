@@ -158,9 +158,8 @@ def _stages_of(plan: Plan, layer_costs: LayerCosts) -> list[Candidate]:
     for stage, in_groups in zip(plan.stages, of_groups(plan).stages, strict=True):
         layers = _positions(layer_costs, stage.layers)
         groups = tuple(_positions(layer_costs, names) for names in stage.recompute_groups)
-        options = StageOptions(stage.replicas, recompute=groups, tensor=stage.ranks_per_replica).with_sharding(
-            stage.sharding
-        )
+        plain = StageOptions(stage.replicas, recompute=groups, tensor=stage.ranks_per_replica)
+        options = plain.with_sharding(stage.sharding)
         stages.append(Candidate(before, layers, options, () if consecutive else in_groups.ranks))
         before |= layers
     return stages
@@ -262,9 +261,8 @@ def _candidates(layer_costs: LayerCosts, stages: Sequence[OwnStage]) -> list[Can
                 hint="the profile keeps it in one stage with the next layer",
             )
         again = _recomputing(layer_costs, layers, stage.recompute)
-        options = StageOptions(stage.replicas, recompute=again, tensor=stage.ranks_per_replica).with_sharding(
-            stage.sharding
-        )
+        plain = StageOptions(stage.replicas, recompute=again, tensor=stage.ranks_per_replica)
+        options = plain.with_sharding(stage.sharding)
         candidates.append(Candidate(frozenset(range(layers.start)), frozenset(layers), options))
     return candidates
 

@@ -1,9 +1,9 @@
 """Ranks that divide every layer of a stage between them: each replica of the stage is a group of so many.
 
-With one rank per replica nothing is divided. Nobody else compares the number of ranks with 1: all others ask a stage, or
-the stages of a plan, the questions below. What an option costs is in `planner.cost.tensor`, which groups of ranks a plan
-and its cluster have in `planner.plan.rank_groups`, how a module is divided in `planner.model.tensor`, and how it is
-exported in `planner.exports`.
+With one rank per replica nothing is divided. Nobody else compares the number of ranks with 1: all others ask a stage,
+or the stages of a plan, the questions below. What an option costs is in `planner.cost.tensor`, which groups of ranks a
+plan and its cluster have in `planner.plan.rank_groups`, how a module is divided in `planner.model.tensor`, and how it
+is exported in `planner.exports`.
 """
 
 from collections.abc import Iterable, Iterator
