@@ -38,6 +38,54 @@ def test_nothing_outside_schedule_knows_a_schedule_by_its_name() -> None:
     assert not found
 
 
+def test_nobody_asks_a_sharding_level_for_its_number() -> None:
+    """What replicas divide is asked in words, `stage.shards_gradients`; `planner.stages.sharding` knows the numbers.
+
+    Records that hold the number say so in one word, `level`, which nobody else reads.
+    """
+    records = ("stages/sharding.py", "cost/candidate.py", "formats/plan_parts.py", "formats/own_plan.py")
+    found = [
+        f"{path.relative_to(PACKAGE)}:{node.lineno}"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if path.relative_to(PACKAGE).as_posix() not in records
+        for node in _attributes(ast.parse(path.read_text(encoding="utf-8")))
+        if node.attr in ("level", "sharding_level")
+    ]
+    assert not found
+
+
+def test_nobody_asks_a_stage_for_its_tensor_degree() -> None:
+    """What ranks divide is asked in words, `stage.divides_layers`; `planner.stages.tensor` knows the number.
+
+    Options of solving and profiles have a `tensor`, too: degrees to try, and costs at each of them.
+    """
+    records = ("stages/tensor.py", "formats/plan_parts.py", "formats/own_plan.py", "cost/candidate.py")
+    asked = r"\b(stage|own|peer|each|stages\[[^]]*\])(\.options)?\.tensor\b"
+    of_a_stage = re.compile(rf"{asked}|plan\.degrees\[|\(plan\.degrees\)")
+    found = [
+        f"{path.relative_to(PACKAGE)}:{number}: {line.strip()}"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if path.relative_to(PACKAGE).as_posix() not in records
+        for number, line in enumerate(path.read_text("utf-8").splitlines(), start=1)
+        if of_a_stage.search(line)
+    ]
+    assert not found
+
+
+def test_no_sharding_level_is_compared_with_a_number() -> None:
+    """Not even where a record holds it: `level > 1` would have to be found for every new level."""
+    numbers = re.compile(r"level\b\s*([<>]=?|[!=]=)\s*\d|\d\s*([<>]=?|[!=]=)\s*\w*\.?(sharding_)?level\b")
+    of_links = ("simulator/communication.py",)  # the levels of a cluster
+    found = [
+        f"{path.relative_to(PACKAGE)}:{number}: {line.strip()}"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if path.relative_to(PACKAGE).as_posix() not in of_links
+        for number, line in enumerate(path.read_text("utf-8").splitlines(), start=1)
+        if numbers.search(line)
+    ]
+    assert not found
+
+
 def test_one_module_knows_what_a_kind_of_device_does() -> None:
     """What differs between kinds of device is asked of `planner.runtime`, which alone uses PyTorch's modules for them.
 
@@ -147,6 +195,14 @@ def _defaults(tree: ast.Module) -> Iterator[ast.expr]:
             case ast.ClassDef():
                 fields = (each.value for each in node.body if isinstance(each, ast.AnnAssign))
                 yield from (value for value in fields if value is not None)
+
+
+def _attributes(tree: ast.AST) -> Iterator[ast.Attribute]:
+    """All attributes that are read, and not called."""
+    called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and id(node) not in called:
+            yield node
 
 
 def _texts() -> Iterator[str]:

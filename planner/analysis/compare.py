@@ -205,5 +205,5 @@ def busy_s(layer_costs: LayerCosts, stages: Sequence[Candidate], schedule: Sched
         once_s = float(work.forward_s + work.recompute_s + work.backward_s)
         once_s += updates * float(work.update_s) / stage.options.shards
         once_s += accumulating * float(work.accumulate_s)
-        total += stage.options.tensor * once_s  # all ranks of a group compute
+        total += stage.options.ranks_per_replica * once_s  # all ranks of a group compute
     return total

@@ -71,7 +71,7 @@ def _copies(plan: Plan, per_host: int) -> _Copies:
     sent_bytes = Counter[int]()
     for stage, size in zip(plan.stages, state_bytes, strict=True):
         hosts = frozenset(rank // per_host for rank in stage.ranks)
-        if len(hosts) == 1 or stage.tensor > 1 or stage.sharded or stage.memory.buffers_bytes:
+        if len(hosts) == 1 or stage.divides_layers or stage.shards_optimizer or stage.memory.buffers_bytes:
             first = stage.ranks[0] // per_host
             hosts = frozenset({first, next_host[first]})
             sent_bytes[first] += size * (len(hosts) - 1)
@@ -111,7 +111,7 @@ def _state_bytes(plan: Plan, stage: Stage) -> int:
     memory = stage.memory
     weights_bytes = memory.weights_bytes // plan.schedule.versions(stage.in_flight)
     optimizer_bytes = memory.optimizer_bytes * stage.shards
-    return stage.tensor * (weights_bytes + memory.buffers_bytes + optimizer_bytes)
+    return stage.ranks_per_replica * (weights_bytes + memory.buffers_bytes + optimizer_bytes)
 
 
 def shares_left(plan: Plan) -> str | None:

@@ -33,6 +33,7 @@ from planner.solver.problem.budget import Budget
 from planner.solver.problem.problem import Problem
 from planner.solver.question import options_of, problem_of, setting_of
 from planner.solver.tuning.record import STANDARD, Tuning
+from planner.stages.tensor import degrees_of
 from planner.units import counted, format_bytes, format_memory
 
 
@@ -63,7 +64,7 @@ def _check_whole(problem: Problem, stages: Sequence[Candidate]) -> None:
     if not any(stage.options.shards_gradients for stage in stages):
         return
     replicas = [stage.replicas for stage in stages]
-    degrees = [stage.options.tensor for stage in stages]
+    degrees = degrees_of(stage.options for stage in stages)
     obstacle = why_whole(problem.schedule, problem.microbatches, replicas, degrees)
     if obstacle is not None:
         why, hint = obstacle
@@ -170,13 +171,9 @@ def _stages_of(plan: Plan, layer_costs: LayerCosts) -> list[Candidate]:
     stages = []
     for stage, in_groups in zip(plan.stages, of_groups(plan).stages, strict=True):
         layers = _positions(layer_costs, stage.layers)
-        options = StageOptions(
-            stage.replicas,
-            stage.level,
-            tuple(_positions(layer_costs, names) for names in stage.recompute_groups),
-            tensor=stage.tensor,
-            group=stage.sharding.group,
-        )
+        groups = tuple(_positions(layer_costs, names) for names in stage.recompute_groups)
+        plain = StageOptions(stage.replicas, recompute=groups, tensor=stage.ranks_per_replica)
+        options = plain.with_sharding(stage.sharding)
         stages.append(Candidate(before, layers, options, () if consecutive else in_groups.ranks))
         before |= layers
     return stages
@@ -278,13 +275,8 @@ def _candidates(layer_costs: LayerCosts, stages: Sequence[OwnStage]) -> list[Can
                 hint="the profile keeps it in one stage with the next layer",
             )
         again = _recomputing(layer_costs, layers, stage.recompute)
-        options = StageOptions(
-            stage.replicas,
-            stage.level,
-            again,
-            tensor=stage.tensor,
-            group=stage.sharding.group,
-        )
+        plain = StageOptions(stage.replicas, recompute=again, tensor=stage.ranks_per_replica)
+        options = plain.with_sharding(stage.sharding)
         candidates.append(Candidate(frozenset(range(layers.start)), frozenset(layers), options))
     return candidates
 

@@ -20,7 +20,7 @@ from planner.formats.profile import Profile
 from planner.options.numbers import is_count
 from planner.options.verbs import PriceOptions
 from planner.schedule.registry import find
-from planner.stages.sharding import WEIGHTS, Sharding, why_no_group
+from planner.stages.sharding import Sharding, is_level, why_no_group
 
 Stages: TypeAlias = int | str | Sequence[int] | Sequence[str]
 
@@ -174,7 +174,7 @@ def _read_value(name: str, part: str, which: str, number: str) -> int:
     """Return the number of blocks to recompute, or the sharding level, after the colon of a part."""
     recomputes = name == "recompute"
     valid = is_count(number) and int(number) > 0
-    if valid and (recomputes or int(number) <= WEIGHTS):
+    if valid and (recomputes or is_level(int(number))):
         return int(number)
     wanted = "a number of blocks, 1 or more" if recomputes else "1, 2 or 3"
     raise InputError(f"`{name}={part}` does not end with {wanted}", hint=f"for example: `{name}={which}:2`")

@@ -8,7 +8,8 @@ import numpy as np
 from planner.cost.work import Floats
 from planner.formats.cluster import DeviceKind
 from planner.formats.profile import Shares
-from planner.stages.sharding import GRADIENTS, ShardedReplicas, Sharding
+from planner.stages.sharding import UNSHARDED, ShardedReplicas, Sharding
+from planner.stages.tensor import DividedLayers
 
 Groups = tuple[frozenset[int], ...]  # positions of layers
 
@@ -19,7 +20,7 @@ def whole_stage(layers: Iterable[int], recompute: bool = True) -> Groups:
 
 
 @dataclass(frozen=True)
-class StageOptions(ShardedReplicas):
+class StageOptions(ShardedReplicas, DividedLayers):
     """How a stage runs. `LayerCosts` says what that does to its time and memory."""
 
     replicas: int = 1  # workers that run the stage, each on its share of the units
@@ -31,20 +32,20 @@ class StageOptions(ShardedReplicas):
     group: int = 0  # replicas that divide it between them, where other groups repeat the same; 0 for all of them
 
     def __post_init__(self) -> None:
-        assert not self.level or self.replicas > 1
+        assert not self.shards_optimizer or self.replicas > 1
         assert self.replicas % self.shards == 0
 
-    def dividing(self, level: int) -> "StageOptions":
-        """Return the options of replicas that divide what the level says, in the same groups where it may."""
-        return replace(self, level=level, group=self.group if level >= GRADIENTS else 0)
+    def with_sharding(self, sharding: Sharding) -> "StageOptions":
+        return replace(self, level=sharding.level, group=sharding.group)
+
+    def with_replicas(self, count: int) -> "StageOptions":
+        """Return the options of so many replicas; a single one divides nothing."""
+        sharding = self.sharding if count > 1 else UNSHARDED
+        return replace(self, replicas=count, level=sharding.level, group=sharding.group)
 
     @property
     def gpus(self) -> int:
-        return self.replicas * self.tensor
-
-    @property
-    def sharded(self) -> bool:
-        return self.shards_optimizer
+        return self.replicas * self.ranks_per_replica
 
     @property
     def sharding(self) -> Sharding:

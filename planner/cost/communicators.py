@@ -20,7 +20,7 @@ def communicators(layer_costs: LayerCosts, stages: Sequence[Candidate]) -> list[
     counts = []
     for stage in stages:
         options = stage.options
-        own = (stage.replicas > 1, options.shards_gradients, options.repeats_shards, options.tensor > 1)
+        own = (stage.replicas > 1, options.shards_gradients, options.repeats_shards, options.divides_layers)
         counts.append(sum(own))
     shared = {weight.stages for weight in shared_in(layer_costs, stages)}
     for first, second in [*messages(layer_costs, stages), *shared]:

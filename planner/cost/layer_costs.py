@@ -102,7 +102,7 @@ class LayerCosts(PassedValues):
 
     def with_options(self, options: StageOptions) -> "LayerCosts":
         """Return the costs on the devices and groups of ranks of a stage."""
-        return self.on_kind(options.kind).at_degree(options.tensor)
+        return self.on_kind(options.kind).at_degree(options.ranks_per_replica)
 
     @cached_property
     def of_tensors(self) -> "LayerCosts":
@@ -150,7 +150,7 @@ class LayerCosts(PassedValues):
         if key not in self._works:
             self._works[key] = self._work(stage)
         work = self._works[key]
-        return work.shared_out() if stage.options.sharded else work
+        return work.shared_out() if stage.options.shards_optimizer else work
 
     def _work(self, stage: Candidate) -> Work:
         if stage.options.recompute:
@@ -222,7 +222,7 @@ class LayerCosts(PassedValues):
         if key not in self._footprints:
             self._footprints[key] = self._footprint(stage)
         footprint = self.replicated(self._footprints[key], stage.replicas)
-        return footprint.shared_out(stage.options.shards) if stage.options.sharded else footprint
+        return footprint.shared_out(stage.options.shards) if stage.options.shards_optimizer else footprint
 
     def _footprint(self, stage: Candidate) -> Footprint:
         layers = sorted(stage.layers)

@@ -31,9 +31,10 @@ def cost_model_of(setting: Setting) -> CostModel:
 
 
 def price(layer_costs: LayerCosts, stages: Sequence[Candidate], setting: Setting) -> Price:
-    if stages[0].options.level > 1:
+    if stages[0].options.shards_gradients:
         (stage,) = stages
-        less = replace(stage, options=replace(stage.options, level=1))
+        alone = stage.options.sharding.of_optimizer_alone()
+        less = replace(stage, options=stage.options.with_sharding(alone))
         return fully_sharded(layer_costs, stage, setting, price(layer_costs, [less], setting))
     plan, model, schedule = UnpricedPlan(layer_costs, stages, setting), cost_model_of(setting), setting.schedule
     time, held = model.time(plan), model.held(plan)
@@ -53,7 +54,7 @@ def busy_resources(layer_costs: LayerCosts, stages: Sequence[Candidate], setting
 def _sent_bytes(plan: UnpricedPlan) -> float:
     sent, rings = 0.0, 0.0
     for work, stage in zip(plan.works, plan.stages, strict=True):
-        r, degree = stage.replicas, stage.options.tensor
+        r, degree = stage.replicas, stage.options.ranks_per_replica
         sent += float(work.sent_bytes) * degree
         # A ring moves 2(r-1)·W in all, once per minibatch that is divided, otherwise once per round of r minibatches.
         ring = 2 * (r - 1) * degree * float(work.trainable_bytes)

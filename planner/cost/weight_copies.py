@@ -155,7 +155,7 @@ def _sent_bytes(layer_costs: LayerCosts, stages: Sequence[Candidate], *, divides
     for number, (stage, copied) in enumerate(zip(stages, copied_in(layer_costs, stages), strict=True)):
         pairs = {(weight.stages, weight.layers[0]) for weight in shared if number in weight.stages}
         ring = 2 * (stage.replicas - 1) * sum(layer.gradient_bytes for layer in copied)
-        if stage.options.sharded:
+        if stage.options.shards_optimizer:
             ring += (stage.replicas - 1) * gradients_bytes(layer_costs, stage, {name for _, name in pairs})
         received = stage.replicas * gradients_bytes(layer_costs, stage, [name for _, name in pairs])
         sent += (ring + received) / (1 if divides else stage.replicas)

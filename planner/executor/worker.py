@@ -73,7 +73,7 @@ def run_worker(
     from planner.workers.supervisor import Supervisor
 
     die_with_parent()
-    keep_freed_pages(_APART_BYTES if job.plan.stages[0].level > 1 else None)
+    keep_freed_pages(_APART_BYTES if job.plan.stages[0].shards_gradients else None)
     if (interface := job.run_options.interface) is not None:  # torchrun, unlike our launcher, does not set this up
         address_of(interface)  # or an error that lists the host's
         os.environ.update(dict.fromkeys(VARIABLES, interface))

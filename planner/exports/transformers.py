@@ -60,11 +60,11 @@ def target_of(plan: Plan, system: str) -> Target:
         f"The plan sends activations as {plan.cluster.compress}. {system} sends them as they are, so links are busier "
         "than the plan predicts.": plan.cluster.compress != "none",
     }
-    sharded = any(stage.sharded for stage in plan.stages)
+    sharded = any(stage.shards_optimizer for stage in plan.stages)
     said = [text for text, holds in remarks.items() if holds]
     copies = sample_parts(plan)
     size = plan.microbatch_size and plan.microbatch_size // copies
-    return Target(replicas * copies, pipeline, plan.degrees[0] // copies, size, microbatches, sharded, said)
+    return Target(replicas * copies, pipeline, plan.ranks_per_replica // copies, size, microbatches, sharded, said)
 
 
 def shared_weights(plan: Plan) -> dict[tuple[int, ...], list[str]]:
@@ -82,7 +82,7 @@ def model_remarks(plan: Plan, system: str) -> list[str]:
     """Say what the user who builds the layers for the system must know."""
     several = [f"{len(t.values)} from stage {t.source} to {t.target}" for t in plan.transfers if len(t.values) > 1]
     skips = [f"{t.source} to {t.target}" for t in plan.transfers if t.target > t.source + 1]
-    degree, sharded = max(plan.degrees), [stage.sharded for stage in plan.stages]
+    degree, sharded = plan.ranks_per_replica, [stage.shards_optimizer for stage in plan.stages]
     over = "sum" if plan.loss is not None and plan.loss.over == "sum" else "mean over the labels that count"
     remarks = {
         f"The model branches, and several values cross cuts ({', '.join(several)}): the layers there must take and "
@@ -96,7 +96,7 @@ def model_remarks(plan: Plan, system: str) -> list[str]:
         f"The loss is a {over}, and `plan train` weighs microbatches by it. {system} takes the mean of their losses, "
         "which is another loss: weigh them in the loss function.": plan.loss is not None and plan.loss.weighs,
         f"Groups of {degree} ranks divide the layers. {system}'s layers say themselves what is divided of them; the "
-        "plan's costs are of what the planned model says.": degree > 1 and not plan.by_samples,
+        "plan's costs are of what the planned model says.": plan.divides_layers and not plan.by_samples,
         f"Of {plan.experts} experts of a layer, each of {degree} ranks has a part. {system} reduces the gradients of "
         "other weights once per minibatch, where `plan train` does so for every microbatch.": plan.by_samples,
         f"The plan divides the optimizer's state in some stages; {system} does so in all of them.": any(sharded)
@@ -142,7 +142,7 @@ def megatron_arguments(plan: Plan) -> str:
         f"--pipeline-model-parallel-size {target.pipeline}": True,
         f"--tensor-model-parallel-size {target.tensor}": target.tensor > 1,
         f"--num-experts {plan.experts}": plan.experts,
-        f"--expert-model-parallel-size {plan.degrees[0]} --expert-tensor-parallel-size 1": plan.experts,
+        f"--expert-model-parallel-size {plan.ranks_per_replica} --expert-tensor-parallel-size 1": plan.experts,
         # E embedding, t a transformer layer, L loss, | between stages
         f'--pipeline-model-parallel-layout "E{layout}L"': not even,
         f"--num-layers-per-virtual-pipeline-stage {counts[0]}": even and plan.chunks > 1,
@@ -205,7 +205,7 @@ def torchtitan_config(plan: Plan) -> str:
     fields: dict[str, object] = {
         "pipeline_parallel_degree": target.pipeline,
         "tensor_parallel_degree": target.tensor,
-        **({} if plan.experts is None else {"expert_parallel_degree": plan.degrees[0]}),
+        **({} if plan.experts is None else {"expert_parallel_degree": plan.ranks_per_replica}),
         "data_parallel_replicate_degree": stage.copies if target.sharded else target.replicas,
         "data_parallel_shard_degree": target.replicas // stage.copies if target.sharded else 1,
     }

@@ -10,9 +10,10 @@ from planner.formats.quantities import Parts, Workers
 from planner.schedule.instructions import CHUNKS
 from planner.schedule.registry import DEFAULT
 from planner.stages.sharding import ShardedReplicas, Sharding, why_no_group
+from planner.stages.tensor import DividedLayers
 
 
-class OwnStage(Record, ShardedReplicas):
+class OwnStage(Record, ShardedReplicas, DividedLayers):
     """One stage: how many of the model's blocks it has, or the names of its layers."""
 
     blocks: Parts | None = None

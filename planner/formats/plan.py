@@ -27,6 +27,7 @@ from planner.formats.plan_parts import (
 from planner.formats.profile import Autocast, Device, LossMean, MemoryFormat
 from planner.formats.quantities import MOST_PARTS, Parts, Samples
 from planner.formats.shown import Shown
+from planner.stages.tensor import any_divided, degrees_of, most_ranks, one_degree
 
 REMEDY = "make a plan with: plan solve"
 _ALIKE = ("model", "graph_hash", "schedule", "microbatch_size", "microbatches")  # of a plan and its smaller ones
@@ -150,7 +151,21 @@ class Plan(Shown, GrownRecord):
     @property
     def degrees(self) -> tuple[int, ...]:
         """Ranks of a replica, per stage."""
-        return tuple(stage.tensor for stage in self.stages)
+        return degrees_of(self.stages)
+
+    @property
+    def ranks_per_replica(self) -> int:
+        """Ranks of the largest groups that divide layers; 1 where none are divided."""
+        return most_ranks(self.stages)
+
+    @property
+    def divides_layers(self) -> bool:
+        return any_divided(self.stages)
+
+    @property
+    def divides_alike(self) -> bool:
+        """Whether the replicas of all stages have equally many ranks."""
+        return one_degree(self.stages) is not None
 
     @model_validator(mode="after")
     def _check(self) -> "Plan":
@@ -163,7 +178,7 @@ class Plan(Shown, GrownRecord):
             raise ValueError(f"schedule {schedule} has one microbatch per minibatch, not {microbatches}")
         if schedule.divides and schedule.asynchronous and microbatches < max(self.replicas):
             raise ValueError(f"schedule {schedule} needs a microbatch for every replica of {known}, not {microbatches}")
-        if max(stage.level for stage in self.stages) > 1 and (
+        if any(stage.shards_gradients for stage in self.stages) and (
             whole := why_whole(schedule, microbatches, self.replicas, self.degrees)
         ):
             raise ValueError(whole[0])
@@ -187,7 +202,7 @@ class Plan(Shown, GrownRecord):
 
 
 def _check_ranks(plan: Plan) -> None:
-    if len(set(plan.degrees)) > 1 and len(plan.cluster.joined) > 1:
+    if not plan.divides_alike and len(plan.cluster.joined) > 1:
         raise ValueError(f"on several levels the groups of all stages have one size, and not those of {plan.config}")
     stages = [stage.ranks for stage in plan.stages]
     if plan.schedule.chunked:

@@ -24,6 +24,7 @@ from planner.schedule.one_stage import FLUSH
 from planner.schedule.registry import NAMES, find
 from planner.schedule.schedule import Schedule
 from planner.stages.sharding import ShardedReplicas, Sharding, why_no_group
+from planner.stages.tensor import RankGroups
 
 PositiveInt = Annotated[int, Field(ge=1)]
 LONGEST_CONFIG = 40  # characters of a config in tables and sentences
@@ -150,7 +151,7 @@ class Exchanged(Record):
     bytes_per_s: BytesPerSecond  # while nothing else crosses the link
 
 
-class Stage(GrownRecord, ShardedReplicas):
+class Stage(GrownRecord, ShardedReplicas, RankGroups):
     """Consecutive layers, replicated on `ranks`; minibatch b runs on `ranks[b % replicas]`, or that group."""
 
     layers: Annotated[tuple[str, ...], Field(min_length=1)]
@@ -184,7 +185,7 @@ class Stage(GrownRecord, ShardedReplicas):
 
     @property
     def replicas(self) -> int:
-        return len(self.ranks) // self.tensor
+        return len(self.ranks) // self.ranks_per_replica
 
     @property
     def level(self) -> int:
@@ -224,7 +225,7 @@ class Stage(GrownRecord, ShardedReplicas):
 
     @model_validator(mode="after")
     def _check_options(self) -> "Stage":
-        if self.ranks != tuple(first + place for first in self.ranks[:: self.tensor] for place in range(self.tensor)):
+        if self.ranks != tuple(first + place for first in self.leaders for place in range(self.tensor)):
             raise ValueError(f"the ranks {list(self.ranks)} are no groups of {self.tensor} consecutive ones")
         if self.sharded and self.replicas == 1:
             raise ValueError("only a stage of two replicas or more is sharded")

@@ -13,51 +13,41 @@ Ranks = tuple[int, ...]
 
 def of_groups(plan: Plan) -> Plan:
     """Return the plan of its groups; the plan itself where each is a single rank."""
-    degrees = {stage.tensor for stage in plan.stages}
-    if degrees == {1}:
+    if not plan.divides_layers:
         return plan
-    leaders = [stage.ranks[:: stage.tensor] for stage in plan.stages]
+    leaders = [stage.leaders for stage in plan.stages]
     number = {rank: place for place, rank in enumerate(sorted({rank for ranks in leaders for rank in ranks}))}
     stages = tuple(
         stage.model_copy(update={"tensor": 1, "ranks": tuple(number[rank] for rank in ranks)})
         for stage, ranks in zip(plan.stages, leaders, strict=True)
     )
-    cluster = plan.cluster if len(degrees) > 1 else groups_of(plan.cluster, degrees.pop())
+    cluster = groups_of(plan.cluster, plan.ranks_per_replica) if plan.divides_alike else plan.cluster
     return plan.model_copy(update={"stages": stages, "cluster": cluster})  # its config still says what the groups are
 
 
 def plan_of_tensor_rank(plan: Plan, place: int) -> Plan:
     """Return the plan as the ranks at this place of their groups see it: they receive from ranks of the same place."""
-    stages = (
-        stage.model_copy(update={"ranks": stage.ranks[place % stage.tensor :: stage.tensor], "tensor": 1})
-        for stage in plan.stages
-    )
+    stages = (stage.model_copy(update={"ranks": stage.ranks_at(place), "tensor": 1}) for stage in plan.stages)
     size = plan.microbatch_size and plan.microbatch_size // sample_parts(plan)
     return plan.model_copy(update={"stages": tuple(stages), "microbatch_size": size})
 
 
 def sample_parts(plan: Plan) -> int:
     """Return into how many parts the ranks of a group divide the samples of a microbatch."""
-    return max(plan.degrees) if plan.by_samples else 1
+    return plan.ranks_per_replica if plan.by_samples else 1
 
 
 def receivers(plan: Plan, stage: int, rank: int, peer_stage: int, peer_rank: int) -> list[int]:
     """Return who takes what a rank of a stage sends to the tensor-parallel group of `peer_rank`, of another stage."""
     own, peer = plan.stages[stage], plan.stages[peer_stage]
-    first = peer.ranks.index(peer_rank) // peer.tensor * peer.tensor
-    places = range(own.ranks.index(rank) % own.tensor, peer.tensor, own.tensor)
-    return [peer.ranks[first + place] for place in places]
+    group = peer.group_of(peer_rank)
+    return list(group[own.place_of(rank) :: own.ranks_per_replica])
 
 
 def groups_of_ranks(plan: Plan) -> list[Ranks]:
     """Return the groups that divide layers, each once, in the order of the stages."""
-    groups = {
-        stage.ranks[start : start + stage.tensor]: None
-        for stage in plan.stages
-        if stage.tensor > 1
-        for start in range(0, len(stage.ranks), stage.tensor)
-    }
-    return list(groups)
+    divided = (stage for stage in plan.stages if stage.divides_layers)
+    return list(dict.fromkeys(group for stage in divided for group in stage.rank_groups))
 
 
 def on_ranks(groups: Sequence[Ranks], degrees: Sequence[int]) -> list[Ranks]:

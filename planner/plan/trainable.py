@@ -5,6 +5,7 @@ from planner.formats.plan import Plan
 from planner.formats.profile import Profile
 from planner.plan.shape import check_divided_loss
 from planner.plan.shared_weights import obstacle, shared_weights, trained_parameters
+from planner.stages.tensor import one_degree
 
 
 def check_priced(plan: Plan, profile: Profile, *, accepted: bool) -> None:
@@ -20,7 +21,7 @@ def check_priced(plan: Plan, profile: Profile, *, accepted: bool) -> None:
     problem = obstacle(plan, shared)
     if problem is not None:
         raise PlanError(problem[0], hint=problem[1])
-    if any(stage.sharded for stage in plan.stages) and profile.optimizer_elementwise is False:
+    if any(stage.shards_optimizer for stage in plan.stages) and profile.optimizer_elementwise is False:
         raise InputError(
             f"the optimizer of '{plan.model}' does not treat each element of a parameter alone, so replicas cannot "
             "divide its state",
@@ -42,18 +43,18 @@ def check_trainable(plan: Plan) -> None:
 
 def check_divided(plan: Plan) -> None:
     """Check that the executor can divide layers as a plan says; raise PlanError when it cannot."""
-    if plan.stages[0].level > 1 and (what := "compiled" if plan.compiled else plan.memory_format):
+    if plan.stages[0].shards_gradients and (what := "compiled" if plan.compiled else plan.memory_format):
         raise PlanError(
             f"the executor does not run {what} stages whose replicas divide gradients or weights",
             hint="profile without that, or solve with `shard_optimizer=never`",
         )
-    if max(plan.degrees) == 1:
+    if not plan.divides_layers:
         return
-    one = f"solve with one degree, `tensor={max(plan.degrees)}`"
+    one = f"solve with one degree, `tensor={plan.ranks_per_replica}`"
     problem = None
-    if len({(stage.ranks, stage.tensor) for stage in plan.stages}) > len({stage.ranks for stage in plan.stages}):
+    if len({(stage.ranks, stage.leaders) for stage in plan.stages}) > len({stage.ranks for stage in plan.stages}):
         problem = "stages on the same ranks whose groups have different sizes", one
-    elif any(len({plan.stages[stage].tensor for stage in shared.stages}) > 1 for shared in plan.shared):
+    elif any(one_degree(plan.stages[stage] for stage in shared.stages) is None for shared in plan.shared):
         problem = "stages that share a weight and whose groups have different sizes", one
     elif plan.compiled:
         problem = "divided layers that are compiled", "profile without `compiled`, or solve with `tensor=1`"

@@ -209,7 +209,7 @@ def _received_bytes(pairs: Sequence[Shared]) -> Counter[int]:
 def _stage_costs(stage: Stage, received_bytes: int) -> StageCosts:
     """Return the costs of a stage, without the gradients that it receives from others."""
     gradient_bytes = stage.memory.gradients_bytes - received_bytes
-    if stage.level > 1:
+    if stage.shards_gradients:
         gradient_bytes = 0  # all exchanges are in the seconds
     return StageCosts(
         forward_s=stage.forward_s,
@@ -221,7 +221,7 @@ def _stage_costs(stage: Stage, received_bytes: int) -> StageCosts:
         ready_shares=stage.ready_shares,
         late_s=stage.late_s,
         gradient_bytes=gradient_bytes,
-        sharded=stage.level == 1,
+        sharded=stage.shards_optimizer_alone,
         exchanged=stage.exchanged,
         forward_shares=stage.forward_shares,
         backward_shares=stage.backward_shares,

@@ -23,6 +23,7 @@ from planner.solver.evaluate.pipelines import shared_between, stage_costs, trans
 from planner.solver.problem.budget import Budget
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation
+from planner.stages.tensor import degrees_of
 
 # Of plans that no search found.
 GIVEN = SolverReport(name=GIVEN_NAME, status="feasible", lower_bound_s=0.0, gap=1.0, seconds=0.0)
@@ -72,7 +73,7 @@ def assemble(problem: Problem, best: Evaluation, report: SolverReport = GIVEN) -
     layer_costs = problem.layer_costs
     stages = best.stages
     profile = layer_costs.profile
-    degrees = {stage.options.tensor for stage in stages}
+    degrees = degrees_of(stage.options for stage in stages)
     used = [costs for costs in profile.tensor or () if costs.degree in degrees]
     return Plan(
         model=profile.model,
@@ -106,7 +107,7 @@ def assemble(problem: Problem, best: Evaluation, report: SolverReport = GIVEN) -
 def _stages(problem: Problem, best: Evaluation) -> Iterator[Stage]:
     layer_costs = problem.layer_costs
     names = [layer.name for layer in layer_costs.profile.layers]
-    ranks = on_ranks(best.ranks, [stage.options.tensor for stage in best.stages])
+    ranks = on_ranks(best.ranks, degrees_of(stage.options for stage in best.stages))
     for number, (stage, costs) in enumerate(
         zip(best.stages, stage_costs(layer_costs, best.stages, problem.setting), strict=True)
     ):
@@ -116,13 +117,13 @@ def _stages(problem: Problem, best: Evaluation) -> Iterator[Stage]:
         yield Stage(
             layers=tuple(names[index] for index in sorted(stage.layers)),
             ranks=ranks[number],
-            tensor=stage.options.tensor,
+            tensor=stage.options.ranks_per_replica,
             in_flight=best.price.in_flight[number],
-            sharded=stage.options.sharded,
-            sharding_level=max(1, stage.options.level),
-            shard_group=stage.options.group or None,
+            sharded=stage.options.shards_optimizer,
+            sharding_level=stage.options.sharding.level_in_files,
+            shard_group=stage.options.sharding.group or None,
             recompute=bool(groups) if whole else named,
-            recompute_s=costs.recompute_s if groups and (stage.options.level > 1 or not whole) else None,
+            recompute_s=costs.recompute_s if groups and (stage.options.shards_gradients or not whole) else None,
             forward_s=costs.forward_s,
             backward_s=costs.backward_s,
             update_s=costs.update_s,

@@ -90,11 +90,11 @@ def plainest(problem: Problem, found: Answer) -> Answer:
     best = found.best
     indistinguishable_s = best.seconds * (1 + problem.tuning.answer.indistinguishable_share)
     stage = best.stages[0]
-    if len(best.stages) > 1 or stage.options.tensor > 1 or problem.rules.shard_optimizer == "always":
+    if len(best.stages) > 1 or stage.options.divides_layers or problem.rules.shard_optimizer == "always":
         return found
 
-    for level in range(stage.options.level):
-        plan = evaluate(problem, [replace(stage, options=stage.options.dividing(level))])
+    for sharding in stage.options.sharding.less():
+        plan = evaluate(problem, [replace(stage, options=stage.options.with_sharding(sharding))])
         as_fast = plan.simulated == best.simulated and plan.seconds <= indistinguishable_s
         if as_fast and problem.allows(plan):
             return found.with_best(plan)

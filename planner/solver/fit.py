@@ -183,7 +183,7 @@ def _worth_dividing(question: FitQuestion, sizes: Sizes, size: int, profile: Pro
     if sizes.shared is not None:
         return size == sizes.shared
     plan = None if best is None else best.row.plan
-    if plan is not None and max(plan.degrees) == 1:
+    if plan is not None and not plan.divides_layers:
         return False
     least_s = question.least_sample_s(profile)
     balanced_s = least_s * (1 + question.tuning.fit.balanced_share)

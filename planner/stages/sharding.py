@@ -12,22 +12,55 @@ model: hybrid sharding (Zhao et al., "PyTorch FSDP", VLDB 2023, section 3.2.2). 
 exchanged for every microbatch stays on its links, and between servers the parts of the gradients are all-reduced once
 per update.
 
-This is the only file that compares a level with a number. Where an option is not asked about but carried out: costs are
-in `planner.cost.fully_sharded`, training in `planner.executor.communication`.
+Nobody else knows what a level's number means: all others ask a stage the questions of `ShardedReplicas`. What an option
+costs is in `planner.cost.fully_sharded` and `planner.cost.models`, how its module is built in
+`planner.executor.communication`, and how it is exported in `planner.exports`.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-NOTHING, OPTIMIZER, GRADIENTS, WEIGHTS = range(4)
-ALL_LEVELS = OPTIMIZER, GRADIENTS, WEIGHTS  # that divide something
+_NOTHING, _OPTIMIZER, _GRADIENTS, _WEIGHTS = range(4)
+_PARTS = ("optimizer", "gradients", "weights")  # that are divided, by level
+_TITLES = ("data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3, FSDP")
+_HYBRID = "HSDP"
 
 
 class Sharding(NamedTuple):
     """What replicas divide, and how many of them divide it between them."""
 
-    level: int = NOTHING
+    level: int = _NOTHING
     group: int = 0  # replicas that have the whole between them; 0 for all of them
+
+    @property
+    def divides_anything(self) -> bool:
+        return self.level >= _OPTIMIZER
+
+    @property
+    def divides_gradients(self) -> bool:
+        return self.level >= _GRADIENTS
+
+    @property
+    def level_in_files(self) -> int:
+        """The level of `sharding_level`, which counts where the stage is `sharded`."""
+        return self.level or _OPTIMIZER
+
+    @property
+    def title(self) -> str:
+        """The name in tables of ways to train."""
+        return _HYBRID if self.group else _TITLES[self.level]
+
+    def less(self) -> Iterator["Sharding"]:
+        """Yield what divides less, the least first, in the same groups where these are possible."""
+        for level in range(self.level):
+            yield Sharding(level, self.group if level >= _GRADIENTS else 0)
+
+    def of_optimizer_alone(self) -> "Sharding":
+        """Return the same replicas or groups, dividing nothing but the optimizer's state."""
+        return self._replace(level=_OPTIMIZER)
+
+
+UNSHARDED = Sharding()
 
 
 class ShardedReplicas:
@@ -44,21 +77,21 @@ class ShardedReplicas:
     @property
     def shards_optimizer(self) -> bool:
         """Whether each replica has a part of the optimizer's state, and perhaps of more."""
-        return self.sharding.level >= OPTIMIZER
+        return self.sharding.divides_anything
 
     @property
     def shards_optimizer_alone(self) -> bool:
-        return self.sharding.level == OPTIMIZER
+        return self.sharding.level == _OPTIMIZER
 
     @property
     def shards_gradients(self) -> bool:
         """Whether each replica has a part of the gradients, too: such a stage is a plan's only one."""
-        return self.sharding.level >= GRADIENTS
+        return self.sharding.divides_gradients
 
     @property
     def shards_weights(self) -> bool:
         """Whether each replica has a part of the weights, too, and gathers them before it computes."""
-        return self.sharding.level >= WEIGHTS
+        return self.sharding.level >= _WEIGHTS
 
     @property
     def shards(self) -> int:
@@ -77,6 +110,21 @@ class ShardedReplicas:
         """Whether groups of replicas repeat what others have (HSDP)."""
         return self.copies > 1
 
+    @property
+    def sharded_parts(self) -> Sequence[str]:
+        """What is divided, in words."""
+        return _PARTS[: self.sharding.level]
+
+    @property
+    def sharding_words(self) -> str:
+        """Say what replicas of a whole model do, in a few words."""
+        if not self.shards_optimizer:
+            return "data parallel"
+        words = f"data parallel, ZeRO-{self.sharding.level}"
+        if self.repeats_shards:
+            words += f" in {self.copies} groups of {self.shards}, {_HYBRID}"
+        return words
+
     def shard_groups(self, ranks: Iterable[int]) -> list[tuple[int, ...]]:
         """Return the ranks of the stage in groups that divide what there is; ranks next to each other are in one."""
         ordered = sorted(ranks)
@@ -85,27 +133,63 @@ class ShardedReplicas:
 
 def why_no_group(sharding: Sharding, replicas: int) -> str | None:
     """Return why replicas cannot divide anything in such groups; None if they can."""
-    level, group = sharding
+    group = sharding.group
     if not group:
         return None
-    if level < GRADIENTS:
+    if not sharding.divides_gradients:
         return "only replicas that divide gradients or weights do so in groups"
     if not 1 < group < replicas or replicas % group:
         return f"{replicas} replicas are no groups of {group} that repeat each other"
     return None
 
 
-def variants(levels: Iterable[int], replicas: int, groups: Sequence[int], *, whole: bool) -> Iterator[Sharding]:
-    """Yield what the replicas of a stage may divide, of these levels.
+class PossibleSharding(NamedTuple):
+    """What the replicas of a question's stages may divide."""
 
-    Args:
-        groups: sizes in which they may divide gradients and weights, beside all together.
-        whole: whether the stage is a plan's only one, and gives its replicas equally many microbatches.
-    """
-    for level in levels if replicas > 1 else (NOTHING,):
-        if level < GRADIENTS:
-            yield Sharding(level)
-        elif whole:
-            hybrid = (Sharding(level, group) for group in groups)
-            yield Sharding(level)
-            yield from (each for each in hybrid if why_no_group(each, replicas) is None)
+    always: bool = False  # whether replicas must divide something
+    optimizer: bool = False  # whether they may divide the optimizer's state
+    gradients: bool = False  # whether those of a plan's only stage may divide gradients and weights, too
+    groups: Sequence[int] = ()  # sizes in which they may do so, beside all together
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        if not self.optimizer:
+            return (_NOTHING,)
+        plain = (_OPTIMIZER,) if self.always else (_NOTHING, _OPTIMIZER)
+        return (*plain, _GRADIENTS, _WEIGHTS) if self.gradients else plain
+
+    def allows(self, sharding: Sharding) -> bool:
+        return sharding.level in self.levels
+
+    def of_replicas(self, replicas: int, *, whole: bool) -> Iterator[Sharding]:
+        """Yield what the replicas of a stage may divide.
+
+        Args:
+            whole: whether the stage is a plan's only one, and gives its replicas equally many microbatches.
+        """
+        if replicas == 1:
+            yield UNSHARDED
+            return
+        for level in self.levels:
+            if level < _GRADIENTS:
+                yield Sharding(level)
+            elif whole:
+                hybrid = (Sharding(level, group) for group in self.groups)
+                yield Sharding(level)
+                yield from (each for each in hybrid if why_no_group(each, replicas) is None)
+
+
+def usual_shardings(replicas: int, server: int | None, *, whole: bool) -> Iterator[Sharding]:
+    """Yield what people let replicas divide, whatever a question allows: ZeRO-1 to 3, and HSDP inside a server."""
+    yield Sharding(_OPTIMIZER)
+    if whole:
+        yield Sharding(_GRADIENTS)
+        yield Sharding(_WEIGHTS)
+        hybrid = Sharding(_WEIGHTS, server or 0)
+        if server is not None and why_no_group(hybrid, replicas) is None:
+            yield hybrid
+
+
+def is_level(number: int) -> bool:
+    """Whether a number says what to divide."""
+    return _OPTIMIZER <= number <= _WEIGHTS

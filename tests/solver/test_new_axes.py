@@ -89,7 +89,7 @@ def check(seed: int) -> tuple[bool, bool, bool]:
         assert priced.seconds_per_minibatch == pytest.approx(expected[0], rel=1e-9), seed
         assert problem.cluster.memory_bytes is None or max(priced.gpu_bytes) <= problem.cluster.memory_bytes, seed
     groups = [stage.options.recompute for stage in stages]
-    return True, any(each.options.sharded for each in stages), any(groups)
+    return True, any(each.options.shards_optimizer for each in stages), any(groups)
 
 
 def test_search_finds_what_every_plan_says() -> None:
@@ -125,7 +125,7 @@ def test_on_levels_the_answer_is_in_its_bounds_and_mostly_the_best(schedule: str
         assert found.path is not None
         assert found.bound_s <= expected.seconds * (1 + 1e-9)
         assert found.path.seconds >= expected.seconds * (1 - 1e-9)
-        plans, sharded = plans + 1, sharded + any(each.sharded for each in found.path.options)
+        plans, sharded = plans + 1, sharded + any(each.shards_optimizer for each in found.path.options)
         best += found.path.seconds <= expected.seconds * (1 + 1e-9)
     assert sharded > 1
     assert best >= 0.8 * plans > 3

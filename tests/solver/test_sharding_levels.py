@@ -123,7 +123,7 @@ def compiled(model: Profile) -> Profile:
 def test_levels_need_what_the_executor_runs() -> None:
     def levels(model: Profile, **options: object) -> tuple[int, ...]:
         given = SolveOptions(**({"schedule": FLUSH} | options))  # type: ignore[arg-type]
-        return problem_of(given, LayerCosts(model), flat_cluster(4, 1e4, 3000)).levels
+        return problem_of(given, LayerCosts(model), flat_cluster(4, 1e4, 3000)).sharding.levels
 
     assert levels(MODEL) == (0, 1, 2, 3)
     assert levels(MODEL, shard_optimizer="always") == (1, 2, 3)

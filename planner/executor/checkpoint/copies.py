@@ -114,7 +114,7 @@ class Copies(Keeper):
         """Whether this worker writes what the first replica does: it is the first one on its host, another one."""
         stage = self._job.plan.stages[own.stage]
         firsts = {self._hosts[rank]: rank for rank in reversed(stage.ranks)}
-        alike = stage.tensor == 1 and not stage.sharded and not any(True for _ in own.module.buffers())
+        alike = not stage.divides_layers and not stage.shards_optimizer and not any(True for _ in own.module.buffers())
         return alike and self._rank in firsts.values() and self._rank != stage.ranks[0]
 
     def _aside(self, own: Restorable, content: Content) -> Content:

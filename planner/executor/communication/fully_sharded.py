@@ -44,18 +44,18 @@ class FullSharding(Sharding):
     """One replica's part of a stage of level 2 or 3, which is divided when its optimizer has been made.
 
     Args:
-        level: 2 or 3.
         groups: of the replicas, which exchange weights and gradients on the `device`; the stage moves there.
+        shards_weights: whether weights are divided, too, and not gradients alone.
         alike: whether every backward reaches the same weights, so that sums over several can wait in their groups.
     """
 
     def __init__(
         self,
         stage: StageModule,
-        level: int,
         groups: ShardGroups,
         device: torch.device,
         *,
+        shards_weights: bool,
         alike: bool = True,
     ) -> None:
         group = groups.dividing
@@ -63,7 +63,7 @@ class FullSharding(Sharding):
         if not POSSIBLE:
             problem = f"replicas that divide weights need a newer fully_shard than that of PyTorch {torch.__version__}"
             raise PlanError(problem, hint=f"install a newer PyTorch, or {_HINT}")
-        self._stage, self._level = stage, level
+        self._stage, self._shards_weights = stage, shards_weights
         self._groups = groups
         self._exchange = exchange_over(group)
         self._mesh = _mesh_of(groups, device)
@@ -120,7 +120,14 @@ class FullSharding(Sharding):
             raise ValueError(f"those that run together are {' and '.join(sorted(map(str, dtypes)))}")
         others = set(self._stage.parameters()).difference(own)
         policy = MixedPrecisionPolicy(half, None if half is None else torch.float32, cast_forward_inputs=False)
-        whole = divide(unit, self._mesh, self._exchange, self._level, mp_policy=policy, ignored_params=others)
+        whole = divide(
+            unit,
+            self._mesh,
+            self._exchange,
+            shards_weights=self._shards_weights,
+            mp_policy=policy,
+            ignored_params=others,
+        )
         self._modules.append(whole)
 
     def begin_backward(self, *, last: bool) -> None:
@@ -128,7 +135,7 @@ class FullSharding(Sharding):
 
         Groups that repeat each other add up their gradients after that one alone.
         """
-        if self._level == 2:
+        if not self._shards_weights:
             self._modules[-1].set_reshard_after_backward(last)
         if self._sums_first:
             self._modules[-1].set_requires_all_reduce(last)

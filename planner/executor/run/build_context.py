@@ -265,7 +265,7 @@ def sharding_of(
 ) -> Sharding | None:
     """Return a worker's share of a stage's optimizer; None where each replica has the whole of it."""
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    if not stage.sharded or not trained:
+    if not stage.shards_optimizer or not trained:
         return Masters(trained) if any(gradient_dtype(each) != each.dtype for each in trained) else None
     # In the order of the process group, which torch sorts by rank: the plan's may be another.
     member = sorted(stage.ranks).index(rank), stage.replicas
@@ -280,4 +280,4 @@ def full_sharding(module: StageModule, stage: Stage, groups: ShardGroups, place:
     if place.wire.type != place.compute.type:
         problem = f"replicas that divide weights exchange them on the {place.compute.type}, not over {place.backend}"
         raise PlanError(problem, hint="leave out `backend`, with a GPU for each worker; or solve without such stages")
-    return FullSharding(module, stage.level, groups, place.compute, alike=alike)
+    return FullSharding(module, groups, place.compute, shards_weights=stage.shards_weights, alike=alike)

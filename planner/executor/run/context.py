@@ -138,14 +138,15 @@ class PipelineContext:
             return
         tensors_bytes = int(self.plan.tensor_bytes(min(self.stages)) * _RESERVED)
         # The allocator still has what the stages took when they ran once.
-        if self.plan.stages[0].level < 2:  # the streams of fully_shard take memory of their own
+        if not self.plan.stages[0].shards_gradients:  # the streams of fully_shard take memory of their own
             runtime.reserve(compute, max(0, tensors_bytes - runtime.peak_bytes(compute)))
         copies = LEAD + AHEAD + max(map(self.shape.in_flight, self.stages))
         for size in self.sizes:
             batch = self.spec.example_batch(size)
             held = [batch.pinned(compute) for _ in range(copies)]  # the allocator of pinned memory keeps it, too
             del held
-        if self.tensor is not None or self.plan.stages[0].level > 1:  # others were run before; these run together
+        # Others were run before; these run together.
+        if self.tensor is not None or self.plan.stages[0].shards_gradients:
             self.run_once((stage.module for stage in self.stages.values()), self.sizes)
         if self.evaluation is not None:
             with torch.no_grad():
@@ -168,14 +169,14 @@ class PipelineContext:
 
     def shapes_of_tensor_ranks(self, shape: PipelineShape) -> list[PipelineShape]:
         """Return a shape for each place in the tensor-parallel groups; a rank's own is the first that has the rank."""
-        plans = (plan_of_tensor_rank(self.job.plan, place) for place in range(max(self.job.plan.degrees)))
+        plans = (plan_of_tensor_rank(self.job.plan, place) for place in range(self.job.plan.ranks_per_replica))
         return [replace(shape, ranks=tuple(stage.ranks for stage in plan.stages)) for plan in plans]
 
     @property
     def receivers(self) -> Receivers | None:
         """Who takes what a rank sends: ranks of the other stage's group; None where all groups have one size."""
         plan = self.job.plan
-        if len(set(plan.degrees)) == 1:
+        if plan.divides_alike:
             return None
         return lambda rank, send: receivers(plan, send.stage, rank, send.peer_stage, send.peer_rank)
 

@@ -179,7 +179,8 @@ class Evaluator:
 
     def _even_out(self, ran: int) -> None:
         """Run as many batches as the replica with most of them, where all gather the weights for each."""
-        sharding = self._context.stages[0].optimizer.sharding if self._context.plan.stages[0].level > 1 else None
+        gathers = self._context.plan.stages[0].shards_gradients
+        sharding = self._context.stages[0].optimizer.sharding if gathers else None
         if sharding is None:
             return
         compute = self._context.place.compute

@@ -225,7 +225,7 @@ def save_weights(context: PipelineContext, path: Path) -> None:
     state = dict[str, Tensor]()
     for number, stage in context.stages.items():
         first = context.is_first_replica(number)
-        if first or context.plan.stages[number].level > 1:  # of which all replicas have parts
+        if first or context.plan.stages[number].shards_gradients:  # of which all replicas have parts
             found = whole_state(stage.module, kept=first)
             state |= found if first else {}
     context.heartbeat.enter("writing the weights", meeting=True)

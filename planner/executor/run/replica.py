@@ -74,7 +74,7 @@ class StageReplica:
         self._sharding = sharding
         # Whether replicas must run equally often: those of DistributedDataParallel, and those that gather weights. One
         # without samples then runs another microbatch, which counts for nothing.
-        self._together = self._ddp is not None or context.plan.stages[stage.number].level > 1
+        self._together = self._ddp is not None or context.plan.stages[stage.number].shards_gradients
         self._recomputes = context.plan.stages[stage.number].recomputes
         # Replicas have equal gradients, or each a part of them.
         has_part = sharding is not None and sharding.has_own_part

@@ -231,11 +231,11 @@ def tensor_group(plan: Plan, rank: int) -> "TensorGroup | None":
     """Return the group of ranks that divides a worker's layers; None where each is whole on a rank."""
     check_divided(plan)
     own = next(stage for stage in plan.stages if rank in stage.ranks)
-    if own.tensor == 1:
+    if not own.divides_layers:
         return None
     from planner.model.tensor.group import TensorGroup  # with DTensor, whose import takes a second
 
-    return TensorGroup(own.tensor, own.ranks.index(rank) % own.tensor)
+    return TensorGroup(own.ranks_per_replica, own.place_of(rank))
 
 
 SharedNames = Mapping[tuple[int, int], Collection[str]]  # for two stages, the trained weights that both hold
@@ -293,7 +293,7 @@ def build_modules(
         samples = plan.microbatch_size if plan.by_samples else 0
         division = division_of(graph, tensor_parallel_plan(spec, graph, tensor.degree, samples), tensor, samples)
         by_tokens = plan.cluster.sequence_parallel and not plan.by_samples
-        division = replace(division, by_tokens=by_tokens, sends_parts=by_tokens and len(set(plan.degrees)) == 1)
+        division = replace(division, by_tokens=by_tokens, sends_parts=by_tokens and plan.divides_alike)
         if by_tokens and not division.within(graph, ()).tokens:
             raise PlanError(
                 f"{tensor.degree} ranks cannot divide the tokens of any value evenly",
@@ -307,7 +307,7 @@ def build_modules(
     for number in stages:
         stage = plan.stages[number]
         again = stage.recompute_groups
-        units = units_of_stage(stage.layers, again) if stage.level > 1 else ()
+        units = units_of_stage(stage.layers, again) if stage.shards_gradients else ()
         variant = replace(alike, recompute=again, units=tuple(units))
         is_last = number == len(plan.stages) - 1
         kept = compared.names if compared is not None and is_last else ()
@@ -318,7 +318,7 @@ def build_modules(
     evaluated = None
     if initial.evaluation is not None:
         cut, output = [stage.layers for stage in plan.stages], spec.defines("metrics")
-        divided = modules if plan.stages[0].level > 1 else None
+        divided = modules if plan.stages[0].shards_gradients else None
         division = replace(division, sends_parts=False, by_samples=False)
         evaluated = build_evaluation(
             graph, cut, initial.evaluation, stages, output=output, division=division, of=divided
@@ -357,7 +357,7 @@ def _compared_output(job: Job, graph: LayerGraph, spec: TrainingSpec) -> WholeOu
     """Return the model's output where training compares its loss with that of loss(output, target)."""
     # Ranks that divide layers have parts of outputs, and DistributedDataParallel takes all that a stage returns for
     # what is trained on.
-    if spec.loss is None or max(job.plan.degrees) > 1 or job.baseline is not None:
+    if spec.loss is None or job.plan.divides_layers or job.baseline is not None:
         return None
     return WholeOutput.of(graph)
 

@@ -36,7 +36,7 @@ def check_separate(
         return
 
     ways = [parts] if sum(map(bool, parts)) > 1 else []
-    by_elements = any(stage.sharded or stage.tensor > 1 for stage in plan.stages)
+    by_elements = any(stage.shards_optimizer or stage.divides_layers for stage in plan.stages)
     tried = separability(spec, whole, ways, device, by_elements=by_elements)
     _check_optimizer(tried, plan, divided=bool(ways) or by_elements)
 
@@ -54,7 +54,7 @@ def _check_optimizer(tried: Separability, plan: Plan, *, divided: bool) -> None:
     if tried.problem is None:
         return
 
-    replicated = max(plan.replicas) > 1 or max(plan.degrees) > 1
+    replicated = max(plan.replicas) > 1 or plan.divides_layers
     if tried.draws and replicated:
         raise PlanError(
             f"{tried.kind} {tried.problem}, so replicas of a stage would not stay equal",

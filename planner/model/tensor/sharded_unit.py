@@ -29,9 +29,11 @@ class _ReduceScatter:
 POSSIBLE = hasattr(FSDPModule, "set_force_sum_reduction_for_comms")  # with this PyTorch
 
 
-def divide(unit: nn.Module, mesh: DeviceMesh, exchange: Exchange, level: int, **options: Any) -> FSDPModule:
-    """Divide the unit's gradients at level 2, its weights, too, at level 3; `options` are of `fully_shard`."""
-    fully_shard(unit, mesh=mesh, reshard_after_forward=level == 3, **options)
+def divide(
+    unit: nn.Module, mesh: DeviceMesh, exchange: Exchange, *, shards_weights: bool, **options: Any
+) -> FSDPModule:
+    """Divide the unit's gradients, and its weights, too, or not; `options` are of `fully_shard`."""
+    fully_shard(unit, mesh=mesh, reshard_after_forward=shards_weights, **options)
     assert isinstance(unit, FSDPModule)
     # Gradients add up, as microbatches' do: their losses are weighted. Gloo knows no means.
     unit.set_gradient_divide_factor(1.0)

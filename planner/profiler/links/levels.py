@@ -285,13 +285,14 @@ class LevelMeasurement:
         from planner.model.tensor.sharded_unit import divide
 
         mesh, rows, nets = DeviceMesh.from_group(ring, self._device.type), exchange_over(ring), []
-        for level in (1, 2, 3):
+        for divides in ("nothing", "gradients", "weights"):
             inner = max(1, size_bytes // (8 * _UNIT_WIDTH))
             layers = [(nn.Linear(_UNIT_WIDTH, inner), nn.Linear(inner, _UNIT_WIDTH)) for _ in range(_UNITS)]
             net = nn.Sequential(*(nn.Sequential(*each) for each in layers))
-            if level > 1:
-                whole = [divide(each, mesh, rows, level) for each in (*net, net)][-1]
-                whole.set_reshard_after_backward(level == 3)
+            if divides != "nothing":
+                again = divides == "weights"
+                whole = [divide(each, mesh, rows, shards_weights=again) for each in (*net, net)][-1]
+                whole.set_reshard_after_backward(again)
             nets.append(net)
         taken_s = [0.0] * len(nets)
         for turn in range(_TURNS + 1):

@@ -180,10 +180,7 @@ def _split(plan: Plan) -> str:
     if stages > 1:
         return config if config.endswith("stages)") else f"{config} ({stages} stages)"
     stage = plan.stages[0]
-    way = f"data parallel, ZeRO-{stage.level}" if stage.shards_optimizer else "data parallel"
-    if stage.repeats_shards:
-        way += f" in {stage.copies} groups of {stage.shards}, HSDP"
-    return f"{config} ({way})" if stage.replicas == plan.workers > 1 else config
+    return f"{config} ({stage.sharding_words})" if stage.replicas == plan.workers > 1 else config
 
 
 def _unit(plan: Plan) -> str:

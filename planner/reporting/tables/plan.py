@@ -393,14 +393,14 @@ def stage_table(plan: Plan) -> Table:
     for transfer in plan.transfers:
         sent[transfer.source] += transfer.output_bytes
         sent[transfer.target] += transfer.gradient_bytes
-    level, recomputes = max(stage.level for stage in stages), any(stage.recomputes for stage in stages)
-    parts = dict(enumerate(("optimizer", "gradients", "weights"), start=1))  # that replicas divide, by level
+    recomputes = any(stage.recomputes for stage in stages)
+    sharded = dict.fromkeys(part for stage in stages for part in stage.sharded_parts)
     rows = [
         {
             "stage": number,
             "layers": layer_range(stage.layers),
             "replicas": stage.replicas,
-            "of ranks": stage.tensor if max(plan.degrees) > 1 else None,
+            "of ranks": stage.ranks_per_replica if plan.divides_layers else None,
             "ranks": ranks_line(stage),
             "GPU": plan.cluster.kinds_on(stage.ranks) if plan.cluster.kinds else None,
             "in flight": stage.in_flight,
@@ -408,10 +408,7 @@ def stage_table(plan: Plan) -> Table:
             "compute": format_seconds(stage.compute_s),
             "accumulation": format_seconds(stage.accumulate_s) if accumulates else None,
             "sends": format_bytes(sent[number]),
-            **{
-                part: (f"1/{stage.shards}" if stage.level >= least else "whole") if level >= least else None
-                for least, part in parts.items()
-            },
+            **{part: f"1/{stage.shards}" if part in stage.sharded_parts else "whole" for part in sharded},
             "recomputes": (recomputing(stage) or "nothing") if recomputes else None,
         }
         for number, stage in enumerate(stages)

@@ -58,7 +58,7 @@ class Rules:
         recomputes = any(stage.options.recompute for stage in stages)
         if recomputes and rules.recompute == "never":
             return False
-        return stages[0].options.level in problem.levels and problem.allows(way.plan)
+        return problem.sharding.allows(stages[0].options.sharding) and problem.allows(way.plan)
 
 
 def with_baselines(

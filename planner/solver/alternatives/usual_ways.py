@@ -28,13 +28,11 @@ from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation
 from planner.solver.question import problem_of
 from planner.solver.tuning.record import Tuning
-from planner.stages.sharding import ALL_LEVELS, WEIGHTS, variants
+from planner.stages.sharding import usual_shardings
 
 ONE_GPU = "one GPU"
 DATA_PARALLEL = "data parallel"
 EQUAL_STAGES = "equal stages"  # of equally many blocks
-ZERO = ("ZeRO-1", "ZeRO-2", "ZeRO-3, FSDP")  # by what replicas divide
-HYBRID = "HSDP"
 
 
 @dataclass(frozen=True)
@@ -149,15 +147,11 @@ def _sharded(problem: Problem) -> Iterator[Way]:
 
     drained = _drained(problem, stage.replicas)
     whole = why_whole(drained.schedule, drained.microbatches, [stage.replicas], [1]) is None
-    servers = problem.server_sizes[:1]
-    for sharding in variants(ALL_LEVELS, stage.replicas, servers, whole=whole):
-        if sharding.group and sharding.level != WEIGHTS:
-            continue  # who has GPUs enough to shard inside servers saves most, too
-
-        options = replace(stage.options, level=sharding.level, group=sharding.group)
-        within = drained if options.shards_gradients else problem
-        name = HYBRID if options.repeats_shards else ZERO[sharding.level - 1]
-        yield _fitting(Way(name, within, evaluate(within, [replace(stage, options=options)])))
+    server = next(iter(problem.server_sizes), None)
+    for sharding in usual_shardings(stage.replicas, server, whole=whole):
+        within = drained if sharding.divides_gradients else problem
+        sharded = replace(stage, options=stage.options.with_sharding(sharding))
+        yield _fitting(Way(sharding.title, within, evaluate(within, [sharded])))
 
 
 def _drained(problem: Problem, replicas: int) -> Problem:

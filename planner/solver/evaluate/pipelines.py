@@ -18,6 +18,7 @@ from planner.schedule.schedule import Channel, PipelineShape
 from planner.simulator.pipeline_costs import PipelineCosts, StageCosts
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation
+from planner.stages.tensor import degrees_of
 
 
 def too_large(problem: Problem, stages: Sequence[Candidate]) -> bool:
@@ -52,7 +53,7 @@ def pipeline_for(problem: Problem, candidate: Evaluation) -> PipelineCosts:
         stage_costs(layer_costs, stages, problem.setting),
         moved,
         shared,
-        degrees=[stage.options.tensor for stage in stages],
+        degrees=degrees_of(stage.options for stage in stages),
         terms=planned_terms(planned(layer_costs.profile, problem.microbatches)),
     )
 
@@ -66,7 +67,7 @@ def stage_costs(
 
     At levels 2 and 3 the seconds are those of all exchanges, too.
     """
-    if stages[0].options.level > 1:
+    if stages[0].options.shards_gradients:
         return [_fully_sharded_costs(layer_costs, stages[0], setting)]
     copies = copied_in(layer_costs, stages)
     return [_costs_of(layer_costs, *each) for each in zip(stages, copies, strict=True)]
@@ -105,7 +106,7 @@ def _costs_of(layer_costs: LayerCosts, stage: Candidate, copied: Sequence[Layer]
         ready_shares=buckets.shares,
         late_s=late_s,
         gradient_bytes=int(work.trainable_bytes) + sum(layer.gradient_bytes for layer in copied),
-        sharded=stage.options.sharded,
+        sharded=stage.options.shards_optimizer,
         exchanged=layer_costs.exchanged(stage),
         forward_shares=layer_costs.shares(stage, "forward_s", forward_s),
         backward_shares=layer_costs.shares(stage, "backward_s", backward_s),

@@ -45,13 +45,12 @@ def drained_s(problem: Problem) -> float:
     bound_s = np.inf
     if len(totals.sizes) > 1 and problem.cluster.gpus > 1:
         bound_s = _several_stages_s(problem, totals)
-    return single_stage_s(problem, totals, bound_s, sorted({0, *problem.levels}))
+    return single_stage_s(problem, totals, bound_s)
 
 
 def with_single_stages(problem: Problem, bound_s: float) -> float:
     """Return a bound on other plans, or on a single stage that divides gradients, if less."""
-    levels = [level for level in problem.levels if level > 1]
-    return single_stage_s(problem, GroupTotals.of(problem), bound_s, levels)
+    return single_stage_s(problem, GroupTotals.of(problem), bound_s, divides_gradients=True)
 
 
 def _several_stages_s(problem: Problem, totals: GroupTotals) -> float:
@@ -90,7 +89,7 @@ def _several_stages_s(problem: Problem, totals: GroupTotals) -> float:
 
 def _farthest_ends(problem: Problem, totals: GroupTotals) -> Integers:
     """Return for each first group, and the end, where the longest stage ends that fits."""
-    shards = totals.most_replicas if max(problem.levels) > 0 else 1
+    shards = totals.most_replicas if problem.sharding.optimizer else 1
     state_bytes = running_sums(totals.kept_bytes + totals.optimizer_bytes / shards)
     return np.searchsorted(state_bytes, state_bytes + totals.memory_bytes, side="right") - 1
 

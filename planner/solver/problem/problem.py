@@ -34,7 +34,8 @@ from planner.solver.problem.budget import Budget
 from planner.solver.problem.result import Evaluation
 from planner.solver.problem.states import Chain
 from planner.solver.tuning.record import STANDARD, Tuning
-from planner.stages.sharding import Sharding, variants
+from planner.stages.sharding import PossibleSharding, Sharding
+from planner.stages.tensor import any_divided, one_degree
 from planner.units import SLACK
 
 
@@ -124,9 +125,10 @@ class Problem:
         schedule, most, limits = self.schedule, self.rules.max_staleness, self.limits
         for stage, depth in zip(plan.stages, plan.price.in_flight, strict=True):
             late = most is not None and schedule.staleness(depth) > most
-            most_here = min(limits.most_replicas, limits.most_sharded if stage.options.sharded else UNLIMITED)
-            idle = stage.replicas > most_here or (stage.options.level > 1 and self.microbatches % stage.replicas > 0)
-            if late or idle or not schedule.versions_suffice(self.microbatches, stage.replicas, depth):
+            most_here = min(limits.most_replicas, limits.most_sharded if stage.options.shards_optimizer else UNLIMITED)
+            idle = stage.replicas > most_here
+            uneven = stage.options.shards_gradients and self.microbatches % stage.replicas > 0
+            if late or idle or uneven or not schedule.versions_suffice(self.microbatches, stage.replicas, depth):
                 return False
         return limits.allows_stages(len(plan.stages)) and plan.fits(self.cluster)
 
@@ -141,20 +143,23 @@ class Problem:
         return self.comparable_s(plan) < self.comparable_s(other) * (1 - share)
 
     @property
-    def levels(self) -> tuple[int, ...]:
-        """What replicas of the whole model may divide: see `StageOptions`."""
-        profile, schedule = self.layer_costs.profile, self.schedule
-        if self.rules.shard_optimizer == "never" or not profile.may_shard_optimizer:
-            return (0,)
-        # Without a limit of memory, level 1 is as fast.
+    def sharding(self) -> PossibleSharding:
+        """What replicas may divide."""
+        profile = self.layer_costs.profile
+        rule = self.rules.shard_optimizer
+        # Without a limit of memory, dividing the optimizer's state alone is as fast.
         fully = self.cluster.has_memory_limit and not (self.degree > 1 or profile.compiled or profile.memory_format)
-        more = (2, 3) if fully and why_whole(schedule, 2, [2], [1]) is None else ()
-        return (1, *more) if self.rules.shard_optimizer == "always" else (0, 1, *more)
+        return PossibleSharding(
+            always=rule == "always",
+            optimizer=rule != "never" and profile.may_shard_optimizer,
+            gradients=fully and why_whole(self.schedule, 2, [2], [1]) is None,
+            groups=self.server_sizes,
+        )
 
     def shardings(self, replicas: int, stages: int = 1) -> Iterator[Sharding]:
         """Yield what the replicas of each of so many equal stages may divide."""
         even = self.microbatches % replicas == 0
-        yield from variants(self.levels, replicas, self.server_sizes, whole=stages == 1 and even)
+        yield from self.sharding.of_replicas(replicas, whole=stages == 1 and even)
 
     @cached_property
     def server_sizes(self) -> tuple[int, ...]:
@@ -207,10 +212,9 @@ class Problem:
 
     def in_groups(self, stages: Sequence[Candidate]) -> tuple[Problem, Sequence[Candidate], int]:
         """Return a plan as one of the cluster's groups of ranks, with their size, where all stages have one size."""
-        degrees = {stage.options.tensor for stage in stages}
-        if len(degrees) > 1 or degrees == {1}:
+        degree = one_degree(stage.options for stage in stages)
+        if degree is None or not any_divided(stage.options for stage in stages):
             return self, stages, 1
-        degree = degrees.pop()
         groups = [replace(stage, options=replace(stage.options, tensor=1)) for stage in stages]
         return self.on_groups_of(degree), groups, degree
 

@@ -10,6 +10,7 @@ from planner.cost.overheads import Price
 from planner.formats.cluster import Cluster
 from planner.formats.plan_parts import config_of
 from planner.solver.problem.states import Chain
+from planner.stages.tensor import degrees_of
 
 # An answer is proven optimal up to this relative difference in time: rounding, not search.
 RESOLUTION = 1e-12
@@ -42,10 +43,7 @@ class BoundedPath:
 
 
 def with_replicas(path: CutPath, replicas: Sequence[int]) -> CutPath:
-    options = (
-        replace(each, replicas=r, level=each.level if r > 1 else 0)
-        for each, r in zip(path.options, replicas, strict=True)
-    )
+    options = (each.with_replicas(r) for each, r in zip(path.options, replicas, strict=True))
     return replace(path, options=tuple(options))
 
 
@@ -80,7 +78,7 @@ class Evaluation:
     @property
     def config(self) -> str:
         """The config of the plan that these stages make."""
-        degrees = tuple(stage.options.tensor for stage in self.stages)
+        degrees = degrees_of(stage.options for stage in self.stages)
         return config_of(tuple(stage.replicas for stage in self.stages), self.price.chunks, degrees)
 
     @property

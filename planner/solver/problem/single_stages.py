@@ -23,7 +23,6 @@ from planner.cost.recomputation import units_of
 from planner.cost.work import Floats
 from planner.solver.problem.group_totals import GroupTotals, least_recomputation_s
 from planner.solver.problem.problem import Problem
-from planner.stages.sharding import variants
 
 
 @dataclass(frozen=True)
@@ -66,10 +65,12 @@ def single_stage_s(
     problem: Problem,
     totals: GroupTotals,
     below_s: float,
-    levels: Sequence[int],
+    *,
+    divides_gradients: bool = False,
 ) -> float:
-    """Return the least seconds of a single stage of these levels, or `below_s` if that is less."""
+    """Return the least seconds of a single stage, or of one that divides gradients, or `below_s` if that is less."""
     blocks = _Blocks.of(problem.layer_costs)
+    possible = problem.sharding._replace(always=False)
 
     for replicas in range(totals.most_replicas, 0, -1):
         share = -(-problem.microbatches // replicas)
@@ -77,10 +78,10 @@ def single_stage_s(
             break  # fewer replicas run more microbatches each
 
         even = problem.microbatches % replicas == 0
-        for sharding in variants(levels, replicas, problem.server_sizes, whole=even):
-            if sharding.level not in levels:
-                continue  # a single replica divides nothing
-            options = StageOptions(replicas, sharding.level, group=sharding.group)
+        for sharding in possible.of_replicas(replicas, whole=even):
+            if divides_gradients and not sharding.divides_gradients:
+                continue
+            options = StageOptions(replicas).with_sharding(sharding)
             again_s = _again_s(problem, totals, blocks, options)
             least_s = share * (totals.once_s + again_s)
             if least_s < below_s and _may_fit(problem, blocks, options, again_s):

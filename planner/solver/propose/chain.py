@@ -35,7 +35,7 @@ def propose_chain(question: Problem, pool: Pool) -> Iterator[Batch]:
 
     # The bound comes from the search and the seconds from the price, which add the same numbers in another order.
     bound_s = min(bounded.bound_s, columned.bound_s, best.seconds)
-    if max(question.levels) > 1:
+    if question.sharding.gradients:
         bound_s = with_single_stages(question, bound_s)  # which the search has none of
     pool.raise_bound(bound_s)
 
@@ -53,7 +53,7 @@ class _Fits:
 
     def __call__(self, gpus: int, memory_bytes: int) -> Evaluation | None:
         plan = self._search.fits(gpus, memory_bytes)
-        if plan is not None or gpus != self._question.cluster.gpus or max(self._question.levels) < 2:
+        if plan is not None or gpus != self._question.cluster.gpus or not self._question.sharding.gradients:
             return plan
         # The search knows no replicas that divide gradients and weights.
         cluster = self._question.cluster.with_memory(lambda _: memory_bytes)

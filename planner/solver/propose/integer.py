@@ -36,7 +36,7 @@ def propose_program(question: Problem, pool: Pool) -> Iterator[Batch]:
     """
     answer = solve_by_program(question)
     bound_s = answer.bound_s
-    if max(question.levels) > 1:  # no column divides gradients and weights
+    if question.sharding.gradients:  # no column divides gradients and weights
         bound_s = min(bound_s, relaxed_s(question, Chain(question.layer_costs)))
     pool.raise_bound(bound_s)
     yield [answer.stages]

@@ -72,8 +72,8 @@ def _whole_models(question: Problem, kinds: Sequence[Ranks]) -> Iterator[Sequenc
 
     for ranks in {tuple(range(gpus)), *kinds, *(ranks[:1] for ranks in kinds)}:
         stage = everything_on(question.layer_costs, question.cluster, sorted(ranks)[:most])
-        for level in question.levels if stage.replicas > 1 else (0,):
-            plan = leaner.lean_enough([replace(stage, options=replace(stage.options, level=level))])
+        for sharding in question.sharding.of_replicas(stage.replicas, whole=True):
+            plan = leaner.lean_enough([replace(stage, options=stage.options.with_sharding(sharding))])
             if plan is not None:
                 yield plan.stages
 

@@ -103,7 +103,7 @@ def _points(question: Problem, sums: "_LayerSums", cut: Cut) -> Iterator[_Point]
             continue
         least_s = sums.least_s(cut, replicas)
         for sharding in question.shardings(replicas, stages):
-            options = StageOptions(replicas, sharding.level, group=sharding.group)
+            options = StageOptions(replicas).with_sharding(sharding)
             if sums.may_fit(cut, options):
                 yield _Point(least_s, cut, options)
 

@@ -26,6 +26,7 @@ from planner.solver.evaluate.evaluation import evaluate, priced
 from planner.solver.evaluate.pipelines import too_large
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation
+from planner.stages.sharding import UNSHARDED
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ def _state_may_fit(problem: Problem, workers: int, copies: int) -> bool:
     footprint = problem.layer_costs.footprint(problem.layer_costs.single_stage)
     kept_bytes = float(footprint.weight_bytes + footprint.gradient_bytes)
     optimizer_bytes = float(footprint.optimizer_bytes)
-    if max(problem.levels) > 0:
+    if problem.sharding.optimizer:
         optimizer_bytes /= copies
     return (kept_bytes + optimizer_bytes) / workers <= memory_bytes
 
@@ -150,8 +151,10 @@ def _lean_at(problem: Problem, point: _Point) -> _Lean | None:
     stages = equal_blocks(groups.layer_costs, point.workers * point.chunks)
     if len(stages) < point.workers * point.chunks:
         return None
-    level = 1 if point.copies > 1 and max(groups.levels) > 0 else 0
-    trial = _Recomputing(groups, stages, StageOptions(point.copies, level), point.workers)
+    options = StageOptions(point.copies)
+    if point.copies > 1 and groups.sharding.optimizer:
+        options = options.with_sharding(UNSHARDED.of_optimizer_alone())
+    trial = _Recomputing(groups, stages, options, point.workers)
     plan = trial.lean_enough()
     return None if plan is None else _Lean(plan, groups, point.degree)
 

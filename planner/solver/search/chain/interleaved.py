@@ -22,6 +22,7 @@ from planner.solver.problem.problem import Limits
 from planner.solver.problem.result import RESOLUTION, CutPath
 from planner.solver.problem.states import Chain
 from planner.solver.search.chain.ways import WaysOf, taken
+from planner.stages.sharding import UNSHARDED
 
 
 class InterleavedSearch:
@@ -146,11 +147,12 @@ class InterleavedSearch:
         """Return the plan of the cuts. All layers of a stage recompute at once, unless the rule says otherwise."""
         space = self._stages.space
         options: list[StageOptions] = []
+        sharding = UNSHARDED.of_optimizer_alone() if sharded else UNSHARDED
         for (state, other), recomputes in zip(pairwise(cuts.states.tolist()), cuts.recomputes.tolist(), strict=True):
             groups = self._stages.ways.groups(state, other, 0)
             if not groups:
                 groups = whole_stage(space.layers(state, other), recomputes)
-            options.append(StageOptions(shape.replicas, sharded, groups))
+            options.append(StageOptions(shape.replicas, recompute=groups).with_sharding(sharding))
         states = tuple(self._states[cuts.states].tolist())
         return CutPath(states, tuple(options), cuts.seconds)
 

@@ -13,6 +13,7 @@ from planner.solver.problem.problem import Limits, Problem
 from planner.solver.problem.states import Chain
 from planner.solver.search.chain.ways.choices import KEPT, StageChoices, columns_of
 from planner.solver.search.chain.ways.rows import numbered, taken, with_columns
+from planner.stages.sharding import UNSHARDED
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,8 @@ class Ways:
     def options(self, row: int, replicas: int) -> StageOptions:
         """Return a row as the options of a stage."""
         groups = self.source.groups(self.state, int(self.others[row]), int(self.choice[row]))
-        return StageOptions(replicas, int(self.sharded[row]), groups)
+        options = StageOptions(replicas, recompute=groups)
+        return options.with_sharding(UNSHARDED.of_optimizer_alone()) if self.sharded[row] else options
 
 
 class WaysOf:
