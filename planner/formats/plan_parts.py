@@ -355,4 +355,4 @@ class SolverReport(GrownRecord):
     simulated: Number = 0  # number of candidates that were simulated
     exhausted: bool = True  # all candidates were simulated that could be faster by the cost model
     depth: Literal["auto", "published"] = "auto"  # how many units in flight stages were given
-    rules: AskedRules = AskedRules()
+    rules: AskedRules | None = None  # where the user asked for some

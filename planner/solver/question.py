@@ -8,6 +8,7 @@ from planner.cost.tensor import costs_at, layer_costs_on
 from planner.errors import InputError, ProfileError
 from planner.formats.cluster import Cluster
 from planner.formats.plan import Plan
+from planner.formats.plan_parts import AskedRules
 from planner.formats.profile import REMEDY, Profile
 from planner.options.solving import SolveOptions
 from planner.plan.rank_groups import groups_of, usual_degrees
@@ -85,7 +86,7 @@ def options_of(plan: Plan) -> SolveOptions:
 
 def options_asked(plan: Plan) -> SolveOptions:
     """Return the options that `plan` was solved with, with what its user asked its stages to be like."""
-    rules = plan.solver.rules
+    rules = plan.solver.rules or AskedRules()
     return replace(
         options_of(plan),
         recompute=rules.recompute,

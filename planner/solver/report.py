@@ -33,14 +33,15 @@ def report_of(problem: Problem, found: Answer) -> SolverReport:
     )
 
 
-def _asked(rules: StageRules) -> AskedRules:
-    return AskedRules(
+def _asked(rules: StageRules) -> AskedRules | None:
+    asked = AskedRules(
         recompute=rules.recompute,
         shard_optimizer=rules.shard_optimizer,
         max_stages=rules.max_stages,
         max_staleness=rules.max_staleness,
         granularity=rules.granularity,
     )
+    return None if asked == AskedRules() else asked
 
 
 def report_of_way(report: SolverReport, way: Evaluation) -> SolverReport:

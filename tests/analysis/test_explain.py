@@ -92,7 +92,9 @@ def test_lines_fit_a_terminal(name: str) -> None:
 def test_what_the_user_asked_of_stages_holds_for_what_if() -> None:
     """Otherwise a gain would be that of a rule left out, and not of the wider links."""
     plan = solve(MODEL, flat_cluster(2, 10.0), max_stages=1)
-    assert load_plan_again(plan).solver.rules.max_stages == 1
+    rules = load_plan_again(plan).solver.rules
+    assert rules is not None
+    assert rules.max_stages == 1
     explained = explain(MODEL, plan)
     assert [each.config for each in explained.what_if if "bandwidth" in each.what] == [plan.config]
     assert all("-" not in (each.config or "") for each in explained.what_if)

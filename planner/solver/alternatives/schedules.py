@@ -21,6 +21,7 @@ from planner.solver.tuning.record import Tuning
 from planner.units import as_fast, counted
 
 SYNCHRONOUS = "best synchronous plan"
+OUT_OF_TIME = "the search for synchronous plans beside this one ended with its time: there may be faster ones"
 
 
 def under_every_schedule(
@@ -135,7 +136,7 @@ def with_synchronous(
     if not holds:
         plan = plan.noting(_why_another_batch(plan, synchronous))
 
-    plan = plan.model_copy(update={"synchronous": described_plan(SYNCHRONOUS, synchronous)})
+    plan = _beside(plan, "synchronous", synchronous)
     return _with_usual_batch(profile, plan, options, clock, tuning)
 
 
@@ -178,8 +179,15 @@ def _with_usual_batch(
 
     with suppress(PlannerError):  # there is one with the plan's own global batch
         drained = _best_drained(profile, plan, usual, clock, tuning)
-        plan = plan.model_copy(update={"synchronous_usual": described_plan(SYNCHRONOUS, drained)})
+        plan = _beside(plan, "synchronous_usual", drained)
     return plan
+
+
+def _beside(plan: Plan, field: str, synchronous: Plan) -> Plan:
+    """Return the plan with a synchronous one beside it, and what was not looked at for that one."""
+    plan = plan.model_copy(update={field: described_plan(SYNCHRONOUS, synchronous)})
+    ended = OUT_OF_TIME in synchronous.notes and OUT_OF_TIME not in plan.notes
+    return plan.noting(OUT_OF_TIME) if ended else plan
 
 
 def _best_drained(
@@ -193,6 +201,8 @@ def _best_drained(
     least_s = tuning.answer.alternatives_s
     searching = clock.at_most(max(least_s, plan.solver.seconds))
     synchronous = find_plan(profile, plan.cluster, options, searching, tuning)
+    if searching.passed:
+        synchronous = synchronous.noting(OUT_OF_TIME)
     return or_interleaved(profile, synchronous, options, clock.at_most(least_s), tuning)
 
 
