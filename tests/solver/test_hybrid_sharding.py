@@ -142,6 +142,17 @@ def test_one_server_and_several_kinds_have_no_groups() -> None:
     assert {sharding.level for sharding in two.shardings(4, stages=2)} == {0, 1}
 
 
+@pytest.mark.parametrize("model", [MODEL, MODEL.model_copy(update={"optimizer_elementwise": False})])
+def test_who_may_not_divide_an_optimizer_may_not_divide_gradients(model: Profile) -> None:
+    """Bounds ask whether gradients may be divided, and prove less where they may."""
+    never = SolveOptions(schedule=FLUSH, microbatches=16, shard_optimizer="never")
+    options = never if model is MODEL else SolveOptions(schedule=FLUSH, microbatches=16)
+    sharding = problem_of(options, LayerCosts(model), servers(300.0, 30.0, 3000)).sharding
+    assert not sharding.optimizer
+    assert not sharding.gradients
+    assert sharding.levels == (0,)
+
+
 def test_a_file_keeps_the_groups_and_older_ones_have_none(tmp_path: object) -> None:
     path = f"{tmp_path}/plan.json"
     plan = hybrid(servers(50.0, 10.0))

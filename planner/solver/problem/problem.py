@@ -132,12 +132,13 @@ class Problem:
         """What replicas may divide."""
         profile = self.layer_costs.profile
         rule = self.rules.shard_optimizer
+        possible = rule != "never" and profile.may_shard_optimizer
         # Without a limit of memory, dividing the optimizer's state alone is as fast.
         fully = self.cluster.has_memory_limit and not (self.degree > 1 or profile.compiled or profile.memory_format)
         return PossibleSharding(
             always=rule == "always",
-            optimizer=rule != "never" and profile.may_shard_optimizer,
-            gradients=fully and why_whole(self.schedule, 2, [2], [1]) is None,
+            optimizer=possible,
+            gradients=possible and fully and why_whole(self.schedule, 2, [2], [1]) is None,
             groups=self.server_sizes,
         )
 
