@@ -6,7 +6,7 @@ from dataclasses import replace
 from planner.errors import PlannerError
 from planner.formats.cluster import Cluster
 from planner.formats.plan import Plan
-from planner.formats.plan_parts import short_config, update_words
+from planner.formats.plan_parts import short_config
 from planner.formats.profile import Profile
 from planner.options.solving import SolveOptions
 from planner.schedule.one_stage import FLUSH
@@ -17,6 +17,7 @@ from planner.solver.alternatives.table import LEAST_S, described_plan, seconds_p
 from planner.solver.clock import Clock
 from planner.solver.find_plan import ALIKE, find_plan
 from planner.solver.problem.budget import LATER
+from planner.stages.replicas import update_words
 
 SYNCHRONOUS = "best synchronous plan"
 

@@ -23,7 +23,6 @@ from planner.cost.pricing import price
 from planner.cost.setting import Setting
 from planner.cost.work import Floats, Work
 from planner.formats.cluster import Cluster, DeviceKind
-from planner.formats.plan_parts import why_whole
 from planner.formats.profile import Profile
 from planner.options.solving import UNLIMITED, DepthRule, RecomputeRule, SolverName, StageRules
 from planner.plan.rank_groups import groups_of
@@ -33,7 +32,7 @@ from planner.solver.problem.bounds import Bounds, bounds_for
 from planner.solver.problem.budget import Budget
 from planner.solver.problem.result import Evaluation
 from planner.solver.problem.states import Chain
-from planner.stages.sharding import PossibleSharding, Sharding
+from planner.stages.sharding import PossibleSharding, Sharding, why_whole
 from planner.stages.tensor import any_divided, one_degree
 
 
