@@ -17,7 +17,7 @@ from planner.formats.own_plan import OwnPlan, OwnStage
 from planner.formats.plan_parts import Stage
 from planner.formats.profile import Device, Profile
 from planner.options.solving import SolveOptions
-from planner.reporting.tables.plan import stage_table
+from planner.reporting.tables.plan import plan_report, stage_table
 from planner.schedule.one_stage import FLUSH
 from planner.simulator.simulate_plan import costs_of, simulate, simulated_s
 from planner.solver.evaluate.evaluation import evaluate, priced
@@ -165,6 +165,8 @@ def test_a_file_keeps_the_groups_and_older_ones_have_none(tmp_path: object) -> N
     assert in_words.stages == plan.stages
     assert "1/4" in stage_table(plan).text()
     assert "1/8" in stage_table(plain).text()
+    assert "sharding   data parallel, ZeRO-3 in 2 groups of 4, HSDP" in plan_report(plan)
+    assert "HSDP" not in plan_report(plain).partition("baselines")[0]
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,7 @@ def _head(plan: Plan) -> list[tuple[str, str | None]]:
     return [
         ("model", plan.model),
         ("plan", f"{short_config(plan.config)} on {counted(plan.workers, 'GPU')}{unused_gpus(plan)}"),
+        ("sharding", plan.stages[0].sharding_words if plan.stages[0].repeats_shards else None),
         ("schedule", schedule_line(plan)),
         ("update", update_line(plan)),
         ("gradients", staleness_line(plan)),
