@@ -17,7 +17,6 @@ from planner.formats.cluster import Cluster
 from planner.formats.device_kinds import cluster_for
 from planner.formats.own_plan import OwnPlan, OwnStage
 from planner.formats.plan import Plan
-from planner.formats.plan_parts import why_whole
 from planner.formats.profile import Profile
 from planner.options.solving import SolveOptions
 from planner.plan.blocks import blocks_of
@@ -33,6 +32,7 @@ from planner.solver.problem.budget import Budget
 from planner.solver.problem.problem import Problem
 from planner.solver.question import options_of, problem_of, setting_of
 from planner.solver.tuning.record import STANDARD, Tuning
+from planner.stages.sharding import why_whole
 from planner.stages.tensor import degrees_of
 from planner.units import counted, format_bytes, format_memory
 

@@ -8,6 +8,7 @@ import numpy as np
 from planner.cost.work import Floats
 from planner.formats.cluster import DeviceKind
 from planner.formats.profile import Shares
+from planner.stages.recomputation import Recomputes
 from planner.stages.sharding import UNSHARDED, ShardedReplicas, Sharding
 from planner.stages.tensor import DividedLayers
 
@@ -20,7 +21,7 @@ def whole_stage(layers: Iterable[int], recompute: bool = True) -> Groups:
 
 
 @dataclass(frozen=True)
-class StageOptions(ShardedReplicas, DividedLayers):
+class StageOptions(ShardedReplicas, DividedLayers, Recomputes):
     """How a stage runs. `LayerCosts` says what that does to its time and memory."""
 
     replicas: int = 1  # workers that run the stage, each on its share of the units

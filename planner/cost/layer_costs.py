@@ -153,7 +153,7 @@ class LayerCosts(PassedValues):
         return work.shared_out() if stage.options.shards_optimizer else work
 
     def _work(self, stage: Candidate) -> Work:
-        if stage.options.recompute:
+        if stage.options.recomputes:
             again = [layer for group in stage.options.recompute for layer in sorted(group)]
             plain = self.work(replace(stage, options=StageOptions()))
             return replace(plain, recompute_s=self._sum("forward_s", again))

@@ -130,8 +130,7 @@ def megatron_arguments(plan: Plan) -> str:
         said.append(f"Megatron runs 1F1B with a flush, where the plan is for {plan.schedule}.")
     even, layout = len(set(counts)) == 1, "|".join("t" * count for count in counts)
     # Megatron recomputes the same number of layers in every stage, the first ones.
-    again = [[layer for group in stage.recompute_groups for layer in group] for stage in plan.stages]
-    units = [len({_block(layer) for layer in layers} - {None}) for layers in again]
+    units = [len({_block(layer) for layer in stage.recomputed_layers} - {None}) for stage in plan.stages]
     if len(set(units)) > 1:
         said.append(f"{', '.join(map(str, units))} layers of the stages recompute; Megatron takes one number for all.")
     every = max(units) >= max(counts)
@@ -199,7 +198,7 @@ def torchtitan_config(plan: Plan) -> str:
     stage = plan.stages[0]
     if stage.shards_optimizer_alone:
         said.append("torchtitan divides weights and gradients, too (FSDP), not the optimizer's state alone.")
-    if any(stage.recompute for stage in plan.stages):
+    if any(stage.recomputes for stage in plan.stages):
         said.append("Some stages recompute: set activation_checkpoint of the job.")
     size = target.size or 1
     fields: dict[str, object] = {

@@ -21,12 +21,12 @@ from planner.formats.plan_parts import (
     Stage,
     Transfer,
     config_of,
-    samples_per_update,
-    why_whole,
 )
 from planner.formats.profile import Autocast, Device, LossMean, MemoryFormat
 from planner.formats.quantities import MOST_PARTS, Parts, Samples
 from planner.formats.shown import Shown
+from planner.stages.replicas import samples_per_update
+from planner.stages.sharding import why_whole
 from planner.stages.tensor import any_divided, degrees_of, most_ranks, one_degree
 
 REMEDY = "make a plan with: plan solve"

@@ -1,7 +1,6 @@
 """The parts of a plan: its stages with their memory, what they exchange, what to expect, and how it was found."""
 
-from collections.abc import Sequence
-from itertools import chain, groupby, zip_longest
+from itertools import groupby, zip_longest
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, PlainSerializer, PlainValidator, WithJsonSchema, model_validator
@@ -23,6 +22,7 @@ from planner.formats.quantities import (
 from planner.schedule.one_stage import FLUSH
 from planner.schedule.registry import NAMES, find
 from planner.schedule.schedule import Schedule
+from planner.stages.recomputation import RecomputedLayers, why_no_groups
 from planner.stages.sharding import ShardedReplicas, Sharding, why_no_group
 from planner.stages.tensor import RankGroups
 
@@ -56,50 +56,6 @@ def short_config(config: str, longest: int = LONGEST_CONFIG) -> str:
         return shown
     tail = " ".join(word for word in (f"...-{parts[-1]}", chunks, f"({len(parts)} stages)") if word)
     return once[: once.rindex("-", 0, longest - len(tail)) + 1] + tail
-
-
-def why_whole(
-    schedule: Schedule, microbatches: int, replicas: Sequence[int], degrees: Sequence[int]
-) -> tuple[str, str] | None:
-    """Return why replicas of these stages cannot divide gradients and weights, with a hint; None if they can."""
-    problem = None
-    if len(replicas) > 1 or degrees[0] > 1 or replicas[0] == 1:
-        problem = "only replicas of the whole model divide gradients or weights", "give one stage of several replicas"
-    elif not schedule.divides or schedule.asynchronous or schedule.chunked:
-        problem = f"replicas do not divide gradients or weights under {schedule}", "use `schedule=1f1b-flush`"
-    elif microbatches % replicas[0]:
-        each = -(-microbatches // replicas[0])
-        problem = (
-            f"{replicas[0]} replicas that divide gradients or weights cannot share {microbatches} microbatches equally",
-            f"give `microbatches={each * replicas[0]}`",
-        )
-    return problem
-
-
-def samples_per_update(
-    schedule: Schedule,
-    microbatches: int,
-    microbatch_size: int | None,
-    replicas: Sequence[int],
-) -> tuple[int, int]:
-    """Return how many samples' gradients make an update, at the stage of the fewest and at that of the most.
-
-    They are those of a minibatch, except under 1f1b: there, a stage updates after a minibatch on each of its replicas.
-    Counted in microbatches where the size of these is not known.
-    """
-    size = microbatch_size or 1
-    if schedule.divides:
-        return microbatches * size, microbatches * size
-    return min(replicas) * size, max(replicas) * size
-
-
-def update_words(samples: tuple[int, int], microbatch_size: int | None) -> str:
-    """Write samples per update: "128 samples", "4 to 28 samples"; or microbatches where their size is not known."""
-    least, most = samples
-    numbers = f"{most}" if least == most else f"{least} to {most}"
-    if microbatch_size is not None:
-        return f"{numbers} sample{'s' * (most > 1)}"
-    return f"{numbers} microbatch{'es' * (most > 1)}"
 
 
 def _schedule(value: object) -> Schedule:
@@ -151,7 +107,7 @@ class Exchanged(Record):
     bytes_per_s: BytesPerSecond  # while nothing else crosses the link
 
 
-class Stage(GrownRecord, ShardedReplicas, RankGroups):
+class Stage(GrownRecord, ShardedReplicas, RankGroups, RecomputedLayers):
     """Consecutive layers, replicated on `ranks`; minibatch b runs on `ranks[b % replicas]`, or that group."""
 
     layers: Annotated[tuple[str, ...], Field(min_length=1)]
@@ -197,21 +153,11 @@ class Stage(GrownRecord, ShardedReplicas, RankGroups):
         return Sharding(self.level, self.shard_group or 0)
 
     @property
-    def recomputes(self) -> bool:
-        return bool(self.recompute)
-
-    @property
-    def recompute_groups(self) -> tuple[tuple[str, ...], ...]:
-        if isinstance(self.recompute, bool):
-            return (self.layers,) if self.recompute else ()
-        return self.recompute
-
-    @property
     def again_s(self) -> float:
         """Seconds of the forward that is run again before each backward."""
         if self.recompute_s is not None:
             return self.recompute_s
-        return self.forward_s if self.recompute is True else 0.0
+        return self.forward_s if self.recomputes_as_a_whole else 0.0
 
     @property
     def compute_s(self) -> float:
@@ -237,13 +183,9 @@ class Stage(GrownRecord, ShardedReplicas, RankGroups):
             raise ValueError(f"ready_s has {times} parts of the gradients, and ready_shares {shares}")
         if isinstance(self.recompute, bool):
             return self
-        names = list(chain.from_iterable(self.recompute))
-        if not self.recompute or not all(self.recompute) or len(set(names)) < len(names):
-            raise ValueError("recompute lists groups of layers, each layer once at most")
-        for group in self.recompute:
-            first = self.layers.index(group[0]) if group[0] in self.layers else 0
-            if group != self.layers[first : first + len(group)]:
-                raise ValueError(f"the recomputing group of '{group[0]}' is no run of consecutive layers of the stage")
+        problem = why_no_groups(self.recompute, self.layers)
+        if problem is not None:
+            raise ValueError(problem)
         if self.recompute_s is None:
             raise ValueError("recompute_s is missing: only of a whole stage is it known")
         return self

@@ -20,6 +20,8 @@ costs is in `planner.cost.fully_sharded` and `planner.cost.models`, how its modu
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from planner.schedule.schedule import Schedule
+
 _NOTHING, _OPTIMIZER, _GRADIENTS, _WEIGHTS = range(4)
 _PARTS = ("optimizer", "gradients", "weights")  # that are divided, by level
 _TITLES = ("data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3, FSDP")
@@ -141,6 +143,24 @@ def why_no_group(sharding: Sharding, replicas: int) -> str | None:
     if not 1 < group < replicas or replicas % group:
         return f"{replicas} replicas are no groups of {group} that repeat each other"
     return None
+
+
+def why_whole(
+    schedule: Schedule, microbatches: int, replicas: Sequence[int], degrees: Sequence[int]
+) -> tuple[str, str] | None:
+    """Return why replicas of these stages cannot divide gradients and weights, with a hint; None if they can."""
+    problem = None
+    if len(replicas) > 1 or degrees[0] > 1 or replicas[0] == 1:
+        problem = "only replicas of the whole model divide gradients or weights", "give one stage of several replicas"
+    elif not schedule.divides or schedule.asynchronous or schedule.chunked:
+        problem = f"replicas do not divide gradients or weights under {schedule}", "use `schedule=1f1b-flush`"
+    elif microbatches % replicas[0]:
+        each = -(-microbatches // replicas[0])
+        problem = (
+            f"{replicas[0]} replicas that divide gradients or weights cannot share {microbatches} microbatches equally",
+            f"give `microbatches={each * replicas[0]}`",
+        )
+    return problem
 
 
 class PossibleSharding(NamedTuple):

@@ -17,7 +17,7 @@ from planner.formats.own_plan import OwnPlan, OwnStage
 from planner.formats.plan_parts import Stage
 from planner.formats.profile import Device, Profile
 from planner.options.solving import SolveOptions
-from planner.reporting.tables.plan import stage_table
+from planner.reporting.tables.plan import plan_report, stage_table
 from planner.schedule.one_stage import FLUSH
 from planner.simulator.simulate_plan import costs_of, simulate, simulated_s
 from planner.solver.evaluate.evaluation import evaluate, priced
@@ -142,6 +142,17 @@ def test_one_server_and_several_kinds_have_no_groups() -> None:
     assert {sharding.level for sharding in two.shardings(4, stages=2)} == {0, 1}
 
 
+@pytest.mark.parametrize("model", [MODEL, MODEL.model_copy(update={"optimizer_elementwise": False})])
+def test_who_may_not_divide_an_optimizer_may_not_divide_gradients(model: Profile) -> None:
+    """Bounds ask whether gradients may be divided, and prove less where they may."""
+    never = SolveOptions(schedule=FLUSH, microbatches=16, shard_optimizer="never")
+    options = never if model is MODEL else SolveOptions(schedule=FLUSH, microbatches=16)
+    sharding = problem_of(options, LayerCosts(model), servers(300.0, 30.0, 3000)).sharding
+    assert not sharding.optimizer
+    assert not sharding.gradients
+    assert sharding.levels == (0,)
+
+
 def test_a_file_keeps_the_groups_and_older_ones_have_none(tmp_path: object) -> None:
     path = f"{tmp_path}/plan.json"
     plan = hybrid(servers(50.0, 10.0))
@@ -154,6 +165,8 @@ def test_a_file_keeps_the_groups_and_older_ones_have_none(tmp_path: object) -> N
     assert in_words.stages == plan.stages
     assert "1/4" in stage_table(plan).text()
     assert "1/8" in stage_table(plain).text()
+    assert "sharding   data parallel, ZeRO-3 in 2 groups of 4, HSDP" in plan_report(plan)
+    assert "HSDP" not in plan_report(plain).partition("baselines")[0]
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from planner.analysis.compare import PACKED, Comparison, ComparisonRow
 from planner.analysis.explain import Alternative, Explanation
 from planner.formats.plan import GIVEN, Plan
-from planner.formats.plan_parts import short_config, update_words
+from planner.formats.plan_parts import short_config
 from planner.reporting.tables import plan as words
 from planner.reporting.tables.table import Table, named_values, table_of
 from planner.solver.fit import Fit
+from planner.stages.replicas import update_words
 from planner.units import (
     SLACK,
     as_fast,

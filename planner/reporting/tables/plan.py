@@ -9,19 +9,12 @@ from planner.analysis.compare import ORDERS
 from planner.analysis.fewer import COPY_EVERY, cost_of_loss, shares_left
 from planner.formats.cluster import Cluster
 from planner.formats.plan import GIVEN, Plan
-from planner.formats.plan_parts import (
-    Bottleneck,
-    OtherWay,
-    SolverReport,
-    Stage,
-    StageMemory,
-    short_config,
-    update_words,
-)
+from planner.formats.plan_parts import Bottleneck, OtherWay, SolverReport, Stage, StageMemory, short_config
 from planner.formats.profile import Profile
 from planner.reporting.tables.table import Table, named_values, table_of
 from planner.schedule.instructions import LATE_UPDATES, MOMENTUM_UPDATES
 from planner.solver.alternatives.usual_ways import DATA_PARALLEL, ONE_GPU
+from planner.stages.replicas import update_words
 from planner.units import (
     as_fast,
     counted,
@@ -72,6 +65,7 @@ def _head(plan: Plan) -> list[tuple[str, str | None]]:
     return [
         ("model", plan.model),
         ("plan", f"{short_config(plan.config)} on {counted(plan.workers, 'GPU')}{unused_gpus(plan)}"),
+        ("sharding", plan.stages[0].sharding_words if plan.stages[0].repeats_shards else None),
         ("schedule", schedule_line(plan)),
         ("update", update_line(plan)),
         ("gradients", staleness_line(plan)),
@@ -409,21 +403,11 @@ def stage_table(plan: Plan) -> Table:
             "accumulation": format_seconds(stage.accumulate_s) if accumulates else None,
             "sends": format_bytes(sent[number]),
             **{part: f"1/{stage.shards}" if part in stage.sharded_parts else "whole" for part in sharded},
-            "recomputes": (recomputing(stage) or "nothing") if recomputes else None,
+            "recomputes": (stage.recomputation_words or "nothing") if recomputes else None,
         }
         for number, stage in enumerate(stages)
     ]
     return table_of(rows)
-
-
-def recomputing(stage: Stage) -> str:
-    """Return what of a stage recomputes, in words; empty for nothing."""
-    if stage.recompute is True:
-        return "all layers"
-    groups, again = len(stage.recompute_groups), sum(map(len, stage.recompute_groups))
-    if again <= groups:
-        return f"{again} layer{'s' * (again > 1)}" if again else ""
-    return f"{groups} block{'s' * (groups > 1)}, {again} layers"
 
 
 def ranks_line(stage: Stage) -> str:

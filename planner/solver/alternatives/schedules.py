@@ -7,7 +7,7 @@ from dataclasses import replace
 from planner.errors import PlannerError
 from planner.formats.cluster import Cluster
 from planner.formats.plan import Plan
-from planner.formats.plan_parts import short_config, update_words
+from planner.formats.plan_parts import short_config
 from planner.formats.profile import Profile
 from planner.options.solving import SolveOptions
 from planner.schedule.one_stage import FLUSH
@@ -18,6 +18,7 @@ from planner.solver.alternatives.table import described_plan, seconds_per_microb
 from planner.solver.clock import Clock
 from planner.solver.find_plan import find_plan
 from planner.solver.tuning.record import Tuning
+from planner.stages.replicas import update_words
 from planner.units import as_fast, counted
 
 SYNCHRONOUS = "best synchronous plan"

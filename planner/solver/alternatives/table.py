@@ -55,7 +55,7 @@ class Rules:
 
         problem = replace(way.problem, rules=rules)
         stages = way.plan.stages
-        recomputes = any(stage.options.recompute for stage in stages)
+        recomputes = any(stage.options.recomputes for stage in stages)
         if recomputes and rules.recompute == "never":
             return False
         return problem.sharding.allows(stages[0].options.sharding) and problem.allows(way.plan)

@@ -18,17 +18,18 @@ from planner.cost.candidate import Candidate
 from planner.cost.kinds import everything_on, fastest_rank
 from planner.cost.layer_costs import LayerCosts
 from planner.formats.cluster import Cluster
-from planner.formats.plan_parts import OtherWay, samples_per_update, why_whole
+from planner.formats.plan_parts import OtherWay
 from planner.options.solving import SolveOptions
 from planner.schedule.one_stage import FLUSH
-from planner.solver.choose.baselines import equal_blocks, most_replicas, recomputing, replicated
+from planner.solver.choose.baselines import equal_blocks, recomputing, replicated
 from planner.solver.evaluate.evaluation import evaluate
 from planner.solver.problem.budget import Budget
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation
 from planner.solver.question import problem_of
 from planner.solver.tuning.record import Tuning
-from planner.stages.sharding import usual_shardings
+from planner.stages.replicas import most_replicas, samples_per_update
+from planner.stages.sharding import usual_shardings, why_whole
 
 ONE_GPU = "one GPU"
 DATA_PARALLEL = "data parallel"
@@ -123,7 +124,7 @@ def _on_one_kind(problem: Problem) -> Iterator[Way]:
     cluster = problem.cluster
     for kind, ranks in zip(cluster.kinds, cluster.kind_ranks, strict=True):
         if len(ranks) > 1:
-            used = ranks[: most_replicas(problem, len(ranks))]
+            used = ranks[: most_replicas(problem.schedule, problem.microbatches, len(ranks))]
             stage = everything_on(problem.layer_costs, cluster, used)
             name = f"{DATA_PARALLEL}, {kind.title} only"
             yield _fitting(Way(name, problem, evaluate(problem, [stage])))
@@ -168,7 +169,8 @@ def _equal_stages(problem: Problem) -> Iterator[Way]:
     for count in sorted({*usual, deepest}):
         stages = equal_blocks(problem.layer_costs, count)
         if gpus % count == 0 and len(stages) == count:
-            copied = _with_replicas(stages, most_replicas(problem, gpus // count))
+            most = most_replicas(problem.schedule, problem.microbatches, gpus // count)
+            copied = _with_replicas(stages, most)
             yield _fitting(Way(f"{count} {EQUAL_STAGES}", problem, evaluate(problem, copied)))
 
 

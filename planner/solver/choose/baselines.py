@@ -15,20 +15,13 @@ from planner.plan.blocks import blocks_of
 from planner.solver.clock import NO_LIMIT, Clock
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.states import Chain, uncut_groups
+from planner.stages.replicas import most_replicas
 from planner.units import SLACK
-
-
-def most_replicas(problem: Problem, gpus: int) -> int:
-    """Return how many replicas of a stage so many GPUs can run, each with at least one microbatch.
-
-    Others would idle, or the minibatch would have to grow.
-    """
-    return min(gpus, problem.microbatches) if problem.schedule.divides else gpus
 
 
 def replicated(problem: Problem) -> Candidate:
     """Return data parallelism on as many GPUs as have a microbatch, the fastest first."""
-    count = most_replicas(problem, problem.cluster.gpus)
+    count = most_replicas(problem.schedule, problem.microbatches, problem.cluster.gpus)
     ranks = fastest_ranks(problem.layer_costs, problem.cluster, count)
     return everything_on(problem.layer_costs, problem.cluster, ranks)
 

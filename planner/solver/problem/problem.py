@@ -23,7 +23,6 @@ from planner.cost.pricing import price
 from planner.cost.setting import Setting
 from planner.cost.work import Floats, Work
 from planner.formats.cluster import Cluster, DeviceKind
-from planner.formats.plan_parts import why_whole
 from planner.formats.profile import Profile
 from planner.options.solving import UNLIMITED, DepthRule, RecomputeRule, SolverName, StageRules
 from planner.plan.rank_groups import groups_of
@@ -34,7 +33,7 @@ from planner.solver.problem.budget import Budget
 from planner.solver.problem.result import Evaluation
 from planner.solver.problem.states import Chain
 from planner.solver.tuning.record import STANDARD, Tuning
-from planner.stages.sharding import PossibleSharding, Sharding
+from planner.stages.sharding import PossibleSharding, Sharding, why_whole
 from planner.stages.tensor import any_divided, one_degree
 from planner.units import SLACK
 
@@ -147,12 +146,13 @@ class Problem:
         """What replicas may divide."""
         profile = self.layer_costs.profile
         rule = self.rules.shard_optimizer
+        possible = rule != "never" and profile.may_shard_optimizer
         # Without a limit of memory, dividing the optimizer's state alone is as fast.
         fully = self.cluster.has_memory_limit and not (self.degree > 1 or profile.compiled or profile.memory_format)
         return PossibleSharding(
             always=rule == "always",
-            optimizer=rule != "never" and profile.may_shard_optimizer,
-            gradients=fully and why_whole(self.schedule, 2, [2], [1]) is None,
+            optimizer=possible,
+            gradients=possible and fully and why_whole(self.schedule, 2, [2], [1]) is None,
             groups=self.server_sizes,
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from planner.formats.cluster import flat_cluster
 from planner.formats.profile import Device
-from planner.reporting.tables.plan import layer_range, plan_report, recomputing
+from planner.reporting.tables.plan import layer_range, plan_report
 from planner.reporting.tables.profile import profile_report
 from planner.solver import search_plan as solve
 from planner.units import format_bytes
@@ -71,9 +71,9 @@ def test_what_recomputes_and_is_sharded_is_said_where_anything_is() -> None:
     assert any(row.split()[-3:] == ["1/2", "1", "layer"] for row in rows)
     assert any(row.split()[-2:] == ["whole", "nothing"] for row in rows)
     again = first.model_copy(update={"recompute": (second.layers,)})
-    assert recomputing(again) == "1 block, 2 layers"
-    assert recomputing(first.model_copy(update={"recompute": True})) == "all layers"
-    assert recomputing(first) == ""
+    assert again.recomputation_words == "1 block, 2 layers"
+    assert first.model_copy(update={"recompute": True}).recomputation_words == "all layers"
+    assert first.recomputation_words == ""
 
 
 def test_overheads_of_a_gpu_are_shown_where_there_are_any() -> None:

@@ -151,7 +151,7 @@ class Flow:
         for arc in arcs:
             # One number that orders by GPUs, then stages, then recomputing stages.
             stages = arc.column.replicas * weight + 1
-            costs.append(stages * weight + bool(arc.column.options.recompute))
+            costs.append(stages * weight + arc.column.options.recomputes)
         return self._cheapest(arcs, costs, most_sum_s)
 
     def _cheapest(
