@@ -26,7 +26,7 @@ from the bound. A plan uses no more GPUs than its speed needs.
     plan solve --gpus 8 --bandwidth 10Gbps         # each GPU has such a link to all others
 """
 FIT = """\
-Say in one screen whether a model fits your GPUs, how to split it, how fast it would train, what other ways would give,
+Say in one screen whether a model fits your GPUs, how to split it, how fast it would train, what baselines would give,
 and how few GPUs would do. All numbers are estimates: nothing is measured, and no weights are made or downloaded.
 
     plan fit llama-7b --servers 2 --gpus-per-server 4 --gpu rtx-4090 --bandwidth pcie4,10Gbps
@@ -42,7 +42,7 @@ NEXT = """\
   cd {folder}
   plan show                                     # stages, memory, what limits the plan
   plan report                                   # all of it, with a timeline
-  {train:46}# on those GPUs, with a dataset() in {model}"""
+  {train:45} # on those GPUs, with a dataset() in {model}"""
 PRICE = """\
 Price stages that you chose yourself, by the same costs and the same simulation as `plan solve`: what would my Megatron
 or DeepSpeed run give on this cluster? The plan is written like any other, so that it can be simulated and trained.

@@ -147,7 +147,7 @@ def _fastest_size(question: FitQuestion, sizes: Sizes, clock: Clock) -> Best:
             if not clock.passed:
                 profile = question.profiles.divide(profile)
             elif question.profiles.ranks > 1:
-                not_tried.append("divided layers")
+                not_tried.append("tensor parallelism")
 
         last = number == len(sizes.wanted) - 1
         row = row_for(question, profile, question.gpus, clock.part(1 if last else FIRST))

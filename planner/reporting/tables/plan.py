@@ -235,7 +235,7 @@ def cluster_line(cluster: Cluster) -> str:
     if cluster.compress != "none":
         levels += f", activations sent as {cluster.compress}"
     if cluster.sequence_parallel:
-        levels += ", sequence parallelism in groups that divide layers"
+        levels += ", sequence parallelism in tensor-parallel groups"
     levels += "" if cluster.overlap else ", where messages take time from computation"
     if not cluster.kinds:
         measured = f", measured over {cluster.backend}" if cluster.backend is not None else ""
