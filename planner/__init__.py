@@ -13,7 +13,7 @@ The verbs of the command line, with its defaults; `help(planner.solve)` describe
     cluster              GPUs and links, as the command line describes them; also flat_cluster, hierarchical_cluster
     solve                the fastest plan
     price                a plan of stages that you chose yourself
-    compare, explain     other ways to train, what limits a plan
+    compare, explain     baselines, what limits a plan
     simulate, summarize  what workers and links do over time
     show, report         a file as tables; all about a plan as one HTML file
     train, pipeline      train as a plan says, in worker processes or in your own loop

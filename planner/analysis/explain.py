@@ -1,6 +1,7 @@
 """Explain a plan: what limits it, how much slack the rest has, and what a larger cluster would give."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Literal
 
 from planner.analysis.given_plan import GivenPlan
 from planner.arguments import checked
@@ -88,10 +89,7 @@ def explain(profile: Profile, plan: Plan, *, clock: Clock | None = None) -> Expl
     """
     given, bottleneck = GivenPlan.of(profile, plan, clock=clock), plan.predicted.bottleneck
     uses = tuple(_simulated_uses(plan) if given.simulated else _priced_uses(given))
-    kinds = {"link": ("send", "receive")}.get(bottleneck.resource, (bottleneck.resource,))
-    limiting = [use.busy_s for use in uses if use.stage == bottleneck.stage and use.resource in kinds]
-    if limiting:
-        bottleneck = bottleneck.model_copy(update={"busy_s": max(limiting)})
+    bottleneck = _busiest(uses, bottleneck) if given.simulated else _priced(uses, bottleneck)
     return Explanation(
         model=profile.model,
         config=plan.config,
@@ -107,6 +105,22 @@ def explain(profile: Profile, plan: Plan, *, clock: Clock | None = None) -> Expl
         solver=plan.solver,
         out_of_time=given.clock.passed,
     )
+
+
+def _busiest(uses: Sequence[ResourceUse], priced: Bottleneck) -> Bottleneck:
+    """Return the busiest resource of a simulation; of a server's link, with the stage that the cost model names."""
+    busiest = max(uses, key=lambda use: round(use.share, 6))  # of equal ones the first
+    if busiest.stage is None:
+        return Bottleneck(stage=priced.stage, resource="shared_link", busy_s=busiest.busy_s)
+    resource: Literal["compute", "link"] = "compute" if busiest.resource == "compute" else "link"
+    return Bottleneck(stage=busiest.stage, resource=resource, busy_s=busiest.busy_s)
+
+
+def _priced(uses: Sequence[ResourceUse], bottleneck: Bottleneck) -> Bottleneck:
+    """Return the cost model's bottleneck with its busy time among the uses."""
+    kinds = {"link": ("send", "receive")}.get(bottleneck.resource, (bottleneck.resource,))
+    limiting = [use.busy_s for use in uses if use.stage == bottleneck.stage and use.resource in kinds]
+    return bottleneck.model_copy(update={"busy_s": max(limiting)}) if limiting else bottleneck
 
 
 def _simulated_uses(plan: Plan) -> Iterator[ResourceUse]:

@@ -299,7 +299,7 @@ def make_job(model: str | Path, plan: Plan, arguments: TrainArguments) -> Job:
         what = f"`{refused[0]}` is for plans, not for {baseline}"
         raise InputError(what, hint=f"leave out `{refused[0]}` or `baseline`")
     elif plan.master_weights is not None:
-        what = f"{baseline} sums gradients in the weights' own type, which is {plan.master_weights} in this plan"
+        what = f"{baseline} all-reduces gradients in the weights' own type, which is {plan.master_weights} in this plan"
         raise InputError(what, hint="compare with a plan that has one stage")
     check_loss(plan, options)
     path = arguments.save_weights

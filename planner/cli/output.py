@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from planner.cli.results import print_json, print_result
+from planner.cli.results import print_json, print_result, print_table
 from planner.options.cluster import ClusterOptions
 from planner.options.option import flag_of, options_in
 from planner.options.profiling import EstimateArguments, ProfileOptions
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from planner.formats.late import LateFailure
+    from planner.formats.plan import Plan
 
 _ARGUMENT = re.compile(r"`([a-z][a-z0-9_]*)(?:=([^`]*))?`")
 _PLAIN_NUMBER = re.compile(r"[0-9][0-9_.]*(e[+-]?[0-9]+)?")
@@ -83,7 +84,20 @@ def print_answer(answer: "BaseModel", as_json: bool, table: str | None = None) -
     if as_json:
         print_json(answer.model_dump_json(indent=1))
     else:
-        print_result(printable(as_flags(str(answer) if table is None else table)))
+        print_table(as_flags(str(answer) if table is None else table))
+
+
+def print_plan(plan: "Plan", args: argparse.Namespace) -> None:
+    """Print a plan as the answer: with -v also how it was found."""
+    from planner.reporting.tables.plan import plan_report
+
+    table = "" if args.json else plan_report(plan, verbose=is_verbose(args))
+    print_answer(plan, args.json, table)
+
+
+def is_verbose(args: argparse.Namespace) -> bool:
+    """Return whether more of an answer was asked for."""
+    return getattr(args, "verbosity", 0) > 0
 
 
 def print_complaint(kind: str, message: str, hint: str = "") -> None:
@@ -180,11 +194,11 @@ def stopped_by_interrupt(stop: threading.Event) -> Iterator[None]:
 
 def progress_text(progress: Progress) -> str:
     """Write the best plan so far, the bound, and how much time is left."""
-    from planner.formats.plan_parts import short_config
+    from planner.formats.plan_parts import config_words
 
     parts = ["no plan so far"]
     if progress.config:
-        parts = [f"best so far {short_config(progress.config)}, {format_seconds(progress.best_s)} per minibatch"]
+        parts = [f"best so far {config_words(progress.config)}, {format_seconds(progress.best_s)} per minibatch"]
     if 0 < progress.bound_s < math.inf:  # no plan is known to fit where it is infinite
         parts.append(f"no plan takes less than {format_seconds(progress.bound_s)}")
     if progress.ends_at_s is not None:

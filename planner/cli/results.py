@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from typing import TextIO
 
+from planner.cli.colours import coloured, has_colours
 from planner.streams import encodable_json
 from planner.terminal import printable, printable_json
 
@@ -24,6 +25,15 @@ def print_result(text: str) -> None:
     """Print a part of a verb's answer on stdout."""
     global _answered
     print(printable(text), file=_results, flush=True)
+    _answered = True
+
+
+def print_table(text: str) -> None:
+    """Print a part of a verb's answer for people, with colours where the terminal has them."""
+    global _answered
+    stream = _results or sys.stdout
+    shown = printable(text)
+    print(coloured(shown) if has_colours(stream) else shown, file=stream, flush=True)
     _answered = True
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,7 @@ from the bound. A plan uses no more GPUs than its speed needs.
     plan solve --gpus 8 --bandwidth 10Gbps         # each GPU has such a link to all others
 """
 FIT = """\
-Say in one screen whether a model fits your GPUs, how to split it, how fast it would train, what other ways would give,
+Say in one screen whether a model fits your GPUs, how to split it, how fast it would train, what baselines would give,
 and how few GPUs would do. All numbers are estimates: nothing is measured, and no weights are made or downloaded.
 
     plan fit llama-7b --servers 2 --gpus-per-server 4 --gpu rtx-4090 --bandwidth pcie4,10Gbps
@@ -41,7 +42,7 @@ NEXT = """\
   cd {folder}
   plan show                                     # stages, memory, what limits the plan
   plan report                                   # all of it, with a timeline
-  {train:46}# on those GPUs, with a dataset() in {model}"""
+  {train:45} # on those GPUs, with a dataset() in {model}"""
 PRICE = """\
 Price stages that you chose yourself, by the same costs and the same simulation as `plan solve`: what would my Megatron
 or DeepSpeed run give on this cluster? The plan is written like any other, so that it can be simulated and trained.
@@ -101,10 +102,19 @@ def solve(args: argparse.Namespace) -> int:
         with output.stopped_by_interrupt(clock.stop):
             plan = solve_within(profile, cluster, options, clock)
     with output.saving(partial(planner.save_plan, plan, args.output), args.output):
-        output.print_answer(plan, args.json)
+        output.print_plan(plan, args)
     for kind, message, hint in complaints(plan, profile):
         output.print_complaint(kind, message, hint)
+    output.print_progress(next_commands(plan, args))
     return 0
+
+
+def next_commands(plan: planner.Plan, args: argparse.Namespace) -> str:
+    """Return the line with which an answer ends: what to type next."""
+    named = "" if args.output == arguments.PLAN else f" --plan {shlex.quote(str(args.output))}"
+    profile = "" if args.profile == str(arguments.PROFILE) else f" --profile {shlex.quote(args.profile)}"
+    train = f", or plan train MODEL.py{named}" if plan.trainable else ""
+    return f"next: plan report{named}{profile}{train}"
 
 
 def complaints(plan: planner.Plan, profile: planner.Profile) -> Iterator[tuple[str, str, str]]:
@@ -167,7 +177,8 @@ def price(args: argparse.Namespace) -> int:
     missing = missing_memory(plan)
     with output.saving(partial(planner.save_plan, plan, args.output), args.output):
         if not (missing and args.json):  # which prints one record: the plan, or why there is none
-            output.print_answer(plan, args.json)
+            output.print_plan(plan, args)
     if missing:
         raise InfeasibleError(missing, hint="recompute more stages, or give them fewer layers")
+    output.print_progress(next_commands(plan, args))
     return 0

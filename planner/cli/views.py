@@ -106,7 +106,10 @@ def show(args: argparse.Namespace) -> int:
     from planner.api.planning import plan_or_profile
 
     shown = plan_or_profile(args.file)
-    output.print_answer(shown, args.json, planner.show(shown, by=args.by, top=args.top))
+    if isinstance(shown, planner.Plan):
+        output.print_plan(shown, args)
+    else:
+        output.print_answer(shown, args.json, planner.show(shown, by=args.by, top=args.top))
     return 0
 
 
@@ -146,9 +149,11 @@ def report(args: argparse.Namespace) -> int:
 def run_question(args: argparse.Namespace) -> int:
     """Compare or explain the plan of the arguments, and print the answer."""
     from planner.formats.device_kinds import read_profile
+    from planner.reporting.tables.answers import explanation_report
 
     question: Callable[..., Any] = getattr(planner, args.verb)
     with arguments.clock_of(args) as clock:
         answer = question(read_profile(args.profile), planner.load_plan(args.plan), clock=clock)
-    output.print_answer(answer, args.json)
+    table = explanation_report(answer, verbose=output.is_verbose(args)) if args.verb == "explain" else None
+    output.print_answer(answer, args.json, table)
     return 0

@@ -38,7 +38,7 @@ def target_of(plan: Plan, system: str) -> Target:
             problem += f"different numbers of {what}"
             raise PlanError(problem, hint="`plan train` runs it; `plan compare` prices straight pipelines")
     if plan.stages[0].shards_gradients and system != "torchtitan":
-        problem = f"{system} has no form for replicas that divide gradients or weights, as those of '{plan.config}' do"
+        problem = f"{system} has no form for replicas that shard gradients or weights, as those of '{plan.config}' do"
         raise PlanError(problem, hint="export with `system=torchtitan`, or solve with `shard_optimizer=never`")
     replicas, pipeline = plan.replicas[0], plan.workers // len(plan.stages[0].ranks)
     ranks = [rank for stage in plan.stages[:pipeline] for rank in stage.ranks]
@@ -99,7 +99,7 @@ def model_remarks(plan: Plan, system: str) -> list[str]:
         "plan's costs are of what the planned model says.": plan.divides_layers and not plan.by_samples,
         f"Of {plan.experts} experts of a layer, each of {degree} ranks has a part. {system} reduces the gradients of "
         "other weights once per minibatch, where `plan train` does so for every microbatch.": plan.by_samples,
-        f"The plan divides the optimizer's state in some stages; {system} does so in all of them.": any(sharded)
+        f"The plan shards the optimizer's state in some stages; {system} does so in all of them.": any(sharded)
         and not all(sharded),
         f"The plan is for {plan.autocast} under autocast: use the same here.": plan.autocast,
         f"The plan is for weights in {plan.master_weights} with float32 masters: do so here.": plan.master_weights,
@@ -197,7 +197,7 @@ def torchtitan_config(plan: Plan) -> str:
     ]
     stage = plan.stages[0]
     if stage.shards_optimizer_alone:
-        said.append("torchtitan divides weights and gradients, too (FSDP), not the optimizer's state alone.")
+        said.append("torchtitan shards weights and gradients, too (FSDP), not the optimizer's state alone.")
     if any(stage.recomputes for stage in plan.stages):
         said.append("Some stages recompute: set activation_checkpoint of the job.")
     size = target.size or 1
@@ -213,7 +213,7 @@ def torchtitan_config(plan: Plan) -> str:
     if target.pipeline > 1:
         parts, divided = _modules(plan)
         if divided:
-            said.append(f"{' and '.join(divided)} must be a ModuleList or ModuleDict: torchtitan divides no other.")
+            said.append(f"{' and '.join(divided)} must be a ModuleList or ModuleDict: torchtitan shards no other.")
         fields |= {
             "pipeline_parallel_schedule": plan.schedule.torch_name.removeprefix("Schedule"),
             "pipeline_parallel_microbatch_size": size,

@@ -1,5 +1,6 @@
 """The parts of a plan: its stages with their memory, what they exchange, what to expect, and how it was found."""
 
+import re
 from itertools import groupby, zip_longest
 from typing import Annotated, ClassVar, Literal
 
@@ -56,6 +57,16 @@ def short_config(config: str, longest: int = LONGEST_CONFIG) -> str:
         return shown
     tail = " ".join(word for word in (f"...-{parts[-1]}", chunks, f"({len(parts)} stages)") if word)
     return once[: once.rindex("-", 0, longest - len(tail)) + 1] + tail
+
+
+def config_words(config: str) -> str:
+    """Return a config for people: that of a single stage in their words, "DP=8", "TP=4" or "DP=2 TP=4"."""
+    if not re.fullmatch(r"\d+(x\d+)?", config) or config == "1":
+        return short_config(config)
+    replicas, _, degree = config.partition("x")
+    parts = [f"DP={replicas}"] if replicas != "1" else []
+    parts += [f"TP={degree}"] if degree else []
+    return " ".join(parts)
 
 
 def _schedule(value: object) -> Schedule:

@@ -45,7 +45,7 @@ def check_divided(plan: Plan) -> None:
     """Check that the executor can divide layers as a plan says; raise PlanError when it cannot."""
     if plan.stages[0].shards_gradients and (what := "compiled" if plan.compiled else plan.memory_format):
         raise PlanError(
-            f"the executor does not run {what} stages whose replicas divide gradients or weights",
+            f"the executor does not run {what} stages whose replicas shard gradients or weights",
             hint="profile without that, or solve with `shard_optimizer=never`",
         )
     if not plan.divides_layers:
@@ -57,6 +57,6 @@ def check_divided(plan: Plan) -> None:
     elif any(one_degree(plan.stages[stage] for stage in shared.stages) is None for shared in plan.shared):
         problem = "stages that share a weight and whose groups have different sizes", one
     elif plan.compiled:
-        problem = "divided layers that are compiled", "profile without `compiled`, or solve with `tensor=1`"
+        problem = "tensor parallelism of compiled layers", "profile without `compiled`, or solve with `tensor=1`"
     if problem is not None:
         raise PlanError(f"the executor does not run {problem[0]}, as '{plan.config}' has them", hint=problem[1])

@@ -82,6 +82,7 @@ class Interleaved(Chunked):
     """
 
     name = "interleaved"
+    known_as = "Megatron's interleaved 1F1B"
     title = "interleaved, {chunks} chunks per GPU, {microbatches} microbatches per minibatch"
     summary = "synchronous, several chunks of the model per GPU"
     fixed_chunks = None

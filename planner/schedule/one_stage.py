@@ -19,6 +19,7 @@ class Flush(Synchronous):
     """PipeDream-Flush: 1F1B within each minibatch (Narayanan et al., PipeDream-2BW, ICML 2021, section 3.2)."""
 
     name = "1f1b-flush"
+    known_as = "Megatron's 1F1B, which drains"
     title = "1f1b-flush, {microbatches} microbatches per minibatch"
     summary = "synchronous, the 1F1B of Megatron and PyTorch: the pipeline drains before each update"
     deepens = True
@@ -44,6 +45,7 @@ class DoubleBuffered(Schedule):
     """PipeDream-2BW (Narayanan et al., ICML 2021, section 3.1): minibatch t runs at the version that t - 2 left."""
 
     name = "2bw"
+    known_as = "PipeDream-2BW"
     title = "2bw, two weight versions, {microbatches} microbatches per minibatch"
     summary = "asynchronous (PipeDream-2BW): two weight versions, gradients one update stale"
     formula = "double-buffered"
@@ -88,6 +90,7 @@ class OneForwardOneBackward(Schedule):
     """PipeDream's schedule (Narayanan et al., SOSP 2019, section 3.2): the pipeline never drains."""
 
     name = "1f1b"
+    known_as = "PipeDream 1F1B"
     title = "1f1b with weight stashing"
     summary = "asynchronous (PipeDream, and so named, too): never drains, stashes weights, has stale gradients"
     formula = "asynchronous"
@@ -140,6 +143,7 @@ class GPipe(Flush):
     """All forwards of a minibatch, then all its backwards (Huang et al., GPipe, NeurIPS 2019, section 2.3)."""
 
     name = "gpipe"
+    known_as = "GPipe"
     title = "gpipe, {microbatches} microbatches per minibatch"
     summary = "synchronous, all forwards of a minibatch before its backwards"
     deepens = False
@@ -163,6 +167,7 @@ class ZeroBubble(Flush):
     """
 
     name = "zb-h1"
+    known_as = "zero bubble, ZB-H1"
     title = "zb-h1, backwards in two parts, {microbatches} microbatches per minibatch"
     summary = "synchronous, as 1f1b-flush; weight gradients fill the bubble"
     splits_backward = True

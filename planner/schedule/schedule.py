@@ -45,6 +45,7 @@ class Schedule(ABC):
     name: ClassVar[str]
     title: ClassVar[str]  # for people; {microbatches} and {chunks} are filled in
     summary: ClassVar[str]  # half a line of help
+    known_as: ClassVar[str]  # its name in papers and other programs
     formula: ClassVar[Formula]
     asynchronous: ClassVar[bool] = False  # updates without draining the pipeline: training differs from one device's
     divides: ClassVar[bool] = True  # a minibatch is several microbatches

@@ -17,6 +17,7 @@ class ZeroBubbleV(Chunked):
     """
 
     name = "zb-v"
+    known_as = "zero bubble, ZB-V"
     title = "zb-v, 2 chunks per GPU in a V, backwards in two parts, {microbatches} microbatches per minibatch"
     summary = "synchronous, two chunks of the model per GPU in a V; weight gradients fill the bubble"
     splits_backward = True

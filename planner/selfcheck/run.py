@@ -103,7 +103,7 @@ def _link(lab: Lab, backend: Backend) -> Outcome:
     (level,) = measure_host(2, lab.device.type, backend).levels
     sums, each_way = level.all_reduce_bandwidth_bytes_per_s or 0.0, level.bandwidth_bytes_per_s
     found = f"{format_bandwidth(each_way)} each way at once, {format_seconds(level.latency_s)} of latency"
-    return Outcome("passed", f"{found}, {format_bandwidth(sums)} in sums")
+    return Outcome("passed", f"{found}, {format_bandwidth(sums)} in all-reduces")
 
 
 CHECKS: Mapping[str, Callable[[Lab], Iterator[Case]]] = {

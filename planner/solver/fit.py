@@ -146,7 +146,7 @@ def _fastest_size(question: FitQuestion, sizes: Sizes, clock: Clock) -> Best:
             if not clock.passed:
                 profile = question.profiles.divide(profile)
             elif question.profiles.ranks > 1:
-                not_tried.append("divided layers")
+                not_tried.append("tensor parallelism")
 
         clock.progress.step = f"{question.gpus} GPUs, microbatches of {size}"
         is_last = size == sizes.wanted[-1]

@@ -124,7 +124,7 @@ def _check_sharding(problem: Problem) -> None:
     profile = problem.layer_costs.profile
     if problem.rules.shard_optimizer == "always" and not profile.may_shard_optimizer:
         raise InputError(
-            f"`shard_optimizer=always` needs an optimizer that replicas can divide, and the profile of "
+            f"`shard_optimizer=always` needs an optimizer that replicas can shard, and the profile of "
             f"'{profile.model}' does not say so of its own",
             hint="profile the model again if its optimizer is one, such as Adam; or use `shard_optimizer=never`",
         )
@@ -147,7 +147,7 @@ def _check_staleness(problem: Problem) -> None:
     late = problem.schedule.staleness(1)
     if most is not None and late > most:
         raise InputError(
-            f"`max_staleness={most}` is less than the {late} update that gradients under {problem.schedule} "
-            "are late in every plan",
+            f"`max_staleness={most}` is less than the {late} update by which gradients under {problem.schedule} "
+            "are stale in every plan",
             hint="use a `schedule` that drains the pipeline, such as 1f1b-flush",
         )

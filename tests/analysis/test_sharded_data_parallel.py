@@ -134,7 +134,7 @@ def test_where_data_parallelism_does_not_fit_another_way_is_the_measure() -> Non
     assert comparison.over is not None
     assert rows[comparison.over].over_memory_bytes == 0
     assert rows[comparison.over].speedup == 1
-    assert f"speed-up: over {comparison.over}; less sent" in comparison_report(comparison)
+    assert f"speed-up: over {comparison.over}; sent vs DP" in comparison_report(comparison)
     over_chosen = rows[comparison.over].seconds_per_microbatch / comparison.rows[0].seconds_per_microbatch
     assert comparison.rows[0].speedup == pytest.approx(over_chosen)
 

@@ -91,7 +91,7 @@ def test_every_stage_keeps_its_layers_in_torchtitans_splitter(monkeypatch: pytes
     for stage, names in zip(stages, config.module_fqns_per_model_part, strict=True):
         assert kept_by_torchtitan(Vision(), names) == set(stage) - {"loss"}
     text = planner.export(plan_of(stages), "torchtitan")
-    assert "# blocks must be a ModuleList or ModuleDict: torchtitan divides no other." in text
+    assert "# blocks must be a ModuleList or ModuleDict: torchtitan shards no other." in text
 
 
 def test_sharded_stages_are_fsdp(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from planner.errors import PlanError
 from planner.formats.cluster import flat_cluster
 from planner.formats.plan import Plan, load_plan, save_plan
 from planner.formats.plan_parts import Stage, config_of, short_config
-from planner.reporting.tables.plan import plan_report
+from planner.reporting.tables.plan import bottleneck_place, plan_report
 from planner.schedule.one_stage import FLUSH
 from planner.solver import search_plan as solve
 from tests.formats.test_profile import set_at
@@ -61,7 +61,8 @@ def test_plans_with_names_that_are_gone_load(plan: Plan, tmp_path: Path) -> None
     (tmp_path / "plan.json").write_text(json.dumps(content))
     loaded = load_plan(tmp_path / "plan.json")
     assert (loaded.schedule, loaded.microbatches) == (FLUSH, 1)
-    assert "the transfer after stage" in plan_report(loaded)
+    assert bottleneck_place(loaded.predicted.bottleneck).startswith("the transfer after stage")
+    assert "limited by" in plan_report(loaded)
 
 
 def test_properties(plan: Plan) -> None:

@@ -27,9 +27,9 @@ def test_the_first_of_n_stages_is_n_less_one_updates_late(stages: int) -> None:
 
 def test_a_late_plan_says_so_loudly() -> None:
     assert staleness_warning(deep(5)) is None
-    assert "gradients  up to 4 updates late, at the first stage; train with little momentum" in plan_report(deep(5))
+    assert "gradients  up to 4 updates stale, at the first stage; train with little momentum" in plan_report(deep(5))
     message, hint = staleness_warning(deep(6)) or ("", "")
-    assert "up to 5 updates late" in message
+    assert "up to 5 updates stale" in message
     assert "`max_staleness=4`" in hint
     assert "MAY NOT CONVERGE" in plan_report(deep(6))
     assert "of the current weights" in plan_report(deep(1))

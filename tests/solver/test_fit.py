@@ -246,9 +246,9 @@ def test_what_the_time_did_not_suffice_for_is_said() -> None:
     asked = question(2, lambda gpus: flat_cluster(gpus, 1e4, 400 * MB), sizes=(1, 2, 4, 8, 16), ranks=2)
     answer, profile = fit(asked, Clock.of(0.0))
     assert profile == model(16)
-    assert answer.not_tried == ("microbatches of 4, 8", "divided layers", "1 GPU")
+    assert answer.not_tried == ("microbatches of 4, 8", "tensor parallelism", "1 GPU")
     text = fit_report(answer)
-    assert text.endswith("note: microbatches of 4, 8, divided layers and 1 GPU: not tried, the time ended")
+    assert text.endswith("note: microbatches of 4, 8, tensor parallelism and 1 GPU: not tried, the time ended")
 
     unhurried, _ = fit(asked)
     assert unhurried.not_tried == ()

@@ -80,7 +80,7 @@ class ProfilingOptions(ProfileOptions):
         device = parse_device(self.device or kind_here())
         self.numerics.check(device.type)
         if self.tensor and self.compiled:
-            message = "divided layers are measured in uncompiled steps, and not with `tensor` and `compiled`"
+            message = "tensor-parallel layers are measured in uncompiled steps, and not with `tensor` and `compiled`"
             raise InputError(message, hint="leave out one of them")
         if self.stage.compiled:
             check_compiler(device.type)

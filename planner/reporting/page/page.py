@@ -16,14 +16,16 @@ from typing import Any
 from planner.analysis.compare import Comparison
 from planner.analysis.compare_runs import RunComparison, compare_runs
 from planner.analysis.explain import Explanation
+from planner.analysis.limits import Limits, busiest
 from planner.formats.plan import Plan
-from planner.formats.plan_parts import short_config
+from planner.formats.plan_parts import config_words
 from planner.formats.timeline import LANES, LETTERS, Timeline
 from planner.reporting.tables import plan as words
 from planner.reporting.tables import runs as run_tables
 from planner.reporting.tables.answers import busy_table, comparison_legend, comparison_table, sentences
 from planner.reporting.tables.plan import memory_table, stage_table
 from planner.reporting.tables.table import Table
+from planner.reporting.tables.verdict import synchronous_ways, synchronous_words, verdict
 from planner.reporting.timeline import COLOURS, TEXTS, Row, colour_legend, ink_on, opening, rows_of, shown_workers
 from planner.simulator.excerpt import ROUNDS
 from planner.simulator.simulate_plan import simulate
@@ -33,7 +35,7 @@ from planner.version import __version__
 
 MOST_STAGES = 12  # whose table is open from the start
 _IN_FLIGHT = "In flight: microbatches, or undivided minibatches, whose activations a worker holds at once."
-_LATE = " Late: updates between the weights that a gradient was computed with and those that it changes."
+_LATE = " Stale: updates between the weights that a gradient was computed with and those that it changes."
 KINDS = tuple(LANES)
 SCRIPTS = ("axis.js", "timeline.js", "memory.js", "page.js")
 _DIGITS = 7  # of a time, relative to the run: finer than a pixel at the largest zoom
@@ -73,8 +75,8 @@ def report_page(
     return fill(
         "page.html",
         {
-            "title": escape(f"{plan.model}: {short_config(plan.config)}"),
-            "heading": escape(f"{plan.model}: {short_config(plan.config)} on {counted(plan.workers, 'GPU')}"),
+            "title": escape(f"{plan.model}: {config_words(plan.config)}"),
+            "heading": escape(f"{plan.model}: {config_words(plan.config)} on {counted(plan.workers, 'GPU')}"),
             "lead": escape(f"{words.schedule_line(plan)} · {words.cluster_line(plan.cluster)}"),
             "contents": " ".join(f'<a href="#{name}">{title}</a>' for name, title, _ in shown),
             "sections": "\n".join(
@@ -237,10 +239,13 @@ def figures(plan: Plan, summary: Summary, measured: Summary | None) -> str:
         f"<div><dt>{escape(name)}</dt><dd>{escape(value)}<small>{escape(more)}</small></dd></div>"
         for name, value, more in tiles
     )
+    limits = Limits(*busiest(summary), summary.bubble_share)
     lines = [
+        ("verdict", verdict(plan, limits)),
+        *(("synchronous", synchronous_words(plan, way)) for way in synchronous_ways(plan)),
         ("update", words.update_line(plan)),
         ("gradients", words.staleness_line(plan)),
-        *words.prediction_lines(plan)[1:],
+        *words.prediction_lines(plan, limits)[1:],
     ]
     prediction = Table(["", "predicted"], [line for line in lines if line[1] is not None])
     notes = "".join(paragraph(f"{note[:1].upper()}{note[1:].removesuffix('.')}.", "note") for note in plan.notes)
@@ -249,12 +254,8 @@ def figures(plan: Plan, summary: Summary, measured: Summary | None) -> str:
 
 def limits_section(plan: Plan, summary: Summary, explanation: Explanation | None) -> str:
     """Show the busiest resources, predicted and simulated, and what `plan explain` says of them."""
-    limit, seconds = plan.predicted.bottleneck, format_seconds(plan.predicted.seconds_per_minibatch)
-    text = (
-        f"<p>By the cost model: <strong>{escape(words.bottleneck_place(limit))}</strong>, "
-        f"{format_seconds(limit.busy_s)} of {seconds} per minibatch. "
-        f"Simulated: <strong>{escape(summary.busiest)}</strong>, busy {summary.busiest_share:.1%} of the time.</p>"
-    )
+    place, share = busiest(summary)
+    text = f"<p>Simulated: <strong>{escape(place)}</strong>, busy {share:.1%} of the time.</p>"
     if explanation is None:
         return text
     # The first sentence names the bottleneck, which stands above.

@@ -4,15 +4,18 @@ from collections.abc import Sequence
 
 from planner.analysis.compare import PACKED, Comparison, ComparisonRow
 from planner.analysis.explain import Alternative, Explanation
+from planner.analysis.limits import simulated_limits
 from planner.formats.plan import GIVEN, Plan
-from planner.formats.plan_parts import short_config
+from planner.formats.plan_parts import config_words
 from planner.reporting.tables import plan as words
 from planner.reporting.tables.table import Table, named_values, table_of
+from planner.reporting.tables.verdict import share_of_speed, verdict_lines
 from planner.solver.fit import Fit
 from planner.stages.replicas import update_words
 from planner.units import (
     SLACK,
     as_fast,
+    counted,
     format_bytes,
     format_rate,
     format_seconds,
@@ -24,6 +27,7 @@ _NAMES = {
     "send": "link, sending",
     "shared_link": "server's link",
 }
+WORTH_A_ROW = 0.05  # share of the time that a resource is busy
 _WORTH_A_SENTENCE = 0.005  # share of the time spent waiting
 
 
@@ -48,23 +52,30 @@ def _cells(row: ComparisonRow, each: str, rate: str) -> dict[str, str | None]:
     return {
         "": row.name,
         "speed-up": words.speed_over(row.speedup, row.over_memory_bytes),
-        "config": short_config(row.config),
+        "config": config_words(row.config),
         rate: format_rate(row.tokens_per_s or row.samples_per_s or 1 / row.seconds_per_microbatch),
         "MFU": None if used is None else f"{used:.0%}",
         "memory": format_bytes(row.memory_bytes),
         f"sent/{each}": format_bytes(row.communication_bytes if sent is None else sent),
-        "less sent": "" if cut is None else words.less_or_more(cut).removesuffix(" less"),
+        "sent vs DP": "" if cut is None else _signed(-cut),
         "update": None if update is None else words.update_range(update),
-        "late": f"{row.staleness}",
+        "stale": f"{row.staleness}",
         "idle": f"{row.idle_share:.0%}",
     }
 
 
+def _signed(change: float) -> str:
+    """Write a relative change: "-96%", "+150%"; one that rounds to nothing has no sign."""
+    return f"{change:+.0%}" if round(change, 2) else "0%"
+
+
 def comparison_legend(comparison: Comparison) -> str:
     """Explain the columns, and the rows that run under another schedule."""
-    lines = [f"speed-up: over {comparison.over}; less sent: than data parallelism"] if comparison.over else []
+    lines = []
+    if comparison.over:
+        lines.append(f"speed-up: over {comparison.over}; sent vs DP: bytes, relative to data parallelism")
     lines.append(
-        "memory: per GPU; late: updates that gradients are late; idle: share of the workers' time without computation"
+        "memory: per GPU; stale: updates by which gradients are; idle: share of the workers' time without computation"
     )
     lines.append(_updates_line(comparison))
     chosen, *others = comparison.rows
@@ -74,7 +85,7 @@ def comparison_legend(comparison: Comparison) -> str:
         named = ", ".join(own) if len(own) < len(others) else "all others"
         lines.append(f"{named}: {schedule}, one update for {microbatches} microbatches")
     if any("ZeRO" in row.name for row in others):
-        lines.append("ZeRO-1 to 3: data parallel, with the optimizer's state, gradients, weights divided over the GPUs")
+        lines.append("ZeRO-1 to 3: data parallel, with the optimizer's state, gradients, weights sharded over the GPUs")
     if any(row.name == PACKED for row in others):
         lines.append("packed: several samples in one row of the greatest length, without any padding between them")
     if chosen.flop_utilisation is not None:
@@ -104,7 +115,8 @@ def fit_report(answer: Fit) -> str:
         why = f"{known}: {answer.asked.why_not}; {next(others, least)}"
         parts = [named_values([("model", answer.model), ("fits", why)])]
     else:
-        parts = [named_values(_head(answer, plan)), _ways(plan).text()]
+        verdict = "\n".join(verdict_lines(plan, simulated_limits(plan)))
+        parts = [verdict, named_values(_head(answer, plan)), _ways(plan).text()]
     if answer.others:
         parts.append(_numbers_of_gpus(answer).text())
     if answer.not_tried:
@@ -126,7 +138,7 @@ def _head(answer: Fit, plan: Plan) -> list[tuple[str, str | None]]:
     split = _split(plan)
     saved = {"recomputation": sum(bool(stage.recomputes) for stage in plan.stages)}
     if "ZeRO" not in split:
-        saved["a divided optimizer's state"] = sum(stage.shards_optimizer_alone for stage in plan.stages)
+        saved["a sharded optimizer's state"] = sum(stage.shards_optimizer_alone for stage in plan.stages)
     of_all = f" of {len(plan.stages)} stages" if len(plan.stages) > 1 else ""
     saving = [f", {what}" + (of_all and f" in {count}{of_all}") for what, count in saved.items() if count]
     return [
@@ -151,13 +163,13 @@ def _ways(plan: Plan) -> Table:
     """Tabulate what people do without a planner, on the same GPUs."""
     update = words.update_range(plan.samples_per_update)
     memory = format_bytes(_most(plan))
-    rows = [["this plan", short_config(plan.config), memory, update, format_rate(_per_s(plan)), ""]]
+    rows = [["this plan", config_words(plan.config), memory, update, format_rate(_per_s(plan)), ""]]
     for way in plan.baselines:
-        share, over = words.share_of_speed(plan, way), way.over_memory_bytes
+        share, over = share_of_speed(plan, way), way.over_memory_bytes
         rate = "" if over else format_rate(_per_s(plan) * share)
         ratio = words.speed_over(1 / share, over)
         memory = format_bytes(way.memory_bytes)
-        rows.append([way.name, short_config(way.config), memory, words.row_update(way, plan), rate, ratio])
+        rows.append([way.name, config_words(way.config), memory, words.row_update(way, plan), rate, ratio])
     headers = ["on the same GPUs", "config", "memory", "per update", _unit(plan), "the plan is"]
     return Table(headers, rows, "llrrrr")
 
@@ -177,11 +189,13 @@ def _numbers_of_gpus(answer: Fit) -> Table:
 
 
 def _split(plan: Plan) -> str:
-    stages, config = len(plan.stages), short_config(plan.config)
+    stages, config = len(plan.stages), config_words(plan.config)
     if stages > 1:
         return config if config.endswith("stages)") else f"{config} ({stages} stages)"
     stage = plan.stages[0]
-    return f"{config} ({stage.sharding_words})" if stage.replicas == plan.workers > 1 else config
+    if not stage.shards_optimizer:
+        return config
+    return f"{config}, {stage.sharding_words.removeprefix('data parallel, ')}"
 
 
 def _unit(plan: Plan) -> str:
@@ -197,16 +211,24 @@ def _most(plan: Plan) -> int:
     return max(map(plan.memory_bytes, range(len(plan.stages))))
 
 
-def explanation_report(explanation: Explanation) -> str:
-    """Report what limits the plan, the slack of everything else, and the alternatives."""
-    return f"{sentences(explanation)}\n\n{busy_table(explanation).text()}"
+def explanation_report(explanation: Explanation, *, verbose: bool = False) -> str:
+    """Report what limits the plan, the slack of everything else, and the alternatives.
+
+    Resources that are hardly used are left out, unless it is `verbose`.
+    """
+    least_share = 0.0 if verbose else WORTH_A_ROW
+    parts = [sentences(explanation), busy_table(explanation, least_share).text()]
+    idle = sum(use.share < least_share for use in explanation.uses)
+    if idle:
+        parts.append(f"left out: {counted(idle, 'resource')}, busy for less than {WORTH_A_ROW:.0%} of the time")
+    return "\n\n".join(parts)
 
 
 def sentences(explanation: Explanation) -> str:
     """Say what limits the plan, whether it is optimal, and what would help."""
     bottleneck, seconds = explanation.bottleneck, explanation.seconds_per_minibatch
     lines = [
-        f"The plan {short_config(explanation.config)} takes {format_seconds(seconds)} per minibatch, limited by "
+        f"The plan {config_words(explanation.config)} takes {format_seconds(seconds)} per minibatch, limited by "
         f"{words.bottleneck_place(bottleneck)}, which is busy {bottleneck.busy_s / seconds:.0%} of that."
     ]
     update = update_words(explanation.samples_per_update, explanation.microbatch_size)
@@ -241,11 +263,11 @@ def _gain(alternative: Alternative) -> str:
     if gain == 0:
         return f"{start} it would not be faster."
     faster = as_fast(1 + gain) if gain >= 1 else f"{abs(gain):.1%} {'faster' if gain > 0 else 'slower'}"
-    return f"{start} the plan would be {short_config(alternative.config or '')}, {faster}."
+    return f"{start} the plan would be {config_words(alternative.config or '')}, {faster}."
 
 
-def busy_table(explanation: Explanation) -> Table:
-    """Return the busy times and the slack of all resources."""
+def busy_table(explanation: Explanation, least_share: float = 0.0) -> Table:
+    """Return the busy times and the slack of the resources that are busy for so much of the time."""
     seconds = explanation.seconds_per_minibatch
     rows = [
         {
@@ -256,5 +278,6 @@ def busy_table(explanation: Explanation) -> Table:
             "slack": format_seconds(slack_s if (slack_s := seconds - use.busy_s) > SLACK * seconds else 0.0),
         }
         for use in explanation.uses
+        if use.share >= least_share
     ]
     return table_of(rows)

@@ -7,11 +7,13 @@ from itertools import groupby
 
 from planner.analysis.compare import ORDERS
 from planner.analysis.fewer import COPY_EVERY, cost_of_loss, shares_left
+from planner.analysis.limits import Limits, simulated_limits
 from planner.formats.cluster import Cluster
 from planner.formats.plan import GIVEN, Plan
-from planner.formats.plan_parts import Bottleneck, OtherWay, SolverReport, Stage, StageMemory, short_config
+from planner.formats.plan_parts import Bottleneck, OtherWay, SolverReport, Stage, StageMemory, config_words
 from planner.formats.profile import Profile
 from planner.reporting.tables.table import Table, named_values, table_of
+from planner.reporting.tables.verdict import best_baseline, share_of_speed, verdict_lines
 from planner.schedule.instructions import LATE_UPDATES, MOMENTUM_UPDATES
 from planner.solver.alternatives.usual_ways import DATA_PARALLEL, ONE_GPU
 from planner.stages.replicas import update_words
@@ -36,12 +38,20 @@ _RESOURCES = {
 }
 
 
-def plan_report(plan: Plan) -> str:
-    """Report the plan, its stages and its prediction."""
-    tables = [stage_table(plan).text(), memory_table(plan).text(), named_values(prediction_lines(plan))]
-    tables += [schedules_table(plan).text()] if plan.schedules else []
-    notes = [f"note: {note}" for note in plan.notes]
-    return "\n\n".join((*_bound(plan), named_values(_head(plan)), *tables, *notes))
+def plan_report(plan: Plan, *, verbose: bool = False) -> str:
+    """Report a verdict on the plan, its stages and its prediction; if `verbose`, also how it was found."""
+    limits = simulated_limits(plan)
+    parts = [
+        "\n".join([*verdict_lines(plan, limits), *_bound(plan)]),
+        named_values(_head(plan)),
+        stage_table(plan).text(),
+        memory_table(plan).text(),
+        named_values(prediction_lines(plan, limits, verbose=verbose)),
+    ]
+    if plan.schedules:
+        parts.append(schedules_table(plan).text())
+    parts += [f"note: {note}" for note in plan.notes]
+    return "\n\n".join(parts)
 
 
 def _bound(plan: Plan) -> list[str]:
@@ -64,7 +74,7 @@ def unused_gpus(plan: Plan) -> str:
 def _head(plan: Plan) -> list[tuple[str, str | None]]:
     return [
         ("model", plan.model),
-        ("plan", f"{short_config(plan.config)} on {counted(plan.workers, 'GPU')}{unused_gpus(plan)}"),
+        ("plan", f"{config_words(plan.config)} on {counted(plan.workers, 'GPU')}{unused_gpus(plan)}"),
         ("sharding", plan.stages[0].sharding_words if plan.stages[0].repeats_shards else None),
         ("schedule", schedule_line(plan)),
         ("update", update_line(plan)),
@@ -76,24 +86,48 @@ def _head(plan: Plan) -> list[tuple[str, str | None]]:
     ]
 
 
-def prediction_lines(plan: Plan) -> list[tuple[str, str | None]]:
+def prediction_lines(
+    plan: Plan,
+    limits: Limits | None,
+    *,
+    verbose: bool = True,
+) -> list[tuple[str, str | None]]:
     """Name what is predicted of a plan, and say it; None where nothing is to be said."""
-    predicted, solver = plan.predicted, plan.solver
-    limit, used = predicted.bottleneck, predicted.flop_utilisation
-    busy = f"{format_seconds(limit.busy_s)} per minibatch by the cost model"
-    simulated = predicted.by == "simulation" and solver.status != "optimal" and solver.name != GIVEN
-    return [
+    used = plan.predicted.flop_utilisation
+    lines = [
         ("predicted", f"{speed(plan)}, {_by(plan)}"),
         ("utilisation", f"{used:.1%} of the GPUs' peak, by the model's FLOPs" if used is not None else None),
-        ("limited by", f"{bottleneck_place(limit)}, {busy}"),
+        ("limited by", _limited_by(plan, limits)),
         ("speed-up", _speed_up(plan)),
         ("baselines", best_baseline_line(plan)),
-        ("synchronous", _synchronous(plan)),
         ("with fewer", shares_left(plan)),
         *_losses(plan),
         ("communication", _communication(plan)),
+    ]
+    return lines + (_search_lines(plan) if verbose else [("search", _open_end(plan))])
+
+
+def _limited_by(plan: Plan, limits: Limits | None) -> str:
+    """Name the busiest resource of the simulation; without one, that of the cost model, which leaves waiting out."""
+    if limits is not None:
+        return f"{limits.place}, busy {limits.share:.0%} of the time"
+    return f"{bottleneck_place(plan.predicted.bottleneck)}, by the cost model"
+
+
+def _open_end(plan: Plan) -> str | None:
+    """Say that a search was stopped before it knew; None where it was not."""
+    solver = plan.solver
+    stopped = not solver.exhausted and solver.status != "optimal" and solver.name != GIVEN
+    return "stopped early: others could be faster; -v shows the bound" if stopped else None
+
+
+def _search_lines(plan: Plan) -> list[tuple[str, str | None]]:
+    """Say how the plan was found, and how far from the fastest it can be."""
+    solver = plan.solver
+    open_question = plan.predicted.by == "simulation" and solver.status != "optimal" and solver.name != GIVEN
+    return [
         ("solver", _solver(plan)),
-        ("bound", bound_words(solver) if simulated else None),
+        ("bound", bound_words(solver) if open_question else None),
     ]
 
 
@@ -161,25 +195,28 @@ def other_update(way: OtherWay, plan: Plan) -> str:
 
 
 def staleness_line(plan: Plan) -> str:
-    """Say how many updates late the gradients are."""
-    late = plan.staleness
-    if late == 0:
+    """Say how many updates stale the gradients are."""
+    stale = plan.staleness
+    if stale == 0:
         return "of the current weights"
-    updates = f"up to {counted(late, 'update')} late"
-    if late > LATE_UPDATES:
+    updates = f"up to {counted(stale, 'update')} stale"
+    if stale > LATE_UPDATES:
         return f"{updates}: TRAINING MAY NOT CONVERGE"
-    return f"{updates}, at the first stage" + ("; train with little momentum" if late >= MOMENTUM_UPDATES else "")
+    return f"{updates}, at the first stage" + ("; train with little momentum" if stale >= MOMENTUM_UPDATES else "")
 
 
 def staleness_warning(plan: Plan) -> tuple[str, str] | None:
-    """Return a warning and a hint for a plan whose gradients are late for nothing, or many updates; None for others."""
-    if (way := plan.synchronous) is not None and plan.staleness and (share := share_of_speed(plan, way)) > 1:
-        faster = f"the best plan under {way.schedule} is {as_fast(share)}"
-        return f"{faster}, and none of its gradients is late", f"solve with `schedule={way.schedule}`"
+    """Return a warning and a hint for a plan whose gradients are stale for nothing, or by many updates; or None."""
+    for way in (plan.synchronous, plan.synchronous_usual):
+        if way is None or not plan.staleness or share_of_speed(plan, way) <= 1:
+            continue
+        faster = f"the best plan under {way.schedule} is {as_fast(share_of_speed(plan, way))}{other_update(way, plan)}"
+        hint = f"solve with `schedule={way.schedule}` and `microbatches={way.microbatches}`"
+        return f"{faster}, and none of its gradients is stale", hint
     if plan.staleness <= LATE_UPDATES:
         return None
-    late = f"gradients are up to {plan.staleness} updates late, at which many models converge slowly or not at all"
-    return late, f"bound it with `max_staleness={LATE_UPDATES}`, or choose a synchronous `schedule`"
+    stale = f"gradients are up to {plan.staleness} updates stale, at which many models converge slowly or not at all"
+    return stale, f"bound it with `max_staleness={LATE_UPDATES}`, or choose a synchronous `schedule`"
 
 
 def cluster_line(cluster: Cluster) -> str:
@@ -192,7 +229,7 @@ def cluster_line(cluster: Cluster) -> str:
     if cluster.compress != "none":
         levels += f", activations sent as {cluster.compress}"
     if cluster.sequence_parallel:
-        levels += ", sequence parallelism in groups that divide layers"
+        levels += ", sequence parallelism in tensor-parallel groups"
     levels += "" if cluster.overlap else ", where messages take time from computation"
     if not cluster.kinds:
         measured = f", measured over {cluster.backend}" if cluster.backend is not None else ""
@@ -276,30 +313,14 @@ def _speed_up(plan: Plan) -> str:
 
 def best_baseline_line(plan: Plan) -> str | None:
     """Compare the plan with the fastest baseline that fits; None where data parallelism is that, or none is known."""
-    fitting = [way for way in plan.baselines if not way.over_memory_bytes]
-    if not fitting:
+    best = best_baseline(plan)
+    if best is None:
         return "none of them fits the memory" if plan.baselines else None
-    alike = [way for way in fitting if way.samples_per_update in (None, plan.samples_per_update)]
-    best = min(alike or fitting, key=lambda way: way.seconds_per_microbatch)
     if best.name == DATA_PARALLEL:
         return None
     ratio = as_fast(1 / share_of_speed(plan, best))
-    row = f"{best.name} ({short_config(best.config)})"
-    return f"the plan is {ratio} as the fastest other way that fits, {row}{other_update(best, plan)}"
-
-
-def _synchronous(plan: Plan) -> str | None:
-    if (way := plan.synchronous) is None:
-        return None
-    each_s, size = way.seconds_per_microbatch, plan.microbatch_size
-    rate = f"{format_seconds(each_s)} per microbatch" if size is None else f"{format_rate(size / each_s)} samples/s"
-    name, times = f"{way.schedule} {short_config(way.config)}", as_fast(share_of_speed(plan, way))
-    return f"{name}, whose gradients are never late: {rate}, {times}{other_update(way, plan)}"
-
-
-def share_of_speed(plan: Plan, way: OtherWay) -> float:
-    """Return how many times as fast as the plan another way is."""
-    return plan.predicted.seconds_per_minibatch / plan.microbatches / way.seconds_per_microbatch
+    row = f"{best.name} ({config_words(best.config)})"
+    return f"the plan is {ratio} as the fastest baseline that fits, {row}{other_update(best, plan)}"
 
 
 def _communication(plan: Plan) -> str:
@@ -308,14 +329,16 @@ def _communication(plan: Plan) -> str:
     parts = [
         f"{format_bytes(own)} per sample" if own is not None else "",
         f"data parallel {format_bytes(theirs)}" if theirs is not None else "",
-        f"{less_or_more(cut)} than data parallel" if (cut := predicted.communication_cut) is not None else "",
+        _than_data_parallel(predicted.communication_cut),
     ]
     return ", ".join(filter(None, parts)) or "none"
 
 
-def less_or_more(cut: float) -> str:
-    """Write a cut as "96% less", or a negative one as "4% more"."""
-    return f"{abs(cut):.0%} {'less' if cut >= 0 else 'more'}"
+def _than_data_parallel(cut: float | None) -> str:
+    """Write a cut as "96% less than data parallel", or a negative one as "4% more"; nothing where it is neither."""
+    if cut is None or not round(cut, 2):
+        return ""
+    return f"{abs(cut):.0%} {'less' if cut > 0 else 'more'} than data parallel"
 
 
 def _solver(plan: Plan) -> str:
@@ -334,11 +357,11 @@ def schedules_table(plan: Plan) -> Table:
     rows = [
         {
             "schedule": str(way.schedule),
-            "plan": short_config(way.config),
+            "plan": config_words(way.config),
             per_s: format_rate((plan.microbatch_size or 1) / way.seconds_per_microbatch),
             "memory": format_bytes(way.memory_bytes),
             "per update": row_update(way, plan),
-            "late": way.staleness,
+            "stale": way.staleness,
             "": "chosen" if way.schedule is plan.schedule else "",
         }
         for way in plan.schedules
@@ -350,9 +373,9 @@ IN_ORDER = " in the profile's order"  # which all plans are, and what their boun
 
 
 def bound_words(solver: SolverReport) -> str:
-    """Say what no plan is below by the cost model, and which of the simulated plans this is."""
+    """Say what no plan is faster than by the cost model, and which of the simulated plans this is."""
     which = f" and with {solver.bound_of}" if solver.bound_of else ""
-    least = f"none{IN_ORDER}{which} costs less than {format_seconds(solver.lower_bound_s)}, {solver.gap:.1%} less"
+    least = f"no plan{IN_ORDER}{which} takes less than {format_seconds(solver.lower_bound_s)}, {solver.gap:.1%} less"
     others = "no other" if solver.exhausted else "others"
     return least + (f"; best of {solver.simulated} simulated; {others} could be faster" if solver.simulated else "")
 
@@ -380,7 +403,7 @@ def memory_parts(plan: Plan, stage: int) -> dict[str, int]:
 def stage_table(plan: Plan) -> Table:
     """Tabulate the stages; columns in which nothing is to be said are left out."""
     stages = plan.stages
-    late = [plan.schedule.staleness(stage.in_flight) for stage in stages]
+    stale = [plan.schedule.staleness(stage.in_flight) for stage in stages]
     # A replica's first backward after an update has no gradients to accumulate into, so one microbatch never does.
     accumulates = plan.microbatches > 1 and any(stage.accumulate_s for stage in stages)
     sent = Counter[int]()  # activations forward and gradients back, per microbatch
@@ -398,7 +421,7 @@ def stage_table(plan: Plan) -> Table:
             "ranks": ranks_line(stage),
             "GPU": plan.cluster.kinds_on(stage.ranks) if plan.cluster.kinds else None,
             "in flight": stage.in_flight,
-            "late": late[number] if any(late) else None,
+            "stale": stale[number] if any(stale) else None,
             "compute": format_seconds(stage.compute_s),
             "accumulation": format_seconds(stage.accumulate_s) if accumulates else None,
             "sends": format_bytes(sent[number]),

@@ -1,12 +1,13 @@
 """The tables of a run: simulated, measured, one compared with the other, and trained."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from planner.analysis.compare_runs import RunComparison
 from planner.formats.plan import Plan
-from planner.formats.plan_parts import short_config
+from planner.formats.plan_parts import config_words
 from planner.formats.timeline import Timeline
 from planner.reporting.tables.plan import pace
 from planner.reporting.tables.table import Table, named_values, table_of
@@ -44,7 +45,7 @@ def _training_lines(result: "TrainResult") -> list[tuple[str, str | None]]:
     if result.resumed_from is not None:
         resumed = f"{result.resumed_from}, minibatch {result.first_minibatch}"
     return [
-        ("config", short_config(result.config)),
+        ("config", config_words(result.config)),
         ("schedule", str(result.schedule)),
         ("device", None if result.device is None else f"{result.device}{name}, messages over {result.backend}"),
         ("minibatches", f"{result.minibatches} of {result.minibatch_size} samples in {result.seconds:.1f} s"),
@@ -169,7 +170,7 @@ def _run_lines(summary: Summary, plan: Plan | None) -> list[tuple[str, str | Non
         kinds = [plan.cluster.kinds_on(stage.ranks) for stage in plan.stages]
     return [
         ("model", summary.model),
-        ("plan", f"{short_config(summary.config)}, {summary.schedule}"),
+        ("plan", f"{config_words(summary.config)}, {summary.schedule}"),
         ("stages on", ", ".join(kinds) if any(kinds) else None),
         (summary.source, pace(summary.samples_per_s, summary.seconds_per_minibatch) + predicted),
         ("whole run", run if rate is None else f"{format_rate(rate)} samples/s, {run}"),
@@ -195,7 +196,7 @@ def worker_table(workers: Sequence[WorkerUse], measured: Sequence[WorkerUse] = (
     peaks = {worker.rank: worker.peak_bytes for worker in measured}
     rows = [
         {
-            "worker": worker.rank,
+            "worker": f"{worker.rank}",
             "stage": ", ".join(map(str, worker.stages)),
             "computes": f"{worker.compute_share:.1%}",
             "sends": f"{worker.send_share:.1%}",
@@ -206,7 +207,15 @@ def worker_table(workers: Sequence[WorkerUse], measured: Sequence[WorkerUse] = (
         }
         for worker in workers
     ]
-    return table_of(rows, "llrrrrrr")
+    return table_of(list(_merged(rows)), "llrrrrrr")
+
+
+def _merged(rows: Sequence[dict[str, str | None]]) -> Iterator[dict[str, str | None]]:
+    """Yield rows, of neighbours that are equal but for the worker one: "0-3"."""
+    for _, alike in groupby(rows, key=lambda row: [value for name, value in row.items() if name != "worker"]):
+        first, *others = alike
+        workers = f"{first['worker']}-{others[-1]['worker']}" if others else first["worker"]
+        yield first | {"worker": workers}
 
 
 def legend(summary: Summary) -> str:

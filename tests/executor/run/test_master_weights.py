@@ -174,7 +174,7 @@ def test_the_way_from_a_measured_profile(tmp_path: Path) -> None:
     assert (profile.autocast, profile.master_weights) == (None, "bfloat16")
     plan = planner.price(profile, flat_cluster(2, 1e9), 2, schedule="1f1b-flush", microbatches=2)
     assert len(planner.train(path, plan, steps=3).losses) == 3
-    with pytest.raises(InputError, match="sums gradients in the weights' own type, which is bfloat16"):
+    with pytest.raises(InputError, match="all-reduces gradients in the weights' own type, which is bfloat16"):
         planner.train(path, plan, steps=3, baseline="data-parallel")
     with pytest.raises(InputError, match="needs no master weights"):
         planner.profile(path, batch_size=4, master_weights=True)

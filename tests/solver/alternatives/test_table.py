@@ -58,7 +58,7 @@ def test_what_does_not_fit_is_no_measure() -> None:
     text = plan_report(plan)
     assert "one GPU does not fit (100 MB too many)" in text
     assert "data parallel on 4 GPUs does not fit (100 MB too many)" in text
-    assert "as the fastest other way that fits, " in text
+    assert "as the fastest baseline that fits, " in text
     assert "x over data parallel" not in text
 
 
@@ -220,7 +220,7 @@ def test_where_a_search_has_no_time_a_row_is_the_answer(monkeypatch: pytest.Monk
     assert plan.solver.name == "usual ways"
     assert 0 < plan.solver.lower_bound_s <= plan.predicted.seconds_per_minibatch
     assert plan.baselines
-    assert "feasible, usual ways in" in plan_report(plan)
+    assert "feasible, usual ways in" in plan_report(plan, verbose=True)
     with pytest.raises(PlannerError, match="the time limit passed"):  # no row fits either
         planner.solve(MODEL, flat_cluster(4, 1e12, 10), schedule="1f1b-flush")
 
