@@ -11,8 +11,8 @@ from planner.errors import PlannerError
 from planner.formats.plan import Plan
 from planner.simulator.simulate_plan import default_minibatches, simulate
 from planner.simulator.summary import Summary, summarize
-
-MOST_UNITS = 2**14  # of work, which are simulated within a second or so, while somebody waits for a table
+from planner.solver.tuning.answers import ExplanationTuning
+from planner.solver.tuning.record import STANDARD
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,13 @@ class Limits:
     bubble: float
 
 
-def simulated_limits(plan: Plan) -> Limits | None:
+def simulated_limits(
+    plan: Plan,
+    tuning: ExplanationTuning = STANDARD.explanation,
+) -> Limits | None:
     """Return what a plan's simulation says; None where its time is not simulated, or that would take too long."""
     units = default_minibatches(plan) * plan.microbatches * len(plan.stages)
-    if plan.predicted.by != "simulation" or units > MOST_UNITS:
+    if plan.predicted.by != "simulation" or units > tuning.most_units:
         return None
     with suppress(PlannerError):  # a plan that was edited may not run to its end; its tables are shown all the same
         summary = summarize(simulate(plan))

@@ -53,10 +53,10 @@ def _without_pipeline(plan: Plan) -> str:
     (stage,) = plan.stages
     if plan.workers == 1:
         what = "one GPU"
-    elif stage.tensor > 1:
+    elif stage.divides_layers:
         what = f"tensor parallelism ({config_words(plan.config)})"
-    elif stage.level:
-        what = f"data parallelism with ZeRO-{stage.level}"
+    elif stage.shards_optimizer:
+        what = f"data parallelism with {stage.sharding_words.removeprefix('data parallel, ')}"
     else:
         what = "data parallelism"
     if plan.solver.name == GIVEN:

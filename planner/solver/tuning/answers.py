@@ -80,9 +80,13 @@ class FitTuning:
 
 @dataclass(frozen=True)
 class ExplanationTuning:
-    """Of `planner.solver.problem.infeasible`, which says what would make a plan fit."""
+    """Of `planner.solver.problem.infeasible`, which says what would make a plan fit, and `planner.analysis.limits`."""
 
     memory_precision: float = 1e-4  # relative, of the smallest memory
+    # Units of work of a plan that is simulated to say what limits it: a second or so, while somebody
+    # waits for a table.
+    most_units: int = 2**14
+
     most_gpus_ratio: int = 64  # how many times as many GPUs as there are, at most, are tried
 
 
