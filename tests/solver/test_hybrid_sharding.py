@@ -193,7 +193,7 @@ def test_a_file_with_other_groups_is_refused() -> None:
     stage = hybrid(servers(50.0, 10.0)).stages[0]
     with pytest.raises(ValueError, match="8 replicas are no groups of 5"):
         Stage.model_validate(stage.model_dump() | {"shard_group": 5})
-    with pytest.raises(ValueError, match="only replicas that shard gradients or weights"):
+    with pytest.raises(ValueError, match="only replicas that divide gradients or weights"):
         Stage.model_validate(stage.model_dump() | {"sharding_level": 1})
 
 

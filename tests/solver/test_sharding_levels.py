@@ -134,7 +134,7 @@ def test_levels_need_what_the_executor_runs() -> None:
 def test_exports() -> None:
     own = OwnStage(blocks=8, replicas=4, sharded=True, sharding_level=3)
     plan = price(MODEL, flat_cluster(4, 300.0), OwnPlan(stages=(own,), schedule=FLUSH, microbatches=8))
-    with pytest.raises(PlannerError, match="Megatron has no form for replicas that divide gradients or weights"):
+    with pytest.raises(PlannerError, match="Megatron has no form for replicas that shard gradients or weights"):
         megatron_arguments(plan)
     written = torchtitan_config(plan)
     assert "data_parallel_shard_degree=4" in written
