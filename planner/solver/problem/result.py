@@ -9,7 +9,7 @@ from planner.cost.network.topology import ranks_of
 from planner.cost.overheads import Price
 from planner.formats.cluster import Cluster
 from planner.formats.plan_parts import config_of
-from planner.solver.problem.states import Chain
+from planner.solver.problem.states import CutSpace
 from planner.units import SLACK
 
 # An answer is proven optimal up to this relative difference in time: rounding, not search.
@@ -51,7 +51,7 @@ def with_replicas(path: CutPath, replicas: Sequence[int]) -> CutPath:
     return replace(path, options=tuple(options))
 
 
-def stages_along(space: Chain, path: CutPath) -> list[Candidate]:
+def stages_along(space: CutSpace, path: CutPath) -> list[Candidate]:
     """Return the stages of a path over a space."""
     return [
         Candidate(space.members(0, i), space.members(i, j), options)

@@ -58,6 +58,10 @@ class CutSpace(ABC):
         """Return about so many states at equal distances, each of which contains the one before, with both ends."""
 
     @abstractmethod
+    def rough(self, most: int) -> Integers | None:
+        """Return about so many states, over which a search finds a start; None where all of them are few enough."""
+
+    @abstractmethod
     def only(self, states: Integers) -> "CutSpace":
         """Return the space of these states, which must include both ends."""
 
@@ -186,6 +190,9 @@ class Chain(CutSpace):
 
     def spread(self, most: int) -> Integers:
         return np.unique(np.linspace(0, len(self) - 1, most).astype(np.int64))
+
+    def rough(self, most: int) -> Integers | None:
+        return self.spread(most) if len(self) > 2 * most else None
 
     def only(self, states: Integers) -> "Chain":
         return Chain(self.layer_costs, self._states[states])

@@ -12,7 +12,7 @@ from planner.solver.evaluate.evaluation import priced_path
 from planner.solver.problem.infeasible import Fits
 from planner.solver.problem.problem import Limits, Problem
 from planner.solver.problem.result import BoundedPath, CutPath, Evaluation
-from planner.solver.problem.states import Chain
+from planner.solver.problem.states import CutSpace
 from planner.solver.search.chain.fewest import FEW_STATES
 from planner.solver.search.chain.search import ANY_TIME_S, Search
 from planner.solver.search.chain.synchronous import SynchronousSearch
@@ -29,7 +29,7 @@ MANY_GPUS, MOST_EXACT_STATES = 1024, 1024
 class PipelineSearch:
     """The searches for one problem over one space of cuts: by default all that the profile allows."""
 
-    def __init__(self, problem: Problem, space: Chain | None = None) -> None:
+    def __init__(self, problem: Problem, space: CutSpace | None = None) -> None:
         self.problem, self.space = problem, space or Chain(problem.layer_costs)
         self.interrupted = False  # by the deadline: the last search may have missed faster plans
 

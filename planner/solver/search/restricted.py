@@ -17,7 +17,7 @@ from planner.solver.evaluate.pipelines import MOST_WORKERS
 from planner.solver.problem.bounds import Bounds
 from planner.solver.problem.problem import Limits
 from planner.solver.problem.result import RESOLUTION, CutPath
-from planner.solver.problem.states import Chain
+from planner.solver.problem.states import CutSpace
 from planner.solver.search.chain.search import Search
 from planner.units import SLACK
 
@@ -45,7 +45,7 @@ class EndsSearch(FrontSearch):
 class StraightSearch(Search):
     """Finds plans without replicas."""
 
-    def __init__(self, space: Chain, model: Bounds, limits: Limits) -> None:
+    def __init__(self, space: CutSpace, model: Bounds, limits: Limits) -> None:
         super().__init__(space, model, replace(limits, most_replicas=1))
 
 

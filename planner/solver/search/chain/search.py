@@ -28,7 +28,7 @@ from planner.cost.work import IMPOSSIBLE, Integers
 from planner.solver.problem.bounds import Bounds
 from planner.solver.problem.problem import Limits
 from planner.solver.problem.result import RESOLUTION, CutPath
-from planner.solver.problem.states import Chain
+from planner.solver.problem.states import CutSpace
 from planner.solver.search.chain.fewest import FEW_STATES, FewestReplicas
 from planner.solver.search.chain.suffixes import Suffixes
 from planner.solver.search.chain.targets import CLOSE, Targets
@@ -45,7 +45,7 @@ class Search:
         interrupted: whether the deadline ended the search: there may be faster plans.
     """
 
-    def __init__(self, space: Chain, model: Bounds, limits: Limits) -> None:
+    def __init__(self, space: CutSpace, model: Bounds, limits: Limits) -> None:
         self.space = space
         self.model = model
         self.gpus = limits.gpus
@@ -124,10 +124,10 @@ class Search:
         """Return the best plan that cuts at a few of many states only, which is near the best; None without many."""
         chooses = self._fewest.ways.chooses and self.limits != self._all_choices
         few = _ROUGH_STATES // 2 if chooses else _ROUGH_STATES
-        if len(self.space) <= 2 * few:
+        states = self.space.rough(few)
+        if states is None:
             return None
 
-        states = self.space.spread(few)
         search = type(self)(self.space.only(states), self.model, self._all_choices)
         path = search.best(below_s)
         if path is None:
@@ -163,7 +163,7 @@ class Search:
                 continue
 
             # 2. J: a stage needs at least its computation over T, however its all-reduce overlaps.
-            others = suffixes.reached
+            others = self.space.containing(state, suffixes.reached)
             after = suffixes.following[:, others]
             least = self._fewest.by_compute(state, others, target_s)
             rows, columns = np.nonzero(after + least <= most)
@@ -208,7 +208,7 @@ class Search:
         before[0] = 0
         useful = np.flatnonzero(self._least_after <= self.gpus)
         for number, state in enumerate(useful.tolist()):
-            others = useful[number + 1 :]
+            others = self.space.containing(state, useful[number + 1 :])
             least = self._fewest.by_compute(state, others, target_s)
             others = others[before[state] + least + self._least_after[others] <= self.gpus]
             if len(others):

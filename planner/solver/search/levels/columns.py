@@ -23,7 +23,7 @@ from planner.solver.evaluate.evaluation import priced, priced_path
 from planner.solver.problem.bounds import Bounds, BoundsLike, bounds_for
 from planner.solver.problem.problem import Limits, Problem
 from planner.solver.problem.result import RESOLUTION, CutPath, Evaluation
-from planner.solver.problem.states import Chain
+from planner.solver.problem.states import CutSpace
 from planner.solver.search.chain.search import Search
 from planner.solver.search.chain.synchronous import SynchronousSearch
 from planner.solver.search.chain.ways import BestWays, taken
@@ -121,7 +121,7 @@ class Columned:
     bound_s: float
 
 
-def search_columns(problem: Problem, space: Chain, nearest: CutPath, best: Evaluation) -> Columned:
+def search_columns(problem: Problem, space: CutSpace, nearest: CutPath, best: Evaluation) -> Columned:
     """Find plans in columns that may be faster than the `best` plan on consecutive ranks, by the cost model.
 
     The time of `nearest`, the best path on a flat cluster that is never worse, is a bound.
@@ -153,7 +153,7 @@ def _is_prime(number: int) -> bool:
     return all(number % each for each in range(2, number))
 
 
-def _flat(problem: Problem, space: Chain, multiple: int, below_s: float) -> Iterator[CutPath]:
+def _flat(problem: Problem, space: CutSpace, multiple: int, below_s: float) -> Iterator[CutPath]:
     """Yield the best paths with multiples of so many replicas that take less than `below_s`: see `_links`."""
     if not isinstance(objective_of(problem), SynchronousModel):
         searches = (_Multiples(space, model, limits) for model, limits in _models(problem, multiple))
@@ -182,7 +182,7 @@ def _links(problem: Problem) -> tuple[tuple[Link, Limits], tuple[Link, Limits]]:
     return (far, limits), (near, replace(limits, gpus=min(limits.gpus, 2 * int(topology.groups[0]) - 1)))
 
 
-def _plans(problem: Problem, space: Chain, paths: Sequence[CutPath]) -> tuple[Evaluation, ...]:
+def _plans(problem: Problem, space: CutSpace, paths: Sequence[CutPath]) -> tuple[Evaluation, ...]:
     """Return the plans of the paths in their best numbers of columns, after moving the cuts of the best."""
 
     def in_best_columns(path: CutPath) -> Evaluation | None:

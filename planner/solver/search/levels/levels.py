@@ -15,7 +15,7 @@ from planner.solver.clock import OutOfTimeError
 from planner.solver.evaluate.evaluation import priced_path
 from planner.solver.problem.problem import Limits, Problem
 from planner.solver.problem.result import RESOLUTION, BoundedPath, CutPath, stages_along, with_replicas
-from planner.solver.problem.states import Chain
+from planner.solver.problem.states import CutSpace
 from planner.solver.search.chain.search import Search
 from planner.solver.search.chain.synchronous import SynchronousSearch
 from planner.solver.search.chain.ways import BestWays
@@ -36,7 +36,7 @@ class PathPrices:
     """The prices of paths over one space."""
 
     problem: Problem
-    space: Chain
+    space: CutSpace
 
     def seconds(self, path: CutPath) -> float:
         """Return the seconds of a path by the cost model; infinite if it does not fit the memory."""
@@ -60,7 +60,7 @@ class PathPrices:
         return seconds + 1e-3 * uneven / seconds if seconds > 0 else seconds
 
 
-def search_levels(problem: Problem, space: Chain, nearest: CutPath) -> BoundedPath:
+def search_levels(problem: Problem, space: CutSpace, nearest: CutPath) -> BoundedPath:
     """Find a fast plan by its true price, and bound all plans over the space.
 
     If there are few cuts and few places, the relaxed programme over both gives plans and the bound. With more cuts, it
@@ -96,14 +96,14 @@ def _improved(prices: PathPrices, found: BoundedPath, starts: Sequence[CutPath])
     return found if best is None else replace(found, path=best, bound_s=min(found.bound_s, best.seconds))
 
 
-def local_search_for(problem: Problem, space: Chain, strain: Seconds) -> LocalSearch:
+def local_search_for(problem: Problem, space: CutSpace, strain: Seconds) -> LocalSearch:
     gpus = problem.cluster.gpus
     most = MOST_PRICED if problem.precision == 0 else FEW_PRICED
     most = most * PRICED_GPUS // max(PRICED_GPUS, gpus)
     return LocalSearch(space, gpus, strain, [BestWays(problem, space).options], most, problem.clock)
 
 
-def nearest_path(problem: Problem, space: Chain) -> tuple[CutPath | None, bool]:
+def nearest_path(problem: Problem, space: CutSpace) -> tuple[CutPath | None, bool]:
     """Return the best path on a flat cluster that is never worse, and whether the deadline ended the search early."""
     search = nearest_search(problem, space, problem.limits)
     # A bound needs no more precision than timings have, and precise searches over many cuts take long.
@@ -113,7 +113,7 @@ def nearest_path(problem: Problem, space: Chain) -> tuple[CutPath | None, bool]:
     return path and replace(path, seconds=path.seconds * (1 - PRECISION)), search.interrupted
 
 
-def nearest_search(problem: Problem, space: Chain, limits: Limits) -> Search | SynchronousSearch:
+def nearest_search(problem: Problem, space: CutSpace, limits: Limits) -> Search | SynchronousSearch:
     """Return the search for a flat cluster that is never worse."""
     if isinstance(objective_of(problem), SynchronousModel):
         return flat_search(problem, space, limits, problem.topology.link(0))
@@ -138,7 +138,7 @@ def _refined(prices: PathPrices, best: CutPath | None) -> CutPath | None:
     return best
 
 
-def _sample(space: Chain, most: int, best: CutPath | None) -> Integers:
+def _sample(space: CutSpace, most: int, best: CutPath | None) -> Integers:
     """Return both ends, cuts at equal distances in compute time, and as many near the cuts of the best path."""
     last = len(space) - 1
     # Half of the cuts from everywhere, in case the best plan so far is far from the optimum.
@@ -158,7 +158,7 @@ def _on(path: CutPath, states: Integers) -> CutPath:
     return replace(path, states=tuple(int(states[state]) for state in path.states))
 
 
-def _alike(problem: Problem, space: Chain, nearest: CutPath) -> Iterator[CutPath]:
+def _alike(problem: Problem, space: CutSpace, nearest: CutPath) -> Iterator[CutPath]:
     """Yield paths that are best if all links are like one of the cluster's or a GPU's share of it; and by servers."""
     topology, whole = problem.topology, space
     states = np.arange(len(space))
@@ -191,7 +191,7 @@ def best_of(problem: Problem, search: Search | SynchronousSearch) -> CutPath | N
     return search.best() if isinstance(search, Search) else search.best(max(problem.precision, RESOLUTION))
 
 
-def flat_search(problem: Problem, space: Chain, limits: Limits, link: Link | None = None) -> Search | SynchronousSearch:
+def flat_search(problem: Problem, space: CutSpace, limits: Limits, link: Link | None = None) -> Search | SynchronousSearch:
     """Return the search for a flat cluster: of the slowest links of the problem's, or of other ones."""
     if problem.schedule.asynchronous:
         return Search(space, problem.asynchronous(link), limits)

@@ -6,7 +6,7 @@ from itertools import pairwise, product
 import numpy as np
 
 from planner.solver.problem.result import CutPath
-from planner.solver.problem.states import Chain
+from planner.solver.problem.states import CutSpace
 
 PARTS = (1 / 4, 1 / 3, 1 / 2, 2 / 3, 3 / 4)  # shares of a stage's compute at which it is split
 
@@ -16,7 +16,7 @@ Shape = tuple[tuple[int, ...], tuple[int, ...]]  # states, replicas
 class Neighbours:
     """The neighbours of plans over one space on so many GPUs, as their states and replicas."""
 
-    def __init__(self, space: Chain, gpus: int) -> None:
+    def __init__(self, space: CutSpace, gpus: int) -> None:
         self._compute_s = space.compute_s
         self._gpus = gpus
 

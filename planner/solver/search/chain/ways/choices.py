@@ -7,7 +7,7 @@ import numpy as np
 from planner.cost.recomputation import Choices, Recomputation
 from planner.cost.work import Floats
 from planner.options.solving import RecomputeRule
-from planner.solver.problem.states import Chain
+from planner.solver.problem.states import CutSpace
 
 KEPT = ("saved_bytes", "working_bytes", "accumulating_bytes")  # of a footprint, which choices decide
 
@@ -15,7 +15,7 @@ KEPT = ("saved_bytes", "working_bytes", "accumulating_bytes")  # of a footprint,
 class StageChoices:
     """The choices under one rule. Many searches ask for them, so the layers' costs remember them."""
 
-    def __init__(self, space: Chain, rule: RecomputeRule) -> None:
+    def __init__(self, space: CutSpace, rule: RecomputeRule) -> None:
         self._space = space
         self._known = space.layer_costs.memo.table((StageChoices, rule), lambda: _Known(space.recomputation(rule)))
 

@@ -10,7 +10,7 @@ from planner.cost.work import Footprint, Integers, Work
 from planner.solver.problem.bounds import balanced_s
 from planner.solver.problem.drained import drained_s
 from planner.solver.problem.problem import Limits, Problem
-from planner.solver.problem.states import Chain
+from planner.solver.problem.states import CutSpace
 from planner.solver.search.chain.ways.choices import KEPT, StageChoices, columns_of
 from planner.solver.search.chain.ways.rows import numbered, taken, with_columns
 
@@ -75,7 +75,7 @@ class WaysOf:
         chooses: whether stages may choose what to recompute.
     """
 
-    def __init__(self, space: Chain, limits: Limits) -> None:
+    def __init__(self, space: CutSpace, limits: Limits) -> None:
         self.space = space
         self.limits = limits
         self.layer_costs = space.layer_costs
@@ -190,7 +190,7 @@ class WaysOf:
         return whole_stage(self.space.layers(state, other), self.recomputes or choice > 0)
 
 
-def relaxed_s(problem: Problem, space: Chain) -> float:
+def relaxed_s(problem: Problem, space: CutSpace) -> float:
     """Return seconds that no plan is below, whatever its cuts: perfect balance, no communication, the leanest ways.
 
     Under synchronous schedules the bound knows the bubble and the memory, too; it is infinite where no plan fits.
