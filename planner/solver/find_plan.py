@@ -23,7 +23,7 @@ from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Answer
 from planner.solver.question import checked_problem
 from planner.solver.report import accepting_divided_loss, report_of, timed
-from planner.solver.search.pipeline_search import PipelineSearch
+from planner.solver.search.chain.ways import least_anywhere_s
 
 ALIKE = 0.005  # share of the time by which no two plans are told apart: estimates are not that true
 LAST_S = 5.0  # after the time limit, to simulate an answer that would not be otherwise
@@ -49,7 +49,7 @@ def find_plan(
     budget = Budget(clock)
     problem = checked_problem(options, profile, cluster_for(profile, cluster), budget)
 
-    clock.progress.begin(clock.at_s, PipelineSearch(problem).relaxed_s())
+    clock.progress.begin(clock.at_s, least_anywhere_s(problem))
     try:
         found = answer(problem)
     except UnexplainedError as error:

@@ -13,8 +13,10 @@ from planner.solver.evaluate.evaluation import SETTLED, in_every_order, priced, 
 from planner.solver.evaluate.leaner import Leaner
 from planner.solver.evaluate.pipelines import MOST_COMPUTATIONS, shared_between, too_large
 from planner.solver.problem.budget import LATER
+from planner.solver.problem.cut_space import SearchedCuts
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Answer, Evaluation
+from planner.solver.problem.states import Chain
 from planner.units import SLACK
 
 # Candidates that are evaluated together, the most promising first.
@@ -33,7 +35,9 @@ class Pool:
     Attributes:
         question: what candidates are evaluated for, with all the memory that its devices have.
         best: the fastest plan so far; None while no candidate may be the answer.
-        bound_s: seconds per minibatch that no plan is below.
+        bound_s: seconds per minibatch that no plan with the searched cuts is below.
+        cuts: which cuts are searched.
+        anywhere_s: seconds that no plan is below whatever its cuts, if others than those searched may be the answer.
         usable: the candidates that may be the answer, as they were priced.
         crowded: the fastest candidate that lacked room for its communicators.
         untrained: the fastest candidate whose copies of tied weights do not fit, or cannot be kept equal.
@@ -41,9 +45,18 @@ class Pool:
         relaxed: whether all plans of the question are plans of the one that is searched now, whose bound then holds.
     """
 
-    def __init__(self, question: Problem, bound_s: float) -> None:
+    def __init__(
+        self,
+        question: Problem,
+        bound_s: float,
+        cuts: SearchedCuts | None = None,
+        anywhere_s: float = math.inf,
+    ) -> None:
+        """Take a question, whose plans have cuts along the profile's order if no others are given."""
         self.question = question
         self.bound_s = bound_s
+        self.cuts = cuts or SearchedCuts(Chain(question.layer_costs), complete=True)
+        self.anywhere_s = anywhere_s
         self.best: Evaluation | None = None
         self.usable: list[Evaluation] = []
         self.crowded: Evaluation | None = None
@@ -61,12 +74,17 @@ class Pool:
     @property
     def settled(self) -> bool:
         """Whether no other candidate is worth a look: none is much faster than the best."""
-        return self.best is not None and self.best.seconds <= self.bound_s * (1 + SETTLED)
+        return self.best is not None and self.best.seconds <= self._least_s * (1 + SETTLED)
+
+    @property
+    def _least_s(self) -> float:
+        """Seconds that no candidate is below."""
+        return min(self.bound_s, self.anywhere_s)
 
     @property
     def hopeless(self) -> bool:
         """Whether no plan is of any use, because an answer to another question is faster."""
-        return self.bound_s >= self.question.hopeless_s
+        return self._least_s >= self.question.hopeless_s
 
     @property
     def spent(self) -> bool:
@@ -161,7 +179,12 @@ class Pool:
     def answer(self) -> Answer:
         """Return the best plan, with the bound; there must be one."""
         assert self.best is not None
-        return Answer(self.best, min(self.bound_s, self.best.seconds), self._method)
+        bound_s = self.bound_s
+        bound_of = self.cuts.bound_of
+        if not self.cuts.complete and not self.best.in_order:
+            bound_s = self.anywhere_s  # the other one says nothing of this plan
+            bound_of = ""
+        return Answer(self.best, min(bound_s, self.best.seconds), self._method, bound_of, self.cuts.words)
 
     def _usable(self, candidates: Batch) -> Iterator[Evaluation]:
         """Yield the candidates that may be the answer, priced; those that lack room recompute more."""

@@ -85,6 +85,11 @@ class Evaluation:
         return self.seconds if self.simulated else self.seconds * (1 + WAITING)
 
     @property
+    def in_order(self) -> bool:
+        """Whether all stages are consecutive layers of the profile's order."""
+        return all(stage.before == frozenset(range(len(stage.before))) for stage in self.stages)
+
+    @property
     def config(self) -> str:
         """The config of the plan that these stages make."""
         degrees = tuple(stage.options.tensor for stage in self.stages)
@@ -129,6 +134,7 @@ class Answer:
     bound_s: float  # seconds per minibatch that no plan is below
     name: str = "search"  # of the method
     bound_of: str = ""  # of which plans, where not of all
+    cuts: str = ""  # which were searched, where there are others than those along the profile's order
 
     def with_best(self, best: Evaluation) -> "Answer":
         """Return the answer with another plan; no bound is above the time of a plan that exists."""

@@ -78,6 +78,13 @@ class CutSpace(ABC):
         """Return the states at which the stage from `state` to `other` may be cut in two, ascending."""
 
     @abstractmethod
+    def cuts_at(self, targets_s: Floats) -> list[int] | None:
+        """Return states at about these seconds of compute, each inside the next; None where two would be the same.
+
+        None of them is the first or the last state.
+        """
+
+    @abstractmethod
     def state_of(self, layers: frozenset[int]) -> int | None:
         """Return the state that has these layers; None without one."""
 
@@ -205,6 +212,12 @@ class Chain(CutSpace):
 
     def between(self, state: int, other: int) -> Integers:
         return np.arange(state + 1, other)
+
+    def cuts_at(self, targets_s: Floats) -> list[int] | None:
+        middles_s = (self.compute_s[1:] + self.compute_s[:-1]) / 2
+        cuts: list[int] = np.searchsorted(middles_s, targets_s).tolist()
+        ascending = all(start < end for start, end in pairwise((0, *cuts, len(self) - 1)))
+        return cuts if ascending else None
 
     def state_of(self, layers: frozenset[int]) -> int | None:
         count = len(layers)

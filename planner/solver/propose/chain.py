@@ -1,4 +1,6 @@
-"""Propose the best plan by the cost model, found by the exact search along the profile's order.
+"""Propose the best plan by the cost model, found by the exact search over all cuts, or those along the profile's order.
+
+Where there are too many cuts for all, it is improved by others near its own.
 
 On clusters of several levels it is the best one that the searches for those find: on consecutive ranks, and in columns.
 """
@@ -6,7 +8,9 @@ On clusters of several levels it is the best one that the searches for those fin
 from collections.abc import Iterator
 from dataclasses import replace
 
+from planner.solver.improve.branches import improved_paths
 from planner.solver.pool import Batch, Pool
+from planner.solver.problem.cut_space import searched_cuts
 from planner.solver.problem.drained import with_single_stages
 from planner.solver.problem.infeasible import UnexplainedError, explain
 from planner.solver.problem.problem import Problem
@@ -14,6 +18,8 @@ from planner.solver.problem.result import Evaluation
 from planner.solver.propose.regular import regular_plans
 from planner.solver.propose.waiting import plans_that_wait_less
 from planner.solver.search.pipeline_search import PipelineSearch
+
+MOST_IMPROVED = 3  # plans off the profile's order that are proposed, the fastest first
 
 
 def propose_chain(question: Problem, pool: Pool) -> Iterator[Batch]:
@@ -23,7 +29,8 @@ def propose_chain(question: Problem, pool: Pool) -> Iterator[Batch]:
         InfeasibleError: if no plan of this form fits the memory.
         OutOfTimeError: if the deadline passes before any plan is found.
     """
-    search = PipelineSearch(question)
+    cuts = searched_cuts(question)
+    search = PipelineSearch(question, cuts.space)
     path = search.best()
     if path is None:
         raise UnexplainedError(lambda: explain(question, _Fits(question, search), search.leaner()))
@@ -41,6 +48,9 @@ def propose_chain(question: Problem, pool: Pool) -> Iterator[Batch]:
 
     batch = [plan.stages for plan in (best, *columned.plans)]
     yield batch
+    if cuts.improved:
+        better = [other.priced(faster).stages for other, faster in improved_paths(search, path)]
+        yield better[: -1 - MOST_IMPROVED : -1]
     yield from plans_that_wait_less(search, pool, batch)
 
 

@@ -15,9 +15,10 @@ from planner.solver.evaluate.evaluation import SETTLED
 from planner.solver.evaluate.pipelines import MOST_WORKERS
 from planner.solver.pool import Batch, Pool
 from planner.solver.problem.budget import LATER
+from planner.solver.problem.cut_space import searched_cuts
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import RESOLUTION, CutPath
-from planner.solver.problem.states import Chain
+from planner.solver.problem.states import CutSpace
 from planner.solver.search.chain.fewest import FEW_STATES
 from planner.solver.search.chain.search import Search
 from planner.solver.search.chain.synchronous import SynchronousSearch
@@ -127,7 +128,7 @@ def _adapting(search: PipelineSearch) -> Callable[[CutPath, float], CutPath]:
     return adapted
 
 
-def _kinds(search: PipelineSearch) -> Iterator[tuple[Chain, Kind]]:
+def _kinds(search: PipelineSearch) -> Iterator[tuple[CutSpace, Kind]]:
     """Yield kinds of plans, each with the space of cuts in which the best one is sought."""
     question = search.problem
     copies = _counting_copies(question)
@@ -150,13 +151,13 @@ def _kinds(search: PipelineSearch) -> Iterator[tuple[Chain, Kind]]:
         yield from ((search.space, kind) for kind in kinds)
 
 
-def _counting_copies(question: Problem) -> Chain | None:
+def _counting_copies(question: Problem) -> CutSpace | None:
     """Return the cuts at which every copy of a tied weight costs a stage what it does in a simulation."""
     profile = counted_with_copies(question.layer_costs.profile)
-    return None if profile is None else Chain(question.with_profile(profile).layer_costs)
+    return None if profile is None else searched_cuts(question.with_profile(profile)).space
 
 
-def _model_bytes_per_s(question: Problem, space: Chain) -> float:
+def _model_bytes_per_s(question: Problem, space: CutSpace) -> float:
     """Return a rate that belongs to the model alone: similar clusters get the same proposals."""
     everything = question.layer_costs.footprint(question.layer_costs.single_stage)
     model_bytes = int(everything.weight_bytes + everything.saved_bytes) or 1

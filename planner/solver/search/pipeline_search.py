@@ -12,7 +12,7 @@ from planner.solver.evaluate.evaluation import priced_path
 from planner.solver.problem.infeasible import Fits
 from planner.solver.problem.problem import Limits, Problem
 from planner.solver.problem.result import BoundedPath, CutPath, Evaluation
-from planner.solver.problem.states import CutSpace
+from planner.solver.problem.states import Chain, CutSpace
 from planner.solver.search.chain.fewest import FEW_STATES
 from planner.solver.search.chain.search import ANY_TIME_S, Search
 from planner.solver.search.chain.synchronous import SynchronousSearch
@@ -27,10 +27,11 @@ MANY_GPUS, MOST_EXACT_STATES = 1024, 1024
 
 
 class PipelineSearch:
-    """The searches for one problem over one space of cuts: by default all that the profile allows."""
+    """The searches for one problem over one space of cuts: by default those along the profile's order."""
 
     def __init__(self, problem: Problem, space: CutSpace | None = None) -> None:
-        self.problem, self.space = problem, space or Chain(problem.layer_costs)
+        self.problem = problem
+        self.space = space or Chain(problem.layer_costs)
         self.interrupted = False  # by the deadline: the last search may have missed faster plans
 
     def best(self) -> CutPath | None:
@@ -52,6 +53,14 @@ class PipelineSearch:
         self.interrupted = search.interrupted
         return path
 
+    def faster(self, below_s: float, precision: float) -> CutPath | None:
+        """Return the best path, up to a precision, of less than some seconds; as `best`, but for what it raises."""
+        search = self._search(self.problem.limits)
+        if isinstance(search, Search):
+            return search.best(below_s, precision)
+        path = search.best(precision, below_s)
+        return path if path is not None and path.seconds < below_s else None
+
     def bounded(self, path: CutPath) -> BoundedPath:
         """Return the best path over the cluster's levels, given the best for the nearest flat one; bound every plan."""
         # A search that knows no places takes all links for the slowest: plans within servers may be faster.
@@ -69,7 +78,9 @@ class PipelineSearch:
     @cached_property
     def _misses_choices(self) -> bool:
         limited = self.problem.cluster.memory_bytes is not None and self.problem.recompute == "auto"
-        return limited and (len(self.space) > FEW_STATES or not exact_everywhere(self.problem.layer_costs))
+        in_order = isinstance(self.space, Chain)
+        exact = len(self.space) <= FEW_STATES and exact_everywhere(self.problem.layer_costs, in_order=in_order)
+        return limited and not exact
 
     def _whatever_recomputes_s(self) -> float:
         """Return seconds that no plan is below even if it had a better choice of what recomputes than is known."""

@@ -191,7 +191,9 @@ def best_of(problem: Problem, search: Search | SynchronousSearch) -> CutPath | N
     return search.best() if isinstance(search, Search) else search.best(max(problem.precision, RESOLUTION))
 
 
-def flat_search(problem: Problem, space: CutSpace, limits: Limits, link: Link | None = None) -> Search | SynchronousSearch:
+def flat_search(
+    problem: Problem, space: CutSpace, limits: Limits, link: Link | None = None
+) -> Search | SynchronousSearch:
     """Return the search for a flat cluster: of the slowest links of the problem's, or of other ones."""
     if problem.schedule.asynchronous:
         return Search(space, problem.asynchronous(link), limits)

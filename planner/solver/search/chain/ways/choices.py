@@ -1,6 +1,6 @@
 """The choices of layers that recompute, of the stages of a space."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -30,9 +30,9 @@ class _Known:
 
     def __init__(self, recomputation: Recomputation) -> None:
         self._recomputation = recomputation
-        self._choices: dict[range, Choices] = {}
+        self._choices: dict[Sequence[int], Choices] = {}
 
-    def of(self, spans: list[range]) -> list[Choices]:
+    def of(self, spans: Sequence[Sequence[int]]) -> list[Choices]:
         new = [*dict.fromkeys(span for span in spans if span not in self._choices)]
         if new:
             found = self._recomputation.several([tuple(span) for span in new])

@@ -10,7 +10,7 @@ from planner.cost.work import Footprint, Integers, Work
 from planner.solver.problem.bounds import balanced_s
 from planner.solver.problem.drained import drained_s
 from planner.solver.problem.problem import Limits, Problem
-from planner.solver.problem.states import CutSpace
+from planner.solver.problem.states import Chain, CutSpace
 from planner.solver.search.chain.ways.choices import KEPT, StageChoices, columns_of
 from planner.solver.search.chain.ways.rows import numbered, taken, with_columns
 
@@ -191,10 +191,20 @@ class WaysOf:
 
 
 def relaxed_s(problem: Problem, space: CutSpace) -> float:
-    """Return seconds that no plan is below, whatever its cuts: perfect balance, no communication, the leanest ways.
+    """Return seconds that no plan is below: perfect balance, no communication, the leanest ways.
 
     Under synchronous schedules the bound knows the bubble and the memory, too; it is infinite where no plan fits.
+    Over a chain it holds for cuts along the profile's order, otherwise for all.
     """
+    return _least_s(problem, space, in_order=isinstance(space, Chain))
+
+
+def least_anywhere_s(problem: Problem) -> float:
+    """Return seconds that no plan is below whatever its cuts, as `relaxed_s` does over all of them."""
+    return _least_s(problem, Chain(problem.layer_costs), in_order=False)
+
+
+def _least_s(problem: Problem, space: CutSpace, *, in_order: bool) -> float:
     ways = WaysOf(space, problem.limits)
     least_s = balanced_s(problem.layer_costs, problem.setting, ways.least)
 
@@ -202,4 +212,4 @@ def relaxed_s(problem: Problem, space: CutSpace) -> float:
     drains = schedule.formula == "synchronous"
     if not drains or schedule.splits_backward or problem.cluster.kinds:
         return least_s
-    return max(least_s, drained_s(problem))
+    return max(least_s, drained_s(problem, in_order=in_order))
