@@ -74,17 +74,18 @@ class Pool:
     @property
     def settled(self) -> bool:
         """Whether no other candidate is worth a look: none is much faster than the best."""
-        return self.best is not None and self.best.seconds <= self._least_s * (1 + SETTLED)
+        return self.best is not None and self.best.seconds <= self._least_s(self.best) * (1 + SETTLED)
 
-    @property
-    def _least_s(self) -> float:
-        """Seconds that no candidate is below."""
-        return min(self.bound_s, self.anywhere_s)
+    def _least_s(self, plan: Evaluation) -> float:
+        """Return seconds that no plan is below with the searched cuts, or whatever its cuts if the plan has others."""
+        if self.cuts.complete or plan.in_order:
+            return self.bound_s
+        return self.anywhere_s
 
     @property
     def hopeless(self) -> bool:
         """Whether no plan is of any use, because an answer to another question is faster."""
-        return self._least_s >= self.question.hopeless_s
+        return min(self.bound_s, self.anywhere_s) >= self.question.hopeless_s
 
     @property
     def spent(self) -> bool:
@@ -179,12 +180,9 @@ class Pool:
     def answer(self) -> Answer:
         """Return the best plan, with the bound; there must be one."""
         assert self.best is not None
-        bound_s = self.bound_s
-        bound_of = self.cuts.bound_of
-        if not self.cuts.complete and not self.best.in_order:
-            bound_s = self.anywhere_s  # the other one says nothing of this plan
-            bound_of = ""
-        return Answer(self.best, min(bound_s, self.best.seconds), self._method, bound_of, self.cuts.words)
+        bound_s = min(self._least_s(self.best), self.best.seconds)
+        bound_of = self.cuts.bound_of if self.best.in_order else ""
+        return Answer(self.best, bound_s, self._method, bound_of, self.cuts.words)
 
     def _usable(self, candidates: Batch) -> Iterator[Evaluation]:
         """Yield the candidates that may be the answer, priced; those that lack room recompute more."""

@@ -12,11 +12,9 @@ It ends where neither has a faster plan. On PipeDream's Inception v3 the result 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from itertools import cycle, islice
 
 from planner.cost.candidate import Candidate
-from planner.solver.clock import OutOfTimeError
 from planner.solver.problem.downsets import Downsets
 from planner.solver.problem.layer_graph import LayerGraph
 from planner.solver.problem.problem import Problem
@@ -40,7 +38,7 @@ def improved_paths(search: PipelineSearch, path: CutPath) -> Iterator[tuple[Pipe
         if failures == len(neighbourhoods) or len(path.states) == 2 or search.problem.clock.passed:
             return
         nearby = PipelineSearch(search.problem, _space_near(search, path, graph, neighbourhood))
-        better = _faster(nearby, path.seconds * (1 - GAIN))
+        better = nearby.faster(path.seconds * (1 - GAIN), GAIN)
         if better is None:
             failures += 1
             continue
@@ -72,9 +70,3 @@ def _near(cuts: Sequence[int], neighbourhood: Neighbourhood) -> set[int]:
 def _space(graph: LayerGraph, downsets: set[int]) -> Downsets:
     every = sorted({0, graph.everything} | downsets)
     return Downsets(graph.layer_costs, graph.flags(every))
-
-
-def _faster(search: PipelineSearch, below_s: float) -> CutPath | None:
-    with suppress(OutOfTimeError):
-        return search.faster(below_s, GAIN)
-    return None

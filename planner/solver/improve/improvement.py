@@ -16,10 +16,9 @@ from planner.solver.evaluate.evaluation import in_every_order, simulated
 from planner.solver.improve.allotment import allotted
 from planner.solver.improve.branches import space_around
 from planner.solver.pool import Pool
-from planner.solver.problem.cut_space import searched_cuts
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import WAITING, CutPath, Evaluation, stages_along
-from planner.solver.problem.states import CutSpace
+from planner.solver.problem.states import Chain, CutSpace
 from planner.solver.search.chain.ways import BestWays
 from planner.solver.search.levels.local_search import LocalSearch, OptionsOf
 from planner.units import SLACK
@@ -210,10 +209,9 @@ def deepen(pool: Pool, searched: Problem) -> None:
 
 
 def _space_around(question: Problem, plan: Evaluation) -> CutSpace:
-    """Return the cuts that are searched, and those near a plan's own if it has others."""
-    cuts = searched_cuts(question)
-    if cuts.complete or plan.in_order:
-        return cuts.space
+    """Return the cuts along the profile's order, and those near a plan's own if it has others."""
+    if plan.in_order:
+        return Chain(question.layer_costs)
     return space_around(question, plan.stages)
 
 

@@ -36,11 +36,16 @@ class SearchedCuts:
     improved: bool = False
 
     @property
+    def branches(self) -> bool:
+        """Whether the space has other cuts than those along the order."""
+        return not isinstance(self.space, Chain)
+
+    @property
     def words(self) -> str:
         """What an answer says of them; nothing where there are no others than those along the order."""
         if not self.complete:
             return IMPROVED if self.improved else ALONG_ORDER
-        if isinstance(self.space, Chain):
+        if not self.branches:
             return ""
         return f"all {len(self.space)} sets of layers that a cut may leave before it"
 

@@ -58,7 +58,8 @@ class Downsets(CutSpace):
         """The states that have the first layers in the profile's order."""
         sizes = self._inside.sum(axis=1)
         last = self._inside.shape[1] - np.argmax(self._inside[:, ::-1], axis=1)
-        return np.flatnonzero((sizes == 0) | (last == sizes))
+        states: Integers = np.flatnonzero((sizes == 0) | (last == sizes))
+        return states
 
     def only(self, states: Integers) -> "Downsets":
         return Downsets(self.layer_costs, self._inside[states])
@@ -75,7 +76,8 @@ class Downsets(CutSpace):
     def between(self, state: int, other: int) -> Integers:
         inner = self.containing(state, np.arange(state + 1, other))
         outside = self._words[inner] & ~self._words[other]
-        return inner[~outside.any(axis=1)]
+        within: Flags = ~outside.any(axis=1)
+        return inner[within]
 
     def cuts_at(self, targets_s: Floats) -> list[int] | None:
         cuts = list[int]()

@@ -11,7 +11,7 @@ from planner.solver.clock import OutOfTimeError
 from planner.solver.evaluate.evaluation import priced_path
 from planner.solver.problem.infeasible import Fits
 from planner.solver.problem.problem import Limits, Problem
-from planner.solver.problem.result import BoundedPath, CutPath, Evaluation
+from planner.solver.problem.result import RESOLUTION, BoundedPath, CutPath, Evaluation
 from planner.solver.problem.states import Chain, CutSpace
 from planner.solver.search.chain.fewest import FEW_STATES
 from planner.solver.search.chain.search import ANY_TIME_S, Search
@@ -19,6 +19,7 @@ from planner.solver.search.chain.synchronous import SynchronousSearch
 from planner.solver.search.chain.ways import relaxed_s
 from planner.solver.search.levels.columns import Columned, search_columns
 from planner.solver.search.levels.levels import best_of, flat_search, nearest_path, nearest_search, search_levels
+from planner.units import SLACK
 
 MOST_SYNCHRONOUS_STATES = 600  # the search for synchronous schedules is slower
 MOST_SYNCHRONOUS_GPUS = 64  # beyond, no synchronous schedule is proposed where nothing fits
@@ -53,13 +54,19 @@ class PipelineSearch:
         self.interrupted = search.interrupted
         return path
 
-    def faster(self, below_s: float, precision: float) -> CutPath | None:
-        """Return the best path, up to a precision, of less than some seconds; as `best`, but for what it raises."""
+    def faster(self, below_s: float, precision: float = RESOLUTION) -> CutPath | None:
+        """Return the best path as `best` does, up to a precision; None where none takes less than some seconds."""
         search = self._search(self.problem.limits)
-        if isinstance(search, Search):
-            return search.best(below_s, precision)
-        path = search.best(precision, below_s)
-        return path if path is not None and path.seconds < below_s else None
+        precision = max(precision, self.problem.precision)
+        try:
+            if isinstance(search, Search):
+                return search.best(below_s, precision)
+            path = search.best(precision, below_s)  # or a slower one
+            return path if path is not None and path.seconds < below_s * (1 - SLACK) else None
+        except OutOfTimeError:
+            return None
+        finally:
+            self.interrupted = search.interrupted or self.problem.clock.passed
 
     def bounded(self, path: CutPath) -> BoundedPath:
         """Return the best path over the cluster's levels, given the best for the nearest flat one; bound every plan."""
