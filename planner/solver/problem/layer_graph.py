@@ -4,11 +4,9 @@ Layers that feed one another in one order have a downset for each place in it. T
 have 121, Inception v3 has 221,565, and NASNet more than can be listed. So they are listed up to a limit, or those that
 differ least from one of them.
 
-Two rules leave some out. The layer with the loss is in the last stage. And gradients add up in the order of the users
-of a value, from the last to the first: in a plan whose stages have three users in another order, sums are rounded
-otherwise than without stages. So of a value that several layers use, a downset has the first few users; the last two
-may come in either order, because a + b is b + a. A weight that several layers use counts in the first of them, so its
-users keep their order altogether. Profiles that were imported are never trained, and their sums may have any order.
+Two rules leave some out. The layer with the loss is in the last stage. And the users of a value, or of a weight, are
+in stages in their order, so that gradients add up as in one process: see `planner.plan.sums`. Imported profiles are
+never trained, and their values may have users in any order.
 """
 
 import heapq
@@ -22,10 +20,10 @@ from numpy.typing import NDArray
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.work import Floats
 from planner.plan.shared_weights import trained_parameters
+from planner.plan.sums import INTERCHANGEABLE
 from planner.solver.problem.states import column, uncut_groups
 
 Flags = NDArray[np.bool_]
-SWAPPED = 2  # users at the end of a value's that may come in either order
 
 
 class LayerGraph:
@@ -51,19 +49,19 @@ class LayerGraph:
 
         # By group, the possible sets of users of each value that it is a user of.
         self._users: list[list[tuple[int, frozenset[int]]]] = [[] for _ in self.groups]
-        for users, swapped in self._users_in_order():
-            self._keep_order(users, swapped)
+        for users, interchangeable in self._users_in_order():
+            self._keep_order(users, interchangeable)
 
     def _connect(self, producer: int, user: int) -> None:
         self._needs[user] |= 1 << producer
         self._feeds[producer] |= 1 << user
 
     def _users_in_order(self) -> Iterator[tuple[list[int], int]]:
-        """Yield groups that keep their order, ascending, and how many of the last may come in any order."""
+        """Yield groups that keep their order, ascending, and how many of the last are interchangeable."""
         if self.layer_costs.profile.trainable:
             for value in self.layer_costs.traffic:
                 if value.gradient_bytes:
-                    yield self._groups_of(value.users), SWAPPED
+                    yield self._groups_of(value.users), INTERCHANGEABLE
         users: dict[str, set[int]] = {}
         for layer, weights in trained_parameters(self.layer_costs.profile).items():
             for weight in weights:
@@ -71,11 +69,11 @@ class LayerGraph:
         for layers in users.values():
             yield self._groups_of(layers), 1
 
-    def _keep_order(self, users: Sequence[int], swapped: int) -> None:
-        if len(users) <= swapped:
+    def _keep_order(self, users: Sequence[int], interchangeable: int) -> None:
+        if len(users) <= interchangeable:
             return
         first = [sum(1 << user for user in users[:count]) for count in range(len(users) + 1)]
-        possible = frozenset([*first, *(first[-1 - swapped] | 1 << user for user in users[-swapped:])])
+        possible = frozenset([*first, *(first[-1 - interchangeable] | 1 << user for user in users[-interchangeable:])])
         for user in users:
             self._users[user].append((first[-1], possible))
 
