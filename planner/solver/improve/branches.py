@@ -15,10 +15,12 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import cycle, islice
 
 from planner.cost.candidate import Candidate
+from planner.cost.layer_costs import LayerCosts
 from planner.solver.problem.downsets import Downsets
-from planner.solver.problem.layer_graph import LayerGraph
+from planner.solver.problem.layer_graph import Flags, LayerGraph
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import CutPath
+from planner.solver.problem.states import CutSpace
 from planner.solver.search.pipeline_search import PipelineSearch
 
 NEAR_STATES = 300  # of each round: a search over so many knows all choices of what recomputes
@@ -30,22 +32,49 @@ Neighbourhood = Callable[[int, int], set[int]]  # of a downset: so many downsets
 
 def improved_paths(search: PipelineSearch, path: CutPath) -> Iterator[tuple[PipelineSearch, CutPath]]:
     """Yield ever faster paths from the best along the order, each with the search of its space."""
+
+    def faster(space: CutSpace, below_s: float) -> CutPath | None:
+        if search.problem.clock.passed:
+            return None
+        return PipelineSearch(search.problem, space).faster(below_s, GAIN)
+
     graph = LayerGraph(search.problem.layer_costs)
+    for space, better in improved_cuts(graph, search.space, path, faster):
+        yield PipelineSearch(search.problem, space), better
+
+
+def improved_cuts(
+    graph: LayerGraph,
+    space: CutSpace,
+    path: CutPath,
+    faster: Callable[[CutSpace, float], CutPath | None],
+    space_of: Callable[[LayerCosts, Flags], CutSpace] = Downsets,
+) -> Iterator[tuple[CutSpace, CutPath]]:
+    """Yield ever faster paths near a path, each with its space.
+
+    Args:
+        graph: of the layers.
+        space: of the first path.
+        path: whose cuts are changed.
+        faster: returns the best path over a space that takes less than some seconds, if there is any.
+        space_of: makes a space of downsets.
+    """
     neighbourhoods = (graph.with_groups_moved, graph.nearest)
     failures = 0
 
     for neighbourhood in islice(cycle(neighbourhoods), ROUNDS):
-        if failures == len(neighbourhoods) or len(path.states) == 2 or search.problem.clock.passed:
+        if failures == len(neighbourhoods) or len(path.states) == 2:
             return
-        nearby = PipelineSearch(search.problem, _space_near(search, path, graph, neighbourhood))
-        better = nearby.faster(path.seconds * (1 - GAIN), GAIN)
+        cuts = [graph.of_layers(space.layers(0, state)) for state in path.states[1:-1]]
+        nearby = space_of(graph.layer_costs, _flags(graph, _near(cuts, neighbourhood)))
+        better = faster(nearby, path.seconds * (1 - GAIN))
         if better is None:
             failures += 1
             continue
         failures = 0
-        search = nearby
+        space = nearby
         path = better
-        yield search, path
+        yield space, path
 
 
 def space_around(question: Problem, stages: Sequence[Candidate]) -> Downsets:
@@ -53,13 +82,7 @@ def space_around(question: Problem, stages: Sequence[Candidate]) -> Downsets:
     graph = LayerGraph(question.layer_costs)
     cuts = [graph.of_layers(stage.before) for stage in stages[1:]]
     in_order = {(1 << count) - 1 for count in range(len(graph.groups))}
-    return _space(graph, in_order | _near(cuts, graph.nearest))
-
-
-def _space_near(search: PipelineSearch, path: CutPath, graph: LayerGraph, neighbourhood: Neighbourhood) -> Downsets:
-    """Return the space of about `NEAR_STATES` downsets near the cuts of a path."""
-    cuts = [graph.of_layers(search.space.layers(0, state)) for state in path.states[1:-1]]
-    return _space(graph, _near(cuts, neighbourhood))
+    return Downsets(question.layer_costs, _flags(graph, in_order | _near(cuts, graph.nearest)))
 
 
 def _near(cuts: Sequence[int], neighbourhood: Neighbourhood) -> set[int]:
@@ -67,6 +90,5 @@ def _near(cuts: Sequence[int], neighbourhood: Neighbourhood) -> set[int]:
     return set(cuts).union(*(neighbourhood(cut, each) for cut in cuts))
 
 
-def _space(graph: LayerGraph, downsets: set[int]) -> Downsets:
-    every = sorted({0, graph.everything} | downsets)
-    return Downsets(graph.layer_costs, graph.flags(every))
+def _flags(graph: LayerGraph, downsets: set[int]) -> Flags:
+    return graph.flags(sorted({0, graph.everything} | downsets))
