@@ -16,6 +16,7 @@ from itertools import cycle, islice
 
 from planner.cost.candidate import Candidate
 from planner.cost.layer_costs import LayerCosts
+from planner.solver.problem.cut_space import chooses_recomputation
 from planner.solver.problem.downsets import Downsets
 from planner.solver.problem.layer_graph import Flags, LayerGraph
 from planner.solver.problem.problem import Problem
@@ -23,7 +24,9 @@ from planner.solver.problem.result import CutPath
 from planner.solver.problem.states import CutSpace
 from planner.solver.search.pipeline_search import PipelineSearch
 
-NEAR_STATES = 300  # of each round: a search over so many knows all choices of what recomputes
+# Downsets of each round. Where stages may choose what recomputes, searches know all choices for fewer states.
+NEAR_STATES = 400
+NEAR_CHOOSING_STATES = 300
 ROUNDS = 12  # rounds end before, almost always: a plan that they improve is improved two or three times
 GAIN = 3e-4  # share of the time that a round must gain to be worth another one
 
@@ -39,7 +42,8 @@ def improved_paths(search: PipelineSearch, path: CutPath) -> Iterator[tuple[Pipe
         return PipelineSearch(search.problem, space).faster(below_s, GAIN)
 
     graph = LayerGraph(search.problem.layer_costs)
-    for space, better in improved_cuts(graph, search.space, path, faster):
+    states = NEAR_CHOOSING_STATES if chooses_recomputation(search.problem) else NEAR_STATES
+    for space, better in improved_cuts(graph, search.space, path, faster, states=states):
         yield PipelineSearch(search.problem, space), better
 
 
@@ -49,6 +53,7 @@ def improved_cuts(
     path: CutPath,
     faster: Callable[[CutSpace, float], CutPath | None],
     space_of: Callable[[LayerCosts, Flags], CutSpace] = Downsets,
+    states: int = NEAR_STATES,
 ) -> Iterator[tuple[CutSpace, CutPath]]:
     """Yield ever faster paths near a path, each with its space.
 
@@ -58,6 +63,7 @@ def improved_cuts(
         path: whose cuts are changed.
         faster: returns the best path over a space that takes less than some seconds, if there is any.
         space_of: makes a space of downsets.
+        states: of each round, about.
     """
     neighbourhoods = (graph.with_groups_moved, graph.nearest)
     failures = 0
@@ -66,7 +72,7 @@ def improved_cuts(
         if failures == len(neighbourhoods) or len(path.states) == 2:
             return
         cuts = [graph.of_layers(space.layers(0, state)) for state in path.states[1:-1]]
-        nearby = space_of(graph.layer_costs, _flags(graph, _near(cuts, neighbourhood)))
+        nearby = space_of(graph.layer_costs, _flags(graph, _near(cuts, neighbourhood, states)))
         better = faster(nearby, path.seconds * (1 - GAIN))
         if better is None:
             failures += 1
@@ -82,11 +88,11 @@ def space_around(question: Problem, stages: Sequence[Candidate]) -> Downsets:
     graph = LayerGraph(question.layer_costs)
     cuts = [graph.of_layers(stage.before) for stage in stages[1:]]
     in_order = {(1 << count) - 1 for count in range(len(graph.groups))}
-    return Downsets(question.layer_costs, _flags(graph, in_order | _near(cuts, graph.nearest)))
+    return Downsets(question.layer_costs, _flags(graph, in_order | _near(cuts, graph.nearest, NEAR_STATES)))
 
 
-def _near(cuts: Sequence[int], neighbourhood: Neighbourhood) -> set[int]:
-    each = NEAR_STATES // max(1, len(cuts))
+def _near(cuts: Sequence[int], neighbourhood: Neighbourhood, states: int) -> set[int]:
+    each = states // max(1, len(cuts))
     return set(cuts).union(*(neighbourhood(cut, each) for cut in cuts))
 
 

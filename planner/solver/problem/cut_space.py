@@ -60,7 +60,9 @@ def searched_cuts(question: Problem) -> SearchedCuts:
     chain = Chain(question.layer_costs)
     graph = LayerGraph(question.layer_costs)
     branches = takes_branches(question)
-    most = max(len(chain), _most_downsets(question) if branches else 0)
+    most = len(chain)
+    if branches:
+        most = max(most, MOST_CHOOSING_DOWNSETS if chooses_recomputation(question) else MOST_DOWNSETS)
 
     downsets = graph.downsets(most)
     if downsets is None:
@@ -75,6 +77,6 @@ def takes_branches(question: Problem) -> bool:
     return not (question.schedule.chunked or question.cluster.kinds or question.solver == "ilp")
 
 
-def _most_downsets(question: Problem) -> int:
-    chooses = question.cluster.memory_bytes is not None and question.recompute == "auto"
-    return MOST_CHOOSING_DOWNSETS if chooses else MOST_DOWNSETS
+def chooses_recomputation(question: Problem) -> bool:
+    """Return whether stages may choose what recomputes, so that searches look at many ways to run each."""
+    return question.cluster.memory_bytes is not None and question.recompute == "auto"
