@@ -2,33 +2,42 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import planner
 from planner.cost.candidate import Candidate
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.models.synchronous import SynchronousModel
 from planner.cost.network.link import link_of
-from planner.formats.cluster import flat_cluster
+from planner.cost.setting import Setting
+from planner.errors import InfeasibleError
+from planner.formats.cluster import flat_cluster, hierarchical_cluster
+from planner.formats.plan_parts import ALONG_ORDER
 from planner.formats.profile import Profile
 from planner.options.solving import RecomputeRule, StageRules
 from planner.schedule.one_stage import ONE_F_ONE_B, TWO_BW
 from planner.schedule.registry import find
 from planner.schedule.schedule import Schedule
+from planner.solver.problem import cut_space
 from planner.solver.problem.bounds import bounds_for
 from planner.solver.problem.downsets import Downsets
 from planner.solver.problem.layer_graph import LayerGraph
-from planner.solver.problem.problem import Limits
+from planner.solver.problem.problem import Limits, Problem
 from planner.solver.search.chain.search import Search
 from planner.solver.search.chain.synchronous import SynchronousSearch
+from planner.solver.search.pipeline_search import PipelineSearch
 from tests.examples import examples
 from tests.solver import brute
 from tests.solver.oracle import brute_force
 from tests.solver.strategies import profiles
 
 EVERY = 10**6
+NEAR_BEST = 1.1  # how far local search may be from the best plan on levels, as along the order
 memories = st.one_of(st.none(), st.integers(1, 200))
 bandwidths = st.sampled_from([0.5, 1.0, 2.0, 8.0, 1e4])
 rules: st.SearchStrategy[RecomputeRule] = st.sampled_from(["auto", "auto", "never", "always", "blocks"])
@@ -165,3 +174,79 @@ def test_synchronous_plans_over_all_cuts(
         return
     assert found is not None
     assert found.seconds == pytest.approx(expected.price.seconds_per_minibatch, rel=1e-9)
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(
+    model=small,
+    schedule=st.sampled_from(["1f1b", "1f1b-flush"]),
+    gpus=st.integers(2, 3),
+    bandwidth=bandwidths,
+    memory=st.one_of(st.none(), st.integers(20, 200)),
+    few=st.booleans(),
+)
+def test_an_answer_to_a_user_is_bounded_by_brute_force(
+    model: Profile, schedule: str, gpus: int, bandwidth: float, memory: int | None, few: bool
+) -> None:
+    """Where all cuts are searched the bound is the best time of all plans, otherwise it is below what it speaks of."""
+    microbatches = 1 if schedule == "1f1b" else 3
+    cluster = flat_cluster(gpus, bandwidth, memory)
+    costs = LayerCosts(model)
+
+    def best_s(*, in_order: bool) -> float | None:
+        best = brute_force(
+            costs, cluster, schedule=find(schedule), microbatches=microbatches, shard="never", in_order=in_order
+        )
+        return None if best is None else best.price.seconds_per_minibatch
+
+    many = {"MOST_DOWNSETS": EVERY, "MOST_CHOOSING_DOWNSETS": EVERY} if few else {"MOST_DOWNSETS": 0}
+    with mock.patch.multiple(cut_space, **({"MOST_CHOOSING_DOWNSETS": 0} | many)):
+        try:
+            plan = planner.solve(
+                model,
+                cluster,
+                schedule=schedule,
+                microbatches=None if schedule == "1f1b" else microbatches,
+                depth="published",
+                shard_optimizer="never",
+            )
+        except InfeasibleError:
+            assert best_s(in_order=not few) is None
+            return
+    if plan.schedule.name != schedule:  # a synchronous plan in its place
+        return
+    anywhere_s, along_s = best_s(in_order=False), best_s(in_order=True)
+    assert anywhere_s is not None
+    limit_s = along_s if ALONG_ORDER in plan.solver.bound_of else anywhere_s
+    assert limit_s is not None
+    assert plan.solver.lower_bound_s <= limit_s * (1 + 1e-9)
+    if few and schedule == "1f1b" and plan.solver.name == "search":
+        exact_s = min(anywhere_s, plan.predicted.seconds_per_minibatch)
+        assert plan.solver.lower_bound_s == pytest.approx(exact_s, rel=1e-9)
+    if few:
+        assert plan.solver.cost_model_s is not None
+        assert plan.solver.cost_model_s >= anywhere_s * (1 - 1e-9)
+
+
+@settings(max_examples=examples(40), deadline=None)
+@given(model=small, bandwidth=bandwidths, memory=memories, schedule=st.sampled_from(["1f1b", "gpipe"]))
+def test_no_plan_on_levels_is_below_the_bound(
+    model: Profile, bandwidth: float, memory: int | None, schedule: str
+) -> None:
+    """Two servers of two GPUs, whose links differ."""
+    cluster = hierarchical_cluster((2, 2), (4 * bandwidth, bandwidth), memory)
+    costs = LayerCosts(model)
+    many = 1 if schedule == "1f1b" else 3
+    problem = Problem(costs, Setting(cluster, find(schedule), many), StageRules(shard_optimizer="never"))
+    expected = brute_force(costs, cluster, schedule=find(schedule), microbatches=many, shard="never", in_order=False)
+    search = PipelineSearch(problem, every_cut(costs))
+    path = search.best()
+    if expected is None:
+        assert path is None
+        return
+    assert path is not None
+    found = search.bounded(path)
+    assert found.path is not None
+    best_s = expected.price.seconds_per_minibatch
+    assert best_s * (1 - 1e-9) <= found.path.seconds <= best_s * NEAR_BEST
+    assert found.bound_s <= best_s * (1 + 1e-9)
