@@ -17,11 +17,15 @@ from planner.cost.network.topology import Busy
 from planner.cost.work import Floats, Integers, Work
 from planner.formats.profile import Profile
 from planner.options.solving import StageRules
+from planner.solver.improve.branches import improved_cuts
 from planner.solver.problem.bounds import Bounds, larger_root
+from planner.solver.problem.downsets import Downsets
+from planner.solver.problem.layer_graph import LayerGraph
 from planner.solver.problem.problem import Limits
 from planner.solver.problem.result import CutPath
-from planner.solver.problem.states import Chain
+from planner.solver.problem.states import Chain, CutSpace
 from planner.solver.search.chain.search import Search
+from planner.solver.tuning.record import STANDARD
 
 
 @dataclass(frozen=True)
@@ -32,12 +36,8 @@ class CutWork(Work):
     cut_after_bytes: Floats = field(default_factory=lambda: np.asarray(0.0))  # 0 for the first stage: see below
 
 
-class CutChain(Chain):
-    """The states of a profile, whose stages know what is live at their cuts."""
-
-    def only(self, states: Integers) -> CutChain:
-        """Return the space of these states, which must include both ends."""
-        return CutChain(self.layer_costs, self._states[states])
+class KnowsCuts(CutSpace):
+    """A space of cuts whose stages know what is live at their ends."""
 
     def work(self, state: int, others: Integers) -> CutWork:
         """Return the work of the stages from the state to each of `others`."""
@@ -48,6 +48,22 @@ class CutChain(Chain):
             # The optimizer leaves out what the first stage sends.
             cut_after_bytes=live[others] if state else np.zeros(len(others)),
         )
+
+
+class CutChain(KnowsCuts, Chain):
+    """The cuts along a profile's order."""
+
+    def only(self, states: Integers) -> CutChain:
+        """Return the space of these states, which must include both ends."""
+        return CutChain(self.layer_costs, self._states[states])
+
+
+class CutDownsets(KnowsCuts, Downsets):
+    """Other cuts of a profile, too."""
+
+    def only(self, states: Integers) -> CutDownsets:
+        """Return the space of these states, which must include both ends."""
+        return CutDownsets(self.layer_costs, self._inside[states])
 
 
 class PaperModel(Bounds):
@@ -119,11 +135,40 @@ class PublishedPlan:
 def solve_published(
     profile: Profile, gpus: int, bandwidth_bytes_per_s: float, model: type[Bounds] = PipedreamModel
 ) -> PublishedPlan:
-    """Find the plan that is best by a published model, which knows neither recomputation nor divided optimizers."""
-    space, priced = CutChain(LayerCosts(profile)), model(Link(bandwidth_bytes_per_s))
-    search = Search(space, priced, Limits(gpus, rules=StageRules(recompute="never", shard_optimizer="never")))
+    """Find the plan that is best by a published model, which knows neither recomputation nor divided optimizers.
+
+    As `plan solve` does, it searches along the profile's order, then over all cuts where these are few, and otherwise
+    near those of the best plan; such a plan is not known to be optimal.
+    """
+    costs = LayerCosts(profile)
+    priced = model(Link(bandwidth_bytes_per_s))
+    limits = Limits(gpus, rules=StageRules(recompute="never", shard_optimizer="never"))
+
+    def search_over(space: CutSpace) -> Search:
+        return Search(space, priced, limits)
+
+    chain = CutChain(costs)
+    search = search_over(chain)
     path = search.best()
     assert path is not None, "nothing limits the memory"
-    whole = space.work(0, np.array([len(space) - 1]))
+    optimal = not search.interrupted
+
+    graph = LayerGraph(costs)
+    downsets = graph.downsets(max(STANDARD.branches.most_downsets, len(chain)))
+    if downsets is not None:
+        wider = search_over(CutDownsets(costs, graph.flags(downsets)))
+        path = wider.best(path.seconds) or path
+        optimal &= not wider.interrupted
+    else:
+        optimal = False
+        tuning = STANDARD.branches
+
+        def faster(space: CutSpace, below_s: float) -> CutPath | None:
+            return search_over(space).best(below_s, tuning.min_gain_share)
+
+        paths = improved_cuts(graph, chain, path, faster, tuning, CutDownsets)
+        path = [path, *(better for _, better in paths)][-1]
+
+    whole = chain.work(0, np.array([len(chain) - 1]))
     one_s, parallel_s = (float(priced.stage_s(whole, count)[0]) for count in (1, gpus))
-    return PublishedPlan(path, not search.interrupted, one_s / path.seconds, parallel_s / path.seconds)
+    return PublishedPlan(path, optimal, one_s / path.seconds, parallel_s / path.seconds)

@@ -98,8 +98,11 @@ class Recomputation:
         return [self.choices(layers) for layers in stages]
 
 
-def exact_everywhere(layer_costs: LayerCosts) -> bool:
-    """Return whether the choices of every stage hold its best ones: it has few units, or few kinds of equal ones."""
+def exact_everywhere(layer_costs: LayerCosts, *, in_order: bool = True) -> bool:
+    """Return whether the choices of every stage hold its best ones: it has few units, or few kinds of equal ones.
+
+    Stages have consecutive layers if they are `in_order`; otherwise any part of any unit.
+    """
     layers = layer_costs.profile.layers
     parts = units_of(layer_costs, range(len(layers)))
     units = [_Unit.of(layer_costs, part) for part in parts]
@@ -110,6 +113,8 @@ def exact_everywhere(layer_costs: LayerCosts) -> bool:
     # A stage may begin and end inside a unit, which makes two more kinds, if others are like that and may be cut.
     cuts = {layer.name for layer in layers} - set(layer_costs.profile.no_cut_after)
     parted = [unit for unit, part in zip(units, parts, strict=True) if any(layers[n].name in cuts for n in part[:-1])]
+    if parted and not in_order:
+        return False
     more = 1 if all(equal[unit.costs] == 1 for unit in parted) else 4
     return len(equal) == len(kinds) and more * math.prod(count + 1 for count in equal.values()) <= MOST_CHOICES
 

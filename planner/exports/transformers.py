@@ -7,7 +7,9 @@ import json
 import re
 import textwrap
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 from planner.errors import PlanError
 from planner.formats.plan import Plan
@@ -155,6 +157,17 @@ def megatron_arguments(plan: Plan) -> str:
     return "\n".join([comment(said), *(text for text, holds in arguments.items() if holds)]) + "\n"
 
 
+def _check_order(stem: str, stage_of: Mapping[int, int]) -> None:
+    """Refuse stages that have the elements of a list in another order than the model's, in which others run them."""
+    for earlier, later in pairwise(sorted(stage_of)):
+        if stage_of[earlier] > stage_of[later]:
+            raise PlanError(
+                f"'{stem}.{later}' is in stage {stage_of[later]}, and '{stem}.{earlier}' before it in the model is in "
+                f"stage {stage_of[earlier]}: other systems run stages in the model's order",
+                hint="choose the cuts with `plan price`",
+            )
+
+
 def _layer_counts(plan: Plan) -> tuple[str, list[int]]:
     """Return the name of the model's list of transformer layers ("h" of "h.0.attn", ...), and each stage's count."""
     numbers = [[_block(layer) for layer in stage.layers] for stage in plan.stages]
@@ -176,6 +189,7 @@ def _layer_counts(plan: Plan) -> tuple[str, list[int]]:
                 problem = f"layer '{layer}' is in stage {index}, but Megatron has what is before '{stem}.0' in the "
                 problem += "first stage, and what is after the list in the last"
                 raise PlanError(problem, hint="choose the cuts with `plan price`; or profile with blocks(model)")
+    _check_order(stem, place)
     return stem, [list(place.values()).count(index) for index in range(len(plan.stages))]
 
 
@@ -236,6 +250,7 @@ def _modules(plan: Plan) -> tuple[list[list[str]], list[str]]:
     """
     found: dict[str, int] = {}
     children: defaultdict[str, set[int]] = defaultdict(set)
+    numbered: defaultdict[str, dict[int, int]] = defaultdict(dict)
     for index, stage in enumerate(plan.stages):
         for layer in stage.layers:
             child, _, rest = layer.partition(".")
@@ -250,6 +265,10 @@ def _modules(plan: Plan) -> tuple[list[list[str]], list[str]]:
                 problem += "of a model, and lists among them between their elements"
                 raise PlanError(problem, hint="solve with `granularity=block`; or profile with blocks(model)")
             children[child].add(index)
+            if number.isdigit():
+                numbered[child][int(number)] = index
+    for child, places in numbered.items():
+        _check_order(child, places)
     divided = [child for child, stages in children.items() if len(stages) > 1]
     parts = []
     for place in range(len(plan.stages)):

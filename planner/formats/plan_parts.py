@@ -292,16 +292,20 @@ class AskedRules(Record):
     granularity: Literal["auto", "block", "layer"] = "auto"
 
 
+ALONG_ORDER = "cuts along the profile's order"  # the first layers before each cut: what a search may be limited to
+
+
 class SolverReport(GrownRecord):
     """How the plan was found, and how far from optimal it can be."""
 
-    later_fields: ClassVar[frozenset[str]] = frozenset({"depth", "bound_of", "rules"})
+    later_fields: ClassVar[frozenset[str]] = frozenset({"depth", "bound_of", "rules", "cuts"})
 
     name: str
     cost_model: Literal["resource", "pipedream", "paper"] = "resource"  # the others are in older plans alone
     status: Literal["optimal", "feasible"]
-    lower_bound_s: Seconds  # per minibatch: no plan in the profile's order is faster by the cost model
+    lower_bound_s: Seconds  # per minibatch: no plan is faster by the cost model
     bound_of: str = ""  # of which plans: "cuts between blocks"; where empty, of all
+    cuts: str = ""  # which were searched, of a graph that has others than those along the profile's order
     gap: NonNegativeFloat  # (seconds_per_minibatch - lower_bound_s) / seconds_per_minibatch
     seconds: Seconds
     cost_model_s: Seconds | None = None  # per minibatch: this plan by the cost model

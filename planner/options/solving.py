@@ -134,8 +134,8 @@ class SolveOptions(StageRules):
     )
     solver: SolverName = option(
         "auto",
-        "search: exact, over all stages of consecutive layers in the profile's order; ilp: an integer program over the "
-        "same; auto: the search where it can",
+        "search: exact over all cuts of the model's graph, or along the profile's order where these are too many; ilp: "
+        "an integer program along the order; auto: the search where it can",
         advanced=True,
     )
     survive: int = option(

@@ -1,8 +1,8 @@
 """Compare a plan with the model, or with the profile, that it is to be used with: a plan may have been edited.
 
 A plan that lacks a layer, or has two of them the other way round, still has streams that run to their end. So it is
-compared before anything starts: its stages are the model's layers, each once, in order, and its transfers are what the
-model's values make of these stages.
+compared before anything starts: its stages are the model's layers, each once, in order within a stage and after all
+that they need, and its transfers are what the model's values make of these stages.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -28,7 +28,8 @@ def check_same_model(
         edges: which layers use the values of which.
         constants: values that each stage makes itself; older plans send them.
     """
-    problem = _layers_differ(plan, layers) or _transfers_differ(plan, edges, constants)
+    edges = list(edges)
+    problem = _layers_differ(plan, layers) or _needs_later(plan, edges) or _transfers_differ(plan, edges, constants)
     if problem is not None:
         raise PlanError(f"the plan is not one of the model '{plan.model}': {problem}", hint=REMEDY)
 
@@ -52,7 +53,9 @@ def expected_transfers(
 
 
 def _layers_differ(plan: Plan, layers: Sequence[str]) -> str | None:
-    planned = chain.from_iterable(stage.layers for stage in plan.stages)
+    planned = list(chain.from_iterable(stage.layers for stage in plan.stages))
+    if sorted(planned) == sorted(layers):
+        return _order_differs(plan, layers)
     for expected, name in zip_longest(layers, planned):
         if name is None:
             return f"no stage has the layer '{expected}'"
@@ -60,6 +63,28 @@ def _layers_differ(plan: Plan, layers: Sequence[str]) -> str | None:
             return f"its last stage goes on with '{name}' behind the model's last layer"
         if name != expected:
             return f"it has the layer '{name}' where the model has '{expected}'"
+    return None
+
+
+def _order_differs(plan: Plan, layers: Sequence[str]) -> str | None:
+    """Return which layers of a stage are not in the model's order, or that the last one is not at the end."""
+    position = {name: place for place, name in enumerate(layers)}
+    for stage in plan.stages:
+        in_order = sorted(stage.layers, key=position.__getitem__)
+        for expected, name in zip(in_order, stage.layers, strict=True):
+            if name != expected:
+                return f"it has the layer '{name}' where the model has '{expected}'"
+    last = plan.stages[-1].layers[-1]
+    return None if last == layers[-1] else f"it has the layer '{last}' where the model has '{layers[-1]}'"
+
+
+def _needs_later(plan: Plan, edges: Iterable[Edge]) -> str | None:
+    """Return which layer needs a value that a later stage makes."""
+    stage_of = {name: number for number, stage in enumerate(plan.stages) for name in stage.layers}
+    for edge in edges:
+        made, used = stage_of[edge.source], stage_of[edge.target]
+        if made > used:
+            return f"stage {used} has the layer '{edge.target}', which needs '{edge.source}' of stage {made}"
     return None
 
 

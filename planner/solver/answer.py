@@ -8,18 +8,19 @@ All stages of a plan have groups of one size, so a plan whose layers are divided
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from planner.errors import InfeasibleError, InputError, PlannerError
+from planner.formats.plan_parts import ALONG_ORDER
 from planner.plan.blocks import block_ends
 from planner.solver.portfolio import best_plan
+from planner.solver.problem.cut_space import searched_cuts
 from planner.solver.problem.cuts import cut_after
 from planner.solver.problem.infeasible import UnexplainedError
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Answer, Evaluation
-from planner.solver.problem.states import Chain
-from planner.solver.search.chain.ways import relaxed_s
+from planner.solver.search.chain.ways import least_anywhere_s, relaxed_s
 
 BETWEEN = "cuts between blocks"  # what the bound of a search over those holds for
 
@@ -90,14 +91,21 @@ class _DegreeTrials:
             raise _obstacle(self.obstacles)
         fastest = min(self.answers, key=lambda each: (self._comparable_s(each), each.best.gpus))
         bound_s = min(each.bound_s for each in self.answers)
-        bound_of = max(each.bound_of for each in self.answers)
+        bounds_of = [each.bound_of for each in self.answers]
 
         for degree in self.missed:
             groups = self.question.on_groups_of(degree)
-            if bound_of:  # the others' bounds are of plans that cut between blocks
+            if any(BETWEEN in each for each in bounds_of):
                 groups = cut_after(groups, block_ends(self.question.layer_costs.profile))
-            bound_s = min(bound_s, _relaxed_s(groups))
-        return Answer(fastest.best, min(bound_s, fastest.best.seconds), bound_of=bound_of)
+            cuts = searched_cuts(groups)
+            bound_s = min(bound_s, relaxed_s(groups, cuts.space))
+            bounds_of.append(cuts.bound_of)
+        return Answer(
+            fastest.best,
+            min(bound_s, fastest.best.seconds),
+            bound_of=_joined(bounds_of),
+            cuts=fastest.cuts,
+        )
 
     def _comparable_s(self, answer: Answer) -> float:
         return self.question.comparable_s(answer.best)
@@ -153,7 +161,9 @@ def _over_cuts(question: Problem) -> Answer:
 
 def _inside_blocks(question: Problem, ends: frozenset[int], between: Answer, *, few: bool) -> Answer:
     """Return the answer between blocks, or one that also cuts inside them; bound plans that cut anywhere."""
-    bound_s = _relaxed_s(question)
+    searched = searched_cuts(question)
+    bound_s = relaxed_s(question, searched.space)
+    bound_of = searched.bound_of
     saving = question.tuning.answer.min_saving_share
     may_pay = bound_s < between.best.seconds * (1 - saving)
     everywhere = few and not question.clock.passed
@@ -166,15 +176,18 @@ def _inside_blocks(question: Problem, ends: frozenset[int], between: Answer, *, 
             inside = best_plan(question if everywhere else cut_after(question, cuts))
             if everywhere:
                 bound_s = inside.bound_s
+                bound_of = inside.bound_of
             if question.is_faster(inside.best, between.best, saving):
                 best = inside
 
-    bound_of = ""
     anywhere_known = everywhere or question.schedule.asynchronous or best is not between
     if may_pay and not anywhere_known and between.bound_s > bound_s:
         # Of plans that cut between blocks a search knows well how little the memory leaves to recompute.
         bound_s = between.bound_s
-        bound_of = BETWEEN
+        bound_of = _joined([BETWEEN, between.bound_of])
+    if ALONG_ORDER in bound_of and not best.best.in_order:
+        bound_s = least_anywhere_s(question)
+        bound_of = ""
     return replace(best, bound_s=min(bound_s, best.best.seconds), bound_of=bound_of)
 
 
@@ -196,4 +209,10 @@ def _beside(question: Problem, ends: frozenset[int], plan: Evaluation) -> frozen
 
 
 def _relaxed_s(question: Problem) -> float:
-    return relaxed_s(question, Chain(question.layer_costs))
+    return relaxed_s(question, searched_cuts(question).space)
+
+
+def _joined(bounds_of: Iterable[str]) -> str:
+    """Return of which plans several bounds are at once."""
+    parts = (part for each in bounds_of for part in each.split(", ") if part)
+    return ", ".join(dict.fromkeys(parts))

@@ -23,7 +23,7 @@ from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Answer
 from planner.solver.question import checked_problem
 from planner.solver.report import accepting_divided_loss, report_of, timed
-from planner.solver.search.pipeline_search import PipelineSearch
+from planner.solver.search.chain.ways import least_anywhere_s
 from planner.solver.tuning.record import STANDARD, Tuning
 
 
@@ -45,7 +45,9 @@ def find_plan(
     budget = Budget(clock, tuning=tuning.budget)
     problem = checked_problem(options, profile, cluster_for(profile, cluster), budget, tuning)
 
-    clock.progress.begin(clock.at_s, PipelineSearch(problem).relaxed_s())
+    degrees = problem.rules.tensor
+    bound_s = min(least_anywhere_s(problem.on_groups_of(degree)) for degree in degrees)
+    clock.progress.begin(clock.at_s, bound_s)
     found = _settled(problem, answer(problem), clock)
 
     plan = complete(problem, found.best, report_of(problem, found))

@@ -12,8 +12,10 @@ from planner.plan.shape import trainable_pairs
 from planner.solver.evaluate.evaluation import in_every_order, priced, simulated
 from planner.solver.evaluate.leaner import Leaner
 from planner.solver.evaluate.pipelines import shared_between, too_large
+from planner.solver.problem.cut_space import SearchedCuts
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Answer, Evaluation
+from planner.solver.problem.states import Chain
 from planner.units import SLACK
 
 # Candidates that are evaluated together, the most promising first.
@@ -31,7 +33,9 @@ class Pool:
     Attributes:
         question: what candidates are evaluated for, with all the memory that its devices have.
         best: the fastest plan so far; None while no candidate may be the answer.
-        bound_s: seconds per minibatch that no plan is below.
+        bound_s: seconds per minibatch that no plan with the searched cuts is below.
+        cuts: which cuts are searched.
+        anywhere_s: seconds that no plan is below whatever its cuts, if others than those searched may be the answer.
         usable: the candidates that may be the answer, as they were priced.
         crowded: the fastest candidate that lacked room for its communicators.
         untrained: the fastest candidate whose copies of tied weights do not fit, or cannot be kept equal.
@@ -39,9 +43,18 @@ class Pool:
         relaxed: whether all plans of the question are plans of the one that is searched now, whose bound then holds.
     """
 
-    def __init__(self, question: Problem, bound_s: float) -> None:
+    def __init__(
+        self,
+        question: Problem,
+        bound_s: float,
+        cuts: SearchedCuts | None = None,
+        anywhere_s: float = math.inf,
+    ) -> None:
+        """Take a question, whose plans have cuts along the profile's order if no others are given."""
         self.question = question
         self.bound_s = bound_s
+        self.cuts = cuts or SearchedCuts(Chain(question.layer_costs), complete=True)
+        self.anywhere_s = anywhere_s
         self.best: Evaluation | None = None
         self.usable: list[Evaluation] = []
         self.crowded: Evaluation | None = None
@@ -59,12 +72,18 @@ class Pool:
     @property
     def settled(self) -> bool:
         """Whether no other candidate is worth a look: none is much faster than the best."""
-        return self._is_close_to(self.bound_s)
+        return self.best is not None and self._is_close_to(self._least_s(self.best))
+
+    def _least_s(self, plan: Evaluation) -> float:
+        """Return seconds that no plan is below with the searched cuts, or whatever its cuts if the plan has others."""
+        if self.cuts.complete or plan.in_order:
+            return self.bound_s
+        return self.anywhere_s
 
     @property
     def hopeless(self) -> bool:
         """Whether no plan is of any use, because an answer to another question is faster."""
-        return self.bound_s >= self.question.hopeless_s
+        return min(self.bound_s, self.anywhere_s) >= self.question.hopeless_s
 
     @property
     def spent(self) -> bool:
@@ -176,7 +195,9 @@ class Pool:
     def answer(self) -> Answer:
         """Return the best plan, with the bound; there must be one."""
         assert self.best is not None
-        return Answer(self.best, min(self.bound_s, self.best.seconds), self._method)
+        bound_s = min(self._least_s(self.best), self.best.seconds)
+        bound_of = self.cuts.bound_of if self.best.in_order else ""
+        return Answer(self.best, bound_s, self._method, bound_of, self.cuts.words)
 
     def _usable(self, candidates: Batch) -> Iterator[Evaluation]:
         """Yield the candidates that may be the answer, priced; those that lack room recompute more."""

@@ -6,6 +6,7 @@ pool        price, then simulation: `planner.solver.pool`
 improve     local search from the best plans
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import islice
@@ -18,13 +19,13 @@ from planner.solver.clock import OutOfTimeError, no_plan_yet
 from planner.solver.improve.improvement import improve
 from planner.solver.pool import Pool
 from planner.solver.problem.bounds import balanced_s
+from planner.solver.problem.cut_space import SearchedCuts, searched_cuts
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Answer, Evaluation
-from planner.solver.problem.states import Chain
 from planner.solver.propose.any_plan import any_plan
 from planner.solver.propose.proposers import Proposer
 from planner.solver.propose.regular import regular_plans
-from planner.solver.search.chain.ways import relaxed_s
+from planner.solver.search.chain.ways import least_anywhere_s, relaxed_s
 
 
 def best_plan(question: Problem) -> Answer:
@@ -35,7 +36,8 @@ def best_plan(question: Problem) -> Answer:
         PlannerError: if the deadline passes before any plan is found.
         InputError: for what no search takes.
     """
-    pool = Pool(question, _bound_s(question))
+    cuts = searched_cuts(question)
+    pool = Pool(question, _bound_s(question, cuts), cuts, _anywhere_s(question, cuts))
     regular = _regular(pool.unhurried())
     if question.clock.at_s is not None:
         # There is an answer when the time ends, and searches look for nothing slower.
@@ -115,10 +117,15 @@ def _take_first(pool: Pool, regular: Iterator[Evaluation]) -> None:
     pool.consider_regular(islice(regular, tuning.first_plans), tuning.quick_forwards)
 
 
-def _bound_s(question: Problem) -> float:
-    """Return seconds per minibatch that no plan is below, before anything is searched."""
+def _bound_s(question: Problem, cuts: SearchedCuts) -> float:
+    """Return seconds per minibatch that no plan with the searched cuts is below, before anything is searched."""
     if question.schedule.chunked:
         return 0.0  # the search has a bound of its own
     if question.schedule.splits_backward:
         return balanced_s(question.layer_costs, question.setting)
-    return relaxed_s(question, Chain(question.layer_costs))
+    return relaxed_s(question, cuts.space)
+
+
+def _anywhere_s(question: Problem, cuts: SearchedCuts) -> float:
+    """Return seconds that no plan is below whatever its cuts, where it may have others than those searched."""
+    return least_anywhere_s(question) if cuts.improved else math.inf

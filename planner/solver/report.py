@@ -24,6 +24,7 @@ def report_of(problem: Problem, found: Answer) -> SolverReport:
         status="optimal" if optimal else "feasible",
         lower_bound_s=bound_s,
         bound_of=found.bound_of,
+        cuts=found.cuts,
         gap=(seconds - bound_s) / seconds,
         seconds=0.0,
         cost_model_s=plan.price_s,

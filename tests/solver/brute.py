@@ -15,13 +15,14 @@ from planner.cost.kinds import kind_on
 from planner.cost.layer_costs import LayerCosts
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation
+from planner.solver.problem.states import uncut_groups
 
 MOST_LAYERS = 10
 RESOLUTION = 1e-11  # relative difference of times that count as equal
 
 
-def brute_force(problem: Problem) -> Evaluation | None:
-    """Return the fastest plan in the profile's order that fits the memory, or None.
+def brute_force(problem: Problem, *, in_order: bool = True) -> Evaluation | None:
+    """Return the fastest plan in the profile's order, or with any cuts, that fits the memory; or None.
 
     Among equally fast plans, fewer GPUs win, then fewer stages, then fewer stages that recompute.
 
@@ -31,7 +32,7 @@ def brute_force(problem: Problem) -> Evaluation | None:
     layer_costs, cluster = problem.layer_costs, problem.cluster
     assert len(layer_costs.profile.layers) <= MOST_LAYERS, "the plans of more layers are too many"
     best: Evaluation | None = None
-    every = interleaved_plans(problem) if problem.schedule.chunked else plans(problem, cluster.gpus)
+    every = interleaved_plans(problem) if problem.schedule.chunked else plans(problem, cluster.gpus, in_order=in_order)
     for stages in every:
         plan = Evaluation(stages, problem.price(stages))
         if not problem.allows(plan):
@@ -105,7 +106,11 @@ def _copied(problem: Problem, stages: tuple[Candidate, ...], copies: int) -> Ite
 
 
 def downsets(layer_costs: LayerCosts) -> list[frozenset[int]]:
-    """Return the sets of layers that hold all predecessors of their layers and respect `no_cut_after`."""
+    """Return the sets of layers that hold all predecessors of their layers and respect `no_cut_after`.
+
+    The last layer, which has the loss, is in no set but that of all layers. Of a model that may be trained, gradients
+    add up in the order in which one process adds them: see `adds_in_order`.
+    """
     count = len(layer_costs.profile.layers)
     joined = [layer_costs.position[name] for name in layer_costs.profile.no_cut_after]
     subsets = (frozenset(index for index in range(count) if bits >> index & 1) for bits in range(2**count))
@@ -114,7 +119,29 @@ def downsets(layer_costs: LayerCosts) -> list[frozenset[int]]:
         for done in subsets
         if all(value.producer in done for value in layer_costs.traffic if done.intersection(value.users))
         and all((index in done) == (index + 1 in done) for index in joined if index + 1 < count)
+        and (len(done) == count or count - 1 not in done)
+        and adds_in_order(layer_costs, done)
     ]
+
+
+def adds_in_order(layer_costs: LayerCosts, done: frozenset[int]) -> bool:
+    """Whether the gradients of every value add up in the order of its users, from the last to the first.
+
+    They add up stage by stage, from the last to the first, and then in the order of the users. `done` are the layers
+    before a cut. Users that no cut separates are one, and the first two of a sum may change places.
+    """
+    if not layer_costs.profile.trainable:
+        return True
+    for value in layer_costs.traffic:
+        if not value.gradient_bytes:
+            continue
+        runs = [[user for user in value.users if user in group] for group in uncut_groups(layer_costs)]
+        users = [run[0] for run in runs if run]
+        plain = sorted(users, reverse=True)
+        added = sorted(users, key=lambda user: (user in done, -user))
+        if added != plain and [*added[1::-1], *added[2:]] != plain:
+            return False
+    return True
 
 
 def _beats(plan: Evaluation, best: Evaluation) -> bool:

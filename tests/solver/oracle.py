@@ -22,7 +22,8 @@ def brute_force(
     chunks: int = 1,
     recompute: RecomputeRule = "auto",
     shard: ShardRule = "auto",
+    in_order: bool = True,
 ) -> Evaluation | None:
-    """Return the best of all plans in the profile's order."""
+    """Return the best of all plans in the profile's order, or with any cuts."""
     problem = Problem(layer_costs, Setting(cluster, schedule, microbatches, chunks), StageRules(recompute, shard))
-    return brute.brute_force(problem)
+    return brute.brute_force(problem, in_order=in_order)

@@ -14,10 +14,14 @@ from planner.cost.layer_costs import LayerCosts
 from planner.cost.network.link import Link
 from planner.errors import InfeasibleError, InputError, ProfileError
 from planner.formats.cluster import flat_cluster
+from planner.formats.plan_parts import ALONG_ORDER
 from planner.formats.profile import Profile
+from planner.options.solving import SolveOptions
 from planner.schedule.registry import find
 from planner.solver import search_plan as solve
 from planner.solver.evaluate.pipelines import transfers
+from planner.solver.find_plan import find_plan
+from planner.solver.problem import cut_space
 from planner.solver.problem.bounds import bounds_for
 from planner.solver.problem.infeasible import round_up
 from planner.solver.problem.problem import Limits
@@ -140,24 +144,46 @@ def test_rounding_up_keeps_what_fits(count: int) -> None:
     assert count <= parse_bytes(round_up(count)) <= count * 1.011 + 1
 
 
-def test_branches_are_cut_in_the_profiles_order_and_the_bound_is_that_of_such_plans() -> None:
-    """Two towers of two layers and a head, whose order alternates between the towers.
+TOWERS = profile(
+    layer("a1", 1, 1, output_bytes=4),
+    layer("b1", 3, 3, output_bytes=400, weight_bytes=1000),
+    layer("a2", 5, 5, output_bytes=4),
+    layer("b2", 2, 2, output_bytes=4),
+    layer("head", 1, 1),
+    edges=[("a1", "a2"), ("b1", "b2"), ("a2", "head"), ("b2", "head")],
+)
 
-    A cut behind the first tower and before the second would take 12 s; along the order it divides the work less evenly.
-    """
-    towers = profile(
-        layer("a1", 1, 1, output_bytes=4),
-        layer("b1", 3, 3, output_bytes=400, weight_bytes=1000),
-        layer("a2", 5, 5, output_bytes=4),
-        layer("b2", 2, 2, output_bytes=4),
-        layer("head", 1, 1),
-        edges=[("a1", "a2"), ("b1", "b2"), ("a2", "head"), ("b2", "head")],
-    )
+
+def test_a_cut_is_behind_one_tower_and_before_the_other() -> None:
+    """The order alternates between the towers, and along it the work is divided less evenly."""
     for graph_hash in ("known", None):
-        plan = solve(towers.model_copy(update={"graph_hash": graph_hash}), flat_cluster(2, 4.0), depth="published")
-        assert [name for stage in plan.stages for name in stage.layers] == ["a1", "b1", "a2", "b2", "head"]
-        assert plan.solver.status == "optimal"
-        assert plan.solver.lower_bound_s > 12
+        model = TOWERS.model_copy(update={"graph_hash": graph_hash})
+        plan = solve(model, flat_cluster(2, 4.0), depth="published")
+        assert [stage.layers for stage in plan.stages] == [("a1", "a2"), ("b1", "b2", "head")]
+        assert plan.solver.lower_bound_s == plan.solver.cost_model_s == 12
+        assert plan.solver.cuts == "all 10 sets of layers that a cut may leave before it"
+        assert plan.solver.bound_of == ""
+
+
+def test_where_cuts_are_too_many_those_along_the_order_are_improved() -> None:
+    tuning = replace(STANDARD, branches=replace(STANDARD.branches, most_downsets=0))
+    options = SolveOptions(depth="published")
+    plan = find_plan(TOWERS, flat_cluster(2, 4.0), options, tuning=tuning)
+    assert [stage.layers for stage in plan.stages] == [("a1", "a2"), ("b1", "b2", "head")]
+    assert plan.solver.cuts == cut_space.IMPROVED
+    # The bound is of all plans, not of those along the order, which are slower than this one.
+    assert plan.solver.lower_bound_s <= 12
+    assert plan.solver.bound_of == ""
+
+    alone = find_plan(TOWERS, flat_cluster(1, 4.0), options, tuning=tuning)
+    assert alone.solver.cuts == cut_space.IMPROVED
+    assert alone.solver.bound_of == ALONG_ORDER
+
+
+def test_searches_that_know_no_other_cuts_say_so() -> None:
+    plan = solve(TOWERS, flat_cluster(2, 4.0), solver="ilp", depth="published")
+    assert [name for stage in plan.stages for name in stage.layers] == ["a1", "b1", "a2", "b2", "head"]
+    assert plan.solver.cuts == plan.solver.bound_of == ALONG_ORDER
 
 
 def test_wrong_questions_are_refused() -> None:

@@ -6,7 +6,7 @@ that makes the worker's weights, or from the files that pretrained() names. So h
 
 import logging
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -43,6 +43,7 @@ from planner.plan.blocks import units_of_stage
 from planner.plan.rank_groups import sample_parts
 from planner.plan.same_model import check_same_model
 from planner.plan.shared_weights import obstacle, shared_weights
+from planner.plan.sums import INTERCHANGEABLE, Sum, check_sums
 from planner.plan.trainable import check_divided
 from planner.profiler.loss_mean.stated import check_stated
 from planner.units import counted
@@ -163,6 +164,7 @@ class _Making:
             )
         constants = {node.name for node in graph.fixed}
         check_same_model(plan, [layer.name for layer in graph.layers], graph.edges, constants)
+        check_sums(plan, sums_of(graph))
         # Now, while the model is in this mode, and before ranks keep parts of its weights only.
         self.other_sizes = OtherSizes(graph, spec.loss, example)
         if self.job.options.evaluate_every is not None:
@@ -225,6 +227,24 @@ def divides_loss(job: Job) -> bool:
     plan = job.plan
     parts = sample_parts(plan) * plan.microbatches
     return plan.schedule.divides and parts > 1 and not accepts_divided_loss(job)
+
+
+def sums_of(graph: LayerGraph) -> Iterator[Sum]:
+    """Yield the gradients of a model that are sums of those of several layers: of values, then of weights."""
+    names = [layer.name for layer in graph.layers]
+    for node in graph.crossing:
+        if graph.specs[node].requires_grad:
+            positions = sorted(graph.users(node) - {graph.owner[node]})
+            yield Sum(node.name, [names[position] for position in positions], INTERCHANGEABLE)
+
+    trained = trained_parameters(graph.model)
+    users_of: dict[str, list[str]] = {each.name: [] for each in trained}
+    for layer in graph.layers:
+        for parameter in layer.parameters:
+            if parameter in users_of:
+                users_of[parameter].append(layer.name)
+    for parameter, users in users_of.items():
+        yield Sum(parameter, users, 1)
 
 
 def tensor_group(plan: Plan, rank: int) -> "TensorGroup | None":
@@ -311,7 +331,8 @@ def build_modules(
         variant = replace(alike, recompute=again, units=tuple(units))
         is_last = number == len(plan.stages) - 1
         kept = compared.names if compared is not None and is_last else ()
-        modules[number] = build_stage(graph, stage.layers, kept, variant)
+        before = [name for earlier in plan.stages[:number] for name in earlier.layers]
+        modules[number] = build_stage(graph, stage.layers, kept, variant, before=before)
     separate_copies(list(modules.values()))
     for module in modules.values():
         keep_parts(module)

@@ -212,12 +212,25 @@ class LayerGraph:
         """Return the index of the last layer that uses `node`; of its own layer when no later one does."""
         return max((self.owner[user] for user in node.users if user in self.owner), default=self.owner[node])
 
+    def users(self, node: fx.Node) -> set[int]:
+        """Return the indices of the layers that use `node`."""
+        return {self.owner[user] for user in node.users if user in self.owner}
+
     @cached_property
     def crossing(self) -> tuple[fx.Node, ...]:
         """Operations whose result a later layer receives, in execution order."""
         return tuple(
             node for node, index in self.owner.items() if self.last_use(node) > index and node not in self.fixed
         )
+
+    @cached_property
+    def needs(self) -> tuple[set[int], ...]:
+        """Of each layer, the indices of the layers whose results it takes."""
+        needs: tuple[set[int], ...] = tuple(set() for _ in self.layers)
+        for node in self.crossing:
+            for user in self.users(node) - {self.owner[node]}:
+                needs[user].add(self.owner[node])
+        return needs
 
     @cached_property
     def edges(self) -> tuple[Edge, ...]:

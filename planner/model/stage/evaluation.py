@@ -22,7 +22,8 @@ def matching_cut(training: LayerGraph, cut: Sequence[Sequence[str]], evaluation:
     """Return the layers of `evaluation` for each stage of `cut`; a stage may get none.
 
     A layer goes to the stage that holds its weights; without weights, to the stage of the layer of the same name; and
-    without such a layer, to the stage of the layer before it.
+    without such a layer, to the stage of the layer before it. Values travel forward only, so no stage is before that of
+    a layer whose result it takes; or, where the stages are in the model's order, before that of the layer before it.
     """
     stage_of = {name: stage for stage, names in enumerate(cut) for name in names}
     holders: dict[str, set[int]] = {}
@@ -36,22 +37,38 @@ def matching_cut(training: LayerGraph, cut: Sequence[Sequence[str]], evaluation:
         named = stage_of.get(layer.name)
         # No stage is -1, which is behind all others, where several hold the weights.
         fixed.append(named if named in common else min(common, default=-1 if possible else None))
+    planned = [training.position[name] for names in cut for name in names]
+    followed = _next_layers(evaluation) if planned == sorted(planned) else evaluation.needs
+    # Names tell less than weights: a module that is called several times numbers its calls. So a weightless layer
+    # goes no further than the next layers with weights.
+    ahead = [len(cut) - 1 if stage is None else stage for stage in fixed]
+    for index in reversed(range(len(ahead))):
+        for earlier in followed[index]:
+            if fixed[earlier] is None:
+                ahead[earlier] = min(ahead[earlier], ahead[index])
+
     stages: list[list[str]] = [[] for _ in cut]
-    # Values travel forward only, so a layer's stage is never before that of the layer before it.
-    current = 0
+    chosen: list[int] = []
     for index, layer in enumerate(evaluation.layers):
-        # Names tell less than weights: a module that is called several times numbers its calls. So a weightless layer
-        # goes no further than the next layer with weights.
-        ahead = next((stage for stage in fixed[index:] if stage is not None), len(cut) - 1)
-        if ahead < current:
+        least = max((chosen[earlier] for earlier in followed[index]), default=0)
+        if ahead[index] < least:
             raise CaptureError(
-                f"in evaluation layer '{layer.name}' runs after layers of stage {current}, but an earlier stage or "
+                f"in evaluation layer '{layer.name}' runs after layers of stage {least}, but an earlier stage or "
                 "several hold the weights",
                 hint="cut the model elsewhere, or evaluate the unsplit model with the saved weights",
             )
-        current = min(max(current, stage_of.get(layer.name, current)), ahead)
-        stages[current].append(layer.name)
+        wanted = fixed[index]
+        if wanted is None:
+            wanted = stage_of.get(layer.name, chosen[-1] if chosen else 0)
+        stage = min(max(least, wanted), ahead[index])
+        chosen.append(stage)
+        stages[stage].append(layer.name)
     return stages
+
+
+def _next_layers(graph: LayerGraph) -> list[set[int]]:
+    """Return, for each layer, the one before it."""
+    return [set(range(max(0, index - 1), index)) for index in range(len(graph.layers))]
 
 
 ModelOutput = Callable[[Mapping[str, Tensor], Batch], Any]  # of the values at the last stage, by name
@@ -104,7 +121,8 @@ def build_evaluation(
         if whole is not None and whole.units is not None:
             found = matching_cut(training, whole.units.layers, evaluation)
             variant = replace(variant, units=tuple(map(tuple, found)))
-        modules[stage] = build_stage(evaluation, stages[stage], keep, variant, whole)
+        before = [name for names in stages[:stage] for name in names]
+        modules[stage] = build_stage(evaluation, stages[stage], keep, variant, whole, before)
     made = _model_output(evaluation) if output else lambda _known, _batch: None
     return EvaluationStages(
         modules, transfers, last, made, evaluation.batch_size, evaluation.options.autocast, evaluation.lengths

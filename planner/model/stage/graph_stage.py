@@ -32,7 +32,7 @@ class StageBlocks:
     def __init__(self, graph: LayerGraph, boundary: Boundary, variant: Variant) -> None:
         assert graph.blocks is not None
         self._chain, self._batch_spec = graph.blocks, graph.batch_spec
-        layers = self._chain.layers[boundary.first : boundary.last + 1]
+        layers = [self._chain.layers[position] for position in boundary.positions]
         blocks = dict.fromkeys(block for layer in layers for _, block in layer.blocks)
         inside = {module for block in blocks for module in block.modules()}
         self.weights = nn.Module()
@@ -134,7 +134,7 @@ class SegmentBuilder:
         self._copies |= {node: self._new.placeholder(node.name) for node in taken}
         self._copies |= {node: self._regions.taken(node, self._copies[node]) for node in taken}
         self._copy_fixed()
-        for index, layer in enumerate(self._part.layers, start=self._part.first):
+        for index, layer in zip(self._part.positions, self._part.layers, strict=True):
             self._copy_layer(index, layer)
         self._region_writer.move_to(())
         self._new.output(tuple(self._regions.made(node, self._copies) for node in makes))

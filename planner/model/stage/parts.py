@@ -54,11 +54,10 @@ COMPILED = Variant(compiled=True)
 
 @dataclass(frozen=True)
 class Boundary:
-    """The values that layers first..last of a graph exchange with the rest."""
+    """The values that some layers of a graph exchange with the rest."""
 
-    first: int
-    last: int
-    layers: tuple[GraphLayer, ...]  # first..last
+    positions: tuple[int, ...]  # of the layers in the graph, ascending
+    layers: tuple[GraphLayer, ...]
     used: tuple[fx.Node, ...]  # every node that they read
     inputs: tuple[tuple[int, fx.Node], ...]  # leaves of the batch, with their index there
     received: tuple[fx.Node, ...]  # from earlier stages
@@ -76,25 +75,36 @@ class Boundary:
         return self.sent if self.loss is None else (*self.sent, self.loss)
 
 
-def boundary_of(graph: LayerGraph, first: int, last: int, keep: Sequence[str] = ()) -> Boundary:
-    """Return the boundary of layers first..last; `keep` names further values made here that count as sent."""
-    layers = graph.layers[first : last + 1]
+def boundary_of(
+    graph: LayerGraph,
+    positions: Sequence[int],
+    later: Set[int],
+    keep: Sequence[str] = (),
+) -> Boundary:
+    """Return the boundary of the layers at some positions, ascending.
+
+    Args:
+        later: positions of the layers that run after these and take values from them.
+        keep: names of further values made here that count as sent.
+    """
+    own = set(positions)
+    layers = tuple(graph.layers[position] for position in positions)
     used = graph.read_by(layers)
     inputs = [(i, leaf) for i, leaf in enumerate(graph.inputs) if leaf in used]
-    received = [node for node in graph.crossing if node in used and graph.owner[node] < first]
+    received = [node for node in graph.crossing if node in used and graph.owner[node] not in own]
     made = [node for layer in layers for node in layer.nodes]
     passing = [node for node in (*received, *made) if node not in graph.fixed or node.name in keep]
-    sent = [node for node in passing if graph.last_use(node) > last or node.name in keep]
+    sent = [node for node in passing if not later.isdisjoint(graph.users(node)) or node.name in keep]
     loss = graph.loss if graph.loss in made else None
-    return Boundary(first, last, layers, used, tuple(inputs), tuple(received), tuple(sent), loss)
+    return Boundary(tuple(positions), layers, used, tuple(inputs), tuple(received), tuple(sent), loss)
 
 
-def stage_boundary(graph: LayerGraph, first: int, last: int, keep: Sequence[str]) -> Boundary:
+def stage_boundary(graph: LayerGraph, positions: Sequence[int], later: Set[int], keep: Sequence[str]) -> Boundary:
     """Return the boundary of a stage: as `boundary_of`, but what it takes tells the size of the batch and its lengths.
 
     Layers that use no input may still depend on them, and run on some device.
     """
-    boundary = boundary_of(graph, first, last, keep)
+    boundary = boundary_of(graph, positions, later, keep)
 
     def told(inputs: Iterable[tuple[int, fx.Node]]) -> set[sympy.Symbol]:
         taken = (*(leaf for _, leaf in inputs), *boundary.received)
@@ -122,7 +132,7 @@ def _sizes(graph: LayerGraph, nodes: Iterable[fx.Node]) -> tuple[Size, ...]:
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive layers of a stage that run as one piece of code."""
+    """Layers of a stage, one after the other, that run as one piece of code."""
 
     run: Callable[..., tuple[Tensor, ...]]  # (device, key, observer, *taken) -> made
     takes: tuple[str, ...]  # names of the values that it reads: the stage's own, or those that earlier segments make
@@ -131,11 +141,13 @@ class Segment:
 
 def divided(graph: LayerGraph, boundary: Boundary, groups: Sequence[Sequence[str]]) -> list[tuple[Boundary, bool]]:
     """Divide the layers of a stage into segments, given the groups that recompute; for each whether it recomputes."""
+    # Places are those in the stage, whose layers need not follow one another in the graph.
+    place_of = {layer.name: place for place, layer in enumerate(boundary.layers)}
     segments = []
-    start = boundary.first
-    for positions, names in sorted((sorted(graph.position.get(name, -1) for name in names), names) for names in groups):
-        first, last = positions[0], positions[-1]
-        if first < start or last > boundary.last or positions != list(range(first, last + 1)):
+    start = 0
+    for places, names in sorted((sorted(place_of.get(name, -1) for name in names), names) for names in groups):
+        first, last = places[0], places[-1]
+        if first < start or places != list(range(first, last + 1)):
             raise CaptureError(
                 f"the layers {list(names)}, which are to recompute together, do not follow one another in their stage, "
                 "or some are in two groups",
@@ -143,11 +155,16 @@ def divided(graph: LayerGraph, boundary: Boundary, groups: Sequence[Sequence[str
             )
         segments += [(start, first - 1, False), (first, last, True)]
         start = last + 1
-    segments = [each for each in [*segments, (start, boundary.last, False)] if each[0] <= each[1]]
+    segments = [each for each in [*segments, (start, len(place_of) - 1, False)] if each[0] <= each[1]]
     if len(segments) == 1:
         return [(boundary, segments[0][2])]
     kept = [node.name for node in boundary.sent]
-    return [(boundary_of(graph, first, last, kept), again) for first, last, again in segments]
+    divided = []
+    for first, last, again in segments:
+        positions = boundary.positions[first : last + 1]
+        later = set(boundary.positions[last + 1 :])
+        divided.append((boundary_of(graph, positions, later, kept), again))
+    return divided
 
 
 def joined(segments: Sequence[Segment], takes: Sequence[str], results: Sequence[str]) -> Segment:

@@ -1,8 +1,11 @@
-"""Build a stage: a module that computes consecutive layers of a LayerGraph, and holds their weights and no others."""
+"""Build a stage: a module that computes some layers of a LayerGraph, and holds their weights and no others.
+
+The layers of a stage run in the order of the graph. With those of earlier stages they include all that they need.
+"""
 
 import math
 import reprlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -30,7 +33,7 @@ TRAINING = 5  # batch_norm's argument
 
 
 class StageModule(nn.Module):
-    """Consecutive layers of a model, made by `build_stage`.
+    """Some layers of a model, made by `build_stage`.
 
     Its parameters and buffers are those of the original model: the same objects under the same names, each tied
     parameter under all its names. It keeps no graph and no node: these lead to the whole model's weights.
@@ -221,23 +224,23 @@ def build_stage(
     keep: Sequence[str] = (),
     variant: Variant = AS_CAPTURED,
     of: StageModule | None = None,
+    before: Collection[str] | None = None,
 ) -> StageModule:
     """Return the stage of `graph` that computes the layers named; stages share the graph's parameters.
 
     Args:
         keep: further values made here that `forward` returns, for instance the model's outputs.
         of: the same stage in training, for one with units, which are its own then.
+        before: the layers of earlier stages; by default those that stand before this stage's first one, and then its
+            own must follow one another.
     """
     for name in layer_names:
         if name not in graph.position:
             raise CaptureError(f"the model has no layer '{name}'", hint="was the plan made for this model?")
     positions = [graph.position[name] for name in layer_names]
-    if not positions or positions != list(range(positions[0], positions[0] + len(positions))):
-        raise CaptureError(
-            f"the layers {list(layer_names)} do not follow one another in the model",
-            hint="a stage is a run of consecutive layers",
-        )
-    boundary = parts.stage_boundary(graph, positions[0], positions[-1], keep)
+    earlier = _earlier(graph, positions, before)
+    later = set(range(len(graph.layers))) - earlier - set(positions)
+    boundary = parts.stage_boundary(graph, positions, later, keep)
     graph.options.prepare(graph.model)  # again, for deferred weights: they were made after the capture
     blocks = None if graph.blocks is None else StageBlocks(graph, boundary, variant)
     weights = weights_of(graph, boundary.layers) if blocks is None else blocks.weights
@@ -265,6 +268,36 @@ def build_stage(
     if units is not None:
         code = replace(code, run=partial(units.whole, code.run))
     return StageModule(graph, boundary, weights, code, places, variant.division, specs, units)
+
+
+def _earlier(graph: LayerGraph, positions: Sequence[int], before: Collection[str] | None) -> set[int]:
+    """Return the positions of the layers before a stage; raise CaptureError if it cannot run after them."""
+    names = [graph.layers[position].name for position in positions]
+    in_a_row = bool(positions) and positions == list(range(positions[0], positions[0] + len(positions)))
+    if before is None and not in_a_row:
+        raise CaptureError(
+            f"the layers {names} do not follow one another in the model",
+            hint="say which layers are before them",
+        )
+    if before is None:
+        return set(range(positions[0]))
+
+    earlier = {graph.position[name] for name in before}
+    if not positions or positions != sorted(set(positions) - earlier):
+        raise CaptureError(
+            f"the layers {names} are not in the model's order, or not all in this stage alone",
+            hint="make the plan again with: plan solve",
+        )
+    known = earlier | set(positions)
+    for position, name in zip(positions, names, strict=True):
+        missing = graph.needs[position] - known
+        if missing:
+            needed = graph.layers[min(missing)].name
+            raise CaptureError(
+                f"layer '{name}' needs '{needed}', which is in a later stage",
+                hint="make the plan again with: plan solve",
+            )
+    return earlier
 
 
 def warm_up(stage: StageModule, batch: Batch) -> None:

@@ -250,8 +250,8 @@ def _optimality(explanation: Explanation) -> str:
     if solver.name == GIVEN:
         return "The stages were given: no search says how far from the fastest plan this is."
     if solver.status == "optimal":
-        which = words.IN_ORDER + (f" and with {solver.bound_of}" if solver.bound_of else "")
-        bound = f"By the cost model no plan{which} takes less than {format_seconds(solver.lower_bound_s)}"
+        least = format_seconds(solver.lower_bound_s)
+        bound = f"By the cost model no plan{words.which_plans(solver)} takes less than {least}"
         return f"{bound}: the search was exact{', up to 1% of simulation' if solver.simulated else ''}."
     return f"By the cost model {words.bound_words(solver)}."
 

@@ -10,7 +10,15 @@ from planner.analysis.fewer import COPY_EVERY, cost_of_loss, shares_left
 from planner.analysis.limits import Limits, simulated_limits
 from planner.formats.cluster import Cluster
 from planner.formats.plan import GIVEN, Plan
-from planner.formats.plan_parts import Bottleneck, OtherWay, SolverReport, Stage, StageMemory, config_words
+from planner.formats.plan_parts import (
+    ALONG_ORDER,
+    Bottleneck,
+    OtherWay,
+    SolverReport,
+    Stage,
+    StageMemory,
+    config_words,
+)
 from planner.formats.profile import Profile
 from planner.reporting.tables.table import Table, named_values, table_of
 from planner.reporting.tables.verdict import best_baseline, share_of_speed, verdict_lines
@@ -128,6 +136,7 @@ def _search_lines(plan: Plan) -> list[tuple[str, str | None]]:
     return [
         ("solver", _solver(plan)),
         ("bound", bound_words(solver) if open_question else None),
+        ("cuts", solver.cuts or None),
     ]
 
 
@@ -369,13 +378,19 @@ def schedules_table(plan: Plan) -> Table:
     return table_of(rows)
 
 
-IN_ORDER = " in the profile's order"  # which all plans are, and what their bounds hold for
+def which_plans(solver: SolverReport) -> str:
+    """Say which plans a bound holds for: " in the profile's order", with some cuts, or nothing where for all."""
+    limits = solver.bound_of.split(", ") if solver.bound_of else []
+    parts = [f"with {each}" for each in limits if each != ALONG_ORDER]
+    if ALONG_ORDER in limits or not solver.cuts:
+        parts.insert(0, "in the profile's order")
+    return "".join(f" {each}" for each in [" and ".join(parts)] if each)
 
 
 def bound_words(solver: SolverReport) -> str:
     """Say what no plan is faster than by the cost model, and which of the simulated plans this is."""
-    which = f" and with {solver.bound_of}" if solver.bound_of else ""
-    least = f"no plan{IN_ORDER}{which} takes less than {format_seconds(solver.lower_bound_s)}, {solver.gap:.1%} less"
+    least_s = format_seconds(solver.lower_bound_s)
+    least = f"no plan{which_plans(solver)} takes less than {least_s}, {solver.gap:.1%} less"
     others = "no other" if solver.exhausted else "others"
     return least + (f"; best of {solver.simulated} simulated; {others} could be faster" if solver.simulated else "")
 

@@ -24,7 +24,7 @@ from planner.solver.problem.budget import Budget
 from planner.solver.problem.problem import Problem
 from planner.solver.question import options_of, with_one_optimizer
 from planner.solver.report import accepting_divided_loss, report_of_way
-from planner.solver.search.pipeline_search import PipelineSearch
+from planner.solver.search.chain.ways import least_anywhere_s
 from planner.solver.tuning.record import STANDARD, Tuning
 
 
@@ -241,7 +241,7 @@ def _fastest_complete(
 
 def report_without_search(way: Way) -> SolverReport:
     """Return what is known of a plan that no search found: its distance from perfect balance."""
-    bound_s = min(PipelineSearch(way.problem).relaxed_s(), way.plan.seconds)
+    bound_s = min(least_anywhere_s(way.problem), way.plan.seconds)
     unknown = SolverReport(
         name="usual ways",
         status="feasible",

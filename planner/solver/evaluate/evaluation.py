@@ -27,7 +27,7 @@ from planner.solver.evaluate.orders import in_every_order as in_every_order
 from planner.solver.evaluate.pipelines import pipeline_for, too_large
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import CutPath, Evaluation, stages_along
-from planner.solver.problem.states import Chain
+from planner.solver.problem.states import CutSpace
 
 
 def priced(problem: Problem, stages: Sequence[Candidate]) -> Evaluation:
@@ -36,7 +36,7 @@ def priced(problem: Problem, stages: Sequence[Candidate]) -> Evaluation:
     return Evaluation(placed, problem.price(placed))
 
 
-def priced_path(problem: Problem, space: Chain, path: CutPath) -> Evaluation:
+def priced_path(problem: Problem, space: CutSpace, path: CutPath) -> Evaluation:
     """Price a path over a space by the cost model, also one for more GPUs than there are."""
     if path.gpus > problem.cluster.gpus:
         problem = problem.with_cluster(_of_size(problem, path.gpus))

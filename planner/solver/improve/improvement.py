@@ -14,10 +14,11 @@ import numpy as np
 
 from planner.solver.evaluate.evaluation import in_every_order, simulated
 from planner.solver.improve.allotment import allotted
+from planner.solver.improve.branches import space_around
 from planner.solver.pool import Pool
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import CutPath, Evaluation, stages_along
-from planner.solver.problem.states import Chain
+from planner.solver.problem.states import Chain, CutSpace
 from planner.solver.search.chain.ways import BestWays
 from planner.solver.search.levels.local_search import LocalSearch, OptionsOf
 from planner.units import SLACK
@@ -41,7 +42,7 @@ def climb(pool: Pool, searched: Problem) -> None:
     best = pool.best
     if best is None or pool.settled or pool.question.budget.over:
         return
-    space = Chain(searched.layer_costs)
+    space = _space_around(searched, best)
     first = _path(searched, space, best)
     if first is None:
         return
@@ -72,7 +73,7 @@ def climb(pool: Pool, searched: Problem) -> None:
     trials.finish()
 
 
-def _ways(searched: Problem, space: Chain) -> list[OptionsOf]:
+def _ways(searched: Problem, space: CutSpace) -> list[OptionsOf]:
     """Return how stages may run: those that recompute more than they must have room for deeper pipelines."""
     limited = searched.cluster.memory_bytes is not None and not searched.cluster.kinds
     published, *deeper = searched.tuning.improve.depth_ratios
@@ -108,7 +109,7 @@ def _fastest_by_shape(pool: Pool) -> list[Evaluation]:
 class _Trials:
     """What local search minimises: the simulated seconds of paths that may be faster than the pool's best plan."""
 
-    def __init__(self, pool: Pool, searched: Problem, space: Chain, first: CutPath) -> None:
+    def __init__(self, pool: Pool, searched: Problem, space: CutSpace, first: CutPath) -> None:
         self._pool = pool
         self._searched = searched
         self._space = space
@@ -189,7 +190,7 @@ def deepen(pool: Pool, searched: Problem) -> None:
     tuning = question.tuning
     if best.seconds - best.price_s <= tuning.evaluate.assumed_waiting_share * best.seconds:
         return
-    space = Chain(searched.layer_costs)
+    space = _space_around(searched, best)
     path = _path(searched, space, best)
     if path is None:
         return
@@ -206,16 +207,21 @@ def deepen(pool: Pool, searched: Problem) -> None:
     question.budget.count += unlimited.budget.count
 
 
-def _path(question: Problem, space: Chain, plan: Evaluation) -> CutPath | None:
-    """Return a plan's path over the space; None where its stages are no runs of consecutive layers that may be cut."""
+def _space_around(question: Problem, plan: Evaluation) -> CutSpace:
+    """Return the cuts along the profile's order, and those near a plan's own if it has others."""
+    if plan.in_order:
+        return Chain(question.layer_costs)
+    return space_around(question, plan.stages)
+
+
+def _path(question: Problem, space: CutSpace, plan: Evaluation) -> CutPath | None:
+    """Return a plan's path over the space; None where some stage ends at none of its states."""
     if not question.cluster.kinds and any(stage.ranks for stage in plan.stages):
         return None
-    states_by_layers = {len(space.layers(0, state)): state for state in range(len(space))}
     states = [0]
     for stage in plan.stages:
-        end = len(stage.before) + len(stage.layers)
-        follows = stage.before == frozenset(range(len(stage.before)))
-        if not follows or end not in states_by_layers:
+        state = space.state_of(stage.before | stage.layers)
+        if state is None:
             return None
-        states.append(states_by_layers[end])
+        states.append(state)
     return CutPath(tuple(states), tuple(stage.options for stage in plan.stages), np.inf)

@@ -31,7 +31,7 @@ from planner.solver.clock import NO_LIMIT, Clock
 from planner.solver.problem.bounds import Bounds, bounds_for
 from planner.solver.problem.budget import Budget
 from planner.solver.problem.result import Evaluation
-from planner.solver.problem.states import Chain
+from planner.solver.problem.states import CutSpace
 from planner.solver.tuning.record import STANDARD, Tuning
 from planner.stages.sharding import PossibleSharding, Sharding, why_whole
 from planner.stages.tensor import any_divided, one_degree
@@ -61,7 +61,7 @@ class Limits:
         """Return whether a plan may have so many stages."""
         return self.rules.max_stages is None or count <= self.rules.max_stages
 
-    def most_stages(self, space: Chain, gpus: int) -> int:
+    def most_stages(self, space: CutSpace, gpus: int) -> int:
         """Return how many stages a plan over the space has at most."""
         most = min(gpus, len(space) - 1)
         return most if self.rules.max_stages is None else min(most, self.rules.max_stages)

@@ -9,7 +9,7 @@ from planner.cost.network.topology import ranks_of
 from planner.cost.overheads import Price
 from planner.formats.cluster import Cluster
 from planner.formats.plan_parts import config_of
-from planner.solver.problem.states import Chain
+from planner.solver.problem.states import CutSpace
 from planner.stages.tensor import degrees_of
 
 # An answer is proven optimal up to this relative difference in time: rounding, not search.
@@ -47,7 +47,7 @@ def with_replicas(path: CutPath, replicas: Sequence[int]) -> CutPath:
     return replace(path, options=tuple(options))
 
 
-def stages_along(space: Chain, path: CutPath) -> list[Candidate]:
+def stages_along(space: CutSpace, path: CutPath) -> list[Candidate]:
     """Return the stages of a path over a space."""
     return [
         Candidate(space.members(0, i), space.members(i, j), options)
@@ -74,6 +74,11 @@ class Evaluation:
     def price_s(self) -> float:
         """Seconds by the cost model, also of a plan that was simulated."""
         return self.seconds if self.price.cost_model_s is None else self.price.cost_model_s
+
+    @property
+    def in_order(self) -> bool:
+        """Whether all stages are consecutive layers of the profile's order."""
+        return all(stage.before == frozenset(range(len(stage.before))) for stage in self.stages)
 
     @property
     def config(self) -> str:
@@ -116,6 +121,7 @@ class Answer:
     bound_s: float  # seconds per minibatch that no plan is below
     name: str = "search"  # of the method
     bound_of: str = ""  # of which plans, where not of all
+    cuts: str = ""  # which were searched, where there are others than those along the profile's order
 
     def with_best(self, best: Evaluation) -> "Answer":
         """Return the answer with another plan; no bound is above the time of a plan that exists."""

@@ -1,8 +1,9 @@
-"""States of the search: how many layers of the profile's order are before a cut, and the stages between them.
+"""States of the search: which layers are before a cut, and the stages between them.
 
-A stage is a pair of states. Its work depends on nothing else, which makes the search exact. A branching model could
-also be cut at other sets of layers that contain all their predecessors; as in PipeDream's paper, in Alpa and in
-torch.distributed.pipelining, plans have none of these.
+The layers before a cut include all their predecessors: they are a *downset* of the graph. `Chain` has the downsets that
+are the first layers in the profile's order; if each layer feeds the next, there are no others. The other downsets of a
+graph with branches are in `planner.solver.problem.downsets`. A stage is a pair of states, one of which contains the
+other. Its work depends on nothing else, which makes the search exact.
 
 Values that are live at the first state I and that no layer of the stage uses pass by the stage. With front(I) the bytes
 live at I, and passing(I, J) those among them that no layer of J \\ I uses,
@@ -12,6 +13,8 @@ live at I, and passing(I, J) those among them that no layer of J \\ I uses,
 and the same for gradients in the other direction.
 """
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from functools import cached_property, partial
 from itertools import pairwise
 
@@ -30,48 +33,79 @@ _BYTES = ("gradient_bytes", "weight_bytes", "optimizer_bytes", "buffer_bytes", "
 COUNTED = _TIMES + _BYTES  # quantities that are sums over a stage's layers
 
 
-class Chain:
-    """Prefixes of the profile's order whose ends are legal cuts: `no_cut_after` does not forbid them."""
+class CutSpace(ABC):
+    """States in an order in which each comes after those that it contains: the first is empty, the last has all layers.
 
-    def __init__(self, layer_costs: LayerCosts, states: Integers | None = None) -> None:
-        """Take all of them, or some `states` by number, with both ends."""
-        ends = np.cumsum([0, *map(len, uncut_groups(layer_costs))])
-        self._states = np.arange(len(ends)) if states is None else states
-        self._ends = ends[self._states]
-        self._values = [  # the producer, the users ascending, and what the value adds to a front
-            (value.producer, sorted(value.users), value.amounts) for value in layer_costs.traffic
-        ]
-        sums = {name: np.concatenate(([0.0], np.cumsum(column(layer_costs, name)))) for name in COUNTED}
-        fronts = np.zeros((len(FRONTS), ends[-1] + 1))
-        for producer, users, weights in self._values:
-            fronts[:, producer + 1 : users[-1] + 1] += weights[:, None]  # produced, and needed by a later user
-        # Sums of each quantity over the layers of all states, and what is live at them.
-        self.layer_costs, self._fronts = layer_costs, fronts[:, self._ends]
-        self._sums = {name: each[self._ends] for name, each in sums.items()}
-        self.compute_s = self._sums["forward_s"] + self._sums["backward_s"] + self._sums["update_s"]
-        self.memo = Memo()  # of what searches know of these stages
+    Attributes:
+        layer_costs: of the model.
+        compute_s: seconds of the layers of each state, forward, backward and update; ascending.
+        memo: what searches know of these stages.
+    """
+
+    def __init__(self, layer_costs: LayerCosts, sums: dict[str, Floats], fronts: Floats) -> None:
+        """Take the sums of each of `COUNTED` over the layers of all states, and what is live at them: `FRONTS`."""
+        self.layer_costs = layer_costs
+        self._sums = sums
+        self._fronts = fronts
+        self.compute_s = sums["forward_s"] + sums["backward_s"] + sums["update_s"]
+        self.memo = Memo()
 
     def __len__(self) -> int:
         return len(self.compute_s)
 
+    @abstractmethod
     def spread(self, most: int) -> Integers:
-        """Return about so many states at equal distances, with both ends."""
-        return np.unique(np.linspace(0, len(self) - 1, most).astype(np.int64))
+        """Return about so many states at equal distances, each of which contains the one before, with both ends."""
 
-    def only(self, states: Integers) -> "Chain":
+    @abstractmethod
+    def rough(self, most: int) -> Integers | None:
+        """Return about so many states, over which a search finds a start; None where all of them are few enough."""
+
+    @abstractmethod
+    def only(self, states: Integers) -> "CutSpace":
         """Return the space of these states, which must include both ends."""
-        return Chain(self.layer_costs, self._states[states])
 
+    @abstractmethod
     def holds(self, layer: int) -> NDArray[np.bool_]:
         """Return which states contain the layer at this position."""
-        return np.asarray(self._ends > layer)
 
-    def span(self, state: int, other: int) -> range:
-        """Return the positions of the layers in `other` but not in `state`, ascending."""
-        return range(int(self._ends[state]), int(self._ends[other]))
+    @abstractmethod
+    def containing(self, state: int, others: Integers) -> Integers:
+        """Return those of `others`, all of which come after the state, that contain it."""
+
+    @abstractmethod
+    def between(self, state: int, other: int) -> Integers:
+        """Return the states at which the stage from `state` to `other` may be cut in two, ascending."""
+
+    @abstractmethod
+    def cuts_at(self, targets_s: Floats) -> list[int] | None:
+        """Return states at about these seconds of compute, each inside the next; None where two would be the same.
+
+        None of them is the first or the last state.
+        """
+
+    @abstractmethod
+    def state_of(self, layers: frozenset[int]) -> int | None:
+        """Return the state that has these layers; None without one."""
+
+    @abstractmethod
+    def span(self, state: int, other: int) -> Sequence[int]:
+        """Return the positions of the layers in `other` but not in `state`, ascending; as a key for dictionaries."""
+
+    @abstractmethod
+    def passing(self, state: int, others: Integers) -> Floats | None:
+        """Return what passes by the stage up to each of `others`, a row for each of `FRONTS`; None if nothing does."""
+
+    @abstractmethod
+    def _working(self, state: int, others: Integers) -> tuple[Floats, Floats, Floats]:
+        """Return the working, accumulating and updating bytes; 0 each of a profile without workspaces."""
+
+    def after(self, state: int) -> Integers:
+        """Return the states that contain this one, without itself."""
+        return self.containing(state, np.arange(state + 1, len(self)))
 
     def layers(self, state: int, other: int) -> tuple[int, ...]:
-        """Return the same positions one by one."""
+        """Return the positions of the layers in `other` but not in `state`, ascending."""
         return tuple(self.span(state, other))
 
     def members(self, state: int, other: int) -> frozenset[int]:
@@ -87,14 +121,6 @@ class Chain:
     def recomputation(self, rule: RecomputeRule) -> Recomputation:
         """Return the choices of what recomputes in the stages; `benchmarks.piper.question` has others."""
         return Recomputation(self.layer_costs, rule)
-
-    def passing(self, state: int, others: Integers) -> Floats | None:
-        """Return what passes by the stage up to each of `others`, a row for each of `FRONTS`; None if nothing does.
-
-        Live values are summed by their next use, because a value passes every stage that ends before it.
-        """
-        uses, sums = self._next_uses[state]
-        return sums[:, np.searchsorted(uses, self._ends[others], side="left")] if len(uses) else None
 
     def sides(self, state: int, others: Integers) -> tuple[Floats, Floats]:
         """Return what the stages up to `others` exchange with earlier stages and with later ones, as in `FRONTS`."""
@@ -126,7 +152,7 @@ class Chain:
     @cached_property
     def every_stage(self) -> tuple[Integers, Integers, Work]:
         """The first states, last states and work of all stages."""
-        later = [np.arange(state + 1, len(self)) for state in range(len(self) - 1)]
+        later = [self.after(state) for state in range(len(self) - 1)]
         works = [self.work(state, others) for state, others in enumerate(later)]
         counts = [len(others) for others in later]
         return np.repeat(np.arange(len(later)), counts), np.concatenate(later), joined(works, counts)
@@ -151,8 +177,64 @@ class Chain:
     def _held(self, state: int, others: Integers, name: str) -> Floats:
         return np.asarray(self._sums[name][others] - self._sums[name][state])
 
+
+class Chain(CutSpace):
+    """The first layers in the profile's order, up to each legal cut: `no_cut_after` does not forbid it."""
+
+    def __init__(self, layer_costs: LayerCosts, states: Integers | None = None) -> None:
+        """Take all of them, or some `states` by number, with both ends."""
+        ends = np.cumsum([0, *map(len, uncut_groups(layer_costs))])
+        self._states = np.arange(len(ends)) if states is None else states
+        self._ends = ends[self._states]
+        self._values = [  # the producer, the users ascending, and what the value adds to a front
+            (value.producer, sorted(value.users), value.amounts) for value in layer_costs.traffic
+        ]
+        sums = {name: np.concatenate(([0.0], np.cumsum(column(layer_costs, name)))) for name in COUNTED}
+        fronts = np.zeros((len(FRONTS), ends[-1] + 1))
+        for producer, users, weights in self._values:
+            fronts[:, producer + 1 : users[-1] + 1] += weights[:, None]  # produced, and needed by a later user
+        super().__init__(layer_costs, {name: each[self._ends] for name, each in sums.items()}, fronts[:, self._ends])
+
+    def spread(self, most: int) -> Integers:
+        return np.unique(np.linspace(0, len(self) - 1, most).astype(np.int64))
+
+    def rough(self, most: int) -> Integers | None:
+        return self.spread(most) if len(self) > 2 * most else None
+
+    def only(self, states: Integers) -> "Chain":
+        return Chain(self.layer_costs, self._states[states])
+
+    def holds(self, layer: int) -> NDArray[np.bool_]:
+        return np.asarray(self._ends > layer)
+
+    def containing(self, state: int, others: Integers) -> Integers:
+        return others
+
+    def between(self, state: int, other: int) -> Integers:
+        return np.arange(state + 1, other)
+
+    def cuts_at(self, targets_s: Floats) -> list[int] | None:
+        middles_s = (self.compute_s[1:] + self.compute_s[:-1]) / 2
+        cuts: list[int] = np.searchsorted(middles_s, targets_s).tolist()
+        ascending = all(start < end for start, end in pairwise((0, *cuts, len(self) - 1)))
+        return cuts if ascending else None
+
+    def state_of(self, layers: frozenset[int]) -> int | None:
+        count = len(layers)
+        state = int(np.searchsorted(self._ends, count))
+        if self._ends[state] != count or max(layers, default=-1) >= count:
+            return None
+        return state
+
+    def span(self, state: int, other: int) -> range:
+        return range(int(self._ends[state]), int(self._ends[other]))
+
+    def passing(self, state: int, others: Integers) -> Floats | None:
+        """Sum live values by their next use: a value passes every stage that ends before it."""
+        uses, sums = self._next_uses[state]
+        return sums[:, np.searchsorted(uses, self._ends[others], side="left")] if len(uses) else None
+
     def _working(self, state: int, others: Integers) -> tuple[Floats, Floats, Floats]:
-        """Return the working, accumulating and updating bytes; 0 each of a profile without workspaces."""
         known, nothing = self.layer_costs.at_work, np.asarray(0.0)
         if known is None:
             return nothing, nothing, nothing

@@ -1,19 +1,27 @@
-"""Propose the best plan by the cost model, found by the exact search along the profile's order.
+"""Propose the best plan by the cost model, found by exact searches: along the profile's order, then over all cuts.
+
+Few plans with other cuts than those along the order are faster, and these take most of the time to find. So the first
+search is along the order, and the second one looks for plans that are faster than its best. Where there are too many
+cuts for that, the best plan is improved by others near its own.
 
 On clusters of several levels it is the best one that the searches for those find: on consecutive ranks, and in columns.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+from planner.solver.improve.branches import improved_paths
 from planner.solver.pool import Batch, Pool
+from planner.solver.problem.cut_space import searched_cuts
 from planner.solver.problem.drained import with_single_stages
 from planner.solver.problem.infeasible import UnexplainedError, explain
 from planner.solver.problem.problem import Problem
-from planner.solver.problem.result import Evaluation
+from planner.solver.problem.result import CutPath, Evaluation
 from planner.solver.propose.regular import regular_plans
 from planner.solver.propose.waiting import plans_that_wait_less
 from planner.solver.search.pipeline_search import PipelineSearch
+
+MOST_IMPROVED = 3  # plans off the profile's order that are proposed, the fastest first
 
 
 def propose_chain(question: Problem, pool: Pool) -> Iterator[Batch]:
@@ -23,25 +31,64 @@ def propose_chain(question: Problem, pool: Pool) -> Iterator[Batch]:
         InfeasibleError: if no plan of this form fits the memory.
         OutOfTimeError: if the deadline passes before any plan is found.
     """
+    # 1. Along the profile's order, or over all cuts where no plan along the order fits.
+    cuts = searched_cuts(question)
     search = PipelineSearch(question)
     path = search.best()
+    if path is None and cuts.branches:
+        search = PipelineSearch(question, cuts.space)
+        path = search.best()
     if path is None:
         raise UnexplainedError(lambda: explain(question, _Fits(question, search), search.leaner()))
+    found = _Found.by(search, path)
 
-    bounded = search.bounded(path)
-    assert bounded.path is not None
-    best = search.priced(bounded.path)
-    columned = search.columned(path, best)
-
-    # The bound comes from the search and the seconds from the price, which add the same numbers in another order.
-    bound_s = min(bounded.bound_s, columned.bound_s, best.seconds)
+    # 2. Over all cuts.
+    bound_s = found.bound_s
+    faster: list[Evaluation] = []
+    if cuts.branches and search.space is not cuts.space:
+        wider = _faster(PipelineSearch(question, cuts.space), found)
+        bound_s = min(bound_s, wider.bound_s)
+        faster = wider.plans
     if question.sharding.gradients:
         bound_s = with_single_stages(question, bound_s)  # which the search has none of
     pool.raise_bound(bound_s)
 
-    batch = [plan.stages for plan in (best, *columned.plans)]
+    batch = [plan.stages for plan in (*faster, *found.plans)]
     yield batch
+
+    # 3. Cuts near those of the best plan, and plans that wait less.
+    if cuts.improved:
+        better = [other.priced(faster).stages for other, faster in improved_paths(search, path)]
+        yield better[: -1 - MOST_IMPROVED : -1]
     yield from plans_that_wait_less(search, pool, batch)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The plans that one search proposes, the best on consecutive ranks first, and what no plan of its is below."""
+
+    path: CutPath  # the best; on clusters of several levels, for the nearest flat one
+    plans: list[Evaluation]
+    bound_s: float
+
+    @classmethod
+    def by(cls, search: PipelineSearch, path: CutPath) -> "_Found":
+        """Return what a search finds, given its best path."""
+        bounded = search.bounded(path)
+        assert bounded.path is not None
+        best = search.priced(bounded.path)
+        columned = search.columned(path, best)
+        # The bound comes from the search and the seconds from the price, which add the same in another order.
+        bound_s = min(bounded.bound_s, columned.bound_s, best.seconds)
+        return cls(path, [best, *columned.plans], bound_s)
+
+
+def _faster(search: PipelineSearch, known: _Found) -> _Found:
+    """Return what a search finds that takes less time than what is known, and a bound on all of its plans."""
+    path = search.best() if search.problem.placed else search.faster(known.path.seconds)
+    if path is not None:
+        return _Found.by(search, path)
+    return replace(known, plans=[], bound_s=search.bounded(known.path).bound_s)
 
 
 class _Fits:

@@ -16,9 +16,10 @@ from dataclasses import dataclass, replace
 from planner.cost.network.link import Link
 from planner.cost.weight_copies import counted_with_copies
 from planner.solver.pool import Batch, Pool
+from planner.solver.problem.cut_space import searched_cuts
 from planner.solver.problem.problem import Limits, Problem
 from planner.solver.problem.result import CutPath
-from planner.solver.problem.states import Chain
+from planner.solver.problem.states import CutSpace
 from planner.solver.propose.counts import counts_to_try
 from planner.solver.search.chain.search import Search
 from planner.solver.search.levels.levels import local_search_for
@@ -38,7 +39,7 @@ class Kind:
     """A kind of plans: the search for it, over which cuts, for which link, within which limits."""
 
     search_type: type[Search]
-    space: Chain
+    space: CutSpace
     link: Link
     limits: Limits
 
@@ -133,7 +134,7 @@ def _on_at_most(limits: Limits, gpus: int) -> Limits:
     return replace(limits, gpus=min(limits.gpus, gpus))
 
 
-def _families(question: Problem, space: Chain) -> list[Limits]:
+def _families(question: Problem, space: CutSpace) -> list[Limits]:
     """Return the limits within which to look for every kind: those for simpler stages first.
 
     Over many states all searches choose between the whole of a stage and nothing, so that both are alike.
@@ -149,7 +150,7 @@ def _families(question: Problem, space: Chain) -> list[Limits]:
     return [replace(limits, rules=rules, whole_stages=True), limits]
 
 
-def _slower_links(question: Problem, space: Chain) -> list[Link]:
+def _slower_links(question: Problem, space: CutSpace) -> list[Link]:
     own = question.link.bandwidth_bytes_per_s
     tuning = question.tuning.restricted
     unit = _model_bytes_per_s(question, space)
@@ -157,7 +158,7 @@ def _slower_links(question: Problem, space: Chain) -> list[Link]:
     return [question.link.slowed(own / bandwidth) for bandwidth in slower]
 
 
-def _faster_links(question: Problem, space: Chain) -> list[Link]:
+def _faster_links(question: Problem, space: CutSpace) -> list[Link]:
     """Return faster links than the slowest of several levels, which some messages cross."""
     if not question.placed:
         return []
@@ -175,14 +176,14 @@ def _steps_below(value: float, unit: float, step: float, count: int) -> list[flo
     return [unit * step**power for power in range(highest, highest - count, -1)]
 
 
-def _model_bytes_per_s(question: Problem, space: Chain) -> float:
+def _model_bytes_per_s(question: Problem, space: CutSpace) -> float:
     """Return a rate that belongs to the model alone: similar clusters get the same proposals."""
     everything = question.layer_costs.footprint(question.layer_costs.single_stage)
     model_bytes = int(everything.weight_bytes + everything.saved_bytes) or 1
     return model_bytes / float(space.compute_s[-1])
 
 
-def _counting_copies(question: Problem) -> Chain | None:
+def _counting_copies(question: Problem) -> CutSpace | None:
     """Return the cuts at which every copy of a tied weight costs a stage what it does in a simulation."""
     profile = counted_with_copies(question.layer_costs.profile)
-    return None if profile is None else Chain(question.with_profile(profile).layer_costs)
+    return None if profile is None else searched_cuts(question.with_profile(profile)).space

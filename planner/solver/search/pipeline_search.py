@@ -11,21 +11,23 @@ from planner.solver.clock import OutOfTimeError
 from planner.solver.evaluate.evaluation import priced_path
 from planner.solver.problem.infeasible import Fits
 from planner.solver.problem.problem import Limits, Problem
-from planner.solver.problem.result import BoundedPath, CutPath, Evaluation
-from planner.solver.problem.states import Chain
+from planner.solver.problem.result import RESOLUTION, BoundedPath, CutPath, Evaluation
+from planner.solver.problem.states import Chain, CutSpace
 from planner.solver.search.chain.search import ANY_TIME_S, Search
 from planner.solver.search.chain.synchronous import SynchronousSearch
 from planner.solver.search.chain.ways import relaxed_s
 from planner.solver.search.levels.columns import Columned, search_columns
 from planner.solver.search.levels.flat import best_of, flat_search, nearest_path, nearest_search
 from planner.solver.search.levels.levels import search_levels
+from planner.units import SLACK
 
 
 class PipelineSearch:
-    """The searches for one problem over one space of cuts: by default all that the profile allows."""
+    """The searches for one problem over one space of cuts: by default those along the profile's order."""
 
-    def __init__(self, problem: Problem, space: Chain | None = None) -> None:
-        self.problem, self.space = problem, space or Chain(problem.layer_costs)
+    def __init__(self, problem: Problem, space: CutSpace | None = None) -> None:
+        self.problem = problem
+        self.space = space or Chain(problem.layer_costs)
         self.interrupted = False  # by the deadline: the last search may have missed faster plans
 
     def best(self) -> CutPath | None:
@@ -51,6 +53,20 @@ class PipelineSearch:
         self.interrupted = search.interrupted
         return path
 
+    def faster(self, below_s: float, precision: float = RESOLUTION) -> CutPath | None:
+        """Return the best path as `best` does, up to a precision; None where none takes less than some seconds."""
+        search = self._search(self.problem.limits)
+        precision = max(precision, self.problem.precision)
+        try:
+            if isinstance(search, Search):
+                return search.best(below_s, precision)
+            path = search.best(precision, below_s)  # or a slower one
+            return path if path is not None and path.seconds < below_s * (1 - SLACK) else None
+        except OutOfTimeError:
+            return None
+        finally:
+            self.interrupted = search.interrupted or self.problem.clock.passed
+
     def bounded(self, path: CutPath) -> BoundedPath:
         """Return the best path over the cluster's levels, given the best for the nearest flat one; bound every plan."""
         # A search that knows no places takes all links for the slowest: plans within servers may be faster.
@@ -72,7 +88,8 @@ class PipelineSearch:
             return False
         if len(self.space) > self.problem.tuning.chain.most_choosing_states:
             return True
-        return not exact_everywhere(self.problem.layer_costs)
+        in_order = isinstance(self.space, Chain)
+        return not exact_everywhere(self.problem.layer_costs, in_order=in_order)
 
     def _whatever_recomputes_s(self) -> float:
         """Return seconds that no plan is below even if it had a better choice of what recomputes than is known."""

@@ -12,7 +12,7 @@ from planner.cost.work import Integers
 from planner.solver.problem.bounds import Bounds
 from planner.solver.problem.problem import Limits
 from planner.solver.problem.result import RESOLUTION, CutPath
-from planner.solver.problem.states import Chain
+from planner.solver.problem.states import CutSpace
 from planner.solver.search.chain.search import Search
 
 
@@ -30,7 +30,7 @@ class DataParallelSearch(Search):
 class StraightSearch(Search):
     """Finds plans without replicas."""
 
-    def __init__(self, space: Chain, model: Bounds, limits: Limits) -> None:
+    def __init__(self, space: CutSpace, model: Bounds, limits: Limits) -> None:
         super().__init__(space, model, replace(limits, most_replicas=1))
 
 

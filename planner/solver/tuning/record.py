@@ -24,6 +24,7 @@ from planner.solver.tuning.evaluation import (
 from planner.solver.tuning.searches import (
     ArrayTuning,
     BoundTuning,
+    BranchesTuning,
     ChainTuning,
     ColumnsTuning,
     IntegerTuning,
@@ -56,6 +57,7 @@ class Tuning:
     arrays: ArrayTuning = field(default_factory=ArrayTuning)
     bounds: BoundTuning = field(default_factory=BoundTuning)
     chain: ChainTuning = field(default_factory=ChainTuning)
+    branches: BranchesTuning = field(default_factory=BranchesTuning)
     synchronous: SynchronousTuning = field(default_factory=SynchronousTuning)
     interleaved: InterleavedTuning = field(default_factory=InterleavedTuning)
     levels: LevelsTuning = field(default_factory=LevelsTuning)

@@ -59,6 +59,27 @@ class ChainTuning:
 
 
 @dataclass(frozen=True)
+class BranchesTuning:
+    """Of `planner.solver.problem.cut_space` and `planner.solver.improve.branches`: graphs with branches."""
+
+    # Sets of layers that a cut may leave before it, up to which all are searched: about as many as
+    # there are layers in the largest models, so that a search, which takes their square, takes no
+    # longer than for those. Where stages may choose what recomputes, all choices are known for half
+    # as many states.
+    most_downsets: int = 600
+    most_choosing_downsets: int = 300
+
+    # States of each round of improvement, likewise.
+    near_states: int = 400
+    near_choosing_states: int = 300
+
+    # Rounds end before, almost always: a plan that they improve is improved two or three times. A
+    # round must gain this share of the time to be worth another one.
+    rounds: int = 12
+    min_gain_share: float = 3e-4
+
+
+@dataclass(frozen=True)
 class SynchronousTuning:
     """Of `planner.solver.search.chain.synchronous`, and of who asks it."""
 

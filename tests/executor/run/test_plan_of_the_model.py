@@ -34,7 +34,7 @@ EDITS: dict[str, tuple[Edit, str]] = {
     "without its last layer": (lambda layers: layers[-1].pop(), "no stage has the layer"),
     "without its first layer": (lambda layers: layers[0].pop(0), "where the model has 'embed'"),
     "with layers swapped": (lambda layers: layers[0].reverse(), "where the model has 'embed'"),
-    "with stages swapped": (lambda layers: layers.reverse(), "where the model has 'embed'"),
+    "with stages swapped": (lambda layers: layers.reverse(), "where the model has 'loss'"),
     "cut elsewhere": (lambda layers: layers[1].insert(0, layers[0].pop()), "does not send the value"),
 }
 

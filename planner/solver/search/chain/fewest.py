@@ -14,7 +14,7 @@ from planner.cost.candidate import StageOptions
 from planner.cost.work import IMPOSSIBLE, Integers
 from planner.solver.problem.bounds import Bounds
 from planner.solver.problem.problem import Limits
-from planner.solver.problem.states import Chain
+from planner.solver.problem.states import CutSpace
 from planner.solver.search.chain.fitting import FittingWays
 from planner.solver.search.chain.plainest import PlainestWay
 from planner.solver.search.chain.trial import Trial
@@ -25,7 +25,7 @@ from planner.units import SLACK
 class FewestReplicas:
     """Replicas of the stages of one space under one cost model."""
 
-    def __init__(self, space: Chain, model: Bounds, limits: Limits) -> None:
+    def __init__(self, space: CutSpace, model: Bounds, limits: Limits) -> None:
         self.space = space
         self.model = model
         self.ways = WaysOf(space, limits)

@@ -28,7 +28,7 @@ from planner.cost.work import IMPOSSIBLE, Integers
 from planner.solver.problem.bounds import Bounds
 from planner.solver.problem.problem import Limits
 from planner.solver.problem.result import RESOLUTION, CutPath
-from planner.solver.problem.states import Chain
+from planner.solver.problem.states import CutSpace
 from planner.solver.search.chain.fewest import FewestReplicas
 from planner.solver.search.chain.suffixes import Suffixes
 from planner.solver.search.chain.targets import Targets
@@ -44,7 +44,7 @@ class Search:
         interrupted: whether the deadline ended the search: there may be faster plans.
     """
 
-    def __init__(self, space: Chain, model: Bounds, limits: Limits) -> None:
+    def __init__(self, space: CutSpace, model: Bounds, limits: Limits) -> None:
         self.space = space
         self.model = model
         self.gpus = limits.gpus
@@ -128,10 +128,10 @@ class Search:
         few = self.limits.tuning.chain.rough_states
         if chooses:
             few //= 2
-        if len(self.space) <= 2 * few:
+        states = self.space.rough(few)
+        if states is None:
             return None
 
-        states = self.space.spread(few)
         search = type(self)(self.space.only(states), self.model, self._all_choices)
         path = search.best(below_s)
         if path is None:
@@ -167,7 +167,7 @@ class Search:
                 continue
 
             # 2. J: a stage needs at least its computation over T, however its all-reduce overlaps.
-            others = suffixes.reached
+            others = self.space.containing(state, suffixes.reached)
             after = suffixes.following[:, others]
             least = self._fewest.by_compute(state, others, target_s)
             rows, columns = np.nonzero(after + least <= most)
@@ -212,7 +212,7 @@ class Search:
         before[0] = 0
         useful = np.flatnonzero(self._least_after <= self.gpus)
         for number, state in enumerate(useful.tolist()):
-            others = useful[number + 1 :]
+            others = self.space.containing(state, useful[number + 1 :])
             least = self._fewest.by_compute(state, others, target_s)
             others = others[before[state] + least + self._least_after[others] <= self.gpus]
             if len(others):

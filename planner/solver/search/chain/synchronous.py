@@ -19,7 +19,7 @@ from planner.cost.work import Floats, Integers, Work
 from planner.solver.clock import NO_LIMIT, OutOfTimeError
 from planner.solver.problem.problem import Limits
 from planner.solver.problem.result import RESOLUTION, CutPath
-from planner.solver.problem.states import Chain
+from planner.solver.problem.states import CutSpace
 from planner.solver.search.chain.least_sum import Walk
 from planner.solver.search.chain.ways import Stages, WaysOf, stages_alike
 from planner.solver.search.trade import LeastSum, trade_offs
@@ -48,7 +48,7 @@ class SynchronousSearch:
         found: the plans that were met on the way to the best: each has a larger sum and a smaller maximum.
     """
 
-    def __init__(self, space: Chain, model: SynchronousModel, limits: Limits, multiple: int = 1) -> None:
+    def __init__(self, space: CutSpace, model: SynchronousModel, limits: Limits, multiple: int = 1) -> None:
         self.space = space
         self.model = model
         self.limits = limits

@@ -27,7 +27,7 @@ from planner.solver.evaluate.evaluation import columns_of, in_columns, priced, p
 from planner.solver.problem.bounds import bounds_for
 from planner.solver.problem.problem import Limits, Problem
 from planner.solver.problem.result import RESOLUTION, CutPath, Evaluation
-from planner.solver.problem.states import Chain
+from planner.solver.problem.states import CutSpace
 from planner.solver.search.chain.synchronous import SynchronousSearch
 from planner.solver.search.chain.ways import BestWays
 from planner.solver.search.levels.column_models import MultiplesModel, MultiplesSearch
@@ -46,7 +46,7 @@ class Columned:
 
 def search_columns(
     problem: Problem,
-    space: Chain,
+    space: CutSpace,
     nearest: CutPath,
     best: Evaluation,
 ) -> Columned:
@@ -105,7 +105,7 @@ def _is_prime(number: int) -> bool:
 
 def _flat_paths(
     problem: Problem,
-    space: Chain,
+    space: CutSpace,
     columns: int,
     below_s: float,
 ) -> Iterator[CutPath]:
@@ -128,7 +128,7 @@ def _flat_paths(
 
 def _synchronous_paths(
     problem: Problem,
-    space: Chain,
+    space: CutSpace,
     columns: int,
     below_s: float,
 ) -> Iterator[CutPath]:
@@ -161,7 +161,7 @@ class _ColumnPlans:
     """Lays paths out in columns, at their true price."""
 
     problem: Problem
-    space: Chain
+    space: CutSpace
 
     def best(self, paths: Sequence[CutPath]) -> tuple[Evaluation, ...]:
         """Return plans of the paths, fastest first, and of the best one with its cuts moved."""

@@ -17,7 +17,7 @@ from planner.cost.work import IMPOSSIBLE, Floats, Integers, Work
 from planner.solver.problem.bounds import BoundsLike, bounds_for
 from planner.solver.problem.problem import Limits, Problem
 from planner.solver.problem.result import RESOLUTION, CutPath
-from planner.solver.problem.states import Chain
+from planner.solver.problem.states import CutSpace
 from planner.solver.search.chain.search import Search
 from planner.solver.search.chain.synchronous import SynchronousSearch
 from planner.solver.search.chain.ways import taken
@@ -87,7 +87,7 @@ class NearestModel(BoundsLike):
 
 def flat_search(
     problem: Problem,
-    space: Chain,
+    space: CutSpace,
     limits: Limits,
     link: Link | None = None,
 ) -> Search | SynchronousSearch:
@@ -97,14 +97,14 @@ def flat_search(
     return SynchronousSearch(space, problem.synchronous(link), limits)
 
 
-def nearest_search(problem: Problem, space: Chain, limits: Limits) -> Search | SynchronousSearch:
+def nearest_search(problem: Problem, space: CutSpace, limits: Limits) -> Search | SynchronousSearch:
     """Return the search for the nearest flat cluster, where no plan takes longer."""
     if isinstance(objective_of(problem), SynchronousModel):
         return flat_search(problem, space, limits, problem.topology.link(0))
     return Search(space, NearestModel(problem.topology), limits)
 
 
-def nearest_path(problem: Problem, space: Chain) -> tuple[CutPath | None, bool]:
+def nearest_path(problem: Problem, space: CutSpace) -> tuple[CutPath | None, bool]:
     """Return the best path on the nearest flat cluster, and whether the clock ended the search."""
     tuning = problem.tuning.levels
     search = nearest_search(problem, space, problem.limits)

@@ -22,7 +22,7 @@ from planner.cost.work import Integers
 from planner.solver.clock import OutOfTimeError
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import RESOLUTION, BoundedPath, CutPath, with_replicas
-from planner.solver.problem.states import Chain
+from planner.solver.problem.states import CutSpace
 from planner.solver.search.chain.ways import BestWays
 from planner.solver.search.levels.flat import best_of, flat_search
 from planner.solver.search.levels.local_search import LocalSearch
@@ -30,7 +30,7 @@ from planner.solver.search.levels.prices import PathPrices
 from planner.solver.search.levels.relaxed import Relaxed, Seconds, better, objective_of
 
 
-def search_levels(problem: Problem, space: Chain, nearest: CutPath) -> BoundedPath:
+def search_levels(problem: Problem, space: CutSpace, nearest: CutPath) -> BoundedPath:
     """Find a fast plan by its true price, and bound all plans over the space.
 
     Args:
@@ -101,7 +101,7 @@ def _best_over(prices: PathPrices, states: Integers) -> CutPath | None:
     return None if path is None else _on(path, states)
 
 
-def _sample(space: Chain, most: int, best: CutPath | None) -> Integers:
+def _sample(space: CutSpace, most: int, best: CutPath | None) -> Integers:
     """Return both ends, cuts at equal distances in compute time, and as many near the best path's."""
     last = len(space) - 1
     cuts = () if best is None else best.states[1:-1]
@@ -142,7 +142,7 @@ def _improved(
     return best
 
 
-def local_search_for(problem: Problem, space: Chain, price: Seconds) -> LocalSearch:
+def local_search_for(problem: Problem, space: CutSpace, price: Seconds) -> LocalSearch:
     """Return a local search that prices so many paths as the question is worth."""
     tuning = problem.tuning.levels
     gpus = problem.cluster.gpus
@@ -152,7 +152,7 @@ def local_search_for(problem: Problem, space: Chain, price: Seconds) -> LocalSea
     return LocalSearch(space, gpus, price, ways, most, tuning.split_shares, problem.clock)
 
 
-def _alike(problem: Problem, space: Chain, nearest: CutPath) -> Iterator[CutPath]:
+def _alike(problem: Problem, space: CutSpace, nearest: CutPath) -> Iterator[CutPath]:
     """Yield paths that are best where all links are like one of the cluster's, and by servers."""
     states = np.arange(len(space))
     some = space
@@ -185,7 +185,7 @@ def _links(topology: Topology) -> Iterator[Link]:
         yield replace(topology.link(level), bandwidth_bytes_per_s=bandwidth / size)
 
 
-def _best_on(problem: Problem, space: Chain, link: Link) -> CutPath | None:
+def _best_on(problem: Problem, space: CutSpace, link: Link) -> CutPath | None:
     return best_of(problem, flat_search(problem, space, problem.limits, link))
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from planner.cost.candidate import StageOptions
 from planner.solver.clock import NO_LIMIT, Clock
 from planner.solver.problem.result import RESOLUTION, CutPath
-from planner.solver.problem.states import Chain
+from planner.solver.problem.states import CutSpace
 from planner.solver.search.levels.neighbours import Neighbours, Shape
 from planner.solver.search.levels.relaxed import Seconds
 
@@ -31,7 +31,7 @@ class LocalSearch:
 
     def __init__(
         self,
-        space: Chain,
+        space: CutSpace,
         gpus: int,
         price: Seconds,
         ways: Sequence[OptionsOf],

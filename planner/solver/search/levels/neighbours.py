@@ -6,7 +6,7 @@ from itertools import pairwise, product
 import numpy as np
 
 from planner.solver.problem.result import CutPath
-from planner.solver.problem.states import Chain
+from planner.solver.problem.states import CutSpace
 
 Shape = tuple[tuple[int, ...], tuple[int, ...]]  # states, replicas
 
@@ -17,7 +17,8 @@ class Neighbours:
     Stages are split at `split_shares` of their compute.
     """
 
-    def __init__(self, space: Chain, gpus: int, split_shares: Sequence[float]) -> None:
+    def __init__(self, space: CutSpace, gpus: int, split_shares: Sequence[float]) -> None:
+        self._space = space
         self._compute_s = space.compute_s
         self._gpus = gpus
         self._split_shares = np.array(split_shares)
@@ -25,7 +26,7 @@ class Neighbours:
     @property
     def kinds(self) -> tuple[Callable[[CutPath], Iterator[Shape]], ...]:
         """Each kind of neighbours, of a path."""
-        return cuts_moved, self.stages_split, self.replicas_moved, stages_joined
+        return self.cuts_moved, self.stages_split, self.replicas_moved, stages_joined
 
     def stages_split(self, path: CutPath) -> Iterator[Shape]:
         """Yield plans with a stage split in two, on its replicas or, if a GPU is left, one more."""
@@ -65,12 +66,28 @@ class Neighbours:
                 yield from self._changed(path, {stage: fewer, stage + 1: more})
                 yield from self._changed(path, {stage: more, stage + 1: fewer})
 
+    def cuts_moved(self, path: CutPath) -> Iterator[Shape]:
+        """Yield plans with a cut moved by 1, 2, 4, ... states, later and earlier."""
+        for stage in range(len(path.replicas) - 1):
+            start, cut, end = path.states[stage : stage + 3]
+            between = self._space.between(start, end)
+            place = int(np.searchsorted(between, cut))
+            distances = [2**power for power in range((len(between) + 1).bit_length())]
+            for direction, distance in product((1, -1), distances):
+                moved = place + direction * distance
+                if 0 <= moved < len(between):
+                    replicas = path.replicas[stage : stage + 2]
+                    yield _with(path, stage, stage + 2, (int(between[moved]),), replicas)
+
     def _cuts_inside(self, start: int, end: int) -> list[int]:
         """Return the cuts at some shares of the compute between two states."""
+        between = self._space.between(start, end)
+        if not len(between):
+            return []
         start_s = self._compute_s[start]
         targets_s = start_s + self._split_shares * (self._compute_s[end] - start_s)
-        cuts = np.unique(np.searchsorted(self._compute_s, targets_s))
-        return [cut for cut in cuts.tolist() if start < cut < end]
+        places = np.unique(np.searchsorted(self._compute_s[between], targets_s))
+        return [int(between[place]) for place in places if place < len(between)]
 
     def _changed(self, path: CutPath, changes: Mapping[int, int]) -> Iterator[Shape]:
         """Yield the path with other replicas of some stages, at its cuts and at cuts to match."""
@@ -84,23 +101,9 @@ class Neighbours:
         stages_s = np.diff(compute_s[list(path.states)])
         shares = np.cumsum(stages_s * replicas / path.replicas)
         targets_s = compute_s[-1] * shares / shares[-1]
-        middles_s = (compute_s[1:] + compute_s[:-1]) / 2
-        cuts = np.searchsorted(middles_s, targets_s[:-1]).tolist()
-        states = (0, *cuts, path.states[-1])
-        if all(start < end for start, end in pairwise(states)):
-            yield states, tuple(replicas)
-
-
-def cuts_moved(path: CutPath) -> Iterator[Shape]:
-    """Yield plans with a cut moved by 1, 2, 4, ... states, later and earlier."""
-    for stage in range(len(path.replicas) - 1):
-        start, cut, end = path.states[stage : stage + 3]
-        distances = [2**power for power in range((end - start).bit_length())]
-        for direction, distance in product((1, -1), distances):
-            moved = cut + direction * distance
-            if start < moved < end:
-                replicas = path.replicas[stage : stage + 2]
-                yield _with(path, stage, stage + 2, (moved,), replicas)
+        cuts = self._space.cuts_at(targets_s[:-1])
+        if cuts is not None:
+            yield (0, *cuts, path.states[-1]), tuple(replicas)
 
 
 def stages_joined(path: CutPath) -> Iterator[Shape]:

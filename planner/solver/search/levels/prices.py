@@ -9,7 +9,7 @@ from planner.cost.setting import Setting
 from planner.solver.evaluate.evaluation import priced_path
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import CutPath, stages_along
-from planner.solver.problem.states import Chain
+from planner.solver.problem.states import CutSpace
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class PathPrices:
     """The prices of paths over one space."""
 
     problem: Problem
-    space: Chain
+    space: CutSpace
 
     def seconds(self, path: CutPath) -> float:
         """Return seconds per minibatch by the cost model; infinite where memory is lacking."""

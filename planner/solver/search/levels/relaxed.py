@@ -29,7 +29,7 @@ from planner.cost.work import Floats, Integers
 from planner.schedule.schedule import warm_up_depth
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import RESOLUTION, BoundedPath, CutPath
-from planner.solver.problem.states import Chain
+from planner.solver.problem.states import CutSpace
 from planner.solver.search.chain.ways import WaysOf
 from planner.solver.search.levels.stage_bounds import Places, StageBounds, bounds_of, phases_of
 from planner.solver.search.trade import LeastSum, trade_offs
@@ -61,7 +61,7 @@ class Relaxed:
         OutOfTimeError: when the deadline passes meanwhile.
     """
 
-    def __init__(self, problem: Problem, space: Chain) -> None:
+    def __init__(self, problem: Problem, space: CutSpace) -> None:
         self._limits = problem.limits
         self._tuning = problem.tuning.levels
         self._objective = objective_of(problem)
@@ -115,7 +115,7 @@ class Relaxed:
     def _stage_bounds(self, ways: WaysOf, state: int) -> StageBounds:
         """Bound the stages from a state; those may choose what recomputes that something limits."""
         self._limits.clock.check()
-        others = np.arange(state + 1, self._last + 1)
+        others = ways.space.after(state)
         plainest = bounds_of(ways.all(state, others), self._places, self._objective)
         limited = (plainest.most <= self._limits.gpus).any(axis=0)
         choosing = ways.choosing(plainest.ways, limited, len(others))

@@ -6,7 +6,7 @@ some memory limit could make the best one (`planner.cost.recomputation`), the qu
 
 from planner.solver.search.chain.ways.best import BestWays
 from planner.solver.search.chain.ways.rows import numbered, taken
-from planner.solver.search.chain.ways.space import Ways, WaysOf, relaxed_s
+from planner.solver.search.chain.ways.space import Ways, WaysOf, least_anywhere_s, relaxed_s
 from planner.solver.search.chain.ways.stages import PartsOf, Stages, stages_alike, stages_on
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "Stages",
     "Ways",
     "WaysOf",
+    "least_anywhere_s",
     "numbered",
     "relaxed_s",
     "stages_alike",

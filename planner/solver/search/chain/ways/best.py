@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from planner.cost.candidate import StageOptions
 from planner.solver.problem.problem import Problem
-from planner.solver.problem.states import Chain
+from planner.solver.problem.states import CutSpace
 from planner.solver.search.chain.ways.space import Ways, WaysOf
 
 
@@ -20,7 +20,7 @@ class BestWays:
     """The best ways to run the stages of plans, which have room for `deeper` times the published depths."""
 
     problem: Problem
-    space: Chain
+    space: CutSpace
     deeper: float = 1.0
     _known: dict[tuple[int, int, int, int], StageOptions] = field(default_factory=dict, compare=False)
 

@@ -1,13 +1,13 @@
 """The choices of layers that recompute, of the stages of a space."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from planner.cost.recomputation import Choices, Recomputation
 from planner.cost.work import Floats
 from planner.options.solving import RecomputeRule
-from planner.solver.problem.states import Chain
+from planner.solver.problem.states import CutSpace
 
 KEPT = ("saved_bytes", "working_bytes", "accumulating_bytes")  # of a footprint, which choices decide
 
@@ -15,7 +15,7 @@ KEPT = ("saved_bytes", "working_bytes", "accumulating_bytes")  # of a footprint,
 class StageChoices:
     """The choices under one rule. Many searches ask for them, so the layers' costs remember them."""
 
-    def __init__(self, space: Chain, rule: RecomputeRule) -> None:
+    def __init__(self, space: CutSpace, rule: RecomputeRule) -> None:
         self._space = space
         self._known = space.layer_costs.memo.table((StageChoices, rule), lambda: _Known(space.recomputation(rule)))
 
@@ -30,9 +30,9 @@ class _Known:
 
     def __init__(self, recomputation: Recomputation) -> None:
         self._recomputation = recomputation
-        self._choices: dict[range, Choices] = {}
+        self._choices: dict[Sequence[int], Choices] = {}
 
-    def of(self, spans: list[range]) -> list[Choices]:
+    def of(self, spans: Sequence[Sequence[int]]) -> list[Choices]:
         new = [*dict.fromkeys(span for span in spans if span not in self._choices)]
         if new:
             found = self._recomputation.several([tuple(span) for span in new])

@@ -10,7 +10,7 @@ from planner.cost.work import Footprint, Integers, Work
 from planner.solver.problem.bounds import balanced_s
 from planner.solver.problem.drained import drained_s
 from planner.solver.problem.problem import Limits, Problem
-from planner.solver.problem.states import Chain
+from planner.solver.problem.states import Chain, CutSpace
 from planner.solver.search.chain.ways.choices import KEPT, StageChoices, columns_of
 from planner.solver.search.chain.ways.rows import numbered, taken, with_columns
 from planner.stages.sharding import UNSHARDED
@@ -77,7 +77,7 @@ class WaysOf:
         chooses: whether stages may choose what to recompute.
     """
 
-    def __init__(self, space: Chain, limits: Limits) -> None:
+    def __init__(self, space: CutSpace, limits: Limits) -> None:
         self.space = space
         self.limits = limits
         self.layer_costs = space.layer_costs
@@ -192,11 +192,21 @@ class WaysOf:
         return whole_stage(self.space.layers(state, other), self.recomputes or choice > 0)
 
 
-def relaxed_s(problem: Problem, space: Chain) -> float:
-    """Return seconds that no plan is below, whatever its cuts: perfect balance, no communication, the leanest ways.
+def relaxed_s(problem: Problem, space: CutSpace) -> float:
+    """Return seconds that no plan is below: perfect balance, no communication, the leanest ways.
 
     Under synchronous schedules the bound knows the bubble and the memory, too; it is infinite where no plan fits.
+    Over a chain it holds for cuts along the profile's order, otherwise for all.
     """
+    return _least_s(problem, space, in_order=isinstance(space, Chain))
+
+
+def least_anywhere_s(problem: Problem) -> float:
+    """Return seconds that no plan is below whatever its cuts, as `relaxed_s` does over all of them."""
+    return _least_s(problem, Chain(problem.layer_costs), in_order=False)
+
+
+def _least_s(problem: Problem, space: CutSpace, *, in_order: bool) -> float:
     ways = WaysOf(space, problem.limits)
     least_s = balanced_s(problem.layer_costs, problem.setting, ways.least)
 
@@ -204,4 +214,4 @@ def relaxed_s(problem: Problem, space: Chain) -> float:
     drains = schedule.formula == "synchronous"
     if not drains or schedule.splits_backward or problem.cluster.kinds:
         return least_s
-    return max(least_s, drained_s(problem))
+    return max(least_s, drained_s(problem, in_order=in_order))

@@ -16,7 +16,7 @@ from planner.cost.work import Floats, Integers, Work
 from planner.options.solving import UNLIMITED
 from planner.schedule.schedule import Schedule
 from planner.solver.problem.problem import Problem
-from planner.solver.problem.states import Chain
+from planner.solver.problem.states import CutSpace
 from planner.solver.search.chain.ways.space import Ways, WaysOf
 
 # Stages' parts of the sum over the stages, and of the maximum over them, on replicas (a column) in given ways (a row).
@@ -60,7 +60,7 @@ def stages_alike(
 
 def stages_on(
     problem: Problem,
-    space: Chain,
+    space: CutSpace,
     memory_bytes: int | None,
     most: int,
     link: Link | None = None,
@@ -95,7 +95,7 @@ class _Tables:
         self.ways.limits.clock.check()
 
         # 1. The plainest ways of the stages that may fit.
-        others = self._may_fit(state, np.arange(state + 1, len(self.ways.space)))
+        others = self._may_fit(state, self.ways.space.after(state))
         plainest = self._of_use(self.ways.all(state, others))
 
         # 2. All ways of those whose plainest way does not allow all GPUs after the stage.

@@ -1,0 +1,78 @@
+"""Which cuts of a question's model are searched: all that it has, where these are few, or those along the order.
+
+A graph has few downsets where its branches are short or few. Otherwise the search takes the first layers in the
+profile's order up to each place, and `planner.solver.improve.branches` changes what it finds. An answer says which.
+"""
+
+from dataclasses import dataclass
+
+from planner.formats.plan_parts import ALONG_ORDER
+from planner.solver.problem.downsets import Downsets
+from planner.solver.problem.layer_graph import LayerGraph
+from planner.solver.problem.problem import Problem
+from planner.solver.problem.states import Chain, CutSpace
+
+IMPROVED = f"{ALONG_ORDER}, improved"
+
+
+@dataclass(frozen=True)
+class SearchedCuts:
+    """The cuts of a question that are searched.
+
+    Attributes:
+        space: their states.
+        complete: whether no plan has a cut elsewhere.
+        improved: whether plans with cuts elsewhere are looked for near those that are found.
+    """
+
+    space: CutSpace
+    complete: bool
+    improved: bool = False
+
+    @property
+    def branches(self) -> bool:
+        """Whether the space has other cuts than those along the order."""
+        return not isinstance(self.space, Chain)
+
+    @property
+    def words(self) -> str:
+        """What an answer says of them; nothing where there are no others than those along the order."""
+        if not self.complete:
+            return IMPROVED if self.improved else ALONG_ORDER
+        if not self.branches:
+            return ""
+        return f"all {len(self.space)} sets of layers that a cut may leave before it"
+
+    @property
+    def bound_of(self) -> str:
+        """Of which plans a bound over the space is, where not of all."""
+        return "" if self.complete else ALONG_ORDER
+
+
+def searched_cuts(question: Problem) -> SearchedCuts:
+    """Return the cuts that are searched for a question."""
+    chain = Chain(question.layer_costs)
+    graph = LayerGraph(question.layer_costs)
+    branches = takes_branches(question)
+    most = len(chain)
+    if branches:
+        tuning = question.tuning.branches
+        few = tuning.most_choosing_downsets if chooses_recomputation(question) else tuning.most_downsets
+        most = max(most, few)
+
+    downsets = graph.downsets(most)
+    if downsets is None:
+        return SearchedCuts(chain, complete=False, improved=branches)
+    if len(downsets) == len(chain):
+        return SearchedCuts(chain, complete=True)
+    return SearchedCuts(Downsets(question.layer_costs, graph.flags(downsets)), complete=True)
+
+
+def takes_branches(question: Problem) -> bool:
+    """Return whether plans may have other cuts than those along the order: some searches know no others."""
+    return not (question.schedule.chunked or question.cluster.kinds or question.solver == "ilp")
+
+
+def chooses_recomputation(question: Problem) -> bool:
+    """Return whether stages may choose what recomputes, so that searches look at many ways to run each."""
+    return question.cluster.memory_bytes is not None and question.recompute == "auto"
