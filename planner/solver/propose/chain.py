@@ -21,8 +21,6 @@ from planner.solver.propose.regular import regular_plans
 from planner.solver.propose.waiting import plans_that_wait_less
 from planner.solver.search.pipeline_search import PipelineSearch
 
-MOST_IMPROVED = 3  # plans off the profile's order that are proposed, the fastest first
-
 
 def propose_chain(question: Problem, pool: Pool) -> Iterator[Batch]:
     """Yield the best plan by the cost model, then plans that may wait less; raise the pool's bound.
@@ -59,7 +57,7 @@ def propose_chain(question: Problem, pool: Pool) -> Iterator[Batch]:
     # 3. Cuts near those of the best plan, and plans that wait less.
     if cuts.improved:
         better = [other.priced(faster).stages for other, faster in improved_paths(search, path)]
-        yield better[: -1 - MOST_IMPROVED : -1]
+        yield better[::-1][: question.tuning.branches.most_proposed]
     yield from plans_that_wait_less(search, pool, batch)
 
 

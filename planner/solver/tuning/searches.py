@@ -78,6 +78,8 @@ class BranchesTuning:
     rounds: int = 12
     min_gain_share: float = 3e-4
 
+    most_proposed: int = 3  # improved plans, the fastest first
+
 
 @dataclass(frozen=True)
 class SynchronousTuning:
