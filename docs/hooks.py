@@ -3,7 +3,7 @@
 In a page, one of these lines
 
     <!-- fields: planner.formats.profile.Profile -->   becomes tables of the fields of that record and its parts,
-    <!-- help: plan solve -->                          becomes what `plan solve --help` prints,
+    <!-- help: plan solve -->                          becomes what `plan solve --help-all` prints,
     <!-- devices: all -->                              becomes the table of devices that estimates know,
     <!-- script: one_host.sh -->                       becomes that file of docs/scripts,
     <!-- api: planner -->                              becomes signatures and docstrings of that module's public names,
@@ -164,7 +164,7 @@ def field_tables(path: str, shown: set[type[BaseModel]] | None = None) -> str:
 
 
 def help_text(command: str) -> str:
-    """Return what `command --help` prints, as a block of code."""
+    """Return what the help of a command prints, of a verb with all its options, as a block of code."""
     # Imported here: the tables of fields need no command line.
     from planner.cli.main import main
 
@@ -175,7 +175,7 @@ def help_text(command: str) -> str:
     os.environ["COLUMNS"] = HELP_COLUMNS
     try:
         with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
-            main([*verbs, "--help"])
+            main([*verbs, "--help-all" if verbs else "--help"])
     finally:
         os.environ.pop("COLUMNS")
         if before is not None:

@@ -14,6 +14,7 @@ from planner.errors import InputError
     [
         (planner.profile, "estimate", "planner.estimate is a function of its own"),
         (planner.profile, "compile", "did you mean `compiled`, which the command line calls compile?"),
+        (planner.solve, "global_batch_size", "did you mean `minibatch`?"),
         (planner.profile, "batchsize", "did you mean batch_size?"),
         (planner.profile, "host", "it is an argument of planner.estimate"),
         (planner.train, "drop_last", "give `options=planner.TrainingOptions(drop_last=...)`"),

@@ -1,6 +1,7 @@
 """Rules that no linter knows: who knows a flag, and who a schedule by its name."""
 
 import ast
+import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -123,6 +124,79 @@ def test_kinds_that_say_cuda_are_about_cuda() -> None:
     assert not found
 
 
+def test_tuned_numbers_are_fields_of_one_record() -> None:
+    """How far searches look is read from the question, in `planner.solver.tuning`, where each number has its reason."""
+    exact = {
+        "analysis/explain.py": {"_SAME"},  # rounding
+        "analysis/fewer.py": {"_COPIES"},  # what a host of an elastic run holds
+        "solver/assemble.py": {"GIVEN"},  # the report on a plan that nobody searched for
+        "solver/problem/infeasible.py": {"PLENTY"},  # memory without an end
+        "solver/problem/result.py": {"RESOLUTION"},  # rounding
+        "solver/search/chain/fitting.py": {"_BITS"},  # of a key
+        "solver/search/chain/plainest.py": {"_ONE"},  # the least replicas
+        "solver/search/chain/search.py": {"ANY_TIME_S"},  # time without an end
+        "solver/search/integer/cbc.py": {"_FEASIBILITY", "_PR_SET_PDEATHSIG"},  # rounding; Linux
+        "solver/search/integer/ilp_flow.py": {"SCALE"},  # the unit of time in a program
+        "solver/search/levels/stage_bounds.py": {"ACTIVATIONS", "GRADIENTS", "MESSAGES"},  # rows
+        "solver/sizes/minibatch.py": {"MINIBATCH_TOKENS"},  # a published table
+    }
+    found = dict[str, set[str]]()
+    for path in _modules("analysis", "solver"):
+        names = set(_names_of_numbers(ast.parse(path.read_text("utf-8"))))
+        if names:
+            found[path.relative_to(PACKAGE).as_posix()] = names
+    assert found == exact
+
+
+def test_the_standard_record_is_a_default_and_nothing_else() -> None:
+    """Code that reads it would not read the record of its question."""
+    found = list[str]()
+    for path in _modules("analysis", "solver"):
+        tree = ast.parse(path.read_text("utf-8"))
+        defaults = {id(inner) for outer in _defaults(tree) for inner in ast.walk(outer)}
+        found += [
+            f"{path.relative_to(PACKAGE)}:{node.lineno}"
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Name) and node.id == "STANDARD" and id(node) not in defaults
+        ]
+    assert not found
+
+
+def _modules(*packages: str) -> Iterator[Path]:
+    """The modules of some packages, but for the record itself."""
+    for package in packages:
+        for path in sorted((PACKAGE / package).rglob("*.py")):
+            if not path.is_relative_to(PACKAGE / "solver" / "tuning"):
+                yield path
+
+
+def _names_of_numbers(tree: ast.Module) -> Iterator[str]:
+    """The constants of a module, or of its classes, whose values have numbers in them."""
+    bodies = [tree.body, *(node.body for node in ast.walk(tree) if isinstance(node, ast.ClassDef))]
+    for statement in itertools.chain.from_iterable(bodies):
+        match statement:
+            case ast.Assign(targets=targets, value=value):
+                pass
+            case ast.AnnAssign(target=target, value=ast.expr() as value):
+                targets = [target]
+            case _:
+                continue
+        if any(isinstance(node, ast.Constant) and type(node.value) in (int, float) for node in ast.walk(value)):
+            names = (node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name))
+            yield from (name for name in names if name.isupper())
+
+
+def _defaults(tree: ast.Module) -> Iterator[ast.expr]:
+    """The defaults of all parameters, and of all fields of classes."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.arguments():
+                yield from (*node.defaults, *(each for each in node.kw_defaults if each is not None))
+            case ast.ClassDef():
+                fields = (each.value for each in node.body if isinstance(each, ast.AnnAssign))
+                yield from (value for value in fields if value is not None)
+
+
 def _attributes(tree: ast.AST) -> Iterator[ast.Attribute]:
     """All attributes that are read, and not called."""
     called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
@@ -149,6 +223,6 @@ def _lines_with_flags() -> Iterator[str]:
         if place.startswith("cli/") or place in _EXPORTS:
             continue
         for number, line in enumerate(path.read_text("utf-8").splitlines(), start=1):
-            declared = place.startswith("options/") and re.search(r'\b(flag|negation)="--', line)
+            declared = place.startswith("options/") and re.search(r'\b((flag|negation)="|aliases=\(")--', line)
             if _FLAG.search(line) and not _OTHER_PROGRAMS.search(line) and not declared:
                 yield f"{place}:{number}: {line.strip()}"

@@ -7,6 +7,7 @@ import contextlib
 import random
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from tabulate import tabulate
@@ -16,11 +17,12 @@ from benchmarks.kept import printed
 from planner.formats.cluster import Cluster, hierarchical_cluster
 from planner.formats.plan import Plan
 from planner.formats.profile import Device, Edge, Layer, Profile, Provenance, Value, load_profile
+from planner.options.solving import SolveOptions
 from planner.reporting.tables.plan import ranks_line
 from planner.schedule.registry import find
-from planner.solver import search_plan as solve
 from planner.solver.evaluate import orders
-from planner.solver.search.levels import levels
+from planner.solver.find_plan import find_plan
+from planner.solver.tuning.record import STANDARD, Tuning
 from planner.units import format_seconds
 
 ANCHORS = Path(__file__).parents[2].parent / "shared" / "anchors" / "pipedream"
@@ -29,6 +31,7 @@ PROFILES = Path(__file__).parents[2] / "profiles"
 TABLES = ("chains", "local", "orders")
 ORDERED, ORDERED_SERVERS, MICROBATCHES = ("interleaved", "zb-v"), ((4, 4), (8, 2)), 64
 SEARCHED, SERVERS, BETWEEN_MBPS = ("resnet50", "vgg16", "gnmt8", "bert"), ((4, 2), (4, 4)), (100, 200, 500)
+WITHOUT_LOCAL_SEARCH = replace(STANDARD, levels=replace(STANDARD.levels, most_priced=0))
 CHAINS = (
     (100, (4, 4)),
     (300, (8, 8)),
@@ -77,8 +80,7 @@ def local_table() -> str:
         for sizes in SERVERS:
             for between in BETWEEN_MBPS:
                 cluster = hierarchical_cluster(sizes, (10e9 / 8, between * 1e6 / 8))
-                with without_local_search():
-                    before, before_s = timed(profile, cluster)
+                before, before_s = timed(profile, cluster, tuning=WITHOUT_LOCAL_SEARCH)
                 after, after_s = timed(profile, cluster)
                 one, other = (plan.predicted.seconds_per_minibatch for plan in (before, after))
                 times = [format_seconds(each) for each in (one, before_s, other, after_s)]
@@ -119,20 +121,17 @@ def stage_by_stage() -> Iterator[None]:
         orders.columns_of = usual
 
 
-@contextlib.contextmanager
-def without_local_search() -> Iterator[None]:
-    """Give local search a budget of no plans within the context."""
-    usual, levels.MOST_PRICED = levels.MOST_PRICED, 0
-    try:
-        yield
-    finally:
-        levels.MOST_PRICED = usual
-
-
-def timed(profile: Profile, cluster: Cluster, *, schedule: str = "1f1b") -> tuple[Plan, float]:
+def timed(
+    profile: Profile,
+    cluster: Cluster,
+    *,
+    schedule: str = "1f1b",
+    tuning: Tuning = STANDARD,
+) -> tuple[Plan, float]:
     """Return a plan and the seconds that finding it took, without the start of the process."""
     start, microbatches = time.perf_counter(), MICROBATCHES if find(schedule).divides else 1
-    plan = solve(profile, cluster, schedule=schedule, microbatches=microbatches)
+    options = SolveOptions(schedule=schedule, microbatches=microbatches)
+    plan = find_plan(profile, cluster, options, tuning=tuning)
     return plan, time.perf_counter() - start
 
 

@@ -116,12 +116,14 @@ def _ways(given: GivenPlan) -> Iterator[Way]:
     """Yield the chosen plan, what people use, a pipeline of equal times, and GPipe with the plan's stages."""
     layer_costs = given.layer_costs
     cluster = given.plan.cluster
-    clock = given.clock
+    tuning = given.tuning
     yield Way(CHOSEN, given.problem, Evaluation(given.stages, given.price()))
-    yield from usual_ways(given.options, layer_costs, cluster, Budget(clock))
+    budget = Budget(given.clock, tuning=tuning.budget)
+    yield from usual_ways(given.options, layer_costs, cluster, budget, tuning)
 
     unchunked = replace(given.options, schedule=given.plan.schedule.unchunked)  # the baselines have no chunks
-    problem = problem_of(unchunked, layer_costs, cluster, Budget.unlimited(clock))
+    unlimited = Budget.unlimited(given.clock, tuning.budget)
+    problem = problem_of(unchunked, layer_costs, cluster, unlimited, tuning)
     yield Way("equal time", problem, evaluate(problem, equal_time(layer_costs, cluster.gpus)))
 
     yield from _same_cut(given)
@@ -140,8 +142,8 @@ def _same_cut(given: GivenPlan) -> Iterator[Way]:
         microbatches=plan.microbatches if plan.schedule.divides else usual,
         minibatch=None,
     )
-    budget = Budget.unlimited(given.clock)
-    problem = problem_of(drained, given.layer_costs, plan.cluster, budget)
+    budget = Budget.unlimited(given.clock, given.tuning.budget)
+    problem = problem_of(drained, given.layer_costs, plan.cluster, budget, given.tuning)
     yield Way(SAME_CUT, problem, evaluate(problem, given.stages))
 
 

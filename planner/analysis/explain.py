@@ -16,9 +16,9 @@ from planner.simulator.simulate_plan import simulate
 from planner.simulator.summary import summarize
 from planner.solver.clock import Clock
 from planner.solver.find_plan import find_plan
+from planner.solver.question import options_asked
+from planner.solver.tuning.answers import WhatIfTuning
 
-MORE_BANDWIDTH = 1.1
-MORE_MEMORY = 1.5
 RATES = (
     "bandwidth_bytes_per_s",
     "all_reduce_bandwidth_bytes_per_s",
@@ -26,7 +26,7 @@ RATES = (
     "gather_bandwidth_bytes_per_s",
     "scatter_bandwidth_bytes_per_s",
 )
-_SAME = 1e-6  # relative difference of times that counts as none
+_SAME = 1e-6  # relative difference of times that is rounding
 
 
 class ResourceUse(Record):
@@ -130,34 +130,39 @@ def _priced_uses(given: GivenPlan) -> Iterator[ResourceUse]:
 
 def _what_if(given: GivenPlan) -> tuple[Alternative, ...]:
     """Solve again with the same options on slightly larger clusters, and where links limit, with smaller messages."""
-    clusters = list(_clusters_beside(given.plan))
+    clusters = list(_clusters_beside(given.plan, given.tuning.what_if))
     return tuple(
         _resolved(given.within(1 / (len(clusters) - number)), what, cluster)
         for number, (what, cluster) in enumerate(clusters)
     )
 
 
-def _clusters_beside(plan: Plan) -> Iterator[tuple[str, Cluster]]:
+def _clusters_beside(plan: Plan, tuning: WhatIfTuning) -> Iterator[tuple[str, Cluster]]:
     cluster = plan.cluster
-    wider = tuple(map(_with_more_bandwidth, cluster.levels))
-    yield f"{MORE_BANDWIDTH - 1:.0%} more bandwidth", cluster.model_copy(update={"levels": wider})
+    bandwidth = tuning.bandwidth_ratio
+    wider = tuple(_with_bandwidth(level, bandwidth) for level in cluster.levels)
+    yield f"{bandwidth - 1:.0%} more bandwidth", cluster.model_copy(update={"levels": wider})
+
     yield from _one_more(cluster)
+
     if cluster.has_memory_limit:
-        more = cluster.with_memory(lambda memory_bytes: int(memory_bytes * MORE_MEMORY))
-        yield f"{MORE_MEMORY - 1:.0%} more memory", more
+        memory = tuning.memory_ratio
+        more = cluster.with_memory(lambda memory_bytes: int(memory_bytes * memory))
+        yield f"{memory - 1:.0%} more memory", more
+
     if plan.predicted.bottleneck.resource != "compute":
         for name in CODECS:
             if name not in ("none", cluster.compress):
                 yield f"activations sent as {name}", cluster.model_copy(update={"compress": name})
 
 
-def _with_more_bandwidth(level: Level) -> Level:
-    """Return the level with more bandwidth, also of what was measured of all-reduces and the like."""
+def _with_bandwidth(level: Level, ratio: float) -> Level:
+    """Return the level with so many times the bandwidth, also of what was measured of all-reduces and the like."""
     changes = {}
     for name in RATES:
         rate = getattr(level, name)
         if rate is not None:
-            changes[name] = rate * MORE_BANDWIDTH
+            changes[name] = rate * ratio
     return level.model_copy(update=changes)
 
 
@@ -178,7 +183,13 @@ def _one_more(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
 def _resolved(given: GivenPlan, what: str, cluster: Cluster) -> Alternative:
     """Return the fastest plan for another cluster, or the given plan, which runs there, too."""
     try:
-        plan = find_plan(given.layer_costs.given, cluster, given.options, given.clock)
+        plan = find_plan(
+            given.layer_costs.given,
+            cluster,
+            options_asked(given.plan),
+            given.clock,
+            given.tuning,
+        )
     except InfeasibleError:
         return Alternative(what=what, config=None, seconds_per_minibatch=None, gain=None)
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import Stage
 from planner.options.training import ElasticOptions
+from planner.solver.tuning.record import STANDARD, Tuning
 
 COPY_EVERY = ElasticOptions().copy_every  # minibatches
 _COPIES = 2  # that a host holds: a whole one, and the next one while it is made
-_TRIED = 64  # hosts whose loss is priced, where there are more
 
 
 @dataclass(frozen=True)
@@ -25,14 +25,14 @@ class LossCost:
     restore_s: float
 
 
-def cost_of_loss(plan: Plan) -> LossCost:
+def cost_of_loss(plan: Plan, tuning: Tuning = STANDARD) -> LossCost:
     """Price copies and the loss of one host, for a plan with a smaller one: bytes over the hosts' links."""
     outer = plan.cluster.joined[-1]
     rate = outer.bandwidth_bytes_per_s
     copies = _copies(plan, plan.cluster.gpus // outer.size)
     wanted = _wanted_stages(plan, plan.smaller[0], copies.per_host)
 
-    every = -(-outer.size // _TRIED)
+    every = -(-outer.size // tuning.what_if.most_lost_hosts)
     moved = [_moved_bytes(copies, wanted, lost) for lost in range(0, outer.size, every)]
     memory_bytes = _COPIES * max(copies.held_bytes().values())
     if math.inf in moved:

@@ -31,6 +31,7 @@ from planner.solver.evaluate.evaluation import evaluate
 from planner.solver.problem.budget import Budget
 from planner.solver.problem.problem import Problem
 from planner.solver.question import options_of, problem_of, setting_of
+from planner.solver.tuning.record import STANDARD, Tuning
 from planner.stages.sharding import why_whole
 from planner.stages.tensor import degrees_of
 from planner.units import counted, format_bytes, format_memory
@@ -42,15 +43,20 @@ def priced_plan(options: SolveOptions, layer_costs: LayerCosts, cluster: Cluster
     Raise InputError if the cluster has fewer GPUs than stages need.
     """
     needed = sum(stage.options.gpus for stage in stages) // options.chunks_per_gpu
+    check_enough_gpus(needed, cluster)
+    # A plan that does not fit has a price, too.
+    problem = problem_of(options, layer_costs, cluster.with_memory(lambda _: None))
+    _check_whole(problem, stages)
+    return complete(problem, evaluate(problem, stages), GIVEN).model_copy(update={"cluster": cluster})
+
+
+def check_enough_gpus(needed: int, cluster: Cluster) -> None:
+    """Raise InputError if stages need more GPUs than there are."""
     if needed > cluster.gpus:
         raise InputError(
             f"the stages need {counted(needed, 'GPU')}, and the cluster has {cluster.gpus}",
             hint=f"give `gpus={needed}` or more",
         )
-    # A plan that does not fit has a price, too.
-    problem = problem_of(options, layer_costs, cluster.with_memory(lambda _: None))
-    _check_whole(problem, stages)
-    return complete(problem, evaluate(problem, stages), GIVEN).model_copy(update={"cluster": cluster})
 
 
 def _check_whole(problem: Problem, stages: Sequence[Candidate]) -> None:
@@ -88,10 +94,16 @@ class GivenPlan:
     options: SolveOptions  # under which it and its alternatives are priced
     stages: tuple[Candidate, ...]
     clock: Clock  # of everything that is solved or simulated, together
+    tuning: Tuning  # of that
 
     @classmethod
     def of(
-        cls, profile: Profile, plan: Plan, options: SolveOptions | None = None, clock: Clock | None = None
+        cls,
+        profile: Profile,
+        plan: Plan,
+        options: SolveOptions | None = None,
+        clock: Clock | None = None,
+        tuning: Tuning = STANDARD,
     ) -> "GivenPlan":
         """Prepare `plan`, with the options that it records by default; raise PlanError if its profile is another."""
         layer_costs = layer_costs_on(profile, plan.cluster)
@@ -109,8 +121,8 @@ class GivenPlan:
             setting_of(recorded, profile, plan.cluster),
         )
         options = options or recorded
-        clock = clock or Clock.of(options.time_limit_s, options.progress)
-        return cls(layer_costs, plan, options, stages, clock)
+        clock = clock or Clock.of(options.time_limit_s, options.progress, tuning.clock)
+        return cls(layer_costs, plan, options, stages, clock, tuning)
 
     @property
     def seconds(self) -> float:
@@ -137,11 +149,13 @@ class GivenPlan:
     @property
     def problem(self) -> Problem:
         """The problem of pricing the plan and its alternatives."""
-        return problem_of(self.options, self.layer_costs, self.plan.cluster, Budget.unlimited(self.clock))
+        budget = Budget.unlimited(self.clock, self.tuning.budget)
+        return problem_of(self.options, self.layer_costs, self.plan.cluster, budget, self.tuning)
 
     @property
     def _as_recorded(self) -> Problem:
-        return problem_of(options_of(self.plan), self.layer_costs, self.plan.cluster)
+        options = options_of(self.plan)
+        return problem_of(options, self.layer_costs, self.plan.cluster, tuning=self.tuning)
 
     def busy_resources(self) -> Sequence[Busy]:
         """Compute the busy seconds per minibatch of each stage's resources."""

@@ -1,24 +1,24 @@
 """The verbs that need no PyTorch, as functions: `planner.solve`, `planner.price`, `planner.report` and others."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from planner.analysis.compare import compare
 from planner.analysis.explain import explain
-from planner.analysis.given_plan import equal_stages, stages_ending_at
 from planner.analysis.given_plan import price as priced
+from planner.api.own_stages import Stages, own_plan
+from planner.api.servers import check_rates, number_of_gpus, number_of_servers
 from planner.arguments import checked
 from planner.errors import ClusterError, InputError, PlannerError
 from planner.formats.cluster import Cluster, DeviceKind, flat_cluster, hierarchical_cluster, load_cluster
 from planner.formats.device_kinds import cluster_for, is_profile, planned_bytes, read_profile
 from planner.formats.files import write_text
-from planner.formats.own_plan import OwnPlan, OwnStage
+from planner.formats.own_plan import OwnPlan
 from planner.formats.plan import Plan, load_plan
 from planner.formats.profile import Profile, load_profile
 from planner.formats.timeline import Timeline
 from planner.options.cluster import ClusterOptions, listed
-from planner.options.numbers import is_count
 from planner.options.option import keywords_of, refuse
 from planner.options.solving import SolveOptions
 from planner.options.verbs import REPORT_S, PriceOptions, ReportOptions
@@ -27,19 +27,15 @@ from planner.reporting.page.page import report_page
 from planner.reporting.tables.plan import plan_report
 from planner.reporting.tables.profile import profile_report
 from planner.reporting.trace import load_run
-from planner.schedule.registry import find
 from planner.simulator.simulate_plan import simulate, simulate_recorded
 from planner.solver import solve as solving
 from planner.solver.alternatives.table import with_baselines
 from planner.solver.clock import Clock
-from planner.stages.sharding import Sharding, is_level, why_no_group
 
 # Shares of the time of a report, for the comparison, and then for the explanation.
 COMPARING = 0.3
 EXPLAINING = 0.4
 PLAN, PROFILE = Path("plan.json"), Path("profile.json")  # what one verb writes, the next one reads
-# 4: as many stages, of equally many blocks; [6, 6, 7, 5]: the blocks of each; or the last layer of each but the last.
-Stages: TypeAlias = int | str | Sequence[int] | Sequence[str]
 
 
 @keywords_of(ClusterOptions, arguments=1)
@@ -54,14 +50,15 @@ def cluster(profile: Profile, options: ClusterOptions) -> Cluster:
 
     Example:
         >>> profile = planner.load_profile("profiles/vgg16/cpu.json")
-        >>> planner.cluster(profile, topology="4x2", bandwidth="nvlink3,10Gbps", memory="16GB").gpus
+        >>> planner.cluster(profile, servers=2, gpus_per_server=4, bandwidth="pcie4,10Gbps", memory="16GB").gpus
         8
     """
     memory_bytes = options.memory
     if memory_bytes is None and not profile.kinds:  # each of several kinds has its own
         memory_bytes = planned_bytes(profile.device)
     if options.cluster is not None:
-        refuse(options, "cluster", "gpus", "topology", "bandwidth", "own_links", "no_overlap")
+        described_twice = ("gpus", "servers", "gpus_per_server", "topology", "bandwidth", "own_links", "no_overlap")
+        refuse(options, "cluster", *described_twice)
         described = load_cluster(options.cluster)
         if options.memory is not None or described.memory_bytes is None:
             described = described.model_copy(update={"memory_bytes": memory_bytes})
@@ -73,7 +70,7 @@ def cluster(profile: Profile, options: ClusterOptions) -> Cluster:
         if sum(counts.values()) != described.gpus:
             raise ClusterError(
                 f"the kinds are {' + '.join(map(str, counts.values()))} GPUs, and the cluster has {described.gpus}",
-                hint="give `kinds` as many GPUs as `gpus` or `topology`",
+                hint="give `kinds` as many GPUs as the cluster has",
             )
         changes["kinds"] = tuple(DeviceKind(name=name, count=count) for name, count in counts.items())
     if options.sequence_parallel and not profile.tensor:
@@ -85,23 +82,56 @@ def cluster(profile: Profile, options: ClusterOptions) -> Cluster:
 
 
 def _linked(options: ClusterOptions, memory_bytes: int | str | None) -> Cluster:
-    rates, latencies, overlap = listed(options.bandwidth), listed(options.latency), not options.no_overlap
+    """Return the cluster of the options that count GPUs and name links."""
+    rates = listed(options.bandwidth)
     if not rates:
-        raise ClusterError("the cluster has no bandwidth", hint="give `bandwidth=10Gbps`, or `cluster=cluster.json`")
+        raise ClusterError(
+            "the cluster has no bandwidth",
+            hint="give `bandwidth=pcie4,10Gbps` with two `servers`, or `cluster=cluster.json`",
+        )
+
     if options.topology is not None:
-        refuse(options, "topology", "gpus")
+        refuse(options, "topology", "gpus", "servers", "gpus_per_server")
         sizes = [int(size) for size in options.topology]
+    else:
+        sizes = _levels_of_servers(options, rates)
+
+    latencies = listed(options.latency)
+    overlap = not options.no_overlap
+    if len(sizes) > 1 or options.topology is not None:
         latencies = latencies * len(sizes) if len(latencies) == 1 else latencies
         shared = not options.own_links
         return hierarchical_cluster(sizes, rates, memory_bytes, latencies, shared=shared, overlap=overlap)
-    if options.gpus is None:
-        hint = "give `gpus=8`, `topology=4x2`, or `cluster=cluster.json`"
-        raise ClusterError("the cluster has no number of GPUs", hint=hint)
-    refuse(options, "gpus", "own_links")
+
+    if options.own_links:
+        raise ClusterError(
+            "`own_links` is for several servers of several GPUs: these GPUs have links of their own",
+            hint="leave out `own_links`, or give `servers=2`",
+        )
     for values, what in ((rates, "`bandwidth`"), (latencies, "`latency`")):
         if len(values) != 1:
-            raise ClusterError(f"{what} has {len(values)} values for one level", hint="name the levels with `topology`")
-    return flat_cluster(options.gpus, rates[0], memory_bytes, latencies[0], overlap=overlap)
+            raise ClusterError(
+                f"{what} has {len(values)} values for one level",
+                hint="say how many servers there are: `servers=2`",
+            )
+    return flat_cluster(sizes[0], rates[0], memory_bytes, latencies[0], overlap=overlap)
+
+
+def _levels_of_servers(options: ClusterOptions, rates: Sequence[float | str]) -> list[int]:
+    """Return the GPUs per server and the servers, or the GPUs alone where all have one link."""
+    gpus = number_of_gpus(options.gpus, options.servers, options.gpus_per_server)
+    if gpus is None:
+        raise ClusterError(
+            "the cluster has no number of GPUs",
+            hint="give `servers=2` and `gpus_per_server=4`, `gpus=8`, or `cluster=cluster.json`",
+        )
+
+    servers = number_of_servers(gpus, options.servers, options.gpus_per_server)
+    if servers is None:
+        return [gpus]
+
+    check_rates(rates, gpus, servers)
+    return [gpus // servers, servers] if 1 < servers < gpus else [gpus]
 
 
 @keywords_of(SolveOptions)
@@ -114,7 +144,7 @@ def solve(profile: Profile, cluster: Cluster, options: SolveOptions) -> Plan:
 
     Returns:
         A plan on as few GPUs as its speed needs. Its time is that of its simulation, by which it was chosen among the
-        best plans by the cost model. `solver.status` is `optimal` if the time is within 2% of `lower_bound_s`, which by
+        best plans by the cost model. `solver.status` is `optimal` if the time is within 1% of `lower_bound_s`, which by
         the cost model no pipeline can beat whose stages are consecutive layers of the profile; a model with branches
         has others, which nothing here plans. The plan names what people do without a planner, and beside an
         asynchronous plan the best synchronous one. Of other ways with as many samples per update that the options
@@ -158,97 +188,12 @@ def price(profile: Profile, cluster: Cluster, stages: OwnPlan | Stages, options:
         '3-1'
     """
     if not isinstance(stages, OwnPlan):
-        stages = _own_plan(profile, cluster, stages, options)
+        stages = own_plan(profile, cluster, stages, options)
     plan = priced(profile, cluster, stages)
     check_priced(plan, profile, accepted=options.accept_divided_loss)
     if options.accept_divided_loss and plan.loss is not None:
         plan = plan.model_copy(update={"loss": plan.loss.model_copy(update={"accepted": True})})
     return with_baselines(profile, plan, Clock())
-
-
-def _own_plan(profile: Profile, cluster: Cluster, wanted: Stages, options: PriceOptions) -> OwnPlan:
-    schedule, stages = find(options.schedule), _stages(wanted, profile)
-    possible = max(1, cluster.gpus * (schedule.fixed_chunks or options.chunks) // len(stages))
-    replicas = _replicas(options.replicas, len(stages), possible)
-    again = _chosen("recompute", options.recompute, len(stages))
-    sharded, group = _sharded(options.shard_optimizer, len(stages))
-    described = []
-    for number, (stage, (count, degree)) in enumerate(zip(stages, replicas, strict=True)):
-        divides = {"sharded": count > 1 and number in sharded, "sharding_level": int(sharded.get(number, 1))}
-        if group is not None:
-            _check_group(Sharding(int(sharded.get(number, 0)), group), count, options.shard_optimizer)
-            divides["shard_group"] = group
-        how = {"replicas": count, "tensor": degree, "recompute": again.get(number, False)} | divides
-        described.append(stage.model_copy(update=how))
-    own = OwnPlan(stages=tuple(described), schedule=schedule, chunks=options.chunks)
-    return own.model_copy(update={"microbatches": options.microbatches})
-
-
-def _parts(given: Any) -> list[str]:
-    if isinstance(given, Mapping):
-        return [f"{stage}:{units}" for stage, units in given.items()]
-    return str(given).split(",") if isinstance(given, int | str) else [str(part) for part in given]
-
-
-def _stages(wanted: Stages, profile: Profile) -> list[OwnStage]:
-    parts = _parts(wanted)
-    if not all(is_count(part) for part in parts):
-        return stages_ending_at(profile, parts)
-    if len(parts) == 1:
-        return equal_stages(profile, int(parts[0]))
-    if "0" in parts:
-        what = f"`stages={','.join(parts)}` has a stage without blocks"
-        raise InputError(what, hint="give each stage at least one block")
-    return [OwnStage(blocks=int(part)) for part in parts]
-
-
-def _replicas(given: Any, stages: int, possible: int) -> list[tuple[int, int]]:
-    """Return the replicas of each stage, and the ranks of each of them."""
-    if given is None:
-        return [(possible, 1)] * stages
-    parts = [part.partition("x") for part in _parts(given)]
-    pairs = [(count, degree if times else "1") for count, times, degree in parts]
-    if not all(is_count(number) and int(number) for pair in pairs for number in pair) or len(pairs) not in (1, stages):
-        example = ",".join("2" + "1" * (stages - 1))
-        raise InputError(
-            f"`replicas={','.join(_parts(given))}` does not say how many replicas each of {stages} stages has",
-            hint=f"give one number for all, or one for each, 1 or more: `replicas={example}`",
-        )
-    return [(int(count), int(degree)) for count, degree in pairs] * (stages if len(pairs) == 1 else 1)
-
-
-def _sharded(given: Any, stages: int) -> tuple[dict[int, bool | int], int | None]:
-    """Return what `shard_optimizer` says of each stage that it names, and the size of groups that repeat each other."""
-    if isinstance(given, bool) or "/" not in str(given):
-        return _chosen("shard_optimizer", given, stages), None
-    which, _, size = str(given).partition("/")
-    if not (is_count(size) and int(size)):
-        what = f"`shard_optimizer={given}` does not end with the size of groups of replicas"
-        raise InputError(what, hint="for example: `shard_optimizer=all:3/8`, for a plan of one stage")
-    return _chosen("shard_optimizer", which, stages), int(size)
-
-
-def _check_group(sharding: Sharding, replicas: int, given: Any) -> None:
-    problem = why_no_group(sharding, replicas)
-    if problem is not None:
-        sizes = [str(size) for size in range(2, replicas) if replicas % size == 0]
-        some = f"groups of {' or '.join(sizes)} of all {replicas}" if sizes else "more replicas"
-        raise InputError(f"`shard_optimizer={given}`: {problem}", hint=f"take level 2 or 3, and {some}")
-
-
-def _chosen(name: str, given: Any, stages: int) -> dict[int, bool | int]:
-    """Return the stages that "all" or "0,1:4" names, each with what follows its colon, or True."""
-    chosen: dict[int, bool | int] = {}
-    for part in ["all"] if given is True else [] if given is False else _parts(given):
-        which, colon, units = part.partition(":")
-        if not (which == "all" or (is_count(which) and int(which) < stages)):
-            what = f"`{name}={part}` names none of the stages, which count from 0 to {stages - 1}"
-            raise InputError(what, hint=f"for example: `{name}=0`, or all")
-        if colon and not (is_count(units) and int(units) > 0 and (name == "recompute" or is_level(int(units)))):
-            wanted = "a number of blocks, 1 or more" if name == "recompute" else "1, 2 or 3"
-            raise InputError(f"`{name}={part}` does not end with {wanted}", hint=f"for example: `{name}={which}:2`")
-        chosen |= dict.fromkeys(range(stages) if which == "all" else [int(which)], int(units) if colon else True)
-    return chosen
 
 
 @checked

@@ -1,4 +1,4 @@
-"""The GPUs that `fit` asks about: equal servers, and the clusters that other numbers of such GPUs make."""
+"""Equal servers of GPUs, as people count them, and the clusters that other numbers of such GPUs make."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +10,68 @@ from planner.formats.names import CodecName
 from planner.options.cluster import listed
 from planner.options.verbs import PER_SERVER, FitOptions
 from planner.units import counted
+
+
+def number_of_gpus(
+    gpus: int | None,
+    servers: int | None,
+    gpus_per_server: int | None,
+) -> int | None:
+    """Return the GPUs in all servers; None where they were not said.
+
+    Raises:
+        ClusterError: where they were said twice, differently.
+    """
+    if gpus_per_server is None:
+        return gpus
+
+    count = checked_gpus(gpus_per_server * (servers or 1))
+    if gpus is not None and servers is None:
+        count = gpus  # their number follows
+    if gpus is not None and gpus != count:
+        raise ClusterError(
+            f"{counted(servers or 1, 'server')} of {counted(gpus_per_server, 'GPU')} are {counted(count, 'GPU')}, "
+            f"not `gpus={gpus}`",
+            hint="leave out `gpus`",
+        )
+    return count
+
+
+def number_of_servers(gpus: int, servers: int | None, gpus_per_server: int | None) -> int | None:
+    """Return how many servers have these GPUs; None where that was not said.
+
+    Raises:
+        ClusterError: where they do not have equally many.
+    """
+    if servers is None and gpus_per_server is not None:
+        if gpus % gpus_per_server:
+            raise ClusterError(
+                f"{counted(gpus, 'GPU')} are not servers of {counted(gpus_per_server, 'GPU')} each",
+                hint="give `gpus_per_server` and `servers` alone",
+            )
+        return gpus // gpus_per_server
+
+    if servers is not None and checked_gpus(gpus) % servers:
+        raise ClusterError(
+            f"{counted(gpus, 'GPU')} are not divided evenly over {counted(servers, 'server')}",
+            hint=f"give `servers` as one of {', '.join(map(str, divisors(gpus)))}",
+        )
+    return servers
+
+
+def divisors(gpus: int) -> list[int]:
+    """Return the numbers of servers that can have equally many of the GPUs."""
+    return [count for count in range(1, gpus + 1) if gpus % count == 0]
+
+
+def check_rates(rates: Sequence[float | str], gpus: int, servers: int) -> None:
+    """Raise ClusterError unless there are rates for the links inside servers and for those between them."""
+    if len(rates) != (2 if 1 < servers < gpus else 1):
+        raise ClusterError(
+            f"`bandwidth` has {counted(len(rates), 'rate')} for {counted(servers, 'server')}",
+            hint="give one for GPUs in one server, or for servers of one GPU, else two, inside a server and "
+            "between servers: pcie4,10Gbps",
+        )
 
 
 @dataclass(frozen=True)
@@ -34,20 +96,13 @@ class Servers:
 
         Raise ClusterError for servers or links that contradict each other.
         """
-        divisors = [count for count in range(1, checked_gpus(gpus) + 1) if gpus % count == 0]
-        count = options.servers or next(count for count in divisors if gpus <= count * PER_SERVER)
+        checked_gpus(gpus)
+        count = number_of_servers(gpus, options.servers, options.gpus_per_server)
+        if count is None:
+            count = next(each for each in divisors(gpus) if gpus <= each * PER_SERVER)
         rates = listed(options.bandwidth)
-        if rates and len(rates) != (2 if 1 < count != gpus else 1):
-            raise ClusterError(
-                f"`bandwidth` has {counted(len(rates), 'rate')} for {counted(count, 'server')}",
-                hint="give one for GPUs in one server, or for servers of one GPU, else two, inside a server and "
-                "between servers: nvlink4,100Gbps",
-            )
-        if count not in divisors:
-            raise ClusterError(
-                f"{counted(gpus, 'GPU')} are not divided evenly over {counted(count, 'server')}",
-                hint=f"give `servers` as one of {', '.join(map(str, divisors))}",
-            )
+        if rates:
+            check_rates(rates, gpus, count)
 
         usual: list[float | str] = [usual_link(options.gpu), usual_between(options.gpu)]
         if 1 < count == gpus:

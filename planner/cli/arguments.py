@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, Union, get_a
 
 import planner
 from planner.cli.output import as_flags, searching
+from planner.cli.parser import Advanced
 from planner.options.cluster import ClusterOptions
 from planner.options.option import Option, flag_of, options_in
 from planner.options.solving import TIME_LIMIT_S, SolveOptions, StageRules
@@ -30,8 +31,7 @@ def declare(
     verbs: Verbs, name: str, summary: str, description: str, run: Callable[[argparse.Namespace], int]
 ) -> argparse.ArgumentParser:
     """Return the parser of a new verb, which `run` runs; `plan --help` lists it with its summary."""
-    style = argparse.RawDescriptionHelpFormatter
-    parser = verbs.add_parser(name, help=summary, description=description, formatter_class=style, allow_abbrev=False)
+    parser = verbs.add_parser(name, help=summary, description=description)
     parser.set_defaults(run=run)
     return parser
 
@@ -46,8 +46,9 @@ def add_options(
         text = as_flags(changes.pop("help", option.help)).replace("%", "%%")
         stated = told or option.told or _written(each.default)
         after = f" (default: {as_flags(stated)})" if stated else ""
-        keywords = {"dest": each.name, "default": None, "help": f"{text}{more}{after}"}
-        parser.add_argument(flag, **_by_type(each.type, option) | keywords | changes)
+        shown = f"{text}{more}{after}"
+        keywords = {"dest": each.name, "default": None, "help": Advanced(shown) if option.advanced else shown}
+        parser.add_argument(flag, *option.aliases, **_by_type(each.type, option) | keywords | changes)
 
 
 def _written(default: Any) -> str:
@@ -65,7 +66,7 @@ def _by_type(kind: Any, option: Option) -> dict[str, Any]:
     if kind is bool:
         return {"action": argparse.BooleanOptionalAction if option.negation else "store_true"}
     if option.choices or get_origin(kind) is Literal:
-        return {"choices": option.choices or get_args(kind)}
+        return {"choices": option.choices or get_args(kind), "type": option.parse or str}
     keywords = {"metavar": option.metavar, "type": option.parse or kind}
     if option.repeat:
         return keywords | {"action": "append"}
@@ -85,7 +86,9 @@ def read_options(record: Callable[..., RecordT], args: argparse.Namespace, **oth
 
 def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the group "cluster"; `cluster_of` reads it."""
-    group = parser.add_argument_group("cluster", "--bandwidth with --gpus or --topology; or --cluster")
+    group = parser.add_argument_group(
+        "cluster", "--servers, --gpus-per-server and --bandwidth; or --gpus and --bandwidth; or --cluster"
+    )
     add_options(group, ClusterOptions)
 
 

@@ -7,20 +7,20 @@ import argparse
 import json
 import logging
 import os
-import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from planner.cli import profile, solve, train, views
+from planner.cli.elsewhere import meaning_here
 from planner.cli.output import as_flags, print_complaint, try_outputs
+from planner.cli.parser import Parser, grouped_verbs
 from planner.cli.results import answered, begin_command, results_apart
 from planner.errors import InputError, PlannerError, did_you_mean
 from planner.streams import prepare_streams
 from planner.terminal import PrintableFormatter, printable
 
-# In the order in which help lists them.
 VERBS: tuple[Callable[[Any], None], ...] = (
     profile.add_parser,
     solve.add_parser,
@@ -37,33 +37,25 @@ DESCRIPTION = """\
 Automatic pipeline-parallel training in PyTorch: measure a model, find its fastest split into stages and replicas over
 your GPUs, and train it that way.
 
-    plan profile model.py                       model on this device  -> profile.json
-    plan solve --gpus 8 --bandwidth 10Gbps      profile and cluster   -> plan.json
-    plan simulate                               plan                  -> timeline, throughput, memory
-    plan report                                 all of it             -> report.html
-    plan train model.py                         plan                  -> trained model
+    plan profile model.py            measure each layer of the model on this device -> profile.json
+    plan solve --servers 2 --gpus-per-server 4 --bandwidth pcie4,10Gbps
+                                     find the fastest plan for two servers of 4 GPUs -> plan.json
+    plan report                      the plan's stages, timeline and memory         -> report.html
+    plan train model.py              train the model by the plan
 
 New here? `plan quickstart` does all of it with a small model.
 """
 EPILOG = """\
+`plan VERB --help` shows the options of a first week, `plan VERB --help-all` all of them.
 exit codes: 0 done, 1 failed, 2 wrong usage or input, 3 no plan fits, 130 interrupted
 """
 INTERRUPTED = 130
-_NEGATIVE = re.compile(r"-\d")  # so that "-1Gbps" is a value, and its option says what is wrong with it
-
-
-class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors look like all others, and name what could have been meant."""
-
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        try:
-            super()._check_value(action, value)
-        except argparse.ArgumentError as error:
-            meant = did_you_mean(str(value), map(str, action.choices or ()))
-            raise InputError(str(error), hint=f"{meant}see: {self.prog} --help") from None
-
-    def error(self, message: str) -> NoReturn:
-        raise InputError(message, hint=f"see: {self.prog} --help")
+# The verbs by what they are for, as `plan --help` lists them.
+GROUPS = {
+    "plan": ("fit", "solve", "price"),
+    "look": ("show", "compare", "explain", "simulate", "report"),
+    "run": ("profile", "train", "export", "quickstart", "selftest"),
+}
 
 
 class _Version(argparse.Action):
@@ -78,22 +70,22 @@ class _Version(argparse.Action):
 
 def build_parser() -> Parser:
     """Return the parser of the whole command line."""
-    style = argparse.RawDescriptionHelpFormatter
-    parser = Parser(prog="plan", description=DESCRIPTION, epilog=EPILOG, formatter_class=style, allow_abbrev=False)
+    parser = Parser(prog="plan", epilog=EPILOG)
     help = "show the versions of plan, Python and torch, and the devices here"
     parser.add_argument("--version", action=_Version, nargs=0, help=help)
     subparsers = parser.add_subparsers(title="verbs", metavar="VERB", dest="verb", required=True)
     for add_verb in VERBS:
         add_verb(subparsers)
+    parser.description = f"{DESCRIPTION}\n{grouped_verbs(subparsers, GROUPS)}"
+
     for each in subparsers.choices.values():
         if "--json" not in each._option_string_actions:
             each.add_argument("--json", action="store_true", help="print the answer as JSON, files by their names")
+        each.add_help_all()
     # On each verb, so that it stands where people add it: at the end.
     for each in (parser, *subparsers.choices.values()):
-        each._negative_number_matcher = _NEGATIVE
-        each.add_argument(
-            "-v", action="count", dest="verbosity", default=argparse.SUPPRESS, help="-vv shows tracebacks"
-        )
+        help = "more about an answer, such as the solver and its bound; -vv: tracebacks, too"
+        each.add_argument("-v", action="count", dest="verbosity", default=argparse.SUPPRESS, help=help)
     return parser
 
 
@@ -165,7 +157,9 @@ def _unknown(parser: Parser, verb: str, unknown: Sequence[str]) -> InputError:
     options = {name: list(each._option_string_actions) for name, each in dict(verbs or {}).items()}
     given = unknown[0].partition("=")[0]
     others = [f"`plan {name}`" for name, names in options.items() if given in names]
-    hint = did_you_mean(given[2:], options[verb]) if given.startswith("--") else ""
+    hint = meaning_here(given)
+    if given.startswith("--") and not hint:
+        hint = did_you_mean(given[2:], options[verb])
     hint += f"{given} is an option of {', '.join(others)}; " if others else ""
     return InputError(f"`plan {verb}` does not know {' '.join(unknown)}", hint=f"{hint}see: plan {verb} --help")
 

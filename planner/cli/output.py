@@ -49,6 +49,8 @@ _RECORDS = (ClusterOptions, *_VERBS, *_RUNNING, *_KEEPING)
 _OPTIONS = {each.name: option for record in _RECORDS for each, option in options_in(record)}
 FLAGS = {name: (f"--{name.replace('_', '-')}", "") for name in _OWN.split()} | _OTHER_NAMES
 FLAGS |= {name: (flag, option.unit) for name, option in _OPTIONS.items() if (flag := flag_of(name, option))}
+# Names of flags that other programs have.
+ALIASES = frozenset(alias for record in _RECORDS for _, option in options_in(record) for alias in option.aliases)
 # What stands for False.
 NEGATIONS = {"overlap": "--no-overlap", "shared": "--own-links"}
 NEGATIONS |= {name: option.negation for name, option in _OPTIONS.items() if option.negation}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import planner
 from planner.cli import arguments, output
-from planner.errors import InfeasibleError, PlannerError
+from planner.errors import ClusterError, InfeasibleError, PlannerError
 from planner.options.numbers import count
 from planner.options.solving import SolveOptions
 from planner.options.verbs import FitOptions, PriceOptions
@@ -21,14 +21,16 @@ Find the fastest plan: which layers form each stage, and how many GPUs run it. A
 candidates and a lower bound. Simulating the candidates' schedules chooses among them, and the answer says how far it is
 from the bound. A plan uses no more GPUs than its speed needs.
 
-    plan solve --gpus 8 --bandwidth 10Gbps --memory 16GB
+    plan solve --servers 2 --gpus-per-server 4 --bandwidth pcie4,10Gbps
+    plan solve --gpus 8 --bandwidth 10Gbps         # each GPU has such a link to all others
 """
 FIT = """\
 Say in one screen whether a model fits your GPUs, how to split it, how fast it would train, what other ways would give,
 and how few GPUs would do. All numbers are estimates: nothing is measured, and no weights are made or downloaded.
 
-    plan fit llama-7b --gpus 8 --gpu a100-80gb
-    plan fit path/to/config.json --gpus 16 --servers 2 --gpu l4 --bandwidth 4GB/s,25Gbps
+    plan fit llama-7b --servers 2 --gpus-per-server 4 --gpu rtx-4090 --bandwidth pcie4,10Gbps
+    plan fit llama-7b --gpus 8 --gpu a100-80gb     # one server of 8
+    plan fit path/to/config.json --servers 2 --gpus-per-server 8 --gpu l4 --bandwidth 4GB/s,25Gbps
     plan fit model.py --gpus 4 --gpu rtx-4090
 
 A name or a config.json of Hugging Face needs the package transformers. A folder then gets model.py, which builds that
@@ -44,8 +46,8 @@ PRICE = """\
 Price stages that you chose yourself, by the same costs and the same simulation as `plan solve`: what would my Megatron
 or DeepSpeed run give on this cluster? The plan is written like any other, so that it can be simulated and trained.
 
-    plan price --stages 4 --schedule 1f1b-flush --microbatches 32 --topology 8x2 --bandwidth 300GB/s,100Gbps
-    plan price --stages 6,6,7,5 --replicas 2 --recompute 0,1:4 --shard-optimizer all --gpus 8 --bandwidth 10Gbps
+    plan price --stages 4 --schedule 1f1b-flush --microbatches 32 --topology 8x2 --bandwidth nvlink4,100Gbps
+    plan price --stages 6,6,7,5 --replicas 2 --recompute 0,1:4 --servers 2 --gpus-per-server 4 --bandwidth pcie4,10Gbps
     plan price --stages features.16,classifier.0 --replicas 2,1,1 --gpus 4 --bandwidth 10Gbps
 """
 
@@ -66,9 +68,10 @@ def add_parser(verbs: arguments.Verbs) -> None:
     parser = arguments.declare(verbs, "fit", summary, FIT, fit)
     help = "llama-7b, gpt2-xl, ...; a class of transformers; its config.json; or a model file"
     parser.add_argument("model", help=help)
-    parser.add_argument("--gpus", type=count, required=True, metavar="N", help="number of GPUs")
     arguments.add_options(parser, FitOptions, "gpu", choices=list(DEVICES), type=str.lower)
-    arguments.add_options(parser, FitOptions, "servers", "bandwidth", "memory", "compress", "length")
+    arguments.add_options(parser, FitOptions, "servers", "gpus_per_server")
+    parser.add_argument("--gpus", type=count, metavar="N", help="number of GPUs in all")
+    arguments.add_options(parser, FitOptions, "bandwidth", "memory", "compress", "length")
     arguments.add_options(parser, FitOptions, "batch_size", "minibatch", "tokens", "dtype", "autocast")
     whole = [schedule for schedule in SCHEDULES if not schedule.chunked]
     arguments.add_options(parser, FitOptions, "schedule", choices=list(map(str, whole)), help=summaries(whole))
@@ -130,9 +133,17 @@ def complaints(plan: planner.Plan, profile: planner.Profile) -> Iterator[tuple[s
 
 
 def fit(args: argparse.Namespace) -> int:
+    from planner.api.servers import number_of_gpus
+
+    gpus = number_of_gpus(args.gpus, args.servers, args.gpus_per_server)
+    if gpus is None:
+        raise ClusterError(
+            "the question has no number of GPUs",
+            hint="give `servers=2` and `gpus_per_server=4`, or `gpus=8`",
+        )
     with output.searching() as progress:
         output.print_progress(f"estimating {args.model} ...")
-        answer = planner.fit(args.model, args.gpus, **arguments.given_options(FitOptions, args), progress=progress)
+        answer = planner.fit(args.model, gpus, **arguments.given_options(FitOptions, args), progress=progress)
     output.print_answer(answer, args.json)
     code = output.print_late(answer.late_failures)
     if answer.asked.plan is None:

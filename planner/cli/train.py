@@ -66,7 +66,7 @@ NEXT = """\
 {folder} holds model.py, profile.json and plan.json. Next:
   cd {folder}
   plan show                                     # stages, predictions, bottleneck
-  plan solve --gpus 8 --bandwidth 10Gbps        # the same model on another cluster
+  plan solve --servers 2 --gpus-per-server 4 --bandwidth pcie4,10Gbps   # the same model on another cluster
   plan solve --gpus 2 --bandwidth 1Gbps && plan train model.py --epochs 3"""
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import planner
 from planner.cli import arguments, output
+from planner.cli.parser import Advanced
 from planner.options.numbers import count
 from planner.options.solving import SolveOptions
 from planner.options.verbs import ReportOptions
@@ -57,9 +58,11 @@ def add_show(verbs: arguments.Verbs) -> None:
         "--by",
         choices=["order", "time", "output", "weights", "saved"],
         default="order",
-        help="sort a profile's layers: in the order of execution, or the largest first (default: %(default)s)",
+        help=Advanced(
+            "sort a profile's layers: in the order of execution, or the largest first (default: %(default)s)"
+        ),
     )
-    help = "show only the first N layers of a profile (default: all)"
+    help = Advanced("show only the first N layers of a profile (default: all)")
     parser.add_argument("--top", type=count, metavar="N", help=help)
 
 
@@ -85,8 +88,10 @@ def add_simulate(verbs: arguments.Verbs) -> None:
         "--against",
         type=Path,
         metavar="FILE",
-        help="a run of the plan, as a trace or a timeline: simulate the same minibatches, and compare pace, bubble and "
-        "the times of stages",
+        help=Advanced(
+            "a run of the plan, as a trace or a timeline: simulate the same minibatches, and compare pace, bubble and "
+            "the times of stages"
+        ),
     )
 
 

@@ -39,7 +39,7 @@ class Plan(Shown, GrownRecord):
 
     later_fields: ClassVar[frozenset[str]] = frozenset(
         {"master_weights", "loss", "tf32", "deterministic", "lengths", "baselines", "synchronous", "notes"}
-    ) | {"experts", "by_samples", "smaller", "schedules", "capture_checked"}
+    ) | {"experts", "by_samples", "smaller", "schedules", "capture_checked", "synchronous_usual"}
 
     schema_version: Literal[1] = 1
     model: str
@@ -69,7 +69,10 @@ class Plan(Shown, GrownRecord):
     contiguous: AlwaysTrue = True  # always true; files of version 0.1 have it
     predicted: Prediction
     baselines: tuple[OtherWay, ...] = ()  # what people do without a planner; empty where they were not priced
-    synchronous: OtherWay | None = None  # beside an asynchronous plan: the best one whose gradients are never late
+    # Beside an asynchronous plan: the best synchronous one with its global batch, or in older files with a larger one.
+    synchronous: OtherWay | None = None
+    # Beside the same: the best one with a larger global batch, of the usual number of microbatches.
+    synchronous_usual: OtherWay | None = None
     schedules: tuple[OtherWay, ...] = ()  # the best plan under each, if this is the fastest of them
     notes: tuple[str, ...] = ()  # sentences on what is missing beside the plan, and why
     solver: SolverReport

@@ -271,10 +271,20 @@ class OtherWay(GrownRecord):
     staleness: Number = 0  # updates that the gradients are late
 
 
+class AskedRules(Record):
+    """What the user asked the stages of a plan to be like, as in the options of `plan solve`."""
+
+    recompute: Literal["auto", "never", "always", "blocks"] = "auto"
+    shard_optimizer: Literal["auto", "never", "always"] = "auto"
+    max_stages: int | None = None
+    max_staleness: int | None = None
+    granularity: Literal["auto", "block", "layer"] = "auto"
+
+
 class SolverReport(GrownRecord):
     """How the plan was found, and how far from optimal it can be."""
 
-    later_fields: ClassVar[frozenset[str]] = frozenset({"depth", "bound_of"})
+    later_fields: ClassVar[frozenset[str]] = frozenset({"depth", "bound_of", "rules"})
 
     name: str
     cost_model: Literal["resource", "pipedream", "paper"] = "resource"  # the others are in older plans alone
@@ -287,3 +297,4 @@ class SolverReport(GrownRecord):
     simulated: Number = 0  # number of candidates that were simulated
     exhausted: bool = True  # all candidates were simulated that could be faster by the cost model
     depth: Literal["auto", "published"] = "auto"  # how many units in flight stages were given
+    rules: AskedRules | None = None  # where the user asked for some

@@ -32,7 +32,10 @@ def each(parse: Callable[[str], T], separator: str = ",") -> Callable[[str], lis
 
 def _size(text: str) -> int:
     if not is_count(text):
-        raise ClusterError(f"'{text}' is not a number of members", hint="write `topology=4x8`, inner to outer")
+        raise ClusterError(
+            f"'{text}' is not a number of GPUs or servers",
+            hint="write GPUs per server x servers: `topology=4x2` are 2 servers of 4 GPUs",
+        )
     return int(text)
 
 
@@ -58,23 +61,47 @@ def listed(given: Quantities | None) -> list[float | str]:
 class ClusterOptions(Options):
     """How many GPUs there are, and how they are joined."""
 
-    gpus: int | None = option(None, "number of GPUs (workers), all joined alike", "N")
+    servers: int | None = option(
+        None,
+        "number of servers, with `gpus_per_server` or `gpus`",
+        "N",
+        least=1,
+        aliases=("--nnodes",),
+    )
+    gpus_per_server: int | None = option(
+        None,
+        "GPUs in each server",
+        "N",
+        least=1,
+        aliases=("--nproc-per-node",),
+    )
+    gpus: int | None = option(
+        None,
+        "number of GPUs in all; without `servers`, each has a link of its own to all others",
+        "N",
+    )
     topology: str | Sequence[int] | None = option(
-        None, "sizes of nested groups, inner to outer: 4x8 is 8 servers of 4 GPUs", "SIZES", parse=each(_size, "x")
+        None,
+        "GPUs per server x servers: 4x2 are 2 servers of 4 GPUs, as with `servers=2` and `gpus_per_server=4`; "
+        "4x2x3 are 3 racks of these",
+        "SIZES",
+        parse=each(_size, "x"),
     )
     bandwidth: Quantities | None = option(
         None,
-        "bandwidth of each GPU's link in each direction: 10Gbps counts bits, 1.25GB/s counts bytes; "
-        f"{', '.join(ACHIEVED_BYTES_PER_S)} are what such links achieve; with `topology` one per level: nvlink4,1Gbps",
+        "bandwidth of each GPU's link inside a server, then that of each server's: pcie4,10Gbps; one rate where there "
+        "is one level; 10Gbps counts bits, 1.25GB/s counts bytes, and "
+        f"{', '.join(ACHIEVED_BYTES_PER_S)} are what such links achieve",
         "RATE",
         parse=each(link_bandwidth),
     )
     latency: Quantities = option(
         0.0,
-        "latency of a message, as 50us; with `topology` also one per level",
+        "latency of a message, as 50us, or one per level",
         "TIME",
         parse=each(parse_seconds),
         told="0s",
+        advanced=True,
     )
     memory: int | str | None = option(
         None,
@@ -84,22 +111,34 @@ class ClusterOptions(Options):
         told=f"{PLANNED} of what the profiled GPU has; unlimited for a CPU",
     )
     kinds: str | Mapping[str, int] | None = option(
-        None, "how many GPUs there are of each kind of the profile, by rank", "NAME=N,NAME=N", parse=_kinds
+        None,
+        "how many GPUs there are of each kind of the profile, by rank",
+        "NAME=N,NAME=N",
+        parse=_kinds,
+        advanced=True,
     )
     own_links: bool = option(
-        False, "with `topology`: each GPU has its own link at every level", told="the GPUs of a server share one"
+        False,
+        "with several servers: each GPU has its own link at every level",
+        told="the GPUs of a server share one",
+        advanced=True,
     )
     no_overlap: bool = option(
-        False, "messages do not overlap with computation: for CPU workers that use every core of their host"
+        False,
+        "messages do not overlap with computation: for CPU workers that use every core of their host",
+        advanced=True,
     )
     compress: CodecName | None = option(
         None,
-        "send activations and their gradients between stages "
+        "how stages send activations and their gradients. "
         + "; ".join(f"{codec.name}: {codec.summary}" for codec in CODECS.values()),
         told="none, or what `cluster` says",
+        advanced=True,
     )
     sequence_parallel: bool = option(
-        False, "groups of `tensor` divide by tokens, too, what each rank would compute whole: sequence parallelism"
+        False,
+        "sequence parallelism: tensor-parallel ranks shard by tokens what each of them would compute whole",
+        advanced=True,
     )
     cluster: str | Path | None = option(
         None, "cluster.json, in place of all but `memory`, `compress` and `sequence_parallel`", "FILE", parse=Path

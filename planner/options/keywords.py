@@ -34,6 +34,9 @@ class Keywords:
         by_flag = next((field for field, flag in _flags(self._record) if flag == name), None)
         if by_flag is not None:
             return f"did you mean `{by_flag}`, which the command line calls {name}? "
+        by_alias = next((field for field, alias in _aliases(self._record) if alias == name), None)
+        if by_alias is not None:
+            return f"did you mean `{by_alias}`? "
         for field, nested in _nested(self._record):
             for option, flag in _flags(nested):
                 if name in (option, flag):
@@ -53,6 +56,14 @@ def _flags(record: type) -> Iterator[tuple[str, str]]:
         option = each.metadata.get("option")
         flag = None if option is None else option.flag
         yield each.name, (flag or each.name).removeprefix("--").replace("-", "_")
+
+
+def _aliases(record: type) -> Iterator[tuple[str, str]]:
+    """Yield the names of a record's options, each with another name of its flag, as Python would write it."""
+    for each in fields(record):
+        option = each.metadata.get("option")
+        for alias in () if option is None else option.aliases:
+            yield each.name, alias.removeprefix("--").replace("-", "_")
 
 
 def _nested(record: type) -> Iterator[tuple[str, type]]:

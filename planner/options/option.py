@@ -36,6 +36,8 @@ class Option:
     choices: Sequence[str] | None = None  # where its type does not say them
     repeat: bool = False  # whether the flag may be repeated, for a list of values
     const: str | None = None  # the value of a flag without text, where the text may be left out
+    aliases: Sequence[str] = ()  # other names of the flag, which other programs have
+    advanced: bool = False  # whether the help shows it only when asked for all
 
 
 def option(default: Any, help: str, metavar: str | None = None, **more: Any) -> Any:

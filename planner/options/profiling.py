@@ -18,28 +18,39 @@ class ModelOptions(Options):
     """How a model is run, and so how its plans will train it."""
 
     batch_size: int = option(
-        BATCH_SIZE, "samples per minibatch, or per microbatch for schedules that divide minibatches", "N"
+        BATCH_SIZE,
+        "samples of a microbatch: what one forward gets. A global batch is one or several of these, by the schedule",
+        "N",
+        aliases=("--micro-batch-size",),
     )
     dtype: str = option(
         "float32", "float32, bfloat16 or float16 under autocast, or on GPUs tf32; also for `plan train`", "TYPE"
     )
     master_weights: bool = option(
         False,
-        "weights are in `dtype`, without autocast; gradients are summed in float32, and the optimizer steps copies in "
-        "float32, as in Megatron. `plan train` will do the same",
+        "weights are in `dtype`, without autocast; gradients are accumulated in float32, and the optimizer steps "
+        "float32 master weights, as in Megatron. `plan train` will do the same",
+        advanced=True,
     )
     memory_format: Literal["channels-last"] | None = option(
-        None, "channels-last stores weights and images pixel by pixel. `plan train` will do the same", told="contiguous"
+        None,
+        "channels-last stores weights and images pixel by pixel. `plan train` will do the same",
+        told="contiguous",
+        advanced=True,
     )
     compiled: bool = option(
-        False, "run through torch.compile, or estimate so; `plan train` will do the same", flag="--compile"
+        False,
+        "run through torch.compile, or estimate so; `plan train` will do the same",
+        flag="--compile",
+        advanced=True,
     )
     tensor: Sequence[int] = option(
         (),
-        "also profile, on this device alone, layers that so many ranks divide between them, as in 2,4,8, for `tensor` "
-        "of `plan solve`; the model file or the model says which are divided",
+        "also profile layers under tensor parallelism of these degrees, as in 2,4,8, for `tensor` of `plan solve`; one "
+        "device is enough, and the model file or the model says which layers are sharded",
         "T,T",
         parse=degrees,
+        aliases=("--tensor-parallel-size",),
     )
 
 
@@ -53,15 +64,22 @@ class ProfileOptions(ModelOptions):
         "KIND",
         told="a GPU where PyTorch sees any, else cpu",
     )
-    threads: int = option(1, "CPU cores per worker", "N")
+    threads: int = option(1, "CPU cores per worker", "N", advanced=True)
     processes: int = option(
-        1, "workers that will train on this machine's CPU cores; one is measured while the others train beside it", "N"
+        1, "workers that will train on this machine's CPU cores; one is measured while the others train", "N"
     )
     deterministic: bool = option(
-        False, "use only algorithms that give the same bits in every run. `plan train` will do the same"
+        False,
+        "use only algorithms that give the same bits in every run. `plan train` will do the same",
+        advanced=True,
     )
-    seconds: float = option(SECONDS, "measure for S seconds after capture and warm-up, but at least three steps", "S")
-    repeats: int = option(REPEATS, "measure at most N steps", "N")
+    seconds: float = option(
+        SECONDS,
+        "measure for S seconds after capture and warm-up, but at least three steps",
+        "S",
+        advanced=True,
+    )
+    repeats: int = option(REPEATS, "measure at most N steps", "N", advanced=True)
     progress: Callable[[str, float], None] | None = option(None, "called with the phase and its share done", flag=None)
 
 
@@ -70,14 +88,23 @@ class EstimateArguments(ModelOptions):
     """What `estimate` takes beside the model: one of `device` and `device_file`, and how the model runs there."""
 
     device: str | None = option(None, "name in the table of devices, such as v100, h100 or cpu", flag=None)
-    device_file: str | Path | None = option(None, "estimate for the device that this JSON file describes", "FILE")
+    device_file: str | Path | None = option(
+        None,
+        "estimate for the device that this JSON file describes",
+        "FILE",
+        advanced=True,
+    )
     host: str | None = option(
         None,
         "what launches a GPU's kernels, which wait for it where they are small: eager, compiled, fused or graphs (CUDA "
         "graphs of forward and backward); or its time per launch, as 35us",
         "KIND",
         told="eager, or compiled where a compiler fuses",
+        advanced=True,
     )
     calibrate: Sequence[str | Path] = option(
-        (), "fit the table to a profile of such a device, with its model.py beside it, or to a file of steps", "FILE"
+        (),
+        "fit the table to a profile of such a device, with its model.py in the same folder, or to a file of steps",
+        "FILE",
+        advanced=True,
     )

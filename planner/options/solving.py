@@ -10,7 +10,7 @@ from planner.errors import InputError
 from planner.options.numbers import degrees
 from planner.options.option import Options, option
 from planner.schedule.instructions import CHUNKS, LATE_UPDATES, MICROBATCHES_PER_GPU
-from planner.schedule.registry import AUTO, DEFAULT, NAMES, SCHEDULES, find, summaries
+from planner.schedule.registry import AUTO, DEFAULT, NAMES, SCHEDULES, find, own_name, summaries
 from planner.schedule.schedule import Schedule
 from planner.units import parse_seconds
 
@@ -61,16 +61,18 @@ class StageRules(Options):
 
     recompute: RecomputeRule = option(
         "auto",
-        "layers that keep no activations and run forward again: as few as memory demands (auto), none (never), whole "
-        "stages (always), or every block by itself (blocks)",
+        "activation checkpointing: layers that keep no activations and run forward again are as few as memory demands "
+        "(auto), none (never), whole stages (always), or every block by itself (blocks)",
     )
     shard_optimizer: ShardRule = option(
-        "auto", "divide the optimizer's state over a stage's replicas where that is better (auto), never, or always"
+        "auto",
+        "shard the optimizer's state over a stage's replicas (ZeRO-1) where that is better (auto), never, or always",
+        advanced=True,
     )
-    max_stages: int | None = option(None, "at most N stages", "N", least=1, told="no limit")
+    max_stages: int | None = option(None, "at most N stages", "N", least=1, told="no limit", advanced=True)
     max_staleness: int | None = option(
         None,
-        "gradients at most N updates late: 0 as on one device, n - 1 or more of n stages under 1f1b, 1 under 2bw",
+        "gradients at most N updates stale: 0 as on one device, n - 1 or more of n stages under 1f1b, 1 under 2bw",
         "N",
         least=0,
         told=f"no limit, and a warning above {LATE_UPDATES}",
@@ -79,12 +81,14 @@ class StageRules(Options):
         "auto",
         "where to cut a model of repeated blocks, as transformers are: between blocks only (block), anywhere (layer), "
         "or inside blocks only where that makes the plan 2% faster (auto)",
+        advanced=True,
     )
     tensor: Sequence[int] = option(
         (),
-        "ranks that may divide a replica's layers, as in 1,2,4, if profiled",
+        "degrees of tensor parallelism to try, as in 1,2,4, if profiled",
         "T,T",
         parse=degrees,
+        aliases=("--tensor-parallel-size",),
         told="those profiled that divide the GPUs of a server",
     )
 
@@ -101,26 +105,38 @@ class StageRules(Options):
 class SolveOptions(StageRules):
     """What to search for, beside profile and cluster."""
 
-    schedule: Schedule | str = option(DEFAULT, summaries(SCHEDULES), choices=NAMES)
+    schedule: Schedule | str = option(DEFAULT, summaries(SCHEDULES), choices=NAMES, parse=own_name)
     microbatches: int | None = option(
-        None, "microbatches per minibatch, if the schedule divides it", "M", told=f"{MICROBATCHES_PER_GPU} per GPU"
+        None,
+        "microbatches of a global batch, on all replicas together, under schedules that divide it; not with "
+        "`minibatch`",
+        "M",
+        told=f"{MICROBATCHES_PER_GPU} per GPU",
     )
     minibatch: int | None = option(
-        None, "samples per minibatch, in steps of the batch size; not with `microbatches`", "SIZE", least=1
+        None,
+        "global batch: samples of a minibatch, a multiple of the profile's `batch_size`",
+        "SIZE",
+        least=1,
+        aliases=("--global-batch-size",),
     )
-    chunks: int = option(CHUNKS, "chunks of the model on each GPU, for interleaved", "V")
+    chunks: int = option(CHUNKS, "chunks of the model on each GPU, for interleaved", "V", advanced=True)
     depth: DepthRule = option(
         "auto",
         "minibatches in flight under 1f1b and 2bw, microbatches under 1f1b-flush: as published, or more (auto) where "
-        "workers would wait otherwise; under 1f1b each update that gradients are later must gain at least 5%",
+        "workers would wait otherwise; under 1f1b each further update of staleness must gain at least 5%",
+        advanced=True,
     )
     accept_divided_loss: bool = option(
-        False, "divide minibatches even where the loss is no mean over samples: train the microbatches' mean"
+        False,
+        "divide minibatches even where the loss is no mean over samples: train the microbatches' mean",
+        advanced=True,
     )
     solver: SolverName = option(
         "auto",
         "search: exact, over all stages of consecutive layers in the profile's order; ilp: an integer program over the "
         "same; auto: the search where it can",
+        advanced=True,
     )
     survive: int = option(
         0,
@@ -128,6 +144,7 @@ class SolveOptions(StageRules):
         "or single GPUs where all are joined alike",
         "N",
         least=0,
+        advanced=True,
     )
     time_limit_s: float | None = option(
         TIME_LIMIT_S,

@@ -16,29 +16,37 @@ STEPS = 100  # where the model file has no dataset(), and so no epoch to go by
 class TrainingOptions(Options):
     """How to train; plan and model file say the rest."""
 
-    drop_last: bool = option(False, "skip the last minibatch of an epoch if it is smaller")
+    drop_last: bool = option(False, "skip the last minibatch of an epoch if it is smaller", advanced=True)
     evaluate_every: int | None = option(
         None, "evaluate on evaluation_dataset() after every N minibatches and at the end", "N", least=1
     )
     scale_lr: bool = option(
-        False, "multiply each stage's learning rate by the number of minibatches that its update averages"
+        False,
+        "multiply each stage's learning rate by the number of minibatches that its update averages",
+        advanced=True,
     )
     accept_divided_loss: bool = option(
         False,
         "train on the mean of the microbatches' losses where the loss is no mean over samples, as a contrastive one",
         told="refuse to divide its minibatches, unless the plan was solved so",
+        advanced=True,
     )
     late_lr: float = option(
         0.0,
-        "divide each stage's learning rate by 1 + K for every update that its gradients are late",
+        "divide each stage's learning rate by 1 + K for every update that its gradients are stale",
         "K",
         positive=True,
+        advanced=True,
         told="equal rates; 0.3 has helped short trainings of eight stages",
     )
     clip_grad_norm: float | None = option(
         None, "scale gradients down to norm X, of the model, or under 1f1b and 2bw of a stage", "X", positive=True
     )
-    deterministic: bool = option(False, "use only algorithms that give the same bits in every run, or end the run")
+    deterministic: bool = option(
+        False,
+        "use only algorithms that give the same bits in every run, or end the run",
+        advanced=True,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,9 +61,13 @@ class CheckpointOptions(Options):
         least=1,
     )
     folder: str = option(
-        "checkpoints", "folder of the checkpoints, which all hosts share", "DIR", flag="--checkpoint-folder"
+        "checkpoints",
+        "folder of the checkpoints, which all hosts share",
+        "DIR",
+        flag="--checkpoint-folder",
+        advanced=True,
     )
-    keep: int = option(3, "keep only the last K checkpoints", "K", least=1)
+    keep: int = option(3, "keep only the last K checkpoints", "K", least=1, advanced=True)
     resume: str | None = option(
         None,
         "continue from the checkpoint PATH, or the newest in the folder PATH, of any plan of the model; without PATH, "
@@ -75,6 +87,7 @@ class RunOptions(Options):
         "SECONDS",
         flag="--hang-timeout",
         positive=True,
+        advanced=True,
     )
     interface: str | None = option(
         None,
@@ -82,11 +95,15 @@ class RunOptions(Options):
         "NAME",
         told="loopback on one host; under torchrun what GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME say, or the one that "
         "leads to worker 0",
+        advanced=True,
     )
     trace: str | None = option(None, "write what every worker did as a Chrome trace, which Perfetto opens", "FILE")
-    trace_minibatches: int = option(100, "trace the last N minibatches", "N", least=1)
+    trace_minibatches: int = option(100, "trace the last N minibatches", "N", least=1, advanced=True)
     stop_on_nan: bool = option(
-        False, "end the run when the loss of a minibatch is NaN or infinite", told="report it in the result"
+        False,
+        "end the run when the loss of a minibatch is NaN or infinite",
+        told="report it in the result",
+        advanced=True,
     )
 
 
@@ -100,9 +117,14 @@ class ElasticOptions(Options):
         "`survive` of `plan solve` has made",
         "MIN:MAX",
         parse=host_range,
+        advanced=True,
     )
     rendezvous: str | None = option(
-        None, "where the hosts meet: a store, which the host with that address opens", "HOST:PORT"
+        None,
+        "where the hosts meet: a store, which the host with that address opens",
+        "HOST:PORT",
+        aliases=("--rdzv-endpoint",),
+        advanced=True,
     )
     secret_file: str | None = option(
         None,
@@ -110,14 +132,21 @@ class ElasticOptions(Options):
         "environment of all hosts does without a file",
         "FILE",
         told="a file in ~/.planner, for hosts that share the home folder",
+        advanced=True,
     )
     copy_every: int = option(
         50,
         "with `elastic`, drain the pipeline and copy the state to other hosts after every N minibatches",
         "N",
         least=1,
+        advanced=True,
     )
-    copy_folder: str = option("/dev/shm", "folder of the copies, in the memory of each host", "DIR")
+    copy_folder: str = option(
+        "/dev/shm",
+        "folder of the copies, in the memory of each host",
+        "DIR",
+        advanced=True,
+    )
 
     @property
     def hosts(self) -> tuple[int, int]:
@@ -129,7 +158,7 @@ class ElasticOptions(Options):
 class TrainArguments(Options):
     """What `train` takes beside the model and its plan."""
 
-    steps: int | None = option(None, "train N minibatches", "N", least=1)
+    steps: int | None = option(None, "train N minibatches", "N", least=1, aliases=("--max-steps",))
     epochs: int | None = option(
         None, "train N passes over dataset()", "N", least=1, told=f"1, or {STEPS} minibatches without dataset()"
     )
@@ -144,11 +173,12 @@ class TrainArguments(Options):
         None,
         "send messages with NCCL, which needs a GPU for each worker, or with gloo, which does not",
         told="nccl with `device=cuda`, xccl with xpu, gloo with cpu",
+        advanced=True,
     )
     options: TrainingOptions | None = option(None, "how to train", flag=None)
     checkpoints: CheckpointOptions | None = option(None, "which to write, and which to continue from", flag=None)
     baseline: BaselineName | None = option(
-        None, "train the unsplit model with DistributedDataParallel on as many workers, to compare"
+        None, "train the unsplit model with DistributedDataParallel on as many workers, for comparison"
     )
     save_weights: str | Path | None = option(
         None,
@@ -160,6 +190,7 @@ class TrainArguments(Options):
         None,
         "let each worker make only its own stages' weights, not all",
         negation="--no-defer-weights",
+        advanced=True,
         told="only its own where the host has no room for a whole model per worker",
     )
     show_progress: bool = option(False, "show a progress line of the workers on stderr", flag=None)

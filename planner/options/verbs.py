@@ -32,24 +32,25 @@ class PriceOptions(Options):
 
     replicas: str | int | Sequence[int | str] | None = option(
         None,
-        "replicas of each stage, or of all; 2x4 are two replicas of four ranks that divide layers",
+        "replicas of each stage, or of all; 2x4 are two replicas of four tensor-parallel ranks",
         "R|R,R",
         told="as many replicas as the GPUs allow for all",
     )
     recompute: str | bool | Sequence[int] | Mapping[int, int] = option(
         (),
-        "stages, counted from 0, that run their forward again instead of keeping activations; with :N only the first N "
-        "blocks in the stage, as in all:4 or 0:4,1:2",
+        "activation checkpointing: stages, counted from 0, that run forward again instead of keeping activations; "
+        "with :N only the first N blocks in the stage, as in all:4 or 0:4,1:2",
         "all|S,S:N",
         told="none",
     )
     shard_optimizer: str | bool | Sequence[int] = option(
         (),
-        "stages whose replicas divide the optimizer's state and its update; all: those that have two replicas or more; "
-        "of a plan's only stage, with :2 the gradients, too, and with :3 the weights, too, as in all:3; with /N in "
-        "groups of N replicas that repeat each other, as in all:3/8",
+        "stages whose replicas shard the optimizer's state and its update (ZeRO-1); all: those that have two replicas "
+        "or more; of a plan's only stage, with :2 the gradients, too, and with :3 the weights, too, as in all:3; with "
+        "/N in groups of N replicas that repeat each other (HSDP), as in all:3/8",
         "all|S,S:L/N",
         told="none",
+        advanced=True,
     )
     schedule: Schedule | str = same(SolveOptions, "schedule")
     microbatches: int | None = same(SolveOptions, "microbatches", least=1)
@@ -62,13 +63,12 @@ class FitOptions(SolveOptions):
     """Which GPUs a model is to fit, and how it is trained there."""
 
     gpu: str = option("a100-80gb", "kind of GPU")
-    servers: int | None = option(
-        None, "servers that the GPUs are divided over", "N", least=1, told=f"up to {PER_SERVER} GPUs in each"
-    )
+    servers: int | None = same(ClusterOptions, "servers", told=f"up to {PER_SERVER} GPUs in each")
+    gpus_per_server: int | None = same(ClusterOptions, "gpus_per_server")
     bandwidth: Quantities | None = option(
         None,
-        "of each GPU's link inside a server, and with several servers also of each server's: nvlink4,100Gbps; servers "
-        "of one GPU have one link: 1Gbps",
+        "bandwidth of each GPU's link inside a server, then that of each server's: pcie4,10Gbps; servers of one GPU "
+        "have one link: 1Gbps",
         "RATE",
         parse=each(link_bandwidth),
         told=f"what such GPUs usually have; between servers {BETWEEN_SERVERS}, and 400Gbps per GPU of H100 and later",
@@ -79,24 +79,39 @@ class FitOptions(SolveOptions):
     compress: CodecName = same(ClusterOptions, "compress", "none", told="none")
     length: int | None = option(None, "tokens of a sample", "N", least=1, told="up to 2048")
     batch_size: int | None = option(
-        None, "samples of a microbatch", "N", least=1, told="the fastest of a few powers of two"
+        None,
+        "samples of a microbatch: what one forward gets",
+        "N",
+        least=1,
+        told="the fastest of a few powers of two",
+        aliases=("--micro-batch-size",),
     )
     minibatch: int | None = same(SolveOptions, "minibatch", told="that of `tokens`, or 4 microbatches per GPU")
     tokens: int | None = option(
         None,
-        "about so many tokens per minibatch, in place of `minibatch`",
+        "global batch in tokens, about so many, in place of `minibatch`",
         "N",
         parse=token_count,
         told="500k, 1M, 2M or 4M, from 1, 5 and 100 billion parameters on",
+        advanced=True,
     )
     dtype: str | None = option(
         None,
-        "of products and weights, whose masters are in float32, as with `master_weights` of `plan profile`",
+        "type of products and weights, with float32 master weights, as with `master_weights` of `plan profile`",
         told="bfloat16 where the GPU has it, or float16",
     )
-    autocast: bool = option(False, "keep weights in float32, with products in `dtype` under autocast")
+    autocast: bool = option(
+        False,
+        "keep weights in float32, with products in `dtype` under autocast",
+        advanced=True,
+    )
     tensor: Sequence[int] = same(SolveOptions, "tensor", told="1, 2, 4 and 8 inside a server, where the layers divide")
-    schedule: Schedule | str = same(SolveOptions, "schedule", FLUSH, told=f"{FLUSH}, whose gradients are never late")
+    schedule: Schedule | str = same(
+        SolveOptions,
+        "schedule",
+        FLUSH,
+        told=f"{FLUSH}, as this verb answers for training as on one device: no gradients are stale",
+    )
     place: str | Path | None = option(
         None,
         "folder for model.py, profile.json and plan.json",
@@ -118,9 +133,15 @@ class ReportOptions(Options):
         told="profile.json, if it is that one",
     )
     measured: "Timeline | str | Path | None" = option(
-        None, "a run of the plan, as a trace or a timeline, to show beside the simulation", "FILE", flag="--run"
+        None, "a run of the plan, as a trace or a timeline, to compare with the simulation", "FILE", flag="--run"
     )
-    minibatches: int | None = option(None, "simulate N minibatches", "N", told="enough for a steady state")
+    minibatches: int | None = option(
+        None,
+        "simulate N minibatches",
+        "N",
+        told="enough for a steady state",
+        advanced=True,
+    )
     time_limit_s: float | None = same(SolveOptions, "time_limit_s", REPORT_S, told=f"{REPORT_S:g}s")
     progress: Progress | None = same(SolveOptions, "progress")
 
@@ -132,7 +153,7 @@ class QuickstartOptions(Options):
     gpus: int | None = option(None, "workers", "N", least=1, told="the GPUs of this machine, or its cores, at most 8")
     device: DeviceType | None = same(TrainArguments, "device", told="GPUs where PyTorch sees any, else CPUs")
     backend: Backend | None = same(TrainArguments, "backend")
-    steps: int = option(240, "train N minibatches", "N", least=1)
+    steps: int = option(240, "train N minibatches", "N", least=1, aliases=("--max-steps",))
     show_progress: bool = option(False, "show a progress line of the workers on stderr", flag=None)
     on_phase: Callable[[str], None] = option(print, "is told what begins", flag=None)
 
@@ -143,7 +164,10 @@ class SelftestOptions(Options):
 
     device: DeviceType | None = option(None, "what to check", "KIND", told="a GPU where PyTorch sees any, else cpu")
     workers: int = option(
-        2, "workers of the runs that have several; fewer GPUs than workers are shared, over gloo unless told", "N"
+        2,
+        "workers of the runs that have several; fewer GPUs than workers are shared, over gloo unless told",
+        "N",
+        advanced=True,
     )
     backend: Backend | None = same(TrainArguments, "backend", told="nccl where each worker has a GPU, else gloo")
     model: Sequence[str] = option(
@@ -151,7 +175,16 @@ class SelftestOptions(Options):
         "also cut this model after every layer: a model file, or FILE:FUNCTION; may be repeated",
         "FILE",
         repeat=True,
+        advanced=True,
     )
-    only: Sequence[str] = option((), "run these checks, by name, with commas between", "CHECK", parse=names)
-    skip: Sequence[str] = option((), "leave out these checks, by name, with commas between", "CHECK", parse=names)
+    only: Sequence[str] = option(
+        (), "run these checks, by name, with commas between", "CHECK", parse=names, advanced=True
+    )
+    skip: Sequence[str] = option(
+        (),
+        "leave out these checks, by name, with commas between",
+        "CHECK",
+        parse=names,
+        advanced=True,
+    )
     on_row: Callable[[Any], None] | None = option(None, "is told each row as it is found", flag=None)

@@ -20,7 +20,7 @@ class Flush(Synchronous):
 
     name = "1f1b-flush"
     title = "1f1b-flush, {microbatches} microbatches per minibatch"
-    summary = "synchronous, as gpipe in less memory"
+    summary = "synchronous, the 1F1B of Megatron and PyTorch: the pipeline drains before each update"
     deepens = True
 
     def in_flight(self, replicas: Count, gpus_after: Count, microbatches: int) -> Count:
@@ -45,7 +45,7 @@ class DoubleBuffered(Schedule):
 
     name = "2bw"
     title = "2bw, two weight versions, {microbatches} microbatches per minibatch"
-    summary = "asynchronous, with two weight versions and one update per minibatch of several microbatches"
+    summary = "asynchronous (PipeDream-2BW): two weight versions, gradients one update stale"
     formula = "double-buffered"
     asynchronous = True
     placed = False
@@ -89,7 +89,7 @@ class OneForwardOneBackward(Schedule):
 
     name = "1f1b"
     title = "1f1b with weight stashing"
-    summary = "asynchronous, with weight stashing"
+    summary = "asynchronous (PipeDream, and so named, too): never drains, stashes weights, has stale gradients"
     formula = "asynchronous"
     asynchronous = True
     divides = False
@@ -164,7 +164,7 @@ class ZeroBubble(Flush):
 
     name = "zb-h1"
     title = "zb-h1, backwards in two parts, {microbatches} microbatches per minibatch"
-    summary = "synchronous, as 1f1b-flush, but the gradients of weights fill the bubble"
+    summary = "synchronous, as 1f1b-flush; weight gradients fill the bubble"
     splits_backward = True
     deepens = False
     solved_as = FLUSH

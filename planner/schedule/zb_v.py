@@ -18,7 +18,7 @@ class ZeroBubbleV(Chunked):
 
     name = "zb-v"
     title = "zb-v, 2 chunks per GPU in a V, backwards in two parts, {microbatches} microbatches per minibatch"
-    summary = "synchronous, two chunks of the model per GPU in a V, and the gradients of weights fill the bubble"
+    summary = "synchronous, two chunks of the model per GPU in a V; weight gradients fill the bubble"
     splits_backward = True
     fixed_chunks = 2
     torch_name = "ScheduleZBVZeroBubble"

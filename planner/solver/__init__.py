@@ -14,6 +14,7 @@ fastest plan under one schedule, and `fit` asks `solve` about several sizes of m
     improve/       local search from the best candidates
     choose/        cuts that people make by hand, and which of nearly equal plans is the answer
     alternatives/  what competes with a search's plan or stands beside it: schedules, usual ways, fewer hosts
+    tuning/        how far, how long and how precisely all of these look: one record, which the question carries
     sizes/         how many samples a minibatch and a microbatch have, where nobody says
 """
 

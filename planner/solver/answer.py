@@ -21,11 +21,7 @@ from planner.solver.problem.result import Answer, Evaluation
 from planner.solver.problem.states import Chain
 from planner.solver.search.chain.ways import relaxed_s
 
-PAYS = 0.02  # share of the time that cuts inside blocks must save
 BETWEEN = "cuts between blocks"  # what the bound of a search over those holds for
-# Cuts up to which a search looks inside blocks. It takes longer under synchronous schedules, and where the memory is
-# limited: then every stage may recompute any of its blocks.
-MOST_CUTS, MOST_LIMITED_CUTS = 400, 160
 
 
 def answer(question: Problem) -> Answer:
@@ -67,7 +63,7 @@ class _DegreeTrials:
 
     @property
     def best_s(self) -> float:
-        return min((each.best.counted_s for each in self.answers), default=math.inf)
+        return min(map(self._comparable_s, self.answers), default=math.inf)
 
     def search(self, degree: int, share: float) -> None:
         """Search for plans on groups of so many ranks, within a share of the time that is left."""
@@ -92,7 +88,7 @@ class _DegreeTrials:
         """Return the fastest of the answers, with a bound on the plans of all degrees."""
         if not self.answers:
             raise _obstacle(self.obstacles)
-        fastest = min(self.answers, key=lambda each: (each.best.counted_s, each.best.gpus))
+        fastest = min(self.answers, key=lambda each: (self._comparable_s(each), each.best.gpus))
         bound_s = min(each.bound_s for each in self.answers)
         bound_of = max(each.bound_of for each in self.answers)
 
@@ -102,6 +98,9 @@ class _DegreeTrials:
                 groups = cut_after(groups, block_ends(self.question.layer_costs.profile))
             bound_s = min(bound_s, _relaxed_s(groups))
         return Answer(fastest.best, min(bound_s, fastest.best.seconds), bound_of=bound_of)
+
+    def _comparable_s(self, answer: Answer) -> float:
+        return self.question.comparable_s(answer.best)
 
 
 def _obstacle(errors: Sequence[PlannerError]) -> PlannerError:
@@ -121,7 +120,7 @@ def _obstacle(errors: Sequence[PlannerError]) -> PlannerError:
 
 
 def _over_cuts(question: Problem) -> Answer:
-    """Find the best plan that cuts between blocks, or inside blocks where that makes it `PAYS` faster.
+    """Find the best plan that cuts between blocks, or inside blocks where that makes it 2% faster.
 
     Inside blocks it is sought among all cuts if those are few, and otherwise beside the cuts that were found. Raise
     InputError where `granularity` asks for blocks, and the model has none.
@@ -155,7 +154,8 @@ def _over_cuts(question: Problem) -> Answer:
 def _inside_blocks(question: Problem, ends: frozenset[int], between: Answer, *, few: bool) -> Answer:
     """Return the answer between blocks, or one that also cuts inside them; bound plans that cut anywhere."""
     bound_s = _relaxed_s(question)
-    may_pay = bound_s < between.best.seconds * (1 - PAYS)
+    saving = question.tuning.answer.min_saving_share
+    may_pay = bound_s < between.best.seconds * (1 - saving)
     everywhere = few and not question.clock.passed
     best = between
 
@@ -166,7 +166,7 @@ def _inside_blocks(question: Problem, ends: frozenset[int], between: Answer, *, 
             inside = best_plan(question if everywhere else cut_after(question, cuts))
             if everywhere:
                 bound_s = inside.bound_s
-            if inside.best.saves(between.best, PAYS):
+            if question.is_faster(inside.best, between.best, saving):
                 best = inside
 
     bound_of = ""
@@ -180,7 +180,8 @@ def _inside_blocks(question: Problem, ends: frozenset[int], between: Answer, *, 
 
 def _most_cuts(question: Problem) -> int:
     quick = question.schedule.asynchronous and question.cluster.memory_bytes is None
-    return MOST_CUTS if quick else MOST_LIMITED_CUTS
+    tuning = question.tuning.answer
+    return tuning.most_cuts if quick else tuning.most_limited_cuts
 
 
 def _beside(question: Problem, ends: frozenset[int], plan: Evaluation) -> frozenset[int]:

@@ -216,7 +216,8 @@ def _divided(problem: Problem, stage: Candidate, simulates: bool) -> tuple[float
     """
     # One stage has no chunks. Its simulation is not part of the search, so it does not count.
     unchunked = problem.with_schedule(problem.schedule.unchunked)
-    alone = replace(unchunked, depth="auto", budget=Budget.unlimited())
+    budget = Budget.unlimited(tuning=problem.tuning.budget)
+    alone = replace(unchunked, depth="auto", budget=budget)
     parallel = priced(alone, [stage])
     if simulates:
         parallel = simulated(alone, parallel)

@@ -16,16 +16,12 @@ from dataclasses import dataclass, replace
 
 from planner.cost.communicators import communicators
 from planner.cost.weight_copies import exchanged_bytes
-from planner.solver.evaluate.evaluation import TOLERANCE
 from planner.solver.pool import Pool
 from planner.solver.problem.cuts import cut_after
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation
 from planner.solver.propose.even import counted, propose_even, users_of_tied_weights
 from planner.solver.propose.proposers import Proposer, proposers_for
-
-ONE_BY_ONE = 5  # communicators up to which room is made for one more at a time
-SLOW = 0.05  # of a minibatch: messages of copies that take so much make plans without copies worth a search
 
 
 @dataclass(frozen=True)
@@ -64,20 +60,23 @@ def _with_room(pool: Pool) -> Iterator[Problem]:
         yield question
         return
 
+    tuning = question.tuning
     room = 0
     while True:
         pool.crowded = None
         pool.room = room
         yield question.with_room(room)
         crowded = pool.crowded
-        if crowded is None or _price_s(pool.best) <= crowded.seconds * (1 + TOLERANCE):
+        if crowded is None:
+            return
+        if _price_s(pool.best) <= crowded.seconds * (1 + tuning.evaluate.timing_share):
             return
         needed = _uncounted_communicators(question, crowded)
         if needed <= room:
             break  # what lacks room are copies of tied weights
         if question.clock.passed:
             room = needed  # there is no time to find out whether less room does
-        elif room < ONE_BY_ONE:
+        elif room < tuning.portfolio.most_single_communicators:
             room += 1
         else:
             room = min(needed, 2 * room)
@@ -132,7 +131,8 @@ def _copies_are_slow(pool: Pool) -> bool:
         return False
     question = pool.question
     sent_bytes = max(exchanged_bytes(question.layer_costs, pool.best.stages))
-    return sent_bytes / question.link.bandwidth_bytes_per_s > SLOW * pool.best.seconds
+    slow_s = question.tuning.portfolio.slow_copies_share * pool.best.seconds
+    return sent_bytes / question.link.bandwidth_bytes_per_s > slow_s
 
 
 def _price_s(plan: Evaluation | None) -> float:

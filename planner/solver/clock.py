@@ -10,8 +10,8 @@ from threading import Event
 
 from planner.errors import PlannerError, StoppedError
 from planner.options.solving import Progress
-
-BUSY = 3.0  # times as long as it computes may a part of a search take, because the machine does other work
+from planner.solver.tuning.answers import ClockTuning
+from planner.solver.tuning.record import STANDARD
 
 
 def computed_s() -> float:
@@ -34,19 +34,31 @@ class Clock:
         at_s: when time is over, on the monotonic clock.
         computed_at_s: the same on the clock of `computed_s`, perhaps sooner.
         progress: is told the best plan and bound so far, and stops the clock.
+        tuning: how much longer than its share a part may take.
     """
 
     at_s: float | None = None
     computed_at_s: float | None = None
     progress: Progress = field(default_factory=Progress, compare=False, repr=False)
+    tuning: ClockTuning = field(default=STANDARD.clock, repr=False)
 
     @classmethod
-    def of(cls, time_limit_s: float | None, progress: Progress | None = None) -> Clock:
+    def of(
+        cls,
+        time_limit_s: float | None,
+        progress: Progress | None = None,
+        tuning: ClockTuning = STANDARD.clock,
+    ) -> Clock:
         """Return the clock for so many seconds from now; None or infinity is for as long as it takes."""
         progress = progress or Progress()
         if time_limit_s is None or math.isinf(time_limit_s):
-            return cls(progress=progress)
-        return cls(time.monotonic() + time_limit_s, computed_s() + time_limit_s, progress)
+            return cls(progress=progress, tuning=tuning)
+        return cls(
+            time.monotonic() + time_limit_s,
+            computed_s() + time_limit_s,
+            progress,
+            tuning,
+        )
 
     @property
     def stop(self) -> Event:
@@ -76,7 +88,7 @@ class Clock:
     def part(self, share: float) -> Clock:
         """Return the clock for this share of the processor time that is left.
 
-        On the wall clock a part may take longer, if what comes after it keeps a `BUSY`th of its own share.
+        On the wall clock a part may take longer, if what comes after it keeps a part of its own share.
         """
         if self.at_s is None or self.computed_at_s is None:
             return self
@@ -85,18 +97,21 @@ class Clock:
         compute_s = max(self.computed_at_s - computed_s(), 0.0)
         return replace(
             self,
-            at_s=self.at_s - rest / BUSY * wall_s,
+            at_s=self.at_s - rest / self.tuning.max_wall_per_cpu_second * wall_s,
             computed_at_s=self.computed_at_s - rest * compute_s,
         )
 
     def at_most(self, seconds: float) -> Clock:
-        """Return the clock for so many seconds of processor time, or `BUSY` times as many on the wall clock."""
-        soon = Clock.of(seconds, self.progress)
+        """Return the clock for so many seconds of processor time, and a few times as many on the wall clock."""
+        soon = Clock.of(seconds, self.progress, self.tuning)
         if self.at_s is None or self.computed_at_s is None or soon.computed_at_s is None:
             return soon
         return replace(
             soon,
-            at_s=min(self.at_s, time.monotonic() + BUSY * seconds),
+            at_s=min(
+                self.at_s,
+                time.monotonic() + self.tuning.max_wall_per_cpu_second * seconds,
+            ),
             computed_at_s=min(self.computed_at_s, soon.computed_at_s),
         )
 
@@ -106,8 +121,8 @@ class Clock:
         if left_s is None or left_s > seconds:
             return self
         if self.stop.is_set():
-            return Clock.of(seconds, replace(self.progress, stop=Event()))
-        soon = Clock.of(seconds, self.progress)
+            return Clock.of(seconds, replace(self.progress, stop=Event()), self.tuning)
+        soon = Clock.of(seconds, self.progress, self.tuning)
         return replace(soon, at_s=max(self.at_s or 0.0, soon.at_s or 0.0))
 
 

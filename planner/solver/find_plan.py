@@ -24,9 +24,7 @@ from planner.solver.problem.result import Answer
 from planner.solver.question import checked_problem
 from planner.solver.report import accepting_divided_loss, report_of, timed
 from planner.solver.search.pipeline_search import PipelineSearch
-
-ALIKE = 0.005  # share of the time by which no two plans are told apart: estimates are not that true
-LAST_S = 5.0  # after the time limit, to simulate an answer that would not be otherwise
+from planner.solver.tuning.record import STANDARD, Tuning
 
 
 def find_plan(
@@ -34,27 +32,21 @@ def find_plan(
     cluster: Cluster,
     options: SolveOptions,
     clock: Clock | None = None,
-    *,
-    explains: bool = True,
+    tuning: Tuning = STANDARD,
 ) -> Plan:
     """Find the fastest plan by the options; the `clock` of several searches takes the place of their time limit.
 
     Raises:
-        InfeasibleError: if no plan fits the memory; where it `explains`, which takes searches, with the smallest
-            change that makes one fit.
+        UnexplainedError: if no plan fits the memory.
         InputError: for options that make no sense under the schedule.
     """
     started = time.perf_counter()
-    clock = clock or Clock.of(options.time_limit_s, options.progress)
-    budget = Budget(clock)
-    problem = checked_problem(options, profile, cluster_for(profile, cluster), budget)
+    clock = clock or Clock.of(options.time_limit_s, options.progress, tuning.clock)
+    budget = Budget(clock, tuning=tuning.budget)
+    problem = checked_problem(options, profile, cluster_for(profile, cluster), budget, tuning)
 
     clock.progress.begin(clock.at_s, PipelineSearch(problem).relaxed_s())
-    try:
-        found = answer(problem)
-    except UnexplainedError as error:
-        raise (error.explanation() if explains else error) from None
-    found = _settled(problem, found, clock)
+    found = _settled(problem, answer(problem), clock)
 
     plan = complete(problem, found.best, report_of(problem, found))
     plan = accepting_divided_loss(plan, accepted=options.accept_divided_loss)
@@ -63,13 +55,21 @@ def find_plan(
 
 @keywords_of(SolveOptions)
 def search_plan(profile: Profile, cluster: Cluster, options: SolveOptions) -> Plan:
-    """Find the fastest plan under one schedule, with nothing beside it: `find_plan`, with options as keywords."""
-    return find_plan(profile, cluster, options)
+    """Find the fastest plan under one schedule, with nothing beside it: `find_plan`, with options as keywords.
+
+    Raises:
+        InfeasibleError: if no plan fits the memory, with the smallest change that makes one fit.
+    """
+    try:
+        return find_plan(profile, cluster, options)
+    except UnexplainedError as error:
+        raise error.explanation() from None
 
 
-def last_budget(clock: Clock) -> Budget:
+def last_budget(clock: Clock, tuning: Tuning) -> Budget:
     """Return the budget for simulating an answer, which has some time even where the limit has passed."""
-    return Budget.unlimited(clock.at_least(LAST_S).at_most(LAST_S))
+    seconds = tuning.answer.last_simulation_s
+    return Budget.unlimited(clock.at_least(seconds).at_most(seconds), tuning.budget)
 
 
 def _settled(problem: Problem, found: Answer, clock: Clock) -> Answer:
@@ -79,22 +79,23 @@ def _settled(problem: Problem, found: Answer, clock: Clock) -> Answer:
     """
     if problem.schedule.formula != "synchronous" or problem.cluster.kinds:
         return found
-    last = replace(problem, budget=last_budget(clock))
+    last = replace(problem, budget=last_budget(clock, problem.tuning))
     if not (found.best.simulated or too_large(problem, found.best.stages)):
         found = found.with_best(evaluate(last, found.best.stages))
     return plainest(last, found)
 
 
 def plainest(problem: Problem, found: Answer) -> Answer:
-    """Return the answer with replicas of a single stage that divide as little as takes no longer, but for `ALIKE`."""
+    """Return the answer with replicas of a single stage that divide as little as takes as long, by estimates."""
     best = found.best
+    indistinguishable_s = best.seconds * (1 + problem.tuning.answer.indistinguishable_share)
     stage = best.stages[0]
     if len(best.stages) > 1 or stage.options.divides_layers or problem.rules.shard_optimizer == "always":
         return found
 
     for sharding in stage.options.sharding.less():
         plan = evaluate(problem, [replace(stage, options=stage.options.with_sharding(sharding))])
-        as_fast = plan.simulated == best.simulated and plan.seconds <= best.seconds * (1 + ALIKE)
+        as_fast = plan.simulated == best.simulated and plan.seconds <= indistinguishable_s
         if as_fast and problem.allows(plan):
             return found.with_best(plan)
     return found

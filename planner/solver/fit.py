@@ -14,25 +14,14 @@ from planner.formats.cluster import Cluster
 from planner.formats.files import Record
 from planner.formats.late import LateFailure
 from planner.formats.plan import Plan
-from planner.formats.plan_parts import OtherWay
 from planner.formats.profile import Profile
 from planner.formats.shown import Shown
 from planner.options.solving import SolveOptions
 from planner.solver.clock import Clock
-from planner.solver.sizes.microbatches import Profiles, Sizes, least_sample_s, promising_sizes, report_step
-from planner.solver.solve import solve
-
-# Shares of the time that is left: for choosing sizes of microbatches, on which more depends than on any search, since a
-# size too small costs tens of times; then for the cluster that was asked about. Other numbers of GPUs share the rest.
-SIZING = 0.8
-SOLVING = 0.6
-FIRST = 0.6  # share of that for the first size of microbatches
-MOST_TIMES = 16  # as many GPUs as asked are tried where the model does not fit
-# Times as long as the number of GPUs before a number may take, whatever its part of the time: where little fits, what
-# does is sought until there is some. It was twice as long for 128 H100 as for 256 of a model of 175 billion parameters.
-LONGER = 2.0
-NEXT = 0.25  # times as long as the number asked about does the next one take, likewise
-BALANCED = 0.02  # of the least time: a way that is so near to it leaves nothing to divide layers for
+from planner.solver.problem.infeasible import explained
+from planner.solver.sizes.microbatches import Profiles, Sizes, least_sample_s, promising_sizes
+from planner.solver.solve import solve_unexplained
+from planner.solver.tuning.record import STANDARD, Tuning
 
 
 class FitRow(Record):
@@ -73,11 +62,16 @@ class FitQuestion:
     gpus: int
     cluster_of: Callable[[int], Cluster]
     options: SolveOptions
+    tuning: Tuning = STANDARD  # of each plan, and of how long the search for it may take
 
     @property
     def cluster(self) -> Cluster:
         """The GPUs that were asked about."""
         return self.cluster_of(self.gpus)
+
+    def least_sample_s(self, profile: Profile) -> float:
+        """Return seconds of a sample that no plan for one of the profiles is below, divided layers or not."""
+        return least_sample_s(profile, self.cluster, self.options, self.profiles.ranks)
 
 
 @dataclass(frozen=True)
@@ -94,13 +88,17 @@ def fit(question: FitQuestion, clock: Clock | None = None) -> tuple[Fit, Profile
 
     The `clock` of all answers together takes the place of the options' time limit.
     """
-    clock = clock or Clock.of(question.options.time_limit_s, question.options.progress)
-    sizes = promising_sizes(question.profiles, question.cluster, question.options, clock.part(SIZING))
+    options = question.options
+    tuning = question.tuning
+    clock = clock or Clock.of(options.time_limit_s, options.progress, tuning.clock)
+    sizing = clock.part(tuning.fit.sizing_share)
+    sizes = promising_sizes(question.profiles, question.cluster, options, sizing, tuning)
 
     began_s = time.monotonic()
-    best = _fastest_size(question, sizes, clock.part(SOLVING))
+    best = _fastest_size(question, sizes, clock.part(tuning.fit.solving_share))
     asked = best.row
     if asked.unknown:
+        # What part of the time did not suffice for is tried with the rest.
         asked = row_for(question, best.profile, question.gpus, clock)
     took_s = time.monotonic() - began_s
 
@@ -118,10 +116,11 @@ def row_for(question: FitQuestion, profile: Profile, gpus: int, clock: Clock) ->
     """Solve for a number of GPUs; only for the one that was asked about is explained why nothing fits."""
     cluster = question.cluster_of(gpus)
     try:
-        plan = solve(profile, cluster, question.options, clock, explains=gpus == question.gpus)
+        plan = solve_unexplained(profile, cluster, question.options, clock, question.tuning)
     except InputError:
         raise
-    except PlannerError as error:  # none fits, or there was too little time
+    except PlannerError as obstacle:  # none fits, or there was too little time
+        error = explained(obstacle) if gpus == question.gpus else obstacle
         unknown = not isinstance(error, InfeasibleError)
         return FitRow(gpus=gpus, plan=None, why_not=error.message, unknown=unknown)
     return FitRow(gpus=gpus, plan=plan)
@@ -134,31 +133,34 @@ def _fastest_size(question: FitQuestion, sizes: Sizes, clock: Clock) -> Best:
     if sizes.unseen:
         not_tried.append(f"microbatches of {', '.join(map(str, sizes.unseen))}")
 
-    for number, size in enumerate(sizes.wanted):
+    for size in sizes.wanted:
         profile = question.profiles.at(size)
-        if best is not None and _cannot_be_faster(question, best.row.plan, profile):
-            continue
-        if best is not None and clock.passed:
-            not_tried.append(f"microbatches of {size}")
-            break
+        if best is not None:
+            if _cannot_be_faster(question, best.row.plan, profile):
+                continue
+            if clock.passed:
+                not_tried.append(f"microbatches of {size}")
+                break
 
-        report_step(clock, f"{question.gpus} GPUs, microbatches of {size}")
         if _worth_dividing(question, sizes, size, profile, best):
             if not clock.passed:
                 profile = question.profiles.divide(profile)
             elif question.profiles.ranks > 1:
                 not_tried.append("divided layers")
 
-        last = number == len(sizes.wanted) - 1
-        row = row_for(question, profile, question.gpus, clock.part(1 if last else FIRST))
+        clock.progress.step = f"{question.gpus} GPUs, microbatches of {size}"
+        is_last = size == sizes.wanted[-1]
+        share = 1 if is_last else question.tuning.fit.first_size_share
+        row = row_for(question, profile, question.gpus, clock.part(share))
         if best is not None:
             row = _with_rows_of(row, best)
 
-        faster = best is None or row.seconds < best.row.seconds
-        if best is None or faster:
+        if best is None or row.seconds < best.row.seconds:
             best = Best(row, profile)
-        if best.row.plan is None or not (faster or size == sizes.shared):
+        elif size != sizes.shared:
             break
+        if best.row.plan is None:
+            break  # nothing fits, or there was no time to find it
 
     assert best is not None
     return replace(best, not_tried=tuple(not_tried))
@@ -168,7 +170,7 @@ def _cannot_be_faster(question: FitQuestion, plan: Plan | None, profile: Profile
     """Return whether a plan is as fast as perfect balance is for another size of microbatches."""
     if plan is None:
         return False
-    least_s = least_sample_s(profile, question.cluster, question.options)
+    least_s = question.least_sample_s(profile)
     return plan.predicted.seconds_per_minibatch <= (plan.minibatch_size or 0) * least_s
 
 
@@ -183,8 +185,9 @@ def _worth_dividing(question: FitQuestion, sizes: Sizes, size: int, profile: Pro
     plan = None if best is None else best.row.plan
     if plan is not None and not plan.divides_layers:
         return False
-    least_s = least_sample_s(profile, question.cluster, question.options)
-    return sizes.sample_s.get(size, math.inf) > least_s * (1 + BALANCED)
+    least_s = question.least_sample_s(profile)
+    balanced_s = least_s * (1 + question.tuning.fit.balanced_share)
+    return sizes.sample_s.get(size, math.inf) > balanced_s
 
 
 def _with_rows_of(row: FitRow, best: Best) -> FitRow:
@@ -196,12 +199,11 @@ def _with_rows_of(row: FitRow, best: Best) -> FitRow:
     if plan is None or not plan.by_samples or best.row.plan is None:
         return row
     scale = (plan.microbatch_size or 1) / (best.profile.microbatch_size or plan.microbatch_size or 1)
-    rows = tuple(_scaled(way, scale) for way in best.row.plan.baselines)
-    return row.model_copy(update={"plan": plan.model_copy(update={"baselines": rows})})
-
-
-def _scaled(way: OtherWay, scale: float) -> OtherWay:
-    return way.model_copy(update={"seconds_per_microbatch": scale * way.seconds_per_microbatch})
+    rows = []
+    for way in best.row.plan.baselines:
+        seconds = scale * way.seconds_per_microbatch
+        rows.append(way.model_copy(update={"seconds_per_microbatch": seconds}))
+    return row.model_copy(update={"plan": plan.model_copy(update={"baselines": tuple(rows)})})
 
 
 def _other_numbers(
@@ -215,18 +217,19 @@ def _other_numbers(
 
     `took_s` is how long the number that was asked about took. Return the rows, and what was not tried.
     """
+    tuning = question.tuning.fit
     if asked.plan is not None:
         counts = [question.gpus // 2**n for n in range(1, question.gpus.bit_length())]
     else:
-        counts = [question.gpus * 2**n for n in range(1, MOST_TIMES.bit_length())]
+        counts = [question.gpus * 2**n for n in range(1, tuning.most_gpus_ratio.bit_length())]
 
     rows = list[FitRow]()
-    took_s *= NEXT
+    took_s *= tuning.next_seconds_ratio
     for index, count in enumerate(counts):
         left_s = clock.left_s
-        if left_s is not None and left_s <= LONGER * took_s:
+        if left_s is not None and left_s <= tuning.max_seconds_ratio * took_s:
             return rows, [_gpus_words(counts[index:])]
-        report_step(clock, f"{count} GPUs")
+        clock.progress.step = f"{count} GPUs"
         began_s = time.monotonic()
         rows.append(row_for(question, profile, count, clock.part(1 / (len(counts) - index))))
         took_s = time.monotonic() - began_s

@@ -9,10 +9,9 @@ from dataclasses import replace
 from planner.cost.candidate import Candidate
 from planner.cost.weight_copies import copies_fit
 from planner.plan.shape import trainable_pairs
-from planner.solver.evaluate.evaluation import SETTLED, in_every_order, priced, simulated
+from planner.solver.evaluate.evaluation import in_every_order, priced, simulated
 from planner.solver.evaluate.leaner import Leaner
-from planner.solver.evaluate.pipelines import MOST_COMPUTATIONS, shared_between, too_large
-from planner.solver.problem.budget import LATER
+from planner.solver.evaluate.pipelines import shared_between, too_large
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Answer, Evaluation
 from planner.units import SLACK
@@ -21,7 +20,6 @@ from planner.units import SLACK
 Batch = Sequence[Sequence[Candidate]]
 
 SEARCH = "search"  # the name of all methods but the integer program
-GRACE_S = 3.0  # to simulate after the time limit: otherwise nobody knows which plan is the fastest
 
 
 class Pool:
@@ -56,12 +54,12 @@ class Pool:
     @property
     def best_s(self) -> float:
         """Seconds that a candidate must be below; infinite without a plan."""
-        return math.inf if self.best is None else self.best.counted_s
+        return math.inf if self.best is None else self.question.comparable_s(self.best)
 
     @property
     def settled(self) -> bool:
         """Whether no other candidate is worth a look: none is much faster than the best."""
-        return self.best is not None and self.best.seconds <= self.bound_s * (1 + SETTLED)
+        return self._is_close_to(self.bound_s)
 
     @property
     def hopeless(self) -> bool:
@@ -100,7 +98,13 @@ class Pool:
             else:
                 self._simulate(plan, method)
             # Nothing in the batch is faster by much than a plan that takes no longer than the least price.
-            settled = self.best is not None and self.best.seconds <= ordered[0].seconds * (1 + SETTLED)
+            settled = self._is_close_to(ordered[0].seconds)
+
+    def _is_close_to(self, seconds: float) -> bool:
+        """Whether the best plan takes so little more than these seconds that it needs no alternative."""
+        if self.best is None:
+            return False
+        return self.best.seconds <= seconds * (1 + self.question.tuning.evaluate.settled_share)
 
     def _is_promising(self, plan: Evaluation, *, settled: bool) -> bool:
         """Whether a priced candidate may be faster than the best plan, or late by less and nearly as fast."""
@@ -110,14 +114,25 @@ class Pool:
         if not settled and plan.seconds < self.best_s * (1 - SLACK):
             return True
         less_late = max(plan.price.in_flight) < max(best.price.in_flight)
-        return self.question.schedule.stashes and less_late and plan.seconds < self.best_s * LATER
+        nearly_s = self.best_s * self.question.tuning.evaluate.min_speedup_per_stale_update
+        return self.question.schedule.stashes and less_late and plan.seconds < nearly_s
 
-    def consider_regular(self, plans: Iterable[Evaluation], most_forwards: int = MOST_COMPUTATIONS) -> None:
-        """Evaluate plans that come in the order of their prices; those of more forwards are not simulated.
+    def consider_regular(
+        self,
+        plans: Iterable[Evaluation],
+        most_forwards: int | None = None,
+    ) -> None:
+        """Evaluate plans that come in the order of their prices.
 
         What they take is not taken from the searches, whose answer would depend on them otherwise.
+
+        Args:
+            plans: the fastest by the cost model first.
+            most_forwards: those of more forwards of a minibatch are not simulated.
         """
-        left = MOST_COMPUTATIONS
+        left = self.question.tuning.evaluate.most_forwards
+        if most_forwards is None:
+            most_forwards = left
         for plan in plans:
             forwards = len(plan.stages) * self.question.microbatches
             left -= forwards
@@ -154,7 +169,7 @@ class Pool:
 
     def keep(self, plan: Evaluation, method: str = SEARCH) -> None:
         """Keep a plan that can be trained if it is faster than the best one."""
-        if self.trains(plan) and (self.best is None or plan.saves(self.best)):
+        if self.trains(plan) and (self.best is None or self.question.is_faster(plan, self.best)):
             self.best = plan
             self._method = method
 
@@ -192,7 +207,9 @@ class Pool:
         question = self.unhurried() if apart else self.question
         below_s = math.inf
         if self.best is not None:
-            below_s = self.best.seconds * (LATER if question.schedule.stashes else 1.0)
+            below_s = self.best.seconds
+            if question.schedule.stashes:
+                below_s *= question.tuning.evaluate.min_speedup_per_stale_update
         evaluation = simulated(question, plan, below_s)
         if not self.trains(evaluation):
             # Deeper stages hold more versions of their copies.
@@ -207,7 +224,8 @@ class Pool:
     def unhurried(self) -> Problem:
         """Return the question with an allowance of its own, and some time, also where the time is over."""
         budget = self.question.budget
-        longer = replace(budget.apart(), clock=budget.clock.at_least(GRACE_S), seen={})
+        clock = budget.clock.at_least(budget.tuning.grace_s)
+        longer = replace(budget.apart(), clock=clock, seen={})
         return replace(self.question, budget=longer)
 
 

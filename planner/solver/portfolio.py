@@ -26,9 +26,6 @@ from planner.solver.propose.proposers import Proposer
 from planner.solver.propose.regular import regular_plans
 from planner.solver.search.chain.ways import relaxed_s
 
-FIRST = 3  # regular plans that are simulated before any search
-QUICK_FORWARDS = 2**12  # of a minibatch of plans that are simulated before any search: parts of a second
-
 
 def best_plan(question: Problem) -> Answer:
     """Find the best plan of a question, whose cuts and groups of ranks are settled.
@@ -114,7 +111,8 @@ def _regular(question: Problem) -> Iterator[Evaluation]:
 
 def _take_first(pool: Pool, regular: Iterator[Evaluation]) -> None:
     """Evaluate the first regular plans, of which the quick ones are simulated."""
-    pool.consider_regular(islice(regular, FIRST), QUICK_FORWARDS)
+    tuning = pool.question.tuning.portfolio
+    pool.consider_regular(islice(regular, tuning.first_plans), tuning.quick_forwards)
 
 
 def _bound_s(question: Problem) -> float:

@@ -8,12 +8,14 @@ from planner.cost.tensor import costs_at, layer_costs_on
 from planner.errors import InputError, ProfileError
 from planner.formats.cluster import Cluster
 from planner.formats.plan import Plan
+from planner.formats.plan_parts import AskedRules
 from planner.formats.profile import REMEDY, Profile
 from planner.options.solving import SolveOptions
 from planner.plan.rank_groups import groups_of, usual_degrees
 from planner.plan.shape import check_divided_loss
 from planner.solver.problem.budget import Budget
 from planner.solver.problem.problem import Problem
+from planner.solver.tuning.record import STANDARD, Tuning
 
 
 def setting_of(options: SolveOptions, profile: Profile, cluster: Cluster) -> Setting:
@@ -27,6 +29,7 @@ def problem_of(
     layer_costs: LayerCosts,
     cluster: Cluster,
     budget: Budget | None = None,
+    tuning: Tuning = STANDARD,
 ) -> Problem:
     """Return the problem of pricing plans on this cluster; without a budget each takes what it takes."""
     return Problem(
@@ -34,7 +37,8 @@ def problem_of(
         setting_of(options, layer_costs.profile, cluster),
         options.rules,
         options.depth,
-        budget=budget or Budget.unlimited(),
+        budget=budget or Budget.unlimited(tuning=tuning.budget),
+        tuning=tuning,
     )
 
 
@@ -43,6 +47,7 @@ def checked_problem(
     profile: Profile,
     cluster: Cluster,
     budget: Budget,
+    tuning: Tuning,
 ) -> Problem:
     """Return the problem of finding the fastest plan.
 
@@ -52,7 +57,7 @@ def checked_problem(
     """
     options = replace(options, tensor=options.tensor or usual_degrees(profile, cluster))
     options = with_one_optimizer(options, profile)
-    problem = problem_of(options, layer_costs_on(profile, cluster), cluster, budget)
+    problem = problem_of(options, layer_costs_on(profile, cluster), cluster, budget, tuning)
 
     check_divided_loss(
         profile.model,
@@ -76,6 +81,19 @@ def options_of(plan: Plan) -> SolveOptions:
         depth=plan.solver.depth,
         tensor=sorted({1, *plan.degrees}),
         chunks=plan.chunks,
+    )
+
+
+def options_asked(plan: Plan) -> SolveOptions:
+    """Return the options that `plan` was solved with, with what its user asked its stages to be like."""
+    rules = plan.solver.rules or AskedRules()
+    return replace(
+        options_of(plan),
+        recompute=rules.recompute,
+        shard_optimizer=rules.shard_optimizer,
+        max_stages=rules.max_stages,
+        max_staleness=rules.max_staleness,
+        granularity=rules.granularity,
     )
 
 

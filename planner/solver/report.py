@@ -1,8 +1,8 @@
 """How a plan was found, and how far from the fastest it may be."""
 
 from planner.formats.plan import Plan
-from planner.formats.plan_parts import SolverReport
-from planner.solver.evaluate.evaluation import TOLERANCE
+from planner.formats.plan_parts import AskedRules, SolverReport
+from planner.options.solving import StageRules
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Answer, Evaluation
 from planner.units import SLACK
@@ -14,7 +14,7 @@ def report_of(problem: Problem, found: Answer) -> SolverReport:
     seconds = plan.seconds
     bound_s = min(found.bound_s, seconds)
     if plan.simulated:
-        optimal = seconds <= bound_s * (1 + TOLERANCE)
+        optimal = seconds <= bound_s * (1 + problem.tuning.evaluate.timing_share)
     else:
         optimal = seconds <= bound_s * (1 + SLACK)
         bound_s = seconds if optimal else bound_s
@@ -29,7 +29,19 @@ def report_of(problem: Problem, found: Answer) -> SolverReport:
         cost_model_s=plan.price_s,
         simulated=problem.budget.count,
         exhausted=problem.budget.exhausted,
+        rules=_asked(problem.rules),
     )
+
+
+def _asked(rules: StageRules) -> AskedRules | None:
+    asked = AskedRules(
+        recompute=rules.recompute,
+        shard_optimizer=rules.shard_optimizer,
+        max_stages=rules.max_stages,
+        max_staleness=rules.max_staleness,
+        granularity=rules.granularity,
+    )
+    return None if asked == AskedRules() else asked
 
 
 def report_of_way(report: SolverReport, way: Evaluation) -> SolverReport:

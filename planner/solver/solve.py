@@ -1,4 +1,4 @@
-"""The one way from a question to its answer: everything that the answer is, is decided here.
+"""The one way from a question to its answer: ask for candidates in this order, and return the best.
 
     1. the fastest plan under the schedule that was asked for, or under all of them
     2. the best synchronous plan beside an asynchronous one, or in its place
@@ -19,14 +19,16 @@ from planner.schedule.one_stage import FLUSH
 from planner.schedule.registry import AUTO
 from planner.solver.alternatives.fewer_hosts import with_fewer_hosts
 from planner.solver.alternatives.interleaved import or_interleaved
-from planner.solver.alternatives.schedules import under_every_schedule, with_synchronous
+from planner.solver.alternatives.schedules import (
+    holding_minibatch,
+    under_every_schedule,
+    with_synchronous,
+)
 from planner.solver.alternatives.table import fastest_usual, no_slower_than_usual
 from planner.solver.clock import Clock
 from planner.solver.find_plan import find_plan
-
-# Shares of the time left: for the search, and then for the best synchronous plan; the rest is for the usual ways.
-SEARCHING = 0.9
-SYNCHRONOUS = 0.7
+from planner.solver.problem.infeasible import explained
+from planner.solver.tuning.record import STANDARD, Tuning
 
 
 def solve(
@@ -34,32 +36,50 @@ def solve(
     cluster: Cluster,
     options: SolveOptions,
     clock: Clock | None = None,
-    *,
-    explains: bool = True,
+    tuning: Tuning = STANDARD,
 ) -> Plan:
     """Find the fastest plan, and what stands beside it, before the clock or else the options' time limit ends.
 
+    The question carries `tuning`: how far searches look, how long, and how near counts as equal.
+
     Raises:
-        InfeasibleError: if no plan fits the memory; where it `explains`, which takes searches, with the smallest
-            change that makes one fit.
+        InfeasibleError: if no plan fits the memory, with the smallest change that makes one fit.
         InputError: for options that make no sense under the schedule.
     """
-    clock = clock or Clock.of(options.time_limit_s, options.progress)
+    try:
+        return solve_unexplained(profile, cluster, options, clock, tuning)
+    except PlannerError as error:
+        raise explained(error) from None
+
+
+def solve_unexplained(
+    profile: Profile,
+    cluster: Cluster,
+    options: SolveOptions,
+    clock: Clock | None = None,
+    tuning: Tuning = STANDARD,
+) -> Plan:
+    """Do the same, and raise `UnexplainedError` if no plan fits the memory: an explanation takes searches."""
+    clock = clock or Clock.of(options.time_limit_s, options.progress, tuning.clock)
     cluster = cluster_for(profile, cluster)
 
-    searching = clock.part(SEARCHING / (1 + options.survive))
-    plan = _searched(profile, cluster, options, searching, explains=explains)
+    options, note = holding_minibatch(profile, options)
+    search_share = tuning.answer.search_share
+    searching = clock.part(search_share / (1 + options.survive))
+    plan = _searched(profile, cluster, options, searching, tuning)
+    plan = plan.noting(note) if note else plan
 
     if options.schedule != AUTO and not options.alone:
-        plan = with_synchronous(profile, plan, options, clock.part(SYNCHRONOUS))
+        left = clock.part(tuning.answer.synchronous_share)
+        plan = with_synchronous(profile, plan, options, left, tuning)
 
-    plan = no_slower_than_usual(profile, plan, options, clock)
+    plan = no_slower_than_usual(profile, plan, options, clock, tuning)
 
     if plan.schedule is FLUSH and options.schedule is FLUSH and not options.asked:
-        plan = or_interleaved(profile, plan, options, clock)
+        plan = or_interleaved(profile, plan, options, clock, tuning)
 
     if options.survive:
-        plan = with_fewer_hosts(profile, plan, options, clock.part(SEARCHING))
+        plan = with_fewer_hosts(profile, plan, options, clock.part(search_share), tuning)
     return plan
 
 
@@ -68,18 +88,17 @@ def _searched(
     cluster: Cluster,
     options: SolveOptions,
     clock: Clock,
-    *,
-    explains: bool,
+    tuning: Tuning,
 ) -> Plan:
     """Return the fastest plan of a search; where that ends without any, the fastest usual way that fits."""
     if options.schedule == AUTO:
-        return under_every_schedule(profile, cluster, options, clock)
+        return under_every_schedule(profile, cluster, options, clock, tuning)
     try:
-        return find_plan(profile, cluster, options, clock, explains=explains)
+        return find_plan(profile, cluster, options, clock, tuning)
     except (InputError, StoppedError):
         raise
     except PlannerError:  # nothing fits that the search knows, or there was too little time
-        plan = fastest_usual(profile, cluster, options, clock)
+        plan = fastest_usual(profile, cluster, options, clock, tuning)
         if plan is None:
             raise
         return plan

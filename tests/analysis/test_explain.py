@@ -89,6 +89,21 @@ def test_lines_fit_a_terminal(name: str) -> None:
     assert max(map(len, explanation_report(explained).splitlines())) <= 140
 
 
+def test_what_the_user_asked_of_stages_holds_for_what_if() -> None:
+    """Otherwise a gain would be that of a rule left out, and not of the wider links."""
+    plan = solve(MODEL, flat_cluster(2, 10.0), max_stages=1)
+    rules = load_plan_again(plan).solver.rules
+    assert rules is not None
+    assert rules.max_stages == 1
+    explained = explain(MODEL, plan)
+    assert [each.config for each in explained.what_if if "bandwidth" in each.what] == [plan.config]
+    assert all("-" not in (each.config or "") for each in explained.what_if)
+
+
+def load_plan_again(plan: Plan) -> Plan:
+    return Plan.model_validate_json(plan.model_dump_json())
+
+
 def test_a_plan_on_one_gpu() -> None:
     explained = explain(MODEL, solve(MODEL, flat_cluster(1, 10.0)))
     assert "With one more GPU the plan would be 1-1" in sentences(explained)

@@ -17,11 +17,11 @@ from planner.schedule.one_stage import FLUSH
 from planner.solver import search_plan as solve
 from planner.solver.alternatives.usual_ways import usual_ways
 from planner.solver.evaluate.evaluation import priced
-from planner.solver.find_plan import ALIKE
 from planner.solver.problem.budget import Budget
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation
 from planner.solver.question import problem_of
+from planner.solver.tuning.record import STANDARD
 from tests.samples import layer, profile
 
 GPUS = 4
@@ -115,7 +115,7 @@ def test_stage_2_of_one_microbatch_is_a_stage_whose_optimizer_is_sharded() -> No
 
 
 def names(model: Profile, cluster: Cluster) -> list[str]:
-    return [way.name for way in usual_ways(SolveOptions(), LayerCosts(model), cluster, Budget.unlimited())]
+    return [way.name for way in usual_ways(SolveOptions(), LayerCosts(model), cluster, Budget.unlimited(), STANDARD)]
 
 
 def test_equal_stages_are_those_that_divide_the_gpus() -> None:
@@ -123,7 +123,7 @@ def test_equal_stages_are_those_that_divide_the_gpus() -> None:
     assert names(MODEL, flat_cluster(8, 1e8)) == [*replicated, "2 equal stages", "4 equal stages", "8 equal stages"]
     assert names(MODEL, flat_cluster(6, 1e8)) == [*replicated, "2 equal stages", "6 equal stages"]
     assert names(MODEL, flat_cluster(1, 1e8)) == ["data parallel", "one GPU"]
-    (*_, ways) = usual_ways(SolveOptions(), LayerCosts(MODEL), flat_cluster(16, 1e8), Budget.unlimited())
+    (*_, ways) = usual_ways(SolveOptions(), LayerCosts(MODEL), flat_cluster(16, 1e8), Budget.unlimited(), STANDARD)
     assert [(len(stage.layers), stage.replicas) for stage in ways.plan.stages] == [(1, 2)] * 8
 
 
@@ -145,7 +145,7 @@ def test_what_is_as_fast_is_divided_as_little_as_can_be() -> None:
     known = MODEL.model_copy(update={"layers": layers, "optimizer_elementwise": True})
     asked = problem(GPUS, flat_cluster(GPUS, 1e10), known)
     seconds = [at_level(asked, level).seconds for level in range(4)]
-    assert min(seconds[2:]) < seconds[0] < min(seconds) * (1 + ALIKE)
+    assert min(seconds[2:]) < seconds[0] < min(seconds) * (1 + STANDARD.answer.indistinguishable_share)
     rules: dict[ShardRule, set[int]] = {"auto": {0}, "always": {1, 2, 3}}
     for rule, levels in rules.items():
         plan = solve(known, asked.cluster, schedule=FLUSH, microbatches=GPUS, shard_optimizer=rule)

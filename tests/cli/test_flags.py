@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import pytest
 
 from planner.cli.main import build_parser, main
-from planner.cli.output import FLAGS, NEGATIONS, as_flags
+from planner.cli.output import ALIASES, FLAGS, NEGATIONS, as_flags
 from planner.errors import InputError, PlannerError
 
 
@@ -37,8 +37,11 @@ def _verbs(parser: argparse.ArgumentParser) -> Iterable[argparse.ArgumentParser]
 def test_the_names_are_those_of_all_flags() -> None:
     actions = [action for verb in _verbs(build_parser()) for action in verb._actions]
     given = {option for action in actions for option in action.option_strings if option.startswith("--")}
-    assert {flag for flag, _ in FLAGS.values()} | set(NEGATIONS.values()) == given - {"--help"}
-    assert {action.dest for action in actions if action.option_strings} - {"help", "verbosity"} <= FLAGS.keys()
+    own = {"--help", "--help-all"}
+    assert {flag for flag, _ in FLAGS.values()} | set(NEGATIONS.values()) == given - own - ALIASES
+    named = {action.dest for action in actions if action.option_strings}
+    assert named - {"help", "help_all", "verbosity"} <= FLAGS.keys()
+    assert given >= ALIASES
 
 
 def test_a_hint_is_part_of_the_text() -> None:

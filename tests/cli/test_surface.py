@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 
 from planner.cli.main import build_parser
+from planner.cli.parser import is_advanced
 
 FILE = Path(__file__).with_name("surface.txt")
 
@@ -38,6 +39,8 @@ def _line(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
     told = " ".join(parser._get_formatter()._expand_help(action).split())
     if stated := re.search(r"\(default: ((?:[^()]|\([^()]*\))*)\)", told):
         parts.append(f"default: {stated[1]}")
+    if is_advanced(action):
+        parts.append("(--help-all)")
     return "  " + " ".join(parts)
 
 

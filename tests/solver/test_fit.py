@@ -17,9 +17,10 @@ from planner.reporting.tables.answers import fit_report
 from planner.reporting.tables.plan import plan_report
 from planner.schedule.one_stage import FLUSH
 from planner.solver.clock import Clock
-from planner.solver.find_plan import ALIKE, find_plan
+from planner.solver.find_plan import find_plan
 from planner.solver.fit import Fit, FitQuestion, FitRow, fit
 from planner.solver.sizes.microbatches import Profiles
+from planner.solver.tuning.record import STANDARD, Tuning
 from tests.plan.test_blocks import transformer
 from tests.samples import layer, profile
 
@@ -79,7 +80,13 @@ def test_fewer_gpus_are_tried_down_to_the_first_that_do_not_fit() -> None:
 def test_no_row_of_its_table_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where a search ran out of time: the answer is then the fastest of the ways that people use."""
 
-    def worst(profile: Profile, cluster: Cluster, options: SolveOptions, clock: Clock, *, explains: bool) -> Plan:
+    def worst(
+        profile: Profile,
+        cluster: Cluster,
+        options: SolveOptions,
+        clock: Clock,
+        tuning: Tuning,
+    ) -> Plan:
         found = price(profile, cluster, cluster.gpus, replicas=1, schedule=FLUSH, microbatches=32)
         return found.model_copy(update={"solver": found.solver.model_copy(update={"lower_bound_s": 1e-6, "gap": 0.9})})
 
@@ -93,7 +100,13 @@ def test_no_row_of_its_table_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plan.predicted.seconds_per_minibatch == pytest.approx(32 * fastest.seconds_per_microbatch)
     assert plan.solver.gap == pytest.approx(1 - 1e-6 / plan.predicted.seconds_per_minibatch)
 
-    def none(profile: Profile, cluster: Cluster, options: SolveOptions, clock: Clock, *, explains: bool) -> Plan:
+    def none(
+        profile: Profile,
+        cluster: Cluster,
+        options: SolveOptions,
+        clock: Clock,
+        tuning: Tuning,
+    ) -> Plan:
         raise PlannerError("the time limit passed before any plan was found")
 
     with monkeypatch.context() as patch:
@@ -126,7 +139,13 @@ def test_a_usual_way_without_room_for_copies_is_not_the_answer(monkeypatch: pyte
         layers.append(each.model_copy(update={**sizes, "parameters": tied.get(each.name, (each.name,))}))
     model = made.model_copy(update={"layers": tuple(layers)})
 
-    def none(profile: Profile, cluster: Cluster, options: SolveOptions, clock: Clock, *, explains: bool) -> Plan:
+    def none(
+        profile: Profile,
+        cluster: Cluster,
+        options: SolveOptions,
+        clock: Clock,
+        tuning: Tuning,
+    ) -> Plan:
         raise PlannerError("the time limit passed before any plan was found")
 
     monkeypatch.setattr("planner.solver.solve.find_plan", none)
@@ -147,7 +166,13 @@ def test_where_it_does_not_fit_more_gpus_are_tried() -> None:
 
 
 def test_where_time_runs_out_it_does_not_say_that_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none(profile: Profile, cluster: Cluster, options: SolveOptions, clock: Clock, *, explains: bool) -> Plan:
+    def none(
+        profile: Profile,
+        cluster: Cluster,
+        options: SolveOptions,
+        clock: Clock,
+        tuning: Tuning,
+    ) -> Plan:
         raise PlannerError("the time limit passed before any plan was found")
 
     monkeypatch.setattr("planner.solver.solve.find_plan", none)
@@ -180,9 +205,15 @@ def test_what_cannot_be_the_answer_is_not_estimated(monkeypatch: pytest.MonkeyPa
     """
     sizes, divisions, sought = list[int](), list[int](), list[tuple[int | None, int]]()
 
-    def seek(profile: Profile, cluster: Cluster, options: SolveOptions, clock: Clock, *, explains: bool) -> Plan:
+    def seek(
+        profile: Profile,
+        cluster: Cluster,
+        options: SolveOptions,
+        clock: Clock,
+        tuning: Tuning,
+    ) -> Plan:
         sought.append((profile.microbatch_size, cluster.gpus))
-        return find_plan(profile, cluster, options, clock, explains=explains)
+        return find_plan(profile, cluster, options, clock, tuning)
 
     monkeypatch.setattr("planner.solver.solve.find_plan", seek)
 
@@ -235,5 +266,7 @@ def test_a_small_minibatch_is_that_of_every_row() -> None:
     rows = {way.name: way for way in plan.baselines}
     assert rows["data parallel"].config == rows["ZeRO-3, FSDP"].config == "4"
     fastest = min(way.seconds_per_microbatch for way in plan.baselines if not way.over_memory_bytes)
-    assert plan.predicted.seconds_per_minibatch / plan.microbatches <= fastest * (1 + ALIKE)
+    assert plan.predicted.seconds_per_minibatch / plan.microbatches <= fastest * (
+        1 + STANDARD.answer.indistinguishable_share
+    )
     assert "data parallel on 4 GPUs" in plan_report(plan)

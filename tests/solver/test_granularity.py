@@ -15,9 +15,10 @@ from planner.plan.blocks import block_ends
 from planner.schedule.one_stage import FLUSH
 from planner.schedule.registry import find
 from planner.solver import search_plan as solve
-from planner.solver.answer import BETWEEN, MOST_LIMITED_CUTS, PAYS
+from planner.solver.answer import BETWEEN
 from planner.solver.problem.drained import drained_s
 from planner.solver.problem.problem import Problem
+from planner.solver.tuning.record import STANDARD
 from tests.plan.test_blocks import transformer
 
 MODEL = transformer(6, "h.{block}.part{part}")
@@ -43,8 +44,9 @@ def test_blocks_are_whole_unless_cutting_them_pays(schedule: str, gpus: int) -> 
     inside = not cuts(auto, MODEL) <= block_ends(MODEL)
     seconds = auto.predicted.seconds_per_minibatch
     block_s, layer_s = block.predicted.seconds_per_minibatch, layer.predicted.seconds_per_minibatch
-    assert seconds <= layer_s / (1 - PAYS) * (1 + 1e-9)
-    assert seconds < block_s * (1 - PAYS) if inside else seconds == pytest.approx(block_s)
+    saving = STANDARD.answer.min_saving_share
+    assert seconds <= layer_s / (1 - saving) * (1 + 1e-9)
+    assert seconds < block_s * (1 - saving) if inside else seconds == pytest.approx(block_s)
     # What the plan says of itself holds for all cuts.
     assert auto.solver.lower_bound_s <= layer_s * (1 + 1e-9)
 
@@ -63,7 +65,7 @@ def test_bound_of_many_layers_says_that_it_is_of_cuts_between_blocks(monkeypatch
     monkeypatch.setattr("planner.solver.answer._beside", lambda *_: frozenset())  # no cut inside a block is tried
     cluster = flat_cluster(8, 1e3)
     plan = solve(model, cluster, schedule="1f1b-flush", microbatches=16)
-    assert len(model.layers) > MOST_LIMITED_CUTS
+    assert len(model.layers) > STANDARD.answer.most_limited_cuts
     assert plan.solver.bound_of == BETWEEN
     problem = Problem(LayerCosts(model), Setting(cluster, FLUSH, 16))
     assert drained_s(problem) <= plan.solver.lower_bound_s <= plan.predicted.seconds_per_minibatch

@@ -18,7 +18,8 @@ from planner.solver import search_plan as solve
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import stages_along
 from planner.solver.problem.states import Chain
-from planner.solver.search.levels.levels import nearest_search, search_levels
+from planner.solver.search.levels.flat import nearest_search
+from planner.solver.search.levels.levels import search_levels
 from planner.solver.search.pipeline_search import PipelineSearch
 from tests.samples import layer, profile
 from tests.solver.brute import brute_force

@@ -1,7 +1,7 @@
 """Links between devices: the time of messages and all-reduces, and the buckets of gradients that are all-reduced."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -32,6 +32,15 @@ class Link:
     @property
     def ring_bytes_per_s(self) -> float:
         return self.all_reduce_bandwidth_bytes_per_s or self.bandwidth_bytes_per_s
+
+    def slowed(self, times: float) -> "Link":
+        """Return the link, so many times slower: messages and all-reduces alike."""
+        reduces = self.all_reduce_bandwidth_bytes_per_s
+        return replace(
+            self,
+            bandwidth_bytes_per_s=self.bandwidth_bytes_per_s / times,
+            all_reduce_bandwidth_bytes_per_s=None if reduces is None else reduces / times,
+        )
 
     def handling_s(self, moved_bytes: ArrayLike) -> Floats:
         """Return the processor's seconds for messages of so many bytes, received and sent."""

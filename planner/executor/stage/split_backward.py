@@ -35,11 +35,9 @@ class WeightGradients:
             if not edges:
                 continue  # no gradient reached this operation
             arrived = [gradient for gradient in joint.gradients if gradient is not None]
-            found = torch.autograd.grad(edges, joint.weights, arrived, allow_unused=True)
-            reached = [(weight, g) for weight, g in zip(joint.weights, found, strict=True) if g is not None]
-            if reached:
-                # A backward that starts at the weights accumulates as every other does, and calls their hooks.
-                torch.autograd.backward([weight for weight, _ in reached], [gradient for _, gradient in reached])
+            # As any backward it accumulates, and calls the hooks of the weights; `torch.autograd.grad` would, too, and
+            # what it returns would pass them once more on its way to `.grad`.
+            torch.autograd.backward(edges, arrived, inputs=joint.weights)
         self._pending.clear()
 
 

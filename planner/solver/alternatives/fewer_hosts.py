@@ -10,6 +10,8 @@ from planner.formats.profile import Profile
 from planner.options.solving import SolveOptions
 from planner.solver.clock import Clock
 from planner.solver.find_plan import find_plan
+from planner.solver.problem.infeasible import explained
+from planner.solver.tuning.record import Tuning
 
 
 def fewer_hosts(cluster: Cluster, most: int) -> Iterator[Cluster]:
@@ -40,6 +42,7 @@ def with_fewer_hosts(
     plan: Plan,
     options: SolveOptions,
     clock: Clock,
+    tuning: Tuning,
 ) -> Plan:
     """Return the plan with the fastest plans for up to `options.survive` hosts fewer, or a note why there is none.
 
@@ -57,9 +60,9 @@ def with_fewer_hosts(
     for number, cluster in enumerate(clusters):
         share = 1 / (len(clusters) - number)
         try:
-            smaller.append(find_plan(profile, cluster, options, clock.part(share)))
+            smaller.append(find_plan(profile, cluster, options, clock.part(share), tuning))
         except PlannerError as error:  # no plan fits, or none takes so many microbatches
             # Still fewer GPUs have less memory in all.
-            plan = plan.noting(f"The loss of {number + 1} hosts cannot be survived: {error.message}.")
+            plan = plan.noting(f"The loss of {number + 1} hosts cannot be survived: {explained(error).message}.")
             break
     return plan.model_copy(update={"smaller": tuple(smaller)})

@@ -9,20 +9,26 @@ from planner.formats.plan import Plan
 from planner.formats.profile import Profile
 from planner.options.solving import SolveOptions
 from planner.plan.rank_groups import usual_degrees
-from planner.solver.answer import PAYS
 from planner.solver.assemble import complete
 from planner.solver.clock import Clock
 from planner.solver.problem.budget import Budget
-from planner.solver.problem.result import WAITING, Answer
+from planner.solver.problem.result import Answer
 from planner.solver.propose.regular_interleaved import interleaved
 from planner.solver.question import problem_of, with_one_optimizer
 from planner.solver.report import accepting_divided_loss, report_of, timed
+from planner.solver.tuning.record import Tuning
 
 REGULAR = "chunks of equally many blocks"  # where a bound is of interleaved plans, too
 
 
-def or_interleaved(profile: Profile, plan: Plan, options: SolveOptions, clock: Clock) -> Plan:
-    """Return the fastest regular interleaved plan where it is `PAYS` faster than a plan under 1f1b-flush, or the plan.
+def or_interleaved(
+    profile: Profile,
+    plan: Plan,
+    options: SolveOptions,
+    clock: Clock,
+    tuning: Tuning,
+) -> Plan:
+    """Return the fastest regular interleaved plan where it is 2% faster than a plan under 1f1b-flush, or the plan.
 
     So much must several times as many messages earn, for what waits for them is not all known. Both have the same
     minibatch, and the same table of other ways.
@@ -37,13 +43,15 @@ def or_interleaved(profile: Profile, plan: Plan, options: SolveOptions, clock: C
         minibatch=None,
         microbatches=plan.microbatches,
     )
-    budget = Budget.unlimited(clock)
+    budget = Budget.unlimited(clock, tuning.budget)
     asked = with_one_optimizer(asked, profile)
-    problem = problem_of(asked, layer_costs_on(profile, cluster), cluster, budget)
+    problem = problem_of(asked, layer_costs_on(profile, cluster), cluster, budget, tuning)
 
     waiting = plan.predicted.by == "simulation"  # is part of its seconds
-    seconds = plan.predicted.seconds_per_minibatch * (1 if waiting else 1 + WAITING)
-    found = interleaved(problem, seconds * (1 - PAYS))
+    seconds = plan.predicted.seconds_per_minibatch
+    if not waiting:
+        seconds *= 1 + tuning.evaluate.assumed_waiting_share
+    found = interleaved(problem, seconds * (1 - tuning.answer.min_saving_share))
     if found.best is None or (waiting and not found.best.simulated):
         return plan
 

@@ -20,13 +20,12 @@ from planner.solver.assemble import complete
 from planner.solver.clock import Clock
 from planner.solver.evaluate.evaluation import evaluate
 from planner.solver.evaluate.pipelines import too_large
-from planner.solver.find_plan import ALIKE
 from planner.solver.problem.budget import Budget
+from planner.solver.problem.problem import Problem
 from planner.solver.question import options_of, with_one_optimizer
 from planner.solver.report import accepting_divided_loss, report_of_way
 from planner.solver.search.pipeline_search import PipelineSearch
-
-LEAST_S = 2.0  # that may be spent beside a search, however quick it was
+from planner.solver.tuning.record import STANDARD, Tuning
 
 
 @dataclass(frozen=True)
@@ -62,13 +61,18 @@ class Rules:
         return problem.sharding.allows(stages[0].options.sharding) and problem.allows(way.plan)
 
 
-def with_baselines(profile: Profile, plan: Plan, clock: Clock) -> Plan:
+def with_baselines(
+    profile: Profile,
+    plan: Plan,
+    clock: Clock,
+    tuning: Tuning = STANDARD,
+) -> Plan:
     """Return the plan with the table of other ways on its cluster, under its schedule.
 
-    When the time is over, or after `LEAST_S`, what is left is priced by the cost model alone.
+    When the time is over, or after some seconds, what is left is priced by the cost model alone.
     """
     try:
-        ways = _ways_beside(layer_costs_on(profile, plan.cluster), plan, clock)
+        ways = _ways_beside(layer_costs_on(profile, plan.cluster), plan, clock, tuning)
     except PlannerError as error:
         return _without_table(plan, error)
     return _with_rows(plan, ways)
@@ -79,6 +83,7 @@ def no_slower_than_usual(
     plan: Plan,
     options: SolveOptions,
     clock: Clock,
+    tuning: Tuning,
 ) -> Plan:
     """Return the plan with its table; where a row that the options allow is faster, that row as the plan.
 
@@ -86,12 +91,12 @@ def no_slower_than_usual(
     left: by the cost model alone, a row that waits for messages looks faster than it is.
     """
     try:
-        ways = _ways_beside(layer_costs_on(profile, plan.cluster), plan, clock)
+        ways = _ways_beside(layer_costs_on(profile, plan.cluster), plan, clock, tuning)
     except PlannerError as error:
         return _without_table(plan, error)
 
     rules = Rules(options, _allowed_schedules(plan.schedule, options), plan.samples_per_update)
-    last = _last_budget(clock)
+    last = _last_budget(clock, tuning)
     ways = [_simulated(way, last) if rules.allow(way) and _seems_faster(way, plan) else way for way in ways]
     candidates = [way for way in ways if rules.allow(way) and _faster(way, plan)]
 
@@ -104,13 +109,13 @@ def fastest_usual(
     cluster: Cluster,
     options: SolveOptions,
     clock: Clock,
+    tuning: Tuning,
 ) -> Plan | None:
     """Return the fastest of the usual ways that the options allow, for a search that had no answer; None without any.
 
     The plan has no table yet.
     """
-    budget = Budget(clock.at_most(LEAST_S))
-    ways = list(usual_ways(options, layer_costs_on(profile, cluster), cluster, budget))
+    ways = _simulated_ways(options, layer_costs_on(profile, cluster), cluster, clock, tuning)
     samples = None
     if options.order.divides:
         minibatch = options.microbatches_on(cluster, profile) * (profile.microbatch_size or 1)
@@ -150,13 +155,25 @@ def _allowed_schedules(schedule: Schedule, options: SolveOptions) -> tuple[Sched
     return (schedule, FLUSH)
 
 
-def _ways_beside(costs: LayerCosts, plan: Plan, clock: Clock) -> list[Way]:
-    budget = Budget(clock.at_most(LEAST_S))
-    return list(usual_ways(options_of(plan), costs, plan.cluster, budget))
+def _ways_beside(costs: LayerCosts, plan: Plan, clock: Clock, tuning: Tuning) -> list[Way]:
+    return _simulated_ways(options_of(plan), costs, plan.cluster, clock, tuning)
 
 
-def _last_budget(clock: Clock) -> Budget:
-    return Budget.unlimited(clock.at_least(LEAST_S).at_most(LEAST_S))
+def _simulated_ways(
+    options: SolveOptions,
+    costs: LayerCosts,
+    cluster: Cluster,
+    clock: Clock,
+    tuning: Tuning,
+) -> list[Way]:
+    """Return the usual ways, simulated as far as the time for alternatives goes."""
+    budget = Budget(clock.at_most(tuning.answer.alternatives_s), tuning=tuning.budget)
+    return list(usual_ways(options, costs, cluster, budget, tuning))
+
+
+def _last_budget(clock: Clock, tuning: Tuning) -> Budget:
+    seconds = tuning.answer.alternatives_s
+    return Budget.unlimited(clock.at_least(seconds).at_most(seconds), tuning.budget)
 
 
 def _simulated(way: Way, budget: Budget) -> Way:
@@ -167,16 +184,21 @@ def _simulated(way: Way, budget: Budget) -> Way:
 
 
 def _seems_faster(way: Way, plan: Plan) -> bool:
-    """Return whether the way is shown with less time than the plan; estimates do not tell `ALIKE` apart."""
-    return way.seconds_per_microbatch < seconds_per_microbatch(plan) * (1 - ALIKE)
+    """Return whether the way is shown with less time than the plan, by more than estimates are true."""
+    return way.seconds_per_microbatch < _clearly_faster_s(way.problem, plan)
 
 
 def _faster(way: Way, plan: Plan) -> bool:
     """Return whether the way seems faster, and would be if it waits as most plans that were not simulated."""
     if plan.predicted.by == "cost model":
         return _seems_faster(way, plan)
-    counted_s = way.plan.counted_s / way.problem.microbatches
-    return counted_s < seconds_per_microbatch(plan) * (1 - ALIKE)
+    comparable_s = way.problem.comparable_s(way.plan) / way.problem.microbatches
+    return comparable_s < _clearly_faster_s(way.problem, plan)
+
+
+def _clearly_faster_s(problem: Problem, plan: Plan) -> float:
+    """Return seconds per microbatch below which another plan is told apart from this one."""
+    return seconds_per_microbatch(plan) * (1 - problem.tuning.answer.indistinguishable_share)
 
 
 def _in_place_of(plan: Plan, best: Plan) -> Plan:
@@ -185,6 +207,7 @@ def _in_place_of(plan: Plan, best: Plan) -> Plan:
     context = {
         "notes": plan.notes,
         "synchronous": plan.synchronous if best.schedule.asynchronous else None,
+        "synchronous_usual": plan.synchronous_usual if best.schedule.asynchronous else None,
         "schedules": tuple(chosen if way.schedule is best.schedule else way for way in plan.schedules),
     }
     best = best.model_copy(update=context)

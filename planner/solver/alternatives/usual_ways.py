@@ -27,13 +27,13 @@ from planner.solver.problem.budget import Budget
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation
 from planner.solver.question import problem_of
+from planner.solver.tuning.record import Tuning
 from planner.stages.replicas import most_replicas, samples_per_update
 from planner.stages.sharding import usual_shardings, why_whole
 
 ONE_GPU = "one GPU"
 DATA_PARALLEL = "data parallel"
 EQUAL_STAGES = "equal stages"  # of equally many blocks
-BLOCK_STAGES = (2, 4, 8)  # as users of Megatron choose them
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,7 @@ def usual_ways(
     layer_costs: LayerCosts,
     cluster: Cluster,
     budget: Budget,
+    tuning: Tuning,
 ) -> Iterator[Way]:
     """Yield the ways in the order of the table, each simulated as far as the budget goes.
 
@@ -93,7 +94,8 @@ def usual_ways(
     block, unless the options forbid it.
     """
     schedule = options.order.unchunked
-    problem = problem_of(replace(options, schedule=schedule), layer_costs, cluster, budget)
+    whole = replace(options, schedule=schedule)
+    problem = problem_of(whole, layer_costs, cluster, budget, tuning)
     yield from _data_parallel(problem)
     yield from _on_one_kind(problem)
     yield _one_gpu(problem)
@@ -105,7 +107,7 @@ def usual_ways(
         microbatches=options.microbatches if schedule.divides else None,
         depth="published",
     )
-    yield from _equal_stages(problem_of(drained, layer_costs, cluster, budget))
+    yield from _equal_stages(problem_of(drained, layer_costs, cluster, budget, tuning))
 
 
 def _data_parallel(problem: Problem) -> Iterator[Way]:
@@ -162,8 +164,9 @@ def _drained(problem: Problem, replicas: int) -> Problem:
 
 def _equal_stages(problem: Problem) -> Iterator[Way]:
     gpus = problem.cluster.gpus
-    deepest = max(2, min(gpus, max(BLOCK_STAGES)))  # 3 on 3 GPUs
-    for count in sorted({*BLOCK_STAGES, deepest}):
+    usual = problem.tuning.answer.usual_stages
+    deepest = max(2, min(gpus, max(usual)))  # 3 on 3 GPUs
+    for count in sorted({*usual, deepest}):
         stages = equal_blocks(problem.layer_costs, count)
         if gpus % count == 0 and len(stages) == count:
             most = most_replicas(problem.schedule, problem.microbatches, gpus // count)

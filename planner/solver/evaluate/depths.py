@@ -16,8 +16,8 @@ those on the wire:
     T          seconds per unit of the busiest resource
 
 Simulating the streams decides among the depths that this inequality gives, those one deeper, and
-the published ones. Then each update that gradients are later has to make the pipeline `LATER` times
-as fast.
+the published ones. Then each update that gradients are later has to make the pipeline so many times
+as fast as `EvaluateTuning.min_speedup_per_stale_update` says.
 """
 
 import math
@@ -28,13 +28,9 @@ from functools import cached_property
 from planner.schedule.schedule import warm_up_depths
 from planner.simulator.pipeline_costs import PipelineCosts
 from planner.solver.evaluate.depth_limits import Depths, crossing_s
-from planner.solver.problem.budget import LATER, Budget
+from planner.solver.problem.budget import Budget
+from planner.solver.tuning.record import STANDARD, Tuning
 from planner.units import SLACK
-
-TOLERANCE = 0.01  # a plan this close to the bound counts as optimal: timings are no better
-HOPELESS = 1.25  # ratio of times that deepening beyond the inequality above does not gain
-NEAR = 1.1  # ratio of times that less depth does not gain
-RESERVED = 0.5  # share of the budget that is kept for other pipelines than the one being deepened
 
 
 @dataclass(frozen=True)
@@ -45,6 +41,7 @@ class PipelineTimes:
     busiest_s: float  # busy seconds per unit of the busiest resource: no depth is faster
     deepest: Depths  # the most units in flight that memory and schedule allow
     budget: Budget = field(default_factory=Budget.unlimited)
+    tuning: Tuning = STANDARD
 
     @cached_property
     def published(self) -> Depths:
@@ -57,9 +54,9 @@ class PipelineTimes:
         return crossing_s(self.pipeline)
 
     def with_lateness_s(self, seconds: float, depths: Depths) -> float:
-        """Count seconds `LATER` times as much for each update that gradients are late."""
+        """Count seconds a few per cent more for each update that gradients are late."""
         updates = self.pipeline.shape.schedule.staleness(max(depths))
-        return seconds * float(LATER**updates)
+        return seconds * float(self.tuning.evaluate.min_speedup_per_stale_update**updates)
 
 
 @dataclass(frozen=True)
@@ -82,15 +79,15 @@ def choose_depths(times: PipelineTimes, below_s: float = math.inf) -> DepthChoic
 
     Args:
         times: the pipeline, whose budget is spent.
-        below_s: seconds per unit that the pipeline has to reach. If it is `HOPELESS` from them, no
-            other depths are tried. Where infinite, a time is needed, and only the deadline ends the
+        below_s: seconds per unit that the pipeline has to reach. If it is far from them, no other
+            depths are tried. Where infinite, a time is needed, and only the deadline ends the
             simulation.
 
     Returns:
         None if the budget does not even allow to simulate the first depths.
     """
     needed = math.isinf(below_s)
-    hopeless_s = below_s * HOPELESS
+    hopeless_s = below_s * times.tuning.depths.max_gain_of_more
 
     # 1. The inequality is usually enough: what is far from `below_s` with it needs no other
     # simulation.
@@ -137,14 +134,15 @@ def _fastest_depths(times: PipelineTimes, best: DepthChoice, below_s: float) -> 
     budget = times.budget
     tried = {best.depths}
     # One pipeline with many depths to try must not use up what other candidates need.
-    reserved = budget.left * RESERVED
+    reserved = budget.left * times.tuning.depths.reserved_share
+    hopeless_s = below_s * times.tuning.depths.max_gain_of_less
 
     for depths in _promising_depths(times):
         if best.seconds_per_unit <= times.busiest_s * (1 + SLACK):
             break  # no depth is faster
         if depths in tried:
             continue
-        if depths == times.published and best.seconds_per_unit > below_s * NEAR:
+        if depths == times.published and best.seconds_per_unit > hopeless_s:
             continue
         if budget.left < reserved:
             budget.exhausted = False
@@ -183,7 +181,7 @@ def _counted_depths(times: PipelineTimes, more: int = 0) -> Depths:
         at_work = min(times.pipeline.stages[stage].compute_s / times.busiest_s, count)
         outstanding += at_work + count - 1 + times.wire_s[stage] / times.busiest_s
 
-        depth = math.ceil(outstanding / count * (1 - TOLERANCE))
+        depth = math.ceil(outstanding / count * (1 - times.tuning.evaluate.timing_share))
         depth = max(depth, times.published[stage]) + more
         depths.append(depth)
         outstanding = float(depth * count)

@@ -22,12 +22,6 @@ from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation
 from planner.units import SLACK
 
-FAR = 1.5  # ratio of times that deepening does not gain
-# Stages up to which a pipeline is deepened where memory does not allow all of them what hides their
-# messages: the stages that are cut off keep the others waiting, so that many longer ones took twice
-# as long.
-SHORT = 8
-
 
 @dataclass(frozen=True)
 class SimulatedDepths:
@@ -74,7 +68,8 @@ def choose_draining_depths(
     published_s = budget.steady_s(pipeline, needed=needed)
     if published_s is None:
         return None
-    if deeper != published and published_s <= below_s * FAR:
+    hopeless_s = below_s * problem.tuning.depths.max_gain_of_draining
+    if deeper != published and published_s <= hopeless_s:
         deeper_s = budget.steady_s(pipeline.with_depths(deeper))
         if deeper_s is not None and deeper_s < published_s * (1 - SLACK):
             return SimulatedDepths(deeper, deeper_s)
@@ -104,7 +99,7 @@ def _deeper_depths(
         allowed = tuple(map(min, hiding, deepest))
         if allowed == hiding != published:
             hides = True
-        if allowed == hiding or len(published) <= SHORT:
+        if allowed == hiding or len(published) <= problem.tuning.depths.most_uneven_stages:
             deeper = allowed
 
     return deeper, hides

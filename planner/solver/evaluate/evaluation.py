@@ -19,7 +19,6 @@ from planner.cost.kinds import with_kinds
 from planner.cost.overheads import Price, stage_memory
 from planner.formats.cluster import Cluster, Level
 from planner.solver.evaluate.depth_limits import Depths, busiest_s, deepest_allowed
-from planner.solver.evaluate.depths import TOLERANCE as TOLERANCE
 from planner.solver.evaluate.depths import PipelineTimes, choose_depths, price_depths
 from planner.solver.evaluate.draining_depths import SimulatedDepths, choose_draining_depths
 from planner.solver.evaluate.orders import columns_of as columns_of
@@ -29,8 +28,6 @@ from planner.solver.evaluate.pipelines import pipeline_for, too_large
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import CutPath, Evaluation, stages_along
 from planner.solver.problem.states import Chain
-
-SETTLED = 1e-3  # a plan this close to the lower bound needs no alternative
 
 
 def priced(problem: Problem, stages: Sequence[Candidate]) -> Evaluation:
@@ -116,6 +113,7 @@ def _choose_late_depths(
         busiest_s(problem, candidate, pipeline) / microbatches,
         deepest_allowed(problem, candidate),
         problem.budget,
+        problem.tuning,
     )
 
     if problem.depth == "auto":

@@ -20,19 +20,17 @@ from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation
 from planner.stages.tensor import degrees_of
 
-MOST_WORKERS = 64  # beyond, simulating takes too long
-MOST_COMPUTATIONS = 2**14  # forwards of a minibatch on all workers, of all chunks, likewise
-
 
 def too_large(problem: Problem, stages: Sequence[Candidate]) -> bool:
     """Return whether simulating these stages takes longer than a search should."""
+    tuning = problem.tuning.evaluate
     if problem.schedule.asynchronous:
         workers = sum(stage.replicas for stage in stages)
-        if workers > MOST_WORKERS:
+        if workers > tuning.most_workers:
             return True
     else:
         workers = len(stages) // problem.setting.chunks
-    return workers * problem.microbatches > MOST_COMPUTATIONS
+    return workers * problem.microbatches > tuning.most_forwards
 
 
 def pipeline_for(problem: Problem, candidate: Evaluation) -> PipelineCosts:

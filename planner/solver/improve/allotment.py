@@ -1,4 +1,11 @@
-"""Which GPUs of several kinds the stages of a plan get."""
+"""Which GPUs of several kinds the stages of a plan get.
+
+in line      the kinds' GPUs stand in a line, in every order of the kinds; the first stage takes the first of them,
+             and so on: by the order of stages, the other way round, or the heaviest stage first
+mixtures     any number of GPUs of each kind for each stage
+
+A few of both are priced.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -10,46 +17,67 @@ from planner.solver.evaluate.leaner import Leaner
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation
 
-MOST_ALLOTMENTS = 24  # ways to share out the GPUs that are priced for one plan
-
-_Ranks = tuple[tuple[int, ...], ...]  # of each stage
+Ranks = tuple[int, ...]
 
 
 def allotted(problem: Problem, stages: Sequence[Candidate]) -> Iterator[Evaluation]:
     """Yield the plans of these stages on GPUs of the kinds, as far as they are allowed.
 
-    Stages take consecutive GPUs of the kinds in every order, the first stage or the heaviest one first. In small
-    clusters other mixtures follow. Stages recompute as memory demands.
+    Stages recompute as memory demands.
     """
-    leaner, replicas = Leaner(problem), [stage.replicas for stage in stages]
-    kinds = [tuple(ranks) for ranks in problem.cluster.kind_ranks]
-    shares_s = [float(problem.layer_costs.work(stage).compute_s) / stage.replicas for stage in stages]
-    heaviest = sorted(range(len(stages)), key=lambda number: -shares_s[number])
-    orders = [range(len(stages)), heaviest, range(len(stages) - 1, -1, -1)]
-    lines = (_in_line(replicas, order, kinds_first) for kinds_first in permutations(kinds) for order in orders)
-    found = dict.fromkeys((*islice(lines, MOST_ALLOTMENTS), *islice(_mixtures(replicas, kinds), MOST_ALLOTMENTS)))
-    for ranks in islice(found, MOST_ALLOTMENTS):
-        placed = [
-            replace(stage, ranks=own, options=replace(stage.options, recompute=()))
-            for stage, own in zip(stages, ranks, strict=True)
-        ]
-        if (plan := leaner.lean_enough(priced(problem, placed).stages)) is not None:
+    leaner = Leaner(problem)
+    for allotment in _allotments(problem, stages):
+        placed = []
+        for stage, ranks in zip(stages, allotment, strict=True):
+            options = replace(stage.options, recompute=())
+            placed.append(replace(stage, ranks=ranks, options=options))
+        plan = leaner.lean_enough(priced(problem, placed).stages)
+        if plan is not None:
             yield plan
 
 
-def _in_line(replicas: Sequence[int], order: Sequence[int], kinds: Sequence[Sequence[int]]) -> _Ranks:
-    line = chain(*kinds)
-    ranks = {number: tuple(sorted(islice(line, replicas[number]))) for number in order}
-    return tuple(ranks[number] for number in range(len(replicas)))
+def _allotments(problem: Problem, stages: Sequence[Candidate]) -> list[tuple[Ranks, ...]]:
+    """Return the ranks of all stages, in the ways to try."""
+    replicas = [stage.replicas for stage in stages]
+    kinds = [tuple(ranks) for ranks in problem.cluster.kind_ranks]
+
+    most = problem.tuning.improve.most_allotments
+    in_line = islice(_in_line(replicas, kinds, _orders(problem, stages)), most)
+    mixtures = islice(_mixtures(replicas, kinds), most)
+    distinct = dict.fromkeys([*in_line, *mixtures])
+    return [*islice(distinct, most)]
 
 
-def _mixtures(replicas: Sequence[int], free: Sequence[tuple[int, ...]]) -> Iterator[_Ranks]:
+def _orders(problem: Problem, stages: Sequence[Candidate]) -> list[Sequence[int]]:
+    """Return the orders in which stages take GPUs."""
+    shares_s = [float(problem.layer_costs.work(stage).compute_s) / stage.replicas for stage in stages]
+    numbers = range(len(stages))
+    heaviest_first = sorted(numbers, key=lambda number: -shares_s[number])
+    return [numbers, heaviest_first, numbers[::-1]]
+
+
+def _in_line(
+    replicas: Sequence[int],
+    kinds: Sequence[Ranks],
+    orders: Sequence[Sequence[int]],
+) -> Iterator[tuple[Ranks, ...]]:
+    for line in permutations(kinds):
+        for order in orders:
+            free = chain(*line)
+            taken = {number: tuple(sorted(islice(free, replicas[number]))) for number in order}
+            yield tuple(taken[number] for number in range(len(replicas)))
+
+
+def _mixtures(replicas: Sequence[int], free: Sequence[Ranks]) -> Iterator[tuple[Ranks, ...]]:
     """Yield the first free GPUs of each kind for the stages, for all numbers of each kind."""
     if not replicas:
         yield ()
         return
-    for counts in product(*(range(min(len(own), replicas[0]) + 1) for own in free)):
-        if sum(counts) == replicas[0]:
-            own = tuple(rank for ranks, count in zip(free, counts, strict=True) for rank in ranks[:count])
-            left = [ranks[count:] for ranks, count in zip(free, counts, strict=True)]
-            yield from ((own, *others) for others in _mixtures(replicas[1:], left))
+    needed, *others_needed = replicas
+    for counts in product(*(range(min(len(ranks), needed) + 1) for ranks in free)):
+        if sum(counts) != needed:
+            continue
+        own = [ranks[:count] for ranks, count in zip(free, counts, strict=True)]
+        left = [ranks[count:] for ranks, count in zip(free, counts, strict=True)]
+        for others in _mixtures(others_needed, left):
+            yield (tuple(chain(*own)), *others)

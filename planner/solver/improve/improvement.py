@@ -16,19 +16,11 @@ from planner.solver.evaluate.evaluation import in_every_order, simulated
 from planner.solver.improve.allotment import allotted
 from planner.solver.pool import Pool
 from planner.solver.problem.problem import Problem
-from planner.solver.problem.result import WAITING, CutPath, Evaluation, stages_along
+from planner.solver.problem.result import CutPath, Evaluation, stages_along
 from planner.solver.problem.states import Chain
 from planner.solver.search.chain.ways import BestWays
 from planner.solver.search.levels.local_search import LocalSearch, OptionsOf
 from planner.units import SLACK
-
-STARTS = 4  # of local search, each at another number of stages
-MIXED_STARTS = 6  # the same on GPUs of several kinds
-FARTHER = 4  # times as many plans are priced on clusters of several levels, with half as many times the instructions
-MOST_PRICED, FEW_LAYERS = 100, 50  # plans priced from each start, for models of so many layers; of larger ones, fewer
-DEEPER = (1.0, 1.5, 2.0)  # times the published depths that stages are given room for
-ADDED = 1.25  # times the best plan's seconds, up to which plans are simulated that may take less than their price
-MOST_INSTRUCTIONS = 2**16  # of the simulations from each start: a part of a second
 
 
 def improve(pool: Pool) -> None:
@@ -68,6 +60,7 @@ def climb(pool: Pool, searched: Problem) -> None:
         trials.seconds,
         _ways(searched, space),
         trials.most_priced,
+        searched.tuning.levels.split_shares,
         pool.question.budget.clock,
         trials.least_s,
     )
@@ -82,8 +75,9 @@ def climb(pool: Pool, searched: Problem) -> None:
 def _ways(searched: Problem, space: Chain) -> list[OptionsOf]:
     """Return how stages may run: those that recompute more than they must have room for deeper pipelines."""
     limited = searched.cluster.memory_bytes is not None and not searched.cluster.kinds
-    depths = DEEPER if limited else (1.0,)
-    return [BestWays(searched, space, deeper).options for deeper in depths]
+    published, *deeper = searched.tuning.improve.depth_ratios
+    depths = [published, *(deeper if limited else ())]
+    return [BestWays(searched, space, ratio).options for ratio in depths]
 
 
 def _fastest_simulated(pool: Pool) -> list[Evaluation]:
@@ -99,7 +93,7 @@ def _fastest_simulated(pool: Pool) -> list[Evaluation]:
         by_stages.setdefault(len(plan.stages), plan)
         by_config.setdefault(plan.config, plan)
     starts = {plan.config: plan for plan in (*by_stages.values(), *by_config.values())}
-    return list(starts.values())[1:STARTS]
+    return list(starts.values())[1 : pool.question.tuning.improve.starts]
 
 
 def _fastest_by_shape(pool: Pool) -> list[Evaluation]:
@@ -108,7 +102,7 @@ def _fastest_by_shape(pool: Pool) -> list[Evaluation]:
     for plan in sorted(pool.usable, key=lambda plan: plan.seconds):
         shape = tuple((stage.layers, stage.replicas) for stage in plan.stages)
         by_shape.setdefault(shape, plan)
-    return list(by_shape.values())[:MIXED_STARTS]
+    return list(by_shape.values())[: pool.question.tuning.improve.mixed_starts]
 
 
 class _Trials:
@@ -122,15 +116,17 @@ class _Trials:
         self._orders: dict[CutPath, list[Evaluation]] = {}
 
         question = pool.question
-        farther = FARTHER if question.placed else 1  # where links differ, searches propose worse starts
+        tuning = question.tuning.improve
+        farther = tuning.levels_ratio if question.placed else 1
+        few = tuning.few_layers
         layers = len(question.layer_costs.profile.layers)
-        self.most_priced = MOST_PRICED * farther * FEW_LAYERS // max(FEW_LAYERS, layers)
-        self._instructions = MOST_INSTRUCTIONS * max(1, farther // 2)
+        self.most_priced = tuning.most_priced * farther * few // max(few, layers)
+        self._instructions = tuning.most_instructions * max(1, farther // 2)
         self._budget = question.budget.apart(min(question.budget.left, self._instructions))
         self._question = replace(question, budget=self._budget)
         # Stages on unlike GPUs update at different times, which the cost model of synchronous schedules adds up.
         adds = question.cluster.kinds and not question.schedule.asynchronous
-        self._lenient = ADDED if adds else 1 - SLACK
+        self._lenient = tuning.overpriced_ratio if adds else 1 - SLACK
         assert pool.best is not None
         self._start = pool.best
 
@@ -154,7 +150,9 @@ class _Trials:
 
     def seconds(self, path: CutPath) -> float:
         """Return the seconds that count; infinity for what cannot be faster than the best plan."""
-        least_s = self._start.counted_s if path == self._first else np.inf
+        least_s = np.inf
+        if path == self._first:
+            least_s = self._question.comparable_s(self._start)
         for order in self._orders.pop(path):
             if self._budget.over or order.seconds >= min(least_s, self._pool.best_s) * self._lenient:
                 break  # there is no time left; or simulating, which only adds waiting, cannot help
@@ -163,7 +161,7 @@ class _Trials:
                 break  # the budget ended the simulation
             if not self._pool.trains(evaluation):
                 continue
-            least_s = min(least_s, evaluation.counted_s)
+            least_s = min(least_s, self._question.comparable_s(evaluation))
             self._pool.keep(evaluation)
         return least_s
 
@@ -188,7 +186,8 @@ def deepen(pool: Pool, searched: Problem) -> None:
     limited = question.cluster.memory_bytes is not None and not question.cluster.kinds
     if best is None or schedule.asynchronous or not schedule.deepens or not limited:
         return
-    if best.seconds - best.price_s <= WAITING * best.seconds:
+    tuning = question.tuning
+    if best.seconds - best.price_s <= tuning.evaluate.assumed_waiting_share * best.seconds:
         return
     space = Chain(searched.layer_costs)
     path = _path(searched, space, best)
@@ -196,8 +195,8 @@ def deepen(pool: Pool, searched: Problem) -> None:
         return
 
     unlimited = replace(question, budget=question.budget.apart(math.inf))  # of what takes long because it waits
-    for deeper in DEEPER[1:]:
-        options = BestWays(searched, space, deeper).options(path.states, path.replicas)
+    for ratio in tuning.improve.depth_ratios[1:]:
+        options = BestWays(searched, space, ratio).options(path.states, path.replicas)
         plan = pool.priced(stages_along(space, replace(path, options=options)))
         below_s = min(pool.best_s, question.hopeless_s)
         if question.allows(plan) and plan.seconds < below_s and not question.budget.clock.passed:

@@ -11,14 +11,11 @@ from planner.cost.candidate import Candidate
 from planner.simulator.pipeline_costs import PipelineCosts
 from planner.simulator.steady_time import steady_s
 from planner.solver.clock import Clock
+from planner.solver.tuning.evaluation import BudgetTuning
+from planner.solver.tuning.record import STANDARD
 
 if TYPE_CHECKING:
     from planner.solver.problem.result import Evaluation
-
-
-SEARCHING = 0.8  # share of the time for searches; the rest is for simulating what they find
-LATER = 1.05  # how many times as fast a pipeline must be whose gradients are an update later
-MOST_INSTRUCTIONS = 2**19  # of all workers in all simulations of one search: some seconds
 
 
 @dataclass
@@ -29,24 +26,35 @@ class Budget:
     """
 
     clock: Clock = field(default_factory=Clock)  # when it passes, the simulation in progress ends without an answer
-    left: float = field(default_factory=lambda: MOST_INSTRUCTIONS)  # instructions that may still be simulated
+    most: float | None = None  # instructions of all simulations; by default those of `tuning`
+    tuning: BudgetTuning = STANDARD.budget
     count: int = 0  # candidate plans that were simulated, at one depth or several
     exhausted: bool = True  # whether every candidate was looked at; False if instructions or time ran out
     seen: dict[tuple[Candidate, ...], Evaluation] = field(default_factory=dict)  # what came of those simulated
     known: dict[Hashable, float] = field(default_factory=dict)  # seconds of those simulated, by `PipelineCosts.key`
+    left: float = field(init=False)  # instructions that may still be simulated
     searching: Clock = field(init=False)  # when searches end, so that some time is left to simulate what they found
 
     def __post_init__(self) -> None:
-        self.searching = self.clock.part(SEARCHING)
+        self.left = self.tuning.most_instructions if self.most is None else self.most
+        self.searching = self.clock.part(self.tuning.search_share)
 
     @classmethod
-    def unlimited(cls, clock: Clock | None = None) -> Budget:
+    def unlimited(
+        cls,
+        clock: Clock | None = None,
+        tuning: BudgetTuning = STANDARD.budget,
+    ) -> Budget:
         """Return a budget for pricing single plans, each of which takes what it takes until the deadline."""
-        return cls(clock or Clock(), left=math.inf)
+        return cls(clock or Clock(), math.inf, tuning)
 
-    def apart(self, most: float = MOST_INSTRUCTIONS) -> Budget:
-        """Return a budget of its own for the same question, with so many instructions; it knows what this one does."""
-        return Budget(self.clock, most, known=self.known)
+    def apart(self, most: float | None = None) -> Budget:
+        """Return a budget of its own for the same question, which knows what this one does.
+
+        Args:
+            most: instructions that may be simulated; by default those of `tuning`.
+        """
+        return Budget(self.clock, most, self.tuning, known=self.known)
 
     @property
     def over(self) -> bool:

@@ -4,8 +4,6 @@ from dataclasses import replace
 
 from planner.solver.problem.problem import Problem
 
-PRECISION = 2e-3  # of searches over some of the cuts: less than timings vary
-
 
 def cut_after(question: Problem, ends: frozenset[int]) -> Problem:
     """Return the question with cuts after these layers only, by position, where the profile allows them."""
@@ -16,4 +14,4 @@ def cut_after(question: Problem, ends: frozenset[int]) -> Problem:
             forbidden.add(layer.name)
     names = tuple(layer.name for layer in profile.layers[:-1] if layer.name in forbidden)
     coarser = question.with_profile(profile.model_copy(update={"no_cut_after": names}))
-    return replace(coarser, precision=PRECISION)
+    return replace(coarser, precision=question.tuning.chain.some_cuts_precision)

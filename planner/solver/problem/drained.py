@@ -34,8 +34,6 @@ from planner.solver.problem.problem import Problem
 from planner.solver.problem.single_stages import single_stage_s
 from planner.units import SLACK
 
-STEPS = 64  # of X, between which the bound takes the better end of each of its parts
-
 
 def drained_s(problem: Problem) -> float:
     """Return seconds per minibatch that no plan is below by the cost model; infinite if none fits.
@@ -75,7 +73,7 @@ def _several_stages_s(problem: Problem, totals: GroupTotals) -> float:
     ratio = problem.microbatches / gpus
     least_s = max(0.0, ratio * once_s - longest_s)
     most_s = least_s + (1 + ratio) * float(totals.forward_s.sum())
-    limits_s = np.linspace(least_s, most_s, STEPS + 1)
+    limits_s = np.linspace(least_s, most_s, problem.tuning.bounds.drained_intervals + 1)
 
     # 4. In each interval of X, its end holds the fewest microbatches and its start is the least X.
     bound_s = float(limits_s[-1] + filling_s)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from planner.cost.candidate import Candidate
-from planner.errors import InfeasibleError
+from planner.errors import InfeasibleError, PlannerError
 from planner.formats.plan_parts import short_config
 from planner.solver.clock import Clock, OutOfTimeError
 from planner.solver.problem.problem import Problem
@@ -19,7 +19,7 @@ Fits = Callable[[int, int], Evaluation | None]
 class UnexplainedError(InfeasibleError):
     """No plan fits the memory, and why is not known yet.
 
-    To know it takes searches, which only the last answer needs.
+    To know it takes searches, which only the last answer needs: see `explained`.
     """
 
     def __init__(self, explanation: Callable[[], InfeasibleError]) -> None:
@@ -27,9 +27,12 @@ class UnexplainedError(InfeasibleError):
         self.explanation = explanation
 
 
+def explained(error: PlannerError) -> PlannerError:
+    """Return the error, with the smallest change that makes a plan fit where that is the matter."""
+    return error.explanation() if isinstance(error, UnexplainedError) else error
+
+
 PLENTY = 2**60  # bytes: more than any plan needs
-_PRECISION = 1e-4  # of the smallest memory
-_MOST_GPUS_FACTOR = 64  # times as many GPUs as there are, at most, are tried
 
 
 def against_rules(problem: Problem) -> InfeasibleError:
@@ -129,7 +132,12 @@ def _leanest_plan(
         leanest = plan
         return max(plan.price.gpu_bytes)
 
-    _, proven = _least(needed, memory_bytes, problem.budget.clock, precision=_PRECISION)
+    _, proven = _least(
+        needed,
+        memory_bytes,
+        problem.budget.clock,
+        precision=problem.tuning.explanation.memory_precision,
+    )
     return leanest, proven
 
 
@@ -158,7 +166,7 @@ def _more_gpus(problem: Problem, fits: Fits, memory_bytes: int) -> list[str]:
         enough,
         problem.cluster.gpus,
         problem.budget.clock,
-        _MOST_GPUS_FACTOR,
+        problem.tuning.explanation.most_gpus_ratio,
     )
     if gpus is None or not proven:
         return []

@@ -32,8 +32,10 @@ from planner.solver.problem.bounds import Bounds, bounds_for
 from planner.solver.problem.budget import Budget
 from planner.solver.problem.result import Evaluation
 from planner.solver.problem.states import Chain
+from planner.solver.tuning.record import STANDARD, Tuning
 from planner.stages.sharding import PossibleSharding, Sharding, why_whole
 from planner.stages.tensor import any_divided, one_degree
+from planner.units import SLACK
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class Limits:
     most_sharded: int = UNLIMITED  # replicas of a sharded stage, none of which may idle
     most_replicas: int = UNLIMITED
     whole_stages: bool = False  # whether stages that may choose recompute all of their layers at once, or none
+    tuning: Tuning = STANDARD  # of the question
 
     @property
     def counts_gpus(self) -> bool:
@@ -79,6 +82,7 @@ class Problem:
     most_replicas: int = UNLIMITED  # that a stage may have
     degree: int = 1  # ranks of each group, where what counts as a GPU is a group of ranks
     solver: SolverName = "auto"
+    tuning: Tuning = STANDARD  # how far searches look, how long, and how near counts as equal
 
     @property
     def recompute(self) -> RecomputeRule:
@@ -112,6 +116,7 @@ class Problem:
             self.rules.deepest(self.schedule),
             self.microbatches if self.schedule.divides else UNLIMITED,
             self.most_replicas,
+            tuning=self.tuning,
         )
 
     def allows(self, plan: Evaluation) -> bool:
@@ -125,6 +130,16 @@ class Problem:
             if late or idle or uneven or not schedule.versions_suffice(self.microbatches, stage.replicas, depth):
                 return False
         return limits.allows_stages(len(plan.stages)) and plan.fits(self.cluster)
+
+    def comparable_s(self, plan: Evaluation) -> float:
+        """Return the seconds by which plans are compared: one that was not simulated counts as if it waited."""
+        if plan.simulated:
+            return plan.seconds
+        return plan.seconds * (1 + self.tuning.evaluate.assumed_waiting_share)
+
+    def is_faster(self, plan: Evaluation, other: Evaluation, share: float = SLACK) -> bool:
+        """Return whether a plan takes less time than another, by this share of it, as far as is known."""
+        return self.comparable_s(plan) < self.comparable_s(other) * (1 - share)
 
     @property
     def sharding(self) -> PossibleSharding:

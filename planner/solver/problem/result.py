@@ -11,11 +11,9 @@ from planner.formats.cluster import Cluster
 from planner.formats.plan_parts import config_of
 from planner.solver.problem.states import Chain
 from planner.stages.tensor import degrees_of
-from planner.units import SLACK
 
 # An answer is proven optimal up to this relative difference in time: rounding, not search.
 RESOLUTION = 1e-12
-WAITING = 0.02  # share of the cost model's time: most plans wait less, as 135 of 180 simple ones did
 
 
 @dataclass(frozen=True)
@@ -78,19 +76,10 @@ class Evaluation:
         return self.seconds if self.price.cost_model_s is None else self.price.cost_model_s
 
     @property
-    def counted_s(self) -> float:
-        """Seconds by which plans are compared: those not simulated count as if they waited `WAITING` of their time."""
-        return self.seconds if self.simulated else self.seconds * (1 + WAITING)
-
-    @property
     def config(self) -> str:
         """The config of the plan that these stages make."""
         degrees = degrees_of(stage.options for stage in self.stages)
         return config_of(tuple(stage.replicas for stage in self.stages), self.price.chunks, degrees)
-
-    def saves(self, other: "Evaluation", share: float = SLACK) -> bool:
-        """Return whether this takes less time than the other candidate, by this share of it, as far as is known."""
-        return self.counted_s < other.counted_s * (1 - share)
 
     @property
     def gpus(self) -> int:

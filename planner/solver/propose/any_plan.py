@@ -10,8 +10,6 @@ from planner.solver.problem.problem import Problem
 from planner.solver.problem.states import Chain
 from planner.solver.search.pipeline_search import PipelineSearch
 
-MOST_CUTS = 100
-
 
 def any_plan(question: Problem) -> Iterator[Batch]:
     """Yield a plan of stages as large as their memory allows: one walk over some of the cuts.
@@ -25,10 +23,11 @@ def any_plan(question: Problem) -> Iterator[Batch]:
     rules = question.rules
     if rules.recompute == "auto":
         rules = replace(rules, recompute="blocks")
-    unhurried = replace(question, budget=Budget(), rules=rules)
+    tuning = question.tuning
+    unhurried = replace(question, budget=Budget(tuning=tuning.budget), rules=rules)
 
     chain = Chain(question.layer_costs)
-    search = PipelineSearch(unhurried, chain.only(chain.spread(MOST_CUTS)))
+    search = PipelineSearch(unhurried, chain.only(chain.spread(tuning.propose.most_any_plan_cuts)))
     plan = search.fits(question.cluster.gpus, memory_bytes)
     if plan is None:
         return

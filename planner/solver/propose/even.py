@@ -24,11 +24,8 @@ from planner.solver.problem.bounds import Bounds
 from planner.solver.problem.problem import Limits, Problem
 from planner.solver.problem.result import CutPath, stages_along
 from planner.solver.problem.states import Chain
+from planner.solver.propose.counts import counts_to_try
 from planner.solver.search.chain.search import ANY_TIME_S, Search
-from planner.solver.search.restricted import counts_to_try
-
-PRECISION = 1e-4
-MOST_TRIES = 4  # of one search, each with less memory
 
 
 def users_of_tied_weights(costs: LayerCosts) -> list[tuple[int, ...]]:
@@ -57,7 +54,7 @@ def propose_even(question: Problem, pool: Pool) -> Iterator[Batch]:
     users = sorted(set().union(*users_of_tied_weights(question.layer_costs)))
     depths = [gpus]
     if question.cluster.memory_bytes is not None:
-        depths = [depth for depth in counts_to_try(gpus) if depth > 1]
+        depths = [depth for depth in counts_to_try(gpus, question.tuning.restricted) if depth > 1]
 
     for depth in depths:
         copies = counted(question, depth)
@@ -74,7 +71,7 @@ def _fitting(question: Problem, copies: Problem, search: "EvenSearch", pool: Poo
     What a stage holds at its peak is counted for its layers together with their copies, and then for its layers and its
     copies apart, which may be more. A plan that does not fit for that reason is sought again with less memory.
     """
-    for _ in range(MOST_TRIES):
+    for _ in range(question.tuning.propose.most_even_tries):
         if question.clock.passed:
             return
         path = search.best(pool.best_s)
@@ -117,12 +114,15 @@ class EvenSearch(Search):
         self.replicas = replicas
         self._holds = np.array([space.holds(layer) for layer in users])
 
-    def best(self, below_s: float | None = None, precision: float = PRECISION) -> CutPath | None:
-        """Return the fastest plan up to `precision`.
+    def best(self, below_s: float | None = None, precision: float | None = None) -> CutPath | None:
+        """Return the fastest plan up to `precision`, which is by default that of the record.
 
         More replicas than the fewest may miss a target that fewer met, so seconds are halved on a logarithmic scale,
         down to a time that no plan is below.
         """
+        usual = self.limits.tuning.propose.even_precision
+        if precision is None:
+            precision = usual
         high_s = ANY_TIME_S if below_s is None or np.isinf(below_s) else below_s
         low_s = float(self._before_s[-1]) / self.gpus
         best: CutPath | None = None
@@ -138,7 +138,7 @@ class EvenSearch(Search):
                 return None
             else:
                 low_s = target_s
-            target_s = float(np.sqrt(max(low_s, high_s * PRECISION) * high_s))
+            target_s = float(np.sqrt(max(low_s, high_s * usual) * high_s))
         return best
 
     def suffixes(

@@ -9,8 +9,6 @@ from planner.solver.problem.states import Chain
 from planner.solver.search.chain.ways import relaxed_s
 from planner.solver.search.integer.ilp import solve_by_program
 
-MOST_COLUMNS = 40_000  # about: of a program that is tried beside a search
-
 
 def check_solver(question: Problem) -> None:
     """Raise InputError if no method takes the question."""
@@ -48,7 +46,8 @@ def propose_small_program(question: Problem, pool: Pool) -> Iterator[Batch]:
     """Yield the best plan of a small program, and nothing where a program is too large, or time ends before."""
     cluster = question.cluster
     columns = len(question.layer_costs.profile.layers) ** 2 * cluster.gpus * 2 ** len(cluster.kinds)
-    if question.solver != "auto" or len(cluster.joined) > 1 or columns > MOST_COLUMNS:
+    too_many = columns > question.tuning.propose.most_program_columns
+    if question.solver != "auto" or len(cluster.joined) > 1 or too_many:
         return
     try:
         yield from propose_program(question, pool)

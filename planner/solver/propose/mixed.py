@@ -21,14 +21,8 @@ from planner.solver.pool import Batch, Pool
 from planner.solver.problem.infeasible import against_rules
 from planner.solver.problem.problem import Problem
 from planner.solver.search.line import Kinds, LinePlan, LineSearch, StagesOn
-from planner.solver.search.restricted import slowed
 from planner.solver.search.trade import trade_offs
-
-MOST_KINDS = 4  # whose orders are tried
-MOST_STATES, MOST_ENTRIES = 160, 4_000_000  # beyond, cuts at some of them only: so many, or states² · GPUs
-COARSE, FINE = 0.05, 0.004  # steps of the limit on the maximum, relative: over all of them, and around the best
-SLOWER_LINKS = (2.0, 4.0)  # factors by which links are slower in alternatives
-SLOWER_PLANS = (1.02, 1.05, 1.1, 1.2)  # times the best time of an asynchronous plan, within which others are proposed
+from planner.solver.tuning.searches import MixedTuning
 
 Ranks = tuple[int, ...]
 
@@ -41,10 +35,11 @@ def propose_mixed(question: Problem, pool: Pool) -> Iterator[Batch]:
         InfeasibleError: if no plan of this form fits the memory.
     """
     kinds = _kinds_alike(question)
-    if len(kinds) > MOST_KINDS:
+    most_kinds = question.tuning.mixed.most_kinds
+    if len(kinds) > most_kinds:
         raise InputError(
             f"{len(kinds)} kinds of GPUs have too many orders to try",
-            hint=f"join kinds that are much alike: up to {MOST_KINDS} are tried",
+            hint=f"join kinds that are much alike: up to {most_kinds} are tried",
         )
     whole = list(_whole_models(question, kinds))
     lines = _Lines(question, kinds, best_s=min((_price_s(question, stages) for stages in whole), default=np.inf))
@@ -106,8 +101,8 @@ class _Lines:
             for link in self._links():
                 self._take(link, true=True)
             # Where messages weigh more, there are fewer of them, and plans wait less.
-            for factor in SLOWER_LINKS:
-                self._take(slowed(self.question.link, factor), true=False)
+            for factor in self.question.tuning.mixed.slower_link_ratios:
+                self._take(self.question.link.slowed(factor), true=False)
         except OutOfTimeError:
             pass  # what was met so far is proposed
         return self._met
@@ -123,7 +118,7 @@ class _Lines:
         best_s = self.best_s if true else np.inf
         for order in permutations(range(len(self.kinds))):
             search = LineSearch(self.question, tables, [(number, self.kinds[number]) for number in order])
-            for plan in _met_along(search, best_s, asynchronous=self.question.schedule.asynchronous):
+            for plan in _met_along(search, best_s, self.question):
                 self._met.append(plan.stages)
                 best_s = min(best_s, _price_s(self.question, plan.stages) if true else plan.seconds)
             self.question.clock.check()
@@ -133,7 +128,9 @@ class _Lines:
     def _tables(self, link: Link) -> Mapping[Kinds, StagesOn]:
         """Return all stages on GPUs of each set of kinds."""
         question = self.question
-        states = min(MOST_STATES, int((MOST_ENTRIES / question.cluster.gpus) ** 0.5))
+        tuning = question.tuning.mixed
+        entries = tuning.most_entries / question.cluster.gpus
+        states = min(tuning.most_states, int(entries**0.5))
         everything = question.layer_costs.single_stage
         numbers = range(len(self.kinds))
         sets = chain.from_iterable(combinations(numbers, count + 1) for count in numbers)
@@ -146,15 +143,17 @@ class _Lines:
         return tables
 
 
-def _met_along(search: LineSearch, best_s: float, *, asynchronous: bool) -> Iterator[LinePlan]:
-    return _ever_faster(search, best_s) if asynchronous else _traded(search, best_s)
+def _met_along(search: LineSearch, best_s: float, question: Problem) -> Iterator[LinePlan]:
+    if question.schedule.asynchronous:
+        return _ever_faster(search, best_s, question.tuning.mixed)
+    return _traded(search, best_s, question.tuning.mixed)
 
 
-def _ever_faster(search: LineSearch, best_s: float) -> Iterator[LinePlan]:
+def _ever_faster(search: LineSearch, best_s: float, tuning: MixedTuning) -> Iterator[LinePlan]:
     """Yield ever faster plans of an asynchronous pipeline, whose sum is zero; none if none is below the seconds."""
     low_s = 0.0
     high_s = np.inf
-    plan = search.within(best_s * (1 - FINE))
+    plan = search.within(best_s * (1 - tuning.fine_step))
     if plan is None:
         return
     while plan is not None and plan.max_s < high_s:  # not the same again, where a target rounds to its seconds
@@ -163,18 +162,18 @@ def _ever_faster(search: LineSearch, best_s: float) -> Iterator[LinePlan]:
         while True:
             middle_s = (low_s + high_s) / 2
             plan = search.within(middle_s)
-            if plan is not None or high_s - low_s <= FINE * high_s:
+            if plan is not None or high_s - low_s <= tuning.fine_step * high_s:
                 break
             low_s = middle_s
 
     # Slower plans by the cost model may wait less.
-    for factor in SLOWER_PLANS:
+    for factor in tuning.slower_plan_ratios:
         slower = search.within(best_s * factor)
         if slower is not None:
             yield slower
 
 
-def _traded(search: LineSearch, best_s: float) -> Iterator[LinePlan]:
+def _traded(search: LineSearch, best_s: float, tuning: MixedTuning) -> Iterator[LinePlan]:
     """Yield plans of a synchronous pipeline that trade the sum against the maximum, and some near the best of them."""
     widest = search.within(np.inf)
     if widest is None:
@@ -185,7 +184,7 @@ def _traded(search: LineSearch, best_s: float) -> Iterator[LinePlan]:
 
     # 1. Coarse steps over all limits.
     best: LinePlan | None = None
-    for plan in trade_offs(search.within, limit_s, below_s=best_s, step=COARSE):
+    for plan in trade_offs(search.within, limit_s, below_s=best_s, step=tuning.coarse_step):
         yield plan
         if plan.seconds < best_s:
             best = plan
@@ -196,8 +195,8 @@ def _traded(search: LineSearch, best_s: float) -> Iterator[LinePlan]:
     # 2. Fine steps around the best.
     yield from trade_offs(
         search.within,
-        best.max_s * (1 + COARSE),
+        best.max_s * (1 + tuning.coarse_step),
         below_s=best_s,
-        floor_s=best.max_s * (1 - COARSE),
-        step=FINE,
+        floor_s=best.max_s * (1 - tuning.coarse_step),
+        step=tuning.fine_step,
     )

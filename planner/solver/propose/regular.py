@@ -25,10 +25,8 @@ from planner.solver.evaluate.leaner import Leaner
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation
 from planner.solver.problem.states import column
-from planner.solver.search.restricted import counts_to_try
+from planner.solver.propose.counts import counts_to_try
 from planner.units import SLACK
-
-MOST_STAGES = 2**12  # of the plans that use all GPUs, in all: thousands of GPUs would have hundreds of pipelines
 
 Cut = Sequence[Candidate]
 
@@ -97,8 +95,9 @@ def _points(question: Problem, sums: "_LayerSums", cut: Cut) -> Iterator[_Point]
     gpus = question.cluster.gpus
     most_replicas = min(question.most_replicas, question.microbatches if question.schedule.divides else gpus)
     halves = [gpus >> power for power in range(gpus.bit_length())]
+    whole = counts_to_try(gpus, question.tuning.restricted)
 
-    for used in counts_to_try(gpus) if stages == 1 else halves:
+    for used in whole if stages == 1 else halves:
         replicas = used // stages
         if not 1 <= replicas <= most_replicas:
             continue
@@ -164,6 +163,6 @@ def _numbers_of_stages(question: Problem, most: int) -> list[int]:
     if not (question.schedule.asynchronous or question.cluster.kinds):
         using_all = sorted({gpus // replicas for replicas in range(1, gpus + 1)})
         for count, stages in zip(using_all, accumulate(using_all), strict=True):
-            if stages <= MOST_STAGES:
+            if stages <= question.tuning.propose.most_regular_stages:
                 counts.add(count)
     return sorted(count for count in counts if count <= most)

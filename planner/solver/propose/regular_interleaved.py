@@ -28,9 +28,6 @@ from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation
 from planner.stages.sharding import UNSHARDED
 
-MOST_CHUNKS = 16  # on a worker
-MOST_SIMULATED = 3
-
 
 @dataclass(frozen=True)
 class Interleaved:
@@ -79,22 +76,25 @@ def interleaved(problem: Problem, below_s: float) -> Interleaved:
         if lean is None:
             continue
         bound_s = min(bound_s, lean.plan.seconds)
-        if lean.plan.counted_s < best_s:
+        comparable_s = problem.comparable_s(lean.plan)
+        if comparable_s < best_s:
             leans.append(lean)
-            best_s = lean.plan.counted_s
+            best_s = comparable_s
     return _fastest(problem, leans, below_s, bound_s)
 
 
 def _fastest(problem: Problem, leans: Sequence[_Lean], below_s: float, bound_s: float) -> Interleaved:
     """Simulate the best by the cost model, and return the fastest."""
+    most = problem.tuning.propose.most_interleaved_simulated
     answer = Interleaved(problem, None, bound_s)
     best_s = below_s
-    for lean in sorted(leans, key=lambda each: each.plan.seconds)[:MOST_SIMULATED]:
+    for lean in sorted(leans, key=lambda each: each.plan.seconds)[:most]:
         plan = lean.plan
         if not (too_large(lean.problem, plan.stages) or lean.problem.clock.passed):
             plan = evaluate(lean.problem, plan.stages)
-        if plan.counted_s < best_s:
-            best_s = plan.counted_s
+        comparable_s = problem.comparable_s(plan)
+        if comparable_s < best_s:
+            best_s = comparable_s
             own = _under_chunks(problem, lean.problem.setting.chunks)
             answer = replace(answer, problem=own, best=plan.divided(lean.degree))
     return answer
@@ -139,7 +139,8 @@ def _chunked(problem: Problem, degree: int, workers: int, copies: int) -> Iterat
     everything = problem.layer_costs.everything
     once_s = float(everything.forward_s + everything.backward_s)
     blocks = max(problem.layer_costs.block_of) + 1
-    for chunks in range(2, min(MOST_CHUNKS, blocks // workers) + 1):
+    most = min(problem.tuning.propose.most_chunks, blocks // workers)
+    for chunks in range(2, most + 1):
         units = problem.microbatches / copies + (workers - 1) / chunks
         yield _Point(units * once_s / workers, degree, workers, copies, chunks)
 

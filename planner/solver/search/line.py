@@ -33,8 +33,6 @@ from planner.solver.problem.problem import Problem
 from planner.solver.problem.states import Chain
 from planner.solver.search.chain.ways import Stages, stages_on
 
-BATCH_ENTRIES = 2**20  # of an array over stages and GPUs
-
 Kinds = frozenset[int]  # numbers of kinds that a stage has GPUs of
 
 
@@ -115,7 +113,8 @@ class LineSearch:
             if self._problem.clock.passed:
                 return None
             openings[cut] = self._openings(cut, limit_s)
-            for rows in _batches(len(openings[cut].run), self.gpus + 1):
+            batch = max(1, self._problem.tuning.arrays.batch_entries // (self.gpus + 1))
+            for rows in _batches(len(openings[cut].run), batch):
                 stages = openings[cut].only(rows)
                 spans = self._run_at[stages.replicas - 1] == stages.run[:, None]
                 for here, rest in zip(suffixes, rests, strict=False):
@@ -302,8 +301,7 @@ def _worth_a_try(stages: Stages, limit_s: float) -> NDArray[np.bool_]:
     return after > with_fewer
 
 
-def _batches(count: int, width: int) -> Iterator[Integers]:
-    """Yield the numbers below `count`, as many as suit one array of that width."""
-    size = max(1, BATCH_ENTRIES // width)
+def _batches(count: int, size: int) -> Iterator[Integers]:
+    """Yield the numbers below `count`, so many at a time."""
     for start in range(0, count, size):
         yield np.arange(start, min(start + size, count))

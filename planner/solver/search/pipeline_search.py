@@ -13,17 +13,12 @@ from planner.solver.problem.infeasible import Fits
 from planner.solver.problem.problem import Limits, Problem
 from planner.solver.problem.result import BoundedPath, CutPath, Evaluation
 from planner.solver.problem.states import Chain
-from planner.solver.search.chain.fewest import FEW_STATES
 from planner.solver.search.chain.search import ANY_TIME_S, Search
 from planner.solver.search.chain.synchronous import SynchronousSearch
 from planner.solver.search.chain.ways import relaxed_s
 from planner.solver.search.levels.columns import Columned, search_columns
-from planner.solver.search.levels.levels import best_of, flat_search, nearest_path, nearest_search, search_levels
-
-MOST_SYNCHRONOUS_STATES = 600  # the search for synchronous schedules is slower
-MOST_SYNCHRONOUS_GPUS = 64  # beyond, no synchronous schedule is proposed where nothing fits
-# On more GPUs, cuts are sought among some of more states only, and under synchronous schedules not at all.
-MANY_GPUS, MOST_EXACT_STATES = 1024, 1024
+from planner.solver.search.levels.flat import best_of, flat_search, nearest_path, nearest_search
+from planner.solver.search.levels.levels import search_levels
 
 
 class PipelineSearch:
@@ -41,11 +36,15 @@ class PipelineSearch:
         if self.problem.placed:
             path, self.interrupted = nearest_path(self.problem, self.space)
             return path
-        many = self.problem.cluster.gpus > MANY_GPUS
-        if many and not self.problem.schedule.asynchronous and len(self.space) > MOST_SYNCHRONOUS_STATES:
+        tuning = self.problem.tuning
+        states = len(self.space)
+        many = self.problem.cluster.gpus > tuning.chain.many_gpus
+        slow = not self.problem.schedule.asynchronous
+        if many and slow and states > tuning.synchronous.most_states:
             raise OutOfTimeError
         search = self._search(self.problem.limits)
-        if isinstance(search, Search) and many and len(self.space) > MOST_EXACT_STATES:
+        too_many = many and states > tuning.chain.most_states_on_many_gpus
+        if isinstance(search, Search) and too_many:
             path, search.interrupted = search.rough() or search.best(), True
         else:
             path = best_of(self.problem, search)
@@ -69,7 +68,11 @@ class PipelineSearch:
     @cached_property
     def _misses_choices(self) -> bool:
         limited = self.problem.cluster.memory_bytes is not None and self.problem.recompute == "auto"
-        return limited and (len(self.space) > FEW_STATES or not exact_everywhere(self.problem.layer_costs))
+        if not limited:
+            return False
+        if len(self.space) > self.problem.tuning.chain.most_choosing_states:
+            return True
+        return not exact_everywhere(self.problem.layer_costs)
 
     def _whatever_recomputes_s(self) -> float:
         """Return seconds that no plan is below even if it had a better choice of what recomputes than is known."""
@@ -109,7 +112,7 @@ class PipelineSearch:
             for argument, changed in others.items()
             if changed != rules
         }
-        if problem.cluster.gpus <= MOST_SYNCHRONOUS_GPUS:
+        if problem.cluster.gpus <= problem.tuning.synchronous.most_proposed_gpus:
             for other in problem.leaner():
                 argument = f"`schedule={other.schedule}` `microbatches={other.microbatches}`"
                 found[argument] = PipelineSearch(other, self.space).fits

@@ -8,15 +8,12 @@ from planner.cost.tensor import layer_costs_on
 from planner.formats.cluster import Cluster
 from planner.formats.profile import Profile
 from planner.options.solving import SolveOptions
-from planner.solver.alternatives.table import LEAST_S
 from planner.solver.alternatives.usual_ways import usual_ways
 from planner.solver.clock import Clock
 from planner.solver.problem.bounds import balanced_s
 from planner.solver.problem.budget import Budget
 from planner.solver.question import setting_of
-
-MOST_SIZES = 2  # for which plans are sought
-WORSE = 0.05  # how much slower the next size must look, on the line through two smaller ones, not to be estimated
+from planner.solver.tuning.record import Tuning
 
 
 @dataclass(frozen=True)
@@ -61,99 +58,97 @@ class Sizes:
     unseen: tuple[int, ...] = ()
 
 
-def promising_sizes(profiles: Profiles, cluster: Cluster, options: SolveOptions, clock: Clock) -> Sizes:
+def promising_sizes(
+    profiles: Profiles,
+    cluster: Cluster,
+    options: SolveOptions,
+    clock: Clock,
+    tuning: Tuning,
+) -> Sizes:
     """Look at ascending sizes until they are slower, do not fit, or the time ends.
 
     On a size that is too small more is lost than by any search. So two sizes are looked at even where no time is left,
     and the one that should be the fastest on the line through them. Where no usual way fits at the smallest size, all
     sizes are worth a search.
     """
-    sample_s = dict[int, float]()
+    estimates = _Estimates(profiles, cluster, options, tuning)
+    sample_s = estimates.sample_s
     unseen: tuple[int, ...] = ()
     for number, size in enumerate(profiles.sizes):
-        report_step(clock, f"estimating microbatches of {size}")
-        if len(sample_s) > 1 and _looks_slower(size, profiles, sample_s, cluster, options):
+        clock.progress.step = f"estimating microbatches of {size}"
+        if len(sample_s) > 1 and estimates.looks_slower(size):
             break
         if len(sample_s) > 1 and clock.passed:
             unseen = tuple(profiles.sizes[number:])
             break
-        sample_s[size] = fastest_sample_s(profiles.at(size), cluster, options, clock.at_most(LEAST_S))
-        if sample_s[size] > min(sample_s.values()) or math.isinf(sample_s[size]):
+        seconds = estimates.look_at(size, clock.at_most(tuning.answer.alternatives_s))
+        if seconds > min(sample_s.values()) or math.isinf(seconds):
             break
 
     if unseen:
-        size = _fastest_on_the_line(unseen, profiles, sample_s, cluster, options)
-        sample_s[size] = fastest_sample_s(profiles.at(size), cluster, options, clock)
-        unseen = tuple(each for each in unseen if each != size)
+        promising = min(unseen, key=estimates.on_the_line)
+        estimates.look_at(promising, clock)
+        unseen = tuple(size for size in unseen if size != promising)
 
     likely = min(sample_s, key=lambda size: sample_s[size])
     if math.isinf(sample_s[likely]):
         return Sizes(sample_s, tuple(profiles.sizes))
 
     smaller = [size for size in reversed(sample_s) if size < likely]
-    wanted = [likely, *smaller][:MOST_SIZES]
+    wanted = [likely, *smaller][: tuning.fit.most_sizes]
     shared = _shared_size(likely, profiles, options)
     if shared is not None:
         wanted.insert(1, shared)
     return Sizes(sample_s, tuple(wanted), shared, unseen)
 
 
-def fastest_sample_s(profile: Profile, cluster: Cluster, options: SolveOptions, clock: Clock) -> float:
-    """Return the seconds of a sample in the fastest of the usual ways; infinity where none fits."""
-    costs = layer_costs_on(profile, cluster)
-    ways = usual_ways(options, costs, cluster, Budget(clock))
-    fitting = [way.seconds_per_microbatch for way in ways if not way.over_memory_bytes]
-    return min(fitting, default=math.inf) / (profile.microbatch_size or 1)
+@dataclass
+class _Estimates:
+    """Seconds of a sample in the fastest of the usual ways, by the samples of a microbatch."""
+
+    profiles: Profiles
+    cluster: Cluster
+    options: SolveOptions
+    tuning: Tuning
+    sample_s: dict[int, float] = field(default_factory=dict)  # in the order in which they were looked at
+
+    def look_at(self, size: int, clock: Clock) -> float:
+        """Estimate a size; infinity where no usual way fits."""
+        self.sample_s[size] = self._fastest_sample_s(self.profiles.at(size), clock)
+        return self.sample_s[size]
+
+    def looks_slower(self, size: int) -> bool:
+        """Return whether a size need not be looked at, because on the line it is slower than the one before it."""
+        *_, before = self.sample_s
+        slower_s = self.sample_s[before] * (1 + self.tuning.fit.slower_size_share)
+        return self.on_the_line(size) > slower_s
+
+    def on_the_line(self, size: int) -> float:
+        """Return a sample's seconds, not simulated, with costs on the line through the last two sizes."""
+        *_, one, other = self.sample_s
+        profile = extended(self.profiles.at(one), self.profiles.at(other), size)
+        return self._fastest_sample_s(profile, Clock.of(0.0))
+
+    def _fastest_sample_s(self, profile: Profile, clock: Clock) -> float:
+        costs = layer_costs_on(profile, self.cluster)
+        budget = Budget(clock, tuning=self.tuning.budget)
+        ways = usual_ways(self.options, costs, self.cluster, budget, self.tuning)
+        fitting = [way.seconds_per_microbatch for way in ways if not way.over_memory_bytes]
+        return min(fitting, default=math.inf) / (profile.microbatch_size or 1)
 
 
-def least_sample_s(profile: Profile, cluster: Cluster, options: SolveOptions) -> float:
-    """Return seconds of a sample that no plan is below: ranks that divide a layer take no less in all."""
+def least_sample_s(profile: Profile, cluster: Cluster, options: SolveOptions, ranks: int) -> float:
+    """Return seconds of a sample that no plan is below.
+
+    A schedule that drains takes no less than the first microbatch does, which passes all layers: where there are fewer
+    microbatches than GPUs, this bounds the plan. `ranks` that divide layers compute that microbatch together, so that
+    then only the GPUs' work in all is a bound: ranks that divide a layer take no less in all.
+    """
     setting = setting_of(options, profile, cluster)
     seconds = balanced_s(layer_costs_on(profile, cluster), setting)
+    if ranks > 1 and setting.schedule.formula == "synchronous":
+        seconds *= min(1.0, setting.microbatches / cluster.gpus)
     return seconds / setting.microbatches / (profile.microbatch_size or 1)
-
-
-def report_step(clock: Clock, step: str) -> None:
-    """Tell who waits what is done now."""
-    clock.progress.step = step
-
-
-def _looks_slower(
-    size: int,
-    profiles: Profiles,
-    sample_s: Mapping[int, float],
-    cluster: Cluster,
-    options: SolveOptions,
-) -> bool:
-    """Return whether a size need not be estimated, by the line through the two sizes before it."""
-    *_, before = sample_s
-    seconds = _sample_s_on_the_line(size, profiles, list(sample_s), cluster, options)
-    return seconds > sample_s[before] * (1 + WORSE)
-
-
-def _fastest_on_the_line(
-    sizes: Sequence[int],
-    profiles: Profiles,
-    sample_s: Mapping[int, float],
-    cluster: Cluster,
-    options: SolveOptions,
-) -> int:
-    """Return the size at which a sample takes least, by the line through the last two sizes that were looked at."""
-    known = list(sample_s)
-    return min(sizes, key=lambda size: _sample_s_on_the_line(size, profiles, known, cluster, options))
-
-
-def _sample_s_on_the_line(
-    size: int,
-    profiles: Profiles,
-    known: Sequence[int],
-    cluster: Cluster,
-    options: SolveOptions,
-) -> float:
-    """Return the seconds of a sample in the fastest usual way, not simulated, on the line through two known sizes."""
-    one, other = known[-2:]
-    profile = extended(profiles.at(one), profiles.at(other), size)
-    return fastest_sample_s(profile, cluster, options, Clock.of(0.0))
 
 
 def _shared_size(likely: int, profiles: Profiles, options: SolveOptions) -> int | None:

@@ -101,6 +101,44 @@ def test_both_parts_together_are_the_whole(make: Callable[[], nn.Module]) -> Non
     assert len({tensor.data_ptr() for tensor in tensors}) == len(tensors), "no two weights share a gradient"
 
 
+@pytest.mark.parametrize("make", MODULES)
+def test_hooks_of_weights_are_called_once_per_unit(make: Callable[[], nn.Module]) -> None:
+    """A hook that changes the gradient changes it once: of weights on the path, beside it, and used twice."""
+
+    def gradients_of(*, split: bool) -> tuple[dict[str, Tensor | None], dict[str, list[str]]]:
+        torch.manual_seed(0)
+        module = make()
+        calls: dict[str, list[str]] = {}
+        for name, parameter in module.named_parameters():
+            heard = calls.setdefault(name, [])
+
+            def change(gradient: Tensor, heard: list[str] = heard) -> Tensor:
+                heard.append("gradient")
+                return gradient * 0.5
+
+            def accumulated(_: Tensor, heard: list[str] = heard) -> None:
+                heard.append("accumulated")
+
+            parameter.register_hook(change)  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]
+
+        x = torch.randn(4, 6, requires_grad=True)
+        output = module(x)
+        gradient = torch.randn(4, 6)
+        if split:
+            input_gradients([get_gradient_edge(output)], [gradient], [x], module.parameters()).run()
+        else:
+            torch.autograd.backward(output, gradient)
+        return {name: parameter.grad for name, parameter in module.named_parameters()}, calls
+
+    whole, whole_calls = gradients_of(split=False)
+    parts, parts_calls = gradients_of(split=True)
+
+    assert parts_calls == whole_calls
+    for name, expected in whole.items():
+        torch.testing.assert_close(parts[name], expected, msg=name)
+
+
 def test_the_first_part_makes_no_gradient_of_a_weight_and_the_second_none_of_an_input() -> None:
     module = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Tanh(), nn.Linear(6, 6, bias=False))
     x = torch.randn(4, 6, requires_grad=True)

@@ -16,6 +16,7 @@ from planner.schedule.registry import SCHEDULES
 from planner.schedule.schedule import Schedule
 from planner.solver.clock import Clock
 from planner.solver.find_plan import find_plan
+from planner.solver.tuning.record import Tuning
 from tests.samples import layer, profile
 
 MODEL = profile(*(layer(f"l{n}", 1 + n % 2, 2, output_bytes=4, weight_bytes=20, saved_bytes=5) for n in range(8)))
@@ -91,9 +92,15 @@ def test_a_number_of_microbatches_that_was_given_is_kept() -> None:
 def test_a_row_in_place_of_the_fastest_is_in_the_table_of_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
     """And keeps the notes on schedules without a plan."""
 
-    def early(profile: Profile, cluster: Cluster, options: SolveOptions, *more: Clock) -> Plan:
+    def early(
+        profile: Profile,
+        cluster: Cluster,
+        options: SolveOptions,
+        clock: Clock,
+        tuning: Tuning,
+    ) -> Plan:
         if options.order.asynchronous or options.order.chunked:
-            return find_plan(profile, cluster, options, *more)
+            return find_plan(profile, cluster, options, clock, tuning)
         return price(profile, cluster, 4, replicas=1, schedule=options.order, microbatches=8)
 
     monkeypatch.setattr("planner.solver.alternatives.schedules.find_plan", early)

@@ -22,6 +22,7 @@ from planner.solver.alternatives.schedules import with_synchronous
 from planner.solver.alternatives.table import no_slower_than_usual, with_baselines
 from planner.solver.clock import Clock
 from planner.solver.find_plan import find_plan
+from planner.solver.tuning.record import STANDARD
 from tests.samples import layer, profile
 
 LAYERS = [layer(f"h.{n}", 1, 2, output_bytes=10, weight_bytes=10**8, saved_bytes=100) for n in range(4)]
@@ -61,41 +62,86 @@ def test_what_does_not_fit_is_no_measure() -> None:
     assert "x over data parallel" not in text
 
 
-def test_a_late_plan_says_what_a_synchronous_one_would_give() -> None:
+def test_a_stale_plan_says_what_synchronous_ones_would_give() -> None:
+    """One has its global batch, which a pipeline that drains is slow with, and one has the usual number of parts."""
     cluster, options = flat_cluster(4, 1e8), SolveOptions(schedule="1f1b")
-    plan = with_synchronous(MODEL, find_plan(MODEL, cluster, options), options, Clock())
-    drained = solve(MODEL, cluster, schedule="1f1b-flush", microbatches=16)
-    assert plan.synchronous is not None
-    assert plan.synchronous.config == drained.config
-    assert plan.synchronous.seconds_per_microbatch == pytest.approx(drained.predicted.seconds_per_minibatch / 16)
-    text = plan_report(plan)
-    assert f"1f1b-flush {drained.config}, whose gradients are never late" in text
-    assert plan.synchronous.samples_per_update == (64, 64)
+    plan = with_synchronous(MODEL, find_plan(MODEL, cluster, options), options, Clock(), STANDARD)
     assert plan.samples_per_update == (4, 4)
-    assert "update     after a global batch of 4 samples" in text
-    assert "times as fast, 64 samples per update" in text
-    assert with_synchronous(MODEL, drained, options, Clock()) is drained
+    rows = {1: plan.synchronous, 16: plan.synchronous_usual}
+    for microbatches, row in rows.items():
+        drained = solve(MODEL, cluster, schedule="1f1b-flush", microbatches=microbatches)
+        assert row is not None
+        assert row.config == drained.config
+        assert row.samples_per_update == drained.samples_per_update == (4 * microbatches, 4 * microbatches)
+        seconds = drained.predicted.seconds_per_minibatch / microbatches
+        assert row.seconds_per_microbatch == pytest.approx(seconds)
+        assert with_synchronous(MODEL, drained, options, Clock(), STANDARD) is drained
+    assert Plan.model_validate_json(plan.model_dump_json()) == plan
 
 
-def test_a_synchronous_plan_that_is_as_fast_is_the_answer_unless_the_schedule_was_asked_for() -> None:
+WAITING = profile(*(layer(f"h.{n}", 1, 2, output_bytes=10**7, weight_bytes=10**8) for n in range(4)))
+
+
+def test_a_plan_with_another_global_batch_never_takes_its_place() -> None:
+    """1f1b-flush is as fast with 16 times as many samples per update. That is said, and the answer stays."""
     cluster, options = flat_cluster(4, 1e8), SolveOptions()
-    model = profile(*(layer(f"h.{n}", 1, 2, output_bytes=10**7, weight_bytes=10**8) for n in range(4)))
-    late = find_plan(model, cluster, options)
-    assert late.staleness
+    stale = find_plan(WAITING, cluster, options)
+    assert stale.staleness
+    answer = with_synchronous(WAITING, stale, options, Clock(), STANDARD)
+    assert (answer.schedule, answer.samples_per_update) == (stale.schedule, (4, 4))
+    assert answer.synchronous is not None
+    assert answer.synchronous.samples_per_update == (4, 4)
+    larger = answer.synchronous_usual
+    assert larger is not None
+    assert larger.samples_per_update == (64, 64)
+    assert larger.seconds_per_microbatch == pytest.approx(stale.predicted.seconds_per_minibatch, rel=0.01)
+
+
+def test_data_parallelism_is_the_answer_where_a_pipeline_gains_less_than_five_percent() -> None:
+    """With a microbatch on each GPU, as under 1f1b."""
+    light = profile(*(layer(f"h.{n}", 1, 2, output_bytes=10, weight_bytes=10**6) for n in range(4)))
+    cluster, options = flat_cluster(4, 1e8), SolveOptions()
+    stale = planner.price(light, cluster, 4, replicas=1, schedule="1f1b")
+    assert stale.staleness
+    answer = with_synchronous(light, stale, options, Clock(), STANDARD)
+    assert (answer.config, answer.staleness, answer.samples_per_update) == ("4", 0, (16, 16))
+    (first, *_) = answer.notes
+    assert first.startswith("the best pipeline under 1f1b, 1-1-1-1, is ")
+    assert "it updates after 4 samples, this plan after 16 samples" in first
+    assert first in plan_report(answer)
     named = SolveOptions(schedule="1f1b")
-    assert with_synchronous(model, late, named, Clock()).schedule is late.schedule
-    drained = with_synchronous(model, late, options, Clock())
-    assert (drained.schedule, drained.staleness) == (FLUSH, 0)
-    (note,) = drained.notes
-    assert note.startswith("this plan under 1f1b-flush is as fast as the best under 1f1b, 1-1-1-1, whose gradients are")
-    assert "this plan updates after 64 samples, that one after 4 samples" in note
-    assert note in plan_report(drained)
+    assert with_synchronous(light, stale, named, Clock(), STANDARD).config == stale.config
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 8])
+def test_a_global_batch_that_was_given_holds_for_all_plans(microbatches: int) -> None:
+    size = microbatches * (MODEL.microbatch_size or 1)
+    plan = planner.solve(MODEL, flat_cluster(4, 1e8), minibatch=size)
+    assert plan.samples_per_update == (size, size)
+    assert plan.synchronous_usual is None
+    assert plan.synchronous is None or plan.synchronous.samples_per_update == (size, size)
+    assert microbatches == 1 or {way.samples_per_update for way in plan.baselines} == {(size, size)}
+
+
+def test_replicas_under_1f1b_have_a_global_batch_of_their_own() -> None:
+    """Where the schedule was asked for, the answer says so; else the batch that was asked for is what holds."""
+    heavy = profile(
+        layer("wide", 6, 12, output_bytes=10),
+        layer("deep", 2, 4, output_bytes=10, weight_bytes=10**9),
+    )
+    cluster, size = flat_cluster(4, 1e8), heavy.microbatch_size or 1
+    asked = planner.solve(heavy, cluster, schedule="1f1b", minibatch=size)
+    assert asked.samples_per_update[1] > size
+    assert any(note.startswith("the global batch is ") for note in asked.notes)
+    free = planner.solve(heavy, cluster, minibatch=size)
+    assert free.samples_per_update == (size, size)
+    assert any(note.startswith("this plan is under 1f1b-flush, which updates after") for note in free.notes)
 
 
 def test_late_gradients_have_to_earn_five_percent() -> None:
     model, cluster, options = MODEL, flat_cluster(4, 1e8), SolveOptions()
     late = find_plan(model, cluster, options)
-    beside = with_synchronous(model, late, SolveOptions(schedule="1f1b"), Clock()).synchronous
+    beside = with_synchronous(model, late, SolveOptions(schedule="1f1b"), Clock(), STANDARD).synchronous
     assert late.staleness
     assert beside is not None
 
@@ -104,7 +150,7 @@ def test_late_gradients_have_to_earn_five_percent() -> None:
         seconds = late.microbatches * beside.seconds_per_microbatch / times
         predicted = late.predicted.model_copy(update={"seconds_per_minibatch": seconds})
         changed = late.model_copy(update={"predicted": predicted})
-        return with_synchronous(model, changed, options, Clock())
+        return with_synchronous(model, changed, options, Clock(), STANDARD)
 
     assert answer(1.06).staleness
     assert not answer(1.04).staleness
@@ -116,7 +162,7 @@ def test_what_cannot_stand_beside_a_plan_is_told() -> None:
     cluster, options = flat_cluster(4, 1e8), SolveOptions(minibatch=8 * (MODEL.microbatch_size or 1))
     plan = solve(MODEL, cluster)
     refused = replace(options, minibatch=3 * (MODEL.microbatch_size or 1) + 1)
-    noted = with_synchronous(MODEL, plan, refused, Clock())
+    noted = with_synchronous(MODEL, plan, refused, Clock(), STANDARD)
     assert noted.synchronous is None
     assert noted.notes[0].startswith("there is no synchronous plan to compare it with: ")
     assert noted.notes[0] in plan_report(noted)
@@ -184,7 +230,7 @@ def test_a_row_that_only_seems_faster_is_simulated(monkeypatch: pytest.MonkeyPat
     model = profile(*(layer(f"h.{n}", 1, 2, output_bytes=10**7, weight_bytes=10**8) for n in range(4)))
     cluster, options = flat_cluster(4, 1e8), SolveOptions(schedule="1f1b-flush", microbatches=4)
     plan = find_plan(model, cluster, options)
-    answer = no_slower_than_usual(model, plan, options, Clock.of(0.0))
-    full = no_slower_than_usual(model, plan, options, Clock())
+    answer = no_slower_than_usual(model, plan, options, Clock.of(0.0), STANDARD)
+    full = no_slower_than_usual(model, plan, options, Clock(), STANDARD)
     assert answer.config == full.config
     assert answer.predicted == full.predicted

@@ -78,7 +78,7 @@ def test_what_does_not_fit_is_no_improvement() -> None:
 def test_the_time_of_a_simulation_that_the_budget_ended_does_not_count() -> None:
     asked = problem("1f1b-flush", 8)
     uneven = evaluate(asked, candidates([range(6), range(6, 8)], [1, 1]))
-    asked = Problem(asked.layer_costs, asked.setting, budget=Budget(left=1))
+    asked = Problem(asked.layer_costs, asked.setting, budget=Budget(most=1))
     assert improved(asked, uneven) is uneven
 
 

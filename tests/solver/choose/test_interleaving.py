@@ -27,6 +27,7 @@ from planner.solver.problem.problem import Problem
 from planner.solver.propose.regular import regular_plans
 from planner.solver.propose.regular_interleaved import interleaved
 from planner.solver.sizes.microbatches import Profiles
+from planner.solver.tuning.record import STANDARD
 from tests.plan.test_blocks import transformer
 
 MODEL = transformer(16, "h.{block}.part{part}")
@@ -119,4 +120,4 @@ def test_who_asks_for_one_cost_model_or_solver_gets_that() -> None:
     problem = problem_on(4, 8)
     plan = find_plan(problem.layer_costs.profile, problem.cluster, SolveOptions(schedule=FLUSH, microbatches=8))
     program = SolveOptions(schedule=FLUSH, microbatches=8, solver="ilp")
-    assert or_interleaved(problem.layer_costs.profile, plan, program, Clock()) is plan
+    assert or_interleaved(problem.layer_costs.profile, plan, program, Clock(), STANDARD) is plan

@@ -49,7 +49,7 @@ def straight(stages: int) -> PipelineCosts:
 def test_a_simulation_ends_at_the_clock() -> None:
     whole = Budget.unlimited()
     assert whole.steady_s(straight(6)) is not None
-    hurried = Budget(Looks(looks=5), left=10.0**6)
+    hurried = Budget(Looks(looks=5), most=10.0**6)
     assert hurried.steady_s(straight(6), needed=True) is None
     executed = 10**6 - hurried.left
     assert 0 < executed < 300  # two backwards of the first stage of six, after it has admitted six
@@ -58,7 +58,7 @@ def test_a_simulation_ends_at_the_clock() -> None:
 
 
 def test_a_simulation_ends_with_what_may_be_executed() -> None:
-    budget = Budget(left=100)
+    budget = Budget(most=100)
     assert budget.steady_s(straight(6)) is None
     assert budget.left <= 0
     assert budget.over

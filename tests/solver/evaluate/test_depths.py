@@ -21,8 +21,9 @@ from planner.solver import search_plan as solve
 from planner.solver.choose.baselines import equal_blocks
 from planner.solver.evaluate.depths import DepthChoice, PipelineTimes, choose_depths, price_depths
 from planner.solver.evaluate.evaluation import priced, simulated
-from planner.solver.problem.budget import LATER, Budget
+from planner.solver.problem.budget import Budget
 from planner.solver.problem.problem import Problem
+from planner.solver.tuning.record import STANDARD
 from tests.samples import layer, profile
 from tests.schedule.test_streams import make_shape
 from tests.simulator.pipelines import TransferTimes, pipeline
@@ -80,7 +81,7 @@ def test_no_depth_that_is_less_late_is_nearly_as_fast(replicas: tuple[int, ...],
         less_late = tuple(max(least, min(depth, most)) for least, depth in zip(published, choice.depths, strict=True))
         other = price_depths(times, less_late)
         assert other is not None
-        earned = LATER ** (max(choice.depths) - max(less_late))
+        earned = times.tuning.evaluate.min_speedup_per_stale_update ** (max(choice.depths) - max(less_late))
         assert other.seconds_per_unit >= choice.seconds_per_unit * earned * (1 - 1e-9)
 
 
@@ -88,8 +89,9 @@ def test_no_depth_that_is_less_late_is_nearly_as_fast(replicas: tuple[int, ...],
 def test_faster_links_hardly_make_a_pipeline_slower_or_later(replicas: tuple[int, ...]) -> None:
     """Time alone may grow where a faster link lets a depth gain less than its lateness must earn."""
     choices = [chosen(equal_work(replicas, transfer_s)) for transfer_s in (0.6, 0.5, 0.4, 0.2, 0.05)]
-    counted_s = [choice.seconds_per_unit * LATER ** max(choice.depths) for choice in choices]
-    assert all(faster <= slower * LATER for slower, faster in pairwise(counted_s))
+    speedup = STANDARD.evaluate.min_speedup_per_stale_update
+    counted_s = [choice.seconds_per_unit * speedup ** max(choice.depths) for choice in choices]
+    assert all(faster <= slower * speedup for slower, faster in pairwise(counted_s))
 
 
 def test_what_is_far_from_the_time_to_beat_is_simulated_once_and_roughly() -> None:

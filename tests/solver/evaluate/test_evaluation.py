@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -28,10 +29,10 @@ from planner.solver import search_plan as solve
 from planner.solver.alternatives.usual_ways import DATA_PARALLEL
 from planner.solver.evaluate.evaluation import evaluate, priced, simulated
 from planner.solver.find_plan import find_plan
-from planner.solver.problem import budget
 from planner.solver.problem.budget import Budget
 from planner.solver.problem.problem import Problem
 from planner.solver.search.pipeline_search import PipelineSearch
+from planner.solver.tuning.record import STANDARD
 from tests.examples import examples
 from tests.samples import layer, profile
 from tests.solver.strategies import profiles
@@ -196,9 +197,9 @@ def test_compared_plans_are_simulated() -> None:
     assert chosen.seconds_per_microbatch <= parallel.seconds_per_microbatch
 
 
-def test_where_the_work_allowed_is_done_the_plan_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budget, "MOST_INSTRUCTIONS", 1)
-    plan = solve(CROWDED, flat_cluster(3, 4.0))
+def test_where_the_work_allowed_is_done_the_plan_says_so() -> None:
+    least = replace(STANDARD, budget=replace(STANDARD.budget, most_instructions=1))
+    plan = find_plan(CROWDED, flat_cluster(3, 4.0), SolveOptions(), tuning=least)
     assert not plan.solver.exhausted
     assert plan.solver.simulated == 1  # the answer, which would not be known otherwise
     assert "others could be faster" in plan_report(plan)

@@ -21,8 +21,6 @@ from planner.solver.search.chain.trial import Trial
 from planner.solver.search.chain.ways import WaysOf
 from planner.units import SLACK
 
-FEW_STATES = 300  # up to which stages may choose which of their layers recompute
-
 
 class FewestReplicas:
     """Replicas of the stages of one space under one cost model."""

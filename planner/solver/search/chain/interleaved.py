@@ -5,7 +5,7 @@ Otherwise the cuts start from equal parts and move, one or several at a time, as
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations, islice, pairwise
@@ -24,12 +24,6 @@ from planner.solver.problem.states import Chain
 from planner.solver.search.chain.ways import WaysOf, taken
 from planner.stages.sharding import UNSHARDED
 
-MOST_TRIED = 20_000  # ways to cut for one K
-MOST_STATES = 192  # beyond, cuts at some of them only
-FEW_GPUS = 16  # up to which every number of workers and copies is tried
-BATCH = 1024  # ways to cut that are priced at once
-MOVES = (1, -1, 2, -2, 5, -5)  # of a cut, in states
-
 
 class InterleavedSearch:
     """Finds fast interleaved plans over the prefixes of the profile's order, by default on the slowest link.
@@ -43,8 +37,9 @@ class InterleavedSearch:
         self.limits = limits
         self.link = link or link_of(setting.cluster)
         # The tables of all stages grow with the square of the states.
-        self.sampled = len(space) > MOST_STATES
-        self._states = space.spread(min(len(space), MOST_STATES))
+        most_states = limits.tuning.interleaved.most_states
+        self.sampled = len(space) > most_states
+        self._states = space.spread(min(len(space), most_states))
         self._stages = _Stages(space.only(self._states) if self.sampled else space, limits)
 
     def shapes(self) -> list[InterleavedShape]:
@@ -115,7 +110,8 @@ class InterleavedSearch:
         gpus = self.limits.gpus
         if microbatches // copies < workers:
             return False
-        return gpus <= FEW_GPUS or copies == min(gpus // workers, microbatches // workers)
+        few = gpus <= self.limits.tuning.interleaved.most_exhaustive_gpus
+        return few or copies == min(gpus // workers, microbatches // workers)
 
     def _shape(self, workers: int, copies: int) -> InterleavedShape:
         setting = self.setting
@@ -135,12 +131,12 @@ class InterleavedSearch:
         # Equal parts win a tie: others wait less for stages that differ less, which the cost does not see.
         best = pricing.least(_equal_parts(self._stages.space, stages)[None])
 
-        if math.comb(last - 1, stages - 1) > MOST_TRIED:
+        if math.comb(last - 1, stages - 1) > self.limits.tuning.interleaved.most_tried:
             return _descended(pricing, best), False
 
         exact = True
         inner = combinations(range(1, last), stages - 1)
-        while batch := list(islice(inner, BATCH)):
+        while batch := list(islice(inner, self.limits.tuning.arrays.batch_cuts)):
             least = pricing.least(np.array([(0, *cuts, last) for cuts in batch]))
             exact &= least.settled
             if least.key < best.key:
@@ -313,9 +309,10 @@ class _Pricing:
 
 def _descended(pricing: _Pricing, start: _Cuts) -> _Cuts:
     """Move cuts as long as that helps."""
+    moves = pricing.stages.limits.tuning.interleaved.moves
     best = start
     while True:
-        least = pricing.least(np.array(list(_moved(best.states))))
+        least = pricing.least(np.array(list(_moved(best.states, moves))))
         if least.key >= best.key:
             return best
         best = least
@@ -335,10 +332,10 @@ def _equal_parts(space: Chain, stages: int) -> Integers:
     return np.asarray(np.minimum(cuts, last - steps[::-1]))
 
 
-def _moved(cuts: Integers) -> Iterator[Integers]:
+def _moved(cuts: Integers, moves: Sequence[int]) -> Iterator[Integers]:
     """Yield the cuts with one moved, or with all from one on."""
     for number in range(1, len(cuts) - 1):
-        for step in MOVES:
+        for step in moves:
             for end in (number + 1, len(cuts) - 1):
                 moved = cuts.copy()
                 moved[number:end] += step

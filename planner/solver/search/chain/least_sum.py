@@ -21,8 +21,6 @@ from planner.solver.problem.result import RESOLUTION, CutPath
 from planner.solver.search.chain.ways import Stages
 from planner.solver.search.trade import LeastSum
 
-BATCH = 2**20  # entries of an array over stages and GPUs
-
 # Ways by their column in a table of stages, and replicas in units, of the same length.
 Trials = tuple[Integers, Integers]
 
@@ -36,6 +34,7 @@ class Walk:
         gpus: in units, as all numbers of GPUs and replicas here.
         unit: GPUs of one.
         clock: when it passes, a walk raises `OutOfTimeError`.
+        batch_entries: of an array over stages and GPUs.
     """
 
     stages: Sequence[Stages]
@@ -43,6 +42,7 @@ class Walk:
     gpus: int
     unit: int
     clock: Clock
+    batch_entries: int
 
     def within(self, limit_s: float, most_stages: int | None = None) -> LeastSum | None:
         """Return the path of least sum within the limit, of at most so many stages; None without one."""
@@ -99,7 +99,7 @@ class Walk:
             worth[:, 1:] &= most_after[:, 1:] > most_after[:, :-1]
 
         rows, columns = np.nonzero(worth)
-        batch = max(1, BATCH // (room + 1))
+        batch = max(1, self.batch_entries // (room + 1))
         for start in range(0, len(rows), batch):
             part = slice(start, start + batch)
             yield columns[part], self.replicas[rows[part]]

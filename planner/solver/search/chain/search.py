@@ -29,12 +29,11 @@ from planner.solver.problem.bounds import Bounds
 from planner.solver.problem.problem import Limits
 from planner.solver.problem.result import RESOLUTION, CutPath
 from planner.solver.problem.states import Chain
-from planner.solver.search.chain.fewest import FEW_STATES, FewestReplicas
+from planner.solver.search.chain.fewest import FewestReplicas
 from planner.solver.search.chain.suffixes import Suffixes
-from planner.solver.search.chain.targets import CLOSE, Targets
+from planner.solver.search.chain.targets import Targets
 from planner.units import SLACK
 
-_ROUGH_STATES = 300  # at most this many states in the search for a start; twice as many have such a search
 ANY_TIME_S = 1e15  # every stage on any number of GPUs takes less
 
 
@@ -52,8 +51,9 @@ class Search:
         self.interrupted = False
 
         # Choices of what recomputes are looked for between a few of many states: all stages have too many of them.
+        many = len(space) > limits.tuning.chain.most_choosing_states
         self._all_choices = limits
-        self.limits = replace(limits, whole_stages=limits.whole_stages or len(space) > FEW_STATES)
+        self.limits = replace(limits, whole_stages=limits.whole_stages or many)
         self._fewest = FewestReplicas(space, model, self.limits)
         self._before_s = self._fewest.before_s
 
@@ -84,7 +84,8 @@ class Search:
 
         # 2. A single stage has a closed form, and is often near the optimum. For a start a few counts are enough.
         most = min(self.gpus, self.model.most_replicas, self.limits.most_replicas)
-        counts = np.geomspace(1, most, num=32).astype(np.int64)
+        count = self.limits.tuning.chain.single_stage_counts
+        counts = np.geomspace(1, most, count).astype(np.int64)
         alone = self._data_parallel(np.unique(counts))
         if alone is not None and alone.seconds < best.seconds:
             best = alone
@@ -100,8 +101,9 @@ class Search:
     def _improved(self, best: CutPath, precision: float, *, has_rough: bool) -> CutPath:
         """Return the result of the binary search that starts from a plan."""
         low_s = float(self._before_s[-1]) / self.gpus * (1 - RESOLUTION)
-        targets = Targets(low_s, best.seconds, precision, near=has_rough)
-        tighten_at_s = CLOSE * best.seconds
+        tuning = self.limits.tuning.chain
+        targets = Targets(low_s, best.seconds, precision, tuning, near=has_rough)
+        tighten_at_s = tuning.close_share * best.seconds
         while targets.is_open:
             if self.limits.clock.passed:
                 self.interrupted = True
@@ -117,13 +119,15 @@ class Search:
             targets.met(best.seconds)
             if targets.gap_s < tighten_at_s:
                 self._tighten(target_s)
-                tighten_at_s = targets.gap_s / 4  # each time costs a walk, so only when it pays
+                tighten_at_s = targets.gap_s / tuning.tighten_ratio
         return best
 
     def rough(self, below_s: float | None = None) -> CutPath | None:
         """Return the best plan that cuts at a few of many states only, which is near the best; None without many."""
         chooses = self._fewest.ways.chooses and self.limits != self._all_choices
-        few = _ROUGH_STATES // 2 if chooses else _ROUGH_STATES
+        few = self.limits.tuning.chain.rough_states
+        if chooses:
+            few //= 2
         if len(self.space) <= 2 * few:
             return None
 

@@ -23,12 +23,7 @@ from planner.solver.problem.states import Chain
 from planner.solver.search.chain.least_sum import Walk
 from planner.solver.search.chain.ways import Stages, WaysOf, stages_alike
 from planner.solver.search.trade import LeastSum, trade_offs
-
-COARSE = 1e-2  # precision where GPUs are counted in units
-MOST_SINGLE_GPUS = 1024  # in larger clusters, GPUs are counted in units where tables would have more entries than:
-MOST_ENTRIES = 2**23
-MOST_KEPT = 2**23  # entries of tables that are kept for other searches over a space, about
-STEP = 1.25  # from one limit to the next, on the way to a plan that is balanced well
+from planner.solver.tuning.searches import SynchronousTuning
 
 
 @dataclass(frozen=True)
@@ -63,7 +58,8 @@ class SynchronousSearch:
         # Replicas beyond the number of microbatches would idle.
         most_replicas = min(limits.gpus, model.microbatches, limits.most_replicas)
         gpus = min(limits.gpus, most_replicas * (len(space) - 1))
-        self._unit = _unit(len(space), limits.gpus, most_replicas)
+        self._tuning = limits.tuning.synchronous
+        self._unit = _unit(len(space), limits.gpus, most_replicas, self._tuning)
         self._ways = WaysOf(space, limits)
         self._known = self._tables(most_replicas, gpus)
         self._asked = multiple, limits.rules.max_stages
@@ -73,7 +69,14 @@ class SynchronousSearch:
         if multiple > 1:
             uneven = (replicas * self._unit % multiple > 0)[:, None]
             stages = [replace(each, max_s=np.where(uneven, np.nan, each.max_s)) for each in stages]
-        self._walk = Walk(stages, replicas, gpus // self._unit, self._unit, limits.clock)
+        self._walk = Walk(
+            stages,
+            replicas,
+            gpus // self._unit,
+            self._unit,
+            limits.clock,
+            limits.tuning.arrays.batch_entries,
+        )
 
     def best(self, precision: float = RESOLUTION, below_s: float = np.inf) -> CutPath | None:
         """Return the fastest plan, with few GPUs among equally fast ones; None if no plan fits the memory.
@@ -82,7 +85,7 @@ class SynchronousSearch:
         if the deadline passes before there is any plan.
         """
         if self._unit > 1:
-            precision = max(precision, COARSE)
+            precision = max(precision, self._tuning.unit_precision)
         asked = (*self._asked, precision, below_s)
         if asked not in self._known.answers:
             best = self._best(precision, below_s)
@@ -141,9 +144,9 @@ class SynchronousSearch:
 
         answer = self.within(limit_s)
         while answer is None:
-            limit_s *= STEP
+            limit_s *= self._tuning.limit_ratio
             answer = self.within(limit_s)
-        return max(answer.path.seconds * STEP - self._least_s, answer.max_s)
+        return max(answer.path.seconds * self._tuning.limit_ratio - self._least_s, answer.max_s)
 
     @property
     def _least_s(self) -> float:
@@ -176,16 +179,18 @@ class SynchronousSearch:
             )
             tables[key] = _Known(stages)
         known = tables[key]
-        if sum(stages.after.size for each in tables.values() for stages in each.stages) > MOST_KEPT:
+        entries = sum(stages.after.size for each in tables.values() for stages in each.stages)
+        if entries > self._tuning.most_kept_entries:
             tables.clear()
         return known
 
 
-def _unit(states: int, gpus: int, most_replicas: int) -> int:
+def _unit(states: int, gpus: int, most_replicas: int, tuning: SynchronousTuning) -> int:
     """Return in how many GPUs at a time they are counted; twice the GPUs have twice the unit."""
     unit = 1
-    if gpus <= MOST_SINGLE_GPUS:
+    if gpus <= tuning.most_single_gpus:
         return unit
-    while unit < most_replicas and states**2 // 2 * most_replicas // unit > MOST_ENTRIES:
+    entries = states**2 // 2 * most_replicas
+    while unit < most_replicas and entries // unit > tuning.most_entries:
         unit *= 2
     return unit

@@ -1,8 +1,6 @@
 """The targets of a binary search for the least time."""
 
-CLOSE = 0.02  # relative distance of the bounds from which on each walk should be cheap
-_NEAR = 2e-3  # how far the best time may be below that of the start, as a first guess
-_MOST_PATIENCE = 4  # halvings between two questions for anything better
+from planner.solver.tuning.searches import ChainTuning
 
 
 class Targets:
@@ -11,17 +9,26 @@ class Targets:
     Halving finds good plans, and asking for anything better ends the search. Close to the end they take turns.
     """
 
-    def __init__(self, low_s: float, best_s: float, precision: float, *, near: bool) -> None:
+    def __init__(
+        self,
+        low_s: float,
+        best_s: float,
+        precision: float,
+        tuning: ChainTuning,
+        *,
+        near: bool,
+    ) -> None:
         """Take bounds of the least time, which is probably near the upper one if `near`."""
         self._low_s = low_s
         self._best_s = best_s
         self._precision = precision
+        self._tuning = tuning
 
         self._strict = False  # whether to ask for anything better
         self._halvings = 0  # since the last such question
-        self._patience = _MOST_PATIENCE if near else 1
+        self._patience = tuning.most_halvings if near else 1
         # If the time is near the upper bound, the lower one should come near first.
-        self._least_s = best_s * (1 - _NEAR) if near else 0.0
+        self._least_s = best_s * (1 - tuning.start_gap_share) if near else 0.0
 
     @property
     def gap_s(self) -> float:
@@ -61,7 +68,7 @@ class Targets:
             # There may be more that is better, so halve more often before the next such question.
             self._strict = False
             self._halvings = 0
-            self._patience = min(2 * self._patience, _MOST_PATIENCE)
-        elif self.gap_s < CLOSE * self._best_s:
+            self._patience = min(2 * self._patience, self._tuning.most_halvings)
+        elif self.gap_s < self._tuning.close_share * self._best_s:
             self._halvings += 1
             self._strict = self._halvings >= self._patience

@@ -12,10 +12,6 @@ from planner.cost.work import IMPOSSIBLE, Integers
 from planner.solver.search.chain.fitting import FittingWays
 from planner.solver.search.chain.ways import numbered, taken
 
-# Replica counts that are tried one by one where more may be slower. Beyond, they are taken to be faster, as they are
-# without latency.
-_ONE_BY_ONE = 64
-
 
 class Trial:
     """Looks for the fewest replicas of stages, in two ways at most: plain and sharded.
@@ -51,7 +47,9 @@ class Trial:
     def run(self, low: Integers, high: Integers) -> None:
         """Try the replica counts of each stage from `low` to `high`."""
         # 1. The first few, one by one.
-        one_by_one = 2 if self._fitting.model.more_is_faster else _ONE_BY_ONE
+        one_by_one = 2
+        if not self._fitting.model.more_is_faster:
+            one_by_one = self._fitting.ways.limits.tuning.chain.single_replica_counts
         stage, number = numbered(np.minimum(high - low + 1, one_by_one))
         self._try(stage, low[stage] + number)
 

@@ -17,18 +17,23 @@ from typing import Any, Literal
 import pulp
 
 from planner.formats.held_folder import held_folder
+from planner.solver.tuning.record import STANDARD
+from planner.solver.tuning.searches import IntegerTuning
 
 # "feasible" if time ran out with a solution, "unknown" if it ran out without one.
 Status = Literal["optimal", "feasible", "infeasible", "unknown"]
 
 _FEASIBILITY = 1e-9  # how far a row may be violated
-_LEAST_LIMIT_S = 0.1
-_LOOKS_EVERY_S = 0.1  # whether it is to stop
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _PATH = pulp.PULP_CBC_CMD.pulp_cbc_path  # the one that PuLP carries
 
 
-def run(problem: pulp.LpProblem, time_limit_s: float | None = None, stop: Event | None = None) -> Status:
+def run(
+    problem: pulp.LpProblem,
+    time_limit_s: float | None = None,
+    stop: Event | None = None,
+    tuning: IntegerTuning = STANDARD.integer,
+) -> Status:
     """Minimise `problem`; its variables have values when the status is "optimal" or "feasible".
 
     PuLP's report needs care. After a time-out `status` reads Optimal; only `sol_status == 1` means optimal. An
@@ -38,9 +43,10 @@ def run(problem: pulp.LpProblem, time_limit_s: float | None = None, stop: Event 
         problem: the program.
         time_limit_s: how long CBC may take.
         stop: once it is set, CBC is ended, and the status is "unknown".
+        tuning: the least time that CBC has, and how often `stop` is looked at.
     """
     with held_folder("cbc") as folder:
-        problem.solve(_Cbc(folder, time_limit_s, stop or Event()))
+        problem.solve(_Cbc(folder, time_limit_s, stop or Event(), tuning))
     if problem.sol_status == pulp.LpSolutionOptimal:
         return "optimal"
     if problem.sol_status == pulp.LpSolutionIntegerFeasible:
@@ -53,13 +59,22 @@ def run(problem: pulp.LpProblem, time_limit_s: float | None = None, stop: Event 
 class _Cbc(pulp.COIN_CMD):  # type: ignore[misc]  # PuLP has no types
     """PuLP's command for CBC, with files in a folder that is there, and an event that ends it."""
 
-    def __init__(self, folder: Path, time_limit_s: float | None, stop: Event) -> None:
-        limit_s = None if time_limit_s is None else max(time_limit_s, _LEAST_LIMIT_S)
+    def __init__(
+        self,
+        folder: Path,
+        time_limit_s: float | None,
+        stop: Event,
+        tuning: IntegerTuning,
+    ) -> None:
+        limit_s = None
+        if time_limit_s is not None:
+            limit_s = max(time_limit_s, tuning.least_limit_s)
         options = [f"primalTolerance {_FEASIBILITY}", f"integerTolerance {_FEASIBILITY}"]
         # With more threads, the same program may have another of its best solutions.
         super().__init__(path=_PATH, msg=False, threads=1, gapRel=0.0, gapAbs=0.0, timeLimit=limit_s, options=options)
         self._folder = folder
         self._stop = stop
+        self._poll_s = tuning.poll_s
 
     def actualSolve(self, lp: pulp.LpProblem, **_: Any) -> int:  # noqa: N802 - PuLP calls it
         """Solve a program, and give its variables their values."""
@@ -94,7 +109,7 @@ class _Cbc(pulp.COIN_CMD):  # type: ignore[misc]  # PuLP has no types
         try:
             while not self._stop.is_set():
                 try:
-                    code = process.wait(_LOOKS_EVERY_S)
+                    code = process.wait(self._poll_s)
                 except subprocess.TimeoutExpired:
                     continue
                 if code != 0 or not solution.exists():

@@ -15,8 +15,6 @@ from planner.solver.problem.problem import Problem
 from planner.solver.problem.states import Chain
 from planner.solver.search.chain.ways import Stages, stages_on
 
-MOST_COLUMNS = 200_000
-
 
 @dataclass(frozen=True)
 class Column:
@@ -56,12 +54,13 @@ class Columns:
     @cached_property
     def all(self) -> list[Column]:
         """Every column that is not dominated by another one with the same ends."""
+        most = self.problem.tuning.integer.most_columns
         columns: list[Column] = []
         for state in range(self.last):
             columns.extend(self.columns_from(state, self.states[state + 1 :]))
-            if len(columns) > MOST_COLUMNS:
+            if len(columns) > most:
                 raise InputError(
-                    f"more than {MOST_COLUMNS} stages are too many for an integer program",
+                    f"more than {most} stages are too many for an integer program",
                     hint="use `solver=search`",
                 )
         return columns

@@ -42,7 +42,8 @@ def _infeasible(problem: Problem) -> InfeasibleError:
 
     def again(**changes: object) -> Evaluation | None:
         changed = problem.with_cluster(cluster.model_copy(update=changes))
-        answer = solve_ilp(replace(changed, budget=Budget()))
+        budget = Budget(tuning=problem.tuning.budget)
+        answer = solve_ilp(replace(changed, budget=budget))
         return None if answer is None else priced(changed, answer.stages)
 
     def fits(gpus: int, memory_bytes: int) -> Evaluation | None:

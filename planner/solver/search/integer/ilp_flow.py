@@ -29,7 +29,6 @@ from planner.solver.search.integer.columns import Column, Columns, gpus_of, sets
 from planner.solver.search.trade import trade_offs
 from planner.units import SLACK
 
-MOST_ARCS = 300_000
 SCALE = 1000.0  # what the time of a balanced plan is scaled to
 
 Node = tuple[int, int]  # state, GPUs after it; -1 where they do not matter
@@ -180,7 +179,7 @@ class Flow:
             most = most_sum_s * self._scale * (1 + SLACK)
             program += _weighted(zip(chosen, sums, strict=True)) <= most
 
-        status = run(program, clock.left_s, clock.stop)
+        status = run(program, clock.left_s, clock.stop, self.problem.tuning.integer)
         if status == "infeasible":
             return None
         if status != "optimal":
@@ -228,10 +227,11 @@ class Flow:
 def _arcs(problem: Problem, columns: Columns) -> list[_Arc]:
     """Return each candidate stage between the nodes where it may be."""
     gpus = problem.cluster.gpus
+    most = problem.tuning.integer.most_arcs
     # Nodes with GPUs multiply the arcs, so they are only made where a stage limits those after it.
     if all(column.most_after >= gpus - column.replicas for column in columns.all):
         arcs = [_Arc(column, (column.start, -1), (column.end, -1)) for column in columns.all]
-        _refuse_many(arcs)
+        _refuse_many(arcs, most)
         return arcs
 
     arcs = []
@@ -241,14 +241,14 @@ def _arcs(problem: Problem, columns: Columns) -> list[_Arc]:
             if (column.end == columns.last) == (after == 0):
                 before = after + column.replicas
                 arcs.append(_Arc(column, (column.start, before), (column.end, after)))
-        _refuse_many(arcs)
+        _refuse_many(arcs, most)
     return arcs
 
 
-def _refuse_many(arcs: Sequence[_Arc]) -> None:
-    if len(arcs) > MOST_ARCS:
+def _refuse_many(arcs: Sequence[_Arc], most: int) -> None:
+    if len(arcs) > most:
         raise InputError(
-            f"more than {MOST_ARCS} places for stages are too many for an integer program",
+            f"more than {most} places for stages are too many for an integer program",
             hint="use `solver=search`, or fewer GPUs",
         )
 

@@ -25,8 +25,8 @@ class LocalSearch:
     """Local searches over one space, which price no plan twice, and `most` plans in all.
 
     `price` is what is minimised, infinite for a path that does not fit the memory; `ways` say how
-    the stages of a plan may run. Neighbours are priced by increasing `least`, a quick bound that no
-    price is below.
+    the stages of a plan may run; `split_shares`, of its compute, where a stage is split. Neighbours
+    are priced by increasing `least`, a quick bound that no price is below.
     """
 
     def __init__(
@@ -36,10 +36,11 @@ class LocalSearch:
         price: Seconds,
         ways: Sequence[OptionsOf],
         most: int,
+        split_shares: Sequence[float],
         clock: Clock = NO_LIMIT,
         least: Seconds = lambda _: 0.0,
     ) -> None:
-        self._kinds = Neighbours(space, gpus).kinds
+        self._kinds = Neighbours(space, gpus, split_shares).kinds
         self._price = price
         self._ways = ways
         self._most = most

@@ -8,17 +8,19 @@ import numpy as np
 from planner.solver.problem.result import CutPath
 from planner.solver.problem.states import Chain
 
-PARTS = (1 / 4, 1 / 3, 1 / 2, 2 / 3, 3 / 4)  # shares of a stage's compute at which it is split
-
 Shape = tuple[tuple[int, ...], tuple[int, ...]]  # states, replicas
 
 
 class Neighbours:
-    """The neighbours of plans over one space on so many GPUs, as their states and replicas."""
+    """The neighbours of plans over one space on so many GPUs, as their states and replicas.
 
-    def __init__(self, space: Chain, gpus: int) -> None:
+    Stages are split at `split_shares` of their compute.
+    """
+
+    def __init__(self, space: Chain, gpus: int, split_shares: Sequence[float]) -> None:
         self._compute_s = space.compute_s
         self._gpus = gpus
+        self._split_shares = np.array(split_shares)
 
     @property
     def kinds(self) -> tuple[Callable[[CutPath], Iterator[Shape]], ...]:
@@ -64,9 +66,9 @@ class Neighbours:
                 yield from self._changed(path, {stage: more, stage + 1: fewer})
 
     def _cuts_inside(self, start: int, end: int) -> list[int]:
-        """Return the cuts at `PARTS` of the compute between two states."""
+        """Return the cuts at some shares of the compute between two states."""
         start_s = self._compute_s[start]
-        targets_s = start_s + np.array(PARTS) * (self._compute_s[end] - start_s)
+        targets_s = start_s + self._split_shares * (self._compute_s[end] - start_s)
         cuts = np.unique(np.searchsorted(self._compute_s, targets_s))
         return [cut for cut in cuts.tolist() if start < cut < end]
 

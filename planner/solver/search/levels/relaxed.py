@@ -34,10 +34,6 @@ from planner.solver.search.chain.ways import WaysOf
 from planner.solver.search.levels.stage_bounds import Places, StageBounds, bounds_of, phases_of
 from planner.solver.search.trade import LeastSum, trade_offs
 
-MOST_ENTRIES = 12_000_000  # in the tables of bounds
-MOST_COUNTS = 16  # numbers of GPUs that are tried one by one where memory is limited
-MOST_TRADES = 16  # answers that trade the sum against the maximum
-
 # The seconds of a path at its true price; infinite if it does not fit the memory.
 Seconds = Callable[[CutPath], float]
 
@@ -67,6 +63,7 @@ class Relaxed:
 
     def __init__(self, problem: Problem, space: Chain) -> None:
         self._limits = problem.limits
+        self._tuning = problem.tuning.levels
         self._objective = objective_of(problem)
         # More replicas than microbatches would idle, but may let the next stage begin at a server.
         self._places = Places(problem.topology, problem.cluster.gpus)
@@ -78,7 +75,7 @@ class Relaxed:
     def states_that_fit(problem: Problem) -> int:
         """Return how many states a space may have so that its tables have a reasonable size."""
         places = phases_of(problem.topology) * problem.cluster.gpus
-        return int((2 * MOST_ENTRIES / places) ** 0.5)
+        return int((2 * problem.tuning.levels.most_entries / places) ** 0.5)
 
     def best(self, price: Seconds, start: CutPath | None) -> BoundedPath:
         """Return the best path by its true price, and a bound on all.
@@ -110,9 +107,10 @@ class Relaxed:
         gpus = self._limits.gpus
         if not self._limits.counts_gpus:
             return [gpus]
-        if gpus <= MOST_COUNTS:
+        most = self._tuning.most_gpu_counts
+        if gpus <= most:
             return list(range(1, gpus + 1))
-        return sorted({gpus, *np.geomspace(1, gpus, MOST_COUNTS).astype(int).tolist()})
+        return sorted({gpus, *np.geomspace(1, gpus, most).astype(int).tolist()})
 
     def _stage_bounds(self, ways: WaysOf, state: int) -> StageBounds:
         """Bound the stages from a state; those may choose what recomputes that something limits."""
@@ -134,10 +132,10 @@ class Relaxed:
         if self._objective is None:  # all sums are zero
             answers = list(islice(trade_offs(least_sum, least_s), 1))
         else:
-            answers = list(islice(trade_offs(least_sum, every=True), MOST_TRADES))
+            answers = list(islice(trade_offs(least_sum, every=True), self._tuning.most_trades))
 
         bounds = [answer.sum_s + answer.max_s for answer in answers]
-        if len(answers) == MOST_TRADES:
+        if len(answers) == self._tuning.most_trades:
             bounds.append(answers[-1].sum_s + least_s)
         return min(bounds, default=np.inf), answers
 

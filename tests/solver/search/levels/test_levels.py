@@ -18,7 +18,8 @@ from planner.schedule.registry import find
 from planner.solver import search_plan as solve
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.states import Chain
-from planner.solver.search.levels.levels import nearest_search, search_levels
+from planner.solver.search.levels.flat import nearest_search
+from planner.solver.search.levels.levels import search_levels
 from tests import samples
 from tests.examples import examples
 from tests.solver.oracle import brute_force

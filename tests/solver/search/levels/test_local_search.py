@@ -17,9 +17,11 @@ from planner.solver import search_plan as solve
 from planner.solver.problem.result import CutPath, stages_along
 from planner.solver.problem.states import Chain
 from planner.solver.search.levels.local_search import LocalSearch
+from planner.solver.tuning.record import STANDARD
 from tests.samples import layer, profile
 
 PROFILES = File(__file__).parents[4] / "profiles"
+SHARES = STANDARD.levels.split_shares
 
 
 def plainly(_: tuple[int, ...], replicas: tuple[int, ...]) -> tuple[StageOptions, ...]:
@@ -38,7 +40,7 @@ def seconds_on(profile: Profile, cluster: Cluster) -> tuple[Chain, dict[CutPath,
         priced[path] = found
         return priced[path]
 
-    return space, priced, LocalSearch(space, cluster.gpus, seconds, [plainly], most=500)
+    return space, priced, LocalSearch(space, cluster.gpus, seconds, [plainly], 500, SHARES)
 
 
 def test_a_single_stage_becomes_a_balanced_pipeline() -> None:
@@ -71,14 +73,14 @@ def test_it_never_prices_a_plan_twice_and_keeps_its_number() -> None:
     assert second is not None
     assert descents.from_(starts[0]) == first
     assert len(priced) < 500
-    limited = LocalSearch(Chain(LayerCosts(uneven)), 4, lambda path: 1.0 / len(path.states), [plainly], most=3)
+    limited = LocalSearch(Chain(LayerCosts(uneven)), 4, lambda path: 1.0 / len(path.states), [plainly], 3, SHARES)
     assert limited.from_(starts[0]) is not None
     assert limited.over
 
 
 def test_where_nothing_fits_there_is_no_answer() -> None:
     two = profile(layer("a", output_bytes=1), layer("b"))
-    descents = LocalSearch(Chain(LayerCosts(two)), 2, lambda _: np.inf, [plainly], most=100)
+    descents = LocalSearch(Chain(LayerCosts(two)), 2, lambda _: np.inf, [plainly], 100, SHARES)
     assert descents.from_(CutPath((0, 2), (StageOptions(2),), np.inf)) is None
 
 

@@ -1,0 +1,188 @@
+"""Propose simpler plans under asynchronous schedules, which may wait less than the best by the cost model.
+
+For each kind of plans, and on ever fewer GPUs, the best one by the cost model is found for links that are all alike:
+
+    kinds       data parallel; without replicas; with replicas of the first stage, or of the first and the last; all
+    links       the slowest of the cluster; slower ones, where messages weigh more, so that plans have fewer of them;
+                and on several levels faster ones, which some messages cross
+    memory      as it is; and with stages that recompute all of their layers or none, and divide nothing: they fill the
+                memory less, and leave room for the deeper pipelines that wait less
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from planner.cost.network.link import Link
+from planner.cost.weight_copies import counted_with_copies
+from planner.solver.pool import Batch, Pool
+from planner.solver.problem.problem import Limits, Problem
+from planner.solver.problem.result import CutPath
+from planner.solver.problem.states import Chain
+from planner.solver.propose.counts import counts_to_try
+from planner.solver.search.chain.search import Search
+from planner.solver.search.levels.levels import local_search_for
+from planner.solver.search.levels.prices import PathPrices
+from planner.solver.search.pipeline_search import PipelineSearch
+from planner.solver.search.restricted import DataParallelSearch, EndsSearch, FrontSearch, StraightSearch
+from planner.units import SLACK
+
+SEARCHES: tuple[type[Search], ...] = (DataParallelSearch, StraightSearch, FrontSearch, EndsSearch, Search)
+
+# Changes a path that is not below some seconds to a better one near it.
+Adapt = Callable[[CutPath, float], CutPath]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of plans: the search for it, over which cuts, for which link, within which limits."""
+
+    search_type: type[Search]
+    space: Chain
+    link: Link
+    limits: Limits
+
+
+def propose_straight(search: PipelineSearch, pool: Pool) -> Iterator[Batch]:
+    """Yield the best plan without replicas, whose gradients may be less late.
+
+    What is nearly as fast as the best plan counts: see `planner.solver.choose.lateness`.
+    """
+    question = search.problem
+    if not question.schedule.stashes:
+        return
+    tuning = question.tuning.evaluate
+    limits = _on_at_most(question.limits, tuning.most_workers)
+    straight = StraightSearch(search.space, question.asynchronous(), limits)
+    path = straight.best(pool.best_s * tuning.min_speedup_per_stale_update)
+    if path is not None:
+        yield [search.priced(path).stages]
+
+
+def propose_simpler(search: PipelineSearch, pool: Pool) -> Iterator[Batch]:
+    """Yield the best plan of each kind on ever fewer GPUs, until its busiest resource alone is too slow.
+
+    On several levels local search adapts it to the cluster's links.
+    """
+    adapt = _adapting(search)
+    for kind in _kinds(search):
+        for path in _on_fewer_gpus(search.problem, kind, pool):
+            yield [search.priced(adapt(path, pool.best_s)).stages]
+        if pool.settled or pool.spent:
+            return
+
+
+def _on_fewer_gpus(question: Problem, kind: Kind, pool: Pool) -> Iterator[CutPath]:
+    """Yield the best path of a kind for each number of GPUs, as long as it may be faster than the best plan."""
+    model = question.asynchronous(kind.link)
+    # On a slower link a plan looks slower than it is, so its limit is more generous.
+    is_slower = kind.link.bandwidth_bytes_per_s < question.link.bandwidth_bytes_per_s
+    generous = question.tuning.waiting.slower_link_seconds_ratio if is_slower else 1.0
+
+    used = kind.limits.gpus + 1
+    for count in counts_to_try(kind.limits.gpus, question.tuning.restricted):
+        if pool.settled:
+            return
+        if count >= used:
+            continue  # the best plan on more GPUs left some unused
+        if pool.spent:
+            return
+        search = kind.search_type(kind.space, model, replace(kind.limits, gpus=count))
+        path = search.best(pool.best_s * generous)
+        if path is None:
+            return
+        used = path.gpus
+        yield path
+
+
+def _adapting(search: PipelineSearch) -> Adapt:
+    """Return what adapts paths to the links of a cluster of several levels; on others they stay as they are."""
+    question = search.problem
+    if not question.placed or question.cluster.gpus > question.tuning.levels.most_placed_gpus:
+        return lambda path, _: path
+    nearby = local_search_for(question, search.space, PathPrices(question, search.space).strain)
+
+    def adapted(path: CutPath, below_s: float) -> CutPath:
+        if search.priced(path).seconds < below_s:
+            return path
+        return nearby.from_(path) or path
+
+    return adapted
+
+
+def _kinds(search: PipelineSearch) -> Iterator[Kind]:
+    """Yield the kinds of plans, each with the most GPUs to propose it for."""
+    question = search.problem
+    copies = _counting_copies(question)
+    for limits in _families(question, search.space):
+        most = _on_at_most(limits, question.tuning.evaluate.most_workers)
+        if copies is not None:
+            for search_type in SEARCHES:
+                yield Kind(search_type, copies, question.link, most)
+        for search_type in SEARCHES:
+            yield Kind(search_type, search.space, question.link, most)
+
+        few = _on_at_most(limits, question.tuning.restricted.slower_link_gpus)
+        for link in _slower_links(question, search.space):
+            yield Kind(Search, search.space, link, few)
+        for link in _faster_links(question, search.space):
+            yield Kind(Search, search.space, link, most)
+
+
+def _on_at_most(limits: Limits, gpus: int) -> Limits:
+    return replace(limits, gpus=min(limits.gpus, gpus))
+
+
+def _families(question: Problem, space: Chain) -> list[Limits]:
+    """Return the limits within which to look for every kind: those for simpler stages first.
+
+    Over many states all searches choose between the whole of a stage and nothing, so that both are alike.
+    """
+    limits = question.limits
+    rules = limits.rules
+    if limits.memory_bytes is None or rules.recompute != "auto":
+        return [limits]
+    if len(space) > question.tuning.chain.most_choosing_states:
+        return [limits]
+    if rules.shard_optimizer == "auto":
+        rules = replace(rules, shard_optimizer="never")
+    return [replace(limits, rules=rules, whole_stages=True), limits]
+
+
+def _slower_links(question: Problem, space: Chain) -> list[Link]:
+    own = question.link.bandwidth_bytes_per_s
+    tuning = question.tuning.restricted
+    unit = _model_bytes_per_s(question, space)
+    slower = _steps_below(own, unit, tuning.slower_link_ratio, tuning.slower_links)
+    return [question.link.slowed(own / bandwidth) for bandwidth in slower]
+
+
+def _faster_links(question: Problem, space: Chain) -> list[Link]:
+    """Return faster links than the slowest of several levels, which some messages cross."""
+    if not question.placed:
+        return []
+    own = question.link.bandwidth_bytes_per_s
+    ratio = question.tuning.waiting.faster_link_ratio
+    count = question.tuning.waiting.faster_links
+    faster = _steps_below(own * ratio**count, _model_bytes_per_s(question, space), ratio, count)
+    return [question.link.slowed(own / bandwidth) for bandwidth in faster]
+
+
+def _steps_below(value: float, unit: float, step: float, count: int) -> list[float]:
+    """Return the highest `count` of the numbers unit·step^k that are below the value."""
+    # A value that is one of the numbers, up to rounding, is not below itself.
+    highest = math.ceil(math.log(value / unit, step) - SLACK) - 1
+    return [unit * step**power for power in range(highest, highest - count, -1)]
+
+
+def _model_bytes_per_s(question: Problem, space: Chain) -> float:
+    """Return a rate that belongs to the model alone: similar clusters get the same proposals."""
+    everything = question.layer_costs.footprint(question.layer_costs.single_stage)
+    model_bytes = int(everything.weight_bytes + everything.saved_bytes) or 1
+    return model_bytes / float(space.compute_s[-1])
+
+
+def _counting_copies(question: Problem) -> Chain | None:
+    """Return the cuts at which every copy of a tied weight costs a stage what it does in a simulation."""
+    profile = counted_with_copies(question.layer_costs.profile)
+    return None if profile is None else Chain(question.with_profile(profile).layer_costs)

@@ -1,0 +1,95 @@
+"""Tuned numbers of whole answers: shares of the time, and which differences count."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ClockTuning:
+    """Of `planner.solver.clock`."""
+
+    # How many times as long as it computes a part of a search may take, because the machine does
+    # other work.
+    max_wall_per_cpu_second: float = 3.0
+
+
+@dataclass(frozen=True)
+class AnswerTuning:
+    """Of `planner.solver.solve`, `find_plan`, `answer` and `alternatives`."""
+
+    # Shares of the time left: for the search, and then for the best synchronous plan. The rest is
+    # for the usual ways.
+    search_share: float = 0.9
+    synchronous_share: float = 0.7
+
+    # Seconds that may be spent on the table of usual ways and on a synchronous plan, however quick
+    # the search was.
+    alternatives_s: float = 2.0
+
+    # Seconds after the time limit, to simulate an answer that would not be otherwise. Without its
+    # waiting nobody could compare it with others.
+    last_simulation_s: float = 5.0
+
+    # Share of the time by which no two plans are told apart: estimates are not that true.
+    indistinguishable_share: float = 0.005
+
+    # Share of the time that cuts inside blocks, or chunks, must save. What waits for their messages
+    # is not all known.
+    min_saving_share: float = 0.02
+
+    # Cuts up to which a search looks inside blocks. It takes longer under synchronous schedules,
+    # and where the memory is limited: then every stage may recompute any of its blocks.
+    most_cuts: int = 400
+    most_limited_cuts: int = 160
+
+    # Numbers of equal stages in the table of usual ways, as users of Megatron choose them.
+    usual_stages: tuple[int, ...] = (2, 4, 8)
+
+
+@dataclass(frozen=True)
+class FitTuning:
+    """Of `planner.solver.fit` and `planner.solver.sizes`."""
+
+    # Shares of the time left: for choosing sizes of microbatches, on which more depends than on any
+    # search, since a size too small costs tens of times; then for the cluster that was asked about.
+    # Other numbers of GPUs share the rest.
+    sizing_share: float = 0.8
+    solving_share: float = 0.6
+    first_size_share: float = 0.6  # of what is left of it, for each size but the last
+
+    # Sizes of microbatches for which plans are sought.
+    most_sizes: int = 2
+
+    # By which share slower the next size must look, on the line through two smaller ones, not to be
+    # estimated.
+    slower_size_share: float = 0.05
+
+    # Share of the least time. A usual way that is so near to it leaves nothing to divide layers for.
+    balanced_share: float = 0.02
+
+    # How many times as many GPUs as asked are tried where the model does not fit.
+    most_gpus_ratio: int = 16
+
+    # How many times as long as the number of GPUs before a number may take, whatever its part of
+    # the time: where little fits, what does is sought until there is some. It was twice as long for
+    # 128 H100 as for 256 of a model of 175 billion parameters.
+    max_seconds_ratio: float = 2.0
+
+    # How many times as long as the number of GPUs asked about the next one takes, as a first guess.
+    next_seconds_ratio: float = 0.25
+
+
+@dataclass(frozen=True)
+class ExplanationTuning:
+    """Of `planner.solver.problem.infeasible`, which says what would make a plan fit."""
+
+    memory_precision: float = 1e-4  # relative, of the smallest memory
+    most_gpus_ratio: int = 64  # how many times as many GPUs as there are, at most, are tried
+
+
+@dataclass(frozen=True)
+class WhatIfTuning:
+    """Of `planner.analysis.explain` and `planner.analysis.fewer`: which other clusters are priced."""
+
+    bandwidth_ratio: float = 1.1  # of links with more bandwidth
+    memory_ratio: float = 1.5  # of GPUs with more memory
+    most_lost_hosts: int = 64  # whose loss is priced, one by one, where there are more hosts
