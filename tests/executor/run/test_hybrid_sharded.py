@@ -55,7 +55,7 @@ MORE = [
     "cases",
     [
         pytest.param(CASES, id="some kinds"),
-        pytest.param(MORE, id="the other kinds", marks=pytest.mark.slow),
+        *(pytest.param([case], id=f"kind {number}", marks=pytest.mark.slow) for number, case in enumerate(MORE)),
     ],
 )
 def test_two_groups_of_two_train_as_one_process(cases: list[Case], tmp_path: Path) -> None:
