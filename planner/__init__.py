@@ -2,7 +2,8 @@
 
     import planner
     profile = planner.profile("model.py", batch_size=32)
-    plan = planner.solve(profile, planner.flat_cluster(8, "10Gbps"))
+    cluster = planner.cluster(profile, servers=2, gpus_per_server=4, bandwidth="pcie4,10Gbps")
+    plan = planner.solve(profile, cluster)
     print(plan)
     planner.train("model.py", plan)
 

@@ -38,12 +38,15 @@ EXPLAINING = 0.4
 PLAN, PROFILE = Path("plan.json"), Path("profile.json")  # what one verb writes, the next one reads
 
 
-@keywords_of(ClusterOptions, arguments=1)
-def cluster(profile: Profile, options: ClusterOptions) -> Cluster:
+_UNSAID = ClusterOptions()  # callers give keywords in its place
+
+
+@keywords_of(ClusterOptions, arguments="one or none")
+def cluster(profile: Profile | None = None, options: ClusterOptions = _UNSAID) -> Cluster:
     """Return the cluster that the command line's arguments describe, with what the profile says of its GPUs.
 
     Args:
-        profile: says how much memory a GPU has, and which kinds of GPUs there are.
+        profile: says how much memory a GPU has, and which kinds of GPUs there are; None where nothing is known of that.
 
     Raises:
         ClusterError, UnitError: when they do not describe one.
@@ -54,7 +57,7 @@ def cluster(profile: Profile, options: ClusterOptions) -> Cluster:
         8
     """
     memory_bytes = options.memory
-    if memory_bytes is None and not profile.kinds:  # each of several kinds has its own
+    if memory_bytes is None and profile is not None and not profile.kinds:  # each of several kinds has its own
         memory_bytes = planned_bytes(profile.device)
     if options.cluster is not None:
         described_twice = ("gpus", "servers", "gpus_per_server", "topology", "bandwidth", "own_links", "no_overlap")
@@ -73,12 +76,13 @@ def cluster(profile: Profile, options: ClusterOptions) -> Cluster:
                 hint="give `kinds` as many GPUs as the cluster has",
             )
         changes["kinds"] = tuple(DeviceKind(name=name, count=count) for name, count in counts.items())
-    if options.sequence_parallel and not profile.tensor:
+    if options.sequence_parallel and profile is not None and not profile.tensor:
         what = f"`sequence_parallel` is for groups of ranks, of which the profile of '{profile.model}' says nothing"
         raise InputError(what, hint="profile with `tensor=2`, or leave it out")
     if options.sequence_parallel:
         changes["sequence_parallel"] = True
-    return cluster_for(profile, described.model_copy(update=changes))
+    described = described.model_copy(update=changes)
+    return described if profile is None else cluster_for(profile, described)
 
 
 def _linked(options: ClusterOptions, memory_bytes: int | str | None) -> Cluster:

@@ -5,7 +5,7 @@ import textwrap
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
-from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
+from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, overload
 
 from planner.arguments import checked_arguments
 from planner.errors import InputError
@@ -18,6 +18,20 @@ FirstT = TypeVar("FirstT")
 SecondT = TypeVar("SecondT")
 ThirdT = TypeVar("ThirdT")
 AnswerT = TypeVar("AnswerT")
+GivenT = TypeVar("GivenT", contravariant=True)
+ResultT = TypeVar("ResultT", covariant=True)
+
+
+class OneOrNone(Protocol[GivenT, KeywordsT, ResultT]):
+    """A function that takes one argument, which may be left out, and keywords."""
+
+    def __call__(
+        self,
+        first: GivenT | None = None,
+        /,
+        *others: KeywordsT.args,
+        **keywords: KeywordsT.kwargs,
+    ) -> ResultT: ...
 
 
 @dataclass(frozen=True)
@@ -111,6 +125,10 @@ def keywords_of(
 def keywords_of(
     record: Callable[KeywordsT, RecordT], *, arguments: Literal[1]
 ) -> Callable[[Callable[[FirstT, RecordT], AnswerT]], Callable[Concatenate[FirstT, KeywordsT], AnswerT]]: ...
+@overload
+def keywords_of(
+    record: Callable[KeywordsT, RecordT], *, arguments: Literal["one or none"]
+) -> Callable[[Callable[[FirstT | None, RecordT], AnswerT]], OneOrNone[FirstT, KeywordsT, AnswerT]]: ...
 @overload
 def keywords_of(
     record: Callable[KeywordsT, RecordT], *, arguments: Literal[0]

@@ -110,3 +110,4 @@ def test_clusters_that_contradict_themselves(
 def test_python_counts_servers_too() -> None:
     counted = planner.cluster(MODEL, servers=2, gpus_per_server=4, bandwidth="pcie4,10Gbps")
     assert counted == planner.hierarchical_cluster((4, 2), ("pcie4", "10Gbps"))
+    assert counted == planner.cluster(servers=2, gpus_per_server=4, bandwidth="pcie4,10Gbps")
