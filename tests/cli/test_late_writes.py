@@ -103,6 +103,7 @@ def test_a_full_folder_for_temporary_files_costs_nothing(folder: Path, disk: Pat
     assert_result(train(folder, TMPDIR=str(disk)), 0)
 
 
+@pytest.mark.slow
 def test_a_trace_that_finds_no_room_on_its_way(folder: Path, disk: Path) -> None:
     done = train(folder, "--trace", "run.json", TMPDIR=str(disk))
     assert_result(done, 1, "error: there is no trace", "No space left on device")
@@ -119,6 +120,7 @@ def test_weights_are_rescued_and_the_result_is_printed(folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("disk")
+@pytest.mark.slow
 def test_the_last_checkpoint_finds_no_room(folder: Path) -> None:
     fill = (
         (folder / "model.py")

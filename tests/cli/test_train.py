@@ -216,7 +216,7 @@ def start_long_run(
     raise AssertionError(f"the workers did not start to train: {process.communicate()}")
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_killed_worker_ends_the_run_with_its_name_and_leaves_no_process(folder: Path, victim: int) -> None:
     process, workers = start_long_run(folder)
     os.kill(workers[victim], signal.SIGKILL)

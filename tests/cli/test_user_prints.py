@@ -92,7 +92,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("arguments", "places"),
     [
         (["train", "model.py", "--steps", "2", "--json"], ["the module", "dataset", "an item", "on_update"]),
-        (["profile", "model.py", "--estimate", "--device", "a100", "--batch-size", "4", *OTHER], ["forward"]),
+        pytest.param(
+            ["profile", "model.py", "--estimate", "--device", "a100", "--batch-size", "4", *OTHER],
+            ["forward"],
+            marks=pytest.mark.slow,
+        ),
         (["fit", "model.py", "--gpus", "2", "--json", "--output", "fitted"], ["forward"]),
         (["train", "missing.py", "--json"], []),
     ],

@@ -59,10 +59,10 @@ def test_sizes(path: Path, weights: int) -> None:
     assert sum(parameter.numel() for parameter in model.parameters()) == weights
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("awd_lm", "inception_v3", "gnmt8", "gnmt16")]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("s2vt", "awd_lm", "inception_v3", "gnmt8", "gnmt16")]
 
 
-@pytest.mark.parametrize("name", ["alexnet", "s2vt", *SLOW])
+@pytest.mark.parametrize("name", ["alexnet", *SLOW])
 def test_small_variants_are_cut_and_run(name: str) -> None:
     file = load_model_file(f"{ROOT}/profiles/{name}/model.py:build_tiny")
     torch.manual_seed(0)

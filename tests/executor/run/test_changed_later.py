@@ -250,7 +250,9 @@ def blocks(model):
 )
 
 
-@pytest.mark.parametrize(("schedule", "text"), [("1f1b", COUNTED), ("1f1b-flush", COUNTED_IN_DATA)])
+@pytest.mark.parametrize(
+    ("schedule", "text"), [("1f1b", COUNTED), pytest.param("1f1b-flush", COUNTED_IN_DATA, marks=pytest.mark.slow)]
+)
 def test_a_buffer_that_counts_what_one_replica_sees_is_refused(tmp_path: Path, schedule: str, text: str) -> None:
     path = written(tmp_path, text)
     plan = make_plan(structural_profile(path, SIZE), (2,), schedule, 1)

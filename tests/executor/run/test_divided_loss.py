@@ -157,14 +157,26 @@ def one_process(spec: TrainingSpec) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("text", [ZERO_HEAD, ONE_LABEL, INSIDE], ids=["zero head", "one label", "inside the model"])
+@pytest.mark.parametrize(
+    "text",
+    [ZERO_HEAD, pytest.param(ONE_LABEL, marks=pytest.mark.slow), INSIDE],
+    ids=["zero head", "one label", "inside the model"],
+)
 def test_what_only_the_data_have_counts(tmp_path: Path, text: str) -> None:
     path = written(tmp_path, text)
     losses = [each.loss for each in train(path, plan_of(path), steps=STEPS).losses]
     assert losses == pytest.approx(one_process(load_model_file(path)), rel=1e-5)
 
 
-@pytest.mark.parametrize("stated", [LossMean(over="sum"), LossMean(over="samples"), None], ids=repr)
+@pytest.mark.parametrize(
+    "stated",
+    [
+        LossMean(over="sum"),
+        pytest.param(LossMean(over="samples"), marks=pytest.mark.slow),
+        pytest.param(None, marks=pytest.mark.slow),
+    ],
+    ids=repr,
+)
 def test_what_the_model_contradicts_is_refused(tmp_path: Path, stated: LossMean | None) -> None:
     """A plan's file may have been edited, and one of an estimate says nothing."""
     path = written(tmp_path, ZERO_HEAD)

@@ -287,7 +287,13 @@ def NAME():
     ("name", "count", "place", "what"),
     [
         ("dataset", 44, 13, "microbatch 2 of minibatch 1"),
-        ("evaluation_dataset", 6, 5, "batch 2 of the evaluation after minibatch 2"),
+        pytest.param(
+            "evaluation_dataset",
+            6,
+            5,
+            "batch 2 of the evaluation after minibatch 2",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_workers_that_read_different_data_end_with_an_error(

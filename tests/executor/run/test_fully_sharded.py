@@ -126,7 +126,7 @@ MIXED = [Case(2, numbers=HALF, more=STEEP, exact=False), Case(3, numbers=BFLOAT,
     "cases",
     [
         pytest.param(TWO[::2], id="some kinds"),
-        pytest.param(ENDS[1:2], id="an end"),
+        pytest.param(ENDS[1:2], id="an end", marks=pytest.mark.slow),
         pytest.param(MIXED, id="mixed"),
         pytest.param(TWO[1::2], id="the other kinds", marks=pytest.mark.slow),
         pytest.param(ENDS[::2], id="the other ends", marks=pytest.mark.slow),

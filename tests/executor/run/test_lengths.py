@@ -93,7 +93,7 @@ TOGETHER = 4  # plans that one set of processes trains, which has a time-out
     ("model", "workers", "few"),
     [
         pytest.param("gnmt", 2, True, id="gnmt 2 few"),
-        pytest.param("packed", 4, True, id="packed 4 few"),
+        pytest.param("packed", 4, True, id="packed 4 few", marks=pytest.mark.slow),
         *(
             pytest.param(model, workers, False, id=f"{model} {workers}", marks=[pytest.mark.slow, LONG])
             for model in MODELS

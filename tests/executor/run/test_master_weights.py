@@ -118,6 +118,7 @@ def test_replicas_and_divided_layers_train_as_one_process(tmp_path: Path) -> Non
             torch.testing.assert_close(weights[name], tensor, rtol=2e-2, atol=2e-2, msg=name)
 
 
+@pytest.mark.slow
 def test_statistics_of_batches_stay_in_float32(tmp_path: Path) -> None:
     path = write_model(tmp_path, "convolutional", "momentum", samples=SAMPLES)
     cut, alone = (plan_of(path, replicas, microbatches=1) for replicas in ((1, 1), (1,)))

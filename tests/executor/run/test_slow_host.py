@@ -69,7 +69,9 @@ def run(folder: Path, *command: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("more", [(), ("--baseline", "data-parallel")], ids=["plan", "baseline"])
+@pytest.mark.parametrize(
+    "more", [(), pytest.param(("--baseline", "data-parallel"), marks=pytest.mark.slow)], ids=["plan", "baseline"]
+)
 def test_the_others_wait_for_a_model_that_is_built_slowly(folder: Path, more: tuple[str, ...]) -> None:
     told = run(folder, "-m", "planner", "train", "convolutional_sgd.py", "--steps", "4", "--json", *more)
     assert json.loads(told)["minibatches"] == 4
