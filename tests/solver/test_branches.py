@@ -199,8 +199,8 @@ def test_an_answer_to_a_user_is_bounded_by_brute_force(
         )
         return None if best is None else best.price.seconds_per_minibatch
 
-    many = {"MOST_DOWNSETS": EVERY, "MOST_CHOOSING_DOWNSETS": EVERY} if few else {"MOST_DOWNSETS": 0}
-    with mock.patch.multiple(cut_space, **({"MOST_CHOOSING_DOWNSETS": 0} | many)):
+    most = EVERY if few else 0
+    with mock.patch.multiple(cut_space, MOST_DOWNSETS=most, MOST_CHOOSING_DOWNSETS=most):
         try:
             plan = planner.solve(
                 model,
