@@ -115,9 +115,9 @@ def solve(profile: Profile, cluster: Cluster, options: SolveOptions) -> Plan:
         A plan on as few GPUs as its speed needs. Its time is that of its simulation, by which it was chosen among the
         best plans by the cost model. `solver.status` is `optimal` if the time is within 2% of `lower_bound_s`, which by
         the cost model no pipeline can beat; `solver.bound_of` says of which pipelines, where not of all. `solver.cuts`
-        says which cuts of a model with branches were searched. The plan names what people do without a planner, and beside an
-        asynchronous plan the best synchronous one. Of other ways with as many samples per update that the options
-        allow, none is faster.
+        says which cuts of a model with branches were searched. The plan names what people do without a planner, and
+        beside an asynchronous plan the best synchronous one. Of other ways with as many samples per update that the
+        options allow, none is faster.
 
     Raises:
         InfeasibleError: if no plan fits the memory, with the smallest change that makes one fit.
