@@ -11,6 +11,7 @@ from itertools import chain, pairwise, zip_longest
 from planner.errors import PlanError
 from planner.formats.plan import REMEDY, Plan
 from planner.formats.profile import Edge
+from planner.plan.sums import Sum, check_sums
 
 Ends = tuple[int, int]  # the stage that sends, and the one that receives
 
@@ -20,6 +21,7 @@ def check_same_model(
     layers: Sequence[str],
     edges: Iterable[Edge],
     constants: Collection[str] = (),
+    sums: Iterable[Sum] = (),
 ) -> None:
     """Raise PlanError, naming the first difference, unless the plan's stages are these layers.
 
@@ -27,11 +29,13 @@ def check_same_model(
         layers: of the model, in order.
         edges: which layers use the values of which.
         constants: values that each stage makes itself; older plans send them.
+        sums: gradients that must add up as in one process.
     """
     edges = list(edges)
     problem = _layers_differ(plan, layers) or _needs_later(plan, edges) or _transfers_differ(plan, edges, constants)
     if problem is not None:
         raise PlanError(f"the plan is not one of the model '{plan.model}': {problem}", hint=REMEDY)
+    check_sums(plan, sums)
 
 
 def expected_transfers(

@@ -111,6 +111,8 @@ def test_what_it_cannot_express() -> None:
     stages = [stage.model_dump() | {"ranks": (rank,)} for stage, rank in zip(chunks.stages, (0, 1, 1, 0), strict=True)]
     with pytest.raises(PlanError, match="gives stage s to worker s mod 2, and zb-v does not"):
         planner.export(Plan.model_validate(chunks.model_dump() | {"schedule": "zb-v", "stages": stages}), "megatron")
+    with pytest.raises(PlanError, match=r"'h\.2' is in stage 0, and 'h\.1' before it in the model is in stage 1"):
+        planner.export(plan_of([["wte", "h.0.attn", "h.2.attn"], ["h.1.attn", "h.3.attn", "loss"]]), "megatron")
     with pytest.raises(PlanError, match=r"cut before stage 1 is inside 'h\.1'"):
         planner.export(plan_of([["wte", *blocks(0), "h.1.attn"], ["h.1.mlp", "loss"]]), "megatron")
     with pytest.raises(PlanError, match="layer 'wpe' is in stage 1"):

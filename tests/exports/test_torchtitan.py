@@ -103,6 +103,8 @@ def test_sharded_stages_are_fsdp(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_it_cannot_express() -> None:
+    with pytest.raises(PlanError, match=r"'layers\.1' is in stage 0, and 'layers\.0' before it in the model"):
+        planner.export(plan_of([["embed", "layers.1.mlp"], ["layers.0.mlp", "loss"]]), "torchtitan")
     with pytest.raises(PlanError, match="cut before stage 1 is inside 'transformer', and torchtitan divides"):
         planner.export(plan_of([["transformer.h.0.mlp"], ["transformer.h.1.mlp", "loss"]]), "torchtitan")
     with pytest.raises(PlanError, match=r"cut before stage 1 is inside 'layers\.1'"):

@@ -43,7 +43,7 @@ from planner.plan.blocks import units_of_stage
 from planner.plan.rank_groups import sample_parts
 from planner.plan.same_model import check_same_model
 from planner.plan.shared_weights import obstacle, shared_weights
-from planner.plan.sums import INTERCHANGEABLE, Sum, check_sums
+from planner.plan.sums import INTERCHANGEABLE, Sum
 from planner.plan.trainable import check_divided
 from planner.profiler.loss_mean.stated import check_stated
 from planner.units import counted
@@ -163,8 +163,7 @@ class _Making:
                 "that goes through a set, start it with PYTHONHASHSEED=0",
             )
         constants = {node.name for node in graph.fixed}
-        check_same_model(plan, [layer.name for layer in graph.layers], graph.edges, constants)
-        check_sums(plan, sums_of(graph))
+        check_same_model(plan, [layer.name for layer in graph.layers], graph.edges, constants, sums_of(graph))
         # Now, while the model is in this mode, and before ranks keep parts of its weights only.
         self.other_sizes = OtherSizes(graph, spec.loss, example)
         if self.job.options.evaluate_every is not None:

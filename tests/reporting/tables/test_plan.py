@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from planner.formats.cluster import flat_cluster
+from planner.formats.plan_parts import ALONG_ORDER, SolverReport
 from planner.formats.profile import Device
-from planner.reporting.tables.plan import layer_range, plan_report
+from planner.reporting.tables.plan import bound_words, layer_range, plan_report, which_plans
 from planner.reporting.tables.profile import profile_report
 from planner.solver import search_plan as solve
 from planner.units import format_bytes
@@ -85,3 +88,22 @@ def test_overheads_of_a_gpu_are_shown_where_there_are_any() -> None:
     assert "overhead" in text
     assert format_bytes(plan.stages[0].memory.overhead_bytes) in text
     assert max(map(len, text.splitlines())) <= 120
+
+
+@pytest.mark.parametrize(
+    ("cuts", "bound_of", "words"),
+    [
+        ("", "", " in the profile's order"),
+        ("", "cuts between blocks", " in the profile's order and with cuts between blocks"),
+        ("all 9 sets of layers that a cut may leave before it", "", ""),
+        (f"{ALONG_ORDER}, improved", ALONG_ORDER, " in the profile's order"),
+        ("some", f"cuts between blocks, {ALONG_ORDER}", " in the profile's order and with cuts between blocks"),
+        (f"{ALONG_ORDER}, improved", "", ""),
+    ],
+)
+def test_a_bound_says_which_plans_it_is_of(cuts: str, bound_of: str, words: str) -> None:
+    solver = SolverReport(
+        name="search", status="feasible", lower_bound_s=1.0, bound_of=bound_of, cuts=cuts, gap=0.5, seconds=0.0
+    )
+    assert which_plans(solver) == words
+    assert bound_words(solver).startswith(f"none{words} costs less than 1")
