@@ -21,7 +21,7 @@ from planner.formats.plan_parts import short_config
 from planner.plan.blocks import units_of_stage
 from planner.plan.trainable import check_trainable
 from planner.profiler.estimated.devices import usual_dtype
-from planner.reporting.tables.plan import share_of_speed
+from planner.reporting.tables.verdict import share_of_speed
 from planner.units import SLACK
 
 HERE = Path(__file__).parent

@@ -21,7 +21,7 @@ from planner.formats.device_kinds import profile_of_kinds, profile_on
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
 from planner.plan.blocks import blocks_of, units_of_stage
-from planner.reporting.tables.plan import share_of_speed
+from planner.reporting.tables.verdict import share_of_speed
 
 HERE, SIZES = Path(__file__).parent, (1, 2, 4)
 TOKENS = 512 * 1024  # of a minibatch

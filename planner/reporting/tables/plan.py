@@ -219,7 +219,8 @@ def staleness_warning(plan: Plan) -> tuple[str, str] | None:
     for way in (plan.synchronous, plan.synchronous_usual):
         if way is None or not plan.staleness or share_of_speed(plan, way) <= 1:
             continue
-        faster = f"the best plan under {way.schedule} is {as_fast(share_of_speed(plan, way))}{other_update(way, plan)}"
+        batch = other_update(way, plan).replace(", ", " with ", 1)
+        faster = f"the best plan under {way.schedule} is {as_fast(share_of_speed(plan, way))}{batch}"
         hint = f"solve with `schedule={way.schedule}` and `microbatches={way.microbatches}`"
         return f"{faster}, and none of its gradients is stale", hint
     if plan.staleness <= LATE_UPDATES:
