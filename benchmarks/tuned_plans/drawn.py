@@ -97,5 +97,5 @@ def _grid(costs: LayerCosts, gpus: int, microbatches: int | None) -> Iterator[li
 
 def _written(plan: Evaluation) -> str:
     options: Sequence[StageOptions] = [stage.options for stage in plan.stages]
-    how = ("s" if options[0].sharded else "") + ("r" if options[0].recompute else "")
+    how = ("s" if options[0].shards_optimizer else "") + ("r" if options[0].recompute else "")
     return "-".join(str(each.replicas) for each in options) + how
