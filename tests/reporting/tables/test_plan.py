@@ -106,4 +106,4 @@ def test_a_bound_says_which_plans_it_is_of(cuts: str, bound_of: str, words: str)
         name="search", status="feasible", lower_bound_s=1.0, bound_of=bound_of, cuts=cuts, gap=0.5, seconds=0.0
     )
     assert which_plans(solver) == words
-    assert bound_words(solver).startswith(f"none{words} costs less than 1")
+    assert bound_words(solver).startswith(f"no plan{words} takes less than 1")
