@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from itertools import combinations, pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.graph_txt import load_graph_txt
-from benchmarks.published_models import CutChain, CutWork, PaperModel, PipedreamModel, solve_published
+from benchmarks.published_models import CutChain, CutDownsets, CutWork, PaperModel, PipedreamModel, solve_published
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.network.link import Link
 from planner.formats.profile import Profile
 from planner.solver.problem.bounds import Bounds
+from planner.solver.problem.layer_graph import LayerGraph
 from tests.cost.works import EXAMPLE
 from tests.examples import examples
 from tests.samples import layer, profile
@@ -48,18 +48,28 @@ def test_cuts_are_charged_for_what_passes_by_and_the_first_stage_sends_for_nothi
     assert (float(first.cut_before_bytes), first.cut_after_bytes.tolist()) == (0, [0])
 
 
-def by_trying(model: Profile, gpus: int, published: Bounds) -> float:
-    """Seconds of the best plan, of all cuts and replicas."""
-    space = CutChain(LayerCosts(model))
-    last, best_s = len(space) - 1, np.inf
-    for count in range(min(gpus, last)):
-        for cuts in combinations(range(1, last), count):
-            works = [space.work(one, np.array([other])) for one, other in pairwise((0, *cuts, last))]
-            for replicas in product(range(1, gpus + 1), repeat=count + 1):
-                if sum(replicas) <= gpus:
-                    times = (published.stage_s(work, r)[0] for work, r in zip(works, replicas, strict=True))
-                    best_s = min(best_s, max(times))
-    return float(best_s)
+def by_trying(profile: Profile, gpus: int, published: Bounds) -> float:
+    """Return the seconds of the best plan, of all cuts and replicas."""
+    costs = LayerCosts(profile)
+    graph = LayerGraph(costs)
+    downsets = graph.downsets(10**6)
+    assert downsets is not None
+    space = CutDownsets(costs, graph.flags(downsets))
+    last = len(space) - 1
+
+    def least_s(state: int, left: int) -> float:
+        """Return the least time of the stages from a state on, with so many GPUs."""
+        if state == last:
+            return 0.0
+        best_s = np.inf
+        for other in space.after(state).tolist():
+            work = space.work(state, np.array([other]))
+            for replicas in range(1, left + 1):
+                stage_s = float(published.stage_s(work, replicas)[0])
+                best_s = min(best_s, max(stage_s, least_s(other, left - replicas)))
+        return best_s
+
+    return least_s(0, gpus)
 
 
 @pytest.mark.parametrize("model", [PipedreamModel, PaperModel])

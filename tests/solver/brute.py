@@ -105,11 +105,11 @@ def _copied(problem: Problem, stages: tuple[Candidate, ...], copies: int) -> Ite
         yield tuple(replace(stage, options=each) for stage, each in zip(stages, options, strict=True))
 
 
-def downsets(layer_costs: LayerCosts) -> list[frozenset[int]]:
+def downsets(layer_costs: LayerCosts, *, of_plans: bool = True) -> list[frozenset[int]]:
     """Return the sets of layers that hold all predecessors of their layers and respect `no_cut_after`.
 
-    The last layer, which has the loss, is in no set but that of all layers. Of a model that may be trained, gradients
-    add up in the order in which one process adds them: see `adds_in_order`.
+    In plans, the last layer, which has the loss, is in no set but that of all layers. Of a model that may be trained,
+    gradients add up in the order in which one process adds them: see `adds_in_order`.
     """
     count = len(layer_costs.profile.layers)
     joined = [layer_costs.position[name] for name in layer_costs.profile.no_cut_after]
@@ -119,9 +119,14 @@ def downsets(layer_costs: LayerCosts) -> list[frozenset[int]]:
         for done in subsets
         if all(value.producer in done for value in layer_costs.traffic if done.intersection(value.users))
         and all((index in done) == (index + 1 in done) for index in joined if index + 1 < count)
-        and (len(done) == count or count - 1 not in done)
-        and adds_in_order(layer_costs, done)
+        and (not of_plans or _may_be_cut(layer_costs, done))
     ]
+
+
+def _may_be_cut(layer_costs: LayerCosts, done: frozenset[int]) -> bool:
+    """Whether plans may have a cut behind these layers."""
+    count = len(layer_costs.profile.layers)
+    return (len(done) == count or count - 1 not in done) and adds_in_order(layer_costs, done)
 
 
 def adds_in_order(layer_costs: LayerCosts, done: frozenset[int]) -> bool:
