@@ -52,8 +52,8 @@ def _without_pipeline(plan: Plan) -> str:
     """Say what a plan of one stage is, and where a search found it, that nothing else is faster."""
     (stage,) = plan.stages
     if plan.workers == 1:
-        what = "one GPU"
-    elif stage.divides_layers:
+        return "One GPU" if plan.cluster.gpus == 1 else "Use one GPU: more would not be faster"
+    if stage.divides_layers:
         what = f"tensor parallelism ({config_words(plan.config)})"
     elif stage.shards_optimizer:
         what = f"data parallelism with {stage.sharding_words.removeprefix('data parallel, ')}"

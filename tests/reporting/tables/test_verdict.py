@@ -50,6 +50,15 @@ def test_data_parallelism_is_named_as_the_thing_to_use() -> None:
     assert line == "Use data parallelism: a pipeline gains nothing here; no stale gradients"
 
 
+@pytest.mark.parametrize(
+    ("gpus", "line"),
+    [(1, "One GPU; no stale gradients"), (2, "Use one GPU: more would not be faster; no stale gradients")],
+)
+def test_one_gpu_is_enough_or_all_there_is(gpus: int, line: str) -> None:
+    heavy = profile(layer("only", 1, 2, weight_bytes=10**9))
+    assert verdict(planner.solve(heavy, flat_cluster(gpus, 1.0)))[0] == line
+
+
 def test_a_pipeline_that_was_asked_for_and_gains_nothing_says_so() -> None:
     plan = planner.solve(LIGHT, flat_cluster(4, 1e9), schedule="1f1b")
     if len(plan.stages) == 1:
