@@ -1,1 +1,3 @@
-"""Benchmarks: one folder per question, with its script, the command that runs it, and the results."""
+"""Benchmarks: one folder per question, with its script, the command that runs it, and the
+results.
+"""

@@ -1,4 +1,6 @@
-"""Cases that nobody chose, compared with their predictions: what benchmarks that draw and run them share."""
+"""Cases that nobody chose, compared with their predictions: what benchmarks that draw and run them
+share.
+"""
 
 from __future__ import annotations
 
@@ -46,20 +48,24 @@ def compare(
 ) -> str | None:
     """Draw cases as the command line asks, run them, and print a table for each seed.
 
-    To save, each row is kept when it has run, and the tables are written into a page between the marks of `module`.
+    To save, each row is kept when it has run, and the tables are written into a page between the
+    marks of `module`.
 
     Args:
         doc: the benchmark's description.
-        module: its name in this package. Its first part is the folder of the results; its last one, their name there.
+        module: its name in this package. Its first part is the folder of the results; its last one,
+            their name there.
         kind: of the rows.
         draw: so many cases of a seed: the same for the same seed.
         words: of a case, for the list.
-        run: those of all cases that have these numbers, for so many seconds each; yields each number with its row.
+        run: those of all cases that have these numbers, for so many seconds each; yields each
+            number with its row.
         table: of rows, and the text of when and where they were measured.
         cases: how many are drawn, by default.
         seconds: of each run, by default.
         page: the README of the folder, by default.
-        whole: whether the page shows this seed alone, once all of its cases have run; else it shows all seeds.
+        whole: whether the page shows this seed alone, once all of its cases have run; else it shows
+            all seeds.
 
     Returns:
         What was written into the page; None where nothing was.
@@ -72,12 +78,21 @@ def compare(
     folder, part = ROOT / "benchmarks" / module.partition(".")[0], module.rpartition(".")[2]
     ran = run(drawn, range(len(drawn))[arguments.first : arguments.until], arguments.seconds)
     results = Results(folder, save=arguments.save)
-    kept = results.measured(part, kind, ((f"{arguments.seed}:{number}", row) for number, row in ran))
+    kept = results.measured(
+        part, kind, ((f"{arguments.seed}:{number}", row) for number, row in ran)
+    )
     own = [key for key in kept if key.startswith(f"{arguments.seed}:")]
     tables = []
-    for seed in [str(arguments.seed)] if whole else dict.fromkeys(key.partition(":")[0] for key in kept):
-        keys = sorted((key for key in kept if key.startswith(f"{seed}:")), key=lambda key: int(key.partition(":")[2]))
-        tables.append(table([kept[key] for key in keys], f"{results.about(part, keys)}, seed {seed}"))
+    for seed in (
+        [str(arguments.seed)] if whole else dict.fromkeys(key.partition(":")[0] for key in kept)
+    ):
+        keys = sorted(
+            (key for key in kept if key.startswith(f"{seed}:")),
+            key=lambda key: int(key.partition(":")[2]),
+        )
+        tables.append(
+            table([kept[key] for key in keys], f"{results.about(part, keys)}, seed {seed}")
+        )
     text = "\n\n".join(tables)
     print(text)
     if not arguments.save or (whole and len(own) < len(drawn)):
@@ -87,12 +102,20 @@ def compare(
 
 
 def _asked(doc: str | None, cases: int, seconds: float) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seed", type=int, required=True, help="another one draws other cases")
-    parser.add_argument("--cases", type=int, default=cases, help="how many are drawn (default: %(default)s)")
-    parser.add_argument("--first", type=int, default=0, help="continue with this one, counted from 0")
+    parser.add_argument(
+        "--cases", type=int, default=cases, help="how many are drawn (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--first", type=int, default=0, help="continue with this one, counted from 0"
+    )
     parser.add_argument("--until", type=int, help="stop before this one")
-    parser.add_argument("--seconds", type=float, default=seconds, help="of each run, after its start-up")
+    parser.add_argument(
+        "--seconds", type=float, default=seconds, help="of each run, after its start-up"
+    )
     parser.add_argument("--list", action="store_true", help="show the cases, and run none")
     parser.add_argument("--save", action="store_true", help="keep each run, and write the tables")
     return parser.parse_args()

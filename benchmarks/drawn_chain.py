@@ -10,7 +10,8 @@ from planner.formats.profile import Device, Edge, Layer, Profile, Provenance, Va
 
 
 def layer(name: str, forward_s: float, output_bytes: int, weight_bytes: int, **more: Any) -> Layer:
-    """Return a layer whose backward takes twice its forward and whose gradients have the size of what they are of.
+    """Return a layer whose backward takes twice its forward and whose gradients have the size of
+    what they are of.
 
     Args:
         name: of the layer, and of its output.
@@ -26,11 +27,14 @@ def layer(name: str, forward_s: float, output_bytes: int, weight_bytes: int, **m
         "gradient_bytes": weight_bytes,
         "saved_bytes": output_bytes,
     }
-    return Layer(name=name, op="op", forward_s=forward_s, weight_bytes=weight_bytes, **fields | more)
+    return Layer(
+        name=name, op="op", forward_s=forward_s, weight_bytes=weight_bytes, **fields | more
+    )
 
 
 def chain(layers: Sequence[Layer], tool: str, **more: Any) -> Profile:
-    """Return the profile of a model in which each layer feeds the next, and the last one feeds none.
+    """Return the profile of a model in which each layer feeds the next, and the last one feeds
+    none.
 
     Args:
         layers: from `layer`.
@@ -38,7 +42,9 @@ def chain(layers: Sequence[Layer], tool: str, **more: Any) -> Profile:
         more: other fields of `Profile`.
     """
     *others, last = layers
-    edges = tuple(Edge(source=one.name, value=one.name, target=other.name) for one, other in pairwise(layers))
+    edges = tuple(
+        Edge(source=one.name, value=one.name, target=other.name) for one, other in pairwise(layers)
+    )
     return Profile(
         model="random",
         graph_hash="0",

@@ -1,11 +1,12 @@
 """Read profiles in the format of those that PipeDream published, graph.txt.
 
-    node7 -- LSTM(2048, 1024) -- forward_compute_time=3.19, backward_compute_time=5.348, activation_size=[6.0; 1.0], ...
-    <TAB>node6 -- node7
+    node7 -- LSTM(2048, 1024) -- forward_compute_time=3.19, backward_compute_time=5.348,
+    activation_size=[6.0; 1.0], ... <TAB>node6 -- node7
 
-Times are in milliseconds, sizes in bytes; a list of sizes means their sum. Sources whose description starts with
-"Input" are data, which every stage reads by itself, and unused `__getitem__` nodes are bookkeeping: both are left out,
-as in the published optimizer. Such a profile is enough for planning but not for training.
+Times are in milliseconds, sizes in bytes; a list of sizes means their sum. Sources whose
+description starts with "Input" are data, which every stage reads by itself, and unused
+`__getitem__` nodes are bookkeeping: both are left out, as in the published optimizer. Such a
+profile is enough for planning but not for training.
 """
 
 import math
@@ -19,8 +20,10 @@ from planner.formats.profile import REMEDY, Device, Edge, Layer, Profile, Proven
 from planner.version import __version__
 
 _FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
-_HINT = "a line is 'node1 -- Conv2d(...) -- forward_compute_time=1.0, backward_compute_time=2.0, activation_size=3.0, \
+_HINT = (
+    "a line is 'node1 -- Conv2d(...) -- forward_compute_time=1.0, backward_compute_time=2.0, activation_size=3.0, \
 parameter_size=4.0', or an edge: a tab and 'node1 -- node2'"
+)
 
 
 def load_graph_txt(path: Path) -> Profile:
@@ -60,10 +63,14 @@ def load_graph_txt(path: Path) -> Profile:
     return Profile(
         model=path.stem,
         device=Device(kind="unknown", name="unknown"),
-        layers=tuple(_layer(name, graph.nodes[name], used=bool(graph.succ[name])) for name in order),
+        layers=tuple(
+            _layer(name, graph.nodes[name], used=bool(graph.succ[name])) for name in order
+        ),
         edges=tuple(
             Edge(source=source, value=source, target=target)
-            for source, target in sorted(graph.edges, key=lambda edge: (position[edge[0]], position[edge[1]]))
+            for source, target in sorted(
+                graph.edges, key=lambda edge: (position[edge[0]], position[edge[1]])
+            )
         ),
         provenance=Provenance(tool=f"planner {__version__}, from '{path.name}'", source="imported"),
     )
@@ -73,7 +80,8 @@ def _add(graph: Any, number: int, line: str) -> None:
     parts, shown = line.strip().split(" -- "), line.strip()[:60]
     if line.startswith("\t") and len(parts) == 2:
         graph.add_edge(*parts, line=number)
-    elif not line.startswith("\t") and len(parts) in (3, 4):  # the fourth is the stage that the optimizer chose
+    # the fourth is the stage that the optimizer chose
+    elif not line.startswith("\t") and len(parts) in (3, 4):
         if graph.nodes.get(parts[0]):
             raise ValueError(f"line {number}: {parts[0]} occurs twice")
         graph.add_node(parts[0], description=parts[1], **_numbers(number, parts[2]))
@@ -92,7 +100,9 @@ def _numbers(line: int, text: str) -> dict[str, float]:
         except ValueError:
             numbers[name] = math.nan
         if not 0 <= numbers[name] < math.inf:
-            raise ValueError(f"line {line}: {name}={fields[name][:60]} is not a number from zero up")
+            raise ValueError(
+                f"line {line}: {name}={fields[name][:60]} is not a number from zero up"
+            )
     return numbers
 
 

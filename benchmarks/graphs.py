@@ -1,7 +1,8 @@
 """Build profiles of large models: their graphs are the published ones, their costs are invented.
 
-Layers and edges follow the papers. Times and bytes follow the layers' arithmetic at round sizes, with some noise, so
-that no two layers are equal. As in PipeDream's published profiles, additions and concatenations take no time.
+Layers and edges follow the papers. Times and bytes follow the layers' arithmetic at round sizes,
+with some noise, so that no two layers are equal. As in PipeDream's published profiles, additions
+and concatenations take no time.
 """
 
 from __future__ import annotations
@@ -24,9 +25,17 @@ class _Builder:
         self._random = random.Random(0)
 
     def add(
-        self, op: str, inputs: Sequence[int], channels: int, pixels: int, mults: float = 0, weights: int = 0
+        self,
+        op: str,
+        inputs: Sequence[int],
+        channels: int,
+        pixels: int,
+        mults: float = 0,
+        weights: int = 0,
     ) -> int:
-        """Add a layer with this many multiplications per sample; additions and the like have none."""
+        """Add a layer with this many multiplications per sample; additions and the like
+        have none.
+        """
         name = f"node{len(self.layers) + 1}"
         forward_s = mults * _MINIBATCH / _MULTS_PER_S * self._random.uniform(0.8, 1.2)
         size = 4 * _MINIBATCH * channels * pixels
@@ -53,7 +62,9 @@ class _Builder:
         """Add a convolution, a normalisation and a ReLU."""
         weights = self.shapes[source][0] * channels * kernel**2
         last = self.add("Conv2d", [source], channels, pixels, weights * pixels, weights)
-        last = self.add("BatchNorm2d", [last], channels, pixels, 8 * channels * pixels, 2 * channels)
+        last = self.add(
+            "BatchNorm2d", [last], channels, pixels, 8 * channels * pixels, 2 * channels
+        )
         return self.add("ReLU", [last], channels, pixels, 2 * channels * pixels)
 
     def separable(self, source: int, channels: int, pixels: int, kernel: int) -> int:
@@ -63,12 +74,18 @@ class _Builder:
             source = self.add("ReLU", [source], before, pixels, 2 * before * pixels)
             depthwise = before * kernel**2
             source = self.add("Conv2d", [source], before, pixels, 4 * depthwise * pixels, depthwise)
-            source = self.add("Conv2d", [source], channels, pixels, before * channels * pixels, before * channels)
-            source = self.add("BatchNorm2d", [source], channels, pixels, 8 * channels * pixels, 2 * channels)
+            source = self.add(
+                "Conv2d", [source], channels, pixels, before * channels * pixels, before * channels
+            )
+            source = self.add(
+                "BatchNorm2d", [source], channels, pixels, 8 * channels * pixels, 2 * channels
+            )
         return source
 
     def profile(self) -> Profile:
-        """Return an imported profile of all layers, which cannot train, so that every cut is legal."""
+        """Return an imported profile of all layers, which cannot train, so that every cut
+        is legal.
+        """
         return Profile(
             model=self.model,
             device=Device(kind="unknown", name="imagined"),
@@ -79,7 +96,8 @@ class _Builder:
 
 
 def chain(layers: int) -> Profile:
-    """Return a chain whose times, weights and activations vary over two orders of magnitude, as in real models.
+    """Return a chain whose times, weights and activations vary over two orders of magnitude, as in
+    real models.
 
     The total work does not grow with the number of layers: more of them divide the same model.
     """
@@ -87,20 +105,26 @@ def chain(layers: int) -> Profile:
     last: list[int] = []
     for _ in range(layers):
         mults = 1e12 / layers * 10 ** draw.uniform(-1, 1)
-        channels, weights = int(10 ** draw.uniform(1, 3)), int(1e8 / layers * 10 ** draw.uniform(-1, 1))
+        channels, weights = (
+            int(10 ** draw.uniform(1, 3)),
+            int(1e8 / layers * 10 ** draw.uniform(-1, 1)),
+        )
         last = [net.add("Conv2d", last, channels, 400, mults / _MINIBATCH, weights)]
     return net.profile()
 
 
 def nasnet_like(cells: int = 18, channels: int = 168) -> Profile:
-    """Return NASNet-A (6 @ 4032) as in Zoph et al., CVPR 2018, figure 4: 18 normal cells, about 1,250 layers.
+    """Return NASNet-A (6 @ 4032) as in Zoph et al., CVPR 2018, figure 4: 18 normal cells, about
+    1,250 layers.
 
-    Each cell combines five pairs of branches of the two cells before it; two reduction cells and two in the stem halve
-    the image.
+    Each cell combines five pairs of branches of the two cells before it; two reduction cells and
+    two in the stem halve the image.
     """
     net = _Builder("nasnet_like")
     pixels = 165**2
-    before = last = net.conv(net.add("Conv2d", [], 96, pixels, 96 * 27 * pixels, 96 * 27), 96, pixels)
+    before = last = net.conv(
+        net.add("Conv2d", [], 96, pixels, 96 * 27 * pixels, 96 * 27), 96, pixels
+    )
     width = channels // 4
     for _ in range(2):
         pixels //= 4
@@ -136,7 +160,10 @@ def _normal_cell(net: _Builder, before: int, last: int, channels: int, pixels: i
 def _reduction_cell(net: _Builder, before: int, last: int, channels: int, pixels: int) -> int:
     before, last = net.conv(before, channels, pixels), net.conv(last, channels, pixels)
     first = net.add(
-        "Add", [net.separable(before, channels, pixels, 7), net.separable(last, channels, pixels, 5)], channels, pixels
+        "Add",
+        [net.separable(before, channels, pixels, 7), net.separable(last, channels, pixels, 5)],
+        channels,
+        pixels,
     )
     pooled = net.add("MaxPool2d", [last], channels, pixels, 9 * channels * pixels)
     second = net.add("Add", [pooled, net.separable(before, channels, pixels, 7)], channels, pixels)
@@ -150,7 +177,8 @@ def _reduction_cell(net: _Builder, before: int, last: int, channels: int, pixels
 
 
 def unet_like(depth: int = 5, channels: int = 64, pixels: int = 256**2) -> Profile:
-    """Return U-Net: two convolutions per level, down and up, with skip connections between equal levels.
+    """Return U-Net: two convolutions per level, down and up, with skip connections between equal
+    levels.
 
     Ronneberger et al., MICCAI 2015, figure 1.
     """
@@ -160,7 +188,9 @@ def unet_like(depth: int = 5, channels: int = 64, pixels: int = 256**2) -> Profi
     for level in range(depth):
         width, size = channels * 2**level, pixels // 4**level
         if level:
-            last = net.add("MaxPool2d", [last], net.shapes[last][0], size, 4 * net.shapes[last][0] * size)
+            last = net.add(
+                "MaxPool2d", [last], net.shapes[last][0], size, 4 * net.shapes[last][0] * size
+            )
         last = net.conv(net.conv(last, width, size, 3), width, size, 3)
         skips.append(last)
     for level in range(depth - 2, -1, -1):
@@ -173,7 +203,9 @@ def unet_like(depth: int = 5, channels: int = 64, pixels: int = 256**2) -> Profi
 
 
 def encoder_decoder_like(layers: int = 12, width: int = 1024, words: int = 128) -> Profile:
-    """Return a Transformer whose decoder layers all use the encoder's output (Vaswani et al. 2017, figure 1)."""
+    """Return a Transformer whose decoder layers all use the encoder's output (Vaswani et al. 2017,
+    figure 1).
+    """
     net = _Builder("encoder_decoder_like")
 
     def embed() -> int:
@@ -182,12 +214,26 @@ def encoder_decoder_like(layers: int = 12, width: int = 1024, words: int = 128) 
     def attend(source: int, memory: int) -> int:
         mults = 4 * width * width * words + 2 * width * words * words
         out = net.add("Attention", [source, memory], width, words, mults, 4 * width * width)
-        return net.add("LayerNorm", [net.add("Add", [source, out], width, words)], width, words, 8 * width * words)
+        return net.add(
+            "LayerNorm",
+            [net.add("Add", [source, out], width, words)],
+            width,
+            words,
+            8 * width * words,
+        )
 
     def feed_forward(source: int) -> int:
-        inner = net.add("Linear", [source], 4 * width, words, 4 * width * width * words, 4 * width * width)
+        inner = net.add(
+            "Linear", [source], 4 * width, words, 4 * width * width * words, 4 * width * width
+        )
         out = net.add("Linear", [inner], width, words, 4 * width * width * words, 4 * width * width)
-        return net.add("LayerNorm", [net.add("Add", [source, out], width, words)], width, words, 8 * width * words)
+        return net.add(
+            "LayerNorm",
+            [net.add("Add", [source, out], width, words)],
+            width,
+            words,
+            8 * width * words,
+        )
 
     source, target = embed(), embed()
     for _ in range(layers):

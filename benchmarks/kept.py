@@ -1,7 +1,7 @@
 """Save a benchmark's results as records, and write the tables made of them into the docs.
 
-Long tables are measured a part at a time. `results.json` in the benchmark's folder has every result with its date and
-machine. `results.md` and the page in the docs are written from it.
+Long tables are measured a part at a time. `results.json` in the benchmark's folder has every result
+with its date and machine. `results.md` and the page in the docs are written from it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ T = TypeVar("T")
 
 @contextlib.contextmanager
 def printed(folder: Path, *, save: bool, name: str = "results.md") -> Iterator[None]:
-    """Write what is printed within the context also into the folder's file, with date and machine, to save."""
+    """Write what is printed within the context also into the folder's file, with date and machine,
+    to save.
+    """
     lines: list[str] = []
 
     class Both:
@@ -48,7 +50,11 @@ def printed(folder: Path, *, save: bool, name: str = "results.md") -> Iterator[N
 
 def environment() -> str:
     """Return the date, machine and versions that today's numbers belong to."""
-    models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    models = [
+        line
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
     cpu = f"{len(models)} x {models[0].split(': ')[1]}" if models else platform.machine()
     system = f"{platform.system()} {platform.release()}"
     return f"{cpu}, {system}, Python {platform.python_version()}, torch {version('torch')}"
@@ -59,7 +65,8 @@ class Results:
 
     Args:
         folder: of the benchmark.
-        save: whether to write each record when it is added, so that an interrupted run keeps its rows.
+        save: whether to write each record when it is added, so that an interrupted run keeps its
+            rows.
         machine: the text that each record has beside its date.
     """
 
@@ -83,12 +90,20 @@ class Results:
         """Return the rows of a part, by key."""
         rows = self._parts.get(part, {})
         return {
-            key: kind(**{name: value for name, value in row.items() if name not in ("date", "environment")})
+            key: kind(
+                **{
+                    name: value
+                    for name, value in row.items()
+                    if name not in ("date", "environment")
+                }
+            )
             for key, row in rows.items()
         }
 
     def parts(self, name: str) -> list[str]:
-        """Return the parts whose names begin like this, in the order in which they were first measured."""
+        """Return the parts whose names begin like this, in the order in which they were first
+        measured.
+        """
         return [part for part in self._parts if part.startswith(name)]
 
     def measured(self, part: str, kind: type[T], rows: Iterable[tuple[str, T]]) -> dict[str, T]:
@@ -109,10 +124,13 @@ class Results:
         for key, row in self._parts.get(part, {}).items():
             if keys is None or key in keys:
                 dates.setdefault(row["environment"], set()).add(row["date"])
-        return "; ".join(f"{', '.join(sorted(dates[machine]))}, {machine}" for machine in sorted(dates))
+        return "; ".join(
+            f"{', '.join(sorted(dates[machine]))}, {machine}" for machine in sorted(dates)
+        )
 
     def show(self, text: str, picture: str = "") -> None:
-        """Print the tables; to save, write them into `results.md` and the benchmark's section of the page about papers.
+        """Print the tables; to save, write them into `results.md` and the benchmark's section of
+        the page about papers.
 
         Args:
             text: the tables.
@@ -126,7 +144,9 @@ class Results:
 
 
 def marks(name: str, module: str | None = None) -> tuple[str, str]:
-    """Return the comments in a page between which a benchmark writes; `module` where it has another name."""
+    """Return the comments in a page between which a benchmark writes; `module` where it has another
+    name.
+    """
     return f"<!-- {name}: written by benchmarks.{module or name} -->", f"<!-- end of {name} -->"
 
 

@@ -11,7 +11,9 @@ _RETURNED = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 
 @contextmanager
 def pages_returned() -> Iterator[None]:
-    """Let processes started within the context return each larger block to the system when they free it (glibc)."""
+    """Let processes started within the context return each larger block to the system when they
+    free it (glibc).
+    """
     os.environ.update(_RETURNED)
     try:
         yield

@@ -1,17 +1,18 @@
 """Emulate hosts on one machine: network namespaces, joined by a switch over links of a chosen rate.
 
     host 0: eth0 ── port0 ┐
-    host 1: eth0 ── port1 ┼── br0 (in its own namespace, so that nothing appears in the machine's network)
-    host 2: eth0 ── port2 ┘
+    host 1: eth0 ── port1 ┼── br0 (in its own namespace, so that nothing appears in the machine's
+    network) host 2: eth0 ── port2 ┘
 
 With servers, the hosts of each have their own switch, and share its uplink to br0:
 
     host 0: eth0 ── port0 ┐
     host 1: eth0 ── port1 ┴── server0: up0 ── down0 ── br0
 
-Both ends of every link pass a token bucket, which TCP streams share evenly (`fair_queues`). So each host sends at most
-`rate`, and receives at most `rate` at the same time: full duplex, like switched Ethernet. The bytes are real and pass
-the kernel's TCP. This needs Linux, iproute2 and the right to make network namespaces (root).
+Both ends of every link pass a token bucket, which TCP streams share evenly (`fair_queues`). So each
+host sends at most `rate`, and receives at most `rate` at the same time: full duplex, like switched
+Ethernet. The bytes are real and pass the kernel's TCP. This needs Linux, iproute2 and the right to
+make network namespaces (root).
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ from planner.errors import PlannerError
 INTERFACE = "eth0"
 _PREFIX = "plan-bench"
 _NAME = re.compile(rf"{_PREFIX}-(?P<pid>\d+)-[0-9a-f]+-\w+")
-# Fills any queue, so that streams use all of their share of a link. The machine's default may be BBR, which paces
-# streams by its estimates, below the link's rate. Any host may use Reno.
+# Fills any queue, so that streams use all of their share of a link. The machine's default may be
+# BBR, which paces streams by its estimates, below the link's rate. Any host may use Reno.
 _CONGESTION_CONTROL = "reno"
 _NAMESPACES = Path("/run/netns")  # where iproute2 stores the names
 
@@ -63,7 +64,9 @@ class Host:
         return {**os.environ, "GLOO_SOCKET_IFNAME": INTERFACE, **(extra or {})}
 
     def popen(self, arguments: Sequence[str], **options: Any) -> subprocess.Popen[str]:
-        """Start a command inside the host; `options` are those of `subprocess.Popen`, `env` adds to our environment."""
+        """Start a command inside the host; `options` are those of `subprocess.Popen`, `env` adds to
+        our environment.
+        """
         environment = self.environment(options.pop("env", None))
         return subprocess.Popen(self.command(arguments), env=environment, text=True, **options)
 
@@ -78,7 +81,8 @@ class Network:
     def __init__(self, hosts: tuple[Host, ...], switch: str, burst: str) -> None:
         self.hosts, self._switch, self._burst = hosts, switch, burst
         self._servers = 0  # servers that have a switch
-        self._queued = set[tuple[str, str]]()  # namespaces and their devices that have queues for streams
+        # namespaces and their devices that have queues for streams
+        self._queued = set[tuple[str, str]]()
 
     def shape(self, rate: str | None, per_server: int = 1, uplink_rate: str | None = None) -> None:
         """Join the hosts, in place of earlier links.
@@ -90,14 +94,18 @@ class Network:
         """
         for index, host in enumerate(self.hosts):
             server = index // per_server
-            self._join(f"port{index}", "br0" if per_server == 1 else self._server(server, uplink_rate))
+            self._join(
+                f"port{index}", "br0" if per_server == 1 else self._server(server, uplink_rate)
+            )
             self._limit(host.name, INTERFACE, rate)
             self._limit(self._switch, f"port{index}", rate)
         for bridge in ("br0", *(f"server{number}" for number in range(self._servers))):
             _ip("-n", self._switch, "link", "set", bridge, "type", "bridge", "fdb_flush")
 
     def limit_sockets(self, send_bytes: int, receive_bytes: int) -> None:
-        """Limit the buffers of the hosts' sockets, of those that are open to where they have grown."""
+        """Limit the buffers of the hosts' sockets, of those that are open to where they
+        have grown.
+        """
         for host in self.hosts:
             for buffer, most_bytes in (("tcp_wmem", send_bytes), ("tcp_rmem", receive_bytes)):
                 sizes = f"4096 {most_bytes} {most_bytes}"  # least, at first, most
@@ -138,14 +146,15 @@ class Network:
 
 @contextmanager
 def network(hosts: int, rate: str | None = None) -> Iterator[tuple[Host, ...]]:
-    """Yield `hosts` hosts on a switch. At the end, everything is removed and what still runs inside is killed.
+    """Yield `hosts` hosts on a switch. At the end, everything is removed and what still runs inside
+    is killed.
 
     Args:
         hosts: how many.
         rate: of each host's link, each way, as `tc` writes it ("1gbit"); None does not limit them.
 
-    SIGTERM raises SystemExit in the context. A run that was killed with SIGKILL leaves its namespaces, which the next
-    call removes.
+    SIGTERM raises SystemExit in the context. A run that was killed with SIGKILL leaves its
+    namespaces, which the next call removes.
 
     Raises:
         NetworkUnavailableError: when this machine or this user cannot make namespaces.
@@ -169,7 +178,9 @@ def shaped_network(hosts: int, burst: str = "1mb") -> Iterator[Network]:
     remove_stale()
     run_name = f"{_PREFIX}-{os.getpid()}-{secrets.token_hex(3)}"
     switch = f"{run_name}-switch"
-    made = tuple(Host(f"{run_name}-host{k}", f"10.77.{k // 250}.{k % 250 + 1}") for k in range(hosts))
+    made = tuple(
+        Host(f"{run_name}-host{k}", f"10.77.{k // 250}.{k % 250 + 1}") for k in range(hosts)
+    )
     net = Network(made, switch, burst)
     with _sigterm_as_exit():
         try:
@@ -197,13 +208,29 @@ def remove_stale() -> list[str]:
 
 def _connect(host: Host, switch: str, port: str) -> None:
     _ip("netns", "add", host.name)
-    # Made inside the switch with the peer inside the host, so that the machine's namespace never sees either end.
-    _ip("-n", switch, "link", "add", port, "type", "veth", "peer", "name", INTERFACE, "netns", host.name)
+    # Made inside the switch with the peer inside the host, so that the machine's namespace never
+    # sees either end.
+    _ip(
+        "-n",
+        switch,
+        "link",
+        "add",
+        port,
+        "type",
+        "veth",
+        "peer",
+        "name",
+        INTERFACE,
+        "netns",
+        host.name,
+    )
     _ip("-n", host.name, "address", "add", f"{host.address}/16", "dev", INTERFACE)
     _ip("-n", host.name, "link", "set", INTERFACE, "gso_max_size", str(PACKET_BYTES))
     _ip("-n", host.name, "link", "set", "lo", "up")
     _ip("-n", host.name, "link", "set", INTERFACE, "up")
-    _call(*host.command(["sysctl", "-qw", f"net.ipv4.tcp_congestion_control={_CONGESTION_CONTROL}"]))
+    _call(
+        *host.command(["sysctl", "-qw", f"net.ipv4.tcp_congestion_control={_CONGESTION_CONTROL}"])
+    )
 
 
 def _ip(*arguments: str) -> None:
@@ -212,18 +239,22 @@ def _ip(*arguments: str) -> None:
 
 def _call(*command: str, lines: Iterable[str] = ()) -> None:
     try:
-        done = subprocess.run(command, input="\n".join(lines), capture_output=True, text=True, timeout=30, check=False)
+        done = subprocess.run(
+            command, input="\n".join(lines), capture_output=True, text=True, timeout=30, check=False
+        )
     except FileNotFoundError:
         raise NetworkUnavailableError(
-            f"'{command[0]}' is not installed, so no network namespace can be made", hint="install iproute2"
+            f"'{command[0]}' is not installed, so no network namespace can be made",
+            hint="install iproute2",
         ) from None
     if done.returncode != 0:
-        # RTNETLINK says only "No such file" when the shaper's kernel module is missing, so show the refused line. What
-        # follows the reason is how to use `tc`.
+        # RTNETLINK says only "No such file" when the shaper's kernel module is missing, so show the
+        # refused line. What follows the reason is how to use `tc`.
         reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[0]
         raise NetworkUnavailableError(
             f"'{' '.join(command)}' failed: {reason}",
-            hint="run as root, on a kernel with network namespaces, veth, bridge, the htb shaper and BPF classifiers"
+            hint="run as root, on a kernel with network namespaces, veth, bridge, the htb shaper "
+            "and BPF classifiers"
             if os.geteuid() == 0
             else "network namespaces need root",
         )
@@ -234,7 +265,9 @@ def _remove(name: str) -> None:
     if shutil.which("ip") is None or not (_NAMESPACES / name).exists():
         return
     for _ in range(50):
-        listed = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False)
+        listed = subprocess.run(
+            ["ip", "netns", "pids", name], capture_output=True, text=True, check=False
+        )
         pids = [int(pid) for pid in listed.stdout.split()]
         if not pids:
             break
@@ -257,8 +290,13 @@ def _is_alive(pid: int) -> bool:
 
 @contextmanager
 def _sigterm_as_exit() -> Iterator[None]:
-    """Let SIGTERM raise SystemExit(143) within the context, unless the program handles it itself."""
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+    """Let SIGTERM raise SystemExit(143) within the context, unless the program handles it
+    itself.
+    """
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
+    ):
         yield
         return
 
@@ -278,7 +316,9 @@ def _uninterrupted() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {
+        number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
         yield
     finally:

@@ -1,7 +1,8 @@
-"""PipeDream's published cost models, to compare with: those of its optimizer and of its paper. Both charge for cuts.
+"""PipeDream's published cost models, to compare with: those of its optimizer and of its paper. Both
+charge for cuts.
 
-Our search takes any model of a stage, so it finds the published optimizer's answers, on devices that are all alike and
-have links of their own.
+Our search takes any model of a stage, so it finds the published optimizer's answers, on devices
+that are all alike and have links of their own.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class CutWork(Work):
     """The work of stages, with the bytes of all values that are live at the cuts around them."""
 
     cut_before_bytes: Floats = field(default_factory=lambda: np.asarray(0.0))
-    cut_after_bytes: Floats = field(default_factory=lambda: np.asarray(0.0))  # 0 for the first stage: see below
+    # 0 for the first stage: see below
+    cut_after_bytes: Floats = field(default_factory=lambda: np.asarray(0.0))
 
 
 class KnowsCuts(CutSpace):
@@ -67,20 +69,26 @@ class CutDownsets(KnowsCuts, Downsets):
 
 
 class PaperModel(Bounds):
-    """The equation of the SOSP 2019 paper (section 3.1): stage max(C, 2(r-1)·W/B) / r, boundary 2·a / B."""
+    """The equation of the SOSP 2019 paper (section 3.1): stage max(C, 2(r-1)·W/B) / r, boundary 2·a
+    / B.
+    """
 
     def resources_s(self, work: Work, replicas: ArrayLike) -> Busy:
-        """Compute the busy seconds per minibatch of each resource of stages on `replicas` workers."""
+        """Compute the busy seconds per minibatch of each resource of stages on `replicas`
+        workers.
+        """
         assert isinstance(work, CutWork)
         r = np.asarray(replicas, dtype=np.float64)
         bandwidth = self.link.bandwidth_bytes_per_s
         return {
-            "compute": np.maximum(work.compute_s, 2 * (r - 1) * work.trainable_bytes / bandwidth) / r,
+            "compute": np.maximum(work.compute_s, 2 * (r - 1) * work.trainable_bytes / bandwidth)
+            / r,
             "receive": 2 * work.cut_before_bytes / bandwidth + 0 * r,
         }
 
     def _lower_bounds(self, work: Work, target_s: float) -> list[Floats]:
-        # The all-reduce's share grows with r here, so the fewest replicas that compute in time are the only hope.
+        # The all-reduce's share grows with r here, so the fewest replicas that compute in time are
+        # the only hope.
         return [np.asarray(work.compute_s / target_s)]
 
 
@@ -88,12 +96,14 @@ class PipedreamModel(Bounds):
     """PipeDream's published optimizer (optimizer_graph_hierarchical.py, one level).
 
     stage     (C + 4(r-1)·W / (B·r)) / r
-    boundary  2·a / (B·r), with the r of the stage after the cut; also of the stage before it, unless that is the
-              first, for which the optimizer leaves it out
+    boundary 2·a / (B·r), with the r of the stage after the cut; also of the stage before it, unless
+              that is the first, for which the optimizer leaves it out
     """
 
     def resources_s(self, work: Work, replicas: ArrayLike) -> Busy:
-        """Compute the busy seconds per minibatch of each resource of stages on `replicas` workers."""
+        """Compute the busy seconds per minibatch of each resource of stages on `replicas`
+        workers.
+        """
         assert isinstance(work, CutWork)
         r = np.asarray(replicas, dtype=np.float64)
         bandwidth = self.link.bandwidth_bytes_per_s
@@ -135,10 +145,11 @@ class PublishedPlan:
 def solve_published(
     profile: Profile, gpus: int, bandwidth_bytes_per_s: float, model: type[Bounds] = PipedreamModel
 ) -> PublishedPlan:
-    """Find the plan that is best by a published model, which knows neither recomputation nor divided optimizers.
+    """Find the plan that is best by a published model, which knows neither recomputation nor
+    divided optimizers.
 
-    As `plan solve` does, it searches along the profile's order, then over all cuts where these are few, and otherwise
-    near those of the best plan; such a plan is not known to be optimal.
+    As `plan solve` does, it searches along the profile's order, then over all cuts where these are
+    few, and otherwise near those of the best plan; such a plan is not known to be optimal.
     """
     costs = LayerCosts(profile)
     priced = model(Link(bandwidth_bytes_per_s))

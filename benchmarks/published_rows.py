@@ -1,4 +1,6 @@
-"""Run a row of PipeDream's tables on the testbed: our plan, the published configuration, and data parallelism."""
+"""Run a row of PipeDream's tables on the testbed: our plan, the published configuration, and data
+parallelism.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ class Ran:
         over_one: speed-up of our plan over one device.
         data_parallel_over_one: of DistributedDataParallel.
         theirs_over_one: of the published configuration with the best cuts, if it ran.
-        communication_cut: share of data parallelism's bytes that our plan does not send, as counted.
+        communication_cut: share of data parallelism's bytes that our plan does not send, as
+            counted.
         predicted_over_measured: ratio of seconds per minibatch of our plan.
     """
 
@@ -50,10 +53,16 @@ class Ran:
     @property
     def theirs_over_data_parallel(self) -> float | None:
         """Speed-up of the published configuration."""
-        return None if self.theirs_over_one is None else self.theirs_over_one / self.data_parallel_over_one
+        return (
+            None
+            if self.theirs_over_one is None
+            else self.theirs_over_one / self.data_parallel_over_one
+        )
 
 
-def emulated_row(bed: Testbed, row: Row, bandwidth_bytes_per_s: float | None, folder: Path) -> tuple[Emulated, Cluster]:
+def emulated_row(
+    bed: Testbed, row: Row, bandwidth_bytes_per_s: float | None, folder: Path
+) -> tuple[Emulated, Cluster]:
     """Emulate the row's model on its GPU, and measure the links of the hosts.
 
     Args:
@@ -67,36 +76,55 @@ def emulated_row(bed: Testbed, row: Row, bandwidth_bytes_per_s: float | None, fo
         factor = bandwidth_bytes_per_s / there.slowest_bandwidth_bytes_per_s
         there = row.site.cluster(row.servers, None, factor)
     profile = profile_of_row(row)
-    # With two levels the inner links are ten times as fast, because this machine has to carry those bytes as well.
+    # With two levels the inner links are ten times as fast, because this machine has to carry those
+    # bytes as well.
     scale = fitting_scale(profile, there, LINK_BYTES_PER_S / len(there.levels))
-    return emulate(profile, scale, folder), bed.links(scale.cluster(there), byte_factor=scale.byte_factor)
+    return emulate(profile, scale, folder), bed.links(
+        scale.cluster(there), byte_factor=scale.byte_factor
+    )
 
 
 def run_row(
-    bed: Testbed, row: Row, bandwidth_bytes_per_s: float | None, seconds: float, folder: Path, *, theirs: bool
+    bed: Testbed,
+    row: Row,
+    bandwidth_bytes_per_s: float | None,
+    seconds: float,
+    folder: Path,
+    *,
+    theirs: bool,
 ) -> Ran:
-    """Solve for the measured links; run our plan, data parallelism and, with `theirs`, the published plan."""
+    """Solve for the measured links; run our plan, data parallelism and, with `theirs`, the
+    published plan.
+    """
     emulated, links = emulated_row(bed, row, bandwidth_bytes_per_s, folder)
     with scaled_buckets(emulated.scale.byte_factor):
         plan = solve(emulated.profile, links)
     one_s = whole_s(emulated.profile)
     run = run_plan(bed, emulated, plan, described(links), seconds)
     bsp = data_parallel_run(bed, emulated, links, seconds)
-    published = published_plan(emulated.profile, links, row) if theirs and plan.replicas != row.replicas else None
+    published = (
+        published_plan(emulated.profile, links, row)
+        if theirs and plan.replicas != row.replicas
+        else None
+    )
     nominal = row.site.cluster(row.servers, None).slowest_bandwidth_bytes_per_s
     return Ran(
         bandwidth_bytes_per_s=bandwidth_bytes_per_s or nominal,
         config=plan.config,
         over_one=one_s / run.measured_s,
         data_parallel_over_one=one_s / bsp.measured_s,
-        theirs_over_one=None if published is None else one_s / train_s(bed, emulated, published, seconds),
+        theirs_over_one=None
+        if published is None
+        else one_s / train_s(bed, emulated, published, seconds),
         communication_cut=plan.predicted.communication_cut,
         predicted_over_measured=run.predicted_s / run.measured_s,
     )
 
 
 def published_plan(profile: Profile, links: Cluster, row: Row) -> Plan | None:
-    """Return the published configuration with the best cuts found; None where the model has too few layers."""
+    """Return the published configuration with the best cuts found; None where the model has too few
+    layers.
+    """
     cuts = best_cuts(LayerCosts(profile), links, row.replicas)
     return None if cuts is None else given_plan(profile, links, cuts.layers, row.replicas)
 

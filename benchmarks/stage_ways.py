@@ -1,7 +1,8 @@
-"""The ways to run one stage that brute force over all plans has to combine: shared by a benchmark and by tests.
+"""The ways to run one stage that brute force over all plans has to combine: shared by a benchmark
+and by tests.
 
-What a stage takes and holds comes from `LayerCosts` and the cost models, one stage at a time. The time of a plan is the
-largest of its stages' times, or their sum and their largest.
+What a stage takes and holds comes from `LayerCosts` and the cost models, one stage at a time. The
+time of a plan is the largest of its stages' times, or their sum and their largest.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ Way = tuple[Times, Candidate]
 
 
 def unbeaten(problem: Problem, stages: Iterable[Candidate], after: int) -> list[Way]:
-    """Return those of the ways to run a stage that fit the memory and that no other one beats in both parts.
+    """Return those of the ways to run a stage that fit the memory and that no other one beats in
+    both parts.
 
     Args:
         problem: whose limits hold.
@@ -28,14 +30,18 @@ def unbeaten(problem: Problem, stages: Iterable[Candidate], after: int) -> list[
     """
     fitting = (stage for stage in stages if _fits(problem, stage, after))
     kept: list[Way] = []
-    for times, stage in sorted(((_times(problem, stage), stage) for stage in fitting), key=lambda way: way[0]):
+    for times, stage in sorted(
+        ((_times(problem, stage), stage) for stage in fitting), key=lambda way: way[0]
+    ):
         if not kept or times[1] < kept[-1][0][1]:
             kept.append((times, stage))
     return kept
 
 
 def combined(ways: Iterable[Sequence[Way]]) -> Iterator[tuple[float, tuple[Candidate, ...]]]:
-    """Yield the seconds and the stages of every plan that takes one of the ways for each of its stages."""
+    """Yield the seconds and the stages of every plan that takes one of the ways for each of its
+    stages.
+    """
     for chosen in product(*ways):
         seconds = sum(times[0] for times, _ in chosen) + max(times[1] for times, _ in chosen)
         yield seconds, tuple(stage for _, stage in chosen)
@@ -53,10 +59,16 @@ def options_of(problem: Problem, layers: frozenset[int], replicas: int) -> list[
     }
     sharded: tuple[bool, ...] = (False,)
     if replicas > 1 and problem.layer_costs.profile.may_shard_optimizer:
-        sharded = {"auto": (False, True), "never": (False,), "always": (True,)}[problem.rules.shard_optimizer]
+        sharded = {"auto": (False, True), "never": (False,), "always": (True,)}[
+            problem.rules.shard_optimizer
+        ]
         if replicas > problem.limits.most_sharded:
             sharded = tuple(each for each in sharded if not each)  # idle replicas get no part
-    return [StageOptions(replicas, each, again) for each in sharded for again in groups[problem.rules.recompute]]
+    return [
+        StageOptions(replicas, each, again)
+        for each in sharded
+        for again in groups[problem.rules.recompute]
+    ]
 
 
 def _times(problem: Problem, stage: Candidate) -> Times:

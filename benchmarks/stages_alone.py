@@ -1,4 +1,6 @@
-"""Measure each stage of a plan on its own, and compare it with the sum of its layers in the profile."""
+"""Measure each stage of a plan on its own, and compare it with the sum of its layers in the
+profile.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,10 @@ def verify(
     layers = {layer.name: layer for layer in profile.layers}
     # A stage also updates its copies of weights that it shares with earlier stages.
     summed = [
-        sum(layers[name].forward_s + layers[name].backward_s + layers[name].update_s for name in names)
+        sum(
+            layers[name].forward_s + layers[name].backward_s + layers[name].update_s
+            for name in names
+        )
         + sum(layer.update_s for layer in copied)
         for names, copied in zip(stages, copied_layers(profile, stages), strict=True)
     ]
@@ -78,17 +83,26 @@ def verify(
 
 
 def _measured_s(
-    spec: TrainingSpec, profile: Profile, stages: Sequence[Sequence[str]], device: str | None, seconds: float
+    spec: TrainingSpec,
+    profile: Profile,
+    stages: Sequence[Sequence[str]],
+    device: str | None,
+    seconds: float,
 ) -> list[float]:
     if not profile.trainable or profile.microbatch_size is None:
         raise InputError(
-            f"the profile of '{profile.model}' is imported, so there is no model whose stages could be measured",
+            f"the profile of '{profile.model}' is imported, so there is no model whose stages "
+            f"could be measured",
             hint="profile your model file with: plan profile model.py",
         )
     target = parse_device(device or profile.device.kind)
     threads, processes = profile.device.threads or 1, profile.device.processes or 1
     check_processes(processes, threads, target, spec)
-    with thread_count(threads), computing(numerics_of(profile)), runtime_of(target).random_state_kept(target):
+    with (
+        thread_count(threads),
+        computing(numerics_of(profile)),
+        runtime_of(target).random_state_kept(target),
+    ):
         torch.manual_seed(0)
         batch = spec.example_batch(profile.microbatch_size)
         options = replace(module_options(profile), device=target.type)
@@ -97,27 +111,39 @@ def _measured_s(
         graph = capture_file(spec, batch, options=options)
         if graph.hash != profile.graph_hash:
             raise PlanError(
-                f"'{spec.origin}' is another model than the one that was profiled: graph {profile.graph_hash} in "
+                f"'{spec.origin}' is another model than the one that was profiled: graph "
+                f"{profile.graph_hash} in "
                 f"the profile, {graph.hash} captured",
                 hint="profile it again with: plan profile",
             )
-        modules = [build_stage(graph, names, variant=Variant(compiled=options.compiled)).to(target) for names in stages]
+        modules = [
+            build_stage(graph, names, variant=Variant(compiled=options.compiled)).to(target)
+            for names in stages
+        ]
         runs = _runs(modules, spec, batch.to(target))
         times = [StepTimes() for _ in runs]
         effort = Effort(seconds, repeats=30, least_repeats=3, warmup=1)
-        with contention(spec, profile.microbatch_size, processes - 1, threads=threads, options=options):
+        with contention(
+            spec, profile.microbatch_size, processes - 1, threads=threads, options=options
+        ):
             for run in runs * effort.warmup:
                 run.step(StepTimes())
-            repeat(effort, "measuring stages", [partial(run.step, into) for run, into in zip(runs, times, strict=True)])
+            repeat(
+                effort,
+                "measuring stages",
+                [partial(run.step, into) for run, into in zip(runs, times, strict=True)],
+            )
         steps = (zip(each.forward_s, each.backward_s, each.update_s, strict=True) for each in times)
         return [median(map(sum, each)) for each in steps]
 
 
 def _runs(stages: Sequence[StageModule], spec: TrainingSpec, batch: Batch) -> list[_StageRun]:
-    """Return each stage with the values that the stages before it send, and the gradients that later ones return.
+    """Return each stage with the values that the stages before it send, and the gradients that
+    later ones return.
 
-    The gradients must be real ones, because the time of an optimizer's step depends on the numbers. On a CPU Adam's
-    takes twice as long where most gradients are zero, and eight times as long where their squares are denormal.
+    The gradients must be real ones, because the time of an optimizer's step depends on the numbers.
+    On a CPU Adam's takes twice as long where most gradients are zero, and eight times as long where
+    their squares are denormal.
     """
     known: dict[str, Tensor] = {}
     runs = []
@@ -144,12 +170,22 @@ class _StageRun:
         returned: the last step's gradients of what it received.
     """
 
-    def __init__(self, stage: StageModule, spec: TrainingSpec, batch: Batch, received: Mapping[str, Tensor]) -> None:
-        self._stage, self._batch, self._received = stage, batch if stage.needs_batch else None, received
+    def __init__(
+        self, stage: StageModule, spec: TrainingSpec, batch: Batch, received: Mapping[str, Tensor]
+    ) -> None:
+        self._stage, self._batch, self._received = (
+            stage,
+            batch if stage.needs_batch else None,
+            received,
+        )
         self._results: dict[str, Tensor] = {}
         self.gradients: dict[str, Tensor] = {}
         self.returned: dict[str, Tensor] = {}
-        trained = {name: parameter for name, parameter in stage.named_parameters() if parameter.requires_grad}
+        trained = {
+            name: parameter
+            for name, parameter in stage.named_parameters()
+            if parameter.requires_grad
+        }
         update = still(spec.optimizer(trained)).step if trained else lambda: None
         self._steps = Steps(Clock(torch.device(batch.device_type)), trained.values(), update)
 
@@ -166,14 +202,19 @@ class _StageRun:
 
         self._steps.whole(forward, into)
         self._results = {}
-        self.returned = {name: value.grad for name, value in given.items() if value.grad is not None}
+        self.returned = {
+            name: value.grad for name, value in given.items() if value.grad is not None
+        }
 
     def backward(self) -> None:
         """Run the backward of what the forward made."""
         roots = {name: value for name, value in self._results.items() if value.grad_fn is not None}
         for name, value in roots.items():
-            # Zeros stand for gradients that no later stage returned: made in the first step, which nobody times.
+            # Zeros stand for gradients that no later stage returned: made in the first step, which
+            # nobody times.
             if name != LOSS and name not in self.gradients:
                 self.gradients[name] = torch.zeros_like(value)
         if roots:
-            torch.autograd.backward(list(roots.values()), [self.gradients.get(name) for name in roots])
+            torch.autograd.backward(
+                list(roots.values()), [self.gradients.get(name) for name in roots]
+            )

@@ -1,4 +1,6 @@
-"""Draw timelines as SVG, without a plotting library, for the pages; and what other pictures are drawn with."""
+"""Draw timelines as SVG, without a plotting library, for the pages; and what other pictures are
+drawn with.
+"""
 
 from __future__ import annotations
 
@@ -42,24 +44,32 @@ def text(x: float, y: float, content: str, font: Font | None = None) -> str:
     """Write a text at its baseline."""
     font = font or Font()
     style = (
-        f'font-family="Helvetica, Arial, sans-serif" font-size="{font.size}" font-weight="{font.weight}" '
+        f'font-family="Helvetica, Arial, sans-serif" font-size="{font.size}" '
+        f'font-weight="{font.weight}" '
         f'text-anchor="{font.anchor}" fill="{font.fill}"'
     )
     return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{escape(content)}</text>'
 
 
 def box(corner: Point, size: Point, fill: str, title: str = "") -> str:
-    """Draw a rectangle from its upper left corner; browsers show the title when it is pointed at."""
+    """Draw a rectangle from its upper left corner; browsers show the title when it is
+    pointed at.
+    """
     inner = f"><title>{escape(title)}</title></rect>" if title else "/>"
     (x, y), (width, height) = corner, size
-    return f'<rect x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}" fill="{fill}"{inner}'
+    return (
+        f'<rect x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}" '
+        f'fill="{fill}"{inner}'
+    )
 
 
 def line(start: Point, end: Point, stroke: str, dash: str = "") -> str:
     """Draw a line."""
     dashed = f' stroke-dasharray="{dash}"' if dash else ""
     (x1, y1), (x2, y2) = start, end
-    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{stroke}"{dashed}/>'
+    return (
+        f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{stroke}"{dashed}/>'
+    )
 
 
 WIDTH, LEFT, RIGHT, TOP = 1200, 100, 16, 60  # of a timeline
@@ -67,23 +77,29 @@ _HEIGHTS: dict[Lane, int] = {"compute": 22, "send": 7, "receive": 7, "all-reduce
 _GAP = 8
 _CHARACTER = 7.0  # at most this wide
 _TICK = 80  # least distance between two ticks
-_MOST = 20_000  # events in a picture; if there are more, those below a quarter of a pixel are left out
+# events in a picture; if there are more, those below a quarter of a pixel are left out
+_MOST = 20_000
 
 
 def timeline_svg(runs: Sequence[Timeline], window: tuple[float, float] | None = None) -> str:
-    """Draw one run, or a simulated and a measured one with the rows of each worker below each other.
+    """Draw one run, or a simulated and a measured one with the rows of each worker below each
+    other.
 
     Args:
         runs: the simulated one first.
-        window: from when to when, in the first run's seconds; None for all. The other run is then moved so that both
-            begin the first minibatch of the window together, as on the page.
+        window: from when to when, in the first run's seconds; None for all. The other run is then
+            moved so that both begin the first minibatch of the window together, as on the page.
     """
     first, last = window or (0.0, max((run.span_s for run in runs), default=0.0) or 1.0)
     scale = (WIDTH - LEFT - RIGHT) / (last - first)
     least_s = 0.25 / scale if window or sum(len(run.events) for run in runs) > _MOST else 0.0
     begun = [_begun_s(run) for run in runs]
-    from_ = min((n for n, s in begun[0].items() if window and s >= first and n in begun[-1]), default=None)
-    lefts = [first if from_ is None else first + starts[from_] - begun[0][from_] for starts in begun]
+    from_ = min(
+        (n for n, s in begun[0].items() if window and s >= first and n in begun[-1]), default=None
+    )
+    lefts = [
+        first if from_ is None else first + starts[from_] - begun[0][from_] for starts in begun
+    ]
     parts = [text(8, 20, f"{runs[0].model}: {runs[0].config}, {runs[0].schedule}", Font(15))]
     x, y = float(LEFT), float(TOP)
     for colour, name in colour_legend(kind for run in runs for kind in run.events.kind):
@@ -99,7 +115,9 @@ def timeline_svg(runs: Sequence[Timeline], window: tuple[float, float] | None = 
             for event in row.events:
                 start, end = max(event.start_s - left, 0.0), min(event.end_s - left, last - first)
                 if end - start >= least_s:
-                    drawn.append(_event(run, event, (LEFT + start * scale, y), (end - start) * scale))
+                    drawn.append(
+                        _event(run, event, (LEFT + start * scale, y), (end - start) * scale)
+                    )
             y += _HEIGHTS[row.lane] + 1
         y += _GAP
     return document(WIDTH, y, [*parts, *_axis(first, last, y), *drawn])
@@ -116,10 +134,17 @@ def _begun_s(run: Timeline) -> dict[int, float]:
 
 def _event(run: Timeline, event: Event, corner: Point, width: float) -> str:
     (x, y), name, colour = corner, run.name_of(event), COLOURS[event.kind]
-    title = f"{name}: {TEXTS[event.kind]}, {format_seconds(event.start_s)} to {format_seconds(event.end_s)}"
+    title = (
+        f"{name}: {TEXTS[event.kind]}, {format_seconds(event.start_s)} to "
+        f"{format_seconds(event.end_s)}"
+    )
     drawn = box(corner, (max(width - 0.5, 0.3), _HEIGHTS[event.lane]), colour, title)
     fits = event.lane == "compute" and width >= len(name) * _CHARACTER + 2
-    return drawn + text(x + width / 2, y + 15, name, Font(11, "middle", ink_on(colour))) if fits else drawn
+    return (
+        drawn + text(x + width / 2, y + 15, name, Font(11, "middle", ink_on(colour)))
+        if fits
+        else drawn
+    )
 
 
 def _axis(first: float, last: float, bottom: float) -> Iterator[str]:

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 
 class Block(nn.Module):
-    """Self-attention and a feed-forward network of four times the width, with norms before and connections around them.
+    """Self-attention and a feed-forward network of four times the width, with norms before and
+    connections around them.
 
     Args:
         width: of each position's vector.

@@ -81,7 +81,9 @@ def notebook(name: str) -> str:
 
 
 def api(module: str) -> str:
-    """Return what a module's public names are: a signature and a docstring each; functions, and then types."""
+    """Return what a module's public names are: a signature and a docstring each; functions, and
+    then types.
+    """
     home = importlib.import_module(module)
     names = [*home.__all__, *(name for name in getattr(home, "_HOMES", ()) if not name.islower())]
     return "\n\n".join(_described(f"{module}.{name}", getattr(home, name)) for name in names)
@@ -95,14 +97,18 @@ def _described(name: str, what: Any) -> str:
     signature = inspect.signature(what)
     parameters = "".join(f"    {_parameter(each)},\n" for each in signature.parameters.values())
     is_class = inspect.isclass(what)
-    returned = "" if is_class or not signature.return_annotation else f" -> {signature.return_annotation}"
+    returned = (
+        "" if is_class or not signature.return_annotation else f" -> {signature.return_annotation}"
+    )
     call = f"(\n{parameters})" if parameters else "()"
     code = f"{'class' if is_class else 'def'} {name.rpartition('.')[2]}{call}{returned}"
     return f"{heading}\n\n```python\n{code}\n```\n\n{_as_markdown(documented)}"
 
 
 def _as_markdown(documented: str) -> str:
-    """Return a docstring with its sections (Args, Returns, Raises) as lists, and its blocks of code as they are."""
+    """Return a docstring with its sections (Args, Returns, Raises) as lists, and its blocks of code
+    as they are.
+    """
     lines: list[str] = []
     section = False
     for line in documented.splitlines():
@@ -128,7 +134,8 @@ def _as_markdown(documented: str) -> str:
 def _parameter(parameter: inspect.Parameter) -> str:
     """Return a parameter as the source has it: its annotation is text there."""
     annotation = f": {parameter.annotation}" if parameter.annotation is not parameter.empty else ""
-    value = getattr(parameter.default, "__qualname__", repr(parameter.default))  # a function has an address in its repr
+    # a function has an address in its repr
+    value = getattr(parameter.default, "__qualname__", repr(parameter.default))
     default = "" if parameter.default is parameter.empty else f" = {value}"
     return f"{parameter.name}{annotation}{default}"
 
@@ -138,7 +145,9 @@ def device_table() -> str:
     from planner.profiler.estimated.devices import DEVICES, DTYPES
 
     lines = [
-        "| name | device | " + " | ".join(f"{dtype}, TFLOP/s" for dtype in DTYPES) + " | GB/s | memory |",
+        "| name | device | "
+        + " | ".join(f"{dtype}, TFLOP/s" for dtype in DTYPES)
+        + " | GB/s | memory |",
         "|---|---|" + "---|" * (len(DTYPES) + 2),
     ]
     for name, spec in DEVICES.items():
@@ -146,7 +155,9 @@ def device_table() -> str:
         cells = [f"{peak / 1e12:g}" if peak is not None else "" for peak in peaks]
         memory = f"{spec.memory_bytes / 2**30:.1f} GiB" if spec.memory_bytes is not None else ""
         bandwidth = f"{spec.bandwidth_bytes_per_s / 1e9:g}"
-        lines.append(f"| `{name}` | {spec.name} | " + " | ".join([*cells, bandwidth, memory]) + " |")
+        lines.append(
+            f"| `{name}` | {spec.name} | " + " | ".join([*cells, bandwidth, memory]) + " |"
+        )
     return "\n".join(lines)
 
 
@@ -207,7 +218,10 @@ def _field_table(record: type[BaseModel]) -> str:
     lines += ["| field | type | default | meaning |", "|---|---|---|---|"]
     for name, field in record.model_fields.items():
         default = "" if field.is_required() else f"`{json.dumps(field.default)}`"
-        lines.append(f"| `{name}` | {_type(properties[name])} | {default} | {_for_json(comments.get(name, ''))} |")
+        lines.append(
+            f"| `{name}` | {_type(properties[name])} | {default} | "
+            f"{_for_json(comments.get(name, ''))} |"
+        )
     return "\n".join(lines)
 
 

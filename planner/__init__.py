@@ -7,7 +7,8 @@
     print(plan)
     planner.train("model.py", plan)
 
-The verbs of the command line, with its defaults; `help(planner.solve)` describes the keywords of each:
+The verbs of the command line, with its defaults; `help(planner.solve)` describes the keywords of
+each:
 
     profile, estimate    cost of each layer, measured on this device or estimated for another
     fit                  from a model's name: does it fit, how to split it, how fast is it
@@ -21,10 +22,11 @@ The verbs of the command line, with its defaults; `help(planner.solve)` describe
     export, load_weights a plan for others; trained weights for the unsplit model
     quickstart, selftest try all of it on this machine, and check that it works here
 
-Answers are records. `print` shows their tables, a notebook their part of the report; `model_dump()` gives plain values,
-as for pandas. `load_` and `save_` functions read and write files.
+Answers are records. `print` shows their tables, a notebook their part of the report; `model_dump()`
+gives plain values, as for pandas. `load_` and `save_` functions read and write files.
 
-Names are imported on first use, so that `import planner` costs nothing and solving does not import torch.
+Names are imported on first use, so that `import planner` costs nothing and solving does not import
+torch.
 """
 
 import re
@@ -95,10 +97,13 @@ if TYPE_CHECKING:
     from planner.workers.job import TrainResult as TrainResult
 
 # The names above, each with its module: read from this file, so that they are declared once.
-_IMPORTED = re.findall(r"^    from (\S+) import \w+ as (\w+)$", Path(__file__).read_text("utf-8"), re.MULTILINE)
+_IMPORTED = re.findall(
+    r"^    from (\S+) import \w+ as (\w+)$", Path(__file__).read_text("utf-8"), re.MULTILINE
+)
 _HOMES = {name: module for module, name in _IMPORTED}
 
-__all__ = sorted(name for name in _HOMES if name.islower())  # functions, for `help(planner)`; others are types
+# functions, for `help(planner)`; others are types
+__all__ = sorted(name for name in _HOMES if name.islower())
 
 
 def __getattr__(name: str) -> object:

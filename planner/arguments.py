@@ -1,4 +1,6 @@
-"""Checks what a Python call is given against the types that the function names: a plan is no cluster."""
+"""Checks what a Python call is given against the types that the function names: a plan is no
+cluster.
+"""
 
 import builtins
 import inspect
@@ -15,7 +17,9 @@ _WIDER = {"int": Integral, "float": Real, "None": type(None)}  # NumPy's numbers
 
 
 def checked(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a function that raises InputError where an argument is of another class than its annotation names."""
+    """Decorate a function that raises InputError where an argument is of another class than its
+    annotation names.
+    """
     check = checked_arguments(function)
 
     @wraps(function)
@@ -26,8 +30,12 @@ def checked(function: Callable[P, T]) -> Callable[P, T]:
     return called
 
 
-def checked_arguments(function: Callable[..., Any]) -> Callable[[Sequence[Any], Mapping[str, Any]], None]:
-    """Return a check of arguments: that names are the function's, and of values where annotations are classes alone."""
+def checked_arguments(
+    function: Callable[..., Any],
+) -> Callable[[Sequence[Any], Mapping[str, Any]], None]:
+    """Return a check of arguments: that names are the function's, and of values where annotations
+    are classes alone.
+    """
     parameters = inspect.signature(function).parameters
     names = list(parameters)
     takes_others = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
@@ -44,7 +52,8 @@ def checked_arguments(function: Callable[..., Any]) -> Callable[[Sequence[Any], 
             if wanted and not isinstance(value, tuple(wanted.values())):
                 words = " or ".join(each for each in wanted if each != "None")
                 raise InputError(
-                    f"`{name}` of {function.__name__} takes {words}, and was given {type(value).__name__}",
+                    f"`{name}` of {function.__name__} takes {words}, and was given "
+                    f"{type(value).__name__}",
                     hint=f"help(planner.{function.__name__}) shows what goes where",
                 )
 
@@ -53,9 +62,15 @@ def checked_arguments(function: Callable[..., Any]) -> Callable[[Sequence[Any], 
 
 @cache
 def _classes(function: Callable[..., Any], name: str) -> dict[str, Any]:
-    known: Mapping[str, Any] = {**vars(builtins), **getattr(function, "__globals__", {}), **_WIDER, "Any": None}
+    known: Mapping[str, Any] = {
+        **vars(builtins),
+        **getattr(function, "__globals__", {}),
+        **_WIDER,
+        "Any": None,
+    }
     annotation = getattr(function, "__annotations__", {}).get(name, "?")
     parts = (annotation.__name__ if isinstance(annotation, type) else str(annotation)).split(" | ")
-    parts = [part.rpartition(".")[2] if "[" not in part else part for part in parts]  # of classes: "pathlib.Path"
+    # of classes: "pathlib.Path"
+    parts = [part.rpartition(".")[2] if "[" not in part else part for part in parts]
     found = {part: known.get(part) for part in parts}
     return found if all(isinstance(each, type) for each in found.values()) else {}

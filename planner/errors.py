@@ -13,9 +13,9 @@
     ├── LayerError               1  an operation of the user's model raised while it trained
     └── WorkerError              1  a worker died or hung
 
-The numbers are exit codes. A message is one sentence that names the offending value and its place; `hint` says what to
-do about it. Both name arguments in backticks, by their Python name: "give `microbatches` 1 or more". The command line
-shows the flag instead.
+The numbers are exit codes. A message is one sentence that names the offending value and its place;
+`hint` says what to do about it. Both name arguments in backticks, by their Python name: "give
+`microbatches` 1 or more". The command line shows the flag instead.
 """
 
 import math
@@ -24,7 +24,9 @@ from difflib import get_close_matches
 
 
 class PlannerError(Exception):
-    """Base of all errors: one sentence, a hint that is empty where nothing helps, and the command's exit code."""
+    """Base of all errors: one sentence, a hint that is empty where nothing helps, and the command's
+    exit code.
+    """
 
     exit_code = 1
 
@@ -68,7 +70,9 @@ class ClusterError(InputError):
 
 
 class InfeasibleError(PlannerError):
-    """No plan exists for this model on this cluster; `least_bytes` of memory per GPU would do, where that is known."""
+    """No plan exists for this model on this cluster; `least_bytes` of memory per GPU would do,
+    where that is known.
+    """
 
     exit_code = 3
 
@@ -84,7 +88,9 @@ class StoppedError(PlannerError):
 
 
 class LayerError(PlannerError):
-    """An operation of the captured model raised; `place`: "model.py:12", or "module 'path'" for library code."""
+    """An operation of the captured model raised; `place`: "model.py:12", or "module 'path'" for
+    library code.
+    """
 
     def __init__(self, message: str, *, hint: str = "", place: str | None = None) -> None:
         super().__init__(message, hint=hint)
@@ -96,7 +102,9 @@ class WorkerError(PlannerError):
 
 
 def did_you_mean(given: str, known: Iterable[str]) -> str:
-    """Return the question that begins a hint: which of the known names could have been meant; "" where none."""
+    """Return the question that begins a hint: which of the known names could have been meant; ""
+    where none.
+    """
     names, given = list(known), given.lower()
     alike = [name for name in names if given in name] or get_close_matches(given, names, 3)
     return f"did you mean {' or '.join(alike)}? " if alike else ""
@@ -109,4 +117,8 @@ def first_line(error: BaseException) -> str:
 
 def reason_of(error: BaseException) -> str:
     """Return type and first line of an error: "KeyError: 'x'"."""
-    return f"{type(error).__name__}: {first_line(error)}" if str(error).strip() else type(error).__name__
+    return (
+        f"{type(error).__name__}: {first_line(error)}"
+        if str(error).strip()
+        else type(error).__name__
+    )

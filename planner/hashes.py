@@ -1,7 +1,9 @@
-"""Texts hash alike in all processes that run a model file, so that they go through a set in the same order.
+"""Texts hash alike in all processes that run a model file, so that they go through a set in the
+same order.
 
-Some models make their operations, or number their labels, in such an order. A profile would then be of another graph
-than the one that workers capture, and workers would have graphs or labels that differ.
+Some models make their operations, or number their labels, in such an order. A profile would then be
+of another graph than the one that workers capture, and workers would have graphs or labels that
+differ.
 """
 
 import os
@@ -12,7 +14,8 @@ SEED = "0"
 
 
 def fix_hashes() -> None:
-    """Start this process anew with the hashes that workers have, unless its environment says how to hash.
+    """Start this process anew with the hashes that workers have, unless its environment says how to
+    hash.
 
     Python reads the variable when it starts.
     """

@@ -1,8 +1,10 @@
-"""What a kind of device does: streams, events, memory, seeds. Nothing else asks which kind a device is.
+"""What a kind of device does: streams, events, memory, seeds. Nothing else asks which kind a device
+is.
 
-A call on an *asynchronous* device returns before the work is done, and events tell how far the device has come. A CPU
-has done the work when the call returns. CUDA, ROCm (which PyTorch also calls "cuda"), XPU and other kinds are used
-through the module that PyTorch has for each; `register` adds a kind, or replaces one.
+A call on an *asynchronous* device returns before the work is done, and events tell how far the
+device has come. A CPU has done the work when the call returns. CUDA, ROCm (which PyTorch also calls
+"cuda"), XPU and other kinds are used through the module that PyTorch has for each; `register` adds
+a kind, or replaces one.
 """
 
 import time
@@ -18,7 +20,8 @@ from planner.formats.names import GPU_KINDS
 
 TRIED = ("cpu", "cuda")  # kinds on which this package has ever trained anything
 _MOST_OF_FREE = 0.9  # of a device's free memory, that `reserve` takes
-_SMALL_BYTES, _SMALL_PIECE_BYTES = 64 << 20, 1 << 20  # beside it for small requests, and what these are at most
+# beside it for small requests, and what these are at most
+_SMALL_BYTES, _SMALL_PIECE_BYTES = 64 << 20, 1 << 20
 
 
 class Event(Protocol):
@@ -72,7 +75,9 @@ class HostStream:
 
 
 class Runtime:
-    """What a kind of device does; here a CPU, which has done all that it was given when the call returns."""
+    """What a kind of device does; here a CPU, which has done all that it was given when the call
+    returns.
+    """
 
     asynchronous = False
     counts_memory = False  # whether its allocator tells what is allocated, and was at most
@@ -109,7 +114,9 @@ class Runtime:
         return HostEvent()
 
     def anchor(self, device: torch.device) -> tuple[Event, float]:
-        """Record an event, and return it with its time on `time.perf_counter`'s clock; waits for the device."""
+        """Record an event, and return it with its time on `time.perf_counter`'s clock; waits for
+        the device.
+        """
         event = self.event(timing=True)
         event.record()
         self.synchronize(device)
@@ -128,22 +135,30 @@ class Runtime:
         return nullcontext()
 
     def keep(self, tensor: Tensor, stream: Stream) -> None:
-        """Keep a tensor's memory, once it is freed, until what `stream` has been given by then is done."""
+        """Keep a tensor's memory, once it is freed, until what `stream` has been given by then is
+        done.
+        """
 
     def pinned(self, size_bytes: int) -> Tensor:
         """Return bytes of the host's memory, which this kind of device copies without the host."""
         return torch.empty(size_bytes, dtype=torch.uint8)
 
     def pin(self, tensor: Tensor) -> Tensor:
-        """Return the values of a tensor of the host in pinned memory: the tensor itself, if it is there."""
+        """Return the values of a tensor of the host in pinned memory: the tensor itself, if it is
+        there.
+        """
         return tensor
 
     def copied(self, tensor: Tensor, device: torch.device) -> Tensor:
-        """Return a tensor of the host on `device`; from pinned memory the host does not wait for the copy."""
+        """Return a tensor of the host on `device`; from pinned memory the host does not wait for
+        the copy.
+        """
         return tensor.to(device, non_blocking=tensor.is_pinned())
 
     def reserve(self, device: torch.device, size_bytes: int) -> None:
-        """Let the allocator take memory now, which it then gives to the current stream without asking the device."""
+        """Let the allocator take memory now, which it then gives to the current stream without
+        asking the device.
+        """
 
     # These are where the kind `counts_memory`.
 
@@ -178,7 +193,9 @@ class Runtime:
         return torch.get_rng_state()
 
     def random_state_kept(self, device: torch.device) -> AbstractContextManager[None]:
-        """Restore the states of the default generators of the CPU and of `device`, if it is there, afterwards."""
+        """Restore the states of the default generators of the CPU and of `device`, if it is there,
+        afterwards.
+        """
         return torch.random.fork_rng(devices=[])
 
 
@@ -236,13 +253,15 @@ class Accelerator(Runtime):
         return tensor.pin_memory()
 
     def reserve(self, device: torch.device, size_bytes: int) -> None:
-        # The allocator keeps what is freed here for this stream, and cuts what it is asked for from it. Requests of up
-        # to 1 MiB have memory of their own. What does not fit is for training to find out, which says so.
+        # The allocator keeps what is freed here for this stream, and cuts what it is asked for from
+        # it. Requests of up to 1 MiB have memory of their own. What does not fit is for training to
+        # find out, which says so.
         free_bytes, _ = self.free_and_total_bytes(device)
         size_bytes = min(size_bytes, int(free_bytes * _MOST_OF_FREE))
         small = -(-min(size_bytes, _SMALL_BYTES) // _SMALL_PIECE_BYTES)
         sizes = [size_bytes, *[_SMALL_PIECE_BYTES] * small] if size_bytes else []
-        held = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]  # all at the same time
+        # all at the same time
+        held = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
         del held
 
     def allocated_bytes(self, device: torch.device) -> int:
@@ -252,15 +271,20 @@ class Accelerator(Runtime):
         return self._requested_bytes(device, "peak")
 
     def _requested_bytes(self, device: torch.device, when: str) -> int:
-        # A tensor may get a larger block than it asks for, and how much larger depends on what was freed before.
+        # A tensor may get a larger block than it asks for, and how much larger depends on what was
+        # freed before.
         stats = self._module.memory_stats(device)
-        return int(stats.get(f"requested_bytes.all.{when}", stats.get(f"allocated_bytes.all.{when}", 0)))
+        return int(
+            stats.get(f"requested_bytes.all.{when}", stats.get(f"allocated_bytes.all.{when}", 0))
+        )
 
     def reset_peak(self, device: torch.device) -> None:
         self._module.reset_peak_memory_stats(device)
 
     def reserved_bytes(self, device: torch.device, *, peak: bool = False) -> int:
-        return int((self._module.max_memory_reserved if peak else self._module.memory_reserved)(device))
+        return int(
+            (self._module.max_memory_reserved if peak else self._module.memory_reserved)(device)
+        )
 
     def free_and_total_bytes(self, device: torch.device) -> tuple[int, int]:
         free, total = self._module.mem_get_info(device)
@@ -277,7 +301,8 @@ class Accelerator(Runtime):
         return cast("Tensor", self._module.get_rng_state(device))
 
     def random_state_kept(self, device: torch.device) -> AbstractContextManager[None]:
-        # Without a list, fork_rng asks every device of the machine for its state, and so opens a context on each.
+        # Without a list, fork_rng asks every device of the machine for its state, and so opens a
+        # context on each.
         there = [device] if self.available() else []
         return torch.random.fork_rng(devices=there, device_type=self._kind)
 
@@ -291,7 +316,9 @@ def register(kind: str, runtime: Runtime) -> None:
 
 
 def runtime_of(device: torch.device | str) -> Runtime:
-    """Return what the kind of `device` does; raise InputError for a kind that cannot be used anywhere."""
+    """Return what the kind of `device` does; raise InputError for a kind that cannot be used
+    anywhere.
+    """
     kind = device.type if isinstance(device, torch.device) else device
     found = _RUNTIMES.get(kind)
     if found is None:
@@ -303,7 +330,9 @@ def runtime_of(device: torch.device | str) -> Runtime:
 
 
 def known_kinds() -> tuple[str, ...]:
-    """Return the kinds of device that this package can use, whether there is one here or not; "cpu" last."""
+    """Return the kinds of device that this package can use, whether there is one here or not; "cpu"
+    last.
+    """
     plug_in = torch._C._get_privateuse1_backend_name()
     names = (*GPU_KINDS, *([plug_in] if hasattr(torch, plug_in) else []), *_RUNTIMES)
     return (*(name for name in dict.fromkeys(names) if name != "cpu"), "cpu")
@@ -319,7 +348,9 @@ def check_kind(kind: str) -> None:
     if kind not in known_kinds():
         here, tried = " and ".join(kinds_here()), " and ".join(TRIED)
         problem = f"`device={kind}` is no kind of device: PyTorch offers {here} here, could offer "
-        problem += f"{', '.join(known_kinds())}, and of all these {tried} have been tried with planner"
+        problem += (
+            f"{', '.join(known_kinds())}, and of all these {tried} have been tried with planner"
+        )
         raise InputError(problem, hint="give one of these kinds; GPUs of ROCm are cuda, too")
 
 

@@ -1,4 +1,6 @@
-"""The streams that a process begins with, as whoever starts it leaves them: closed, or of a few characters."""
+"""The streams that a process begins with, as whoever starts it leaves them: closed, or of a few
+characters.
+"""
 
 import os
 import sys
@@ -8,9 +10,9 @@ from typing import TextIO, cast
 def prepare_streams() -> None:
     """Make stdin, stdout and stderr usable before anything is printed or opened.
 
-    A stream that is closed leads nowhere from now on, also in the processes that this one starts. Otherwise the next
-    file that is opened has its number, and gets what others print. A character that a stream cannot encode is shown by
-    its escape in Python.
+    A stream that is closed leads nowhere from now on, also in the processes that this one starts.
+    Otherwise the next file that is opened has its number, and gets what others print. A character
+    that a stream cannot encode is shown by its escape in Python.
     """
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # not a notebook's or a test's
@@ -28,19 +30,27 @@ def prepare_streams() -> None:
         if getattr(sys, name) is None:
             stream = _stream(number, mode)
             setattr(sys, name, stream)
-            setattr(sys, f"__{name}__", stream)  # by which a stream that somebody put in its place is known
+            # by which a stream that somebody put in its place is known
+            setattr(sys, f"__{name}__", stream)
 
 
 def _stream(number: int, mode: str) -> TextIO:
-    return cast("TextIO", os.fdopen(number, mode, encoding="utf-8", errors="backslashreplace", closefd=False))
+    return cast(
+        "TextIO",
+        os.fdopen(number, mode, encoding="utf-8", errors="backslashreplace", closefd=False),
+    )
 
 
 def encodable_json(text: str, encoding: str | None) -> str:
-    """Replace characters of a JSON document that an encoding lacks by JSON's escapes: its values stay the same."""
+    """Replace characters of a JSON document that an encoding lacks by JSON's escapes: its values
+    stay the same.
+    """
     try:
         text.encode(encoding or "utf-8")
     except UnicodeEncodeError:
-        return "".join(character if character.isascii() else _escaped(character) for character in text)
+        return "".join(
+            character if character.isascii() else _escaped(character) for character in text
+        )
     return text
 
 

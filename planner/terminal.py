@@ -1,23 +1,30 @@
-"""What a terminal shows: a line that is rewritten in place, and names of others that must not command it."""
+"""What a terminal shows: a line that is rewritten in place, and names of others that must not
+command it.
+"""
 
 import logging
 import re
 import sys
 
-# Control characters but tab and line feed, and those that separate lines or let text run from right to left.
+# Control characters but tab and line feed, and those that separate lines or let text run from right
+# to left.
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
 def printable(text: str) -> str:
-    """Replace characters that could command a terminal by their escapes in Python: "\\x1b" for the escape character.
+    """Replace characters that could command a terminal by their escapes in Python: "\\x1b" for the
+    escape character.
 
-    Names of models, layers and hosts and messages of other processes have them when somebody put them there.
+    Names of models, layers and hosts and messages of other processes have them when somebody put
+    them there.
     """
     return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def printable_json(text: str) -> str:
-    """Replace the same characters in a JSON document by JSON's escapes: its values stay the same."""
+    """Replace the same characters in a JSON document by JSON's escapes: its values stay the
+    same.
+    """
     return _CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 

@@ -1,4 +1,5 @@
-"""Parse and format quantities with units, at the edge: inside, all is bytes, seconds and bytes per second.
+"""Parse and format quantities with units, at the edge: inside, all is bytes, seconds and bytes per
+second.
 
 GB = 10^9 bytes, GiB = 2^30 bytes; `bps` counts bits, `B/s` counts bytes.
 """
@@ -8,10 +9,11 @@ import re
 
 from planner.errors import UnitError
 
-# A search adds up running sums, the cost model adds up the layers of a stage: the same time may differ in the last
-# bits. Relative to a time (or in replicas and GPUs, which are small numbers) this is far above what rounding does in
-# sums of thousands of layers, and far below any difference between plans that matters. Where a search rounds with it,
-# it rounds towards too many plans, and the cost model itself decides.
+# A search adds up running sums, the cost model adds up the layers of a stage: the same time may
+# differ in the last bits. Relative to a time (or in replicas and GPUs, which are small numbers)
+# this is far above what rounding does in sums of thousands of layers, and far below any difference
+# between plans that matters. Where a search rounds with it, it rounds towards too many plans, and
+# the cost model itself decides.
 SLACK = 1e-9
 
 
@@ -24,27 +26,40 @@ _NUMBER = r"(-?[0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?|\.[0-9]+)"
 
 
 def parse_bandwidth(text: str) -> float:
-    """Return the bytes per second of "10Gbps", "10Gbit/s" (bits) or "1.25GB/s" (bytes); raise UnitError for others."""
+    """Return the bytes per second of "10Gbps", "10Gbit/s" (bits) or "1.25GB/s" (bytes); raise
+    UnitError for others.
+    """
     match = re.fullmatch(_NUMBER + r"\s*([KMGTk]i?)?(bps|bit/s|b/s|B/s|Bps)", text.strip())
     if match is None:
         raise UnitError(
-            f"bandwidth '{text}' is not a rate", hint="write bits per second as 10Gbps or bytes per second as 1.25GB/s"
+            f"bandwidth '{text}' is not a rate",
+            hint="write bits per second as 10Gbps or bytes per second as 1.25GB/s",
         )
     number, prefix, unit = match.groups()
-    return _positive(float(number) * _PREFIX[prefix or ""] / (1 if unit in ("B/s", "Bps") else 8), "bandwidth", text)
+    return _positive(
+        float(number) * _PREFIX[prefix or ""] / (1 if unit in ("B/s", "Bps") else 8),
+        "bandwidth",
+        text,
+    )
 
 
 def parse_bytes(text: str) -> int:
-    """Return the bytes of "16GB" (16·10^9) or "16GiB" (16·2^30); raise UnitError without a unit and for 0."""
+    """Return the bytes of "16GB" (16·10^9) or "16GiB" (16·2^30); raise UnitError without a unit and
+    for 0.
+    """
     match = re.fullmatch(_NUMBER + r"\s*([KMGTk]i?)?B", text.strip())
     if match is None:
-        raise UnitError(f"size '{text}' is not a number of bytes", hint="write 16GB (10^9) or 16GiB (2^30)")
+        raise UnitError(
+            f"size '{text}' is not a number of bytes", hint="write 16GB (10^9) or 16GiB (2^30)"
+        )
     number, prefix = match.groups()
     return round(_positive(float(number) * _PREFIX[prefix or ""], "size", text))
 
 
 def parse_seconds(text: str) -> float:
-    """Return the seconds of "50us", "0.1ms", "2s" or "0s"; raise UnitError without a unit and below 0."""
+    """Return the seconds of "50us", "0.1ms", "2s" or "0s"; raise UnitError without a unit and below
+    0.
+    """
     match = re.fullmatch(_NUMBER + r"\s*(s|ms|us|µs|ns)", text.strip())
     if match is None or match[1].startswith("-"):
         what = "has no unit" if match is None else "is negative"
@@ -68,7 +83,9 @@ def format_bytes(count: float) -> str:
 
 
 def format_memory(limit: int) -> str:
-    """Return the memory of a device for people, in the unit of its maker: 16·2^30 -> "16 GiB", 16·10^9 -> "16 GB"."""
+    """Return the memory of a device for people, in the unit of its maker: 16·2^30 -> "16 GiB",
+    16·10^9 -> "16 GB".
+    """
     if limit < 2**30 or limit % 2**20:
         return format_bytes(limit)
     return f"{limit / 2**30:.1f}".removesuffix(".0") + " GiB"
@@ -93,14 +110,18 @@ def format_rate(per_s: float) -> str:
 
 
 def format_times(ratio: float) -> str:
-    """Return a speed-up for people: 1.234 -> "1.23x"; below a hundredth and beyond a thousand digits say nothing."""
+    """Return a speed-up for people: 1.234 -> "1.23x"; below a hundredth and beyond a thousand
+    digits say nothing.
+    """
     if ratio >= 1000:
         return "more than 1,000x"
     return f"{ratio:.2f}x" if ratio >= 0.01 else "less than 0.01x"
 
 
 def as_fast(ratio: float) -> str:
-    """Return a ratio of speeds for a sentence: 1.234 -> "1.23 times as fast", 1.001 -> "as fast"."""
+    """Return a ratio of speeds for a sentence: 1.234 -> "1.23 times as fast", 1.001 -> "as
+    fast".
+    """
     times = format_times(ratio)
     return "as fast" if times == "1.00x" else f"{times.removesuffix('x')} times as fast"
 
@@ -121,5 +142,7 @@ def _digits(value: float) -> str:
 
 def _positive(value: float, what: str, text: str) -> float:
     if not (value > 0 and math.isfinite(value)):
-        raise UnitError(f"{what} '{text}' is not a positive, finite quantity", hint="give one above 0")
+        raise UnitError(
+            f"{what} '{text}' is not a positive, finite quantity", hint="give one above 0"
+        )
     return value

@@ -8,10 +8,11 @@ from collections import Counter
 
 import pytest
 
-# pytest-xdist gives its workers a terminal of 80 columns, in which tables are shorter than in a file.
+# pytest-xdist gives its workers a terminal of 80 columns, in which tables are shorter than in a
+# file.
 os.environ.pop("COLUMNS", None)
-# Shells let what they run in the background ignore Ctrl-C, and nohup lets it ignore that the terminal closes. So would
-# all processes that tests start and send these signals to.
+# Shells let what they run in the background ignore Ctrl-C, and nohup lets it ignore that the
+# terminal closes. So would all processes that tests start and send these signals to.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
@@ -19,7 +20,9 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep every n-th case of tests that are marked `sampled(n)`, or all where the environment has ALL_EXAMPLES."""
+    """Keep every n-th case of tests that are marked `sampled(n)`, or all where the environment has
+    ALL_EXAMPLES.
+    """
     if os.environ.get("ALL_EXAMPLES") or any("::" in argument for argument in config.args):
         return
     seen: Counter[str] = Counter()

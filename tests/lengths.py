@@ -22,7 +22,13 @@ def varying_profile(
     """A chain whose times and messages have these shares, by layer, of one length of up to 100."""
     fits = [Fit(shares=each, residual=0.0) for each in shares]
     own = tuple(
-        LayerFits(forward_s=fit, backward_s=fit, saved_bytes=fit, flops=fit, outputs=(fit,) * len(layer.outputs))
+        LayerFits(
+            forward_s=fit,
+            backward_s=fit,
+            saved_bytes=fit,
+            flops=fit,
+            outputs=(fit,) * len(layer.outputs),
+        )
         for layer, fit in zip(layers, fits, strict=True)
     )
     lengths = Lengths(

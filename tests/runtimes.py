@@ -22,7 +22,9 @@ def registered(kind: str, runtime: Runtime) -> Iterator[None]:
 
 
 class PretendedDevice(Runtime):
-    """A device whose time the test tells: it is at `reached_s` when the host has launched work until `launched_s`."""
+    """A device whose time the test tells: it is at `reached_s` when the host has launched work
+    until `launched_s`.
+    """
 
     asynchronous = True
 

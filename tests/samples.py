@@ -18,7 +18,9 @@ def layer(
     gradient: bool = True,
 ) -> Layer:
     """A layer with one output, called as the layer, where it has bytes."""
-    value = Value(name=name, output_bytes=output_bytes, gradient_bytes=output_bytes if gradient else 0)
+    value = Value(
+        name=name, output_bytes=output_bytes, gradient_bytes=output_bytes if gradient else 0
+    )
     return Layer(
         name=name,
         op="op",

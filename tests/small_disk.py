@@ -13,7 +13,9 @@ import pytest
 
 @contextmanager
 def small_disk(folder: Path, size_bytes: int) -> Iterator[Path]:
-    """Mount a file system of so many bytes at a new folder; skip the test where nothing can be mounted."""
+    """Mount a file system of so many bytes at a new folder; skip the test where nothing can be
+    mounted.
+    """
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "small", str(folder)]
     if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode != 0:

@@ -30,7 +30,18 @@ from tests.cli.in_process import plan as plan_verb
 ROOT = Path(__file__).parents[1]
 VGG = ROOT / "profiles" / "vgg16" / "cpu.json"
 NOTEBOOK = ROOT / "docs" / "examples" / "notebook.ipynb"
-VERBS = ("profile", "solve", "fit", "price", "show", "compare", "explain", "simulate", "report", "train")
+VERBS = (
+    "profile",
+    "solve",
+    "fit",
+    "price",
+    "show",
+    "compare",
+    "explain",
+    "simulate",
+    "report",
+    "train",
+)
 OTHERS = ("export", "quickstart", "selftest")
 
 
@@ -45,7 +56,9 @@ def solved(profile: planner.Profile) -> planner.Plan:
 
 
 def _verb(name: str) -> argparse.ArgumentParser:
-    verbs = next(each for each in build_parser()._actions if isinstance(each, argparse._SubParsersAction))
+    verbs = next(
+        each for each in build_parser()._actions if isinstance(each, argparse._SubParsersAction)
+    )
     parser: argparse.ArgumentParser = verbs.choices[name]
     return parser
 
@@ -57,11 +70,17 @@ def test_every_verb_is_a_function(name: str) -> None:
 
 @pytest.mark.parametrize("name", VERBS + OTHERS)
 def test_no_default_of_the_command_line_differs_from_the_keywords(name: str) -> None:
-    """A flag that is not given is None, so that the keyword's default holds; any other default has to equal it."""
+    """A flag that is not given is None, so that the keyword's default holds; any other default has
+    to equal it.
+    """
     keywords = inspect.signature(getattr(planner, name.replace("-", "_"))).parameters
     for action in _verb(name)._actions:
         keyword = keywords.get(action.dest)
-        if keyword is None or keyword.default is keyword.empty or action.default in (None, argparse.SUPPRESS):
+        if (
+            keyword is None
+            or keyword.default is keyword.empty
+            or action.default in (None, argparse.SUPPRESS)
+        ):
             continue  # a function is given what the command line reads from a file
         assert action.default == keyword.default, action.dest
 
@@ -81,14 +100,19 @@ def _records() -> list[tuple[str, type]]:
 
 @pytest.mark.parametrize(("name", "record"), _records())
 def test_keywords_and_flags_are_of_one_record(name: str, record: type) -> None:
-    keywords, flags = inspect.signature(getattr(planner, name)).parameters, _verb(name)._option_string_actions
+    keywords, flags = (
+        inspect.signature(getattr(planner, name)).parameters,
+        _verb(name)._option_string_actions,
+    )
     for each, option in options_in(record):
         assert keywords[each.name].default == each.default or each.default is MISSING
         flag = flag_of(each.name, option)
         assert flag is None or flag in flags or (name, record.__name__) == ("fit", "FitOptions")
 
 
-def test_a_schedule_that_divides_has_as_many_microbatches_from_python(profile: planner.Profile, tmp_path: Path) -> None:
+def test_a_schedule_that_divides_has_as_many_microbatches_from_python(
+    profile: planner.Profile, tmp_path: Path
+) -> None:
     ours = planner.solve(profile, planner.flat_cluster(4, "1Gbps"), schedule="1f1b-flush")
     arguments = ("--gpus", "4", "--bandwidth", "1Gbps", "--schedule", "1f1b-flush", "--json")
     theirs = json.loads(plan_verb("solve", "--profile", str(VGG), *arguments, cwd=tmp_path).stdout)
@@ -98,9 +122,40 @@ def test_a_schedule_that_divides_has_as_many_microbatches_from_python(profile: p
 
 
 def test_every_type_of_a_parameter_is_public() -> None:
-    known = {"Any", "Callable", "Iterable", "Mapping", "Sequence", "Path", "None", "Literal", "TypeAlias"}
-    known |= {"str", "int", "float", "bool", "bytes", "tuple", "dict", "list", "object", "TypeVar", "Iterator"}
-    known |= {"nn", "Module", "Optimizer", "LRScheduler", "Tensor", "AbstractContextManager", "Batch", "collections"}
+    known = {
+        "Any",
+        "Callable",
+        "Iterable",
+        "Mapping",
+        "Sequence",
+        "Path",
+        "None",
+        "Literal",
+        "TypeAlias",
+    }
+    known |= {
+        "str",
+        "int",
+        "float",
+        "bool",
+        "bytes",
+        "tuple",
+        "dict",
+        "list",
+        "object",
+        "TypeVar",
+        "Iterator",
+    }
+    known |= {
+        "nn",
+        "Module",
+        "Optimizer",
+        "LRScheduler",
+        "Tensor",
+        "AbstractContextManager",
+        "Batch",
+        "collections",
+    }
     known |= {
         "Optional",
         "Backend",
@@ -133,7 +188,9 @@ def test_every_type_of_a_parameter_is_public() -> None:
 def test_quantities_have_units(bandwidth: Any, error: type[Exception], sentence: str) -> None:
     with pytest.raises(error, match=re.escape(sentence)):
         planner.flat_cluster(4, bandwidth)
-    assert planner.flat_cluster(4, "10Gbps", "16GB", "2s") == planner.flat_cluster(4, 1.25e9, 16 * 10**9, 2.0)
+    assert planner.flat_cluster(4, "10Gbps", "16GB", "2s") == planner.flat_cluster(
+        4, 1.25e9, 16 * 10**9, 2.0
+    )
     two = planner.hierarchical_cluster((4, 2), ("1GB/s", "8Gbps"), "1GiB", ("1us", 0.0))
     assert [level.bandwidth_bytes_per_s for level in two.levels] == [1e9, 1e9]
 
@@ -142,9 +199,21 @@ def test_quantities_have_units(bandwidth: Any, error: type[Exception], sentence:
     ("verb", "given", "sentence"),
     [
         ("solve", ("a profile", "a plan"), "`cluster` of solve takes Cluster, and was given Plan"),
-        ("solve", ("profile.json", "a plan"), "`profile` of solve takes Profile, and was given str"),
-        ("explain", ("a plan", "a profile"), "`profile` of explain takes Profile, and was given Plan"),
-        ("compare", ("a plan", "a profile"), "`profile` of compare takes Profile, and was given Plan"),
+        (
+            "solve",
+            ("profile.json", "a plan"),
+            "`profile` of solve takes Profile, and was given str",
+        ),
+        (
+            "explain",
+            ("a plan", "a profile"),
+            "`profile` of explain takes Profile, and was given Plan",
+        ),
+        (
+            "compare",
+            ("a plan", "a profile"),
+            "`profile` of compare takes Profile, and was given Plan",
+        ),
         ("simulate", ("a profile",), "`plan` of simulate takes Plan, and was given Profile"),
         ("train", ("model.py", "a profile"), "`plan` of train takes Plan, and was given Profile"),
         ("flat_cluster", ("10Gbps", 2), "`gpus` of flat_cluster takes int, and was given str"),
@@ -167,8 +236,12 @@ def test_options_take_texts_as_their_flags_do(profile: planner.Profile) -> None:
     assert planner.SolveOptions(time_limit_s="250ms", tensor="1,2").time_limit_s == 0.25  # type: ignore[arg-type]
     with pytest.raises(InputError, match="time '5' has no unit"):
         planner.SolveOptions(time_limit_s="5")  # type: ignore[arg-type]
-    described = planner.cluster(profile, topology="2x2", bandwidth=["nvlink2", 1.25e9], memory="4GB", own_links=True)
-    assert described == planner.hierarchical_cluster((2, 2), ("nvlink2", "10Gbps"), "4GB", shared=False)
+    described = planner.cluster(
+        profile, topology="2x2", bandwidth=["nvlink2", 1.25e9], memory="4GB", own_links=True
+    )
+    assert described == planner.hierarchical_cluster(
+        (2, 2), ("nvlink2", "10Gbps"), "4GB", shared=False
+    )
     with pytest.raises(ClusterError, match="no bandwidth"):
         planner.cluster(profile, gpus=2)
 
@@ -178,12 +251,20 @@ def test_plans_leave_a_margin_of_a_profiled_gpu(profile: planner.Profile) -> Non
     device = Device(kind="cuda", name="some GPU", memory_bytes=80 * 2**30)
     on_gpu = profile.model_copy(update={"device": device})
     assert planner.cluster(on_gpu, gpus=2, bandwidth="1Gbps").memory_bytes == 76 * 2**30
-    assert planner.cluster(on_gpu, gpus=2, bandwidth="1Gbps", memory="80GiB").memory_bytes == 80 * 2**30
+    assert (
+        planner.cluster(on_gpu, gpus=2, bandwidth="1Gbps", memory="80GiB").memory_bytes
+        == 80 * 2**30
+    )
     assert planner.cluster(profile, gpus=2, bandwidth="1Gbps").memory_bytes is None
     plan = planner.solve(on_gpu, planner.cluster(on_gpu, gpus=2, bandwidth="1Gbps"))
     said = [text for _, text, _ in complaints(plan, on_gpu) if text.startswith("plans fill")]
-    assert said == ["plans fill 95% of the 80 GiB that the profiled GPU has, for fragments and what libraries take"]
-    given = planner.solve(on_gpu, planner.cluster(on_gpu, gpus=2, bandwidth="1Gbps", memory="80GiB"))
+    assert said == [
+        "plans fill 95% of the 80 GiB that the profiled GPU has, for fragments and what libraries "
+        "take"
+    ]
+    given = planner.solve(
+        on_gpu, planner.cluster(on_gpu, gpus=2, bandwidth="1Gbps", memory="80GiB")
+    )
     assert not any(text.startswith("plans fill") for _, text, _ in complaints(given, on_gpu))
 
 
@@ -191,8 +272,14 @@ def test_price_takes_plain_numbers(profile: planner.Profile) -> None:
     four = planner.flat_cluster(4, "1Gbps")
     assert planner.price(profile, four, 4).config == "1-1-1-1"
     assert planner.price(profile, four, [20, 3], replicas=[3, 1]).config == "3-1"
-    assert planner.price(profile, four, ["features.30"], replicas=2, shard_optimizer=True).stages[1].sharded
-    again = planner.price(profile, four, 2, recompute={0: 2}, replicas="1", schedule="1f1b-flush", microbatches=8)
+    assert (
+        planner.price(profile, four, ["features.30"], replicas=2, shard_optimizer=True)
+        .stages[1]
+        .sharded
+    )
+    again = planner.price(
+        profile, four, 2, recompute={0: 2}, replicas="1", schedule="1f1b-flush", microbatches=8
+    )
     assert again.microbatches == 8
     assert len(again.stages[0].recompute_groups) == 2
     with pytest.raises(InputError, match="`stages=3,0` has a stage without blocks"):
@@ -220,7 +307,9 @@ def test_a_model_in_memory_has_what_a_file_has() -> None:
     assert spec.loss_weight([1, 2, 3]) == 3
 
 
-def test_print_is_the_table_and_a_notebook_shows_the_report(solved: planner.Plan, profile: planner.Profile) -> None:
+def test_print_is_the_table_and_a_notebook_shows_the_report(
+    solved: planner.Plan, profile: planner.Profile
+) -> None:
     assert "stage    layers" in str(solved)
     page = solved._repr_html_()
     assert page is not None
@@ -234,7 +323,9 @@ def test_print_is_the_table_and_a_notebook_shows_the_report(solved: planner.Plan
     assert "busiest" in str(planner.simulate(solved))
 
 
-def test_records_write_themselves(solved: planner.Plan, profile: planner.Profile, tmp_path: Path) -> None:
+def test_records_write_themselves(
+    solved: planner.Plan, profile: planner.Profile, tmp_path: Path
+) -> None:
     solved.save(tmp_path / "plan.json")
     profile.save(tmp_path / "profile.json")
     assert planner.load_plan(tmp_path / "plan.json") == solved
@@ -251,11 +342,15 @@ def test_help_begins_with_the_functions() -> None:
 
 def test_import_and_planning_load_no_torch() -> None:
     script = (
-        "import sys, time; t = time.perf_counter(); import planner; assert time.perf_counter() - t < 0.5\n"
+        "import sys, time; t = time.perf_counter(); import planner; assert time.perf_counter() - "
+        "t < 0.5\n"
         "planner.solve, planner.show, planner.price, planner.report, planner.cluster\n"
         "sys.exit('torch' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=False, timeout=60).returncode == 0
+    assert (
+        subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=False, timeout=60).returncode
+        == 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -267,7 +362,9 @@ def test_import_and_planning_load_no_torch() -> None:
         (["solve", "--schedule", "1f1b-flsh"], "did you mean 1f1b-flush"),
     ],
 )
-def test_misspelt_choices_have_a_suggestion(arguments: list[str], meant: str, tmp_path: Path) -> None:
+def test_misspelt_choices_have_a_suggestion(
+    arguments: list[str], meant: str, tmp_path: Path
+) -> None:
     done = plan_verb(*arguments, cwd=tmp_path)
     assert done.returncode == 2
     assert meant in done.stderr

@@ -25,10 +25,22 @@ def test_the_example_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
     test = doctest.DocTest(_examples(name), {"planner": planner}, name, None, 0, None)
     said: list[str] = []
-    result = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE).run(test, out=said.append)
+    result = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE).run(
+        test, out=said.append
+    )
     assert not result.failed, "".join(said)
 
 
 def test_verbs_have_examples() -> None:
-    verbs = {"profile", "estimate", "solve", "price", "compare", "explain", "simulate", "train", "export"}
+    verbs = {
+        "profile",
+        "estimate",
+        "solve",
+        "price",
+        "compare",
+        "explain",
+        "simulate",
+        "train",
+        "export",
+    }
     assert verbs <= {name for name in FUNCTIONS if _examples(name)}

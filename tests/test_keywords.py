@@ -13,12 +13,20 @@ from planner.errors import InputError
     ("function", "keyword", "meant"),
     [
         (planner.profile, "estimate", "planner.estimate is a function of its own"),
-        (planner.profile, "compile", "did you mean `compiled`, which the command line calls compile?"),
+        (
+            planner.profile,
+            "compile",
+            "did you mean `compiled`, which the command line calls compile?",
+        ),
         (planner.solve, "global_batch_size", "did you mean `minibatch`?"),
         (planner.profile, "batchsize", "did you mean batch_size?"),
         (planner.profile, "host", "it is an argument of planner.estimate"),
         (planner.train, "drop_last", "give `options=planner.TrainingOptions(drop_last=...)`"),
-        (planner.train, "hang_timeout", "give `run_options=planner.RunOptions(hang_timeout_s=...)`"),
+        (
+            planner.train,
+            "hang_timeout",
+            "give `run_options=planner.RunOptions(hang_timeout_s=...)`",
+        ),
         (planner.report, "run", "did you mean `measured`, which the command line calls run?"),
         (planner.flat_cluster, "memory", "did you mean memory_bytes?"),
         (planner.pipeline, "devices", "did you mean device?"),

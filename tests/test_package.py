@@ -23,9 +23,16 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tree = tmp_path_factory.mktemp("tree")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tree)
-    shutil.copytree(ROOT / "planner", tree / "planner", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        ROOT / "planner", tree / "planner", ignore=shutil.ignore_patterns("__pycache__")
+    )
     done = subprocess.run(
-        [sys.executable, "-c", BUILD], cwd=tree, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", BUILD],
+        cwd=tree,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return tree / "dist"
@@ -35,7 +42,9 @@ def test_the_wheel_has_every_file_of_the_package(built: Path) -> None:
     (wheel,) = built.glob(f"pipeline_planner-{__version__}-py3-none-any.whl")
     with zipfile.ZipFile(wheel) as archive:
         held = {name for name in archive.namelist() if name.startswith("planner/")}
-        (metadata,) = (archive.read(name).decode() for name in archive.namelist() if name.endswith("METADATA"))
+        (metadata,) = (
+            archive.read(name).decode() for name in archive.namelist() if name.endswith("METADATA")
+        )
     expected = {
         str(path.relative_to(ROOT))
         for path in (ROOT / "planner").rglob("*")

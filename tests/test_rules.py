@@ -17,17 +17,26 @@ _EXPORTS = ("exports/transformers.py",)
 
 
 def test_only_the_command_line_knows_flags() -> None:
-    """Messages of the library name arguments, `steps=0`; `planner.cli.output` shows them as flags."""
+    """Messages of the library name arguments, `steps=0`; `planner.cli.output` shows them as
+    flags.
+    """
     assert not list(_lines_with_flags())
 
 
 def test_every_argument_in_a_message_has_a_flag() -> None:
     """A misspelt `argument` would reach the user of the command line with its backticks."""
-    assert not [text for text in _texts() for name in re.findall(r"`[a-z_]+`", text) if as_flags(name) == name]
+    assert not [
+        text
+        for text in _texts()
+        for name in re.findall(r"`[a-z_]+`", text)
+        if as_flags(name) == name
+    ]
 
 
 def test_nothing_outside_schedule_knows_a_schedule_by_its_name() -> None:
-    """Schedules are asked for their traits; a comparison with a name would have to be found for every new schedule."""
+    """Schedules are asked for their traits; a comparison with a name would have to be found for
+    every new schedule.
+    """
     found = [
         f"{path.relative_to(PACKAGE)}:{node.lineno} {node.value!r}"
         for path in sorted(PACKAGE.rglob("*.py"))
@@ -39,11 +48,17 @@ def test_nothing_outside_schedule_knows_a_schedule_by_its_name() -> None:
 
 
 def test_nobody_asks_a_sharding_level_for_its_number() -> None:
-    """What replicas divide is asked in words, `stage.shards_gradients`; `planner.stages.sharding` knows the numbers.
+    """What replicas divide is asked in words, `stage.shards_gradients`; `planner.stages.sharding`
+    knows the numbers.
 
     Records that hold the number say so in one word, `level`, which nobody else reads.
     """
-    records = ("stages/sharding.py", "cost/candidate.py", "formats/plan_parts.py", "formats/own_plan.py")
+    records = (
+        "stages/sharding.py",
+        "cost/candidate.py",
+        "formats/plan_parts.py",
+        "formats/own_plan.py",
+    )
     found = [
         f"{path.relative_to(PACKAGE)}:{node.lineno}"
         for path in sorted(PACKAGE.rglob("*.py"))
@@ -55,11 +70,17 @@ def test_nobody_asks_a_sharding_level_for_its_number() -> None:
 
 
 def test_nobody_asks_a_stage_for_its_tensor_degree() -> None:
-    """What ranks divide is asked in words, `stage.divides_layers`; `planner.stages.tensor` knows the number.
+    """What ranks divide is asked in words, `stage.divides_layers`; `planner.stages.tensor` knows
+    the number.
 
     Options of solving and profiles have a `tensor`, too: degrees to try, and costs at each of them.
     """
-    records = ("stages/tensor.py", "formats/plan_parts.py", "formats/own_plan.py", "cost/candidate.py")
+    records = (
+        "stages/tensor.py",
+        "formats/plan_parts.py",
+        "formats/own_plan.py",
+        "cost/candidate.py",
+    )
     asked = r"\b(stage|own|peer|each|stages\[[^]]*\])(\.options)?\.tensor\b"
     of_a_stage = re.compile(rf"{asked}|plan\.degrees\[|\(plan\.degrees\)")
     found = [
@@ -74,7 +95,9 @@ def test_nobody_asks_a_stage_for_its_tensor_degree() -> None:
 
 def test_no_sharding_level_is_compared_with_a_number() -> None:
     """Not even where a record holds it: `level > 1` would have to be found for every new level."""
-    numbers = re.compile(r"level\b\s*([<>]=?|[!=]=)\s*\d|\d\s*([<>]=?|[!=]=)\s*\w*\.?(sharding_)?level\b")
+    numbers = re.compile(
+        r"level\b\s*([<>]=?|[!=]=)\s*\d|\d\s*([<>]=?|[!=]=)\s*\w*\.?(sharding_)?level\b"
+    )
     of_links = ("simulator/communication.py",)  # the levels of a cluster
     found = [
         f"{path.relative_to(PACKAGE)}:{number}: {line.strip()}"
@@ -87,12 +110,15 @@ def test_no_sharding_level_is_compared_with_a_number() -> None:
 
 
 def test_one_module_knows_what_a_kind_of_device_does() -> None:
-    """What differs between kinds of device is asked of `planner.runtime`, which alone uses PyTorch's modules for them.
+    """What differs between kinds of device is asked of `planner.runtime`, which alone uses
+    PyTorch's modules for them.
 
-    `fake.py` lets a machine without CUDA believe in it, for the dtypes of autocast, and so replaces CUDA's own
-    functions.
+    `fake.py` lets a machine without CUDA believe in it, for the dtypes of autocast, and so replaces
+    CUDA's own functions.
     """
-    elsewhere = re.compile(r"torch\.(cuda|xpu|mtia|accelerator)\b|get_device_module|is_cuda|record_stream|pin_memory")
+    elsewhere = re.compile(
+        r"torch\.(cuda|xpu|mtia|accelerator)\b|get_device_module|is_cuda|record_stream|pin_memory"
+    )
     allowed = ("runtime.py", "model/capture/fake.py")
     found = [
         f"{path.relative_to(PACKAGE)}:{number}: {line.strip()}"
@@ -105,7 +131,9 @@ def test_one_module_knows_what_a_kind_of_device_does() -> None:
 
 
 def test_kinds_that_say_cuda_are_about_cuda() -> None:
-    """Code that asks whether a device is of CUDA is wrong for other GPUs, unless it is about CUDA's own rules."""
+    """Code that asks whether a device is of CUDA is wrong for other GPUs, unless it is about CUDA's
+    own rules.
+    """
     allowed = (
         "runtime.py",  # knows all kinds
         "formats/names.py",  # lists them
@@ -125,7 +153,9 @@ def test_kinds_that_say_cuda_are_about_cuda() -> None:
 
 
 def test_tuned_numbers_are_fields_of_one_record() -> None:
-    """How far searches look is read from the question, in `planner.solver.tuning`, where each number has its reason."""
+    """How far searches look is read from the question, in `planner.solver.tuning`, where each
+    number has its reason.
+    """
     exact = {
         "analysis/explain.py": {"_SAME"},  # rounding
         "analysis/fewer.py": {"_COPIES"},  # what a host of an elastic run holds
@@ -182,8 +212,16 @@ def _names_of_numbers(tree: ast.Module) -> Iterator[str]:
                 targets = [target]
             case _:
                 continue
-        if any(isinstance(node, ast.Constant) and type(node.value) in (int, float) for node in ast.walk(value)):
-            names = (node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name))
+        if any(
+            isinstance(node, ast.Constant) and type(node.value) in (int, float)
+            for node in ast.walk(value)
+        ):
+            names = (
+                node.id
+                for target in targets
+                for node in ast.walk(target)
+                if isinstance(node, ast.Name)
+            )
             yield from (name for name in names if name.isupper())
 
 
@@ -192,7 +230,10 @@ def _defaults(tree: ast.Module) -> Iterator[ast.expr]:
     for node in ast.walk(tree):
         match node:
             case ast.arguments():
-                yield from (*node.defaults, *(each for each in node.kw_defaults if each is not None))
+                yield from (
+                    *node.defaults,
+                    *(each for each in node.kw_defaults if each is not None),
+                )
             case ast.ClassDef():
                 fields = (each.value for each in node.body if isinstance(each, ast.AnnAssign))
                 yield from (value for value in fields if value is not None)
@@ -214,7 +255,11 @@ def _texts() -> Iterator[str]:
         tree = ast.parse(path.read_text("utf-8"))
         docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
         for node in ast.walk(tree):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            if (
+                isinstance(node, ast.Constant)
+                and isinstance(node.value, str)
+                and id(node) not in docstrings
+            ):
                 yield node.value
 
 
@@ -224,6 +269,8 @@ def _lines_with_flags() -> Iterator[str]:
         if place.startswith("cli/") or place in _EXPORTS:
             continue
         for number, line in enumerate(path.read_text("utf-8").splitlines(), start=1):
-            declared = place.startswith("options/") and re.search(r'\b((flag|negation)="|aliases=\(")--', line)
+            declared = place.startswith("options/") and re.search(
+                r'\b((flag|negation)="|aliases=\(")--', line
+            )
             if _FLAG.search(line) and not _OTHER_PROGRAMS.search(line) and not declared:
                 yield f"{place}:{number}: {line.strip()}"

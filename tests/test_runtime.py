@@ -1,4 +1,6 @@
-"""The seam: what a kind of device does is asked of one place, which uses the module that PyTorch has for the kind."""
+"""The seam: what a kind of device does is asked of one place, which uses the module that PyTorch
+has for the kind.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,23 @@ import pytest
 import torch
 
 from planner.errors import InputError
-from planner.profiler.this_machine import describe_device, describe_machine, gpus_of_kinds, parse_device
+from planner.profiler.this_machine import (
+    describe_device,
+    describe_machine,
+    gpus_of_kinds,
+    parse_device,
+)
 from planner.runtime import Accelerator, Runtime, check_kind, kinds_here, known_kinds, runtime_of
-from planner.workers.place import Place, check_backend, choose_place, gpus_here, kind_here, own_seat, take, visible_gpus
+from planner.workers.place import (
+    Place,
+    check_backend,
+    choose_place,
+    gpus_here,
+    kind_here,
+    own_seat,
+    take,
+    visible_gpus,
+)
 from tests.runtimes import PretendedDevice, registered
 
 CPU = torch.device("cpu")
@@ -63,12 +79,19 @@ def xpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Module]:
         yield module
 
 
-def test_memory_is_reserved_as_far_as_there_is_some(xpus: Module, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_reserved_as_far_as_there_is_some(
+    xpus: Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
     taken: list[int] = []
     monkeypatch.setattr(torch, "empty", lambda size, dtype, device: taken.append(size))
     runtime, device = runtime_of("xpu"), torch.device("xpu", 0)
     # Beside it memory for small requests. What a few messages need is taken, too.
-    for asked, large, small in ((10 * GB, 10 * GB, 64), (100 * GB, 54 * GB, 64), (3 << 20, 3 << 20, 3), (64, 64, 1)):
+    for asked, large, small in (
+        (10 * GB, 10 * GB, 64),
+        (100 * GB, 54 * GB, 64),
+        (3 << 20, 3 << 20, 3),
+        (64, 64, 1),
+    ):
         taken.clear()
         runtime.reserve(device, asked)
         assert taken == [large, *[1 << 20] * small]
@@ -90,12 +113,19 @@ def test_a_kind_that_pytorch_has_a_module_for_is_used_by_its_name(
     assert place == Place(second, second)
     assert (place.kind, place.backend, place.device_name) == ("xpu", "xccl", "Max 1550")
     assert choose_place(seats, 1, "xpu", "gloo") == Place(second, CPU)
-    with pytest.raises(InputError, match="`backend=nccl` sends from GPUs, and `device=xpu` on others"):
+    with pytest.raises(
+        InputError, match="`backend=nccl` sends from GPUs, and `device=xpu` on others"
+    ):
         check_backend("xpu", "nccl")
     take(place)
     assert ("set_device", second) in xpus.calls
     found = describe_device(parse_device("xpu:1"), 1, 1)
-    assert (found.kind, found.name, found.memory_bytes, found.context_bytes) == ("xpu", "Max 1550", 64 * GB, 1 * GB)
+    assert (found.kind, found.name, found.memory_bytes, found.context_bytes) == (
+        "xpu",
+        "Max 1550",
+        64 * GB,
+        1 * GB,
+    )
     assert "xpu:1  Max 1550, 64 GB" in describe_machine()
     with pytest.raises(InputError, match="there is no device 'xpu:2': PyTorch sees 2 GPUs"):
         parse_device("xpu:2")
@@ -109,7 +139,12 @@ def test_each_question_goes_to_the_module(xpus: Module) -> None:
     runtime.reset_peak(device)
     runtime.seed(device, 7)
     runtime.empty_cache()
-    asked = [("synchronize", device), ("reset_peak_memory_stats", device), ("device", device), ("manual_seed", 7)]
+    asked = [
+        ("synchronize", device),
+        ("reset_peak_memory_stats", device),
+        ("device", device),
+        ("manual_seed", 7),
+    ]
     assert xpus.calls == [*asked, ("empty_cache", None)]
 
 
@@ -143,8 +178,10 @@ def test_an_unknown_kind_is_refused_in_one_sentence() -> None:
     for kind in known_kinds():
         check_kind(kind)
     expected = (
-        "`device=tpu` is no kind of device: PyTorch offers cpu here, could offer cuda, xpu, mtia, cpu, and of all "
-        "these cpu and cuda have been tried with planner\nhint: give one of these kinds; GPUs of ROCm are cuda, too"
+        "`device=tpu` is no kind of device: PyTorch offers cpu here, could offer cuda, xpu, mtia, "
+        "cpu, and of all "
+        "these cpu and cuda have been tried with planner\nhint: give one of these kinds; GPUs of "
+        "ROCm are cuda, too"
     )
     for refused in (check_kind, parse_device, runtime_of, visible_gpus):
         with pytest.raises(InputError) as caught:

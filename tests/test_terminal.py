@@ -23,7 +23,10 @@ _PIPED = ("profiler/measured/other_processes.py", "workers/start_here.py")
 
 def test_control_characters_are_shown_as_escapes() -> None:
     assert printable(EVIL) == HARMLESS
-    assert printable("two lines\n\tof Ümläut 模型 \U0001f600") == "two lines\n\tof Ümläut 模型 \U0001f600"
+    assert (
+        printable("two lines\n\tof Ümläut 模型 \U0001f600")
+        == "two lines\n\tof Ümläut 模型 \U0001f600"
+    )
 
 
 def test_a_json_document_keeps_its_values() -> None:
@@ -41,7 +44,10 @@ def test_messages_progress_and_warnings_are_printable(capsys: pytest.CaptureFixt
     handler.setFormatter(PrintableFormatter("warning: %(message)s"))
     handler.handle(logging.makeLogRecord({"msg": "%s", "args": (EVIL,)}))
     told = capsys.readouterr().err
-    assert told == f"error: {HARMLESS}\nhint: {HARMLESS}\n{HARMLESS}\n\r{HARMLESS}warning: {HARMLESS}\n"
+    assert (
+        told
+        == f"error: {HARMLESS}\nhint: {HARMLESS}\n{HARMLESS}\n\r{HARMLESS}warning: {HARMLESS}\n"
+    )
 
 
 def _prints() -> Iterator[tuple[str, ast.Call]]:
@@ -65,6 +71,8 @@ def test_all_that_the_package_prints_is_printable() -> None:
     prints = list(_prints())
     assert len(prints) > 8
     unsafe = [place for place, call in prints if not all(_is_safe(each) for each in call.args)]
-    # A progress line writes carriage returns around a text that it has made printable, and print_result() prints what
-    # its callers have made so.
-    assert [place for place in unsafe if not place.startswith(("terminal.py:", "cli/results.py:"))] == []
+    # A progress line writes carriage returns around a text that it has made printable, and
+    # print_result() prints what its callers have made so.
+    assert [
+        place for place in unsafe if not place.startswith(("terminal.py:", "cli/results.py:"))
+    ] == []

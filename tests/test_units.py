@@ -21,20 +21,31 @@ from planner.units import (
 
 @pytest.mark.parametrize(
     ("text", "bytes_per_s"),
-    [("10Gbps", 1.25e9), ("10 Gbit/s", 1.25e9), ("1.25GB/s", 1.25e9), ("800Mb/s", 1e8), ("1GiB/s", 2**30), ("8bps", 1)],
+    [
+        ("10Gbps", 1.25e9),
+        ("10 Gbit/s", 1.25e9),
+        ("1.25GB/s", 1.25e9),
+        ("800Mb/s", 1e8),
+        ("1GiB/s", 2**30),
+        ("8bps", 1),
+    ],
 )
 def test_bandwidth_tells_bits_from_bytes(text: str, bytes_per_s: float) -> None:
     assert parse_bandwidth(text) == bytes_per_s
 
 
-@pytest.mark.parametrize("text", ["10Gb", "10G", "10", "", "Gbps", "-1Gbps", "0Gbps", "1e999Gbps", "nanGbps", "10gbps"])
+@pytest.mark.parametrize(
+    "text", ["10Gb", "10G", "10", "", "Gbps", "-1Gbps", "0Gbps", "1e999Gbps", "nanGbps", "10gbps"]
+)
 def test_bandwidth_without_a_clear_meaning_is_refused(text: str) -> None:
     with pytest.raises(UnitError) as caught:
         parse_bandwidth(text)
     assert repr(text)[1:-1] in caught.value.message
 
 
-@pytest.mark.parametrize(("text", "count"), [("16GB", 16 * 10**9), ("16GiB", 16 * 2**30), ("2.01kB", 2010), ("7B", 7)])
+@pytest.mark.parametrize(
+    ("text", "count"), [("16GB", 16 * 10**9), ("16GiB", 16 * 2**30), ("2.01kB", 2010), ("7B", 7)]
+)
 def test_sizes_are_decimal_unless_marked_binary(text: str, count: int) -> None:
     assert parse_bytes(text) == count
 
@@ -45,7 +56,9 @@ def test_sizes_without_a_unit_are_refused(text: str) -> None:
         parse_bytes(text)
 
 
-@pytest.mark.parametrize(("text", "seconds"), [("50us", 5e-5), ("50µs", 5e-5), ("0.1ms", 1e-4), ("2s", 2), ("0s", 0)])
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("50us", 5e-5), ("50µs", 5e-5), ("0.1ms", 1e-4), ("2s", 2), ("0s", 0)]
+)
 def test_times(text: str, seconds: float) -> None:
     assert parse_seconds(text) == pytest.approx(seconds)
 
@@ -75,5 +88,9 @@ def test_zero_and_small_values_show() -> None:
     assert [format_memory(limit) for limit in limits] == ["16 GiB", "15.8 GiB", "16 GB", "0 B"]
     assert format_bandwidth(124.99) == "1 kbps"
     assert format_seconds(0.9999) == "1 s"
-    assert [format_times(ratio) for ratio in (2e9, 1.234, 1e-9)] == ["more than 1,000x", "1.23x", "less than 0.01x"]
+    assert [format_times(ratio) for ratio in (2e9, 1.234, 1e-9)] == [
+        "more than 1,000x",
+        "1.23x",
+        "less than 0.01x",
+    ]
     assert format_seconds(123456) == "123456 s"

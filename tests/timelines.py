@@ -33,5 +33,13 @@ def by_hand(*more: Event, microbatches: int = 1) -> Timeline:
         microbatch_size=4,
         events=Events.of((*EVENTS, *more)),
         memory=(MemoryCurve(rank=0, time_s=(0.0, 6.75), held_bytes=(300, 100), limit_bytes=1000),),
-        links=(LinkUse(name="worker 0 sends", rank=0, bandwidth_bytes_per_s=8.0, start_s=(1.0,), end_s=(1.5,)),),
+        links=(
+            LinkUse(
+                name="worker 0 sends",
+                rank=0,
+                bandwidth_bytes_per_s=8.0,
+                start_s=(1.0,),
+                end_s=(1.5,),
+            ),
+        ),
     )

@@ -45,17 +45,23 @@ class Row:
 
 def main() -> int:
     """Measure all models and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--minibatches", type=int, default=160, help="of each run (default: %(default)s)")
+    parser.add_argument(
+        "--minibatches", type=int, default=160, help="of each run (default: %(default)s)"
+    )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--save", action="store_true", help="write the table into the README")
     arguments = parser.parse_args()
     load = os.getloadavg()[0]
     rows = [measure(name, arguments.rounds, arguments.minibatches) for name in arguments.models]
     text = (
-        f"{time.strftime('%Y-%m-%d')}, {platform.machine()}, {platform.system()} {platform.release()}, "
-        f"Python {platform.python_version()}, {os.cpu_count()} cores, load {load:.1f} before.\n\n{table(rows)}"
+        f"{time.strftime('%Y-%m-%d')}, {platform.machine()}, {platform.system()} "
+        f"{platform.release()}, "
+        f"Python {platform.python_version()}, {os.cpu_count()} cores, load {load:.1f} "
+        f"before.\n\n{table(rows)}"
     )
     if arguments.save:
         before = README.read_text(encoding="utf-8").split(MARKER)[0]
@@ -76,7 +82,9 @@ def measure(name: str, rounds: int, minibatches: int) -> Row:
     for _ in range(rounds):
         plain = planner.train(model, plan, steps=minibatches)
         with tempfile.TemporaryDirectory(prefix="checkpoints-", dir=Path.cwd()) as folder:
-            options = planner.CheckpointOptions(every=minibatches // CHECKPOINTS, folder=folder, keep=1)
+            options = planner.CheckpointOptions(
+                every=minibatches // CHECKPOINTS, folder=folder, keep=1
+            )
             run = planner.train(model, plan, steps=minibatches, checkpoints=options)
             (newest,) = Path(folder).glob("step-*")
             size_bytes = sum(path.stat().st_size for path in newest.iterdir())
@@ -85,16 +93,28 @@ def measure(name: str, rounds: int, minibatches: int) -> Row:
         checkpoint_s.append((run.seconds - plain.seconds) / CHECKPOINTS)
         written_s.append(run.checkpoint_s / CHECKPOINTS)
         print(f"{name}: {checkpoint_s[-1]:.3f} s per checkpoint", file=sys.stderr, flush=True)
-    return Row(name, size_bytes, statistics.median(plain_s) / minibatches, checkpoint_s, written_s, processor_s, disk_s)
+    return Row(
+        name,
+        size_bytes,
+        statistics.median(plain_s) / minibatches,
+        checkpoint_s,
+        written_s,
+        processor_s,
+        disk_s,
+    )
 
 
 def _plan(model: Path, batch_size: int) -> Plan:
     profile = planner.profile(model, batch_size=batch_size, device="cpu", seconds=5)
-    return straight_plan(profile, planner.flat_cluster(gpus=2, bandwidth_bytes_per_s=1.25e9), "1f1b", 1)
+    return straight_plan(
+        profile, planner.flat_cluster(gpus=2, bandwidth_bytes_per_s=1.25e9), "1f1b", 1
+    )
 
 
 def _processor_s(model: Path) -> float:
-    """Return the processor time of writing the whole model as one part, which excludes the disk's own work."""
+    """Return the processor time of writing the whole model as one part, which excludes the disk's
+    own work.
+    """
     spec = planner.load_model_file(model)
     module = spec.build_model()
     optimizer = spec.optimizer(list(module.parameters()))

@@ -1,4 +1,5 @@
-"""Compare checkpoints with torch.distributed.checkpoint: time, memory, and what is found damaged. See README.md.
+"""Compare checkpoints with torch.distributed.checkpoint: time, memory, and what is found damaged.
+See README.md.
 
 python -m benchmarks.checkpoints.dcp
 """
@@ -26,25 +27,39 @@ from tabulate import tabulate
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from planner.errors import InputError
 from planner.executor.checkpoint.folders import INDEX, Checkpoint, StagePart, load_checkpoint
-from planner.executor.checkpoint.stage_parts import Restorable, content_of, restore_stage, write_part
+from planner.executor.checkpoint.stage_parts import (
+    Restorable,
+    content_of,
+    restore_stage,
+    write_part,
+)
 from planner.executor.checkpoint.tensor_file import each_tensor, write_tensors
 from planner.executor.communication.control import gather_bytes
 from planner.formats.files import save_record
 
 WIDTH, LAYERS = 2048, 8  # 134 MB of weights, and twice that of AdamW's moments
 WAYS = ("ours", "dcp", "safetensors")
-TASKS = {"save, 2 workers": ("save", 2), "load, 4 workers": ("load", 4), "load, 1 worker": ("load", 1)}
+TASKS = {
+    "save, 2 workers": ("save", 2),
+    "load, 4 workers": ("load", 4),
+    "load, 1 worker": ("load", 1),
+}
 ROUNDS = 3
 
 
 def main() -> int:
-    """Measure all ways in turn, and print the tables; with arguments, be one worker of a measurement."""
+    """Measure all ways in turn, and print the tables; with arguments, be one worker of a
+    measurement.
+    """
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     if len(sys.argv) > 1:
@@ -58,20 +73,42 @@ def main() -> int:
                 for name, (task, workers) in TASKS.items():
                     found[way, name] += _run(task, way, folder, workers)
         rows = [
-            [way, name, *(f"{statistics.median(one[key] for one in each):.2f}" for key in ("s", "cpu_s", "peak_mb"))]
+            [
+                way,
+                name,
+                *(
+                    f"{statistics.median(one[key] for one in each):.2f}"
+                    for key in ("s", "cpu_s", "peak_mb")
+                ),
+            ]
             for (way, name), each in found.items()
         ]
-        print(tabulate(rows, ["", "", "s", "CPU s per worker", "peak beside the stage, MB"], tablefmt="github"))
+        print(
+            tabulate(
+                rows,
+                ["", "", "s", "CPU s per worker", "peak beside the stage, MB"],
+                tablefmt="github",
+            )
+        )
         print("\nOf 100 files with one bit changed, in the same order: " + _damage(Path(folder)))
     return 0
 
 
 def _run(task: str, way: str, folder: str, workers: int) -> list[dict[str, float]]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={workers}",
+    ]
     command += ["-m", "benchmarks.checkpoints.dcp", task, way, folder]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=300)
-    return [json.loads(found) for found in re.findall(r"\{.*?\}", done.stdout)]  # lines of workers may be joined
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=True, timeout=300
+    )
+    # lines of workers may be joined
+    return [json.loads(found) for found in re.findall(r"\{.*?\}", done.stdout)]
 
 
 class _Measured:
@@ -92,7 +129,10 @@ class _Measured:
         wall_s, cpu_s = time.perf_counter() - self._began[0], time.process_time() - self._began[1]
         self._ended.set()
         self._sampler.join()
-        print(json.dumps({"s": wall_s, "cpu_s": cpu_s, "peak_mb": (self._most - self._before) / 1e6}), flush=True)
+        print(
+            json.dumps({"s": wall_s, "cpu_s": cpu_s, "peak_mb": (self._most - self._before) / 1e6}),
+            flush=True,
+        )
 
 
 def _anonymous_bytes() -> int:
@@ -104,7 +144,9 @@ def _work(task: str, way: str, folder: Path) -> None:
     """Save or load this worker's layers, which are other ones when there are more workers."""
     dist.init_process_group("gloo")
     rank, per_worker = dist.get_rank(), LAYERS // dist.get_world_size()
-    module = nn.ModuleDict({str(rank * per_worker + n): nn.Linear(WIDTH, WIDTH) for n in range(per_worker)})
+    module = nn.ModuleDict(
+        {str(rank * per_worker + n): nn.Linear(WIDTH, WIDTH) for n in range(per_worker)}
+    )
     optimizer = torch.optim.AdamW(module.parameters())
     for parameter in module.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -113,7 +155,9 @@ def _work(task: str, way: str, folder: Path) -> None:
     own = Restorable(rank, 0, module, optimizer)
     state: dict[str, Any] = dict(module.state_dict())
     for name, parameter in module.named_parameters():
-        state |= {f"optimizer.{name}.{key}": value for key, value in optimizer.state[parameter].items()}
+        state |= {
+            f"optimizer.{name}.{key}": value for key, value in optimizer.state[parameter].items()
+        }
     dist.barrier()
     with _Measured():
         if task == "save" and way == "ours":
@@ -152,7 +196,9 @@ def _reader(way: str, folder: Path) -> FileSystemReader:
 
 
 def _damage(folder: Path) -> str:
-    """Change one bit at each of a hundred places of a file of 256 KiB, and say how many of the files are refused."""
+    """Change one bit at each of a hundred places of a file of 256 KiB, and say how many of the
+    files are refused.
+    """
     weights = torch.arange(65536.0)
     said = []
     for way in WAYS:

@@ -1,4 +1,6 @@
-"""Compare how far each schedule trains two models with a single process: python -m benchmarks.convergence [--save]."""
+"""Compare how far each schedule trains two models with a single process: python -m
+benchmarks.convergence [--save].
+"""
 
 from __future__ import annotations
 
@@ -65,13 +67,16 @@ def main() -> None:
     """Train, print the table, and save it if asked."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--save", action="store_true", help="write results.json, results.md and the pictures of the docs"
+        "--save",
+        action="store_true",
+        help="write results.json, results.md and the pictures of the docs",
     )
     parser.add_argument("--models", default="digits,characters")
     parser.add_argument(
         "--schedules",
         default=";".join((ONE_PROCESS, *SCHEDULES)),
-        help="separated by semicolons; --save keeps the other curves that results.json has of the same setting",
+        help="separated by semicolons; --save keeps the other curves that results.json has of the "
+        "same setting",
     )
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -81,13 +86,17 @@ def main() -> None:
         if name not in args.models.split(","):
             continue
         for schedule in args.schedules.split(";"):
-            curve = one_process(module) if schedule == ONE_PROCESS else in_pipeline(module, schedule)
+            curve = (
+                one_process(module) if schedule == ONE_PROCESS else in_pipeline(module, schedule)
+            )
             print(name, schedule, curve.losses[-1], curve.accuracy, flush=True)
             if args.save:
                 results = read_results()  # another process may have written it meanwhile
             known = results.get(name)
             kept = known.curves if known is not None and known.setting == module.SETTING else []
-            results[name] = Measured(module.SETTING, ordered([*(c for c in kept if c.name != schedule), curve]))
+            results[name] = Measured(
+                module.SETTING, ordered([*(c for c in kept if c.name != schedule), curve])
+            )
             if args.save:
                 save(results)
     print(markdown(results))
@@ -105,7 +114,8 @@ def read_results() -> dict[str, Measured]:
         return {}
     content = json.loads(RESULTS.read_text(encoding="utf-8"))
     return {
-        name: Measured(each["setting"], [Curve(**curve) for curve in each["curves"]]) for name, each in content.items()
+        name: Measured(each["setting"], [Curve(**curve) for curve in each["curves"]])
+        for name, each in content.items()
     }
 
 
@@ -122,14 +132,22 @@ def save(results: dict[str, Measured]) -> None:
 
 def markdown(results: dict[str, Measured]) -> str:
     """Return the table of all results."""
-    head = ["| model | schedule | held-out loss | against one process | accuracy | |", "|---|---|---|---|---|---|"]
+    head = [
+        "| model | schedule | held-out loss | against one process | accuracy | |",
+        "|---|---|---|---|---|---|",
+    ]
     rows = [row for name, each in results.items() for row in table(name, each.curves)]
-    return "\n".join([*head, *rows, "", *(f"{name}: {each.setting}.\n" for name, each in results.items())]).rstrip()
+    return "\n".join(
+        [*head, *rows, "", *(f"{name}: {each.setting}.\n" for name, each in results.items())]
+    ).rstrip()
 
 
 def curves_of(curves: list[Curve]) -> dict[str, list[tuple[float, float]]]:
     """Return the points of each curve for the picture."""
-    return {curve.name: list(zip(map(float, curve.minibatches), curve.losses, strict=True)) for curve in curves}
+    return {
+        curve.name: list(zip(map(float, curve.minibatches), curve.losses, strict=True))
+        for curve in curves
+    }
 
 
 def table(name: str, curves: list[Curve]) -> Iterator[str]:
@@ -142,7 +160,10 @@ def table(name: str, curves: list[Curve]) -> Iterator[str]:
         else:
             reached, shown = accuracy >= ACCURACY, f"{accuracy:.1%}"
         verdict = "reached" if reached else "missed"
-        yield f"| {name} | {curve.name} | {loss:.4f} | {loss / reference - 1:+.1%} | {shown} | {verdict} |"
+        yield (
+            f"| {name} | {curve.name} | {loss:.4f} | {loss / reference - 1:+.1%} | {shown} | "
+            f"{verdict} |"
+        )
 
 
 def in_pipeline(module: ModuleType, schedule: str) -> Curve:
@@ -156,15 +177,21 @@ def in_pipeline(module: ModuleType, schedule: str) -> Curve:
 
 
 def make_plan(module: ModuleType, schedule: str) -> Plan:
-    """Return a plan of stages with equal numbers of layers, because their cost does not matter here."""
+    """Return a plan of stages with equal numbers of layers, because their cost does not matter
+    here.
+    """
     microbatches = MICROBATCHES if schedule in DIVIDED else 1
-    profile: Profile = estimate(str(module.__file__), device="cpu", batch_size=module.MINIBATCH // microbatches)
+    profile: Profile = estimate(
+        str(module.__file__), device="cpu", batch_size=module.MINIBATCH // microbatches
+    )
     chunks = 2 if schedule == "interleaved" else 1
     layer_costs, cluster = LayerCosts(profile), flat_cluster(STAGES // chunks, 1e9)
     problem = Problem(layer_costs, Setting(cluster, find(schedule), microbatches, chunks))
     groups = uncut_groups(layer_costs)
     ends = [0, *accumulate(equal_counts(len(groups), STAGES))]
-    cut = [[layer for group in groups[first:end] for layer in group] for first, end in pairwise(ends)]
+    cut = [
+        [layer for group in groups[first:end] for layer in group] for first, end in pairwise(ends)
+    ]
     chosen = priced(problem, candidates(cut, [1] * STAGES))
     report = GIVEN.model_copy(update={"name": "equal layers"})
     return assemble(problem, chosen, report)

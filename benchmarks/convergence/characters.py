@@ -1,4 +1,6 @@
-"""A small causal convolutional network that predicts the next character of Python's language reference."""
+"""A small causal convolutional network that predicts the next character of Python's language
+reference.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from torch.utils.data import Dataset
 MINIBATCHES, MINIBATCH, EVERY = 2400, 32, 300
 LEARNING_RATE, BETAS, WEIGHT_DECAY = 1e-3, (0.0, 0.98), 0.01
 SETTING = (
-    f"{MINIBATCHES} minibatches of {MINIBATCH} windows, AdamW with betas {BETAS}, learning rate up to {LEARNING_RATE}, "
+    f"{MINIBATCHES} minibatches of {MINIBATCH} windows, AdamW with betas {BETAS}, learning rate "
+    f"up to {LEARNING_RATE}, "
     "warm-up over a tenth, then down along a line"
 )
 LENGTH, WIDTH, TAPS = 48, 64, 5
@@ -22,7 +25,9 @@ CHARACTERS = 128  # ASCII; all other characters become "?"
 
 
 class Block(nn.Module):
-    """A causal convolution and a linear layer, with a layer norm before them and a residual connection."""
+    """A causal convolution and a linear layer, with a layer norm before them and a residual
+    connection.
+    """
 
     def __init__(self, dilation: int) -> None:
         super().__init__()
@@ -70,11 +75,16 @@ def loss(output: Tensor, target: Tensor) -> Tensor:
 
 
 def optimizer(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    """Return AdamW without momentum, because delayed gradients act like momentum; weight decay for matrices alone."""
+    """Return AdamW without momentum, because delayed gradients act like momentum; weight decay for
+    matrices alone.
+    """
     both: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])
     for _, parameter in named_parameters:
         both[parameter.ndim > 1].append(parameter)
-    groups = [{"params": both[0], "weight_decay": 0.0}, {"params": both[1], "weight_decay": WEIGHT_DECAY}]
+    groups = [
+        {"params": both[0], "weight_decay": 0.0},
+        {"params": both[1], "weight_decay": WEIGHT_DECAY},
+    ]
     return torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=BETAS)
 
 

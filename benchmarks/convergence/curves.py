@@ -1,6 +1,8 @@
-"""Draw the training losses of the Transformer in four stages: python -m benchmarks.convergence.curves.
+"""Draw the training losses of the Transformer in four stages: python -m
+benchmarks.convergence.curves.
 
-They are means of the trainings of `late.py`: of AdamW as it usually is, and of what the docs recommend.
+They are means of the trainings of `late.py`: of AdamW as it usually is, and of what the docs
+recommend.
 """
 
 from __future__ import annotations
@@ -29,12 +31,28 @@ def curves() -> dict[str, list[tuple[float, float]]]:
     results = late.read()
     found: defaultdict[str, list[tuple[float, ...]]] = defaultdict(list)
     for case in late.best(results):
-        setting = case.model, case.stages, case.recipe.minibatches, case.synchronous_start, case.late_lr
-        if setting == ("transformer", STAGES, MINIBATCHES, 0.0, 0.0) and (case.recipe.optimizer, case.clip) in SHOWN:
-            own = [each.curve for each in results if replace(each.case, seed=0) == case and each.curve]
+        setting = (
+            case.model,
+            case.stages,
+            case.recipe.minibatches,
+            case.synchronous_start,
+            case.late_lr,
+        )
+        if (
+            setting == ("transformer", STAGES, MINIBATCHES, 0.0, 0.0)
+            and (case.recipe.optimizer, case.clip) in SHOWN
+        ):
+            own = [
+                each.curve for each in results if replace(each.case, seed=0) == case and each.curve
+            ]
             found[f"{case.recipe.optimizer}, {late.named(case)}"] += own
-    points = {name: list(enumerate(zip(*own, strict=True)))[FIRST:] for name, own in sorted(found.items())}
-    return {name: [(late.PART * (at + 1.0), fmean(losses)) for at, losses in own] for name, own in points.items()}
+    points = {
+        name: list(enumerate(zip(*own, strict=True)))[FIRST:] for name, own in sorted(found.items())
+    }
+    return {
+        name: [(late.PART * (at + 1.0), fmean(losses)) for at, losses in own]
+        for name, own in points.items()
+    }
 
 
 if __name__ == "__main__":

@@ -11,7 +11,9 @@ from torch.utils.data import Dataset, Subset
 from planner.demo.data import Digits
 
 MINIBATCHES, MINIBATCH, EVERY = 540, 32, 45  # twelve epochs
-SETTING = "540 minibatches of 32 images, SGD without momentum, learning rate 0.1 down to 0 along a cosine"
+SETTING = (
+    "540 minibatches of 32 images, SGD without momentum, learning rate 0.1 down to 0 along a cosine"
+)
 
 
 def build_model() -> nn.Module:
@@ -33,7 +35,9 @@ def loss(output: Tensor, target: Tensor) -> Tensor:
 
 
 def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Return SGD without momentum: with 0.9 and a rate of 0.02, gradients three updates old end at chance level."""
+    """Return SGD without momentum: with 0.9 and a rate of 0.02, gradients three updates old end at
+    chance level.
+    """
     return torch.optim.SGD(parameters, lr=0.1)
 
 

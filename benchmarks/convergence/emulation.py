@@ -1,10 +1,12 @@
-"""Train with late gradients in one process: exactly what the stages of an asynchronous pipeline compute.
+"""Train with late gradients in one process: exactly what the stages of an asynchronous pipeline
+compute.
 
-Under `1f1b` with weight stashing stage s of S computes minibatch m, forward and backward, at the weights after
-m − (S − 1 − s) updates, and applies the gradient to its newest weights (Narayanan et al., "PipeDream", SOSP'19, section
-3.3). Under `2bw` all stages compute it at the weights before the last update (Narayanan et al., "Memory-Efficient
-Pipeline-Parallel DNN Training", ICML'21, section 3.1). One process keeps those older weights, and puts them in place
-for the forward and the backward.
+Under `1f1b` with weight stashing stage s of S computes minibatch m, forward and backward, at the
+weights after m − (S − 1 − s) updates, and applies the gradient to its newest weights (Narayanan et
+al., "PipeDream", SOSP'19, section 3.3). Under `2bw` all stages compute it at the weights before the
+last update (Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", ICML'21, section
+3.1). One process keeps those older weights, and puts them in place for the forward and the
+backward.
 """
 
 from __future__ import annotations
@@ -27,13 +29,20 @@ from planner.workers.coding import coding_of
 
 
 def lateness(schedule: str, stages: int) -> list[int]:
-    """Return how many updates late each stage's gradients are under "1f1b", "2bw" or "synchronous"."""
-    late = {"synchronous": [0] * stages, "2bw": [1] * stages, "1f1b": list(range(stages - 1, -1, -1))}
+    """Return how many updates late each stage's gradients are under "1f1b", "2bw" or
+    "synchronous".
+    """
+    late = {
+        "synchronous": [0] * stages,
+        "2bw": [1] * stages,
+        "1f1b": list(range(stages - 1, -1, -1)),
+    }
     return late[schedule]
 
 
 class LateWeights:
-    """The weights of each stage after the last updates, and the older ones among them that a minibatch is to use.
+    """The weights of each stage after the last updates, and the older ones among them that a
+    minibatch is to use.
 
     Args:
         stages: the parameters of each.
@@ -55,8 +64,12 @@ class LateWeights:
                     parameter.data = data
 
     def put_newest(self) -> None:
-        """Give every stage its newest weights, and keep a copy of them, because they are about to be updated."""
-        for stage, older, newest, late in zip(self._stages, self._older, self._newest, self._late, strict=True):
+        """Give every stage its newest weights, and keep a copy of them, because they are about to
+        be updated.
+        """
+        for stage, older, newest, late in zip(
+            self._stages, self._older, self._newest, self._late, strict=True
+        ):
             for parameter, data in zip(stage, newest, strict=True):
                 parameter.data = data
             if late:
@@ -82,7 +95,8 @@ def train(
         module: the model file; with `late`, its `stage_of` says where parameters are.
         minibatches: how many.
         seed: of the first weights and of the order of the data.
-        observe: is called after each minibatch with the number of them that are done, the model and the loss.
+        observe: is called after each minibatch with the number of them that are done, the model and
+            the loss.
         builder: which function makes the model.
         late: how many updates late the gradients of each stage are; nothing for one process.
         start: minibatches at the beginning whose gradients are not late.
@@ -96,7 +110,9 @@ def train(
     batches = make_batches(file, module.MINIBATCH, 1, seed, drop_last=True)
     if compress != "none":
         for block in list(model.get_submodule("blocks").children())[:-1]:
-            block.register_forward_hook(lambda *call: _sent(call[-1], CODECS[compress]) if model.training else None)
+            block.register_forward_hook(
+                lambda *call: _sent(call[-1], CODECS[compress]) if model.training else None
+            )
     late = late if any(late) else [0]
     named: list[dict[str, nn.Parameter]] = [{} for _ in late]
     for name, parameter in model.named_parameters():
@@ -139,7 +155,9 @@ class _Optimizer:
         self._scheduler.step()
 
 
-def evaluate(module: ModuleType, model: nn.Module, data: Dataset[object]) -> tuple[float, float | None]:
+def evaluate(
+    module: ModuleType, model: nn.Module, data: Dataset[object]
+) -> tuple[float, float | None]:
     """Return the mean loss, and the accuracy if the module has metrics."""
     loss, right, count = 0.0, 0.0, 0
     with torch.no_grad():
@@ -147,7 +165,9 @@ def evaluate(module: ModuleType, model: nn.Module, data: Dataset[object]) -> tup
             output = model.eval()(inputs)
             loss += float(module.loss(output, target)) * len(inputs)
             right += (
-                float(module.metrics(output, target)["accuracy"]) * len(inputs) if hasattr(module, "metrics") else 0
+                float(module.metrics(output, target)["accuracy"]) * len(inputs)
+                if hasattr(module, "metrics")
+                else 0
             )
             count += len(inputs)
     model.train()
@@ -176,7 +196,10 @@ def _sent(value: Tensor, codec: Codec) -> Tensor:
 
 def _through(value: Tensor, codec: Codec) -> Tensor:
     """Write a value as a message has it, and read it again."""
-    coding, size = coding_of(codec, value.nbytes, value.dtype), codec.size_bytes(value.nbytes, value.itemsize)
+    coding, size = (
+        coding_of(codec, value.nbytes, value.dtype),
+        codec.size_bytes(value.nbytes, value.itemsize),
+    )
     place = coding.place(torch.empty(size, dtype=torch.uint8), 0, value.shape)
     coding.write(place, value)
     return coding.read(place, value.dtype, value.shape)

@@ -1,7 +1,8 @@
 """Compare optimizers under late gradients: python -m benchmarks.convergence.late --help.
 
-Every training is one process that delays gradients as the pipeline does, see `emulation.py`. Results are added to
-late.jsonl, a line each. Trainings that are there already are not repeated, and several commands may run at a time.
+Every training is one process that delays gradients as the pipeline does, see `emulation.py`.
+Results are added to late.jsonl, a line each. Trainings that are there already are not repeated, and
+several commands may run at a time.
 """
 
 from __future__ import annotations
@@ -85,11 +86,15 @@ def trained(case: Case) -> Trained:
 
 def curve_of(losses: Sequence[float]) -> tuple[float, ...]:
     """Return the means of `PART` losses each."""
-    return tuple(round(fmean(losses[first : first + PART]), 4) for first in range(0, len(losses), PART))
+    return tuple(
+        round(fmean(losses[first : first + PART]), 4) for first in range(0, len(losses), PART)
+    )
 
 
 def main() -> None:
-    """Train the cases that are asked for and are not in late.jsonl, or write the table of those there."""
+    """Train the cases that are asked for and are not in late.jsonl, or write the table of those
+    there.
+    """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=MODELS, default="transformer")
     parser.add_argument("--optimizers", default="newest-muon", help="separated by semicolons")
@@ -101,7 +106,9 @@ def main() -> None:
     parser.add_argument("--synchronous-start", type=float, default=0.0)
     parser.add_argument("--compress", default="none", help="separated by semicolons")
     parser.add_argument("--clip", type=float, help="as --clip-grad-norm of plan train")
-    parser.add_argument("--late-lr", type=float, default=0.0, help="as of plan train; synchronous runs have none")
+    parser.add_argument(
+        "--late-lr", type=float, default=0.0, help="as of plan train; synchronous runs have none"
+    )
     parser.add_argument("--table", action="store_true", help="train nothing; write late.md")
     args = parser.parse_args()
     if args.table:
@@ -114,7 +121,17 @@ def main() -> None:
     for seed, (stages, rate, name, schedule, codec) in product(range(args.seeds), choices):
         recipe = Recipe(name, float(rate), args.minibatches)
         late_lr = 0.0 if schedule == "synchronous" else args.late_lr
-        case = Case(recipe, schedule, stages, seed, args.synchronous_start, args.model, codec, args.clip, late_lr)
+        case = Case(
+            recipe,
+            schedule,
+            stages,
+            seed,
+            args.synchronous_start,
+            args.model,
+            codec,
+            args.clip,
+            late_lr,
+        )
         if all(case != each.case for each in read()):
             began = time.perf_counter()
             result = trained(case)
@@ -165,7 +182,9 @@ def best(results: Sequence[Trained]) -> dict[Case, tuple[float, int]]:
 
 
 def table(results: Sequence[Trained]) -> str:
-    """Return a table of the best rate of each optimizer, beside the same recipe and the best one without delay."""
+    """Return a table of the best rate of each optimizer, beside the same recipe and the best one
+    without delay.
+    """
     headers = ["model", "stages", "minibatches", "schedule", "optimizer", "rate", "seeds", "loss"]
     headers += ["the same, synchronous", "", "best synchronous", ""]
     return tabulate(list(_rows(results)), headers, tablefmt="github", disable_numparse=True)
@@ -173,7 +192,9 @@ def table(results: Sequence[Trained]) -> str:
 
 def _rows(results: Sequence[Trained]) -> Iterator[list[str]]:
     known, chosen = means(results), best(results)
-    settings = sorted(chosen, key=lambda c: (c.model, c.stages, c.recipe.minibatches, SCHEDULES.index(c.schedule)))
+    settings = sorted(
+        chosen, key=lambda c: (c.model, c.stages, c.recipe.minibatches, SCHEDULES.index(c.schedule))
+    )
     for case in settings:
         loss, seeds = chosen[case]
         same = known.get(replace(case, schedule="synchronous", synchronous_start=0.0, late_lr=0.0))
@@ -184,21 +205,49 @@ def _rows(results: Sequence[Trained]) -> Iterator[list[str]]:
             and (other.model, other.stages) == (case.model, case.stages)
             and other.recipe.minibatches == case.recipe.minibatches
         ]
-        columns = [case.model, case.stages, case.recipe.minibatches, named(case), case.recipe.optimizer]
+        columns = [
+            case.model,
+            case.stages,
+            case.recipe.minibatches,
+            named(case),
+            case.recipe.optimizer,
+        ]
         columns += [f"{case.recipe.rate:g}", seeds, f"{loss:.3f}"]
-        yield [str(each) for each in columns] + _beside(loss, same) + _beside(loss, min(alike, default=None))
+        yield (
+            [str(each) for each in columns]
+            + _beside(loss, same)
+            + _beside(loss, min(alike, default=None))
+        )
 
 
 def compressed(results: Sequence[Trained]) -> str:
-    """Return a table of trainings whose stages compress what they send, beside the same ones that do not."""
+    """Return a table of trainings whose stages compress what they send, beside the same ones that
+    do not.
+    """
     losses = {each.case: each.loss for each in results}
-    rows: defaultdict[Case, list[tuple[float, float]]] = defaultdict(list)  # by the case with seed 0: without, and with
+    # by the case with seed 0: without, and with
+    rows: defaultdict[Case, list[tuple[float, float]]] = defaultdict(list)
     for case, loss in losses.items():
-        if case.compress != "none" and (plain := losses.get(replace(case, compress="none"))) is not None:
+        if (
+            case.compress != "none"
+            and (plain := losses.get(replace(case, compress="none"))) is not None
+        ):
             rows[replace(case, seed=0)].append((plain, loss))
-    headers = ["model", "stages", "minibatches", "schedule", "optimizer", "compress", "seeds", "loss", "uncompressed"]
+    headers = [
+        "model",
+        "stages",
+        "minibatches",
+        "schedule",
+        "optimizer",
+        "compress",
+        "seeds",
+        "loss",
+        "uncompressed",
+    ]
     headers += ["", "by seed"]
-    return tabulate([_compressed_row(*each) for each in rows.items()], headers, "github", disable_numparse=True)
+    return tabulate(
+        [_compressed_row(*each) for each in rows.items()], headers, "github", disable_numparse=True
+    )
 
 
 def _compressed_row(case: Case, losses: Sequence[tuple[float, float]]) -> list[str]:

@@ -3,8 +3,9 @@
     python -m benchmarks.convergence.links --bandwidth 100Mbps
     python -m benchmarks.convergence.links --table
 
-A process per stage, each in a network namespace of its own (`benchmarks/netns.py`). Model, data, first weights, recipe
-and minibatches are those of `late.py`. Results are added to links.jsonl, a line each.
+A process per stage, each in a network namespace of its own (`benchmarks/netns.py`). Model, data,
+first weights, recipe and minibatches are those of `late.py`. Results are added to links.jsonl, a
+line each.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ class Case:
         bandwidth: of each worker's link.
         clip: `--clip-grad-norm`.
         late_lr: `--late-lr`.
-        compress: what stages send; for `DDP` "PowerSGD" and a rank, for `LOCAL` minibatches between two agreements.
+        compress: what stages send; for `DDP` "PowerSGD" and a rank, for `LOCAL` minibatches between
+            two agreements.
     """
 
     contender: str
@@ -101,7 +103,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Run:
-    """What came of a case: the loss is on held-out data, seconds per minibatch are of the steady state.
+    """What came of a case: the loss is on held-out data, seconds per minibatch are of the steady
+    state.
 
     They are None where other work ran beside it.
     """
@@ -115,20 +118,31 @@ class Run:
 
 def main() -> None:
     """Run what is asked for, and print and keep the results."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    words = "separated by semicolons; 1f1b+int8 and DDP+PowerSGD4 compress what they send, local+16 sends seldom"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    words = (
+        "separated by semicolons; 1f1b+int8 and DDP+PowerSGD4 compress what they send, "
+        "local+16 sends seldom"
+    )
     parser.add_argument("--contenders", default=";".join(CONTENDERS), help=words)
     parser.add_argument("--optimizer", default="newest-muon")
     parser.add_argument("--rate", type=float, default=0.016)
     parser.add_argument("--minibatches", type=int, default=400, help="of the recipe")
     parser.add_argument("--only", type=int, help="train so few of them, for the time")
     parser.add_argument("--stages", type=int, choices=(4, 8), default=4)
-    parser.add_argument("--parts", type=int, default=4, help="microbatches of a minibatch, where it is divided")
+    parser.add_argument(
+        "--parts", type=int, default=4, help="microbatches of a minibatch, where it is divided"
+    )
     parser.add_argument("--seeds", default="0")
     parser.add_argument("--bandwidth", default="1Gbps")
     parser.add_argument("--clip", type=float, help="as --clip-grad-norm of plan train")
-    parser.add_argument("--late-lr", type=float, default=0.0, help="as of plan train; synchronous runs have none")
-    parser.add_argument("--loss-only", action="store_true", help="keep no times, because other work runs, too")
+    parser.add_argument(
+        "--late-lr", type=float, default=0.0, help="as of plan train; synchronous runs have none"
+    )
+    parser.add_argument(
+        "--loss-only", action="store_true", help="keep no times, because other work runs, too"
+    )
     parser.add_argument("--table", action="store_true", help="train nothing; write links.md")
     args = parser.parse_args()
     if args.table:
@@ -146,7 +160,9 @@ def main() -> None:
                 contender, _, compress = name.partition("+")
                 late = contender not in (DDP, LOCAL) and find(contender).asynchronous
                 minibatches = args.only or args.minibatches
-                case = Case(contender, recipe, minibatches, args.stages, args.parts, seed, args.bandwidth)
+                case = Case(
+                    contender, recipe, minibatches, args.stages, args.parts, seed, args.bandwidth
+                )
                 late_lr = args.late_lr if late else 0.0
                 case = replace(case, compress=compress or "none", clip=args.clip, late_lr=late_lr)
                 run = train_replicas(bed, links, case) if case.compared else train(bed, links, case)
@@ -185,9 +201,17 @@ def train(bed: Testbed, links: Cluster, case: Case) -> Run:
 
 def train_replicas(bed: Testbed, links: Cluster, case: Case) -> Run:
     """Train what `replicas.py` has."""
-    rank, local = (0, int(case.compress)) if case.contender == LOCAL else (int(case.compress[len("PowerSGD") :]), 0)
-    asked = Replicas(case.model, case.recipe, case.minibatches, case.seed, power_sgd=rank, local=local)
-    answer = bed.call("benchmarks.convergence.replicas:train", {"replicas": asdict(asked)}, links, TIMEOUT_S)
+    rank, local = (
+        (0, int(case.compress))
+        if case.contender == LOCAL
+        else (int(case.compress[len("PowerSGD") :]), 0)
+    )
+    asked = Replicas(
+        case.model, case.recipe, case.minibatches, case.seed, power_sgd=rank, local=local
+    )
+    answer = bed.call(
+        "benchmarks.convergence.replicas:train", {"replicas": asdict(asked)}, links, TIMEOUT_S
+    )
     return Run(
         case,
         answer["seconds_per_minibatch"],
@@ -198,16 +222,22 @@ def train_replicas(bed: Testbed, links: Cluster, case: Case) -> Run:
 
 
 def plan_of(case: Case, links: Cluster) -> Plan:
-    """Return a plan of a block per stage, of the depth that its schedule was published with; or of all on all."""
+    """Return a plan of a block per stage, of the depth that its schedule was published with; or of
+    all on all.
+    """
     if case.contender == DDP:
         profile = _estimate(case, case.stages)
-        return given_plan(profile, links, [len(profile.layers)], [case.stages], "1f1b-flush", case.stages)
+        return given_plan(
+            profile, links, [len(profile.layers)], [case.stages], "1f1b-flush", case.stages
+        )
     parts = case.parts if find(case.contender).divides else 1
     profile = _estimate(case, parts)
     stages = [transformer.stage_of(layer.name, case.stages) for layer in profile.layers]
     links = links.model_copy(update={"compress": case.compress})
     counts = [stages.count(number) for number in range(case.stages)]
-    return given_plan(profile, links, counts, [1] * case.stages, case.contender, parts, depth="published")
+    return given_plan(
+        profile, links, counts, [1] * case.stages, case.contender, parts, depth="published"
+    )
 
 
 def _estimate(case: Case, parts: int) -> Profile:
@@ -240,16 +270,33 @@ def table(runs: Sequence[Run]) -> str:
             len(same),
             _ms([run.seconds_per_minibatch for run in same], ".1f"),
         )
-        for case, same in sorted(together.items(), key=lambda each: (each[0].stages, each[0].minibatches))
+        for case, same in sorted(
+            together.items(), key=lambda each: (each[0].stages, each[0].minibatches)
+        )
     ]
-    headers = ("stages", "minibatches", "schedule", "optimizer and rate", "links", "loss", "seeds", "ms per minibatch")
+    headers = (
+        "stages",
+        "minibatches",
+        "schedule",
+        "optimizer and rate",
+        "links",
+        "loss",
+        "seeds",
+        "ms per minibatch",
+    )
     return tabulate(rows, headers, tablefmt="github", disable_numparse=True)
 
 
 def alike(runs: Sequence[Run], recipe: Recipe, clip: float | None) -> list[Run]:
-    """Return the runs with an optimizer at a rate, of any length, whose gradients are clipped to this norm."""
+    """Return the runs with an optimizer at a rate, of any length, whose gradients are clipped to
+    this norm.
+    """
     wanted = recipe.optimizer, recipe.rate, clip
-    return [run for run in runs if (run.case.recipe.optimizer, run.case.recipe.rate, run.case.clip) == wanted]
+    return [
+        run
+        for run in runs
+        if (run.case.recipe.optimizer, run.case.recipe.rate, run.case.clip) == wanted
+    ]
 
 
 def times(all_runs: Sequence[Run], recipe: Recipe, clip: float | None, stages: int = 4) -> str:
@@ -262,26 +309,49 @@ def times(all_runs: Sequence[Run], recipe: Recipe, clip: float | None, stages: i
     target = mean_loss(runs, "1f1b", stages, minibatches)
     ours = to_loss(runs, "1f1b", stages, target)
     for bandwidth in dict.fromkeys(run.case.bandwidth for run in all_runs):
-        seconds = {name: _least_s(all_runs, name, stages, bandwidth) for name in ("1f1b", "1f1b-flush", DDP)}
+        seconds = {
+            name: _least_s(all_runs, name, stages, bandwidth)
+            for name in ("1f1b", "1f1b-flush", DDP)
+        }
         for name, each_s in seconds.items():
             if each_s is not None and seconds["1f1b"] is not None:
                 # DDP makes the same updates as the schedule that drains.
                 needed = ours if name == "1f1b" else to_loss(runs, "1f1b-flush", stages, target)
                 total_s = needed * each_s
                 ratio = total_s / (ours * seconds["1f1b"])
-                rows.append((bandwidth, name, f"{needed:.0f}", f"{1e3 * each_s:.1f}", f"{total_s:.1f}", f"{ratio:.2f}"))
-    headers = ("links", "", f"minibatches to {target:.3f}", "ms per minibatch", "seconds", "of 1f1b's")
+                rows.append(
+                    (
+                        bandwidth,
+                        name,
+                        f"{needed:.0f}",
+                        f"{1e3 * each_s:.1f}",
+                        f"{total_s:.1f}",
+                        f"{ratio:.2f}",
+                    )
+                )
+    headers = (
+        "links",
+        "",
+        f"minibatches to {target:.3f}",
+        "ms per minibatch",
+        "seconds",
+        "of 1f1b's",
+    )
     return tabulate(rows, headers, tablefmt="github", disable_numparse=True)
 
 
 def compressed(runs: Sequence[Run]) -> str:
-    """Return the seconds per minibatch with compressed messages, and without, by the links' bandwidth."""
+    """Return the seconds per minibatch with compressed messages, and without, by the links'
+    bandwidth.
+    """
 
     def setting(run: Run) -> Case:
         return replace(run.case, bandwidth="", contender="", compress="")
 
     settings = {setting(run) for run in runs if run.case.compress != "none" and not run.case.whole}
-    known: defaultdict[str, defaultdict[str, list[float | None]]] = defaultdict(lambda: defaultdict(list))
+    known: defaultdict[str, defaultdict[str, list[float | None]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
     for run in runs:
         if setting(run) in settings:
             known[run.case.name][run.case.bandwidth].append(run.seconds_per_minibatch)
@@ -291,13 +361,19 @@ def compressed(runs: Sequence[Run]) -> str:
 
 
 def losses(runs: Sequence[Run]) -> str:
-    """Return the losses of whole trainings of 400 minibatches that compress, or send seldom, by optimizer."""
+    """Return the losses of whole trainings of 400 minibatches that compress, or send seldom, by
+    optimizer.
+    """
     known: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
     for run in runs:
         if run.loss is not None and run.case.compress != "none" and run.case.minibatches == 400:
-            known[run.case.name, f"{run.case.recipe.optimizer}, {run.case.recipe.rate:g}"].append(run.loss)
+            known[run.case.name, f"{run.case.recipe.optimizer}, {run.case.recipe.rate:g}"].append(
+                run.loss
+            )
     rows = [(*key, f"{fmean(each):.3f}", len(each)) for key, each in known.items()]
-    return tabulate(rows, ["after 400 minibatches", "optimizer and rate", "loss", "seeds"], tablefmt="github")
+    return tabulate(
+        rows, ["after 400 minibatches", "optimizer and rate", "loss", "seeds"], tablefmt="github"
+    )
 
 
 def _ms(seconds: Sequence[float | None], form: str) -> str:
@@ -311,23 +387,38 @@ def mean_loss(runs: Sequence[Run], contender: str, stages: int, minibatches: int
         run.loss
         for run in runs
         if run.loss is not None
-        and (run.case.contender, run.case.stages, run.case.minibatches) == (contender, stages, minibatches)
+        and (run.case.contender, run.case.stages, run.case.minibatches)
+        == (contender, stages, minibatches)
     )
 
 
 def to_loss(runs: Sequence[Run], contender: str, stages: int, target: float) -> float:
-    """Return the length of a training that ends at a loss, between those of trainings that were measured."""
-    cases = [run.case for run in runs if (run.case.contender, run.case.stages) == (contender, stages) and run.loss]
+    """Return the length of a training that ends at a loss, between those of trainings that were
+    measured.
+    """
+    cases = [
+        run.case
+        for run in runs
+        if (run.case.contender, run.case.stages) == (contender, stages) and run.loss
+    ]
     lengths = sorted({case.minibatches for case in cases})
     losses = [mean_loss(runs, contender, stages, length) for length in lengths]
-    return math.exp(np.interp(-target, [-loss for loss in losses], [math.log(length) for length in lengths]))
+    return math.exp(
+        np.interp(-target, [-loss for loss in losses], [math.log(length) for length in lengths])
+    )
 
 
 def _least_s(runs: Sequence[Run], contender: str, stages: int, bandwidth: str) -> float | None:
-    """Return the seconds per minibatch of the fastest way to divide minibatches; None where nothing was measured."""
+    """Return the seconds per minibatch of the fastest way to divide minibatches; None where nothing
+    was measured.
+    """
     by_parts: defaultdict[int, list[float]] = defaultdict(list)
     for run in runs:
-        asked = (run.case.contender, run.case.stages, run.case.bandwidth) == (contender, stages, bandwidth)
+        asked = (run.case.contender, run.case.stages, run.case.bandwidth) == (
+            contender,
+            stages,
+            bandwidth,
+        )
         if asked and run.seconds_per_minibatch is not None:
             by_parts[run.case.parts].append(run.seconds_per_minibatch)
     return min(map(median, by_parts.values()), default=None)

@@ -15,12 +15,19 @@ _FONT = 'font-family="Helvetica, Arial, sans-serif"'
 
 
 def curves_svg(title: str, curves: Mapping[str, Sequence[tuple[float, float]]]) -> str:
-    """Return a line per curve of (minibatches, loss); the axis begins at 0 unless that would hide the differences."""
+    """Return a line per curve of (minibatches, loss); the axis begins at 0 unless that would hide
+    the differences.
+    """
     points = [point for curve in curves.values() for point in curve]
-    right, top, least = max(x for x, _ in points), max(y for _, y in points), min(y for _, y in points)
+    right, top, least = (
+        max(x for x, _ in points),
+        max(y for _, y in points),
+        min(y for _, y in points),
+    )
     low = 0.0 if least < top / 3 else least - (top - least) / 10
     top += (top - low) / 20
-    end = WIDTH - max(LEAST_RIGHT, 44 + _CHARACTER * max(map(len, curves)))  # the names of the curves are beside it
+    # the names of the curves are beside it
+    end = WIDTH - max(LEAST_RIGHT, 44 + _CHARACTER * max(map(len, curves)))
 
     def place(point: tuple[float, float]) -> tuple[float, float]:
         x, y = point
@@ -28,7 +35,8 @@ def curves_svg(title: str, curves: Mapping[str, Sequence[tuple[float, float]]]) 
         return LEFT + (end - LEFT) * along, HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * up
 
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 '
+        f'{WIDTH} {HEIGHT}">',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
         _text(LEFT, 28, title, 17),
         _text(LEFT, HEIGHT - 20, "minibatches", 13),
@@ -42,8 +50,12 @@ def curves_svg(title: str, curves: Mapping[str, Sequence[tuple[float, float]]]) 
         colour = CURVES[number % len(CURVES)]
         line = " ".join("{:.1f},{:.1f}".format(*place(point)) for point in curve)
         dashes = ' stroke-dasharray="6 4"' if number == 0 else ""
-        parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"{dashes}/>')
-        parts.append(f'<rect x="{end + 16}" y="{TOP + 22 * number}" width="14" height="4" fill="{colour}"/>')
+        parts.append(
+            f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"{dashes}/>'
+        )
+        parts.append(
+            f'<rect x="{end + 16}" y="{TOP + 22 * number}" width="14" height="4" fill="{colour}"/>'
+        )
         parts.append(_text(end + 38, TOP + 22 * number + 7, name, 13))
     return "\n".join([*parts, "</svg>"]) + "\n"
 

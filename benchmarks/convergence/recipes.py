@@ -1,7 +1,8 @@
-"""The optimizers that the benchmark compares, each with its settings for synchronous and for late gradients.
+"""The optimizers that the benchmark compares, each with its settings for synchronous and for late
+gradients.
 
-`CONVERGENCE_RECIPE` in the environment chooses one, as JSON: {"optimizer": "newest-muon", "rate": 0.016,
-"minibatches": 1200}. Model files take `optimizer` and `scheduler` from here.
+`CONVERGENCE_RECIPE` in the environment chooses one, as JSON: {"optimizer": "newest-muon", "rate":
+0.016, "minibatches": 1200}. Model files take `optimizer` and `scheduler` from here.
 """
 
 from __future__ import annotations
@@ -32,16 +33,22 @@ def _adamw_without_momentum(named: Named, rate: float) -> torch.optim.Optimizer:
 
 
 def _nadam(named: Named, rate: float) -> torch.optim.Optimizer:
-    return torch.optim.NAdam(_by_decay(named), lr=rate, betas=(0.95, 0.98), decoupled_weight_decay=True)
+    return torch.optim.NAdam(
+        _by_decay(named), lr=rate, betas=(0.95, 0.98), decoupled_weight_decay=True
+    )
 
 
 def _nadam_099(named: Named, rate: float) -> torch.optim.Optimizer:
     """Nesterov's momentum for late gradients, as in arXiv 2505.01099."""
-    return torch.optim.NAdam(_by_decay(named), lr=rate, betas=(0.99, 0.98), decoupled_weight_decay=True)
+    return torch.optim.NAdam(
+        _by_decay(named), lr=rate, betas=(0.99, 0.98), decoupled_weight_decay=True
+    )
 
 
 class WholeMuon(NewestMuon):
-    """With matrices of queries, keys and values in one piece, and updates sized by the longer side, as other Muons."""
+    """With matrices of queries, keys and values in one piece, and updates sized by the longer side,
+    as other Muons.
+    """
 
     @staticmethod
     def updates(mixed: Tensor) -> Tensor:
@@ -52,8 +59,18 @@ class WholeMuon(NewestMuon):
 
 
 def _muon(named: Named, rate: float) -> torch.optim.Optimizer:
-    """Muon with Nesterov's momentum of 0.95: the newest gradient weighs 0.05 against the average."""
-    return WholeMuon(named, rate, vectors=1.0, betas=(0.9, 0.98), average=0.95, newest=0.05, weight_decay=WEIGHT_DECAY)
+    """Muon with Nesterov's momentum of 0.95: the newest gradient weighs 0.05 against the
+    average.
+    """
+    return WholeMuon(
+        named,
+        rate,
+        vectors=1.0,
+        betas=(0.9, 0.98),
+        average=0.95,
+        newest=0.05,
+        weight_decay=WEIGHT_DECAY,
+    )
 
 
 def _whole_newest_muon(named: Named, rate: float, vectors: float = 0.06) -> torch.optim.Optimizer:
@@ -80,7 +97,9 @@ OPTIMIZERS: dict[str, Callable[[Named, float], torch.optim.Optimizer]] = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """An optimizer by its name in `OPTIMIZERS`, its learning rate and the length of the training."""
+    """An optimizer by its name in `OPTIMIZERS`, its learning rate and the length of the
+    training.
+    """
 
     optimizer: str = "newest-muon"
     rate: float = 2e-3
@@ -124,4 +143,7 @@ def _by_decay(named: Named) -> list[dict[str, object]]:
     both: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])
     for _, parameter in named:
         both[parameter.ndim > 1].append(parameter)
-    return [{"params": both[0], "weight_decay": 0.0}, {"params": both[1], "weight_decay": WEIGHT_DECAY}]
+    return [
+        {"params": both[0], "weight_decay": 0.0},
+        {"params": both[1], "weight_decay": WEIGHT_DECAY},
+    ]

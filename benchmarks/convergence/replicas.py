@@ -1,10 +1,11 @@
-"""Train replicas of the whole model in a plain loop: what `links.py` compares pipelines with on slow links.
+"""Train replicas of the whole model in a plain loop: what `links.py` compares pipelines with on
+slow links.
 
-- DistributedDataParallel (Li et al. 2020), whose gradients PowerSGD may compress (Vogels et al. 2019; PyTorch's hook,
-  with error feedback, from the third minibatch on).
-- Local updates, as DiLoCo has them (Douillard et al. 2023, algorithm 1): each replica trains by itself for some
-  minibatches. The mean of how far they went is then a gradient for SGD with Nesterov's momentum, whose weights all
-  replicas go on with.
+- DistributedDataParallel (Li et al. 2020), whose gradients PowerSGD may compress (Vogels et al.
+  2019; PyTorch's hook, with error feedback, from the third minibatch on).
+- Local updates, as DiLoCo has them (Douillard et al. 2023, algorithm 1): each replica trains by
+  itself for some minibatches. The mean of how far they went is then a gradient for SGD with
+  Nesterov's momentum, whose weights all replicas go on with.
 """
 
 from __future__ import annotations
@@ -81,10 +82,11 @@ class Outer:
 
 
 def train(replicas: dict[str, Any]) -> dict[str, Any]:
-    """Train one of the `Replicas`, in a process that the environment gives its place; return losses and times.
+    """Train one of the `Replicas`, in a process that the environment gives its place; return losses
+    and times.
 
-    The minibatches are those of the pipelines, divided over the replicas. `loss` is on held-out data, with the weights
-    that all agree on at the end; `losses` are means over the replicas.
+    The minibatches are those of the pipelines, divided over the replicas. `loss` is on held-out
+    data, with the weights that all agree on at the end; `losses` are means over the replicas.
     """
     asked = Replicas(**replicas | {"recipe": Recipe(**replicas["recipe"])})
     asked.recipe.choose()
@@ -102,7 +104,9 @@ def _train(replicas: Replicas, rank: int, world: int) -> dict[str, Any]:
     optimizer = file.optimizer(dict(model.named_parameters()))
     scheduler = file.scheduler(optimizer)
     assert scheduler is not None
-    batches = make_batches(file, transformer.MINIBATCH // world, world, replicas.seed, drop_last=True)
+    batches = make_batches(
+        file, transformer.MINIBATCH // world, world, replicas.seed, drop_last=True
+    )
     outer = Outer(model) if replicas.local else None
     forward = model if replicas.local else _parallel(model, replicas.power_sgd)
     losses, ends = [], []
@@ -122,7 +126,9 @@ def _train(replicas: Replicas, rank: int, world: int) -> dict[str, Any]:
     # A whole number of agreements, the first one left out.
     first = replicas.local or START_UP
     return {
-        "loss": evaluate(transformer, model, transformer.evaluation_dataset())[0] if rank == 0 else None,
+        "loss": evaluate(transformer, model, transformer.evaluation_dataset())[0]
+        if rank == 0
+        else None,
         "losses": (mean_losses / world).tolist(),
         "seconds": ends[-1] - ends[0],
         "seconds_per_minibatch": (ends[-1] - ends[first - 1]) / (len(ends) - first),
@@ -132,5 +138,7 @@ def _train(replicas: Replicas, rank: int, world: int) -> dict[str, Any]:
 def _parallel(model: nn.Module, power_sgd: int) -> nn.Module:
     parallel = DistributedDataParallel(model)
     if power_sgd:
-        parallel.register_comm_hook(PowerSGDState(None, power_sgd, start_powerSGD_iter=2), powerSGD_hook)
+        parallel.register_comm_hook(
+            PowerSGDState(None, power_sgd, start_powerSGD_iter=2), powerSGD_hook
+        )
     return parallel

@@ -1,4 +1,6 @@
-"""A small residual network with BatchNorm on scikit-learn's digits, as a vision model beside the Transformer."""
+"""A small residual network with BatchNorm on scikit-learn's digits, as a vision model beside the
+Transformer.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +22,24 @@ CHANNELS = (16, 16, 32, 32, 64)  # after the first convolution, and after each b
 
 
 class Block(nn.Module):
-    """Two convolutions with BatchNorm, and a connection around them; halves the image where channels double."""
+    """Two convolutions with BatchNorm, and a connection around them; halves the image where
+    channels double.
+    """
 
     def __init__(self, channels: int, out: int) -> None:
         super().__init__()
         stride = out // channels
-        self.first, self.second = nn.Conv2d(channels, out, 3, stride, 1), nn.Conv2d(out, out, 3, 1, 1)
+        self.first, self.second = (
+            nn.Conv2d(channels, out, 3, stride, 1),
+            nn.Conv2d(out, out, 3, 1, 1),
+        )
         self.before, self.after = nn.BatchNorm2d(out), nn.BatchNorm2d(out)
         self.around = nn.Identity() if stride == 1 else nn.Conv2d(channels, out, 1, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (samples, channels, height, width) to (samples, out, height, width), halved where channels double."""
+        """Map (samples, channels, height, width) to (samples, out, height, width), halved where
+        channels double.
+        """
         inside = self.after(self.second(torch.relu(self.before(self.first(x)))))
         return torch.relu(inside + self.around(x))
 
@@ -56,7 +65,9 @@ def build_model() -> nn.Module:
 
 
 def stage_of(name: str, stages: int) -> int:
-    """Return the stage of a parameter: a block each; the first convolution is in the first, the head in the last."""
+    """Return the stage of a parameter: a block each; the first convolution is in the first, the
+    head in the last.
+    """
     if name.startswith("blocks."):
         return int(name.split(".")[1])
     return 0 if name.startswith("stem") else stages - 1

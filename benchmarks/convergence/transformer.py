@@ -1,4 +1,6 @@
-"""A small Transformer that predicts the next character of Python's language reference; 4 blocks, or 8."""
+"""A small Transformer that predicts the next character of Python's language reference; 4 blocks, or
+8.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,10 @@ class Continue(nn.Module):
 
     def __init__(self, blocks: int) -> None:
         super().__init__()
-        self.characters, self.positions = nn.Embedding(CHARACTERS, WIDTH), nn.Parameter(torch.zeros(LENGTH, WIDTH))
+        self.characters, self.positions = (
+            nn.Embedding(CHARACTERS, WIDTH),
+            nn.Parameter(torch.zeros(LENGTH, WIDTH)),
+        )
         self.blocks = nn.Sequential(*[Block(WIDTH, HEADS, causal=True) for _ in range(blocks)])
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, CHARACTERS)
 
@@ -44,7 +49,9 @@ def build_deep() -> nn.Module:
 
 
 def stage_of(name: str, stages: int) -> int:
-    """Return the stage of a parameter: a block each; tables go with the first, norm and head with the last."""
+    """Return the stage of a parameter: a block each; tables go with the first, norm and head with
+    the last.
+    """
     if name.startswith("blocks."):
         return int(name.split(".")[1])
     return 0 if name.startswith(("characters", "positions")) else stages - 1

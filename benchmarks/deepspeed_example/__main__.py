@@ -43,7 +43,8 @@ class Compared:
         first_loss: of the plan's run.
         last_loss: at the end of the plan's run.
         loss_difference: largest difference between the two runs over all minibatches.
-        weight_difference: largest final difference of a weight, relative to the largest change of a weight.
+        weight_difference: largest final difference of a weight, relative to the largest change of a
+            weight.
     """
 
     steps: int
@@ -55,9 +56,15 @@ class Compared:
 
 def main() -> None:
     """Draw, run, compare, and save if asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=64, help="minibatches to train (default: %(default)s)")
-    parser.add_argument("--save", action="store_true", help="write the picture, results.md and the page in docs/")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--steps", type=int, default=64, help="minibatches to train (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--save", action="store_true", help="write the picture, results.md and the page in docs/"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     plan = example_plan()
@@ -70,14 +77,20 @@ def main() -> None:
 
 
 def example_plan() -> Plan:
-    """Return two stages of equal time, each on two workers, and eight microbatches; workers 0 and 2 are a pipeline."""
+    """Return two stages of equal time, each on two workers, and eight microbatches; workers 0 and 2
+    are a pipeline.
+    """
     profile = estimate(MODEL, device="v100", batch_size=MICROBATCH_SIZE)
     stages = balanced_stages(profile, 2)
-    return given_plan(profile, flat_cluster(4, LINK), stages, (2, 2), "1f1b-flush", MICROBATCHES, "published")
+    return given_plan(
+        profile, flat_cluster(4, LINK), stages, (2, 2), "1f1b-flush", MICROBATCHES, "published"
+    )
 
 
 def compare(plan: Plan, steps: int) -> Compared:
-    """Train with the plan in four processes, and unsplit in this one, on the CPU: any device computes the same."""
+    """Train with the plan in four processes, and unsplit in this one, on the CPU: any device
+    computes the same.
+    """
     plan = plan.model_copy(update={"device": plan.device.model_copy(update={"kind": "cpu"})})
     with tempfile.TemporaryDirectory(prefix="deepspeed-") as folder:
         weights = Path(folder) / "weights.pt"
@@ -92,13 +105,20 @@ def compare(plan: Plan, steps: int) -> Compared:
         steps=steps,
         first_loss=found[0] or 0.0,
         last_loss=found[-1] or 0.0,
-        loss_difference=max(abs((one or 0.0) - other) for one, other in zip(found, losses, strict=True)),
-        weight_difference=max(float((trained[name] - expected[name]).abs().max()) for name in expected) / change,
+        loss_difference=max(
+            abs((one or 0.0) - other) for one, other in zip(found, losses, strict=True)
+        ),
+        weight_difference=max(
+            float((trained[name] - expected[name]).abs().max()) for name in expected
+        )
+        / change,
     )
 
 
 def unsplit(steps: int) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
-    """Train with plain PyTorch on whole minibatches; return the losses, and the weights before and after."""
+    """Train with plain PyTorch on whole minibatches; return the losses, and the weights before and
+    after.
+    """
     spec = load_model_file(MODEL)
     torch.manual_seed(SEED)
     model = spec.build_model()
@@ -120,7 +140,13 @@ def unsplit(steps: int) -> tuple[list[float], dict[str, Tensor], dict[str, Tenso
 
 def tables(results: Results) -> str:
     """Return the results in Markdown."""
-    headers = ("minibatches", "first loss", "last loss", "largest difference of a loss", "of a weight, over its change")
+    headers = (
+        "minibatches",
+        "first loss",
+        "last loss",
+        "largest difference of a loss",
+        "of a weight, over its change",
+    )
     rows = [
         [
             f"{one.steps}",

@@ -28,7 +28,9 @@ class Block(nn.Module):
 
 def build_model() -> nn.Module:
     """Return the model, which maps points (batch, 2) to scores (batch, classes)."""
-    return nn.Sequential(nn.Linear(2, WIDTH), *(Block() for _ in range(BLOCKS)), nn.Linear(WIDTH, CLASSES))
+    return nn.Sequential(
+        nn.Linear(2, WIDTH), *(Block() for _ in range(BLOCKS)), nn.Linear(WIDTH, CLASSES)
+    )
 
 
 def example_batch(batch_size: int) -> tuple[tuple[Tensor], Tensor]:

@@ -32,12 +32,29 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, nargs="?", default=FOLDER)
-    parser.add_argument("--ilp", type=float, default=60.0, metavar="SECONDS", help="time limit of each integer program")
+    parser.add_argument(
+        "--ilp",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="time limit of each integer program",
+    )
     args = parser.parse_args()
     rows = [
-        _row(args.folder / f"{name}_training.json", name, cpu, args.ilp) for name in PUBLISHED for cpu in (False, True)
+        _row(args.folder / f"{name}_training.json", name, cpu, args.ilp)
+        for name in PUBLISHED
+        for cpu in (False, True)
     ]
-    headers = ["workload", "devices", "published, ms", "seconds", "search, ms", "CPU s", "ILP, ms", "CPU s"]
+    headers = [
+        "workload",
+        "devices",
+        "published, ms",
+        "seconds",
+        "search, ms",
+        "CPU s",
+        "ILP, ms",
+        "CPU s",
+    ]
     print(tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True))
 
 
@@ -70,7 +87,11 @@ def _cell(answer: IlpAnswer | None) -> str:
     if answer is None:
         return "no plan fits"
     milliseconds = f"{answer.seconds * 1e3:.4f}"
-    return milliseconds if answer.optimal else f"{milliseconds}, gap {1 - answer.bound_s / answer.seconds:.1%}"
+    return (
+        milliseconds
+        if answer.optimal
+        else f"{milliseconds}, gap {1 - answer.bound_s / answer.seconds:.1%}"
+    )
 
 
 if __name__ == "__main__":

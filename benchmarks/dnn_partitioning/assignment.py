@@ -1,4 +1,5 @@
-"""The assignment formulation: which device runs which layer, for stages that are any sets of layers.
+"""The assignment formulation: which device runs which layer, for stages that are any sets of
+layers.
 
 One device per stage and no replicas. With binary variables x for layer v on device d, and y, z
 for value u entering and leaving d (continuous: the objective pushes them to 0 or 1),
@@ -19,7 +20,13 @@ from collections.abc import Iterable
 
 import pulp
 
-from benchmarks.dnn_partitioning.objective import Host, LoadProblem, compute_s, held_bytes, value_load_s
+from benchmarks.dnn_partitioning.objective import (
+    Host,
+    LoadProblem,
+    compute_s,
+    held_bytes,
+    value_load_s,
+)
 from planner.cost.candidate import Candidate, StageOptions
 from planner.cost.network.link import link_of
 from planner.schedule.instructions import POSTED
@@ -40,7 +47,9 @@ class Assignment:
         self.request = request
         self.gpus = request.cluster.gpus
         self.groups = uncut_groups(request.layer_costs)
-        self.group_of = {layer: number for number, group in enumerate(self.groups) for layer in group}
+        self.group_of = {
+            layer: number for number, group in enumerate(self.groups) for layer in group
+        }
         cluster = request.cluster
         self.kinds = [cluster.kind_of(rank) if cluster.kinds else None for rank in range(self.gpus)]
         layers = request.layer_costs.profile.layers
@@ -75,32 +84,51 @@ class Assignment:
         optimal = status == "optimal"
         return IlpAnswer(stages, seconds, seconds if optimal else bound_s, optimal)
 
-    def _variables(self, problem: pulp.LpProblem, name: str, count: int, cat: str = pulp.LpContinuous) -> Variables:
-        return [[problem.add_variable(f"{name}{n}_{d}", 0, 1, cat) for d in range(self.gpus)] for n in range(count)]
+    def _variables(
+        self, problem: pulp.LpProblem, name: str, count: int, cat: str = pulp.LpContinuous
+    ) -> Variables:
+        return [
+            [problem.add_variable(f"{name}{n}_{d}", 0, 1, cat) for d in range(self.gpus)]
+            for n in range(count)
+        ]
 
     def _load(self, problem: pulp.LpProblem, runs: Variables, longest: pulp.LpVariable) -> None:
         """Add the rows of every device's load and memory."""
         layer_costs, link = self.request.layer_costs, link_of(self.request.cluster)
-        moving = [value for value in layer_costs.traffic if self._may_cross(value.producer, value.users)]
+        moving = [
+            value for value in layer_costs.traffic if self._may_cross(value.producer, value.users)
+        ]
         enters, leaves = (self._variables(problem, name, len(moving)) for name in ("y", "z"))
         for n, value in enumerate(moving):
             maker = runs[self.group_of[value.producer]]
-            for group in {self.group_of[user] for user in value.users} - {self.group_of[value.producer]}:
+            for group in {self.group_of[user] for user in value.users} - {
+                self.group_of[value.producer]
+            }:
                 for d, user in enumerate(runs[group]):
                     problem += enters[n][d] >= user - maker[d]
                     problem += leaves[n][d] >= maker[d] - user
-        sizes = [sum(held_bytes(layer_costs.profile.layers[index]) for index in group) for group in self.groups]
+        sizes = [
+            sum(held_bytes(layer_costs.profile.layers[index]) for index in group)
+            for group in self.groups
+        ]
         for d, kind in enumerate(self.kinds):
             speed = 1.0 if kind is None else kind.speed
-            crossing = [(pair[n][d], value) for pair in (enters, leaves) for n, value in enumerate(moving)]
-            layers = [(runs[g][d], seconds / speed * self._scale) for g, seconds in enumerate(self.group_s)]
+            crossing = [
+                (pair[n][d], value) for pair in (enters, leaves) for n, value in enumerate(moving)
+            ]
+            layers = [
+                (runs[g][d], seconds / speed * self._scale)
+                for g, seconds in enumerate(self.group_s)
+            ]
             pays = 0.0 if isinstance(kind, Host) else self._scale
             values = [(variable, value_load_s(value, link) * pays) for variable, value in crossing]
             problem += _weighted([*layers, *values]) <= longest
             limit = self.request.cluster.memory_of(kind)
             if limit is not None:
                 held = [(runs[g][d], size / limit) for g, size in enumerate(sizes)]
-                moved = [(x, POSTED * (v.output_bytes + v.gradient_bytes) / limit) for x, v in crossing]
+                moved = [
+                    (x, POSTED * (v.output_bytes + v.gradient_bytes) / limit) for x, v in crossing
+                ]
                 problem += _weighted([*held, *moved]) <= 1
         # The layers alone, over all devices at their speeds.
         speeds = sum(1.0 if kind is None else kind.speed for kind in self.kinds)
@@ -110,7 +138,9 @@ class Assignment:
         return any(self.group_of[user] != self.group_of[producer] for user in users)
 
     def _break_ties(self, problem: pulp.LpProblem, runs: Variables) -> None:
-        """Put the n-th group on one of the first n devices where all are alike: permuted solutions are not searched."""
+        """Put the n-th group on one of the first n devices where all are alike: permuted solutions
+        are not searched.
+        """
         if not self.request.cluster.kinds:
             for number, row in enumerate(runs):
                 for variable in row[number + 1 :]:
@@ -125,7 +155,9 @@ class Assignment:
         stages = []
         for rank, (layers, kind) in enumerate(zip(sets, self.kinds, strict=True)):
             if layers:
-                stages.append(Candidate(before, frozenset(layers), StageOptions(1, kind=kind), ranks=(rank,)))
+                stages.append(
+                    Candidate(before, frozenset(layers), StageOptions(1, kind=kind), ranks=(rank,))
+                )
                 before |= layers
         return tuple(stages)
 

@@ -1,14 +1,16 @@
 """Exact search for the max-load objective: a dynamic programme over all cuts of the graph at once.
 
-A device's load is the time of its layers and of the distinct values that cross into and out of it; the plan is a chain
-of cuts with one device between neighbours, and its time the largest load. With g(u, J) the smallest largest load with
-which the devices u (so many of each kind) run everything before the cut J,
+A device's load is the time of its layers and of the distinct values that cross into and out of it;
+the plan is a chain of cuts with one device between neighbours, and its time the largest load. With
+g(u, J) the smallest largest load with which the devices u (so many of each kind) run everything
+before the cut J,
 
     g(u, J) = min over I below J and kinds k of  max( g(u - k, I), load(J \\ I on k) )
 
-(Tarnawski et al., "Efficient Algorithms for Device Placement of DNN Graph Operators", NeurIPS 2020, section 5.1.1). All
-loads from one cut are computed in one go, and only those that could be part of a plan faster than a known one: the
-devices left must be able to compute what is left. O(cuts² · values) at worst; the bound leaves a few percent of it.
+(Tarnawski et al., "Efficient Algorithms for Device Placement of DNN Graph Operators", NeurIPS 2020,
+section 5.1.1). All loads from one cut are computed in one go, and only those that could be part of
+a plan faster than a known one: the devices left must be able to compute what is left. O(cuts² ·
+values) at worst; the bound leaves a few percent of it.
 """
 
 from __future__ import annotations
@@ -83,22 +85,32 @@ class LoadSearch:
         self._used, self._live = np.zeros(shape, np.int16), np.zeros(shape, np.bool_)
         for number, value in enumerate(layer_costs.traffic):
             self._used[number] = columns[list(value.users)].sum(axis=0)
-            self._live[number] = (columns[value.producer] > 0) & (self._used[number] < len(value.users))
+            self._live[number] = (columns[value.producer] > 0) & (
+                self._used[number] < len(value.users)
+            )
         self._cost_s = np.array([value_load_s(value, link) for value in layer_costs.traffic])
-        self._bytes = np.array([v.output_bytes + v.gradient_bytes for v in layer_costs.traffic], dtype=np.float64)
+        self._bytes = np.array(
+            [v.output_bytes + v.gradient_bytes for v in layer_costs.traffic], dtype=np.float64
+        )
         self._front_s: Floats = self._cost_s @ self._live
         self._front_bytes: Floats = self._bytes @ self._live
 
     def best(self, below_s: float, clock: Clock) -> LoadPlan | None:
-        """Return the plan with the smallest largest load, on as few devices as reach it; None if none is below."""
+        """Return the plan with the smallest largest load, on as few devices as reach it; None if
+        none is below.
+        """
         last = len(self._before_s) - 1
         slowest = min(devices.speed for devices in self._devices)
-        below_s = min(below_s, 2 * (self._before_s[-1] / slowest + float(self._cost_s.sum())))  # any plan is
+        # any plan is
+        below_s = min(below_s, 2 * (self._before_s[-1] / slowest + float(self._cost_s.sum())))
         counts = [devices.count for devices in self._devices]
         uses = list(product(*(range(count + 1) for count in counts)))
         row = {use: number for number, use in enumerate(uses)}
         left_s = [
-            sum((devices.count - n) * devices.speed for devices, n in zip(self._devices, use, strict=True))
+            sum(
+                (devices.count - n) * devices.speed
+                for devices, n in zip(self._devices, use, strict=True)
+            )
             for use in uses
         ]
         most = np.full((len(uses), last + 1), np.inf)  # g
@@ -124,7 +136,10 @@ class LoadSearch:
                 loads = compute_s / devices.speed + (moved_s if devices.pays_transfers else 0.0)
                 keep = loads < below_s
                 if devices.memory_bytes is not None:
-                    keep &= self._held[others] - self._held[state] + POSTED * moved <= devices.memory_bytes
+                    keep &= (
+                        self._held[others] - self._held[state] + POSTED * moved
+                        <= devices.memory_bytes
+                    )
                 ends, loads = others[keep], loads[keep]
                 for number, _, onto in (step for step in steps if step[1] == kind):
                     seconds = np.maximum(most[number, state], loads)
@@ -136,10 +151,14 @@ class LoadSearch:
         return self._trace(uses, row, most, origin, via)
 
     def _reach(self, state: int, below_s: float, room_s: float) -> Integers:
-        """Return the cuts from here that some device reaches in time while the devices left can compute the rest."""
+        """Return the cuts from here that some device reaches in time while the devices left can
+        compute the rest.
+        """
         before_s = self._before_s
         fastest = max(devices.speed for devices in self._devices)
-        first = np.searchsorted(before_s, before_s[-1] - room_s * (1 + _SLACK) - _SLACK, side="left")
+        first = np.searchsorted(
+            before_s, before_s[-1] - room_s * (1 + _SLACK) - _SLACK, side="left"
+        )
         limit = np.searchsorted(before_s, before_s[state] + below_s * fastest, side="right")
         others = np.arange(max(state + 1, int(first)), int(limit))
         own = self._words[state]
@@ -148,7 +167,9 @@ class LoadSearch:
         return others
 
     def _between(self, state: int, others: Integers) -> tuple[Integers, Floats, Floats, Floats]:
-        """Return compute seconds, transfer seconds and bytes of the stages from the state to each of the others."""
+        """Return compute seconds, transfer seconds and bytes of the stages from the state to each
+        of the others.
+        """
         compute_s = self._before_s[others] - self._before_s[state]
         moved_s, moved = self._front_s[others].copy(), self._front_bytes[others].copy()
         for value in np.flatnonzero(self._live[:, state]):
@@ -179,7 +200,9 @@ class LoadSearch:
             kinds.append(self._devices[device].kind)
             states.append(state)
             number = row[_with(uses[number], device, -1)]
-        sets = [frozenset(map(int, np.flatnonzero(self._bits[state]))) for state in reversed(states)]
+        sets = [
+            frozenset(map(int, np.flatnonzero(self._bits[state]))) for state in reversed(states)
+        ]
         stages = tuple(
             Candidate(before, done - before, StageOptions(1, kind=kind))
             for (before, done), kind in zip(pairwise(sets), reversed(kinds), strict=True)

@@ -1,7 +1,8 @@
-"""The cuts of a graph: its downsets, the sets of layers that contain all predecessors of their layers.
+"""The cuts of a graph: its downsets, the sets of layers that contain all predecessors of their
+layers.
 
-A downset is a bit set of layer positions, a row of 64-bit words. The product's plans have cuts along the profile's
-order alone; the published workloads ask for the best of all cuts.
+A downset is a bit set of layer positions, a row of 64-bit words. The product's plans have cuts
+along the profile's order alone; the published workloads ask for the best of all cuts.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ _TICKS = 2.0**50  # units of time in a model's compute time: sums of whole numbe
 
 
 def enumerate_downsets(layer_costs: LayerCosts, most: int) -> Words | None:
-    """Return every downset that ends at no forbidden place, smaller ones first; None if there are more than `most`.
+    """Return every downset that ends at no forbidden place, smaller ones first; None if there are
+    more than `most`.
 
     O(downsets · width).
     """
@@ -34,10 +36,12 @@ def enumerate_downsets(layer_costs: LayerCosts, most: int) -> Words | None:
             needs[user] |= 1 << producer
             feeds[producer].add(user)
     masks = [0]
-    level = {0: tuple(number for number, need in enumerate(needs) if not need)}  # groups that each can admit
+    # groups that each can admit
+    level = {0: tuple(number for number, need in enumerate(needs) if not need)}
     while level:
         larger: dict[int, tuple[int, ...]] = {}
-        # Level by level: a downset is found again by its bits, whichever of its groups was added last.
+        # Level by level: a downset is found again by its bits, whichever of its groups was added
+        # last.
         for mask, can in level.items():
             for group in can:
                 upper = mask | 1 << group
@@ -50,7 +54,9 @@ def enumerate_downsets(layer_costs: LayerCosts, most: int) -> Words | None:
         level = larger
     if len(group_of) > len(groups):  # from bit sets of groups to bit sets of layers
         layers = [sum(1 << layer for layer in group) for group in groups]
-        masks = [sum(bits for number, bits in enumerate(layers) if mask >> number & 1) for mask in masks]
+        masks = [
+            sum(bits for number, bits in enumerate(layers) if mask >> number & 1) for mask in masks
+        ]
     return _words_of_masks(masks, len(group_of))
 
 
@@ -65,8 +71,12 @@ def to_bits(words: Words, count: int) -> NDArray[np.uint8]:
 
 
 def ticks(layer_costs: LayerCosts) -> Floats:
-    """Return each layer's share of the compute time as a whole number, so that sums are the same in any order."""
-    layers_s = np.sum([column(layer_costs, name) for name in ("forward_s", "backward_s", "update_s")], axis=0)
+    """Return each layer's share of the compute time as a whole number, so that sums are the same in
+    any order.
+    """
+    layers_s = np.sum(
+        [column(layer_costs, name) for name in ("forward_s", "backward_s", "update_s")], axis=0
+    )
     return np.asarray(np.rint(layers_s / max(layers_s.sum(), np.finfo(float).tiny) * _TICKS))
 
 

@@ -1,10 +1,13 @@
-"""The max-load objective: a device is busy with its layers and with the values that it sends and receives, in turn.
+"""The max-load objective: a device is busy with its layers and with the values that it sends and
+receives, in turn.
 
-A device's load is F + Bw + U of its layers plus, for every distinct value that enters or leaves it, the bytes of the
-value and of its gradient divided by the bandwidth, and the latency per message. A plan has one device per stage, and
-its time is its largest load. No schedule runs such a plan: nothing says how many minibatches are in flight.
+A device's load is F + Bw + U of its layers plus, for every distinct value that enters or leaves it,
+the bytes of the value and of its gradient divided by the bandwidth, and the latency per message. A
+plan has one device per stage, and its time is its largest load. No schedule runs such a plan:
+nothing says how many minibatches are in flight.
 
-Source: Tarnawski et al., "Efficient Algorithms for Device Placement of DNN Graph Operators", NeurIPS 2020.
+Source: Tarnawski et al., "Efficient Algorithms for Device Placement of DNN Graph Operators",
+    NeurIPS 2020.
 """
 
 from __future__ import annotations
@@ -23,14 +26,17 @@ from planner.solver.problem.problem import Problem
 
 
 class Host(DeviceKind):
-    """A kind of device whose transfers take none of its time, like the CPUs of the published workloads."""
+    """A kind of device whose transfers take none of its time, like the CPUs of the published
+    workloads.
+    """
 
 
 @dataclass(frozen=True)
 class LoadProblem(Problem):
     """A problem on a cluster of one level, for the plan whose largest load is smallest."""
 
-    contiguous: bool = True  # False: a stage may be any set of layers, with values going back and forth
+    # False: a stage may be any set of layers, with values going back and forth
+    contiguous: bool = True
 
     def __post_init__(self) -> None:
         """Refuse clusters of several levels.
@@ -40,7 +46,8 @@ class LoadProblem(Problem):
         """
         if len(self.cluster.joined) > 1:
             raise InputError(
-                f"the max-load objective prices clusters of one level, not of {len(self.cluster.joined)}",
+                f"the max-load objective prices clusters of one level, not of "
+                f"{len(self.cluster.joined)}",
                 hint="give the bandwidth of the slowest level",
             )
 
@@ -60,9 +67,16 @@ class LoadProblem(Problem):
 
     def load(self, stage: Candidate) -> tuple[float, int]:
         """Return the seconds that the stage's device is busy, and the bytes that it holds."""
-        link, layers = link_of(self.cluster), [self.layer_costs.profile.layers[index] for index in stage.layers]
+        link, layers = (
+            link_of(self.cluster),
+            [self.layer_costs.profile.layers[index] for index in stage.layers],
+        )
         moved = moved_values(self.layer_costs, stage.layers)
-        moved_s = 0.0 if isinstance(stage.options.kind, Host) else sum(value_load_s(value, link) for value in moved)
+        moved_s = (
+            0.0
+            if isinstance(stage.options.kind, Host)
+            else sum(value_load_s(value, link) for value in moved)
+        )
         moved_bytes = sum(value.output_bytes + value.gradient_bytes for value in moved)
         speed = 1.0 if stage.options.kind is None else stage.options.kind.speed
         busy_s = sum(compute_s(layer) for layer in layers) / speed + moved_s
@@ -79,18 +93,26 @@ def compute_s(layer: Layer) -> float:
 
 
 def held_bytes(layer: Layer) -> int:
-    """Return what a layer adds to its device's memory: everything once, as if one minibatch were in flight."""
+    """Return what a layer adds to its device's memory: everything once, as if one minibatch were in
+    flight.
+    """
     fixed = layer.weight_bytes + layer.gradient_bytes + layer.optimizer_bytes + layer.buffer_bytes
     return fixed + layer.saved_bytes
 
 
 def value_load_s(value: Traffic, link: Link) -> float:
-    """Return the seconds that a value, with its gradient, adds to the load of each device that it leaves or enters."""
+    """Return the seconds that a value, with its gradient, adds to the load of each device that it
+    leaves or enters.
+    """
     messages = 1 + (value.gradient_bytes > 0)
-    return (value.output_bytes + value.gradient_bytes) / link.bandwidth_bytes_per_s + messages * link.latency_s
+    return (
+        value.output_bytes + value.gradient_bytes
+    ) / link.bandwidth_bytes_per_s + messages * link.latency_s
 
 
 def moved_values(layer_costs: LayerCosts, layers: frozenset[int]) -> list[Traffic]:
     """Return the values that enter or leave these layers, each once."""
     leaving = [t for t in layer_costs.traffic if t.producer in layers and set(t.users) - layers]
-    return leaving + [t for t in layer_costs.traffic if t.producer not in layers and layers.intersection(t.users)]
+    return leaving + [
+        t for t in layer_costs.traffic if t.producer not in layers and layers.intersection(t.users)
+    ]

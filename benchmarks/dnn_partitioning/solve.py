@@ -37,8 +37,11 @@ def solve_loads(request: LoadProblem, clock: Clock) -> IlpAnswer | None:
     """
     assert request.contiguous
     reduced = Reduced(request.layer_costs, memory_matters=request.memory_matters)
-    # The cuts along the profile's order are few, and their best plan bounds the search over all of them.
-    best = LoadSearch(reduced.layer_costs, _prefixes(reduced.layer_costs), request.cluster).best(np.inf, clock)
+    # The cuts along the profile's order are few, and their best plan bounds the search over all of
+    # them.
+    best = LoadSearch(reduced.layer_costs, _prefixes(reduced.layer_costs), request.cluster).best(
+        np.inf, clock
+    )
     every, bound_s = enumerate_downsets(reduced.layer_costs, MOST_STATES), request.relaxed_s
     if every is not None:
         over = LoadSearch(reduced.layer_costs, every, request.cluster)
@@ -50,11 +53,14 @@ def solve_loads(request: LoadProblem, clock: Clock) -> IlpAnswer | None:
             raise TimeoutError
         return None
     bound_s = min(bound_s, best.seconds)
-    return IlpAnswer(reduced.expand(best.stages), best.seconds, bound_s, optimal=bound_s == best.seconds)
+    return IlpAnswer(
+        reduced.expand(best.stages), best.seconds, bound_s, optimal=bound_s == best.seconds
+    )
 
 
 def solve_ilp(request: LoadProblem, clock: Clock) -> IlpAnswer | None:
-    """Solve the integer program: the product's flow between cuts, or an assignment where stages are any sets of layers.
+    """Solve the integer program: the product's flow between cuts, or an assignment where stages are
+    any sets of layers.
 
     Returns:
         The plan with the smallest largest load or None when there is none.
@@ -71,9 +77,12 @@ def solve_ilp(request: LoadProblem, clock: Clock) -> IlpAnswer | None:
     answer = Flow(replace(request, budget=Budget(clock)), columns).solve()
     if answer is None:
         return None
-    if not columns.complete:  # too many cuts to list: those along the order prove nothing about the others
+    # too many cuts to list: those along the order prove nothing about the others
+    if not columns.complete:
         bound_s = min(answer.bound_s, request.relaxed_s)
-        answer = replace(answer, bound_s=bound_s, optimal=answer.optimal and bound_s >= answer.seconds)
+        answer = replace(
+            answer, bound_s=bound_s, optimal=answer.optimal and bound_s >= answer.seconds
+        )
     return replace(answer, stages=reduced.expand(answer.stages))
 
 
@@ -86,7 +95,9 @@ class LoadColumns(Columns):
         self._loads = request
 
     def cuts(self) -> list[frozenset[int]]:
-        """Return the layers before each cut of the graph, or along the profile's order where cuts are too many."""
+        """Return the layers before each cut of the graph, or along the profile's order where cuts
+        are too many.
+        """
         words = enumerate_downsets(self.problem.layer_costs, MOST_STATES_OF_PROGRAM)
         if words is None:
             self.complete = False
@@ -101,15 +112,23 @@ class LoadColumns(Columns):
             if not self.sets[state] < self.sets[other]:
                 continue
             for number, kind in enumerate(request.kinds):
-                stage = Candidate(self.sets[state], self.sets[other] - self.sets[state], StageOptions(1, kind=kind))
+                stage = Candidate(
+                    self.sets[state],
+                    self.sets[other] - self.sets[state],
+                    StageOptions(1, kind=kind),
+                )
                 (busy_s, held), limit = request.load(stage), request.cluster.memory_of(kind)
                 if limit is None or held <= limit:
                     kinds = frozenset({number})
-                    yield Column(state, other, stage.options, kinds, 0.0, busy_s, request.cluster.gpus - 1)
+                    yield Column(
+                        state, other, stage.options, kinds, 0.0, busy_s, request.cluster.gpus - 1
+                    )
 
 
 def _placed(request: LoadProblem, clock: Clock) -> IlpAnswer | None:
-    """Return the best placement; when time runs out, one no worse than the best contiguous plan, if that is allowed."""
+    """Return the best placement; when time runs out, one no worse than the best contiguous plan, if
+    that is allowed.
+    """
     try:
         answer = Assignment(request).solve(clock)
     except TimeoutError:

@@ -1,10 +1,12 @@
-"""Workloads of "Efficient Algorithms for Device Placement of DNN Graph Operators" (Tarnawski et al., NeurIPS 2020).
+"""Workloads of "Efficient Algorithms for Device Placement of DNN Graph Operators" (Tarnawski et
+al., NeurIPS 2020).
 
-A JSON file with `nodes`, each a forward or a backward operation with its latency, and `edges`, each with the cost of
-moving the value of its source between devices; times are in milliseconds. A forward and a backward node of one
-`colorClass` must share a device: a class becomes one layer here, with the forward node's value and the backward node's
-as its gradient. The file knows costs, not bytes, so bytes are counted at `BYTES_PER_S`: with a link of that bandwidth
-and the max-load objective, transfers cost what the file says. Such a profile can be planned with, not trained with.
+A JSON file with `nodes`, each a forward or a backward operation with its latency, and `edges`, each
+with the cost of moving the value of its source between devices; times are in milliseconds. A
+forward and a backward node of one `colorClass` must share a device: a class becomes one layer here,
+with the forward node's value and the backward node's as its gradient. The file knows costs, not
+bytes, so bytes are counted at `BYTES_PER_S`: with a link of that bandwidth and the max-load
+objective, transfers cost what the file says. Such a profile can be planned with, not trained with.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from planner.formats.files import first_problem
 from planner.formats.profile import Device, Edge, Layer, Profile, Provenance, Value
 from planner.version import __version__
 
-BYTES_PER_S = 2000 * 2**30  # 2^31 per millisecond, in which the published costs are whole numbers of bytes
+# 2^31 per millisecond, in which the published costs are whole numbers of bytes
+BYTES_PER_S = 2000 * 2**30
 _HINT = "such a file has 'maxFPGAs', 'nodes' and 'edges'; see the workloads of the paper's authors"
 
 
@@ -70,12 +73,17 @@ def load_workload(path: Path) -> Profile:
         raise ProfileError(f"'{path}' cannot be read: {cause}", hint=_HINT) from None
     for node in workload.nodes:
         if not node.supportedOnFpga:
-            raise ProfileError(f"'{path}': {node.name} runs on a CPU only, and plans have none", hint=_HINT)
+            raise ProfileError(
+                f"'{path}': {node.name} runs on a CPU only, and plans have none", hint=_HINT
+            )
     classes = _classes(path, workload)
     forward, backward = (_edges(path, workload, classes, backward=side) for side in (False, True))
     if not backward.keys() <= forward.keys():
         source, target = next(iter(backward.keys() - forward.keys()))
-        raise ProfileError(f"'{path}': a gradient goes from {source} to {target}, where no activation does", hint=_HINT)
+        raise ProfileError(
+            f"'{path}': a gradient goes from {source} to {target}, where no activation does",
+            hint=_HINT,
+        )
     outputs, gradients = (_bytes_of_producers(edges) for edges in (forward, backward))
     names = _topological(path, list(dict.fromkeys(classes.values())), forward)
     nodes = defaultdict(list)
@@ -86,10 +94,13 @@ def load_workload(path: Path) -> Profile:
         Layer(
             name=name,
             op="",
-            forward_s=sum(node.fpgaLatency for node in nodes[name] if not node.isBackwardNode) / 1e3,
+            forward_s=sum(node.fpgaLatency for node in nodes[name] if not node.isBackwardNode)
+            / 1e3,
             backward_s=sum(node.fpgaLatency for node in nodes[name] if node.isBackwardNode) / 1e3,
             update_s=0.0,
-            outputs=(Value(name=name, output_bytes=outputs[name], gradient_bytes=gradients.get(name, 0)),)
+            outputs=(
+                Value(name=name, output_bytes=outputs[name], gradient_bytes=gradients.get(name, 0)),
+            )
             if name in used
             else (),
             buffer_bytes=round(sum(node.size for node in nodes[name])),
@@ -122,7 +133,9 @@ def _classes(path: Path, workload: _Workload) -> dict[int, str]:
     return named
 
 
-def _edges(path: Path, workload: _Workload, classes: dict[int, str], *, backward: bool) -> dict[tuple[str, str], float]:
+def _edges(
+    path: Path, workload: _Workload, classes: dict[int, str], *, backward: bool
+) -> dict[tuple[str, str], float]:
     """Costs in milliseconds of the edges between layers on one side."""
     side = {node.id: node.isBackwardNode for node in workload.nodes}
     found: dict[tuple[str, str], float] = {}
@@ -135,7 +148,8 @@ def _edges(path: Path, workload: _Workload, classes: dict[int, str], *, backward
             continue
         if side[edge.sourceId] != side[edge.destId]:
             raise ProfileError(
-                f"'{path}': the edge from {source} to {target} joins a forward and a backward node", hint=_HINT
+                f"'{path}': the edge from {source} to {target} joins a forward and a backward node",
+                hint=_HINT,
             )
         if side[edge.sourceId] == backward:
             found[source, target] = edge.cost
@@ -143,15 +157,21 @@ def _edges(path: Path, workload: _Workload, classes: dict[int, str], *, backward
 
 
 def _bytes_of_producers(edges: dict[tuple[str, str], float]) -> dict[str, int]:
-    """Bytes at `BYTES_PER_S` of each layer's value; the costs of its edges are those of one and the same value."""
+    """Bytes at `BYTES_PER_S` of each layer's value; the costs of its edges are those of one and the
+    same value.
+    """
     return {source: round(cost * BYTES_PER_S / 1e3) for (source, _), cost in edges.items()}
 
 
 def _topological(path: Path, names: list[str], edges: dict[tuple[str, str], float]) -> list[str]:
-    sorter: graphlib.TopologicalSorter[str] = graphlib.TopologicalSorter({name: set() for name in names})
+    sorter: graphlib.TopologicalSorter[str] = graphlib.TopologicalSorter(
+        {name: set() for name in names}
+    )
     for source, target in edges:
         sorter.add(target, source)
     try:
         return list(sorter.static_order())
     except graphlib.CycleError as cause:
-        raise ProfileError(f"'{path}': the edges form a cycle, {' -> '.join(cause.args[1])}", hint=_HINT) from None
+        raise ProfileError(
+            f"'{path}': the edges form a cycle, {' -> '.join(cause.args[1])}", hint=_HINT
+        ) from None

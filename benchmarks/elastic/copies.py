@@ -1,7 +1,8 @@
-"""What copies cost while nothing fails: windows of one run that begin with a copy, and the windows between them.
+"""What copies cost while nothing fails: windows of one run that begin with a copy, and the windows
+between them.
 
-What a copy takes is the difference of two windows that follow each other. Short windows tell it well: of the noise of
-the machine they have little, and all of the copy, which ends within a window.
+What a copy takes is the difference of two windows that follow each other. Short windows tell it
+well: of the noise of the machine they have little, and all of the copy, which ends within a window.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ WIDTHS = (16, 1024)  # of the model's layers
 
 
 def measure_copies(hosts: int) -> list[dict[str, str]]:
-    """Return a row for each width of layers: the seconds of a copy, and their share of the usual distance of copies."""
+    """Return a row for each width of layers: the seconds of a copy, and their share of the usual
+    distance of copies.
+    """
     rows = []
     for width in WIDTHS:
         with_copy, without = _windows(hosts, width)
@@ -37,7 +40,8 @@ def measure_copies(hosts: int) -> list[dict[str, str]]:
                 "state": f"{state_bytes / 1e6:.2g} MB",
                 "s per minibatch": f"{statistics.mean(without) / WINDOW:.3f}",
                 "ms of a copy": f"{mean_s * 1e3:.0f} ± {error_s * 1e3:.0f}",
-                f"of {COPY_EVERY} minibatches": f"{mean_s / between_s:.2%} ± {error_s / between_s:.2%}",
+                f"of {COPY_EVERY} minibatches": f"{mean_s / between_s:.2%} ± "
+                f"{error_s / between_s:.2%}",
                 "pairs": str(len(costs)),
             }
         )
@@ -47,7 +51,10 @@ def measure_copies(hosts: int) -> list[dict[str, str]]:
 def _windows(hosts: int, width: int) -> tuple[list[float], list[float]]:
     """Return the seconds of each window that begins with a copy, and of each that follows one."""
     steps = 2 * WINDOW * (PAIRS + WARM_UP + 1)
-    with tempfile.TemporaryDirectory(prefix="elastic-") as name, patch.dict(os.environ, ELASTIC_WIDTH=str(width)):
+    with (
+        tempfile.TemporaryDirectory(prefix="elastic-") as name,
+        patch.dict(os.environ, ELASTIC_WIDTH=str(width)),
+    ):
         folder = Path(name)
         write_plan(hosts, 1, folder)
         with cluster(hosts, steps, folder, ("--copy-every", str(2 * WINDOW))) as found:

@@ -1,4 +1,6 @@
-"""Let faults happen to hosts in network namespaces while they train, and check what the run makes of them."""
+"""Let faults happen to hosts in network namespaces while they train, and check what the run makes
+of them.
+"""
 
 from __future__ import annotations
 
@@ -40,12 +42,28 @@ HANG_TIMEOUT_S = 8.0
 MICROBATCHES, BATCH_SIZE = 4, 4
 PORT = 29533
 AWAY_S = (6.0, 30.0)  # for which a lost host, or a link, stays away, at least and at most
-KILLED, STOPPED, LOST, UNPLUGGED = KINDS = ("worker killed", "worker stopped", "host lost", "link down")
+KILLED, STOPPED, LOST, UNPLUGGED = KINDS = (
+    "worker killed",
+    "worker stopped",
+    "host lost",
+    "link down",
+)
 BRIEFLY = "link down for a moment"  # and up again before a worker noticed
 _ACTS = {KILLED: "kill", STOPPED: "stop", LOST: "hold", UNPLUGGED: "hold"}
-PHASES = ("forward", "backward", "message", "all-reduce", "update", "evaluation", "checkpoint", "copy")
-AFTER_S = {IMPORTS: 3.0, "copy": 0.03}  # from the begin of a phase to the fault, at most; at once in others
-STRIKE_WITHIN_S = 8.0  # a worker that is to be hit comes to the phase; or else it is hit where it is
+PHASES = (
+    "forward",
+    "backward",
+    "message",
+    "all-reduce",
+    "update",
+    "evaluation",
+    "checkpoint",
+    "copy",
+)
+# from the begin of a phase to the fault, at most; at once in others
+AFTER_S = {IMPORTS: 3.0, "copy": 0.03}
+# a worker that is to be hit comes to the phase; or else it is hit where it is
+STRIKE_WITHIN_S = 8.0
 RECOVERED_S = 60.0  # the same in a start after another fault; or else it is not hit
 TAKEN_IN_S = 40.0
 PAUSE_S = 2.0  # between two looks, 20 ms apart
@@ -56,7 +74,9 @@ _WENT_ON = re.compile(r"training goes on from minibatch (\d+) with the plan ([^ 
 
 @dataclass
 class Fault:
-    """What happened to a host, and how long the run took to go on; times are None where another fault came before."""
+    """What happened to a host, and how long the run took to go on; times are None where another
+    fault came before.
+    """
 
     kind: str
     phase: str  # of the worker that was hit
@@ -69,7 +89,8 @@ class Fault:
     went_on_s: float | None = None  # until the first update
     repeated: int | None = None  # minibatches that were trained again
     second: bool = False  # during the recovery from the fault before
-    paused: bool = False  # this process did not run for seconds: other work had the machine, and times say nothing
+    # this process did not run for seconds: other work had the machine, and times say nothing
+    paused: bool = False
 
 
 @dataclass
@@ -79,9 +100,11 @@ class Outcome:
     faults: list[Fault] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)  # broken promises
     start_s: float = 0.0  # from the first process to the first update
-    speeds: list[tuple[str, float, float]] = field(default_factory=list)  # plan, predicted and measured s/minibatch
+    # plan, predicted and measured s/minibatch
+    speeds: list[tuple[str, float, float]] = field(default_factory=list)
     whole_s: float = 0.0  # from the first update to the last one
-    stood_s: list[float] = field(default_factory=list)  # from the last update before each start to its first one
+    # from the last update before each start to its first one
+    stood_s: list[float] = field(default_factory=list)
 
 
 class Update(NamedTuple):
@@ -95,23 +118,33 @@ class Update(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What predictions are made from: the times of layers, those of computations included, and a link."""
+    """What predictions are made from: the times of layers, those of computations included, and a
+    link.
+    """
 
     profile: Profile
     link: Level
 
 
 def measure(workers: int) -> Measured:
-    """Measure the model, while other workers use the other cores, and the messages of two workers."""
+    """Measure the model, while other workers use the other cores, and the messages of two
+    workers.
+    """
     processes = min(workers, available_cores())
     profile = planner.profile(MODEL, batch_size=BATCH_SIZE, device="cpu", processes=processes)
     return Measured(profile, measure_host(2, "cpu").levels[0])
 
 
 def write_plan(
-    hosts: int, per_host: int, folder: Path, *, replicated: bool = False, measured: Measured | None = None
+    hosts: int,
+    per_host: int,
+    folder: Path,
+    *,
+    replicated: bool = False,
+    measured: Measured | None = None,
 ) -> Plan:
-    """Write a plan of lone stages, or of stages with two replicas, with those for every smaller number of hosts.
+    """Write a plan of lone stages, or of stages with two replicas, with those for every smaller
+    number of hosts.
 
     If nothing was measured, layers take the time that they sleep.
     """
@@ -121,22 +154,35 @@ def write_plan(
     else:
         profile = planner.estimate(MODEL, device="cpu", batch_size=BATCH_SIZE)
         times = {"forward_s": FORWARD_S, "backward_s": BACKWARD_S}
-        layers = [each.model_copy(update=times) if each.op == Block.__name__ else each for each in profile.layers]
+        layers = [
+            each.model_copy(update=times) if each.op == Block.__name__ else each
+            for each in profile.layers
+        ]
         profile = profile.model_copy(update={"layers": tuple(layers)})
     plans = []
     for workers in range(hosts * per_host, 0, -per_host):
         replicas = [2] * (workers // 2) + [1] * (workers % 2) if replicated else [1] * workers
-        how: dict[str, Any] = {"schedule": "1f1b-flush", "microbatches": MICROBATCHES, "replicas": replicas}
+        how: dict[str, Any] = {
+            "schedule": "1f1b-flush",
+            "microbatches": MICROBATCHES,
+            "replicas": replicas,
+        }
         cluster = planner.flat_cluster(workers, "10Gbps")
         level = cluster.levels[0].model_copy(update=link | {"size": workers})
-        plans.append(planner.price(profile, cluster.model_copy(update={"levels": (level,)}), len(replicas), **how))
+        plans.append(
+            planner.price(
+                profile, cluster.model_copy(update={"levels": (level,)}), len(replicas), **how
+            )
+        )
     plan = plans[0].model_copy(update={"smaller": tuple(plans[1:])})
     plan.save(folder / "plan.json")
     return plan
 
 
 def reference(plan: Plan, restarts: Sequence[str], steps: int, folder: Path) -> dict[str, Any]:
-    """Return losses and evaluations of a run that is stopped and resumed where the other one changed its plan."""
+    """Return losses and evaluations of a run that is stopped and resumed where the other one
+    changed its plan.
+    """
     plans = {each.config: each for each in (plan, *plan.smaller)}
     begun = [(0, plan.config)]
     for restart in restarts:
@@ -147,14 +193,33 @@ def reference(plan: Plan, restarts: Sequence[str], steps: int, folder: Path) -> 
             begun.pop()
         begun.append((first, found[2]))
     losses, evaluations = list[Any](), list[Any]()
-    command = [sys.executable, "-m", "planner", "train", str(MODEL), "--plan", "part.json", "--json", *_OFTEN]
-    command += ["--checkpoint-every", str(10 * steps), "--checkpoint-folder", "reference", "--resume", "auto"]
+    command = [
+        sys.executable,
+        "-m",
+        "planner",
+        "train",
+        str(MODEL),
+        "--plan",
+        "part.json",
+        "--json",
+        *_OFTEN,
+    ]
+    command += [
+        "--checkpoint-every",
+        str(10 * steps),
+        "--checkpoint-folder",
+        "reference",
+        "--resume",
+        "auto",
+    ]
     ends = [first for first, _ in begun[1:]] + [steps]
     for (_, config), end in zip(begun, ends, strict=True):
         plans[config].model_copy(update={"smaller": ()}).save(folder / "part.json")
         at_once = {**_environment(), "ELASTIC_AT_ONCE": "1"}
         whole = [*command, "--steps", str(end)]
-        done = subprocess.run(whole, cwd=folder, env=at_once, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            whole, cwd=folder, env=at_once, capture_output=True, text=True, check=False
+        )
         if done.returncode:
             raise RuntimeError(f"the reference under {config} until {end} failed: {done.stderr}")
         part = json.loads(done.stdout)
@@ -167,12 +232,34 @@ class Cluster:
     """Hosts that train, each with a `plan train --elastic` of its own."""
 
     def __init__(
-        self, hosts: Sequence[Host], folder: Path, steps: int, more: Sequence[str] = (), port: int = PORT
+        self,
+        hosts: Sequence[Host],
+        folder: Path,
+        steps: int,
+        more: Sequence[str] = (),
+        port: int = PORT,
     ) -> None:
         self._hosts, self.folder, self._port = hosts, folder, port
         self._command = [
-            *(sys.executable, "-m", "planner", "train", str(MODEL), "--plan", "plan.json", "--steps", str(steps)),
-            *("--json", "--elastic", f"1:{len(hosts)}", "--hang-timeout", str(HANG_TIMEOUT_S), *more),
+            *(
+                sys.executable,
+                "-m",
+                "planner",
+                "train",
+                str(MODEL),
+                "--plan",
+                "plan.json",
+                "--steps",
+                str(steps),
+            ),
+            *(
+                "--json",
+                "--elastic",
+                f"1:{len(hosts)}",
+                "--hang-timeout",
+                str(HANG_TIMEOUT_S),
+                *more,
+            ),
         ]
         self.meets_at = 0  # the host that has the store
         self.processes: dict[int, subprocess.Popen[str]] = {}
@@ -184,7 +271,10 @@ class Cluster:
         command = [*self._command, "--copy-folder", str(self.memory(host))]
         command += ["--rendezvous", f"{self._hosts[self.meets_at].address}:{self._port}"]
         environment = {**_environment(HOOK), "ELASTIC_HOST": str(host)}
-        with (self.folder / f"out-{host}").open("a") as out, (self.folder / f"err-{host}").open("a") as err:
+        with (
+            (self.folder / f"out-{host}").open("a") as out,
+            (self.folder / f"err-{host}").open("a") as err,
+        ):
             options = {"env": environment, "cwd": self.folder, "stdout": out, "stderr": err}
             self.processes[host] = self._hosts[host].popen(command, **options)
 
@@ -224,7 +314,9 @@ class Cluster:
         return min((at_s for at_s in times if at_s > since_s), default=None)
 
     def all_is_copied(self) -> bool:
-        """Return whether this start has made a whole copy, so that each state is in the memory of two hosts."""
+        """Return whether this start has made a whole copy, so that each state is in the memory of
+        two hosts.
+        """
         updates = self.updates()
         first = min(each.minibatch for each in updates if each.began_s == updates[-1].began_s)
         # A copy is waited for before the next one is begun.
@@ -263,10 +355,12 @@ def run(
     seconds: int = 0,
     measured: Measured | None = None,
 ) -> Outcome:
-    """Train with so many faults, and compare the losses with a run that was stopped and resumed at the same places.
+    """Train with so many faults, and compare the losses with a run that was stopped and resumed at
+    the same places.
 
-    `seconds` of the faults happen during the recovery from the fault before, in one phase of its start after another.
-    Host 0, which has the store where hosts meet, keeps its agent and its link; its workers fail as any others.
+    `seconds` of the faults happen during the recovery from the fault before, in one phase of its
+    start after another. Host 0, which has the store where hosts meet, keeps its agent and its link;
+    its workers fail as any others.
     """
     outcome = Outcome()
     with tempfile.TemporaryDirectory(prefix="elastic-") as name:
@@ -281,7 +375,8 @@ def run(
                 while len(outcome.faults) < faults:
                     left = faults - len(outcome.faults)
                     due = seconds - sum(fault.second for fault in outcome.faults)
-                    # As likely as of all turns that are left, of one fault or of two, this is one of two.
+                    # As likely as of all turns that are left, of one fault or of two, this is one
+                    # of two.
                     twice = left > 1 and draw.random() < due / max(left - due, 1)
                     if not campaign.hit(draw.choice(KINDS), next(phases) if twice else None):
                         break
@@ -299,9 +394,13 @@ def run(
 class Campaign:
     """Faults that happen to a cluster, one after another."""
 
-    def __init__(self, found: Cluster, hosts: int, plan: Plan, draw: random.Random, outcome: Outcome) -> None:
+    def __init__(
+        self, found: Cluster, hosts: int, plan: Plan, draw: random.Random, outcome: Outcome
+    ) -> None:
         self._found, self._hosts, self._draw, self._outcome = found, hosts, draw, outcome
-        replicated = any(len(stage.ranks) > 1 for each in (plan, *plan.smaller) for stage in each.stages)
+        replicated = any(
+            len(stage.ranks) > 1 for each in (plan, *plan.smaller) for stage in each.stages
+        )
         self._phases = [phase for phase in PHASES if replicated or phase != "all-reduce"]
         self._workers, self._per_host = plan.workers, plan.cluster.gpus // hosts
         self._away = dict[int, threading.Timer]()  # hosts that come back by themselves
@@ -309,38 +408,57 @@ class Campaign:
         self._copied = True  # whether all that hosts have is also on another one
 
     def wait_for(self, since_s: float, fault: Fault | None = None) -> Update | None:
-        """Return the first update by a process that began after a moment; None when the run ends before, or hangs."""
+        """Return the first update by a process that began after a moment; None when the run ends
+        before, or hangs.
+        """
         deadline = time.monotonic() + GIVE_UP_S
         before = time.monotonic()
         while time.monotonic() < deadline and not self._found.ended:
             if fault is not None and time.monotonic() > before + PAUSE_S:
                 fault.paused = True
             before = time.monotonic()
-            if fault is not None and fault.noticed_s is None and (at_s := self._found.noticed_s(since_s)) is not None:
+            if (
+                fault is not None
+                and fault.noticed_s is None
+                and (at_s := self._found.noticed_s(since_s)) is not None
+            ):
                 fault.noticed_s = at_s - since_s
             for update in self._found.updates():
                 if update.began_s > since_s:
                     return update
-                if fault is not None and fault.kind == UNPLUGGED and self._is_back(fault.host, update.at_s):
+                if (
+                    fault is not None
+                    and fault.kind == UNPLUGGED
+                    and self._is_back(fault.host, update.at_s)
+                ):
                     fault.kind = BRIEFLY
                     return update
             time.sleep(0.02)
         return None
 
-    def hit(self, kind: str, start: str | None, again: str | None = None, host: int | None = None) -> bool:
-        """Let one fault happen, or another one in a phase of the start after it, and wait; return False at the end.
+    def hit(
+        self, kind: str, start: str | None, again: str | None = None, host: int | None = None
+    ) -> bool:
+        """Let one fault happen, or another one in a phase of the start after it, and wait; return
+        False at the end.
 
         The other one is of the kind `again`, on `host`, or else drawn.
         """
         found, draw = self._found, self._draw
-        ended = {host for host, process in found.processes.items() if process.poll() is not None} - self._away.keys()
+        ended = {
+            host for host, process in found.processes.items() if process.poll() is not None
+        } - self._away.keys()
         if ended:
             if 0 not in ended:
                 self._outcome.problems.append(f"hosts {ended} ended before the run")
             return False
         time.sleep(draw.uniform(0.2, 2.5))
         self._await_copies(kind if start is None else LOST)
-        here = None if host is None else draw.choice([each for each in range(self._hosts) if each != host])
+        here = (
+            None
+            if host is None
+            else draw.choice([each for each in range(self._hosts) if each != host])
+        )
         struck = self._strike(kind, draw.choice(self._phases), here)
         if struck is None:
             return not found.ended
@@ -348,14 +466,21 @@ class Campaign:
         if start is not None:
             # What was on two hosts is on one when a host or its link is lost, until the next copy.
             possible = KINDS if kind in (KILLED, STOPPED) and self._copied else (KILLED, STOPPED)
-            if (second := self._strike(again or draw.choice(possible), start, host, other=fault.host)) is not None:
+            if (
+                second := self._strike(
+                    again or draw.choice(possible), start, host, other=fault.host
+                )
+            ) is not None:
                 self._outcome.faults.append(fault)
                 fault, at_s = second
                 fault.second = True
         update = self.wait_for(at_s, fault)
         if update is None:
             if not found.ended:
-                what = f"{fault.kind} on host {fault.host} in {fault.phase} after minibatch {fault.minibatch}"
+                what = (
+                    f"{fault.kind} on host {fault.host} in {fault.phase} after minibatch "
+                    f"{fault.minibatch}"
+                )
                 self._outcome.problems.append(f"{what}: the run did not go on")
             return False
         fault.went_on_s, fault.repeated = update.at_s - at_s, 0
@@ -366,7 +491,11 @@ class Campaign:
         self._outcome.faults.append(fault)
         # Otherwise the next fault may come while a host is taken in.
         deadline = time.monotonic() + (TAKEN_IN_S if draw.random() < 0.5 else 0.0)
-        while found.updates()[-1].workers < self._workers and time.monotonic() < deadline and not found.ended:
+        while (
+            found.updates()[-1].workers < self._workers
+            and time.monotonic() < deadline
+            and not found.ended
+        ):
             time.sleep(0.1)
         return True
 
@@ -387,18 +516,25 @@ class Campaign:
     def _strike(
         self, kind: str, phase: str, host: int | None = None, other: int | None = None
     ) -> tuple[Fault, float] | None:
-        """Let a fault happen when a worker comes to a phase; return when it did, or None when it did not.
+        """Let a fault happen when a worker comes to a phase; return when it did, or None when it
+        did not.
 
         It is a worker of `host`, or else of any host but the `other` one.
         """
         found, act = self._found, _ACTS[kind]
         hosts = range(0 if kind in (KILLED, STOPPED) else 1, self._hosts)
-        here = [each for each in hosts if each != other and each not in self._away and host in (None, each)]
+        here = [
+            each
+            for each in hosts
+            if each != other and each not in self._away and host in (None, each)
+        ]
         if not here:
             return None
         host, rank = self._draw.choice(here), self._draw.randrange(self._per_host)
         newest = found.updates()[-1].minibatch
-        fault = Fault(kind, phase, host, newest, sum(len(found.workers(each)) for each in range(self._hosts)))
+        fault = Fault(
+            kind, phase, host, newest, sum(len(found.workers(each)) for each in range(self._hosts))
+        )
         struck = found.folder / STRUCK
         pid = self._await_phase(fault, rank, act)
         if found.ended or (pid is None and not struck.exists()):
@@ -408,7 +544,9 @@ class Campaign:
                 os.kill(pid, signal.SIGKILL if act == "kill" else signal.SIGSTOP)
         if kind in (LOST, UNPLUGGED):
             self._back_s.pop(host, None)
-            self._away[host] = threading.Timer(self._draw.uniform(*AWAY_S), self._come_back, (kind, host))
+            self._away[host] = threading.Timer(
+                self._draw.uniform(*AWAY_S), self._come_back, (kind, host)
+            )
             self._away[host].start()
         if kind == LOST:
             found.lose(host)
@@ -420,7 +558,9 @@ class Campaign:
         return fault, time.time()
 
     def _await_phase(self, fault: Fault, rank: int, act: str) -> int | None:
-        """Let a worker be hit when it comes to the fault's phase; return it where it does not come there in time."""
+        """Let a worker be hit when it comes to the fault's phase; return it where it does not come
+        there in time.
+        """
         found, struck = self._found, self._found.folder / STRUCK
         wish = found.folder / f"wish-{fault.host}-{rank}"
         hidden = wish.with_name(f".{wish.name}")
@@ -449,23 +589,33 @@ class Campaign:
 
 
 def _standstill(updates: Sequence[Update]) -> tuple[float, list[float]]:
-    """Return the seconds from the first update to the last, and those between two updates with a start in between."""
+    """Return the seconds from the first update to the last, and those between two updates with a
+    start in between.
+    """
     if not updates:
         return 0.0, []
     pairs = pairwise(updates)
-    stood_s = [after.at_s - before.at_s for before, after in pairs if after.began_s > before.began_s]
+    stood_s = [
+        after.at_s - before.at_s for before, after in pairs if after.began_s > before.began_s
+    ]
     return updates[-1].at_s - updates[0].at_s, stood_s
 
 
 def _speeds(found: Cluster, plan: Plan) -> list[tuple[str, float, float]]:
-    """Return the predicted and the median measured seconds per minibatch of each plan that trained for a while."""
+    """Return the predicted and the median measured seconds per minibatch of each plan that trained
+    for a while.
+    """
     plans = {each.workers: each for each in (plan, *plan.smaller)}
     steps: dict[int, list[float]] = {}
     for before, after in pairwise(found.updates()):
-        if before.began_s == after.began_s and after.minibatch % EVERY > 1:  # of one start, without a copy between them
+        # of one start, without a copy between them
+        if before.began_s == after.began_s and after.minibatch % EVERY > 1:
             steps.setdefault(after.workers, []).append(after.at_s - before.at_s)
     whole = {plans[workers]: own for workers, own in sorted(steps.items()) if len(own) >= 2 * EVERY}
-    return [(each.config, each.predicted.seconds_per_minibatch, statistics.median(own)) for each, own in whole.items()]
+    return [
+        (each.config, each.predicted.seconds_per_minibatch, statistics.median(own))
+        for each, own in whole.items()
+    ]
 
 
 def _check(found: Cluster, plan: Plan, steps: int, outcome: Outcome) -> None:
@@ -473,7 +623,9 @@ def _check(found: Cluster, plan: Plan, steps: int, outcome: Outcome) -> None:
     # A host whose link was still down at the end has an error to tell.
     results = [answer for text in texts if text and "losses" in (answer := json.loads(text))]
     if len(results) != 1:
-        tail = "".join((found.folder / f"err-{host}").read_text("utf-8")[-1500:] for host in found.processes)
+        tail = "".join(
+            (found.folder / f"err-{host}").read_text("utf-8")[-1500:] for host in found.processes
+        )
         outcome.problems.append(f"{len(results)} results instead of one\n{tail}")
         return
     (result,) = results
@@ -489,8 +641,14 @@ def _check(found: Cluster, plan: Plan, steps: int, outcome: Outcome) -> None:
         outcome.problems.append("evaluations differ")
     for fault in outcome.faults:
         if fault.repeated is not None and fault.repeated > 2 * EVERY:
-            outcome.problems.append(f"{fault.kind}: {fault.repeated} minibatches were trained again")
+            outcome.problems.append(
+                f"{fault.kind}: {fault.repeated} minibatches were trained again"
+            )
 
 
 def _environment(*folders: Path) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, *folders))), "OMP_NUM_THREADS": "1"}
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, *folders))),
+        "OMP_NUM_THREADS": "1",
+    }

@@ -1,6 +1,8 @@
-"""A model of twelve small layers that emulates a device: blocks sleep for their time, and compute as they always do.
+"""A model of twelve small layers that emulates a device: blocks sleep for their time, and compute
+as they always do.
 
-It tells of its updates in the file `updates`. The folder `hook` lets faults happen at what its workers do.
+It tells of its updates in the file `updates`. The folder `hook` lets faults happen at what its
+workers do.
 """
 
 from __future__ import annotations
@@ -17,13 +19,15 @@ from torch.utils.data import Dataset
 
 WIDTH = int(os.environ.get("ELASTIC_WIDTH", "16"))
 FORWARD_S, BACKWARD_S = 0.002, 0.004  # of a block, for a microbatch
-SLEEPS = "ELASTIC_AT_ONCE" not in os.environ  # a reference, of which only the losses count, need not
+# a reference, of which only the losses count, need not
+SLEEPS = "ELASTIC_AT_ONCE" not in os.environ
 BLOCKS = 10
 
 
 def _began_s() -> float:
     """Return when this process began, in seconds since the epoch."""
-    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # proc_pid_stat(5): starttime
+    # proc_pid_stat(5): starttime
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     up_s = float(Path("/proc/uptime").read_text().split()[0])
     return time.time() - up_s + ticks / os.sysconf("SC_CLK_TCK")
 
@@ -57,7 +61,9 @@ class Block(nn.Module):
 
 
 def build_model() -> nn.Module:
-    return nn.Sequential(nn.Linear(8, WIDTH), *(Block() for _ in range(BLOCKS)), nn.Linear(WIDTH, 4))
+    return nn.Sequential(
+        nn.Linear(8, WIDTH), *(Block() for _ in range(BLOCKS)), nn.Linear(WIDTH, 4)
+    )
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
@@ -102,7 +108,9 @@ def optimizer(parameters: Any) -> torch.optim.Optimizer:
 
 
 def on_update(minibatch: int, loss: float, metrics: Any) -> None:
-    """Append when this process began, had imported, and updated, which minibatch, and how many workers there are."""
+    """Append when this process began, had imported, and updated, which minibatch, and how many
+    workers there are.
+    """
     if metrics and any("loss" in name for name in metrics):  # of an evaluation
         return
     with Path("updates").open("a", encoding="utf-8") as file:

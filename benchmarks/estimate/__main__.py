@@ -28,7 +28,8 @@ from planner.profiler.estimated.trace import StepTrace, trace_step
 
 ROOT = Path(__file__).resolve().parents[2]
 PIPEDREAM = ROOT.parent / "shared" / "anchors" / "pipedream"
-# Models of PipeDream's published profiles, and their minibatches, which follow from the sizes of activations.
+# Models of PipeDream's published profiles, and their minibatches, which follow from the sizes of
+# activations.
 PUBLISHED: tuple[tuple[str, str, int, DType], ...] = (
     ("vgg16", "benchmarks/published_configs/models/vgg16.py", 128, "float32"),
     ("resnet50", "benchmarks/published_configs/models/resnet50.py", 128, "float32"),
@@ -61,17 +62,30 @@ def _ranks(values: Floats) -> Floats:
 
 
 def errors(sample: Sample, spec: DeviceSpec) -> list[str]:
-    """Return the errors of total, forward, backward and update; the layers' median error; their rank correlation."""
+    """Return the errors of total, forward, backward and update; the layers' median error; their
+    rank correlation.
+    """
     estimated = np.array(sample.trace.layer_seconds(spec))
     layers = sample.profile.layers
     measured = np.array(
-        [[getattr(layer, part) for layer in layers] for part in ("forward_s", "backward_s", "update_s")]
+        [
+            [getattr(layer, part) for layer in layers]
+            for part in ("forward_s", "backward_s", "update_s")
+        ]
     )
     total = estimated.sum() / measured.sum() - 1
-    parts = [f"{mine / theirs - 1:+.0%}" for mine, theirs in zip(estimated.sum(1), measured.sum(1), strict=True)]
+    parts = [
+        f"{mine / theirs - 1:+.0%}"
+        for mine, theirs in zip(estimated.sum(1), measured.sum(1), strict=True)
+    ]
     by_layer, theirs_by_layer = estimated.sum(0), measured.sum(0)
     median = np.median(np.abs(by_layer / theirs_by_layer - 1))
-    return [f"{total:+.1%}", *parts, f"{median:.0%}", f"{rank_correlation(by_layer, theirs_by_layer):.3f}"]
+    return [
+        f"{total:+.1%}",
+        *parts,
+        f"{median:.0%}",
+        f"{rank_correlation(by_layer, theirs_by_layer):.3f}",
+    ]
 
 
 def measured_table(samples: Sequence[Sample], device: str) -> str:
@@ -82,9 +96,13 @@ def measured_table(samples: Sequence[Sample], device: str) -> str:
         ways = [("table", DEVICES[device])]
         if others:
             ways.append(("calibrated on the others", fit(DEVICES[device], others)))
-        ways.append(("calibrated on itself", fit(DEVICES[device], [(sample.trace, sample.profile)])))
+        ways.append(
+            ("calibrated on itself", fit(DEVICES[device], [(sample.trace, sample.profile)]))
+        )
         head = f"{sample.name}, {sample.profile.microbatch_size}"
-        rows += [[head, way, len(sample.profile.layers), *errors(sample, spec)] for way, spec in ways]
+        rows += [
+            [head, way, len(sample.profile.layers), *errors(sample, spec)] for way, spec in ways
+        ]
     headers = ["model, batch", "shares", "layers", "total", "forward", "backward", "update"]
     headers += ["median layer", "rank correlation"]
     return tabulate(rows, headers=headers, tablefmt="pipe", disable_numparse=True)
@@ -93,13 +111,19 @@ def measured_table(samples: Sequence[Sample], device: str) -> str:
 def published_table() -> str:
     """Return the errors against the times of PipeDream's profiles, with the table's V100."""
     rows = []
-    # GNMT ran in float16 without autocast, whose casts make most of the launches here: the host is left out.
+    # GNMT ran in float16 without autocast, whose casts make most of the launches here: the host is
+    # left out.
     spec = replace(DEVICES["v100"], dispatch_s=HOSTS["graphs"])
     for name, path, batch_size, dtype in PUBLISHED:
-        nodes = [_NODE.search(line) for line in (PIPEDREAM / f"{name}.txt").read_text(encoding="utf-8").splitlines()]
+        nodes = [
+            _NODE.search(line)
+            for line in (PIPEDREAM / f"{name}.txt").read_text(encoding="utf-8").splitlines()
+        ]
         found = [node for node in nodes if node is not None and not node[1].startswith("Input")]
         theirs = [sum(float(node[part]) for node in found) for part in (2, 3)]
-        trace = trace_step(load_model_file(ROOT / path), batch_size, dtype, execution=Execution("cuda"))
+        trace = trace_step(
+            load_model_file(ROOT / path), batch_size, dtype, execution=Execution("cuda")
+        )
         forward, backward, _ = trace.layer_seconds(spec)
         ours = [sum(forward) * 1e3, sum(backward) * 1e3]
         change = sum(ours) / sum(theirs) - 1
@@ -118,8 +142,12 @@ def published_table() -> str:
 
 def main() -> None:
     """Print the tables as Markdown."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu", choices=sorted(DEVICES), help="takes profiles/*/DEVICE.json")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--device", default="cpu", choices=sorted(DEVICES), help="takes profiles/*/DEVICE.json"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     samples = []
@@ -137,11 +165,23 @@ def main() -> None:
             continue
         samples.append(Sample(path.parent.name, profile, trace))
     print(
-        json.dumps({"date": time.strftime("%Y-%m-%d"), "python": platform.python_version(), "torch": torch.__version__})
+        json.dumps(
+            {
+                "date": time.strftime("%Y-%m-%d"),
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+            }
+        )
     )
     print(measured_table(samples, arguments.device))
-    print(f"\n{json.dumps(shares(fit(DEVICES[arguments.device], [(s.trace, s.profile) for s in samples])))}\n")
-    print(published_table() if PIPEDREAM.is_dir() else f"without {PIPEDREAM}: no published profiles to compare with")
+    print(
+        f"\n{json.dumps(shares(fit(DEVICES[arguments.device], [(s.trace, s.profile) for s in samples])))}\n"
+    )
+    print(
+        published_table()
+        if PIPEDREAM.is_dir()
+        else f"without {PIPEDREAM}: no published profiles to compare with"
+    )
 
 
 def shares(spec: DeviceSpec) -> dict[str, object]:

@@ -1,4 +1,6 @@
-"""Ask `plan solve` for models on GPUs of two kinds, and price a stage for each kind beside it: see README.md here."""
+"""Ask `plan solve` for models on GPUs of two kinds, and price a stage for each kind beside it: see
+README.md here.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ TOKENS = 512 * 1024  # of a minibatch
 
 @dataclass(frozen=True)
 class Question:
-    """A model on GPUs of two kinds: how many of each, in servers of equal size, and what joins these."""
+    """A model on GPUs of two kinds: how many of each, in servers of equal size, and what joins
+    these.
+    """
 
     model: str
     kinds: dict[str, int]
@@ -56,7 +60,9 @@ def main() -> int:
 
 
 def answered(question: Question) -> dict[str, str]:
-    """Return a row: the fastest answer over sizes of microbatches, beside a stage for each kind at the same size."""
+    """Return a row: the fastest answer over sizes of microbatches, beside a stage for each kind at
+    the same size.
+    """
     best: tuple[Plan, Profile] | None = None
     seconds = 0.0
     with tempfile.TemporaryDirectory() as folder:
@@ -64,11 +70,15 @@ def answered(question: Question) -> dict[str, str]:
         path = named.write(Path(folder), named.tokens(None))
         for size in SIZES:
             how: dict[str, Any] = {"batch_size": size, "dtype": "bfloat16", "master_weights": True}
-            profile = profile_of_kinds({kind: planner.estimate(path, device=kind, **how) for kind in question.kinds})
+            profile = profile_of_kinds(
+                {kind: planner.estimate(path, device=kind, **how) for kind in question.kinds}
+            )
             where: dict[str, Any] = {"topology": list(question.topology)}
             if len(question.topology) == 1:
                 where = {"gpus": question.topology[0]}
-            cluster = planner.cluster(profile, bandwidth=question.bandwidth, kinds=question.kinds, **where)
+            cluster = planner.cluster(
+                profile, bandwidth=question.bandwidth, kinds=question.kinds, **where
+            )
             samples = TOKENS // (profile.tokens_per_sample or 1) // size * size
             began = time.perf_counter()
             try:
@@ -77,14 +87,17 @@ def answered(question: Question) -> dict[str, str]:
                 print(f"{question.model}, microbatches of {size}: {error.message}", file=sys.stderr)
                 continue
             seconds = max(seconds, time.perf_counter() - began)
-            faster = best is None or (plan.predicted.tokens_per_s or 0) > (best[0].predicted.tokens_per_s or 0)
+            faster = best is None or (plan.predicted.tokens_per_s or 0) > (
+                best[0].predicted.tokens_per_s or 0
+            )
             best = (plan, profile) if faster else best
     assert best is not None, question
     plan, profile = best
     fitting = [way for way in plan.baselines if not way.over_memory_bytes]
     fastest = min(fitting, key=lambda way: way.seconds_per_microbatch)
     row = {
-        "question": f"{question.model}, " + " + ".join(f"{count} {kind}" for kind, count in question.kinds.items()),
+        "question": f"{question.model}, "
+        + " + ".join(f"{count} {kind}" for kind, count in question.kinds.items()),
         "ours": _described(plan),
         "kinds of the stages": ", then ".join(_layers(plan)),
         "tokens/s": f"{plan.predicted.tokens_per_s or 0:,.0f}",
@@ -102,24 +115,42 @@ def answered(question: Question) -> dict[str, str]:
 def _layers(plan: Plan) -> list[str]:
     """Return the kinds of each stage's GPUs with its share of the layers."""
     count = sum(len(stage.layers) for stage in plan.stages)
-    return [f"{plan.cluster.kinds_on(stage.ranks)} {len(stage.layers) / count:.0%}" for stage in plan.stages]
+    return [
+        f"{plan.cluster.kinds_on(stage.ranks)} {len(stage.layers) / count:.0%}"
+        for stage in plan.stages
+    ]
 
 
 def _over_stages_of_kinds(profile: Profile, plan: Plan) -> str:
-    """Return how many times as fast the plan is as one stage for each kind, with blocks in proportion to its speed."""
+    """Return how many times as fast the plan is as one stage for each kind, with blocks in
+    proportion to its speed.
+    """
     cluster, blocks = plan.cluster, len(blocks_of(profile))
-    speeds = [kind.count / sum(layer.forward_s for layer in profile_on(profile, kind).layers) for kind in cluster.kinds]
+    speeds = [
+        kind.count / sum(layer.forward_s for layer in profile_on(profile, kind).layers)
+        for kind in cluster.kinds
+    ]
     first = min(blocks - 1, max(1, round(blocks * speeds[0] / sum(speeds))))
     priced, again = _priced(profile, cluster, plan, [first, blocks - first], {}), ""
     if max(map(priced.lacking_bytes, range(2))):
-        units = {number: len(units_of_stage(stage.layers, ())) for number, stage in enumerate(priced.stages)}
-        priced, again = _priced(profile, cluster, plan, [first, blocks - first], units), ", recomputing"
+        units = {
+            number: len(units_of_stage(stage.layers, ()))
+            for number, stage in enumerate(priced.stages)
+        }
+        priced, again = (
+            _priced(profile, cluster, plan, [first, blocks - first], units),
+            ", recomputing",
+        )
     lacks = max(map(priced.lacking_bytes, range(2)))
     over = priced.predicted.seconds_per_minibatch / plan.predicted.seconds_per_minibatch
-    return f"{over:.2f}x{again}" + (f", does not fit ({lacks / 1e9:.0f} GB too many)" if lacks else "")
+    return f"{over:.2f}x{again}" + (
+        f", does not fit ({lacks / 1e9:.0f} GB too many)" if lacks else ""
+    )
 
 
-def _priced(profile: Profile, cluster: Cluster, plan: Plan, blocks: list[int], again: dict[int, int]) -> Plan:
+def _priced(
+    profile: Profile, cluster: Cluster, plan: Plan, blocks: list[int], again: dict[int, int]
+) -> Plan:
     return planner.price(
         profile,
         cluster,

@@ -1,4 +1,5 @@
-"""Reproduce GPipe's tables (Huang et al., NeurIPS 2019) of throughput and largest models. See README.md in this folder.
+"""Reproduce GPipe's tables (Huang et al., NeurIPS 2019) of throughput and largest models. See
+README.md in this folder.
 
 python -m benchmarks.gpipe --save
 """
@@ -23,12 +24,22 @@ PARTS = ("simulated", "largest", "run")
 
 def main() -> None:
     """Run the parts asked for, print the tables, and save them if asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--parts", nargs="*", choices=PARTS, default=PARTS, help="these only, or none; the rest stays as kept"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--models", nargs="+", choices=list(PUBLISHED), default=list(PUBLISHED), help="these only")
-    parser.add_argument("--save", action="store_true", help="write results.json, results.md and the page in docs/")
+    parser.add_argument(
+        "--parts",
+        nargs="*",
+        choices=PARTS,
+        default=PARTS,
+        help="these only, or none; the rest stays as kept",
+    )
+    parser.add_argument(
+        "--models", nargs="+", choices=list(PUBLISHED), default=list(PUBLISHED), help="these only"
+    )
+    parser.add_argument(
+        "--save", action="store_true", help="write results.json, results.md and the page in docs/"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     results = Results(HERE, save=arguments.save)
@@ -49,7 +60,11 @@ def simulate(models: list[str], results: Results) -> None:
         for m in MICROBATCHES:
             for k in PARTITIONS:
                 _say("simulated", throughput.key(model, k, m))
-                results.add("simulated", throughput.key(model, k, m), throughput.simulate_setting(model, k, m))
+                results.add(
+                    "simulated",
+                    throughput.key(model, k, m),
+                    throughput.simulate_setting(model, k, m),
+                )
 
 
 def run(models: list[str], results: Results) -> None:
@@ -61,7 +76,9 @@ def run(models: list[str], results: Results) -> None:
                 for k in RUN:
                     key = throughput.key(model, k, m)
                     _say("run", key)
-                    results.add("run", key, throughput.run_setting(bed, profile, k, m, Path(folder) / key))
+                    results.add(
+                        "run", key, throughput.run_setting(bed, profile, k, m, Path(folder) / key)
+                    )
 
 
 def fit(models: list[str], results: Results) -> None:
@@ -69,11 +86,15 @@ def fit(models: list[str], results: Results) -> None:
     if "transformer" in models:
         for column in largest.TRANSFORMERS:
             _say("largest", f"Transformer-L {column.size}")
-            results.add("largest", largest.key("Transformer-L", column), largest.fit_transformer(column))
+            results.add(
+                "largest", largest.key("Transformer-L", column), largest.fit_transformer(column)
+            )
     if "amoebanet" in models:
         for column in largest.AMOEBANETS:
             _say("largest", f"AmoebaNet-D {column.size}")
-            results.add("largest", largest.key("AmoebaNet-D", column), largest.fit_amoebanet(column))
+            results.add(
+                "largest", largest.key("AmoebaNet-D", column), largest.fit_amoebanet(column)
+            )
 
 
 def tables(results: Results) -> str:
@@ -82,7 +103,9 @@ def tables(results: Results) -> str:
     simulated, ran = (results.records(part, Throughput) for part in ("simulated", "run"))
     if simulated or ran:
         names = {"simulated": "simulated", "run": "run on emulated devices"}
-        about = "; ".join(f"{name} {results.about(part)}" for part, name in names.items() if results.about(part))
+        about = "; ".join(
+            f"{name} {results.about(part)}" for part, name in names.items() if results.about(part)
+        )
         parts.append(f"Throughput of K partitions with M microbatches ({about}):")
         parts.append(throughput.tables(simulated, ran))
     if fits := results.records("largest", largest.Fit):

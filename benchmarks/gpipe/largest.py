@@ -1,4 +1,6 @@
-"""GPipe's Table 1: compute the memory of the published models, and the largest models that fit by our memory model."""
+"""GPipe's Table 1: compute the memory of the published models, and the largest models that fit by
+our memory model.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,8 @@ BLOCKS = 40  # Transformer layers; three devices hold fewer
 class Published:
     """A column of the table: the largest model that fits on `partitions` devices.
 
-    With `partitions` 0 the model runs without GPipe: no recomputation, no microbatches. `size` is (L, D) for
-    AmoebaNet-D, (L,) for Transformer-L.
+    With `partitions` 0 the model runs without GPipe: no recomputation, no microbatches. `size` is
+    (L, D) for AmoebaNet-D, (L,) for Transformer-L.
     """
 
     partitions: int
@@ -67,7 +69,8 @@ class Fit:
         activation_bytes: saved activations, workspace and messages at the peak, over all devices.
         fullest_bytes: all of these on the fullest device.
         samples: per microbatch; without microbatches, the most that fit on a device.
-        largest: Transformer layers that fit on as many devices by our memory model; None if not computed.
+        largest: Transformer layers that fit on as many devices by our memory model; None if not
+            computed.
     """
 
     parameters: int
@@ -83,19 +86,25 @@ def fit_amoebanet(column: Published) -> Fit:
     """Compute AmoebaNet's memory with the cuts that minimise the fullest device."""
     cells, filters = column.size
     if column.partitions == 0:
-        return unsplit(lambda samples: amoebanet_profile(cells, filters, samples), AMOEBANET_BYTES, IMAGES)
+        return unsplit(
+            lambda samples: amoebanet_profile(cells, filters, samples), AMOEBANET_BYTES, IMAGES
+        )
     samples = IMAGES // MICROBATCHES
     profile = amoebanet_profile(cells, filters, samples)
     return _fit(parameters_of(profile), leanest(LayerCosts(profile), column.partitions), samples)
 
 
 def fit_transformer(column: Published) -> Fit:
-    """Compute the Transformer's memory with equal layers per device; embedding on the first, output on the last."""
+    """Compute the Transformer's memory with equal layers per device; embedding on the first, output
+    on the last.
+    """
     (layers,) = column.size
     samples = SENTENCES // MICROBATCHES
     match column.partitions:
         case 0:
-            return unsplit(lambda count: transformer_profile(layers, count), TRANSFORMER_BYTES, SENTENCES)
+            return unsplit(
+                lambda count: transformer_profile(layers, count), TRANSFORMER_BYTES, SENTENCES
+            )
         case 1:
             fit = _whole(layers, samples)
             one, two = (_whole(count, samples).fullest_bytes for count in (1, 2))
@@ -120,7 +129,8 @@ class Blocks:
         self.layer_costs = LayerCosts(profile)
         names = [layer.name for layer in profile.layers]
         self.starts = [
-            next(k for k, name in enumerate(names) if name.startswith(f"layers.{block}.")) for block in range(count)
+            next(k for k, name in enumerate(names) if name.startswith(f"layers.{block}."))
+            for block in range(count)
         ]
 
     def first(self, count: int) -> StageMemory:
@@ -137,20 +147,30 @@ class Blocks:
 
 
 def stage(layer_costs: LayerCosts, first: int, end: int) -> StageMemory:
-    """Return the memory of layers `first` to `end` - 1 under GPipe, which saves inputs and recomputes a microbatch."""
+    """Return the memory of layers `first` to `end` - 1 under GPipe, which saves inputs and
+    recomputes a microbatch.
+    """
     layers = range(first, end)
-    candidate = Candidate(frozenset(range(first)), frozenset(layers), StageOptions(1, recompute=whole_stage(layers)))
+    candidate = Candidate(
+        frozenset(range(first)), frozenset(layers), StageOptions(1, recompute=whole_stage(layers))
+    )
     return stage_memory(layer_costs.footprint(candidate).divided(MICROBATCHES), MICROBATCHES, 1)
 
 
 def leanest(layer_costs: LayerCosts, count: int) -> list[StageMemory]:
-    """Return the cuts into `count` stages with the least memory on the fullest, by exact dynamic programming."""
+    """Return the cuts into `count` stages with the least memory on the fullest, by exact dynamic
+    programming.
+    """
     space = Chain(layer_costs)
     ends = np.arange(len(space))
     totals = []  # memory of the stage from each layer to every later one
     for start in ends[:-1]:
         later = ends[start + 1 :]
-        footprint = space.footprint(start, later, space.work(start, later)).recomputed().divided(MICROBATCHES)
+        footprint = (
+            space.footprint(start, later, space.work(start, later))
+            .recomputed()
+            .divided(MICROBATCHES)
+        )
         totals.append(footprint.total_bytes(MICROBATCHES, 1))
     fullest = np.where(ends == 0, 0.0, np.inf)
     came: list[Integers] = []
@@ -176,7 +196,11 @@ def unsplit(profile_of: Callable[[int], Profile], limit_bytes: int, most: int) -
     def fit(samples: int) -> Fit:
         profile = profile_of(samples)
         every = Candidate(frozenset(), frozenset(range(len(profile.layers))))
-        return _fit(parameters_of(profile), [stage_memory(LayerCosts(profile).footprint(every), 1, 1)], samples)
+        return _fit(
+            parameters_of(profile),
+            [stage_memory(LayerCosts(profile).footprint(every), 1, 1)],
+            samples,
+        )
 
     one, two = fit(1).fullest_bytes, fit(2).fullest_bytes  # bytes grow linearly with the samples
     return fit(min(max(1, 1 + (limit_bytes - one) // (two - one)), most))
@@ -184,7 +208,9 @@ def unsplit(profile_of: Callable[[int], Profile], limit_bytes: int, most: int) -
 
 def _whole(layers: int, samples: int) -> Fit:
     profile = transformer_profile(layers, samples)
-    return _fit(parameters_of(profile), [stage(LayerCosts(profile), 0, len(profile.layers))], samples)
+    return _fit(
+        parameters_of(profile), [stage(LayerCosts(profile), 0, len(profile.layers))], samples
+    )
 
 
 def _most(make: Callable[[int], StageMemory], limit_bytes: int) -> int:
@@ -197,7 +223,9 @@ def _fit(parameters: int, stages: Sequence[StageMemory], samples: int) -> Fit:
         parameters=parameters,
         parameter_bytes=sum(memory.weights_bytes + memory.optimizer_bytes for memory in stages),
         gradient_bytes=sum(memory.gradients_bytes for memory in stages),
-        activation_bytes=sum(memory.activations_bytes + memory.communication_bytes for memory in stages),
+        activation_bytes=sum(
+            memory.activations_bytes + memory.communication_bytes for memory in stages
+        ),
         fullest_bytes=max(memory.total_bytes for memory in stages),
         samples=samples,
     )
@@ -209,9 +237,26 @@ def key(model: str, column: Published) -> str:
 
 
 def tables(fits: Mapping[str, Fit]) -> str:
-    """Return published values next to ours: AmoebaNet's in GB, the Transformer's in GiB, as the paper's must be."""
-    headers = ["model", "devices", "size", "parameters", "with state, published", "with state", "gradients"]
-    headers += ["activations, published", "activations", "fullest device", "samples", "fits", "largest"]
+    """Return published values next to ours: AmoebaNet's in GB, the Transformer's in GiB, as the
+    paper's must be.
+    """
+    headers = [
+        "model",
+        "devices",
+        "size",
+        "parameters",
+        "with state, published",
+        "with state",
+        "gradients",
+    ]
+    headers += [
+        "activations, published",
+        "activations",
+        "fullest device",
+        "samples",
+        "fits",
+        "largest",
+    ]
     rows = []
     for model, columns, unit, limit in (
         ("AmoebaNet-D", AMOEBANETS, 1e9, AMOEBANET_BYTES),

@@ -25,13 +25,17 @@ DEVICE = "p100"  # GPipe's GPUs; its TPUs are not in our table of devices
 def amoebanet_profile(cells: int, filters: int, microbatch: int) -> Profile:
     """Return the profile of AmoebaNet-D (cells, filters)."""
     batch = amoebanet.example(1)
-    return _estimated(lambda: amoebanet.AmoebaNetD(cells, filters), batch, F.cross_entropy, microbatch)
+    return _estimated(
+        lambda: amoebanet.AmoebaNetD(cells, filters), batch, F.cross_entropy, microbatch
+    )
 
 
 @cache
 def transformer_profile(layers: int, microbatch: int) -> Profile:
     """Return the profile of Transformer-L."""
-    return _estimated(lambda: transformer.Transformer(layers), transformer.example(1), _token_loss, microbatch)
+    return _estimated(
+        lambda: transformer.Transformer(layers), transformer.example(1), _token_loss, microbatch
+    )
 
 
 def parameters_of(profile: Profile) -> int:
@@ -44,16 +48,22 @@ def _token_loss(scores: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _rmsprop(parameters: Any) -> torch.optim.Optimizer:
-    """Return the paper's optimizer: 8 bytes of state per parameter, 12 with the parameter itself."""
+    """Return the paper's optimizer: 8 bytes of state per parameter, 12 with the parameter
+    itself.
+    """
     return torch.optim.RMSprop(parameters, momentum=0.9)
 
 
 def _estimated(
-    build: Callable[[], nn.Module], batch: Any, loss: Callable[[Tensor, Tensor], Tensor], microbatch: int
+    build: Callable[[], nn.Module],
+    batch: Any,
+    loss: Callable[[Tensor, Tensor], Tensor],
+    microbatch: int,
 ) -> Profile:
     with torch.device("meta"):
         model = build()
     described = in_memory(model, example_batch=batch, loss=loss, optimizer=_rmsprop)
     return profile_of_trace(
-        trace_step(described, microbatch, execution=Execution("cuda")), device_spec(DEVICE, "float32")
+        trace_step(described, microbatch, execution=Execution("cuda")),
+        device_spec(DEVICE, "float32"),
     )

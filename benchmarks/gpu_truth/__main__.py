@@ -36,9 +36,22 @@ def rows_table(rows: Sequence[Row]) -> str:
     for row in rows:
         if row.predicted is not None:
             times = [f"{seconds:.4g}" for seconds in (row.measured_s, row.predicted.seconds)]
-            errors = [_share(error_of(row, seconds)) for seconds in (row.calibrated_s, row.by_job_s)]
-            cells.append([row.source, row.job, row.plan, *times, _share(row.error), *errors, _peaks(row)])
-    headers = ["source", "job", "plan", "measured s", "predicted s", "error", *_CALIBRATED, "memory, by stage"]
+            errors = [
+                _share(error_of(row, seconds)) for seconds in (row.calibrated_s, row.by_job_s)
+            ]
+            cells.append(
+                [row.source, row.job, row.plan, *times, _share(row.error), *errors, _peaks(row)]
+            )
+    headers = [
+        "source",
+        "job",
+        "plan",
+        "measured s",
+        "predicted s",
+        "error",
+        *_CALIBRATED,
+        "memory, by stage",
+    ]
     return tabulate(cells, headers=headers, tablefmt="pipe", disable_numparse=True)
 
 
@@ -58,10 +71,24 @@ def summary_table(rows: Sequence[Row]) -> str:
             for error in (found.mean_error, found.median_error, found.calibrated, found.by_job)
         ]
         tau = "" if found.tau is None else f"{found.tau:.2f}"
-        memory = "" if found.memory_error is None else f"{found.memory_error:.1%}, worst {found.worst_memory:.1%}"
+        memory = (
+            ""
+            if found.memory_error is None
+            else f"{found.memory_error:.1%}, worst {found.worst_memory:.1%}"
+        )
         shares = [*errors, _share(found.bias), tau, _share(found.regret), memory]
         cells.append([source, *counts, *shares, _lacking(found.rows)])
-    headers = ["source", "rows", "predicted", "mean absolute error", "median", *_CALIBRATED, "bias", "tau", "regret"]
+    headers = [
+        "source",
+        "rows",
+        "predicted",
+        "mean absolute error",
+        "median",
+        *_CALIBRATED,
+        "bias",
+        "tau",
+        "regret",
+    ]
     headers += ["memory of stages", "the others need"]
     return tabulate(cells, headers=headers, tablefmt="pipe", disable_numparse=True)
 
@@ -72,10 +99,22 @@ def factors_table(rows: Sequence[Row]) -> str:
     for source in dict.fromkeys(row.source for row in rows):
         own = [row for row in rows if row.source == source and row.predict is not None]
         if own and own[0].spec is not None:
-            shares = own[0].spec.achieved_arithmetic["gemm"], own[0].spec.achieved_bandwidth["pointwise"]
-            fitted = [f"{share:.2f} x {factor:.2f}" for share, factor in zip(shares, factors(own), strict=True)]
+            shares = (
+                own[0].spec.achieved_arithmetic["gemm"],
+                own[0].spec.achieved_bandwidth["pointwise"],
+            )
+            fitted = [
+                f"{share:.2f} x {factor:.2f}"
+                for share, factor in zip(shares, factors(own), strict=True)
+            ]
             cells.append([source, own[0].spec.name, len(own), *fitted])
-    headers = ["source", "device", "rows", "share of the peak, products", "share of the bandwidth, pointwise"]
+    headers = [
+        "source",
+        "device",
+        "rows",
+        "share of the peak, products",
+        "share of the bandwidth, pointwise",
+    ]
     return tabulate(cells, headers=headers, tablefmt="pipe", disable_numparse=True)
 
 
@@ -90,13 +129,21 @@ def _share(value: float | None) -> str:
 
 def main() -> None:
     """Print the tables as Markdown, and draw the scatter plot."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--source", choices=SOURCES, action="append", help="only these; may be repeated")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw predicted against measured times here")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--source", choices=SOURCES, action="append", help="only these; may be repeated"
+    )
+    parser.add_argument(
+        "--svg", type=Path, metavar="FILE", help="draw predicted against measured times here"
+    )
     arguments = parser.parse_args()
     if not ANCHORS.is_dir():
         raise SystemExit(f"there are no measurements: '{ANCHORS}' is no folder")
-    rows = calibrated([row.now() for source in arguments.source or SOURCES for row in SOURCES[source]()])
+    rows = calibrated(
+        [row.now() for source in arguments.source or SOURCES for row in SOURCES[source]()]
+    )
     print(f"{rows_table(rows)}\n\n{summary_table(rows)}\n\n{factors_table(rows)}")
     if arguments.svg is not None:
         arguments.svg.write_text(scatter_svg(rows), encoding="utf-8")

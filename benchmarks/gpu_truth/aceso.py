@@ -1,10 +1,11 @@
 """Aceso's and Megatron's measured iterations on L4, A10G and A100, by Aceso's operators.
 
-Logs say how many operators of a stage run again, not which. They follow from the search that Aceso publishes
-(microsoft/SuperScaler, branch Aceso, search/aceso_cost_model.py, `check_recompute`): of all kinds of operators it takes
-the one whose activations are largest in the stage, together with the operator after each, until the stage fits; the
-last kind only as often as needed, from the stage's beginning. Neighbours that run again are one group, and layer norms
-at the beginning of a layer begin a new one (runtime/megatron/model/flex_model.py, `forward`).
+Logs say how many operators of a stage run again, not which. They follow from the search that Aceso
+publishes (microsoft/SuperScaler, branch Aceso, search/aceso_cost_model.py, `check_recompute`): of
+all kinds of operators it takes the one whose activations are largest in the stage, together with
+the operator after each, until the stage fits; the last kind only as often as needed, from the
+stage's beginning. Neighbours that run again are one group, and layer norms at the beginning of a
+layer begin a new one (runtime/megatron/model/flex_model.py, `forward`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,15 @@ from typing import Any, NamedTuple
 from benchmarks.gpu_truth.aceso_links import PER_SERVER, Rates
 from benchmarks.gpu_truth.by_layers import Parts, Reduces, chain, divided, parts_of, summed
 from benchmarks.gpu_truth.gpt import Gpt
-from benchmarks.gpu_truth.rows import Prediction, Row, anchors, device, half_precision, memory_of, price
+from benchmarks.gpu_truth.rows import (
+    Prediction,
+    Row,
+    anchors,
+    device,
+    half_precision,
+    memory_of,
+    price,
+)
 from planner.formats.cluster import flat_cluster
 from planner.formats.own_plan import OwnStage
 from planner.formats.profile import Layer, Profile
@@ -38,7 +47,8 @@ class Kind:
         seconds, saved: its share of that operation's times and saved bytes.
         entering: share of its saved bytes that are its input, made by the operator before it.
         activations: what Aceso counts for it: hidden states, and matrices of attention.
-        sends: where a stage ends with it, hidden states that each rank sends, and those that the ranks divide.
+        sends: where a stage ends with it, hidden states that each rank sends, and those that the
+            ranks divide.
         weights: whether it has those of the operation.
     """
 
@@ -55,9 +65,10 @@ class Kind:
         return self.activations[0] + attention * self.activations[1]
 
 
-# Softmax keeps its result of two bytes and dropout its mask of one. The first product has the norm's result beside the
-# GELU's input, which is four times as large. What enters a residual sum is sent along
-# (runtime/megatron/model/flex_ops.py); matrices of attention would be, too, but no run cuts there.
+# Softmax keeps its result of two bytes and dropout its mask of one. The first product has the
+# norm's result beside the GELU's input, which is four times as large. What enters a residual sum is
+# sent along (runtime/megatron/model/flex_ops.py); matrices of attention would be, too, but no run
+# cuts there.
 _LAYER: Mapping[str, Kind] = {
     "norm1": Kind(0, activations=(1, 0), sends=(2, 0)),
     "qkv": Kind(1, activations=(3, 0), sends=(1, 3)),
@@ -77,8 +88,8 @@ _FIRST = "norm1"
 _OUTER = ("embedding", "norm", "head")  # never run again
 
 
-# Where Megatron's layers all-reduce: the results of the second products of each pair, and the gradients of the first
-# ones' inputs.
+# Where Megatron's layers all-reduce: the results of the second products of each pair, and the
+# gradients of the first ones' inputs.
 _FORWARD = ("embedding", "dense", "gemm2")
 _BACKWARD = ("qkv", "gemm1", "head")
 
@@ -101,7 +112,9 @@ def _row(run: Mapping[str, Any]) -> Row:
 
 
 def _ranks(stage: Mapping[str, Any]) -> int:
-    """Return over how many ranks a stage divides its operators: no run has several numbers in a stage."""
+    """Return over how many ranks a stage divides its operators: no run has several numbers in a
+    stage.
+    """
     ((ranks, _),) = stage["tp_runs"]
     return int(ranks)
 
@@ -109,27 +122,37 @@ def _ranks(stage: Mapping[str, Any]) -> int:
 def _predict(run: Mapping[str, Any], spec: DeviceSpec) -> Prediction:
     model, stages, micro = run["model"], run["stages"], run["micro_batch"]
     hidden = model["hidden"]
-    gpt = Gpt("gpt", model["layers"], hidden, model["heads"], 4 * hidden, 50432, model["seq"], dropout=0.1)
+    gpt = Gpt(
+        "gpt", model["layers"], hidden, model["heads"], 4 * hidden, 50432, model["seq"], dropout=0.1
+    )
     own, ranks = list(_own_operators(gpt, stages)), [_ranks(stage) for stage in stages]
     degrees = sorted({1, *ranks})
     whole, *parts = (
-        _profile(gpt, own, parts_of(replace(gpt, tensor=degree), micro, half_precision(), spec), ranks)
+        _profile(
+            gpt, own, parts_of(replace(gpt, tensor=degree), micro, half_precision(), spec), ranks
+        )
         for degree in degrees
     )
     profile = divided(whole, dict(zip(degrees[1:], parts, strict=True)), _reduces(own))
     names = (layer.name for layer in profile.layers)
     planned = [
-        OwnStage(layers=tuple(islice(names, stage["ops"])), replicas=stage["dp_runs"][0][0], tensor=degree)
+        OwnStage(
+            layers=tuple(islice(names, stage["ops"])),
+            replicas=stage["dp_runs"][0][0],
+            tensor=degree,
+        )
         for stage, degree in zip(stages, ranks, strict=True)
     ]
-    # No rank computes while it sends or receives (runtime/megatron/p2p_communication.py), or while gradients are
-    # all-reduced. Plans with groups of several sizes are priced on one level, so its rate is that inside a server, and
-    # what takes longer counts as more bytes.
+    # No rank computes while it sends or receives (runtime/megatron/p2p_communication.py), or while
+    # gradients are all-reduced. Plans with groups of several sizes are priced on one level, so its
+    # rate is that inside a server, and what takes longer counts as more bytes.
     rates, hidden_bytes = Rates.of(_DEVICES[run["gpu"]]), whole.layers[0].outputs[0].output_bytes
     gpus = [stage.replicas * stage.tensor for stage in planned]
     inside = rates.message_bytes_per_s(hidden_bytes, inside=True)
     reduce = rates.reduce_bytes_per_s(max(2, *ranks), hidden_bytes)
-    cluster = flat_cluster(sum(gpus), inside, overlap=False, all_reduce_bandwidth_bytes_per_s=reduce)
+    cluster = flat_cluster(
+        sum(gpus), inside, overlap=False, all_reduce_bandwidth_bytes_per_s=reduce
+    )
     microbatches = run["global_batch"] // micro
     priced = price(profile, cluster, planned, microbatches)
     memory = memory_of(priced, [stage.get("peak_allocated_mb") for stage in stages])
@@ -151,27 +174,40 @@ class _Cut(NamedTuple):
 
 def _cuts(stages: Sequence[_Own], ranks: Sequence[int], gpus: Sequence[int]) -> Iterator[_Cut]:
     ends, devices = accumulate(len(own.names) for own in stages), accumulate(gpus)
-    for number, (end, device_end) in enumerate(islice(zip(ends, devices, strict=True), len(stages) - 1)):
+    for number, (end, device_end) in enumerate(
+        islice(zip(ends, devices, strict=True), len(stages) - 1)
+    ):
         last = stages[number].names[-1]
         whole, parts = _LAYER[last].sends if last in _LAYER else (1.0, 0.0)
-        yield _Cut(end - 1, whole, parts, (ranks[number], ranks[number + 1]), device_end % PER_SERVER > 0)
+        yield _Cut(
+            end - 1, whole, parts, (ranks[number], ranks[number + 1]), device_end % PER_SERVER > 0
+        )
 
 
 def _sending(profile: Profile, cuts: Sequence[_Cut], rates: Rates, inside: float) -> Profile:
-    """Return the profile whose values at cuts have so many bytes that a link of this rate takes as long for them."""
+    """Return the profile whose values at cuts have so many bytes that a link of this rate takes as
+    long for them.
+    """
     hidden_bytes = profile.layers[0].outputs[0].output_bytes
     layers = list(profile.layers)
     for cut in cuts:
-        whole, parts, (here, there) = cut.whole * hidden_bytes, cut.divided * hidden_bytes, cut.ranks
+        whole, parts, (here, there) = (
+            cut.whole * hidden_bytes,
+            cut.divided * hidden_bytes,
+            cut.ranks,
+        )
         forward_s = rates.message_s(whole, parts, (here, there), inside=cut.inside)
         back_s = rates.message_s(whole, parts, (there, here), inside=cut.inside)
-        # To a group of more ranks each rank is taken to send several copies (`planner.simulator.pipeline_costs`).
+        # To a group of more ranks each rank is taken to send several copies
+        # (`planner.simulator.pipeline_costs`).
         sent = {
             "output_bytes": round(forward_s * inside / math.ceil(there / here)),
             "gradient_bytes": round(back_s * inside / math.ceil(here / there)),
         }
         (value,) = layers[cut.layer].outputs
-        layers[cut.layer] = layers[cut.layer].model_copy(update={"outputs": (value.model_copy(update=sent),)})
+        layers[cut.layer] = layers[cut.layer].model_copy(
+            update={"outputs": (value.model_copy(update=sent),)}
+        )
     return profile.model_copy(update={"layers": tuple(layers)})
 
 
@@ -200,7 +236,9 @@ def _profile(gpt: Gpt, stages: Sequence[_Own], costs: Parts, ranks: Sequence[int
     for own, degree, following in zip(stages, ranks, (*ranks[1:], 1), strict=True):
         layers = [operators[name] for name in own.names]
         for group in own.groups:
-            layers[group.start : group.stop] = _again(own.names[group.start], layers[group.start : group.stop], costs)
+            layers[group.start : group.stop] = _again(
+                own.names[group.start], layers[group.start : group.stop], costs
+            )
         for name, layer in zip(own.names, layers, strict=True):
             found.append(layer.model_copy(update={"name": f"{name}-{len(found)}"}))
             whole, parts = _LAYER[name].sends if name in _LAYER else (1.0, 0.0)
@@ -250,7 +288,12 @@ def recomputing(names: Sequence[str], wanted: int, attention: float) -> set[int]
             if len(found) < wanted:
                 found |= {number, number + 1} & set(range(len(names)))
     # Where all kinds are taken, Aceso's configuration says that everything runs again.
-    found |= set(islice((number for number in range(len(names)) if number not in found), max(0, wanted - len(found))))
+    found |= set(
+        islice(
+            (number for number in range(len(names)) if number not in found),
+            max(0, wanted - len(found)),
+        )
+    )
     return found
 
 
@@ -266,11 +309,16 @@ def groups_of(names: Sequence[str], recomputed: set[int]) -> list[range]:
 
 
 def _again(first: str, layers: Sequence[Layer], costs: Parts) -> Iterator[Layer]:
-    """Yield the operators of one group: they keep what enters it, and run before the group's backward."""
+    """Yield the operators of one group: they keep what enters it, and run before the group's
+    backward.
+    """
     kind = _LAYER.get(first)
-    entering = layers[0].saved_bytes if kind is None else round(kind.entering * layers[0].saved_bytes)
+    entering = (
+        layers[0].saved_bytes if kind is None else round(kind.entering * layers[0].saved_bytes)
+    )
     if kind is not None and not kind.entering:
-        entering = costs.boundary_bytes if first != "dropout" else 0  # softmax has kept what enters its dropout
+        # softmax has kept what enters its dropout
+        entering = costs.boundary_bytes if first != "dropout" else 0
     there = 0  # of the group, in its backward
     for number, layer in enumerate(layers):
         there += layer.saved_bytes - (entering if number == 0 else 0)

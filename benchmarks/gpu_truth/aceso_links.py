@@ -1,12 +1,14 @@
 """What Aceso's runs send between stages, and how long their links take for it.
 
-Its profiler measured the links of the servers that its runs had: messages between two GPUs of a server and of two
-servers (`profiler/p2p_band_profiler.py`), and all-reduces of two, four and eight GPUs (`profiler/comm_profiler.py`).
-Mist measured what a whole server reaches. `aceso_links.json` has all of these.
+Its profiler measured the links of the servers that its runs had: messages between two GPUs of a
+server and of two servers (`profiler/p2p_band_profiler.py`), and all-reduces of two, four and eight
+GPUs (`profiler/comm_profiler.py`). Mist measured what a whole server reaches. `aceso_links.json`
+has all of these.
 
-The A10G's are left out, because they contradict each other and the runs: all-reduces of four ranks reached 1.9 GB/s in
-one session and 4.4 in another, and what the runs' stages log beside their degrees is 1.5 GB/s in one run and 3.8 in
-another. These have the 4 GB/s that the README of the anchors says.
+The A10G's are left out, because they contradict each other and the runs: all-reduces of four ranks
+reached 1.9 GB/s in one session and 4.4 in another, and what the runs' stages log beside their
+degrees is 1.5 GB/s in one run and 3.8 in another. These have the 4 GB/s that the README of the
+anchors says.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ from benchmarks.gpu_truth.rows import PCIE
 
 PER_SERVER = 8
 _MIB, _GIB = 2**20, 2**30
-_SIMILAR = 2.0  # the median of all-reduces that differ less in size is a rate: some took three times as long as others
+# the median of all-reduces that differ less in size is a rate: some took three times as long as
+# others
+_SIMILAR = 2.0
 
 
 @dataclass(frozen=True)
@@ -66,16 +70,18 @@ class Rates:
         ]
         return float(median(rates))
 
-    def message_s(self, whole_bytes: float, divided_bytes: float, ranks: tuple[int, int], *, inside: bool) -> float:
+    def message_s(
+        self, whole_bytes: float, divided_bytes: float, ranks: tuple[int, int], *, inside: bool
+    ) -> float:
         """Return the seconds of what one stage sends to the next.
 
-        Each rank sends its part of all tensors (`scatter_gather_tensors_in_pipeline`, which is on by default), and
-        those that receive gather what is whole on every rank.
+        Each rank sends its part of all tensors (`scatter_gather_tensors_in_pipeline`, which is on
+        by default), and those that receive gather what is whole on every rank.
 
         Args:
-            whole_bytes, divided_bytes: of tensors that are whole on every rank, and of those that the ranks divide.
-            ranks: how many send, and how many receive.
-            inside: whether both stages are in one server.
+            whole_bytes, divided_bytes: of tensors that are whole on every rank, and of those that
+            the ranks divide. ranks: how many send, and how many receive. inside: whether both
+            stages are in one server.
         """
         flows, total = min(ranks), whole_bytes + divided_bytes
         rate = flows * self.message_bytes_per_s(total / flows, inside=inside)
@@ -84,5 +90,10 @@ class Rates:
         receivers = ranks[1]
         if receivers == 1 or not whole_bytes:
             return total / rate
-        gathered_s = (receivers - 1) / receivers * whole_bytes / self.reduce_bytes_per_s(receivers, whole_bytes)
+        gathered_s = (
+            (receivers - 1)
+            / receivers
+            * whole_bytes
+            / self.reduce_bytes_per_s(receivers, whole_bytes)
+        )
         return total / rate + gathered_s

@@ -1,7 +1,8 @@
-"""Estimate a transformer by its kinds of layers, and make the profile of one with any number of them.
+"""Estimate a transformer by its kinds of layers, and make the profile of one with any number of
+them.
 
-A layer of the profile is the embedding, one transformer layer, or the head with the loss: the parts of which plans of
-such models are made. A model of two layers is traced, however many the model has.
+A layer of the profile is the embedding, one transformer layer, or the head with the loss: the parts
+of which plans of such models are made. A model of two layers is traced, however many the model has.
 """
 
 from __future__ import annotations
@@ -75,22 +76,31 @@ class Parts:
     graph_hash: str | None
 
     def recomputed(self, layer: Layer, share: float = 1.0) -> Layer:
-        """Return the layer with this share of its forward run again in the backward, keeping the rest."""
+        """Return the layer with this share of its forward run again in the backward, keeping the
+        rest.
+        """
         kept = min(layer.saved_bytes, self.boundary_bytes)
         return layer.model_copy(
             update={
                 "backward_s": layer.backward_s + share * layer.forward_s,
                 "saved_bytes": round(share * kept + (1 - share) * layer.saved_bytes),
-                "workspace_bytes": layer.workspace_bytes + round(share * (layer.saved_bytes - kept)),
+                "workspace_bytes": layer.workspace_bytes
+                + round(share * (layer.saved_bytes - kept)),
             }
         )
 
 
-def parts_of(gpt: Gpt, microbatch_size: int, run: Execution, spec: DeviceSpec, dtype: DType = "float16") -> Parts:
+def parts_of(
+    gpt: Gpt, microbatch_size: int, run: Execution, spec: DeviceSpec, dtype: DType = "float16"
+) -> Parts:
     """Estimate the kinds of layers of `gpt` on a device, as it runs them."""
     profile = profile_of_trace(_traced(replace(gpt, layers=2), microbatch_size, run, dtype), spec)
-    inner = [number for number, layer in enumerate(profile.layers) if layer.name.startswith("layers.1.")]
-    first = next(number for number, layer in enumerate(profile.layers) if layer.name.startswith("layers.0."))
+    inner = [
+        number for number, layer in enumerate(profile.layers) if layer.name.startswith("layers.1.")
+    ]
+    first = next(
+        number for number, layer in enumerate(profile.layers) if layer.name.startswith("layers.0.")
+    )
     # Without names of weights: layers that are repeated would share them.
     unnamed = [layer.model_copy(update={"parameters": ()}) for layer in profile.layers]
     operators, head = tuple(unnamed[inner[0] : inner[-1] + 1]), tuple(unnamed[inner[-1] + 1 :])
@@ -100,7 +110,10 @@ def parts_of(gpt: Gpt, microbatch_size: int, run: Execution, spec: DeviceSpec, d
         operators=operators,
         head_operators=head,
         head=summed("head", head),
-        boundary_bytes=microbatch_size * gpt.seq * gpt.hidden * (4 if dtype in ("float32", "tf32") else 2),
+        boundary_bytes=microbatch_size
+        * gpt.seq
+        * gpt.hidden
+        * (4 if dtype in ("float32", "tf32") else 2),
         microbatch_size=microbatch_size,
         device=profile.device,
         graph_hash=profile.graph_hash,
@@ -113,7 +126,9 @@ def _traced(gpt: Gpt, microbatch_size: int, run: Execution, dtype: DType) -> Ste
 
 
 def summed(name: str, layers: Sequence[Layer]) -> Layer:
-    """Return one layer with the costs of all; its workspace is at the peak of their forward and backward."""
+    """Return one layer with the costs of all; its workspace is at the peak of their forward and
+    backward.
+    """
     sums = {field: sum(getattr(layer, field) for layer in layers) for field in _SUMS}
     saved, gradients, workspaces = (
         np.array([getattr(layer, field) for layer in layers], dtype=np.float64)
@@ -124,13 +139,18 @@ def summed(name: str, layers: Sequence[Layer]) -> Layer:
 
 
 def transformer(model: str, parts: Parts, layers: Sequence[Layer]) -> Profile:
-    """Return the profile of a transformer with these layers, each a block; embedding and head are beside them."""
-    blocks = [layer.model_copy(update={"name": f"layers.{number}"}) for number, layer in enumerate(layers)]
+    """Return the profile of a transformer with these layers, each a block; embedding and head are
+    beside them.
+    """
+    blocks = [
+        layer.model_copy(update={"name": f"layers.{number}"}) for number, layer in enumerate(layers)
+    ]
     return chain(model, parts, [parts.embedding, *blocks, parts.head])
 
 
 def divided(whole: Profile, parts: Mapping[int, Profile], reduces: Reduces) -> Profile:
-    """Return the profile with what one of several ranks does that divide the layers as Megatron's do.
+    """Return the profile with what one of several ranks does that divide the layers as Megatron's
+    do.
 
     Args:
         whole: on one rank.
@@ -141,7 +161,9 @@ def divided(whole: Profile, parts: Mapping[int, Profile], reduces: Reduces) -> P
     forward, backward = reduces
 
     def columns(part: Profile) -> dict[str, Any]:
-        return {name: tuple(getattr(layer, name) for layer in part.layers) for name in DEGREE_COLUMNS}
+        return {
+            name: tuple(getattr(layer, name) for layer in part.layers) for name in DEGREE_COLUMNS
+        }
 
     costs = (
         DegreeCosts(
@@ -161,18 +183,23 @@ def divided(whole: Profile, parts: Mapping[int, Profile], reduces: Reduces) -> P
 def layer_reduces(layers: int, *, again: bool) -> Reduces:
     """Return what the layers of a transformer all-reduce, between an embedding and a head.
 
-    A layer all-reduces its hidden state twice forward and twice backward, the embedding once forward, the head once
-    backward (Shoeybi et al. 2019, section 3). Where it runs `again` in its backward, its forward's are there, too.
+    A layer all-reduces its hidden state twice forward and twice backward, the embedding once
+    forward, the head once backward (Shoeybi et al. 2019, section 3). Where it runs `again` in its
+    backward, its forward's are there, too.
     """
     return (1, *(2,) * layers, 0), (0, *(4 if again else 2,) * layers, 1)
 
 
 def in_sequence(whole: Parts, part: Parts, degree: int) -> Parts:
-    """Return what one of several ranks does where they divide by tokens, too (`planner.cost.tensor.by_tokens`)."""
+    """Return what one of several ranks does where they divide by tokens, too
+    (`planner.cost.tensor.by_tokens`).
+    """
     nothing = [0] * len(whole.operators)
     profiles = [chain("layer", each, each.operators) for each in (whole, part)]
     (costs,) = divided(profiles[0], {degree: profiles[1]}, (nothing, nothing)).tensor or ()
-    columns = zip(*(getattr(by_tokens(profiles[0], costs), name) for name in DEGREE_COLUMNS), strict=True)
+    columns = zip(
+        *(getattr(by_tokens(profiles[0], costs), name) for name in DEGREE_COLUMNS), strict=True
+    )
     operators = tuple(
         layer.model_copy(update=dict(zip(DEGREE_COLUMNS, row, strict=True)))
         for layer, row in zip(part.operators, columns, strict=True)
@@ -180,11 +207,17 @@ def in_sequence(whole: Parts, part: Parts, degree: int) -> Parts:
     return replace(part, operators=operators, layer=summed("layer", operators))
 
 
-def chain(model: str, parts: Parts, layers: Sequence[Layer], sends: Sequence[float] | None = None) -> Profile:
-    """Return the profile of a chain of layers, each of which sends a hidden state, or so many of them."""
+def chain(
+    model: str, parts: Parts, layers: Sequence[Layer], sends: Sequence[float] | None = None
+) -> Profile:
+    """Return the profile of a chain of layers, each of which sends a hidden state, or so many of
+    them.
+    """
     sizes = [round(parts.boundary_bytes * states) for states in sends or [1.0] * len(layers)]
     named = [
-        layer.model_copy(update={"outputs": (Value(name=layer.name, output_bytes=size, gradient_bytes=size),)})
+        layer.model_copy(
+            update={"outputs": (Value(name=layer.name, output_bytes=size, gradient_bytes=size),)}
+        )
         for layer, size in zip(layers[:-1], sizes, strict=False)
     ]
     named.append(layers[-1])
@@ -202,7 +235,9 @@ def chain(model: str, parts: Parts, layers: Sequence[Layer], sends: Sequence[flo
 
 
 def both_ways(block: nn.Module, x: Tensor) -> OperationRecorder:
-    """Record a block's forward and backward, whose operations end at `until[1:3]`, and begin at `until[0]`."""
+    """Record a block's forward and backward, whose operations end at `until[1:3]`, and begin at
+    `until[0]`.
+    """
     recorder = OperationRecorder(gpu=True)
     with recorder:
         recorder.end_span()

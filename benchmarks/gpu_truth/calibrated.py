@@ -1,9 +1,10 @@
 """Calibrate a device on measured rows, and judge it by others.
 
 Both are of one source, for a card's clocks are those of whoever measured.
-The fit is that of `plan profile --estimate --calibrate steps.json` (`planner.profiler.estimated.calibrate`): one
-factor of all shares of the arithmetic and one of all shares of the bandwidth, for each device. For the fit alone a
-row's time is taken to be a power of each factor, from two more predictions; calibrated predictions are exact.
+The fit is that of `plan profile --estimate --calibrate steps.json`
+(`planner.profiler.estimated.calibrate`): one factor of all shares of the arithmetic and one of all
+shares of the bandwidth, for each device. For the fit alone a row's time is taken to be a power of
+each factor, from two more predictions; calibrated predictions are exact.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ _FACTOR = 1.15  # of the predictions that tell the powers
 
 
 def calibrated(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows with their times after calibration on the others of their source and device."""
+    """Return the rows with their times after calibration on the others of their source and
+    device.
+    """
     timed = {number: _timed(row) for number, row in enumerate(rows) if row.predict is not None}
     result = []
     for number, row in enumerate(rows):
@@ -75,6 +78,8 @@ def _timed(row: Row) -> Timed:
     return Timed(row.measured_s, partial(_power, row.spec, start_s, by_arithmetic, by_bandwidth))
 
 
-def _power(start: DeviceSpec, start_s: float, by_arithmetic: float, by_bandwidth: float, spec: DeviceSpec) -> float:
+def _power(
+    start: DeviceSpec, start_s: float, by_arithmetic: float, by_bandwidth: float, spec: DeviceSpec
+) -> float:
     arithmetic, bandwidth = _factors(start, spec)
     return float(start_s * arithmetic**by_arithmetic * bandwidth**by_bandwidth)

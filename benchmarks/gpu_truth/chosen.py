@@ -1,9 +1,11 @@
-"""What the planner would choose for the jobs of published runs with tensor parallelism, beside the best measured run.
+"""What the planner would choose for the jobs of published runs with tensor parallelism, beside the
+best measured run.
 
 python -m benchmarks.gpu_truth.chosen
 
-It has the same model, microbatch, batch and GPUs, 1F1B with a flush, and may choose layers, replicas, ranks of each
-stage, what recomputes and who divides the optimizer's state. Both plans are priced alike; neither was run here.
+It has the same model, microbatch, batch and GPUs, 1F1B with a flush, and may choose layers,
+replicas, ranks of each stage, what recomputes and who divides the optimizer's state. Both plans are
+priced alike; neither was run here.
 """
 
 from __future__ import annotations
@@ -17,9 +19,23 @@ from tabulate import tabulate
 
 from benchmarks.gpu_truth import aceso, calculon, vtrain
 from benchmarks.gpu_truth.aceso_links import Rates
-from benchmarks.gpu_truth.by_layers import divided, in_sequence, layer_reduces, parts_of, transformer
+from benchmarks.gpu_truth.by_layers import (
+    divided,
+    in_sequence,
+    layer_reduces,
+    parts_of,
+    transformer,
+)
 from benchmarks.gpu_truth.gpt import Gpt
-from benchmarks.gpu_truth.rows import PCIE, Row, anchors, half_precision, reducing, servers, without_overlap
+from benchmarks.gpu_truth.rows import (
+    PCIE,
+    Row,
+    anchors,
+    half_precision,
+    reducing,
+    servers,
+    without_overlap,
+)
 from planner.errors import PlannerError
 from planner.formats.cluster import Cluster, flat_cluster
 from planner.formats.plan import Plan
@@ -30,7 +46,16 @@ from planner.schedule.one_stage import FLUSH
 from planner.solver import search_plan as solve
 
 _DEGREES = (1, 2, 4, 8)
-_HEADERS = ("source", "job", "best measured run", "measured s", "priced s", "chosen", "priced s", "the run takes")
+_HEADERS = (
+    "source",
+    "job",
+    "best measured run",
+    "measured s",
+    "priced s",
+    "chosen",
+    "priced s",
+    "the run takes",
+)
 
 
 @dataclass(frozen=True)
@@ -67,11 +92,23 @@ class Job:
 
     def _profile(self, degrees: Sequence[int], spec: DeviceSpec) -> Profile:
         run, gpt = half_precision(), self.gpt
-        ranks = [parts_of(replace(gpt, tensor=degree), self.microbatch_size, run, spec) for degree in degrees]
+        ranks = [
+            parts_of(replace(gpt, tensor=degree), self.microbatch_size, run, spec)
+            for degree in degrees
+        ]
         if self.by_tokens:
-            ranks[1:] = [in_sequence(ranks[0], rank, t) for rank, t in zip(ranks[1:], degrees[1:], strict=True)]
-        whole, *parts = (transformer(gpt.name, costs, [costs.layer] * gpt.layers) for costs in ranks)
-        return divided(whole, dict(zip(degrees[1:], parts, strict=True)), layer_reduces(gpt.layers, again=False))
+            ranks[1:] = [
+                in_sequence(ranks[0], rank, t)
+                for rank, t in zip(ranks[1:], degrees[1:], strict=True)
+            ]
+        whole, *parts = (
+            transformer(gpt.name, costs, [costs.layer] * gpt.layers) for costs in ranks
+        )
+        return divided(
+            whole,
+            dict(zip(degrees[1:], parts, strict=True)),
+            layer_reduces(gpt.layers, again=False),
+        )
 
 
 def jobs() -> Iterator[Job]:
@@ -102,8 +139,19 @@ def _fastest(records: Iterable[Any], rows: Iterable[Row]) -> Iterator[tuple[Any,
             yield own[0][1], [row for row, _ in own]
 
 
-def _job(model: Mapping[str, Any], size: int, batch: int, cluster: Cluster, runs: Sequence[Row]) -> Job:
-    gpt = Gpt("gpt", model["layers"], model["hidden"], model["heads"], 4 * model["hidden"], 51200, model["seq"], 0.1)
+def _job(
+    model: Mapping[str, Any], size: int, batch: int, cluster: Cluster, runs: Sequence[Row]
+) -> Job:
+    gpt = Gpt(
+        "gpt",
+        model["layers"],
+        model["hidden"],
+        model["heads"],
+        4 * model["hidden"],
+        51200,
+        model["seq"],
+        0.1,
+    )
     if len(cluster.levels) > 1:
         cluster = reducing(cluster, max(_DEGREES), size * gpt.seq * gpt.hidden * 2)
     return Job(gpt, size, batch // size, cluster, runs)
@@ -119,13 +167,23 @@ def rows(time_limit_s: float, sources: Sequence[str]) -> Iterator[list[str]]:
         # Rows of one job are priced without overlap, where that is how they ran.
         priced = (best if best.predicted is not None else best.now()).predicted
         assert priced is not None
-        cells = [best.source, best.job, best.plan, f"{best.measured_s:.4g}", f"{priced.seconds:.4g}"]
+        cells = [
+            best.source,
+            best.job,
+            best.plan,
+            f"{best.measured_s:.4g}",
+            f"{priced.seconds:.4g}",
+        ]
         try:
             plan = job.chosen(best.spec, time_limit_s)
         except PlannerError as error:
             yield [*cells, error.message, "", ""]
             continue
-        own_s = plan.predicted.seconds_per_minibatch if best.source.startswith("aceso") else without_overlap(plan)
+        own_s = (
+            plan.predicted.seconds_per_minibatch
+            if best.source.startswith("aceso")
+            else without_overlap(plan)
+        )
         how = short_config(plan.config)
         how += ", sharded" if any(stage.sharded for stage in plan.stages) else ""
         how += ", recomputing" if any(stage.recomputes for stage in plan.stages) else ""
@@ -134,9 +192,13 @@ def rows(time_limit_s: float, sources: Sequence[str]) -> Iterator[list[str]]:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--source", action="append", help="only these; may be repeated")
-    parser.add_argument("--time-limit", type=float, default=60.0, metavar="S", help="seconds (default: %(default)s)")
+    parser.add_argument(
+        "--time-limit", type=float, default=60.0, metavar="S", help="seconds (default: %(default)s)"
+    )
     arguments = parser.parse_args()
     found = rows(arguments.time_limit, arguments.source or ("vtrain", "aceso", "calculon"))
     print(tabulate(list(found), headers=_HEADERS, tablefmt="pipe", disable_numparse=True))

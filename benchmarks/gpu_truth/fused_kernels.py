@@ -1,9 +1,9 @@
 """The fused kernels of Megatron and Apex, which the published runs used.
 
-They fuse scaling and masks into softmax, the residual's addition into dropout, the gate into SiLU, and what turns
-queries and keys by their positions (rotary embeddings), and nothing else.
-GELU with its bias, and layer norm, are one operation each already: products add the bias. The optimizer is one kernel,
-too, as PyTorch's own with `fused=True`.
+They fuse scaling and masks into softmax, the residual's addition into dropout, the gate into SiLU,
+and what turns queries and keys by their positions (rotary embeddings), and nothing else. GELU with
+its bias, and layer norm, are one operation each already: products add the bias. The optimizer is
+one kernel, too, as PyTorch's own with `fused=True`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ _AROUND_SOFTMAX = frozenset({"mul", "div", "masked_fill", "where", "add", "_to_c
 
 
 def megatron(flow: Flow) -> list[str | None]:
-    """Name the kernel that each operation may be part of; see `planner.profiler.estimated.execution.Fusion`."""
+    """Name the kernel that each operation may be part of; see
+    `planner.profiler.estimated.execution.Fusion`.
+    """
     kernels: list[str | None] = [None] * len(flow.operations)
     for number in _around_attention(flow):
         kernels[number] = "rotary"

@@ -24,11 +24,14 @@ class Gpt:
         layers, hidden, heads, ffn, vocab, seq: its sizes; ffn is the hidden width of the MLP.
         dropout: in attention, after both parts of a layer, and after the embedding.
         biases: whether linear layers have them.
-        gated: the MLP multiplies by a gate (SwiGLU), norms are RMS norms and positions are rotary, as in Llama.
+        gated: the MLP multiplies by a gate (SwiGLU), norms are RMS norms and positions are rotary,
+            as in Llama.
         flash: attention is one fused kernel.
         half_loss: the loss is in the precision of the weights, and not in single.
-        key_heads: heads of keys and values, of which several heads of queries share each; None: as many as `heads`.
-        tensor: ranks that divide heads, MLP and vocabulary between them, as Megatron does; this is one of them.
+        key_heads: heads of keys and values, of which several heads of queries share each; None: as
+            many as `heads`.
+        tensor: ranks that divide heads, MLP and vocabulary between them, as Megatron does; this is
+            one of them.
     """
 
     name: str
@@ -89,7 +92,9 @@ def _heads(gpt: Gpt) -> tuple[int, int, int]:
 
 
 class _Attention(nn.Module):
-    """Causal self-attention, (tokens, batch, width) -> the same: in Megatron's layout, heads need no copies."""
+    """Causal self-attention, (tokens, batch, width) -> the same: in Megatron's layout, heads need
+    no copies.
+    """
 
     mask: Tensor
     nothing: Tensor
@@ -113,19 +118,25 @@ class _Attention(nn.Module):
         if gpt.key_heads is None:
             q, k, v = self.qkv(x).view(tokens, batch, heads, 3 * depth).chunk(3, dim=-1)
         else:
-            q, k, v = (part.unflatten(-1, (-1, depth)) for part in self.qkv(x).split(self.widths, dim=-1))
+            q, k, v = (
+                part.unflatten(-1, (-1, depth)) for part in self.qkv(x).split(self.widths, dim=-1)
+            )
         if gpt.gated:
             q, k = _rotated(q, self.cosine, self.sine), _rotated(k, self.cosine, self.sine)
         dropout = gpt.dropout if self.training else 0.0
         if gpt.flash:
             q, k, v = (part.permute(1, 2, 0, 3) for part in (q, k, v))
             shared = gpt.key_heads is not None
-            y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=shared)
-        else:
-            q, k, v = (part.view(tokens, batch * heads, depth).transpose(0, 1) for part in (q, k, v))
-            scores = torch.baddbmm(self.nothing, q, k.transpose(1, 2), beta=0.0, alpha=1 / math.sqrt(depth)).view(
-                batch, heads, tokens, tokens
+            y = F.scaled_dot_product_attention(
+                q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=shared
             )
+        else:
+            q, k, v = (
+                part.view(tokens, batch * heads, depth).transpose(0, 1) for part in (q, k, v)
+            )
+            scores = torch.baddbmm(
+                self.nothing, q, k.transpose(1, 2), beta=0.0, alpha=1 / math.sqrt(depth)
+            ).view(batch, heads, tokens, tokens)
             weights = torch.softmax(scores.masked_fill(self.mask, -10000.0), dim=-1)
             weights = F.dropout(weights, dropout).view(batch * heads, tokens, tokens)
             y = torch.bmm(weights, v).view(batch, heads, tokens, depth)
@@ -144,7 +155,11 @@ class _Mlp(nn.Module):
         self.down = nn.Linear(ffn, gpt.hidden, bias=gpt.biases)
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = F.gelu(self.up(x), approximate="tanh") if self.gate is None else F.silu(self.gate(x)) * self.up(x)
+        hidden = (
+            F.gelu(self.up(x), approximate="tanh")
+            if self.gate is None
+            else F.silu(self.gate(x)) * self.up(x)
+        )
         result: Tensor = self.down(hidden)
         return result
 

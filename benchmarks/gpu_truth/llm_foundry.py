@@ -2,9 +2,9 @@
 
 python -m benchmarks.gpu_truth.llm_foundry
 
-The rows are those of mosaicml/llm-foundry (Apache-2.0, `scripts/train/benchmarking/README.md`) that both GPUs ran with
-the same model, tokens and microbatch: MPT in bfloat16 under FSDP. Kernels of one replica are estimated; collectives are
-taken to hide behind them.
+The rows are those of mosaicml/llm-foundry (Apache-2.0, `scripts/train/benchmarking/README.md`) that
+both GPUs ran with the same model, tokens and microbatch: MPT in bfloat16 under FSDP. Kernels of one
+replica are estimated; collectives are taken to hide behind them.
 """
 
 from __future__ import annotations
@@ -47,21 +47,29 @@ class Pair:
 
     def seconds(self, spec: DeviceSpec) -> float:
         """Estimate a microbatch on one GPU."""
-        forward, backward = (each.seconds(spec).sum() for each in _kernels(self.gpt, Layer, self.samples))
+        forward, backward = (
+            each.seconds(spec).sum() for each in _kernels(self.gpt, Layer, self.samples)
+        )
         head_s = sum(each.seconds(spec).sum() for each in _kernels(self.gpt, _Head, self.samples))
         # The loss is one kernel each way: it reads the logits, and writes their gradient.
         logits = self.gpt.seq * self.samples * self.gpt.vocab
         loss_s = 8 * logits / (spec.bandwidth_bytes_per_s * spec.achieved_bandwidth["pointwise"])
-        return float(self.gpt.layers * ((1 + self.recomputed) * forward + backward) + head_s + loss_s)
+        return float(
+            self.gpt.layers * ((1 + self.recomputed) * forward + backward) + head_s + loss_s
+        )
 
     def error(self, spec: DeviceSpec) -> float:
         """Return the relative error of the microbatch's estimate on one of the two GPUs."""
         return self.seconds(spec) / (self.a100_s if spec is A100 else self.h100_s) - 1
 
     def share(self) -> float:
-        """Return the share of its peak with which the H100's estimate is as far off as the A100's."""
+        """Return the share of its peak with which the H100's estimate is as far off as the
+        A100's.
+        """
         error = self.a100_s / self.seconds(A100)
-        return min(SHARES, key=lambda share: abs(self.h100_s / self.seconds(with_share(share)) - error))
+        return min(
+            SHARES, key=lambda share: abs(self.h100_s / self.seconds(with_share(share)) - error)
+        )
 
 
 def with_share(share: float) -> DeviceSpec:
@@ -73,18 +81,35 @@ def pairs() -> Iterator[Pair]:
     """Yield the runs."""
     with Path(__file__).with_suffix(".csv").open(encoding="utf-8") as file:
         for row in csv.DictReader(file):
-            layers, hidden, tokens, samples = (int(row[name]) for name in ("layers", "hidden", "tokens", "microbatch"))
-            gpt = Gpt("mpt", layers, hidden, hidden // _HEAD, 4 * hidden, _VOCABULARY, tokens, biases=False, flash=True)
+            layers, hidden, tokens, samples = (
+                int(row[name]) for name in ("layers", "hidden", "tokens", "microbatch")
+            )
+            gpt = Gpt(
+                "mpt",
+                layers,
+                hidden,
+                hidden // _HEAD,
+                4 * hidden,
+                _VOCABULARY,
+                tokens,
+                biases=False,
+                flash=True,
+            )
             rates = (int(row[f"{gpu}_tokens_per_s"]) for gpu in ("h100", "a100"))
             seconds = (_GPUS * samples * tokens / rate for rate in rates)
             yield Pair(gpt, samples, row["recomputed"] == "1", *seconds)
 
 
 def on_others(gpu: str, spec: DeviceSpec) -> Summary:
-    """Return what one GPU's rows are off by, as they are and calibrated on others, those of other models too."""
+    """Return what one GPU's rows are off by, as they are and calibrated on others, those of other
+    models too.
+    """
     rows = []
     for pair in pairs():
-        job, plan = f"{pair.gpt.layers} x {pair.gpt.hidden}", f"{pair.gpt.seq} tokens, microbatch {pair.samples}"
+        job, plan = (
+            f"{pair.gpt.layers} x {pair.gpt.hidden}",
+            f"{pair.gpt.seq} tokens, microbatch {pair.samples}",
+        )
         measured_s = pair.a100_s if spec is A100 else pair.h100_s
         rows.append(Row(gpu, job, plan, measured_s, partial(_predict, pair), spec=spec).now())
     return summary(calibrated(rows))
@@ -130,17 +155,31 @@ def main() -> None:
         name = f"{gpt.layers} x {gpt.hidden}, {gpt.seq} tokens, {pair.samples}"
         cells = [name, f"{measured:.2f}", f"{a100_s / h100_s:.2f}", f"{error:+.0%}"]
         lines.append([*cells, f"{pair.h100_s / h100_s - 1:+.0%}", f"{shares[-1]:.3f}"])
-    headers = ["model", "A100 / H100 measured", "estimated", "A100 takes longer", "H100 takes longer", "share"]
+    headers = [
+        "model",
+        "A100 / H100 measured",
+        "estimated",
+        "A100 takes longer",
+        "H100 takes longer",
+        "share",
+    ]
     print(tabulate(lines, headers=headers, tablefmt="pipe", disable_numparse=True))
     short = [share for share, pair in zip(shares, pairs(), strict=True) if pair.gpt.seq <= 4096]
-    print(f"mean ratio {mean(ratios):.2f}, median share {median(shares):.3f}, up to 4,096 tokens {median(short):.3f}")
+    print(
+        f"mean ratio {mean(ratios):.2f}, median share {median(shares):.3f}, up to 4,096 tokens "
+        f"{median(short):.3f}"
+    )
     for gpu, spec in (("A100", A100), ("H100", H100)):
         for name, tokens in (("up to 4,096 tokens", range(4097)), ("more", range(4097, 10**6))):
             found = [pair.error(spec) for pair in pairs() if pair.gpt.seq in tokens]
-            print(f"{gpu}, {name}: {len(found)} rows, median error {median(map(abs, found)):.1%}, {median(found):+.1%}")
+            print(
+                f"{gpu}, {name}: {len(found)} rows, median error {median(map(abs, found)):.1%}, "
+                f"{median(found):+.1%}"
+            )
         own = on_others(gpu, spec)
         print(
-            f"{gpu}: mean error {own.mean_error:.1%}, calibrated on other rows {own.calibrated:.1%}, "
+            f"{gpu}: mean error {own.mean_error:.1%}, calibrated on other rows "
+            f"{own.calibrated:.1%}, "
             f"on other models {own.by_job:.1%}"
         )
 

@@ -2,8 +2,9 @@
 
 python -m benchmarks.gpu_truth.nanotron_chosen
 
-It has the same model, microbatch, minibatch and GPUs, 1F1B with a flush, and may choose layers, replicas, ranks of each
-stage, what recomputes and what replicas divide. Both plans are priced alike; neither was run here.
+It has the same model, microbatch, minibatch and GPUs, 1F1B with a flush, and may choose layers,
+replicas, ranks of each stage, what recomputes and what replicas divide. Both plans are priced
+alike; neither was run here.
 """
 
 from __future__ import annotations
@@ -44,14 +45,29 @@ from planner.schedule.one_stage import FLUSH
 from planner.solver import search_plan as solve
 
 _DEGREES = (1, 2, 4, 8)
-_HEADERS = ("billion", "GPUs", "best measured", "measured s", "priced s", "chosen", "priced s", "the run takes")
+_HEADERS = (
+    "billion",
+    "GPUs",
+    "best measured",
+    "measured s",
+    "priced s",
+    "chosen",
+    "priced s",
+    "the run takes",
+)
 
 
 def profile(run: Run) -> Profile:
-    """Return the model at the run's microbatch, with what one of several ranks does that divide its layers."""
+    """Return the model at the run's microbatch, with what one of several ranks does that divide its
+    layers.
+    """
     blocks = [kind for stage in stages_of(run.llama, 1) for kind in stage]
     whole, *parts = (
-        profile_of([_layer(replace(run, llama=llama), *each) for each in enumerate(blocks)], run.samples, H100)
+        profile_of(
+            [_layer(replace(run, llama=llama), *each) for each in enumerate(blocks)],
+            run.samples,
+            H100,
+        )
         for llama in (replace(run.llama, tensor=t) for t in _DEGREES)
     )
     nothing = [0] * len(blocks)  # what collectives take is in the times of layers
@@ -99,12 +115,23 @@ def rows(time_limit_s: float, jobs: Sequence[tuple[float, int]]) -> Iterator[lis
     for job in sorted({run.job for run in trained}):
         if jobs and job not in jobs:
             continue
-        best = min((run for run in trained if run.job == job), key=lambda run: (run.seconds or 0.0) / run.minibatch)
+        best = min(
+            (run for run in trained if run.job == job),
+            key=lambda run: (run.seconds or 0.0) / run.minibatch,
+        )
         there = profile(best)
         theirs = measured(best, there)
-        how = f"tp {best.llama.tensor}, pp {best.stages}, dp {best.replicas}, microbatch {best.samples}"
+        how = (
+            f"tp {best.llama.tensor}, pp {best.stages}, dp {best.replicas}, microbatch "
+            f"{best.samples}"
+        )
         how += ", ZeRO-1" * best.sharded
-        cells = [*map(str, job), how, f"{best.seconds:.3g}", f"{theirs.predicted.seconds_per_minibatch:.3g}"]
+        cells = [
+            *map(str, job),
+            how,
+            f"{best.seconds:.3g}",
+            f"{theirs.predicted.seconds_per_minibatch:.3g}",
+        ]
         try:
             plan = solve(
                 there,
@@ -119,18 +146,32 @@ def rows(time_limit_s: float, jobs: Sequence[tuple[float, int]]) -> Iterator[lis
             continue
         own_s = plan.predicted.seconds_per_minibatch
         ours = short_config(plan.config)
-        ours += "".join(f", ZeRO-{level}" for level in sorted({stage.level for stage in plan.stages} - {0}))
+        ours += "".join(
+            f", ZeRO-{level}" for level in sorted({stage.level for stage in plan.stages} - {0})
+        )
         ours += ", recomputing" if any(stage.recomputes for stage in plan.stages) else ""
-        yield [*cells, ours, f"{own_s:.3g}", f"{theirs.predicted.seconds_per_minibatch / own_s - 1:+.1%}"]
+        yield [
+            *cells,
+            ours,
+            f"{own_s:.3g}",
+            f"{theirs.predicted.seconds_per_minibatch / own_s - 1:+.1%}",
+        ]
 
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--gpus", type=int, nargs="+", help="only jobs on so many")
-    parser.add_argument("--time-limit", type=float, default=60.0, metavar="S", help="seconds (default: %(default)s)")
+    parser.add_argument(
+        "--time-limit", type=float, default=60.0, metavar="S", help="seconds (default: %(default)s)"
+    )
     arguments = parser.parse_args()
-    jobs, lines = [run.job for run in runs() if run.gpus in (arguments.gpus or ())], list[list[str]]()
+    jobs, lines = (
+        [run.job for run in runs() if run.gpus in (arguments.gpus or ())],
+        list[list[str]](),
+    )
     for line in rows(arguments.time_limit, jobs):
         print(line, file=sys.stderr, flush=True)
         lines.append(line)

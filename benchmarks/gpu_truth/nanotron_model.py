@@ -1,7 +1,9 @@
-"""A Llama as nanotron runs it: one of several ranks that divide its layers, with the operations of its code.
+"""A Llama as nanotron runs it: one of several ranks that divide its layers, with the operations of
+its code.
 
-The source is huggingface/nanotron (Apache-2.0): `models/llama.py`, `parallel/tensor_parallel/functional.py`, and the
-kernels of flash-attn that it calls. Collectives compute nothing here; `nanotron` adds their time.
+The source is huggingface/nanotron (Apache-2.0): `models/llama.py`,
+`parallel/tensor_parallel/functional.py`, and the kernels of flash-attn that it calls. Collectives
+compute nothing here; `nanotron` adds their time.
 """
 
 from __future__ import annotations
@@ -34,11 +36,21 @@ class Llama:
     def blocks(self, samples: int) -> dict[str, tuple[nn.Module, Tensor]]:
         """Return a block of each kind with what goes into it; all are in bfloat16."""
         half = torch.bfloat16
-        hidden = torch.empty(self.seq // self.tensor, samples, self.hidden, dtype=half, requires_grad=True)
-        logits = torch.empty(self.seq, samples, self.vocab // self.tensor, dtype=half, requires_grad=True)
+        hidden = torch.empty(
+            self.seq // self.tensor, samples, self.hidden, dtype=half, requires_grad=True
+        )
+        logits = torch.empty(
+            self.seq, samples, self.vocab // self.tensor, dtype=half, requires_grad=True
+        )
         tokens = torch.zeros(samples, self.seq, dtype=torch.long)
-        kinds = (("embedding", _Embedding, tokens), ("layer", _Layer, hidden), ("head", _Head, hidden))
-        blocks: dict[str, tuple[nn.Module, Tensor]] = {name: (kind(self), x) for name, kind, x in kinds}
+        kinds = (
+            ("embedding", _Embedding, tokens),
+            ("layer", _Layer, hidden),
+            ("head", _Head, hidden),
+        )
+        blocks: dict[str, tuple[nn.Module, Tensor]] = {
+            name: (kind(self), x) for name, kind, x in kinds
+        }
         return blocks | {"loss": (_Loss(), logits)}
 
 
@@ -52,7 +64,9 @@ def _apply(function: Any, *arguments: Any) -> Tensor:
 
 
 def _by_shards(rows: Tensor, weight: Tensor, tensor: int) -> None:
-    """Multiply the rank's own tokens while the others' arrive, and then those before and after them."""
+    """Multiply the rank's own tokens while the others' arrive, and then those before and after
+    them.
+    """
     before = tensor // 2
     for shards in (1, before, tensor - before - 1):
         if shards:
@@ -60,7 +74,9 @@ def _by_shards(rows: Tensor, weight: Tensor, tensor: int) -> None:
 
 
 class _Column(torch.autograd.Function):
-    """All-gathers tokens, and multiplies them by a part of the columns: (s/t, b, h) -> (s, b, n/t)."""
+    """All-gathers tokens, and multiplies them by a part of the columns: (s/t, b, h) -> (s,
+    b, n/t).
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, tensor: int) -> Tensor:
@@ -73,7 +89,11 @@ class _Column(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         rows = gradient.reshape(-1, gradient.shape[-1])
         torch.mm(rows, weight)
-        return x.new_empty(x.shape), torch.mm(rows.t(), x.new_empty(rows.shape[0], x.shape[-1])), None
+        return (
+            x.new_empty(x.shape),
+            torch.mm(rows.t(), x.new_empty(rows.shape[0], x.shape[-1])),
+            None,
+        )
 
 
 class _Row(torch.autograd.Function):
@@ -91,7 +111,11 @@ class _Row(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         _by_shards(gradient.reshape(-1, gradient.shape[-1]), weight, ctx.tensor)
         rows = x.reshape(-1, x.shape[-1])
-        return x.new_empty(x.shape), torch.mm(gradient.new_empty(gradient.shape[-1], rows.shape[0]), rows), None
+        return (
+            x.new_empty(x.shape),
+            torch.mm(gradient.new_empty(gradient.shape[-1], rows.shape[0]), rows),
+            None,
+        )
 
 
 class _Rotary(torch.autograd.Function):

@@ -1,4 +1,5 @@
-"""Compare estimates for the H200 with what this program measured on one. See README.md in this folder.
+"""Compare estimates for the H200 with what this program measured on one. See README.md in this
+folder.
 
 python -m benchmarks.gpu_truth.own_h200
 """
@@ -34,7 +35,9 @@ Sums = Mapping[str, float]
 
 
 def kinds_of(profile: Profile) -> dict[str, Sums]:
-    """Sum the layers of each kind, which have one operation and one name but for its numbers; workspaces: the most."""
+    """Sum the layers of each kind, which have one operation and one name but for its numbers;
+    workspaces: the most.
+    """
     found: dict[str, dict[str, float]] = {"all": {}}
     for layer in profile.layers:
         for kind in ("all", f"{layer.op} {re.sub('[0-9]+', '#', layer.name)}"):
@@ -60,14 +63,24 @@ def profiles_table(measured: Mapping[str, Any], host: str | None = None) -> str:
         label = f"{case['model']}, {case['batch']}, {case['dtype']}"
         step = sum(ours["all"][name] for name in _TIMES)
         cells.append([label, "plain PyTorch step", _pair(case["plain_step_s"], step, 1e3)])
-        cells.append([label, "whole step", *(_pair(whole[name], ours["all"][name], 1e3) for name in _TIMES)])
+        cells.append(
+            [label, "whole step", *(_pair(whole[name], ours["all"][name], 1e3) for name in _TIMES)]
+        )
         total = sum(case["kinds"]["all"][name] for name in _TIMES)
         for kind, theirs in case["kinds"].items():
             if sum(theirs[name] for name in _TIMES) >= _LEAST_SHARE * total:
                 times = [_pair(theirs[name], ours[kind][name], 1e3) for name in _TIMES]
                 sizes = [_pair(theirs[name], ours[kind][name], 1e-6) for name in _BYTES]
                 cells.append([label, kind, *times, *sizes])
-    headers = ["model, batch", "layers", "forward ms", "backward ms", "update ms", "saved MB", "workspace MB"]
+    headers = [
+        "model, batch",
+        "layers",
+        "forward ms",
+        "backward ms",
+        "update ms",
+        "saved MB",
+        "workspace MB",
+    ]
     return tabulate(cells, headers=headers, tablefmt="pipe", disable_numparse=True)
 
 
@@ -80,10 +93,16 @@ def kernels_table(measured: Mapping[str, Any]) -> str:
     cells = []
     for record in measured["kernels"]:
         ours = kernel_s(record)
-        sizes = ", ".join(f"{name} {value}" for name, value in record.items() if name not in ("kind", "us"))
+        sizes = ", ".join(
+            f"{name} {value}" for name, value in record.items() if name not in ("kind", "us")
+        )
         error = ours / (record["us"] * 1e-6) - 1
-        cells.append([record["kind"], sizes, f"{record['us']:.1f}", f"{1e6 * ours:.1f}", f"{error:+.0%}"])
-    return tabulate(cells, headers=["kernel", "sizes", "measured µs", "estimated µs", "error"], tablefmt="pipe")
+        cells.append(
+            [record["kind"], sizes, f"{record['us']:.1f}", f"{1e6 * ours:.1f}", f"{error:+.0%}"]
+        )
+    return tabulate(
+        cells, headers=["kernel", "sizes", "measured µs", "estimated µs", "error"], tablefmt="pipe"
+    )
 
 
 def kernel_s(record: Mapping[str, Any]) -> float:
@@ -104,14 +123,19 @@ def _call(record: Mapping[str, Any], dtype: torch.dtype) -> Callable[[], object]
         a, b = (torch.empty(record[rows], record["k"], dtype=dtype) for rows in "mn")
         return lambda: F.linear(a, b)
     if kind == "attention":
-        q = torch.empty(*(record[size] for size in ("batch", "heads", "tokens", "width")), dtype=dtype)
+        q = torch.empty(
+            *(record[size] for size in ("batch", "heads", "tokens", "width")), dtype=dtype
+        )
         return lambda: F.scaled_dot_product_attention(q, q, q, is_causal=record["causal"])
     if kind == "convolution":
         side, kernel = record["pixels"], record["kernel"]
         x = torch.empty(64, record["inputs"], side, side, dtype=dtype)
         weight = torch.empty(record["outputs"], record["inputs"], kernel, kernel, dtype=dtype)
         return lambda: F.conv2d(x, weight, padding=kernel // 2)
-    x, weight = torch.empty(record["rows"], record["width"], dtype=dtype), torch.empty(record["width"], dtype=dtype)
+    x, weight = (
+        torch.empty(record["rows"], record["width"], dtype=dtype),
+        torch.empty(record["width"], dtype=dtype),
+    )
     calls: Mapping[str, Callable[[], object]] = {
         "layer_norm": lambda: F.layer_norm(x, weight.shape, weight, weight),
         "rms_norm": lambda: F.rms_norm(x, weight.shape, weight),
@@ -139,8 +163,12 @@ def tables(host: str | None = None) -> Iterator[str]:
 
 def main() -> None:
     """Print measured beside estimated."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--host", help="as of `plan profile --estimate`; the table's where it is not given")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--host", help="as of `plan profile --estimate`; the table's where it is not given"
+    )
     print("\n\n".join(tables(parser.parse_args().host)))
 
 

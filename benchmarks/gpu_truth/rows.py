@@ -33,7 +33,9 @@ _MIB = 2**20
 
 @dataclass(frozen=True)
 class Prediction:
-    """What is predicted of a run: seconds per iteration, and predicted and measured bytes of stages' peaks."""
+    """What is predicted of a run: seconds per iteration, and predicted and measured bytes of
+    stages' peaks.
+    """
 
     seconds: float
     memory: tuple[tuple[float, float], ...] = ()
@@ -45,7 +47,8 @@ class Row:
 
     Attributes:
         source: the set that it belongs to.
-        job: what was to be done, with how many GPUs; rows of one job differ in the plan, so that one can choose.
+        job: what was to be done, with how many GPUs; rows of one job differ in the plan, so that
+            one can choose.
         plan: how it was done.
         measured_s: seconds per iteration, or of a part of it.
         predict: the run on a device; None where the planner cannot express the row.
@@ -85,7 +88,11 @@ class Row:
 
 
 def price(
-    profile: Profile, cluster: Cluster, stages: Sequence[OwnStage], microbatches: int, chunks: int | None = None
+    profile: Profile,
+    cluster: Cluster,
+    stages: Sequence[OwnStage],
+    microbatches: int,
+    chunks: int | None = None,
 ) -> Plan:
     """Price and simulate a plan as `plan price` does, under 1F1B that drains after every minibatch.
 
@@ -93,11 +100,15 @@ def price(
     """
     plain = OwnPlan(stages=tuple(stages), schedule=FLUSH, microbatches=microbatches)
     interleaved = {"schedule": INTERLEAVED, "chunks": chunks}
-    return given_plan.price(profile, cluster, plain if chunks is None else plain.model_copy(update=interleaved))
+    return given_plan.price(
+        profile, cluster, plain if chunks is None else plain.model_copy(update=interleaved)
+    )
 
 
 def without_overlap(plan: Plan) -> float:
-    """Return the plan's seconds where gradients are all-reduced after the last backward, as Megatron did until 2023."""
+    """Return the plan's seconds where gradients are all-reduced after the last backward, as
+    Megatron did until 2023.
+    """
     stages = (
         stage.model_copy(update={"ready_s": (stage.backward_s + stage.late_s,), "ready_shares": ()})
         for stage in plan.stages
@@ -111,7 +122,9 @@ def servers(gpus: int, between_bytes_per_s: float) -> Cluster:
 
 
 def reducing(cluster: Cluster, ranks: int, size_bytes: float) -> Cluster:
-    """Return a cluster of A100 whose groups of ranks all-reduce as was measured for so many, and about this size."""
+    """Return a cluster of A100 whose groups of ranks all-reduce as was measured for so many, and
+    about this size.
+    """
     sizes, rates = zip(*_all_reduces()[min(ranks, _PER_SERVER)], strict=True)
     rate = float(np.interp(np.log(size_bytes), np.log(sizes), rates))
     inner, *outer = cluster.levels
@@ -130,14 +143,20 @@ def _all_reduces() -> dict[int, list[tuple[float, float]]]:
     return found
 
 
-def memory_of(plan: Plan, peaks_mb: Sequence[float | None] | None) -> tuple[tuple[float, float], ...]:
+def memory_of(
+    plan: Plan, peaks_mb: Sequence[float | None] | None
+) -> tuple[tuple[float, float], ...]:
     """Pair the bytes of stages' tensors with the allocator's peak, where it was logged, in MiB."""
     pairs = zip(plan.stages, peaks_mb or (), strict=False)
-    return tuple((stage.memory.tensor_bytes, theirs * _MIB) for stage, theirs in pairs if theirs is not None)
+    return tuple(
+        (stage.memory.tensor_bytes, theirs * _MIB) for stage, theirs in pairs if theirs is not None
+    )
 
 
 def device(name: str, clock: float = 1.0) -> DeviceSpec:
-    """Return a device at a share of its boost clock, whose kernels are launched as Megatron's fused ones."""
+    """Return a device at a share of its boost clock, whose kernels are launched as Megatron's fused
+    ones.
+    """
     return replace(DEVICES[name].at_clock(clock), dispatch_s=HOSTS["fused"])
 
 

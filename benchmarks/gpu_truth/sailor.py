@@ -1,6 +1,8 @@
-"""Sailor's measured iterations on GH200, priced with its own measured layer times: nothing is estimated.
+"""Sailor's measured iterations on GH200, priced with its own measured layer times: nothing is
+estimated.
 
-A device of the cluster is a node of four GPUs, over which every layer is split by tensor parallelism.
+A device of the cluster is a node of four GPUs, over which every layer is split by tensor
+parallelism.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ def _row(entry: Mapping[str, Any], bandwidth_bytes_per_s: float) -> Row:
         entry["global_batch"] // entry["microbatch"],
     )
     job = f"{entry['model']}, {entry['gpus_used']} GH200, batch {entry['global_batch']}"
-    plan = f"pp {entry['pp']}, dp {entry['dp']}, tp {entry['tp'][0]}, microbatch {entry['microbatch']}"
+    plan = (
+        f"pp {entry['pp']}, dp {entry['dp']}, tp {entry['tp'][0]}, microbatch {entry['microbatch']}"
+    )
     # The measured peak is of one GPU, and its parts are not known: memory is not compared.
     predicted = Prediction(priced.predicted.seconds_per_minibatch)
     return Row("sailor", job, plan, entry["measured_iteration_s"], predicted=predicted)
@@ -82,7 +86,8 @@ def _profile(model: str, microbatch_size: int, degree: int) -> Profile:
 def _times(model: str, microbatch_size: int, degree: int) -> dict[int, dict[str, float]]:
     """Return the layers' times; none is more than it is with twice the samples.
 
-    Some layers were measured slower with one sample than with two, and training runs show nothing of that.
+    Some layers were measured slower with one sample than with two, and training runs show nothing
+    of that.
     """
     key = {"model": model, "tp": str(degree), "gpu": "GH-96"}
     times = _by_layer("sailor-layer-times.csv", {**key, "microbatch": str(microbatch_size)})
@@ -94,7 +99,9 @@ def _times(model: str, microbatch_size: int, degree: int) -> dict[int, dict[str,
 
 
 def _by_layer(file_name: str, key: Mapping[str, str]) -> dict[int, dict[str, float]]:
-    """Return the numbers of every layer from the records that fit `key`; a record stands for a range of layers."""
+    """Return the numbers of every layer from the records that fit `key`; a record stands for a
+    range of layers.
+    """
     found: dict[int, dict[str, float]] = {}
     with (ANCHORS / file_name).open(encoding="utf-8") as file:
         for record in csv.DictReader(file):

@@ -1,4 +1,6 @@
-"""What the rows of a source say together: errors, order, and what choosing by the prediction costs."""
+"""What the rows of a source say together: errors, order, and what choosing by the
+prediction costs.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,11 @@ class Summary:
     Attributes:
         rows: all; those without a prediction are only counted.
         mean_error, median_error: mean and median absolute relative error.
-        calibrated, by_job: mean absolute relative error after calibration on a device's other rows, or jobs.
-        bias: mean relative error.
-        tau: Kendall's rank correlation over the pairs of rows of the same job; None without such pairs.
-        memory_error, worst_memory: mean absolute relative error of stages' peaks, and the largest; None without any.
-        regret: mean over jobs with several rows of how much slower the row is that has the least prediction than the
+        calibrated, by_job: mean absolute relative error after calibration on a device's other rows,
+        or jobs. bias: mean relative error. tau: Kendall's rank correlation over the pairs of rows
+        of the same job; None without such pairs. memory_error, worst_memory: mean absolute relative
+        error of stages' peaks, and the largest; None without any. regret: mean over jobs with
+        several rows of how much slower the row is that has the least prediction than the
             one that was measured fastest; None without such jobs.
     """
 
@@ -90,7 +92,9 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def scatter_svg(rows: Sequence[Row]) -> str:
-    """Draw predicted against measured seconds, both logarithmic; the diagonal is a perfect prediction."""
+    """Draw predicted against measured seconds, both logarithmic; the diagonal is a perfect
+    prediction.
+    """
     shown = [row for row in rows if row.predicted is not None]
     times = [time for row in shown for time in (row.measured_s, _s(row))]
     low, high = math.floor(math.log10(min(times))), math.ceil(math.log10(max(times)))
@@ -112,9 +116,14 @@ def scatter_svg(rows: Sequence[Row]) -> str:
         ]
     for row in shown:
         x, y = _MARGIN + at(row.measured_s), end - at(_s(row))
-        parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colours[row.source]}" fill-opacity="0.7"/>')
+        parts.append(
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colours[row.source]}" '
+            f'fill-opacity="0.7"/>'
+        )
     for number, (source, colour) in enumerate(colours.items()):
-        parts.append(text(_SIZE - 10, _MARGIN + 18 * number, source, Font(12, fill=colour, weight="bold")))
+        parts.append(
+            text(_SIZE - 10, _MARGIN + 18 * number, source, Font(12, fill=colour, weight="bold"))
+        )
     parts.append(text(_SIZE / 2, _SIZE - 12, "measured", Font(13, anchor="middle")))
     parts.append(text(_MARGIN, _MARGIN - 16, "predicted", Font(13)))
     return document(_SIZE + _LEGEND, _SIZE, parts)

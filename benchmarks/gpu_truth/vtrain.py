@@ -39,7 +39,9 @@ def records() -> Iterator[dict[str, float]]:
 
 
 def _row(record: dict[str, float]) -> Row:
-    gpus, micro, tp, dp, pp = (int(record[name]) for name in ("gpus", "micro_batch", "tp", "dp", "pp"))
+    gpus, micro, tp, dp, pp = (
+        int(record[name]) for name in ("gpus", "micro_batch", "tp", "dp", "pp")
+    )
     billion, measured_s = record["params_billion"], record["measured_ms"] / 1e3
     job = f"GPT {billion:g}B, {gpus} GPUs"
     plan = f"pp {pp}, dp {dp}, tp {tp}, microbatch {micro}"
@@ -47,18 +49,34 @@ def _row(record: dict[str, float]) -> Row:
 
 
 def _predict(record: dict[str, float], spec: DeviceSpec) -> Prediction:
-    micro, tp, dp, pp, layers = (int(record[name]) for name in ("micro_batch", "tp", "dp", "pp", "layers"))
+    micro, tp, dp, pp, layers = (
+        int(record[name]) for name in ("micro_batch", "tp", "dp", "pp", "layers")
+    )
     profile, cluster = _profile(record, spec), servers(int(record["gpus"]), NODE)
     if tp > 1:
-        profile = divided(profile, {tp: _profile(record, spec, tp)}, layer_reduces(layers, again=True))
+        profile = divided(
+            profile, {tp: _profile(record, spec, tp)}, layer_reduces(layers, again=True)
+        )
         cluster = reducing(cluster, tp, profile.layers[0].outputs[0].output_bytes)
     stages = [OwnStage(blocks=layers // pp, replicas=dp, tensor=tp)] * pp
-    return Prediction(without_overlap(price(profile, cluster, stages, int(record["global_batch"]) // micro)))
+    return Prediction(
+        without_overlap(price(profile, cluster, stages, int(record["global_batch"]) // micro))
+    )
 
 
 def _profile(record: dict[str, float], spec: DeviceSpec, tensor: int = 1) -> Profile:
     micro, hidden, layers = (int(record[name]) for name in ("micro_batch", "hidden", "layers"))
-    gpt = Gpt("gpt", layers, hidden, int(record["heads"]), 4 * hidden, 51200, 2048, dropout=0.1, tensor=tensor)
+    gpt = Gpt(
+        "gpt",
+        layers,
+        hidden,
+        int(record["heads"]),
+        4 * hidden,
+        51200,
+        2048,
+        dropout=0.1,
+        tensor=tensor,
+    )
     costs = parts_of(gpt, micro, half_precision(), spec)
     # Not as units of stages, because the head, which belongs to the last one, does not run again.
     return transformer(gpt.name, costs, [costs.recomputed(costs.layer)] * layers)

@@ -1,4 +1,5 @@
-"""Re-measure every number that README, docs/benchmarks.md's first table and docs/gpu-truth.md state.
+"""Re-measure every number that README, docs/benchmarks.md's first table and docs/gpu-truth.md
+state.
 
 python -m benchmarks.headlines                  # compare; exit status 1 where one is worse by more than its spread
 python -m benchmarks.headlines --write          # and state today's numbers: headlines.json and the pages
@@ -24,11 +25,17 @@ from benchmarks.kept import environment
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, compare, and write if asked; return the exit status."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.headlines", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.headlines",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="these parts (default: all)")
+    parser.add_argument(
+        "--only", nargs="+", choices=PARTS, default=list(PARTS), help="these parts (default: all)"
+    )
     parser.add_argument("--write", action="store_true", help="state today's numbers")
-    parser.add_argument("--pages", action="store_true", help="only write the stated numbers into the pages")
+    parser.add_argument(
+        "--pages", action="store_true", help="only write the stated numbers into the pages"
+    )
     arguments = parser.parse_args(argv)
     if arguments.pages:
         for path in write_pages(read_stated()):
@@ -42,15 +49,21 @@ def main(argv: Sequence[str] | None = None) -> int:
             found |= PARTS[name]()
         except NotHereError as reason:
             skipped.append(f"{name}: {reason}")
-        except Exception as error:  # the other parts still tell something, and the exit status tells of this one
+        # the other parts still tell something, and the exit status tells of this one
+        except Exception as error:
             failed.append(f"{name}: {type(error).__name__}: {error}")
         print(f"{name}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
     asked = [number for number in NUMBERS if number.name.partition(".")[0] in arguments.only]
     lines = list(compared(asked, read_stated(), found, unit_s))
     headers = ["number", "kind", "stated", "now", "verdict"]
-    print(tabulate([line.row() for line in lines], headers, tablefmt="github", disable_numparse=True))
+    print(
+        tabulate([line.row() for line in lines], headers, tablefmt="github", disable_numparse=True)
+    )
     print(f"\nyardstick {unit_s:.3f} s: times that were stated on another machine are scaled by it")
-    for line in (*(f"not measured: {each}" for each in skipped), *(f"failed: {each}" for each in failed)):
+    for line in (
+        *(f"not measured: {each}" for each in skipped),
+        *(f"failed: {each}" for each in failed),
+    ):
         print(line)
     if arguments.write:
         write_stated(found, unit_s)

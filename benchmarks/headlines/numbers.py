@@ -1,4 +1,6 @@
-"""The numbers that pages state: what each means, which way is better, and how much it varies between two runs."""
+"""The numbers that pages state: what each means, which way is better, and how much it varies
+between two runs.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,10 @@ class Number:
         form: format specification; "%" at its end shows a share in per cent.
         better: "lower" or "higher".
         spread: by how much two runs of the same code may differ, as a share of the number.
-        least: the same in the number's own unit, where that is more: a share of a small number says nothing.
-        of_machine: whether it is a time that a slower processor lengthens; it is scaled by the yardstick then.
+        least: the same in the number's own unit, where that is more: a share of a small number says
+            nothing.
+        of_machine: whether it is a time that a slower processor lengthens; it is scaled by the
+            yardstick then.
     """
 
     name: str
@@ -58,7 +62,9 @@ class Number:
 
 @dataclass(frozen=True)
 class Stated:
-    """A number as it was measured last: its value, when, on which machine, and that machine's yardstick."""
+    """A number as it was measured last: its value, when, on which machine, and that machine's
+    yardstick.
+    """
 
     value: float
     date: str
@@ -70,7 +76,9 @@ def read_stated(path: Path = STATED) -> dict[str, Stated]:
     """Return the stated numbers by name."""
     if not path.exists():
         return {}
-    return {name: Stated(**each) for name, each in json.loads(path.read_text(encoding="utf-8")).items()}
+    return {
+        name: Stated(**each) for name, each in json.loads(path.read_text(encoding="utf-8")).items()
+    }
 
 
 def write_stated(found: Mapping[str, float], yardstick_s: float, path: Path = STATED) -> None:
@@ -85,7 +93,9 @@ def write_stated(found: Mapping[str, float], yardstick_s: float, path: Path = ST
 
 @dataclass(frozen=True)
 class Compared:
-    """A number beside what is stated; `stated` is scaled to the speed of this machine where it depends on it."""
+    """A number beside what is stated; `stated` is scaled to the speed of this machine where it
+    depends on it.
+    """
 
     number: Number
     stated: float | None
@@ -99,11 +109,20 @@ class Compared:
     def row(self) -> list[str]:
         """Return the line of the table."""
         shown = self.number.shown
-        return [self.number.what, self.number.kind, shown(self.stated), shown(self.now), self.verdict]
+        return [
+            self.number.what,
+            self.number.kind,
+            shown(self.stated),
+            shown(self.now),
+            self.verdict,
+        ]
 
 
 def compared(
-    numbers: Sequence[Number], stated: Mapping[str, Stated], found: Mapping[str, float], yardstick_s: float
+    numbers: Sequence[Number],
+    stated: Mapping[str, Stated],
+    found: Mapping[str, float],
+    yardstick_s: float,
 ) -> Iterator[Compared]:
     """Yield each number with its stated and its new value."""
     for number in numbers:
@@ -115,7 +134,9 @@ def compared(
 
 
 def yardstick() -> float:
-    """Return the processor seconds of a fixed piece of Python and numpy: how fast this machine is for what we time."""
+    """Return the processor seconds of a fixed piece of Python and numpy: how fast this machine is
+    for what we time.
+    """
     import numpy as np
 
     def once() -> float:

@@ -37,13 +37,19 @@ _GPU_COLUMNS = {
 
 
 def filled(page: str, stated: Mapping[str, Stated]) -> str:
-    """Return the page with its marks filled from the stated numbers; a number that nobody stated is left as it is."""
+    """Return the page with its marks filled from the stated numbers; a number that nobody stated is
+    left as it is.
+    """
     by_name = {number.name: number for number in NUMBERS}
 
     def one(found: re.Match[str]) -> str:
         if (known := stated.get(found[3])) is None:
             return found[0]
-        return found[1] + (known.date if found[2] == "date" else by_name[found[3]].shown(known.value)) + found[4]
+        return (
+            found[1]
+            + (known.date if found[2] == "date" else by_name[found[3]].shown(known.value))
+            + found[4]
+        )
 
     def table(found: re.Match[str]) -> str:
         made = gpu_table(stated) if found[2] == "gpu" else all_table(stated)
@@ -69,11 +75,14 @@ def write_pages(stated: Mapping[str, Stated]) -> list[Path]:
 
 
 def all_table(stated: Mapping[str, Stated]) -> str:
-    """Return every stated number but those of single GPU sources, which have a table of their own."""
+    """Return every stated number but those of single GPU sources, which have a table of
+    their own.
+    """
     rows = [
         [number.what, number.shown(known.value), number.kind, known.date]
         for number in NUMBERS
-        if (known := stated.get(number.name)) is not None and not number.name.startswith(_GPU_SOURCES)
+        if (known := stated.get(number.name)) is not None
+        and not number.name.startswith(_GPU_SOURCES)
     ]
     return tabulate(rows, ["what", "value", "kind", "date"], tablefmt="pipe", disable_numparse=True)
 
@@ -87,4 +96,6 @@ def gpu_table(stated: Mapping[str, Stated]) -> str:
         return by_name[name].shown(stated[name].value) if name in stated else ""
 
     rows = [[source, *(cell(source, column) for column in _GPU_COLUMNS)] for source in SOURCES]
-    return tabulate(rows, ["source", *_GPU_COLUMNS.values()], tablefmt="pipe", disable_numparse=True)
+    return tabulate(
+        rows, ["source", *_GPU_COLUMNS.values()], tablefmt="pipe", disable_numparse=True
+    )

@@ -1,4 +1,6 @@
-"""Measure the headline numbers, a part at a time: each returns its numbers by name, or says why it cannot run here."""
+"""Measure the headline numbers, a part at a time: each returns its numbers by name, or says why it
+cannot run here.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,17 @@ from benchmarks.kept import ROOT
 VGG16 = ROOT / "profiles" / "vgg16" / "cpu.json"
 LIMIT_S = 5.0
 QUESTIONS = ("fit", "llama-70b", "--gpu", "a100-80gb", "--gpus")
-SOURCES = ("vtrain", "mist", "aceso a100", "aceso a10g", "aceso l4", "calculon", "galvatron", "sailor", "dgxc")
+SOURCES = (
+    "vtrain",
+    "mist",
+    "aceso a100",
+    "aceso a10g",
+    "aceso l4",
+    "calculon",
+    "galvatron",
+    "sailor",
+    "dgxc",
+)
 SCHEDULES = ("1f1b", "2bw", "1f1b-flush")
 TESTBED_CASES, TESTBED_S = 10, 8.0
 TWO_CORES_MINUTES = 4.0
@@ -34,7 +46,9 @@ class NotHereError(Exception):
 
 @dataclass(frozen=True)
 class Process:
-    """What a command took: wall seconds, processor seconds with its children, and its largest process in bytes."""
+    """What a command took: wall seconds, processor seconds with its children, and its largest
+    process in bytes.
+    """
 
     wall_s: float
     cpu_s: float
@@ -42,7 +56,9 @@ class Process:
     out: str
 
 
-def run(command: Sequence[str | Path], folder: Path | None = None, codes: Sequence[int] = (0,)) -> Process:
+def run(
+    command: Sequence[str | Path], folder: Path | None = None, codes: Sequence[int] = (0,)
+) -> Process:
     """Run a command to its end.
 
     Raises:
@@ -57,11 +73,18 @@ def run(command: Sequence[str | Path], folder: Path | None = None, codes: Sequen
         out.seek(0)
         err.seek(0)
         if child.returncode not in codes:
-            raise RuntimeError(f"{' '.join(map(str, command))} ended with {child.returncode}: {err.read().decode()}")
-        return Process(wall_s, used.ru_utime + used.ru_stime, used.ru_maxrss * 1024, out.read().decode())
+            raise RuntimeError(
+                f"{' '.join(map(str, command))} ended with {child.returncode}: "
+                f"{err.read().decode()}"
+            )
+        return Process(
+            wall_s, used.ru_utime + used.ru_stime, used.ru_maxrss * 1024, out.read().decode()
+        )
 
 
-def plan(*arguments: str | Path, folder: Path | None = None, codes: Sequence[int] = (0,)) -> Process:
+def plan(
+    *arguments: str | Path, folder: Path | None = None, codes: Sequence[int] = (0,)
+) -> Process:
     """Run `plan` with these arguments, as a user does."""
     return run([sys.executable, "-m", "planner", *arguments], folder, codes)
 
@@ -74,7 +97,17 @@ def searches() -> dict[str, float]:
     found: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        small = ("solve", "--profile", VGG16, "--gpus", "4", "--bandwidth", "1Gbps", "-o", folder / "plan.json")
+        small = (
+            "solve",
+            "--profile",
+            VGG16,
+            "--gpus",
+            "4",
+            "--bandwidth",
+            "1Gbps",
+            "-o",
+            folder / "plan.json",
+        )
         found["search.small"] = statistics.median(plan(*small).cpu_s for _ in range(3))
         for graph in (chain(1000), nasnet_like()):
             path = folder / f"{graph.model}.json"
@@ -83,9 +116,24 @@ def searches() -> dict[str, float]:
             took = plan("solve", "--profile", path, *many)
             found[f"search.{graph.model}"] = took.cpu_s
             found[f"search.{graph.model}.bytes"] = took.peak_bytes
-        limited = ("--gpus", "64", "--bandwidth", "1Gbps", "--schedule", "1f1b-flush", "--time-limit", f"{LIMIT_S:g}s")
+        limited = (
+            "--gpus",
+            "64",
+            "--bandwidth",
+            "1Gbps",
+            "--schedule",
+            "1f1b-flush",
+            "--time-limit",
+            f"{LIMIT_S:g}s",
+        )
         took = plan(
-            "solve", "--profile", folder / "chain_1000.json", *limited, "-o", folder / "plan.json", codes=(0, 3)
+            "solve",
+            "--profile",
+            folder / "chain_1000.json",
+            *limited,
+            "-o",
+            folder / "plan.json",
+            codes=(0, 3),
         )
         found["search.limited"] = max(0.0, took.wall_s - LIMIT_S)
     return found
@@ -103,7 +151,9 @@ def large() -> dict[str, float]:
 
 
 def start_up() -> dict[str, float]:
-    """Time the command's start, and its installation into a fresh environment from what pip has at hand."""
+    """Time the command's start, and its installation into a fresh environment from what pip has at
+    hand.
+    """
     found = {
         "start.help": statistics.median(plan("--help").wall_s for _ in range(5)),
         "start.solve": statistics.median(plan("solve", "--help").wall_s for _ in range(5)),
@@ -111,7 +161,8 @@ def start_up() -> dict[str, float]:
     with tempfile.TemporaryDirectory() as name:
         folder, source = Path(name) / "venv", Path(name) / "source"
         source.mkdir()
-        for each in ("planner", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):  # pip builds in the source
+        # pip builds in the source
+        for each in ("planner", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
             run(["cp", "-r", ROOT / each, source])
         began = time.perf_counter()
         venv.create(folder, with_pip=True)
@@ -119,7 +170,9 @@ def start_up() -> dict[str, float]:
         try:
             run([folder / "bin" / "pip", "install", "-q", "-c", constraints, f"{source}[demo]"])
         except RuntimeError as error:
-            raise NotHereError(f"nothing can be installed here: {str(error).splitlines()[-1]}") from None
+            raise NotHereError(
+                f"nothing can be installed here: {str(error).splitlines()[-1]}"
+            ) from None
         found["start.install"] = time.perf_counter() - began
     return found
 
@@ -128,7 +181,8 @@ def host() -> dict[str, float]:
     """Measure what a worker's host spends on a microbatch beyond its stage's operations."""
     script = (
         "import torch; torch.set_num_threads(1)\n"
-        "from benchmarks.overhead.__main__ import measure\nfrom benchmarks.overhead.cases import CASES\n"
+        "from benchmarks.overhead.__main__ import measure\nfrom benchmarks.overhead.cases import "
+        "CASES\n"
         "for case in CASES: print(case.name, measure(case, 40, 64).total_us, sep='\\t')"
     )
     lines = run([sys.executable, "-c", script]).out.strip().splitlines()
@@ -136,7 +190,9 @@ def host() -> dict[str, float]:
 
 
 def testbed() -> dict[str, float]:
-    """Run ten plans of today's seed on emulated devices, and compare them with their predictions."""
+    """Run ten plans of today's seed on emulated devices, and compare them with their
+    predictions.
+    """
     from benchmarks.testbed.drawn import draw, measured
 
     if os.geteuid() != 0:
@@ -146,11 +202,19 @@ def testbed() -> dict[str, float]:
     for _, row in measured(draw(seed, TESTBED_CASES), range(TESTBED_CASES), TESTBED_S):
         rows.append(row)
         said = row.failure or f"{row.error:+.1%}"
-        print(f"  seed {seed}: {row.model} on {row.devices}, {row.plan}: {said}", file=sys.stderr, flush=True)
+        print(
+            f"  seed {seed}: {row.model} on {row.devices}, {row.plan}: {said}",
+            file=sys.stderr,
+            flush=True,
+        )
     errors = [abs(row.error) for row in rows if not row.failure]
     if not errors:
         raise NotHereError("no case ran")
-    return {"testbed.median": statistics.median(errors), "testbed.worst": max(errors), "testbed.ran": len(errors)}
+    return {
+        "testbed.median": statistics.median(errors),
+        "testbed.worst": max(errors),
+        "testbed.ran": len(errors),
+    }
 
 
 def two_cores() -> dict[str, float]:
@@ -169,7 +233,9 @@ def two_cores() -> dict[str, float]:
 
 
 def quickstart() -> dict[str, float]:
-    """Run `plan quickstart` some times: its median speed-up, and how far its worst prediction was off."""
+    """Run `plan quickstart` some times: its median speed-up, and how far its worst prediction was
+    off.
+    """
     runs = [_quickstart() for _ in range(QUICKSTARTS)]
     found = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
     return found | {"quickstart.error": max(run["quickstart.error"] for run in runs)}
@@ -182,7 +248,10 @@ def _quickstart() -> dict[str, float]:
         done = plan("quickstart", "--json", folder=Path(folder))
     result = QuickstartResult.model_validate_json(done.out)
     rate, other = result.pipeline.samples_per_s, result.data_parallel.samples_per_s
-    predicted, predicted_other = result.plan.predicted.samples_per_s, result.predicted_data_parallel_samples_per_s
+    predicted, predicted_other = (
+        result.plan.predicted.samples_per_s,
+        result.predicted_data_parallel_samples_per_s,
+    )
     if not (rate and other and predicted and predicted_other):
         raise NotHereError("a run was too short to have a rate")
     worst = max(abs(predicted / rate - 1), abs(predicted_other / other - 1))
@@ -205,7 +274,9 @@ def gpus() -> dict[str, float]:
     if not ANCHORS.is_dir():
         raise NotHereError("the published measurements are not here")
     rows = calibrated([row.now() for each in ROWS.values() for row in each()])
-    of_runs = nanotron.summary(nanotron.judge(nanotron.H100, list(nanotron.runs()), nanotron.EAGER), nanotron.H100)
+    of_runs = nanotron.summary(
+        nanotron.judge(nanotron.H100, list(nanotron.runs()), nanotron.EAGER), nanotron.H100
+    )
     found = {f"gpu.nanotron.{name}": value for name, value in of_runs[1].items()}
     for source in SOURCES:
         said = summary([row for row in rows if row.source == source])
@@ -220,7 +291,9 @@ def gpus() -> dict[str, float]:
             "memory": said.memory_error,
             "worst_memory": said.worst_memory,
         }
-        found |= {f"gpu.{source}.{key}": value for key, value in values.items() if value is not None}
+        found |= {
+            f"gpu.{source}.{key}": value for key, value in values.items() if value is not None
+        }
     errors = [abs(row.error) for row in rows if row.error is not None]
     peaks = [abs(predicted / measured - 1) for row in rows for predicted, measured in row.memory]
     means, fitted = _of_sources(found, "mean"), _of_sources(found, "calibrated")
@@ -242,7 +315,9 @@ def _of_sources(found: Mapping[str, float], key: str) -> list[float]:
 
 
 def convergence() -> dict[str, float]:
-    """Train the digits in four stages under three schedules, and compare their accuracy with one process's."""
+    """Train the digits in four stages under three schedules, and compare their accuracy with one
+    process's.
+    """
     from benchmarks.convergence import digits
     from benchmarks.convergence.__main__ import in_pipeline, one_process
 
@@ -309,7 +384,15 @@ _OF_NANOTRON: Sequence[tuple[str, str, str, _Better, float]] = (
 
 def _of_gpus() -> list[Number]:
     of_all = [
-        Number(f"gpu.all.{key}", f"estimates against GPU runs: {what}", "estimated", ".0%", better, 0.02, 0.002)
+        Number(
+            f"gpu.all.{key}",
+            f"estimates against GPU runs: {what}",
+            "estimated",
+            ".0%",
+            better,
+            0.02,
+            0.002,
+        )
         for key, what, better in _OF_ALL
     ]
     of_sources = [
@@ -318,41 +401,126 @@ def _of_gpus() -> list[Number]:
         for key, what, form, better, least in _OF_SOURCE
     ]
     of_runs = [
-        Number(f"gpu.nanotron.{key}", f"nanotron on H100: {what}", "estimated", form, better, 0.02, least)
+        Number(
+            f"gpu.nanotron.{key}",
+            f"nanotron on H100: {what}",
+            "estimated",
+            form,
+            better,
+            0.02,
+            least,
+        )
         for key, what, form, better, least in _OF_NANOTRON
     ]
     return of_all + of_sources + of_runs
 
 
-# Spreads are what repeated runs of one tree showed on two shared cores; times vary more than ratios.
+# Spreads are what repeated runs of one tree showed on two shared cores; times vary more than
+# ratios.
 NUMBERS: Sequence[Number] = (
-    Number("search.small", "plan solve, VGG-16 on 4 GPUs, CPU s", "measured", ".1f", spread=0.25, of_machine=True),
+    Number(
+        "search.small",
+        "plan solve, VGG-16 on 4 GPUs, CPU s",
+        "measured",
+        ".1f",
+        spread=0.25,
+        of_machine=True,
+    ),
     Number("search.limited", "wall s beyond a limit of 5 s", "measured", ".1f", least=1.5),
     *(
-        Number(f"search.{name}{key}", f"{said} on 16,384 GPUs, {unit}", "measured", form, "lower", 0.25, 0, not key)
+        Number(
+            f"search.{name}{key}",
+            f"{said} on 16,384 GPUs, {unit}",
+            "measured",
+            form,
+            "lower",
+            0.25,
+            0,
+            not key,
+        )
         for name, said in (("chain_1000", "1,000 layers"), ("nasnet_like", "NASNet-like"))
         for key, unit, form in (("", "CPU s", ".1f"), (".bytes", "peak bytes", ".2g"))
     ),
-    Number("large.64", "plan fit, 70 billion on 64 A100, wall s", "measured", ".0f", spread=0.25, of_machine=True),
-    Number("large.512", "plan fit, 70 billion on 512 A100, wall s", "measured", ".0f", spread=0.25, of_machine=True),
-    Number("start.help", "plan --help, wall s", "measured", ".2f", spread=0.5, least=0.1, of_machine=True),
-    Number("start.solve", "plan solve --help, wall s", "measured", ".2f", spread=0.5, least=0.1, of_machine=True),
+    Number(
+        "large.64",
+        "plan fit, 70 billion on 64 A100, wall s",
+        "measured",
+        ".0f",
+        spread=0.25,
+        of_machine=True,
+    ),
+    Number(
+        "large.512",
+        "plan fit, 70 billion on 512 A100, wall s",
+        "measured",
+        ".0f",
+        spread=0.25,
+        of_machine=True,
+    ),
+    Number(
+        "start.help",
+        "plan --help, wall s",
+        "measured",
+        ".2f",
+        spread=0.5,
+        least=0.1,
+        of_machine=True,
+    ),
+    Number(
+        "start.solve",
+        "plan solve --help, wall s",
+        "measured",
+        ".2f",
+        spread=0.5,
+        least=0.1,
+        of_machine=True,
+    ),
     Number("start.install", "installation, wall s", "measured", ".0f", spread=1.0),
-    Number("host.overhead", "host's µs per microbatch", "measured", ".0f", spread=0.25, of_machine=True),
+    Number(
+        "host.overhead", "host's µs per microbatch", "measured", ".0f", spread=0.25, of_machine=True
+    ),
     Number("testbed.median", "median error of ten drawn plans", "emulated", ".1%", least=0.01),
     Number("testbed.worst", "worst error of ten drawn plans", "emulated", ".1%", least=0.03),
     Number("testbed.ran", "of ten drawn plans, ran", "emulated", ".0f", "higher"),
-    Number("two_cores.one", "1f1b on two cores over one process", "measured", ".2f", "higher", 0.05),
+    Number(
+        "two_cores.one", "1f1b on two cores over one process", "measured", ".2f", "higher", 0.05
+    ),
     Number("two_cores.ddp", "1f1b over DDP", "measured", ".2f", "higher", 0.1),
-    Number("two_cores.torch", "1f1b-flush over torch's 1F1B, 8 microbatches", "measured", ".2f", "higher", 0.05),
+    Number(
+        "two_cores.torch",
+        "1f1b-flush over torch's 1F1B, 8 microbatches",
+        "measured",
+        ".2f",
+        "higher",
+        0.05,
+    ),
     Number("quickstart.speedup", "plan quickstart over DDP", "measured", ".2f", "higher", 0.08),
-    Number("quickstart.error", "plan quickstart's worst prediction of three runs", "measured", ".0%", least=0.1),
+    Number(
+        "quickstart.error",
+        "plan quickstart's worst prediction of three runs",
+        "measured",
+        ".0%",
+        least=0.1,
+    ),
     Number("quickstart.gbps", "plan quickstart's link, Gbit/s", "measured", ".1f", "higher", 0.5),
-    Number("quickstart.wall", "plan quickstart, wall s", "measured", ".0f", spread=0.25, of_machine=True),
+    Number(
+        "quickstart.wall",
+        "plan quickstart, wall s",
+        "measured",
+        ".0f",
+        spread=0.25,
+        of_machine=True,
+    ),
     *_of_gpus(),
     *(
         Number(
-            f"convergence.{name}", f"digits, {name}: accuracy beside one process", "measured", "+.1%", "higher", 0, 0.01
+            f"convergence.{name}",
+            f"digits, {name}: accuracy beside one process",
+            "measured",
+            "+.1%",
+            "higher",
+            0,
+            0.01,
         )
         for name in SCHEDULES
     ),

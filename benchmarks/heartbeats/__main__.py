@@ -37,21 +37,33 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 def main() -> None:
     """Measure every number of workers and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("workers", type=int, nargs="*", default=[16, 64, 256])
-    parser.add_argument("--seconds", type=float, default=30.0, help="how long each number of workers is measured")
+    parser.add_argument(
+        "--seconds", type=float, default=30.0, help="how long each number of workers is measured"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         for workers in arguments.workers:  # first, because processes with threads must not fork
             write_plan(str(workers), "1f1b", Path(folder))
         rows = [measure(workers, arguments.seconds, Path(folder)) for workers in arguments.workers]
-    headers = ["workers", "cores, all watches", "of these the busiest", "cores, store", "seconds between exchanges"]
+    headers = [
+        "workers",
+        "cores, all watches",
+        "of these the busiest",
+        "cores, store",
+        "seconds between exchanges",
+    ]
     print(tabulate(rows, headers, tablefmt="github"))
 
 
 def measure(workers: int, seconds: float, folder: Path) -> list[object]:
-    """Return a row: processor time per second, in cores, and how often each worker exchanged its heartbeat."""
+    """Return a row: processor time per second, in cores, and how often each worker exchanged its
+    heartbeat.
+    """
     job = Job(model=str(MODEL), plan=load_plan(write_plan(str(workers), "1f1b", folder)))
     ports, port_of = os.pipe()
     store_pid = os.fork()
@@ -60,12 +72,22 @@ def measure(workers: int, seconds: float, folder: Path) -> list[object]:
     port = int(os.read(ports, 16))
     pids = [_fork_worker(job, rank, port) for rank in range(workers)]
     try:
-        store = PrefixStore("plan/0", TCPStore(HOST, port, is_master=False, timeout=timedelta(minutes=5)))
+        store = PrefixStore(
+            "plan/0", TCPStore(HOST, port, is_master=False, timeout=timedelta(minutes=5))
+        )
         store.wait([f"page/{rank}" for rank in range(workers)])
         time.sleep(5)  # all have seen all others
-        began_s, pages, spent = time.monotonic(), _exchanges(store, workers), _spent(store_pid, *pids)
+        began_s, pages, spent = (
+            time.monotonic(),
+            _exchanges(store, workers),
+            _spent(store_pid, *pids),
+        )
         time.sleep(seconds)
-        ended_s, later, after = time.monotonic(), _exchanges(store, workers), _spent(store_pid, *pids)
+        ended_s, later, after = (
+            time.monotonic(),
+            _exchanges(store, workers),
+            _spent(store_pid, *pids),
+        )
     finally:
         for pid in (*pids, store_pid):
             with suppress(ProcessLookupError):
@@ -74,7 +96,13 @@ def measure(workers: int, seconds: float, folder: Path) -> list[object]:
     used = {pid: (after[pid] - spent[pid]) / (ended_s - began_s) for pid in spent}
     own = [used[pid] for pid in pids]
     between_s = (ended_s - began_s) * workers / max(1, later - pages)
-    return [workers, f"{sum(own):.3f}", f"{max(own):.4f}", f"{used[store_pid]:.3f}", f"{between_s:.2f}"]
+    return [
+        workers,
+        f"{sum(own):.3f}",
+        f"{max(own):.4f}",
+        f"{used[store_pid]:.3f}",
+        f"{between_s:.2f}",
+    ]
 
 
 def _hold_store(port_of: int) -> NoReturn:
@@ -90,7 +118,12 @@ def _fork_worker(job: Job, rank: int, port: int) -> int:
     pid = os.fork()
     if pid:
         return pid
-    os.environ |= {"RANK": str(rank), "MASTER_ADDR": HOST, "MASTER_PORT": str(port), "GROUP_RANK": str(rank // 8)}
+    os.environ |= {
+        "RANK": str(rank),
+        "MASTER_ADDR": HOST,
+        "MASTER_PORT": str(port),
+        "GROUP_RANK": str(rank // 8),
+    }
     heartbeat = Heartbeat()
     heartbeat.enter("starting")
     Supervisor(job, heartbeat).watch(_tell)

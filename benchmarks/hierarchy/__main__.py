@@ -30,7 +30,11 @@ INNER, OUTER = 16e9, 1.25e9
 PROFILES = Path(__file__).parents[2] / "profiles"
 TABLES = ("chains", "local", "orders")
 ORDERED, ORDERED_SERVERS, MICROBATCHES = ("interleaved", "zb-v"), ((4, 4), (8, 2)), 64
-SEARCHED, SERVERS, BETWEEN_MBPS = ("resnet50", "vgg16", "gnmt8", "bert"), ((4, 2), (4, 4)), (100, 200, 500)
+SEARCHED, SERVERS, BETWEEN_MBPS = (
+    ("resnet50", "vgg16", "gnmt8", "bert"),
+    ((4, 2), (4, 4)),
+    (100, 200, 500),
+)
 WITHOUT_LOCAL_SEARCH = replace(STANDARD, levels=replace(STANDARD.levels, most_priced=0))
 CHAINS = (
     (100, (4, 4)),
@@ -47,8 +51,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Solve everything and print the tables."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.hierarchy", description=__doc__)
     parser.add_argument("--only", choices=TABLES, help="one of the tables")
-    parser.add_argument("--save", action="store_true", help="write what is printed to results.md beside this")
-    parser.add_argument("--chains", type=int, default=len(CHAINS), help="the first so many of them (default: all)")
+    parser.add_argument(
+        "--save", action="store_true", help="write what is printed to results.md beside this"
+    )
+    parser.add_argument(
+        "--chains", type=int, default=len(CHAINS), help="the first so many of them (default: all)"
+    )
     args = parser.parse_args(argv)
     with printed(Path(__file__).parent, save=args.save):
         if args.only in (None, "chains"):
@@ -68,12 +76,16 @@ def chains_table(first: int) -> str:
     for layers, sizes in CHAINS[:first]:
         plan, seconds = timed(chain(layers), hierarchical_cluster(sizes, (INNER, OUTER)))
         gap = "optimal" if plan.solver.status == "optimal" else f"gap {plan.solver.gap:.1%}"
-        rows.append([layers, "x".join(map(str, sizes)), plan.cluster.gpus, format_seconds(seconds), gap])
+        rows.append(
+            [layers, "x".join(map(str, sizes)), plan.cluster.gpus, format_seconds(seconds), gap]
+        )
     return tabulate(rows, headers=["layers", "levels", "GPUs", "solved in", ""], tablefmt="github")
 
 
 def local_table() -> str:
-    """Return the table of our models on servers that share slow links, with and without local search."""
+    """Return the table of our models on servers that share slow links, with and without local
+    search.
+    """
     rows = []
     for name in SEARCHED:
         profile = load_profile(PROFILES / name / "cpu.json")
@@ -84,8 +96,27 @@ def local_table() -> str:
                 after, after_s = timed(profile, cluster)
                 one, other = (plan.predicted.seconds_per_minibatch for plan in (before, after))
                 times = [format_seconds(each) for each in (one, before_s, other, after_s)]
-                rows.append([name, f"{sizes[0]}x{sizes[1]}", between, *times, f"{one / other:.2f}", after.config])
-    headers = ["profile", "servers", "between, Mbps", "without", "in", "with", "in", "faster", "plan"]
+                rows.append(
+                    [
+                        name,
+                        f"{sizes[0]}x{sizes[1]}",
+                        between,
+                        *times,
+                        f"{one / other:.2f}",
+                        after.config,
+                    ]
+                )
+    headers = [
+        "profile",
+        "servers",
+        "between, Mbps",
+        "without",
+        "in",
+        "with",
+        "in",
+        "faster",
+        "plan",
+    ]
     return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
 
 
@@ -104,11 +135,29 @@ def orders_table() -> str:
                 after, after_s = timed(profile, cluster, schedule=schedule)
                 one, other = (plan.predicted.seconds_per_minibatch for plan in (before, after))
                 stages = [before.config, format_seconds(one)]
-                any_order = [after.config, ranks_line(after.stages[0]), format_seconds(other), f"{one / other:.2f}"]
+                any_order = [
+                    after.config,
+                    ranks_line(after.stages[0]),
+                    format_seconds(other),
+                    f"{one / other:.2f}",
+                ]
                 servers = "x".join(map(str, sizes))
-                rows.append([file.stem, schedule, servers, *stages, *any_order, format_seconds(after_s)])
-    headers = ["profile", "schedule", "servers", "stage by stage", "time", "any order", "first stage's ranks", "time"]
-    return tabulate(rows, headers=[*headers, "faster", "in"], tablefmt="github", disable_numparse=True)
+                rows.append(
+                    [file.stem, schedule, servers, *stages, *any_order, format_seconds(after_s)]
+                )
+    headers = [
+        "profile",
+        "schedule",
+        "servers",
+        "stage by stage",
+        "time",
+        "any order",
+        "first stage's ranks",
+        "time",
+    ]
+    return tabulate(
+        rows, headers=[*headers, "faster", "in"], tablefmt="github", disable_numparse=True
+    )
 
 
 @contextlib.contextmanager
@@ -145,7 +194,13 @@ def chain(count: int) -> Profile:
             forward_s=draw.uniform(0.2e-3, 1e-3),
             backward_s=draw.uniform(0.4e-3, 2e-3),
             update_s=draw.uniform(0, 1e-4),
-            outputs=(Value(name=f"value{index}", output_bytes=(size := draw.randrange(10**6)), gradient_bytes=size),)
+            outputs=(
+                Value(
+                    name=f"value{index}",
+                    output_bytes=(size := draw.randrange(10**6)),
+                    gradient_bytes=size,
+                ),
+            )
             if index < count - 1
             else (),
             weight_bytes=(weights := draw.randrange(10**6)),

@@ -27,20 +27,28 @@ RESULTS = Path(__file__).parent / "results.json"
 
 def main() -> int:
     """Kill, compare, and print the table; return 1 when a promise was broken."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--per-run", type=int, default=5, help="kills that one run survives")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--save", action="store_true", help=f"add to {RESULTS.name} beside this file; replaces what has the same seed"
+        "--save",
+        action="store_true",
+        help=f"add to {RESULTS.name} beside this file; replaces what has the same seed",
     )
-    parser.add_argument("--total", action="store_true", help="run nothing, and print what has been saved")
+    parser.add_argument(
+        "--total", action="store_true", help="run nothing, and print what has been saved"
+    )
     arguments = parser.parse_args()
     if arguments.total:
         portions = _saved()
         kills = [Kill(**kill) for portion in portions for kill in portion["kills"]]
         return _report(
-            kills, sum(each["runs"] for each in portions), [p for each in portions for p in each["problems"]]
+            kills,
+            sum(each["runs"] for each in portions),
+            [p for each in portions for p in each["problems"]],
         )
     load = os.getloadavg()[0]
     outcomes = measure(arguments.kills, arguments.per_run, arguments.seed)
@@ -50,7 +58,8 @@ def main() -> int:
         portion = {
             "seed": arguments.seed,
             "date": time.strftime("%Y-%m-%d"),
-            "load": [round(load, 1), round(os.getloadavg()[0], 1)],  # load average of the last minute, before and after
+            # load average of the last minute, before and after
+            "load": [round(load, 1), round(os.getloadavg()[0], 1)],
             "runs": len(outcomes),
             "kills": [vars(kill) for kill in kills],
             "problems": problems,
@@ -61,7 +70,9 @@ def main() -> int:
 
 
 def _saved() -> list[dict[str, Any]]:
-    portions: list[dict[str, Any]] = json.loads(RESULTS.read_text("utf-8")) if RESULTS.exists() else []
+    portions: list[dict[str, Any]] = (
+        json.loads(RESULTS.read_text("utf-8")) if RESULTS.exists() else []
+    )
     return portions
 
 
@@ -92,7 +103,9 @@ def measure(kills: int, per_run: int, seed: int) -> list[Outcome]:
 
 
 def table(kills: Sequence[Kill]) -> str:
-    """Return a row per signal and activity of the worker: how often, and how long until the run reported it."""
+    """Return a row per signal and activity of the worker: how often, and how long until the run
+    reported it.
+    """
     groups: dict[tuple[str, str], list[Kill]] = {}
     for kill in kills:
         groups.setdefault((kill.signal, _kind(kill.activity)), []).append(kill)
@@ -122,7 +135,9 @@ def _kind(activity: str) -> str:
 def _tell(shape: tuple[str, str], outcome: Outcome, before: int) -> None:
     done = before + len(outcome.kills)
     print(
-        f"{done} kills: {' '.join(shape)} {'; '.join(outcome.problems) or 'as promised'}", file=sys.stderr, flush=True
+        f"{done} kills: {' '.join(shape)} {'; '.join(outcome.problems) or 'as promised'}",
+        file=sys.stderr,
+        flush=True,
     )
 
 

@@ -1,4 +1,6 @@
-"""A tiny model with dropout and momentum, on data that takes a little time, so that most kills hit the training."""
+"""A tiny model with dropout and momentum, on data that takes a little time, so that most kills hit
+the training.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ SECONDS_PER_SAMPLE = 0.002
 
 
 def build_model() -> nn.Module:
-    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))
+    return nn.Sequential(
+        nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4)
+    )
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:

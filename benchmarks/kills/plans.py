@@ -22,12 +22,16 @@ MICROBATCHES = 2  # of schedules that divide minibatches
 
 
 def write_plan(config: str, schedule: str, folder: Path) -> Path:
-    """Write the plan with `config`'s replicas per stage into `folder`, unless it is there; return its path."""
+    """Write the plan with `config`'s replicas per stage into `folder`, unless it is there; return
+    its path.
+    """
     path = folder / f"plan-{config}-{schedule}.json"
     if not path.exists():
         replicas = [int(part) for part in config.split("-")]
         microbatches = 1 if schedule == "1f1b" else MICROBATCHES
-        layer_costs = LayerCosts(planner.estimate(MODEL, device="cpu", batch_size=BATCH_SIZE // microbatches))
+        layer_costs = LayerCosts(
+            planner.estimate(MODEL, device="cpu", batch_size=BATCH_SIZE // microbatches)
+        )
         layers = len(layer_costs.profile.layers)
         cuts = [layers * stage // len(replicas) for stage in range(1, len(replicas))]
         groups = [list(range(start, end)) for start, end in pairwise([0, *cuts, layers])]

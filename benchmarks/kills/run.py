@@ -1,4 +1,6 @@
-"""Kill or stop the workers of a training run at random moments, and check that it kept its promises."""
+"""Kill or stop the workers of a training run at random moments, and check that it kept its
+promises.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ STEPS = 150
 EVERY = 20  # minibatches between checkpoints
 HANG_TIMEOUT_S = 8.0
 GIVE_UP_S = 900.0  # for a whole run, on a machine that is also otherwise busy
-STARTING_SHARE = 0.25  # of the kills: at random times after the workers start, whatever they are doing
+# of the kills: at random times after the workers start, whatever they are doing
+STARTING_SHARE = 0.25
 STARTING_S = 8.0
 SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
 
@@ -55,9 +58,13 @@ class Outcome:
 
 
 def reference(config: str, schedule: str, folder: Path) -> dict[str, Any]:
-    """Train without kills, draining the pipeline at the same minibatches; return the result with the weights."""
+    """Train without kills, draining the pipeline at the same minibatches; return the result with
+    the weights.
+    """
     command = _command(config, schedule, folder, folder / "reference")
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, env=_environment())
+    done = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, check=False, env=_environment()
+    )
     if done.returncode != 0:
         raise RuntimeError(done.stderr)
     result: dict[str, Any] = json.loads(done.stdout)
@@ -104,7 +111,9 @@ def killed(
                 out = _finish(process, deadline)
             except subprocess.TimeoutExpired:
                 process.kill()
-                outcome.problems.append(f"the run did not end: {[kill.activity for kill in outcome.kills]}")
+                outcome.problems.append(
+                    f"the run did not end: {[kill.activity for kill in outcome.kills]}"
+                )
                 return outcome
             reader.join()
             watcher.join()
@@ -120,7 +129,18 @@ def killed(
 def _command(config: str, schedule: str, folder: Path, own: Path) -> list[str]:
     plan = write_plan(config, schedule, folder)
     return [
-        *(sys.executable, "-m", "planner", "train", str(MODEL), "--plan", str(plan), "--steps", str(STEPS), "--json"),
+        *(
+            sys.executable,
+            "-m",
+            "planner",
+            "train",
+            str(MODEL),
+            "--plan",
+            str(plan),
+            "--steps",
+            str(STEPS),
+            "--json",
+        ),
         *("--checkpoint-every", str(EVERY), "--checkpoint-folder", str(own / "checkpoints")),
         *("--save-weights", str(own / "weights.pt"), "--hang-timeout", str(HANG_TIMEOUT_S)),
     ]
@@ -153,18 +173,30 @@ def _kill(process: subprocess.Popen[str], config: str, draw: random.Random) -> K
         if come or (starting and time.monotonic() >= moment):
             with suppress(ProcessLookupError):
                 os.kill(workers[rank], number)
-                return Kill(config, rank, number.name, "while starting" if at is None else f"in minibatch {at}")
+                return Kill(
+                    config,
+                    rank,
+                    number.name,
+                    "while starting" if at is None else f"in minibatch {at}",
+                )
     return None
 
 
-def _note_told(kill: Kill, told: Sequence[tuple[float, str]], began: float, outcome: Outcome) -> None:
+def _note_told(
+    kill: Kill, told: Sequence[tuple[float, str]], began: float, outcome: Outcome
+) -> None:
     """Note when and as what the run, which has ended, told the kill."""
-    at, text = next(((at, text) for at, text in told if text.startswith("error: ")), (time.monotonic(), "nothing"))
+    at, text = next(
+        ((at, text) for at, text in told if text.startswith("error: ")),
+        (time.monotonic(), "nothing"),
+    )
     kill.told_s = at - began
     cause = "was killed by SIGKILL" if kill.signal == "SIGKILL" else "it does not respond"
     kill.named = f"worker {kill.rank} (stage " in text and cause in text
     if not kill.named:
-        outcome.problems.append(f"{kill.signal} of worker {kill.rank}, {kill.activity}, was told as: {text}")
+        outcome.problems.append(
+            f"{kill.signal} of worker {kill.rank}, {kill.activity}, was told as: {text}"
+        )
 
 
 def _finish(process: subprocess.Popen[str], deadline: float) -> str:
@@ -183,18 +215,28 @@ def _check(
     own: Path,
     ever: set[int],
 ) -> None:
-    """Check that the result equals that of the run without kills bitwise, and that no process is left."""
+    """Check that the result equals that of the run without kills bitwise, and that no process is
+    left.
+    """
     if code != 0:
-        outcome.problems.append(f"the run ended with exit code {code}: {' / '.join(text for _, text in told)}")
+        outcome.problems.append(
+            f"the run ended with exit code {code}: {' / '.join(text for _, text in told)}"
+        )
         return
     result = json.loads(out)
     if outcome.kills:
         outcome.kills[-1].went_on_from = result["first_minibatch"]
-    if result["losses"] != [each for each in expected["losses"] if each["minibatch"] >= result["first_minibatch"]]:
-        outcome.problems.append(f"losses differ, last started at minibatch {result['first_minibatch']}")
+    if result["losses"] != [
+        each for each in expected["losses"] if each["minibatch"] >= result["first_minibatch"]
+    ]:
+        outcome.problems.append(
+            f"losses differ, last started at minibatch {result['first_minibatch']}"
+        )
     weights = torch.load(own / "weights.pt", weights_only=True)
     right = torch.load(expected["saved_weights"], weights_only=True)
-    if weights.keys() != right.keys() or not all(torch.equal(weights[name], right[name]) for name in right):
+    if weights.keys() != right.keys() or not all(
+        torch.equal(weights[name], right[name]) for name in right
+    ):
         outcome.problems.append("the trained weights differ")
     left = [pid for pid in ever if _is_alive(pid)]
     if left:

@@ -1,4 +1,6 @@
-"""See from outside what the workers of a launcher do: who they are, and what they were last heard of."""
+"""See from outside what the workers of a launcher do: who they are, and what they were last heard
+of.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def workers_of(launcher: int) -> dict[int, int]:
 
 
 def store_of(worker: int) -> Store:
-    """Connect to the store that a worker writes to, with its secret; raise OSError or RuntimeError when it is gone."""
+    """Connect to the store that a worker writes to, with its secret; raise OSError or RuntimeError
+    when it is gone.
+    """
     texts = Path(f"/proc/{worker}/environ").read_bytes().decode().split("\0")
     variables = {name: value for name, _, value in (text.partition("=") for text in texts)}
     port = int(variables["MASTER_PORT"])
@@ -38,5 +42,9 @@ def store_of(worker: int) -> Store:
 def minibatch_of(store: Store, rank: int) -> int | None:
     """Return the minibatch that a worker was last heard of in its schedule; None before that."""
     beat = last_beat(store, rank)
-    found = re.search(r"minibatch (\d+)", beat.doing) if beat is not None and beat.stage is not None else None
+    found = (
+        re.search(r"minibatch (\d+)", beat.doing)
+        if beat is not None and beat.stage is not None
+        else None
+    )
     return None if found is None else int(found[1])

@@ -1,1 +1,3 @@
-"""Compare training in buckets of similar length with padding to the longest, predicted and on emulated devices."""
+"""Compare training in buckets of similar length with padding to the longest, predicted and on
+emulated devices.
+"""

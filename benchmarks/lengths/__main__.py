@@ -1,4 +1,5 @@
-"""Train GNMT-8 on emulated devices in buckets of similar length, and padded to the longest. See README.md.
+"""Train GNMT-8 on emulated devices in buckets of similar length, and padded to the longest. See
+README.md.
 
 python -m benchmarks.lengths --save
 """
@@ -61,7 +62,8 @@ class Case:
         """Name in results and on the command line."""
         made_for = f" for {self.made_for}" if self.made_for else ""
         return (
-            f"{self.devices} {self.schedule} {self.order}{made_for} {self.distribution} {self.bandwidth} {self.times}"
+            f"{self.devices} {self.schedule} {self.order}{made_for} {self.distribution} "
+            f"{self.bandwidth} {self.times}"
         )
 
     @property
@@ -118,11 +120,19 @@ def drawn(seed: int, count: int) -> list[Case]:
 
 def main() -> None:
     """Run the cases, print the table, and save it if asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--save", action="store_true", help="keep each run, and write the table in README.md")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--save", action="store_true", help="keep each run, and write the table in README.md"
+    )
     parser.add_argument("--only", help="those cases whose name has this text")
-    parser.add_argument("--seed", type=int, help="instead of the table's cases, draw some with this seed")
-    parser.add_argument("--cases", type=int, default=8, help="how many are drawn (default: %(default)s)")
+    parser.add_argument(
+        "--seed", type=int, help="instead of the table's cases, draw some with this seed"
+    )
+    parser.add_argument(
+        "--cases", type=int, default=8, help="how many are drawn (default: %(default)s)"
+    )
     arguments = parser.parse_args()
     results = Results(FOLDER, save=arguments.save)
     part = "runs" if arguments.seed is None else f"drawn {arguments.seed}"
@@ -166,7 +176,9 @@ def run(bed: Testbed, case: Case, folder: Path) -> Row:
             epoch = MICROBATCHES // plan.microbatches
             # Without lengths all minibatches are alike.
             counted = epoch // 2 if case.order == "padded" else epoch
-            measured_s = train_s(bed, emulated.path, plan, links, scale.byte_factor, folder, counted)
+            measured_s = train_s(
+                bed, emulated.path, plan, links, scale.byte_factor, folder, counted
+            )
         except TestbedError as error:
             return replace(row, failure=first_line(error))
     return replace(row, predicted_s=plan.predicted.seconds_per_minibatch, measured_s=measured_s)
@@ -175,7 +187,9 @@ def run(bed: Testbed, case: Case, folder: Path) -> Row:
 def plan_of(case: Case, profile: Profile, links: Cluster) -> Plan:
     """Return the best plan of the case's schedule, or data parallelism."""
     if case.schedule == DATA_PARALLELISM:
-        return given_plan(profile, links, [len(profile.layers)], (case.devices,), "1f1b-flush", case.microbatches)
+        return given_plan(
+            profile, links, [len(profile.layers)], (case.devices,), "1f1b-flush", case.microbatches
+        )
     return solve(profile, links, schedule=case.schedule, microbatches=case.microbatches)
 
 
@@ -186,9 +200,17 @@ def with_stages_of(plan: Plan, profile: Profile, links: Cluster) -> Plan:
 
 
 def train_s(
-    bed: Testbed, path: Path, plan: Plan, links: Cluster, byte_factor: float, folder: Path, counted: int
+    bed: Testbed,
+    path: Path,
+    plan: Plan,
+    links: Cluster,
+    byte_factor: float,
+    folder: Path,
+    counted: int,
 ) -> float:
-    """Train, and return the seconds per minibatch over so many, which begin when the pipeline is full."""
+    """Train, and return the seconds per minibatch over so many, which begin when the pipeline is
+    full.
+    """
     filling = math.ceil(2 * plan.stages[0].in_flight * plan.stages[0].replicas / plan.microbatches)
     steps = counted + 2 * filling
     trace = folder / "trace.json"
@@ -231,10 +253,25 @@ def table(rows: list[Row]) -> str:
                 None if before is None else row.samples_per_s / before.samples_per_s,
             ]
         )
-    headers = ("devices", "links", "lengths", "schedule", "batches", "plan", "predicted, samples/s", "measured")
+    headers = (
+        "devices",
+        "links",
+        "lengths",
+        "schedule",
+        "batches",
+        "plan",
+        "predicted, samples/s",
+        "measured",
+    )
     formats = ("", "", "", "", "", "", ".1f", ".1f", "+.1%", ".2f")
-    failed = [f"\n- {row.devices} {row.schedule} {row.order}: {row.failure}" for row in rows if row.failure]
-    return tabulate(cells, (*headers, "error", "over padded"), floatfmt=formats, tablefmt="github") + "".join(failed)
+    failed = [
+        f"\n- {row.devices} {row.schedule} {row.order}: {row.failure}"
+        for row in rows
+        if row.failure
+    ]
+    return tabulate(
+        cells, (*headers, "error", "over padded"), floatfmt=formats, tablefmt="github"
+    ) + "".join(failed)
 
 
 def _like(row: Row) -> tuple[object, ...]:

@@ -1,4 +1,6 @@
-"""Turn a profile of a model whose lengths vary into layers that sleep, and into the profile of these layers."""
+"""Turn a profile of a model whose lengths vary into layers that sleep, and into the profile of
+these layers.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ Terms = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Link:
-    """Layers between which no cut is possible, as one: what they cost by terms, and what crosses the cut after them."""
+    """Layers between which no cut is possible, as one: what they cost by terms, and what crosses
+    the cut after them.
+    """
 
     forward_s: Terms
     backward_s: Terms
@@ -75,8 +79,12 @@ def chain_of(profile: Profile) -> list[Link]:
     return found if open_link is None else [*found, open_link]
 
 
-def emulate(profile: Profile, scale: Scale, samples: Sequence[Pair], order: str, folder: Path) -> Emulated:
-    """Write a model whose times and bytes are scaled, for sentences in some order; see `layers.Run`."""
+def emulate(
+    profile: Profile, scale: Scale, samples: Sequence[Pair], order: str, folder: Path
+) -> Emulated:
+    """Write a model whose times and bytes are scaled, for sentences in some order; see
+    `layers.Run`.
+    """
     lengths, size = _lengths(profile), profile.microbatch_size or 1
     most = lengths.most[0], lengths.most[1]
     per_element = ELEMENT_BYTES * size * np.array(powers(*most))
@@ -102,7 +110,9 @@ def _whole(elements: Terms) -> tuple[int, ...]:
 
 
 def _profile(path: Path, run: Run, size: int, name: str) -> Profile:
-    """Return the profile that `plan profile` would measure, from the times that the layers are given."""
+    """Return the profile that `plan profile` would measure, from the times that the layers are
+    given.
+    """
     spec = load_model_file(str(path))
     graph = capture_file(spec, spec.example_batch(size))
     times = [(sum(block.forward_s), sum(block.backward_s), block.update_s) for block in run.blocks]
@@ -110,7 +120,11 @@ def _profile(path: Path, run: Run, size: int, name: str) -> Profile:
     for index, layer in enumerate(layers):
         block = run.blocks[index] if index < len(run.blocks) else None
         constant = _fit((1.0, 0.0, 0.0, 0.0, 0.0, 0.0))
-        sizes = [0.0] * 6 if block is None else [a * b for a, b in zip(block.elements, powers(*run.most), strict=True)]
+        sizes = (
+            [0.0] * 6
+            if block is None
+            else [a * b for a, b in zip(block.elements, powers(*run.most), strict=True)]
+        )
         fits.append(
             LayerFits(
                 forward_s=_fit(block.forward_s) if block else constant,

@@ -1,7 +1,9 @@
-"""Layers that sleep for as long as a batch's lengths take, and carry as many bytes; see `benchmarks.testbed.layers`.
+"""Layers that sleep for as long as a batch's lengths take, and carry as many bytes; see
+`benchmarks.testbed.layers`.
 
-A cost is a sum of terms: 1, the words of the source, those of the target, and the three products of two of them, each
-as a part of the longest. One operation of PyTorch's stands for a whole layer, so that captures see its sizes grow.
+A cost is a sum of terms: 1, the words of the source, those of the target, and the three products of
+two of them, each as a part of the longest. One operation of PyTorch's stands for a whole layer, so
+that captures see its sizes grow.
 """
 
 from __future__ import annotations
@@ -26,13 +28,16 @@ Terms = tuple[float, ...]
 
 @dataclass(frozen=True)
 class Block:
-    """One layer: seconds of one microbatch by terms, and elements of a sample of its output by powers of words."""
+    """One layer: seconds of one microbatch by terms, and elements of a sample of its output by
+    powers of words.
+    """
 
     forward_s: Terms
     backward_s: Terms
     update_s: float
     weight_bytes: int
-    elements: tuple[int, ...]  # for a sample: for 1, for a word of the source, of the target, for products
+    # for a sample: for 1, for a word of the source, of the target, for products
+    elements: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,9 @@ def _seconds(terms: Terms, source: Tensor, target: Tensor) -> float:
 
 
 def _elements(number: int, source: Tensor, target: Tensor) -> Any:
-    counts = zip(_RUN[0].blocks[number].elements, powers(source.shape[1], target.shape[1]), strict=True)
+    counts = zip(
+        _RUN[0].blocks[number].elements, powers(source.shape[1], target.shape[1]), strict=True
+    )
     return sum(count * part for count, part in counts if count)
 
 
@@ -79,14 +86,18 @@ def _(value: Tensor, weight: Tensor, source: Tensor, target: Tensor, number: int
 
 
 @torch.library.custom_op("benchmark_lengths::backward", mutates_args=())
-def backward(value: Tensor, weight: Tensor, source: Tensor, target: Tensor, number: int) -> tuple[Tensor, Tensor]:
+def backward(
+    value: Tensor, weight: Tensor, source: Tensor, target: Tensor, number: int
+) -> tuple[Tensor, Tensor]:
     """Sleep for the backward, and return the gradients of the input and of the weight."""
     DEVICE.compute(_seconds(_RUN[0].blocks[number].backward_s, source, target))
     return torch.zeros_like(value), torch.zeros_like(weight)
 
 
 @backward.register_fake
-def _(value: Tensor, weight: Tensor, source: Tensor, target: Tensor, number: int) -> tuple[Tensor, Tensor]:
+def _(
+    value: Tensor, weight: Tensor, source: Tensor, target: Tensor, number: int
+) -> tuple[Tensor, Tensor]:
     return torch.empty_like(value), torch.empty_like(weight)
 
 
@@ -146,7 +157,8 @@ class Sentences(Dataset[tuple[int, int]]):
 
 
 class EachEpochAlike(Sampler[int]):
-    """The order of the first epoch of another sampler in every epoch, so that any whole epoch has the same sentences.
+    """The order of the first epoch of another sampler in every epoch, so that any whole epoch has
+    the same sentences.
 
     The sampler has no `set_epoch` for this reason.
     """
@@ -175,18 +187,26 @@ class ModelFile:
         (source, target), (most_source, most_target) = self.run.least, self.run.most
         return {"source": (source, most_source), "target": (target, most_target)}
 
-    def example_batch(self, batch_size: int, source: int, target: int) -> tuple[tuple[Tensor, ...], Tensor]:
-        return (torch.zeros(batch_size, source), torch.zeros(batch_size, target)), torch.zeros(batch_size)
+    def example_batch(
+        self, batch_size: int, source: int, target: int
+    ) -> tuple[tuple[Tensor, ...], Tensor]:
+        return (torch.zeros(batch_size, source), torch.zeros(batch_size, target)), torch.zeros(
+            batch_size
+        )
 
     def collate(self, samples: Sequence[tuple[int, int]]) -> tuple[tuple[Tensor, ...], Tensor]:
-        longest = self.run.most if self.run.order == "padded" else map(max, zip(*samples, strict=True))
+        longest = (
+            self.run.most if self.run.order == "padded" else map(max, zip(*samples, strict=True))
+        )
         return self.example_batch(len(samples), *longest)
 
     def sampler(self, microbatch_size: int, microbatches: int, seed: int) -> Sampler[int]:
         lengths = [sum(pair) for pair in self.run.samples]
         if self.run.order == "buckets":
             return EachEpochAlike(BucketSampler(lengths, microbatch_size, microbatches, seed=seed))
-        return EachEpochAlike(torch.randperm(len(lengths), generator=torch.Generator().manual_seed(seed)).tolist())
+        return EachEpochAlike(
+            torch.randperm(len(lengths), generator=torch.Generator().manual_seed(seed)).tolist()
+        )
 
 
 MODEL_FILE = '''\
@@ -219,7 +239,9 @@ VARYING = "\n\nlengths = FILE.lengths\n"
 
 
 def write_model(run: Run, folder: Path) -> Path:
-    """Write the model file, of lengths that vary unless batches are padded to the longest; return its path."""
+    """Write the model file, of lengths that vary unless batches are padded to the longest; return
+    its path.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "run.json").write_text(json.dumps(asdict(run)), encoding="utf-8")
     path = folder / "model.py"
@@ -242,4 +264,6 @@ def load_run(path: Path) -> Run:
         for block in blocks
     )
     samples = tuple((source, target) for source, target in content["samples"])
-    return Run(tuple(made), tuple(content["least"]), tuple(content["most"]), samples, content["order"])
+    return Run(
+        tuple(made), tuple(content["least"]), tuple(content["most"]), samples, content["order"]
+    )

@@ -39,7 +39,9 @@ class Sentences(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         source, target = PAIRS[index]
-        return torch.randint(0, GNMT8.VOCABULARY, (source,)), torch.randint(0, GNMT8.VOCABULARY, (target + 1,))
+        return torch.randint(0, GNMT8.VOCABULARY, (source,)), torch.randint(
+            0, GNMT8.VOCABULARY, (target + 1,)
+        )
 
 
 def dataset() -> Sentences:
@@ -54,7 +56,10 @@ def collate(samples: list[tuple[Tensor, Tensor]]) -> tuple[tuple[Tensor, Tensor]
         return nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=value)
 
     sources, targets = zip(*samples, strict=True)
-    words, labels = padded([each[:-1] for each in targets], 0), padded([each[1:] for each in targets], -100)
+    words, labels = (
+        padded([each[:-1] for each in targets], 0),
+        padded([each[1:] for each in targets], -100),
+    )
     return (padded(list(sources), 0), words), labels
 
 

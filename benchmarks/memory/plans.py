@@ -39,12 +39,21 @@ def shaped_plan(profile: Profile, shape: Shape) -> Plan:
     layer_costs = LayerCosts(profile)
     groups = uncut_groups(layer_costs)
     layers = profile.layers
-    seconds = [sum(layers[i].forward_s + layers[i].backward_s + layers[i].update_s for i in group) for group in groups]
+    seconds = [
+        sum(layers[i].forward_s + layers[i].backward_s + layers[i].update_s for i in group)
+        for group in groups
+    ]
     parts = [
-        [layer for group in groups[start:end] for layer in group] for start, end in cut_by_time(seconds, shape.replicas)
+        [layer for group in groups[start:end] for layer in group]
+        for start, end in cut_by_time(seconds, shape.replicas)
     ]
     stages = [
-        replace(stage, options=StageOptions(stage.replicas, recompute=whole_stage(stage.layers, shape.recompute)))
+        replace(
+            stage,
+            options=StageOptions(
+                stage.replicas, recompute=whole_stage(stage.layers, shape.recompute)
+            ),
+        )
         for stage in candidates(parts, shape.replicas)
     ]
     cluster = flat_cluster(sum(shape.replicas), 1e9)
@@ -54,7 +63,9 @@ def shaped_plan(profile: Profile, shape: Shape) -> Plan:
 
 
 def cut_by_time(seconds: Sequence[float], replicas: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the groups of each stage; it ends where the time so far is nearest to its share, and none is empty."""
+    """Return the groups of each stage; it ends where the time so far is nearest to its share, and
+    none is empty.
+    """
     ends: list[int] = []
     due_s = 0.0
     for stage, r in enumerate(replicas[:-1]):

@@ -30,13 +30,25 @@ SAME, FAR = 1e-6, 0.02
 def main(argv: Sequence[str] | None = None) -> int:
     """Draw instances and print the table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.mixed_gpus", description=__doc__)
-    parser.add_argument("--instances", type=int, default=50, help="per row of the table (default: %(default)s)")
+    parser.add_argument(
+        "--instances", type=int, default=50, help="per row of the table (default: %(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=2211, help="(default: %(default)s)")
-    parser.add_argument("--simulated", type=int, default=10, help="of all plans, the best (default: %(default)s)")
-    parser.add_argument("--save", action="store_true", help="write what is printed to results.md beside this")
+    parser.add_argument(
+        "--simulated", type=int, default=10, help="of all plans, the best (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--save", action="store_true", help="write what is printed to results.md beside this"
+    )
     args = parser.parse_args(argv)
     rows = [
-        _row(schedule, args.instances if not levels else args.instances // 2, args.seed, args.simulated, levels=levels)
+        _row(
+            schedule,
+            args.instances if not levels else args.instances // 2,
+            args.seed,
+            args.simulated,
+            levels=levels,
+        )
         for levels in (False, True)
         for schedule in MICROBATCHES
     ]
@@ -60,7 +72,9 @@ def _row(schedule: str, instances: int, seed: int, simulated: int, *, levels: bo
     started, gaps = time.process_time(), list[float]()
     none = 0
     for number in range(instances):
-        instance = draw(random.Random(f"{seed} {schedule} {levels} {number}"), schedule, levels=levels)
+        instance = draw(
+            random.Random(f"{seed} {schedule} {levels} {number}"), schedule, levels=levels
+        )
         found_s, least_s = _found_s(instance), _least_s(instance, simulated)
         if least_s is None and found_s is None:
             none += 1
@@ -68,7 +82,11 @@ def _row(schedule: str, instances: int, seed: int, simulated: int, *, levels: bo
         gap = float("inf") if found_s is None else 0.0 if least_s is None else found_s / least_s - 1
         gaps.append(gap)
         if gap > FAR:
-            print(f"{schedule} {'on levels' if levels else ''} {number}: {gap:+.1%}", file=sys.stderr, flush=True)
+            print(
+                f"{schedule} {'on levels' if levels else ''} {number}: {gap:+.1%}",
+                file=sys.stderr,
+                flush=True,
+            )
     exact = sum(gap <= SAME for gap in gaps)
     return [
         "two" if levels else "one",
@@ -102,7 +120,9 @@ def _found_s(instance: Instance) -> float | None:
 def _least_s(instance: Instance, simulated: int) -> float | None:
     cluster = cluster_for(instance.profile, instance.cluster)
     setting = Setting(cluster, find(instance.schedule), instance.microbatches)
-    problem = Problem(LayerCosts(instance.profile), setting, instance.rules, budget=Budget.unlimited())
+    problem = Problem(
+        LayerCosts(instance.profile), setting, instance.rules, budget=Budget.unlimited()
+    )
     return best_s(problem, simulated)
 
 

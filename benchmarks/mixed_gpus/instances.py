@@ -28,7 +28,8 @@ class Instance:
 
 
 def draw(rng: random.Random, schedule: str, *, levels: bool) -> Instance:
-    """Return 2 to 5 layers on 3 to 6 GPUs of 2 or 3 kinds; on two levels, 2 to 4 layers on 2x2 GPUs.
+    """Return 2 to 5 layers on 3 to 6 GPUs of 2 or 3 kinds; on two levels, 2 to 4 layers on 2x2
+    GPUs.
 
     On two levels no stage recomputes, because every plan is priced there, one by one.
     """
@@ -36,7 +37,9 @@ def draw(rng: random.Random, schedule: str, *, levels: bool) -> Instance:
     gpus = 4 if levels else rng.randint(3, 6)
     counts = _counts(rng, gpus, rng.choice((2, 2, 3)))
     limited = rng.random() < 0.6
-    needed = sum(3 * each.weight_bytes + each.optimizer_bytes + each.saved_bytes for each in model.layers)
+    needed = sum(
+        3 * each.weight_bytes + each.optimizer_bytes + each.saved_bytes for each in model.layers
+    )
     kinds = tuple(
         DeviceKind(
             name=name,
@@ -47,10 +50,13 @@ def draw(rng: random.Random, schedule: str, *, levels: bool) -> Instance:
         for name, count in zip(NAMES, counts, strict=False)
     )
     bandwidth = 10 ** rng.uniform(-0.5, 2.0)
-    sizes = ((2, bandwidth * rng.uniform(1, 20)), (2, bandwidth)) if levels else ((gpus, bandwidth),)
+    sizes = (
+        ((2, bandwidth * rng.uniform(1, 20)), (2, bandwidth)) if levels else ((gpus, bandwidth),)
+    )
     links = tuple(Level(size=size, bandwidth_bytes_per_s=speed) for size, speed in sizes)
     profiles = {
-        kind.name or "": model if number == 0 else _on_another_kind(rng, model) for number, kind in enumerate(kinds)
+        kind.name or "": model if number == 0 else _on_another_kind(rng, model)
+        for number, kind in enumerate(kinds)
     }
     return Instance(
         profile_of_kinds(profiles),
@@ -74,7 +80,11 @@ def _model(rng: random.Random, count: int) -> Profile:
         weight_bytes = rng.randint(0, 59)
         more = {"update_s": 0.05 * weight_bytes, "optimizer_bytes": 2 * weight_bytes}
         saved_bytes = output_bytes + rng.randint(0, 60)
-        layers.append(layer(f"l{number}", forward_s, output_bytes, weight_bytes, saved_bytes=saved_bytes, **more))
+        layers.append(
+            layer(
+                f"l{number}", forward_s, output_bytes, weight_bytes, saved_bytes=saved_bytes, **more
+            )
+        )
     return chain(layers, "benchmarks.mixed_gpus", optimizer_elementwise=True)
 
 
@@ -84,6 +94,8 @@ def _on_another_kind(rng: random.Random, model: Profile) -> Profile:
     layers = []
     for each in model.layers:
         ratio = pace * rng.uniform(0.7, 1.4)
-        times = {name: getattr(each, name) * ratio for name in ("forward_s", "backward_s", "update_s")}
+        times = {
+            name: getattr(each, name) * ratio for name in ("forward_s", "backward_s", "update_s")
+        }
         layers.append(each.model_copy(update=times))
     return model.model_copy(update={"layers": tuple(layers)})

@@ -1,4 +1,6 @@
-"""Measure the README's table over the models under profiles/: python -m benchmarks.models --help."""
+"""Measure the README's table over the models under profiles/: python -m benchmarks.models
+--help.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,17 @@ BATCH_SIZES = {
     "mixtral": 4,
 }
 COLUMNS = (
-    *("model", "samples", "layers", "capture", "3 stages", "7 stages", "evaluation", "profiling", "sum of layers"),
+    *(
+        "model",
+        "samples",
+        "layers",
+        "capture",
+        "3 stages",
+        "7 stages",
+        "evaluation",
+        "profiling",
+        "sum of layers",
+    ),
     *("on the thread", "worst of 4 stages"),
 )
 
@@ -38,20 +50,36 @@ COLUMNS = (
 def main() -> int:
     """Measure each model in its own process, and print the table in Markdown."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("models", nargs="*", help=f"names under profiles/ (default: {' '.join(BATCH_SIZES)})")
-    parser.add_argument("--seconds", type=float, default=20.0, help="per measurement (default: %(default)s)")
-    parser.add_argument("--tiny", action="store_true", help="build_tiny() where there is one, else leave the model out")
-    parser.add_argument("--save", action="store_true", help="write each profile to profiles/MODEL/cpu.json")
+    parser.add_argument(
+        "models", nargs="*", help=f"names under profiles/ (default: {' '.join(BATCH_SIZES)})"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=20.0, help="per measurement (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--tiny",
+        action="store_true",
+        help="build_tiny() where there is one, else leave the model out",
+    )
+    parser.add_argument(
+        "--save", action="store_true", help="write each profile to profiles/MODEL/cpu.json"
+    )
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one is not None:
         from benchmarks.models.measure import measure_model
 
-        print(json.dumps(measure_model(args.one, BATCH_SIZES[args.one], args.seconds, args.tiny, args.save)))
+        print(
+            json.dumps(
+                measure_model(args.one, BATCH_SIZES[args.one], args.seconds, args.tiny, args.save)
+            )
+        )
         return 0
     rows = []
     for name in args.models or BATCH_SIZES:
-        if args.tiny and "def build_tiny" not in (ROOT / "profiles" / name / "model.py").read_text(encoding="utf-8"):
+        if args.tiny and "def build_tiny" not in (ROOT / "profiles" / name / "model.py").read_text(
+            encoding="utf-8"
+        ):
             continue
         rows.append(_row(name, args.seconds, tiny=args.tiny, save=args.save))
         print(f"{name}: {rows[-1][1:]}", file=sys.stderr)
@@ -61,7 +89,16 @@ def main() -> int:
 
 def _row(name: str, seconds: float, *, tiny: bool, save: bool) -> list[str]:
     flags = [flag for flag, given in (("--tiny", tiny), ("--save", save)) if given]
-    command = [sys.executable, "-m", "benchmarks.models", "--one", name, "--seconds", str(seconds), *flags]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.models",
+        "--one",
+        name,
+        "--seconds",
+        str(seconds),
+        *flags,
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]

@@ -25,7 +25,9 @@ PROFILES = Path(__file__).resolve().parents[2] / "profiles"
 KEY = (7, 3, 1)
 
 
-def measure_model(name: str, batch_size: int, seconds: float, tiny: bool, save: bool) -> dict[str, str]:
+def measure_model(
+    name: str, batch_size: int, seconds: float, tiny: bool, save: bool
+) -> dict[str, str]:
     """Return the model's row of the table, by column."""
     torch.set_num_threads(1)
     keep_freed_pages()
@@ -39,7 +41,9 @@ def measure_model(name: str, batch_size: int, seconds: float, tiny: bool, save: 
     row["layers"] = str(len(graph.layers))
     other = batch_size + 1 if graph.batch_size is None else batch_size
     for stages in (3, 7):
-        row[f"{stages} stages"] = _exactness(file, graph, cut_evenly(graph, stages), file.example_batch(other))
+        row[f"{stages} stages"] = _exactness(
+            file, graph, cut_evenly(graph, stages), file.example_batch(other)
+        )
     row["evaluation"] = _evaluation(file, graph, file.example_batch(other))
     del graph, model
     started = time.process_time()
@@ -79,7 +83,9 @@ def _filled(times: Sequence[float], most: float) -> list[int]:
 
 
 def _exactness(file: TrainingSpec, graph: LayerGraph, cut: list[list[str]], batch: Batch) -> str:
-    """Compare a split training step at another batch size with the unsplit graph and with the user's own model."""
+    """Compare a split training step at another batch size with the unsplit graph and with the
+    user's own model.
+    """
     whole = run_split(graph, batch, cut_evenly(graph, 1), KEY)
     try:
         assert_same(whole, run_split(graph, batch, cut, KEY))
@@ -94,7 +100,9 @@ def _exactness(file: TrainingSpec, graph: LayerGraph, cut: list[list[str]], batc
         assert_same(mine, split)
     except AssertionError as difference:
         return f"exact; the plain model differs in {str(difference) or 'the loss'}"
-    return "exact" if torch.equal(torch.get_rng_state(), state) else "exact, but another random state"
+    return (
+        "exact" if torch.equal(torch.get_rng_state(), state) else "exact, but another random state"
+    )
 
 
 def _evaluation(file: TrainingSpec, training: LayerGraph, batch: Batch) -> str:
@@ -119,7 +127,10 @@ def _sums(profile: Profile) -> dict[str, str]:
     assert whole.forward_thread_s is not None
     assert whole.backward_thread_s is not None
     summed_s = sum(layer.forward_s + layer.backward_s + layer.update_s for layer in profile.layers)
-    threads_s = sum((layer.forward_thread_s or 0.0) + (layer.backward_thread_s or 0.0) for layer in profile.layers)
+    threads_s = sum(
+        (layer.forward_thread_s or 0.0) + (layer.backward_thread_s or 0.0)
+        for layer in profile.layers
+    )
     return {
         "sum of layers": f"{summed_s / (whole.forward_s + whole.backward_s + whole.update_s) - 1:+.1%}",
         "on the thread": f"{threads_s / (whole.forward_thread_s + whole.backward_thread_s) - 1:+.1%}",

@@ -1,4 +1,6 @@
-"""Count how often more GPUs, bandwidth or memory make a prediction worse. See README.md in this folder."""
+"""Count how often more GPUs, bandwidth or memory make a prediction worse. See README.md in this
+folder.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,13 @@ Case = tuple[int, float, int | None]  # GPUs, bytes/s, bytes
 def main(argv: Sequence[str] | None = None) -> int:
     """Solve random models and print the table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.monotone", description=__doc__)
-    parser.add_argument("--models", type=int, default=1000, help="random models per row (default: %(default)s)")
+    parser.add_argument(
+        "--models", type=int, default=1000, help="random models per row (default: %(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=7, help="(default: %(default)s)")
-    parser.add_argument("--save", action="store_true", help="write what is printed to results.md beside this")
+    parser.add_argument(
+        "--save", action="store_true", help="write what is printed to results.md beside this"
+    )
     args = parser.parse_args(argv)
     rows = [_row(name, steps, args.models, args.seed) for name, steps in STEPS.items()]
     headers = ["more", "models", "steps", "worse", "share", "worst", "CPU seconds"]
@@ -40,7 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _row(name: str, steps: Callable[[random.Random, Profile], Iterator[Case]], models: int, seed: int) -> list[str]:
+def _row(
+    name: str, steps: Callable[[random.Random, Profile], Iterator[Case]], models: int, seed: int
+) -> list[str]:
     rng, started = random.Random(seed), time.process_time()
     ratios: list[float] = []
     for _ in range(models):
@@ -91,21 +99,35 @@ STEPS = {"GPUs": _more_gpus, "bandwidth": _more_bandwidth, "memory": _more_memor
 
 
 def _bandwidth(rng: random.Random) -> float:
-    """Return a bandwidth over which a transfer takes from ten times a layer's time to almost nothing."""
+    """Return a bandwidth over which a transfer takes from ten times a layer's time to almost
+    nothing.
+    """
     return float(10 ** rng.uniform(-1, 1.5))
 
 
 def _memory(rng: random.Random, model: Profile) -> int:
-    """Return a memory limit: from a third of what one GPU needs for the whole model to several times that."""
-    return max(1, int(sum(3 * each.weight_bytes + 2 * each.saved_bytes for each in model.layers) * rng.uniform(0.3, 3)))
+    """Return a memory limit: from a third of what one GPU needs for the whole model to several
+    times that.
+    """
+    return max(
+        1,
+        int(
+            sum(3 * each.weight_bytes + 2 * each.saved_bytes for each in model.layers)
+            * rng.uniform(0.3, 3)
+        ),
+    )
 
 
 def random_model(rng: random.Random) -> Profile:
-    """Return a chain of 2 to 13 layers with uneven times, outputs and weights; half of the layers have no weights."""
+    """Return a chain of 2 to 13 layers with uneven times, outputs and weights; half of the layers
+    have no weights.
+    """
     layers = []
     for number in range(rng.randint(2, 13)):
         forward_s, output_bytes = float(rng.randint(1, 19)), rng.randint(1, 39)
-        layers.append(layer(f"l{number}", forward_s, output_bytes, rng.randint(0, 59) * rng.randint(0, 1)))
+        layers.append(
+            layer(f"l{number}", forward_s, output_bytes, rng.randint(0, 59) * rng.randint(0, 1))
+        )
     return chain(layers, "benchmarks.monotone")
 
 

@@ -1,4 +1,5 @@
-"""Train models that nothing here was written for in pipelines and in one plain process, and compare.
+"""Train models that nothing here was written for in pipelines and in one plain process, and
+compare.
 
 python -m benchmarks.new_models [MODEL ...] [--save]
 """
@@ -18,7 +19,13 @@ from safetensors.torch import load_file
 from tabulate import tabulate
 
 from benchmarks.kept import Results
-from benchmarks.new_models.one_process import Trained, initial_weights, largest_difference, one_process, tensors
+from benchmarks.new_models.one_process import (
+    Trained,
+    initial_weights,
+    largest_difference,
+    one_process,
+    tensors,
+)
 from planner.api.running import profile, train
 from planner.formats.files import write_text
 from planner.formats.plan import Plan
@@ -30,21 +37,25 @@ from planner.selfcheck.lab import even_plan
 from planner.selfcheck.training import train_alone
 
 HERE = Path(__file__).parent
-PACKAGES = ("transformers", "timm", "diffusers", "peft")  # of the models that name none of their own
+# of the models that name none of their own
+PACKAGES = ("transformers", "timm", "diffusers", "peft")
 BATCH_SIZE, MICROBATCHES, STEPS, HALF, SEED = 4, 4, 6, 3, 0
 PATIENT = RunOptions(hang_timeout_s=600)  # others may use the cores
 
 
 @dataclass(frozen=True)
 class Case:
-    """How a model is trained: a plan for the first half of its minibatches, and another to resume under.
+    """How a model is trained: a plan for the first half of its minibatches, and another to resume
+    under.
 
     Attributes:
         normalises: over the samples of a microbatch, so that one process divides minibatches, too.
-        random: it has dropout, whose random numbers are drawn per microbatch; one worker stands for one process.
+        random: it has dropout, whose random numbers are drawn per microbatch; one worker stands for
+            one process.
         tied: stages share weights, for which weight stashing is refused.
         packages: what the model needs beside planner, by the names of their modules.
-        microbatches: 1 where the loss compares the samples of a minibatch, which must not be divided then.
+        microbatches: 1 where the loss compares the samples of a minibatch, which must not be
+            divided then.
     """
 
     second: str
@@ -91,7 +102,9 @@ CASES = {
     "kan_network": Case("1f1b-flush", (1, 1, 1), packages=("kan",)),
     "equivariant": Case("zb-v", (1, 1), packages=("e3nn",)),
     "deep_kernel": Case("gpipe", (2, 1), packages=("gpytorch",)),
-    "metric_learning": Case("gpipe", (1, 1, 1), packages=("pytorch_metric_learning",), microbatches=1),
+    "metric_learning": Case(
+        "gpipe", (1, 1, 1), packages=("pytorch_metric_learning",), microbatches=1
+    ),
     "tabnet": Case("zb-h1", (1, 1), packages=("pytorch_tabnet",), normalises=True),
     "deepfm": Case("zb-h1", (1, 2), packages=("deepctr_torch",)),
     "conformer_ctc": Case("zb-h1", (1, 1, 1), packages=("conformer",), normalises=True),
@@ -99,7 +112,11 @@ CASES = {
     "memory_tokens": Case("zb-v", (1, 1), packages=("x_transformers",)),
     "clip_pair": Case("zb-h1", (1, 1, 1), packages=("open_clip",), microbatches=1),
     "unet_plus_plus": Case(
-        "gpipe", (1, 1, 1), packages=("segmentation_models_pytorch",), normalises=True, microbatches=1
+        "gpipe",
+        (1, 1, 1),
+        packages=("segmentation_models_pytorch",),
+        normalises=True,
+        microbatches=1,
     ),
     "performer": Case("zb-h1", (1, 1, 1), packages=("performer_pytorch",)),
     "mamba_scan": Case("1f1b-flush", (1, 2), packages=("mambapy",)),
@@ -119,7 +136,8 @@ CASES = {
 class Row:
     """The largest absolute differences of a run from one process.
 
-    `moved` is the largest change of a weight in training: a difference of weights is to be seen beside it.
+    `moved` is the largest change of a weight in training: a difference of weights is to be seen
+    beside it.
     """
 
     model: str
@@ -141,7 +159,10 @@ def main() -> None:
     for model in args.models:
         missing = [package for package in CASES[model].packages if find_spec(package) is None]
         if missing:
-            print(f"{model} is left out: {', '.join(missing)} is not installed; see README.md", file=sys.stderr)
+            print(
+                f"{model} is left out: {', '.join(missing)} is not installed; see README.md",
+                file=sys.stderr,
+            )
             continue
         for row in rows(model):
             print(row, flush=True)
@@ -173,13 +194,17 @@ def rows(model: str) -> list[Row]:
 
 
 def in_pipeline(spec: TrainingSpec, plans: Sequence[Plan]) -> Trained:
-    """Train in workers; with two plans, stop after half of the minibatches and resume under the second."""
+    """Train in workers; with two plans, stop after half of the minibatches and resume under the
+    second.
+    """
     with tempfile.TemporaryDirectory() as folder:
         weights, losses, resume = Path(folder) / "weights.safetensors", [], None
         for plan, steps in zip(plans, (HALF, STEPS)[-len(plans) :], strict=True):
             # A checkpoint drains the pipeline, after which weight stashing begins anew.
             every, seed = HALF if len(plans) > 1 else None, None if resume else SEED
-            checkpoints = CheckpointOptions(folder=f"{folder}/checkpoints", every=every, resume=resume)
+            checkpoints = CheckpointOptions(
+                folder=f"{folder}/checkpoints", every=every, resume=resume
+            )
             result = train(
                 str(spec.path),
                 plan,
@@ -217,20 +242,32 @@ def table(results: Results) -> str:
             ]
             for row in ordered
         ],
-        ["model", "parameters", "loss is a mean over", "run", "losses differ", "weights differ", "weights moved"],
+        [
+            "model",
+            "parameters",
+            "loss is a mean over",
+            "run",
+            "losses differ",
+            "weights differ",
+            "weights moved",
+        ],
         tablefmt="github",
         disable_numparse=True,
     )
 
 
-def _row(model: str, profiled: Profile, spec: TrainingSpec, plans: Sequence[Plan], expected: Trained) -> Row:
+def _row(
+    model: str, profiled: Profile, spec: TrainingSpec, plans: Sequence[Plan], expected: Trained
+) -> Row:
     trained = in_pipeline(spec, plans)
     losses, weights = trained.differences(expected)
     before = initial_weights(spec, SEED)
     mean = profiled.loss
     return Row(
         model,
-        "not known" if mean is None else mean.over + ("" if mean.ignored is None else f" but {mean.ignored}"),
+        "not known"
+        if mean is None
+        else mean.over + ("" if mean.ignored is None else f" but {mean.ignored}"),
         sum(tensor.numel() for tensor in before.values()),
         ", then ".join(f"{plan.schedule} {plan.config}" for plan in plans),
         losses,

@@ -18,7 +18,9 @@ from planner.schedule.instructions import Unit
 
 @dataclass(frozen=True)
 class Trained:
-    """What a run gives: the loss of each minibatch, and the state of the unsplit model at its end."""
+    """What a run gives: the loss of each minibatch, and the state of the unsplit model at
+    its end.
+    """
 
     losses: list[float]
     weights: Mapping[str, Tensor]
@@ -32,7 +34,9 @@ class Trained:
 
 
 def largest_difference(some: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> float:
-    """Return the largest absolute difference of two states with the same names, counters left out."""
+    """Return the largest absolute difference of two states with the same names, counters
+    left out.
+    """
     return max(
         float((tensor.to(torch.complex128) - others[name]).abs().max())
         for name, tensor in some.items()
@@ -41,7 +45,9 @@ def largest_difference(some: Mapping[str, Tensor], others: Mapping[str, Tensor])
 
 
 def tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return the state of a model without what else its modules keep in it, such as neuraloperator's `_metadata`."""
+    """Return the state of a model without what else its modules keep in it, such as
+    neuraloperator's `_metadata`.
+    """
     return {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
 
 
@@ -51,7 +57,9 @@ def initial_weights(spec: TrainingSpec, seed: int) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in tensors(spec.build_model()).items()}
 
 
-def one_process(spec: TrainingSpec, plan: Plan, seed: int, minibatches: int, *, divided: bool) -> Trained:
+def one_process(
+    spec: TrainingSpec, plan: Plan, seed: int, minibatches: int, *, divided: bool
+) -> Trained:
     """Train on the minibatches that the plan would be trained on.
 
     Args:
@@ -59,7 +67,8 @@ def one_process(spec: TrainingSpec, plan: Plan, seed: int, minibatches: int, *, 
         plan: its microbatches make the minibatch.
         seed: of the weights and of the order of the data.
         minibatches: how many.
-        divided: run each microbatch by itself, for models that normalise over the samples they see together.
+        divided: run each microbatch by itself, for models that normalise over the samples they see
+            together.
     """
     assert plan.microbatch_size is not None
     torch.manual_seed(seed)

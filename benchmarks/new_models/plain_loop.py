@@ -1,4 +1,5 @@
-"""Train a model file in plain PyTorch: the loop that people write, without stages and without microbatches.
+"""Train a model file in plain PyTorch: the loop that people write, without stages and without
+microbatches.
 
 Nothing of the product computes here. It only reads the tuples of a model file as batches.
 """
@@ -27,8 +28,8 @@ class Recipe:
 
     Attributes:
         samples: of a minibatch.
-        parts: into which a minibatch is divided, for models that normalise over the samples that they see together;
-            1 for all others.
+        parts: into which a minibatch is divided, for models that normalise over the samples that
+            they see together; 1 for all others.
         steps: minibatches.
         seed: of the weights, the order of the data, and what is drawn for a sample.
         ignored: the label that the loss does not count, where parts are weighed by their labels.
@@ -85,7 +86,11 @@ def _disturb(model: nn.Module, noise: float) -> None:
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:
-    return {name: value.detach().clone() for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    return {
+        name: value.detach().clone()
+        for name, value in model.state_dict().items()
+        if isinstance(value, Tensor)
+    }
 
 
 def _optimizer(file: ModuleType, model: nn.Module) -> torch.optim.Optimizer:
@@ -129,7 +134,9 @@ def _minibatches(file: ModuleType, recipe: Recipe) -> Iterator[list[tuple[Batch,
                 if part.numel()
             ]
             counts = [_count(batch, recipe.ignored) for batch in batches]
-            yield [(batch, count / sum(counts)) for batch, count in zip(batches, counts, strict=True)]
+            yield [
+                (batch, count / sum(counts)) for batch, count in zip(batches, counts, strict=True)
+            ]
             steps += 1
         epoch += 1
 
@@ -141,8 +148,12 @@ def _order(samples: int, seed: int, epoch: int) -> list[int]:
     return order
 
 
-def _batch(file: ModuleType, data: Any, order: list[int], places: list[int], seed: int, epoch: int) -> Batch:
-    """Read the samples at these places of the order, each item and the batch under a seed of its own."""
+def _batch(
+    file: ModuleType, data: Any, order: list[int], places: list[int], seed: int, epoch: int
+) -> Batch:
+    """Read the samples at these places of the order, each item and the batch under a seed of its
+    own.
+    """
     samples = []
     for index in (order[place] for place in places):
         seed_generators(data_seed(seed, epoch, "item", index))
@@ -154,7 +165,9 @@ def _batch(file: ModuleType, data: Any, order: list[int], places: list[int], see
 
 
 def data_seed(seed: int, epoch: int, what: str, number: int) -> int:
-    """Return the seed of an item, by its index, or of a batch, by its first sample's place in the order."""
+    """Return the seed of an item, by its index, or of a batch, by its first sample's place in the
+    order.
+    """
     text = f"{seed}/{epoch}/{what}/{number}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big")
 

@@ -36,9 +36,11 @@ HERE = Path(__file__).parent
 MICROBATCH, MICROBATCHES, STEPS, SEED = 4, 4, 8, 0  # 8 minibatches are two epochs of 52 samples
 SHAPES = {"two stages": ("--stages", "2"), "two replicas": ("--stages", "1", "--replicas", "2")}
 NOISE = 1e-7  # of the first weights of a second plain loop, whose difference is that of rounding
-ROUNDING, FACTOR = 1e-4, 10  # differences that are rounding: at most this, or so many times those of noise
+# differences that are rounding: at most this, or so many times those of noise
+ROUNDING, FACTOR = 1e-4, 10
 
-# BatchNorm's, which are those of the first replica's microbatches: `plan profile` and `plan train` say so in a line.
+# BatchNorm's, which are those of the first replica's microbatches: `plan profile` and `plan train`
+# say so in a line.
 STATISTICS = ("running_mean", "running_var")
 
 Outcome = Literal["equal", "equal but statistics", "differs", "refused", "failed", "timed out"]
@@ -53,7 +55,8 @@ class Case:
         recipe: the optimizer and the schedule of the file, in words.
         traits: what makes it hard, in words.
         microbatches: 1 where the loss is of the whole batch.
-        divided: the plain loop divides minibatches, too: for BatchNorm, and for what `collate` draws.
+        divided: the plain loop divides minibatches, too: for BatchNorm, and for what `collate`
+            draws.
         ignored: the label that the loss does not count, if the plain loop weighs parts by labels.
     """
 
@@ -66,7 +69,9 @@ class Case:
 
 
 CASES = {
-    "albert": Case("transformers", "LAMB, linear after warm-up", "layers that share weights; padded"),
+    "albert": Case(
+        "transformers", "LAMB, linear after warm-up", "layers that share weights; padded"
+    ),
     "roberta_mlm": Case(
         "transformers",
         "AdamW without decay of norms, linear after warm-up",
@@ -80,13 +85,17 @@ CASES = {
         "AdamW, cosine after warm-up",
         "frozen tower in eval mode; answers alone count",
     ),
-    "modern_bert": Case("transformers", "StableAdamW, trapezoid", "padded, masked words alone count"),
+    "modern_bert": Case(
+        "transformers", "StableAdamW, trapezoid", "padded, masked words alone count"
+    ),
     "electra": Case(
         "transformers",
         "AdamW, rates fall by layer, linear after warm-up",
         "words replaced by NumPy in __getitem__",
     ),
-    "decision_transformer": Case("transformers", "AdamW, warm-up", "the loss indexes by a mask of the target"),
+    "decision_transformer": Case(
+        "transformers", "AdamW, warm-up", "the loss indexes by a mask of the target"
+    ),
     "zamba2": Case("transformers", "AdamW, cosine after warm-up", "a block that is shared; padded"),
     "control_net": Case(
         "diffusers",
@@ -95,13 +104,19 @@ CASES = {
         divided=True,
     ),
     "ddpm": Case("diffusers", "AdamW, cosine after warm-up", "noise drawn in __getitem__ (torch)"),
-    "deepseek_v3": Case("pytorch_optimizer", "Muon and AdamW, trapezoid", "experts (transformers); padded"),
+    "deepseek_v3": Case(
+        "pytorch_optimizer", "Muon and AdamW, trapezoid", "experts (transformers); padded"
+    ),
     "series_transformer": Case(
         "transformers", "AdamW, cosine after warm-up", "a loss over observed values, in the model"
     ),
-    "video_mae": Case("transformers", "AdamW, cosine after warm-up", "indexes by a mask, in blocks"),
+    "video_mae": Case(
+        "transformers", "AdamW, cosine after warm-up", "indexes by a mask, in blocks"
+    ),
     "sentence_pairs": Case(
-        "sentence_transformers", "AdamW, linear after warm-up", "one network for both inputs; padded"
+        "sentence_transformers",
+        "AdamW, linear after warm-up",
+        "one network for both inputs; padded",
     ),
     "cait": Case(
         "timm",
@@ -134,10 +149,18 @@ CASES = {
         "AdamW, CosineAnnealingLR",
         "frozen teacher in eval mode under no_grad; the loss in the model",
     ),
-    "translator": Case("x_transformers", "Adam, linear after warm-up", "the loss in the model; padded"),
-    "megabyte": Case("MEGABYTE_pytorch", "Adam, cosine after warm-up", "the loss in the model, which ignores 0"),
-    "xlstm_text": Case("xlstm", "AdamW, cosine after warm-up", "a loop over words, in blocks; padded"),
-    "crf_tagger": Case("torchcrf", "SGD with momentum, ExponentialLR", "a loss over tokens, in blocks; padded"),
+    "translator": Case(
+        "x_transformers", "Adam, linear after warm-up", "the loss in the model; padded"
+    ),
+    "megabyte": Case(
+        "MEGABYTE_pytorch", "Adam, cosine after warm-up", "the loss in the model, which ignores 0"
+    ),
+    "xlstm_text": Case(
+        "xlstm", "AdamW, cosine after warm-up", "a loop over words, in blocks; padded"
+    ),
+    "crf_tagger": Case(
+        "torchcrf", "SGD with momentum, ExponentialLR", "a loss over tokens, in blocks; padded"
+    ),
     "liquid": Case("ncps", "Adam, ExponentialLR", "loops over time; masked weights"),
     "residual_vq": Case(
         "vector_quantize_pytorch",
@@ -147,9 +170,13 @@ CASES = {
     ),
     "molecule": Case("egnn_pytorch", "Adam, CosineAnnealingLR", "masked atoms"),
     "diff_pool": Case("torch_geometric", "Adam, StepLR", "losses of whole batches", microbatches=1),
-    "ft_transformer": Case("rtdl_revisiting_models", "AdamW, groups by name, no schedule", "tables"),
+    "ft_transformer": Case(
+        "rtdl_revisiting_models", "AdamW, groups by name, no schedule", "tables"
+    ),
     "tab_m": Case("tabm", "AdamW, no schedule", "an ensemble; tables"),
-    "speaker": Case("speechbrain", "Adam, CyclicLR", "a margin between classes; BatchNorm", divided=True),
+    "speaker": Case(
+        "speechbrain", "Adam, CyclicLR", "a margin between classes; BatchNorm", divided=True
+    ),
 }
 
 
@@ -188,7 +215,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("models", nargs="*", default=list(CASES), help=f"of {', '.join(CASES)}")
     parser.add_argument("--save", action="store_true", help="write results.json and recipes.md")
-    parser.add_argument("--again", action="store_true", help="also what was measured of this source")
+    parser.add_argument(
+        "--again", action="store_true", help="also what was measured of this source"
+    )
     parser.add_argument("--time-limit", type=float, default=600, help="seconds for each model")
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES), help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
@@ -205,7 +234,11 @@ def main() -> None:
         if find_spec(CASES[model].package) is None:
             print(f"{model} is left out: {CASES[model].package} is not installed", file=sys.stderr)
             continue
-        shapes = [shape for shape in args.shapes if args.again or (model, shape, source_of(model)) not in measured]
+        shapes = [
+            shape
+            for shape in args.shapes
+            if args.again or (model, shape, source_of(model)) not in measured
+        ]
         if not shapes:
             continue
 
@@ -219,7 +252,14 @@ def main() -> None:
 def measure(model: str, shapes: list[str], time_limit: float) -> list[Row]:
     """Run a model in a process of its own, and end that and its workers at the time limit."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", __spec__.name if __spec__ else "", model, "--child", folder]
+        command = [
+            sys.executable,
+            "-m",
+            __spec__.name if __spec__ else "",
+            model,
+            "--child",
+            folder,
+        ]
         command += ["--shapes", *shapes]
         child = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
         try:
@@ -293,7 +333,9 @@ def _trained(
     weight_difference = _of_training(trained, plain)
     statistics_difference = _of_training(trained, plain, statistics=True)
     tolerance = max(ROUNDING, FACTOR * noise)
-    outcome: Outcome = "equal" if max(loss_difference, weight_difference) <= tolerance else "differs"
+    outcome: Outcome = (
+        "equal" if max(loss_difference, weight_difference) <= tolerance else "differs"
+    )
     if outcome == "equal" and statistics_difference > tolerance:
         outcome = "equal but statistics"
 
@@ -356,7 +398,9 @@ def _numbers(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _of_training(trained: dict[str, Tensor], plain: Finished, *, statistics: bool = False) -> float:
-    """Return the norm of the difference of all weights, or statistics, relative to what training changed."""
+    """Return the norm of the difference of all weights, or statistics, relative to what training
+    changed.
+    """
     after, before, mine = map(_numbers, (plain.after, plain.before, trained))
     names = [name for name in after if name.endswith(STATISTICS) == statistics]
     apart = sum(float((mine[name] - after[name]).square().sum()) for name in names)
@@ -381,7 +425,10 @@ def _mean(mean: dict[str, Any]) -> str:
 def source_of(model: str) -> str:
     """Return a digest of the product, of the model's file and of what it imports from here."""
     files = sorted((ROOT / "planner").rglob("*.py"))
-    shared = [HERE / "models" / f"{name}.py" for name in (model, "made_up", "schedules", "without_torchvision")]
+    shared = [
+        HERE / "models" / f"{name}.py"
+        for name in (model, "made_up", "schedules", "without_torchvision")
+    ]
     digest = hashlib.sha256(repr(CASES[model]).encode())
     for path in [*files, *shared, HERE / "plain_loop.py"]:
         digest.update(path.read_bytes())
@@ -393,7 +440,9 @@ def described(row: Row) -> str:
     now = time.strftime("%H:%M:%S")
     text = f"{now} {row.model}, {row.shape}: {row.outcome}"
     if row.first_loss is not None:
-        text += f", loss {row.first_loss:.5f} to {row.last_loss:.5f} (plain {row.plain_last_loss:.5f})"
+        text += (
+            f", loss {row.first_loss:.5f} to {row.last_loss:.5f} (plain {row.plain_last_loss:.5f})"
+        )
         text += f", losses {row.loss_difference:.1e}, weights {row.weight_difference:.1e}"
         text += f" (noise {row.noise_difference:.1e})"
         text += f", worst {row.worst_difference:.1e} of {row.worst_tensor}"
@@ -408,7 +457,9 @@ def table(results: Results) -> str:
     ordered = sorted(known, key=lambda row: [*CASES].index(row.model))
     heads = ["model", "package", "optimizer, schedule", "shape", "result", "loss is a mean over"]
     heads += ["first loss", "last loss", "losses differ", "weights differ", "by noise"]
-    return tabulate([_cells(row) for row in ordered], heads, tablefmt="github", disable_numparse=True)
+    return tabulate(
+        [_cells(row) for row in ordered], heads, tablefmt="github", disable_numparse=True
+    )
 
 
 def _cells(row: Row) -> list[str]:

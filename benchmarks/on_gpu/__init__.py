@@ -1,1 +1,3 @@
-"""What does the package do on a real GPU, and do its predictions hold there? See README.md in this folder."""
+"""What does the package do on a real GPU, and do its predictions hold there? See README.md in this
+folder.
+"""

@@ -26,12 +26,24 @@ NO_GPU = "This benchmark measures a CUDA device, and PyTorch sees none here."
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure the parts and print their tables; return 2 without a GPU, and 1 where a model failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default: all")
-    parser.add_argument("--only", action="append", metavar="CASE", help="of the models, as results.json names it")
-    parser.add_argument("--output", type=Path, default=tables.FOLDER, help="folder of results.json and kernels.csv")
-    parser.add_argument("--tables", action="store_true", help="measure nothing, and write the pages")
+    """Measure the parts and print their tables; return 2 without a GPU, and 1 where a model
+    failed.
+    """
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default: all"
+    )
+    parser.add_argument(
+        "--only", action="append", metavar="CASE", help="of the models, as results.json names it"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=tables.FOLDER, help="folder of results.json and kernels.csv"
+    )
+    parser.add_argument(
+        "--tables", action="store_true", help="measure nothing, and write the pages"
+    )
     asked = parser.parse_args(arguments)
     if unknown := set(asked.parts) - set(PARTS):
         parser.error(f"no part is named {', '.join(sorted(unknown))}")
@@ -59,7 +71,9 @@ def measure(parts: Sequence[str], only: Sequence[str] | None, output: Path) -> l
 
     if "context" in parts:  # before this process has a context of its own, which would count
         context.measure(
-            lambda name, row: keep("context" if isinstance(row, context.Row) else "communicators", name, row)
+            lambda name, row: keep(
+                "context" if isinstance(row, context.Row) else "communicators", name, row
+            )
         )
     if "host" in parts:
         host.measure(lambda name, row: keep("host", name, row))

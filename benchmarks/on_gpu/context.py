@@ -1,4 +1,5 @@
-"""What a process takes of the GPU beside tensors, its kernels loaded lazily and eagerly; and what communicators take.
+"""What a process takes of the GPU beside tensors, its kernels loaded lazily and eagerly; and what
+communicators take.
 
 Each is measured in processes of its own, for which this module is the program.
 """
@@ -51,7 +52,13 @@ def measure(show: Callable[[str, Row | Communicators], None]) -> None:
         environment = {**os.environ, **GPU_VARIABLES, "CUDA_MODULE_LOADING": loading}
         command = [sys.executable, "-m", "benchmarks.on_gpu.context"]
         said = subprocess.run(
-            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True, timeout=300
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+            timeout=300,
         )
         show(f"kernels loaded {name}", Row(**json.loads(said.stdout)))
     for kind in KINDS:
@@ -97,9 +104,14 @@ def _uses() -> Iterator[str]:
     yield "a matrix product on another stream"
 
 
-def _make_groups(rank: int, kind: str, port: int, queue: multiprocessing.SimpleQueue[list[int]]) -> None:
-    """Make groups and use each once; rank 0 says what each but the first took, which loads NCCL's kernels."""
-    shared = {"NCCL_HOSTID": f"h{rank}", "NCCL_SOCKET_IFNAME": "lo"}  # NCCL refuses a GPU to two ranks of one host
+def _make_groups(
+    rank: int, kind: str, port: int, queue: multiprocessing.SimpleQueue[list[int]]
+) -> None:
+    """Make groups and use each once; rank 0 says what each but the first took, which loads NCCL's
+    kernels.
+    """
+    # NCCL refuses a GPU to two ranks of one host
+    shared = {"NCCL_HOSTID": f"h{rank}", "NCCL_SOCKET_IFNAME": "lo"}
     os.environ |= {**GPU_VARIABLES, **shared, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.cuda.set_device(0)
     dist.init_process_group("gloo", rank=rank, world_size=RANKS)

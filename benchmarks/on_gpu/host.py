@@ -19,7 +19,9 @@ ADDS = 1000
 
 @dataclass(frozen=True)
 class Row:
-    """One call: seconds until the host is done, until the GPU is, and those of the kernels themselves."""
+    """One call: seconds until the host is done, until the GPU is, and those of the kernels
+    themselves.
+    """
 
     host_s: float
     wall_s: float | None  # None: not kept
@@ -38,8 +40,12 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         shape = (*x.shape[:2], HEADS, WIDTH // HEADS)
-        q, k, v = (part.view(shape).transpose(1, 2) for part in self.qkv(self.norm_1(x)).split(WIDTH, 2))
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
+        q, k, v = (
+            part.view(shape).transpose(1, 2) for part in self.qkv(self.norm_1(x)).split(WIDTH, 2)
+        )
+        attended = (
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
+        )
         x = x + self.out(attended)
         down: Tensor = self.down(F.gelu(self.up(self.norm_2(x))))
         return x + down
@@ -70,7 +76,11 @@ def _calls(precision: str) -> dict[str, Callable[[], object]]:
         model, batch = model.bfloat16(), batch.bfloat16()
 
     def casting() -> AbstractContextManager[object]:
-        return torch.autocast("cuda", torch.bfloat16) if precision.startswith("autocast") else nullcontext()
+        return (
+            torch.autocast("cuda", torch.bfloat16)
+            if precision.startswith("autocast")
+            else nullcontext()
+        )
 
     def forward() -> Tensor:
         with casting():

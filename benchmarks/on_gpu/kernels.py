@@ -1,4 +1,6 @@
-"""What share of the data sheet's peaks kernels reach: products, attention, convolutions, and what moves memory."""
+"""What share of the data sheet's peaks kernels reach: products, attention, convolutions, and what
+moves memory.
+"""
 
 from __future__ import annotations
 
@@ -42,14 +44,17 @@ ATTENTION = (  # samples, heads, tokens, width of a head
     (2, 32, 4096, 64),
 )
 ROWS = ((4096, 768), (16384, 4096), (8192, 8192), (65536, 1024))
-CONVOLUTIONS = ((64, 64, 56, 3), (256, 64, 56, 1), (128, 128, 28, 3), (512, 512, 7, 3))  # in, out, size, kernel
+# in, out, size, kernel
+CONVOLUTIONS = ((64, 64, 56, 3), (256, 64, 56, 1), (128, 128, 28, 3), (512, 512, 7, 3))
 IMAGES = 64
 PARAMETERS = (10**7, 10**8)
 
 
 @dataclass(frozen=True)
 class Row:
-    """Median µs of a forward and a backward, and the rates that they are by the counts in `README.md`."""
+    """Median µs of a forward and a backward, and the rates that they are by the counts in
+    `README.md`.
+    """
 
     kind: str
     dtype: str
@@ -63,7 +68,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Kept:
-    """How many rows the file of kernels has; says in `results.json` when and where they were measured."""
+    """How many rows the file of kernels has; says in `results.json` when and where they were
+    measured.
+    """
 
     rows: int
 
@@ -81,14 +88,20 @@ def write(rows: list[Row], path: Path) -> None:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow([field.name for field in fields(Row)])
         for row in rows:
-            writer.writerow([f"{x:.3f}" if isinstance(x, float) else x for x in asdict(row).values()])
+            writer.writerow(
+                [f"{x:.3f}" if isinstance(x, float) else x for x in asdict(row).values()]
+            )
 
 
 def read(path: Path) -> list[Row]:
     """Read the rows that `write` wrote."""
 
     def row(values: dict[str, str]) -> Row:
-        number = {name: float(text) if text else None for name, text in values.items() if name[-3:] in ("_us", "ate")}
+        number = {
+            name: float(text) if text else None
+            for name, text in values.items()
+            if name[-3:] in ("_us", "ate")
+        }
         return Row(**{**values, **number})  # type: ignore[arg-type]
 
     with path.open(newline="", encoding="utf-8") as file:
@@ -97,7 +110,9 @@ def read(path: Path) -> list[Row]:
 
 def _us(call: Callable[[], object]) -> float:
     """Return the median µs of a call, with the L2 cache overwritten before each."""
-    milliseconds: float = import_module("triton.testing").do_bench(call, warmup=15, rep=60, return_mode="median")
+    milliseconds: float = import_module("triton.testing").do_bench(
+        call, warmup=15, rep=60, return_mode="median"
+    )
     return milliseconds * 1e3
 
 
@@ -111,14 +126,20 @@ def _parameter(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def _products() -> Iterator[Row]:
-    for dtype, name in ((torch.bfloat16, "bfloat16"), (torch.float32, "tf32"), (torch.float32, "float32")):
+    for dtype, name in (
+        (torch.bfloat16, "bfloat16"),
+        (torch.float32, "tf32"),
+        (torch.float32, "float32"),
+    ):
         torch.backends.cuda.matmul.allow_tf32 = name == "tf32"
         for rows, inputs, outputs in PRODUCTS if name == "bfloat16" else (*SQUARE, *GPT2_MLP):
             x = torch.randn(rows, inputs, device="cuda", dtype=dtype)
             weight = torch.randn(outputs, inputs, device="cuda", dtype=dtype)
             us = _us(lambda x=x, weight=weight: F.linear(x, weight))  # type: ignore[misc]
             rate = 2 * rows * inputs * outputs / us / 1e6
-            yield Row("product", name, f"{rows} x {inputs} x {outputs}", us, None, rate, None, FLOPS)
+            yield Row(
+                "product", name, f"{rows} x {inputs} x {outputs}", us, None, rate, None, FLOPS
+            )
     torch.backends.cuda.matmul.allow_tf32 = False
 
 
@@ -128,7 +149,9 @@ def _attention() -> Iterator[Row]:
             shape = (samples, heads, tokens, width)
             q, k, v = (_parameter(*shape, dtype=torch.bfloat16) for _ in range(3))
 
-            def forward(q: Tensor = q, k: Tensor = k, v: Tensor = v, causal: bool = causal) -> Tensor:
+            def forward(
+                q: Tensor = q, k: Tensor = k, v: Tensor = v, causal: bool = causal
+            ) -> Tensor:
                 return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
             flops = 4 * samples * heads * tokens * tokens * width * (0.5 if causal else 1)
@@ -141,17 +164,31 @@ def _attention() -> Iterator[Row]:
 def _rows() -> Iterator[Row]:
     for rows, width in ROWS:
         for dtype in (torch.bfloat16, torch.float32):
-            x, weight, bias = _parameter(rows, width, dtype=dtype), *(_parameter(width, dtype=dtype) for _ in "wb")
+            x, weight, bias = (
+                _parameter(rows, width, dtype=dtype),
+                *(_parameter(width, dtype=dtype) for _ in "wb"),
+            )
             size = rows * width * x.element_size()
             for kind, (forward, inputs) in _row_wise(x, weight, bias).items():
                 there = _us(forward)
                 back = _backward_us(forward(), inputs) if inputs else None
                 rate = None if back is None else 3 * size / back / 1e3
                 name = str(dtype).removeprefix("torch.")
-                yield Row(kind, name, f"{rows} x {width}", there, back, 2 * size / there / 1e3, rate, BYTES)
+                yield Row(
+                    kind,
+                    name,
+                    f"{rows} x {width}",
+                    there,
+                    back,
+                    2 * size / there / 1e3,
+                    rate,
+                    BYTES,
+                )
 
 
-def _row_wise(x: Tensor, weight: Tensor, bias: Tensor) -> dict[str, tuple[Callable[[], Tensor], tuple[Tensor, ...]]]:
+def _row_wise(
+    x: Tensor, weight: Tensor, bias: Tensor
+) -> dict[str, tuple[Callable[[], Tensor], tuple[Tensor, ...]]]:
     width = x.shape[-1:]
     return {
         "layer norm": (lambda: F.layer_norm(x, width, weight, bias), (x, weight, bias)),
@@ -166,7 +203,9 @@ def _row_wise(x: Tensor, weight: Tensor, bias: Tensor) -> dict[str, tuple[Callab
 
 def _updates() -> Iterator[Row]:
     for count in PARAMETERS:
-        parameters = [torch.nn.Parameter(torch.randn(count // 10, device="cuda")) for _ in range(10)]
+        parameters = [
+            torch.nn.Parameter(torch.randn(count // 10, device="cuda")) for _ in range(10)
+        ]
         for parameter in parameters:
             parameter.grad = torch.randn_like(parameter)
         for kind in ("foreach", "fused"):
@@ -174,20 +213,29 @@ def _updates() -> Iterator[Row]:
             optimizer = torch.optim.AdamW(parameters, **options)
             optimizer.step()
             us = _us(optimizer.step)
-            yield Row(f"AdamW {kind}", "float32", str(count), us, None, 28 * count / us / 1e3, None, BYTES)
+            yield Row(
+                f"AdamW {kind}", "float32", str(count), us, None, 28 * count / us / 1e3, None, BYTES
+            )
 
 
 def _convolutions() -> Iterator[Row]:
-    layouts = {"convolution": torch.contiguous_format, "convolution, channels last": torch.channels_last}
+    layouts = {
+        "convolution": torch.contiguous_format,
+        "convolution, channels last": torch.channels_last,
+    }
     for kind, layout in layouts.items():
         for dtype, name in ((torch.float32, "tf32"), (torch.bfloat16, "bfloat16")):
             for inputs, outputs, size, kernel in CONVOLUTIONS:
                 images, weight = (
-                    torch.randn(*shape, device="cuda", dtype=dtype).to(memory_format=layout).requires_grad_()
+                    torch.randn(*shape, device="cuda", dtype=dtype)
+                    .to(memory_format=layout)
+                    .requires_grad_()
                     for shape in ((IMAGES, inputs, size, size), (outputs, inputs, kernel, kernel))
                 )
 
-                def forward(images: Tensor = images, weight: Tensor = weight, kernel: int = kernel) -> Tensor:
+                def forward(
+                    images: Tensor = images, weight: Tensor = weight, kernel: int = kernel
+                ) -> Tensor:
                     return F.conv2d(images, weight, padding=kernel // 2)
 
                 flops = 2 * IMAGES * outputs * inputs * (kernel * size) ** 2

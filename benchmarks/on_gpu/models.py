@@ -1,4 +1,6 @@
-"""Plain training, profile, plan and training by the plan of models on this device, in this one process."""
+"""Plain training, profile, plan and training by the plan of models on this device, in this one
+process.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +95,9 @@ def measure(case: Case, device: str = "cuda") -> Row:
     host_s, plain_s, plain_peak = _plain(case, device)
     _empty_cache(device)
     profile = _profile(case.file, case.batch, case.dtype, case.channels_last, device)
-    cluster = planner.flat_cluster(1, bandwidth_bytes_per_s=BANDWIDTH, memory_bytes=profile.device.memory_bytes)
+    cluster = planner.flat_cluster(
+        1, bandwidth_bytes_per_s=BANDWIDTH, memory_bytes=profile.device.memory_bytes
+    )
     plan = planner.solve(profile, cluster, recompute="always" if case.recompute else "never")
     _empty_cache(device)
     result = train_worker(Job(model=case.file, plan=plan, steps=case.steps))
@@ -133,11 +137,15 @@ def _be_the_only_worker() -> None:
 @cache
 def _profile(file: str, batch: int, dtype: str, channels_last: bool, device: str) -> Profile:
     layout: dict[str, Any] = {"memory_format": "channels-last"} if channels_last else {}
-    return planner.profile(file, batch_size=batch, dtype=dtype, device=device, seconds=1.0, **layout)
+    return planner.profile(
+        file, batch_size=batch, dtype=dtype, device=device, seconds=1.0, **layout
+    )
 
 
 def _plain(case: Case, device: str) -> tuple[float, float, int]:
-    """Return the host's seconds and all seconds of a step as PyTorch's users write it, and the peak of its memory."""
+    """Return the host's seconds and all seconds of a step as PyTorch's users write it, and the peak
+    of its memory.
+    """
     step = _plain_step(case, device)
     on_gpu, steps = device == "cuda", max(10, case.steps // 4)
     for _ in range(WARM):

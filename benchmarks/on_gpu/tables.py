@@ -58,7 +58,14 @@ def _table(rows: Iterable[Sequence[object]], headers: Sequence[str]) -> str:
 
 
 def _speed(rows: dict[str, models.Row]) -> str:
-    headers = ["model", "predicted, samples/s", "measured", "error", "plain PyTorch step", "measured beside it"]
+    headers = [
+        "model",
+        "predicted, samples/s",
+        "measured",
+        "error",
+        "plain PyTorch step",
+        "measured beside it",
+    ]
     lines = [
         [
             name,
@@ -74,7 +81,15 @@ def _speed(rows: dict[str, models.Row]) -> str:
 
 
 def _memory(rows: dict[str, models.Row]) -> str:
-    headers = ["model", "predicted, MB", "measured", "error", "plain PyTorch step", "reserved", "over measured"]
+    headers = [
+        "model",
+        "predicted, MB",
+        "measured",
+        "error",
+        "plain PyTorch step",
+        "reserved",
+        "over measured",
+    ]
     lines = [
         [
             name,
@@ -102,22 +117,33 @@ def _host(rows: dict[str, host.Row]) -> str:
         ]
         for name, row in rows.items()
     ]
-    return _table(lines, ["what", "host, µs", "until the GPU is done", "its kernels", "launches", "host per launch"])
+    return _table(
+        lines,
+        ["what", "host, µs", "until the GPU is done", "its kernels", "launches", "host per launch"],
+    )
 
 
 def _contexts(rows: dict[str, context.Row]) -> str:
     uses = dict.fromkeys(what for row in rows.values() for what in row.after_bytes)
     lines = [
         ["at the start", *(f"{row.start_bytes / MIB:.0f}" for row in rows.values())],
-        *([f"after {what}", *(f"{row.after_bytes[what] / MIB:.0f}" for row in rows.values())] for what in uses),
+        *(
+            [f"after {what}", *(f"{row.after_bytes[what] / MIB:.0f}" for row in rows.values())]
+            for what in uses
+        ),
         ["seconds of the start", *(f"{row.start_s:.1f}" for row in rows.values())],
     ]
     return _table(lines, ["MiB beside tensors", *rows])
 
 
 def _communicators(rows: dict[str, context.Communicators]) -> str:
-    lines = [[name, ", ".join(f"{each / 1e6:.0f}" for each in row.each_bytes)] for name, row in rows.items()]
-    return _table(lines, ["what for", "MB of each further communicator of two ranks, in each process"])
+    lines = [
+        [name, ", ".join(f"{each / 1e6:.0f}" for each in row.each_bytes)]
+        for name, row in rows.items()
+    ]
+    return _table(
+        lines, ["what for", "MB of each further communicator of two ranks, in each process"]
+    )
 
 
 def _kernels(rows: list[kernels.Row]) -> str:
@@ -132,8 +158,12 @@ def _kernels(rows: list[kernels.Row]) -> str:
         peak = _peak(dtype, unit)
         said = f"{min(back):,.0f} to {max(back):,.0f}" if back else ""
         share = f"{max(there) / peak:.0%}"
-        lines.append([kind, dtype, len(group), f"{min(there):,.0f} to {max(there):,.0f}", share, said, unit])
-    return _table(lines, ["kernel", "dtype", "shapes", "forward", "best of the peak", "backward", "unit"])
+        lines.append(
+            [kind, dtype, len(group), f"{min(there):,.0f} to {max(there):,.0f}", share, said, unit]
+        )
+    return _table(
+        lines, ["kernel", "dtype", "shapes", "forward", "best of the peak", "backward", "unit"]
+    )
 
 
 def _peak(dtype: str, unit: str) -> float:

@@ -32,7 +32,9 @@ AIM_US = 100.0
 
 @dataclass(frozen=True)
 class Result:
-    """Microseconds per microbatch: of each pair of windows the worker less its bare operations; and the parts."""
+    """Microseconds per microbatch: of each pair of windows the worker less its bare operations; and
+    the parts.
+    """
 
     case: Case
     bare_us: float
@@ -47,8 +49,12 @@ class Result:
 
 def main() -> None:
     """Measure every case and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=40, help="windows of the worker, each beside one without it")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--pairs", type=int, default=40, help="windows of the worker, each beside one without it"
+    )
     parser.add_argument("--units", type=int, default=64, help="microbatches per window")
     parser.add_argument("--save", action="store_true", help="write the table into the README")
     arguments = parser.parse_args()
@@ -62,7 +68,9 @@ def main() -> None:
 
 
 def measure(case: Case, pairs: int, units: int) -> Result:
-    """Run the worker of `case` and its bare operations in turn, and then once more with every part timed."""
+    """Run the worker of `case` and its bare operations in turn, and then once more with every part
+    timed.
+    """
     plan, spec = plan_of(case), TrainingSpec.from_file(MODEL)
     per_window = units // case.microbatches
     with lone_rank(case.stage, WORKERS):
@@ -78,7 +86,10 @@ def measure(case: Case, pairs: int, units: int) -> Result:
             work()
             # Of another copy: the worker has units in flight, whose weights must not change.
             copy, *_ = build(plan, spec, 1)
-            unit, update = bare_unit(copy, copy.stages[case.stage]), bare_update(copy.stages[case.stage])
+            unit, update = (
+                bare_unit(copy, copy.stages[case.stage]),
+                bare_update(copy.stages[case.stage]),
+            )
 
             def bare() -> float:
                 began_s = time.thread_time()
@@ -106,17 +117,31 @@ def measure(case: Case, pairs: int, units: int) -> Result:
     return Result(case, statistics.median(bares), found, parts_us)
 
 
-def _run_timed(worker: PipelineWorker, watch: Stopwatch, instructions: Iterable[Instruction]) -> None:
+def _run_timed(
+    worker: PipelineWorker, watch: Stopwatch, instructions: Iterable[Instruction]
+) -> None:
     worker.run(watch.items("instruction stream", instructions))
 
 
 def table(results: list[Result]) -> str:
     """Return a row per part, in microseconds per microbatch."""
-    found = dict.fromkeys(part for result in results for part in result.parts_us if part not in (OPERATIONS, NETWORK))
+    found = dict.fromkeys(
+        part for result in results for part in result.parts_us if part not in (OPERATIONS, NETWORK)
+    )
     parts = sorted(found, key=lambda part: -results[0].parts_us.get(part, 0))
-    rows = [[part, *(f"{result.parts_us.get(part, 0):.1f}" for result in results)] for part in parts]
+    rows = [
+        [part, *(f"{result.parts_us.get(part, 0):.1f}" for result in results)] for part in parts
+    ]
     sums = [sum(result.parts_us.get(part, 0) for part in parts) for result in results]
-    rows.append(["other", *(f"{result.total_us - known:.1f}" for result, known in zip(results, sums, strict=True))])
+    rows.append(
+        [
+            "other",
+            *(
+                f"{result.total_us - known:.1f}"
+                for result, known in zip(results, sums, strict=True)
+            ),
+        ]
+    )
     rows.append(["**in all**", *(f"**{result.total_us:.1f}**" for result in results)])
     rows.append(["quartiles", *(_quartiles(result.pairs_us) for result in results)])
     rows.append(["the stage's operations", *(f"{result.bare_us:.1f}" for result in results)])
@@ -132,8 +157,10 @@ def _quartiles(values: list[float]) -> str:
 
 def _described() -> str:
     return (
-        f"{time.strftime('%Y-%m-%d')}, {platform.machine()}, {platform.system()} {platform.release()}, "
-        f"Python {platform.python_version()}, torch {torch.__version__}, load {os.getloadavg()[0]:.1f} before."
+        f"{time.strftime('%Y-%m-%d')}, {platform.machine()}, {platform.system()} "
+        f"{platform.release()}, "
+        f"Python {platform.python_version()}, torch {torch.__version__}, load "
+        f"{os.getloadavg()[0]:.1f} before."
     )
 
 

@@ -58,19 +58,25 @@ def plan_of(case: Case) -> Plan:
     groups = uncut_groups(layer_costs)
     cuts = [len(groups) * stage // WORKERS for stage in range(WORKERS + 1)]
     parts = [[layer for group in groups[a:b] for layer in group] for a, b in pairwise(cuts)]
-    problem = Problem(layer_costs, Setting(flat_cluster(WORKERS, 1e9), find(case.schedule), case.microbatches))
+    problem = Problem(
+        layer_costs, Setting(flat_cluster(WORKERS, 1e9), find(case.schedule), case.microbatches)
+    )
     return assemble(problem, priced(problem, candidates(parts, (1,) * WORKERS)))
 
 
 def bare_unit(context: PipelineContext, stage: HeldStage) -> Callable[[], None]:
-    """Return a function that runs the stage's operations on one unit, forward and backward, and nothing else."""
+    """Return a function that runs the stage's operations on one unit, forward and backward, and
+    nothing else.
+    """
     module = stage.module
     inputs = module._read(context.data.batch(Unit(0))) if module.needs_batch else []
     received = [torch.randn(spec.shape(SAMPLES)) for spec in module.received]
     numbers = module._numbers_for(inputs, received)
     fixed = (context.place.compute, module._key, None, *inputs)
     run = module._code.run
-    gradients: list[Tensor | None] = [None if module.has_loss else torch.ones(s.shape(SAMPLES)) for s in module.sent]
+    gradients: list[Tensor | None] = [
+        None if module.has_loss else torch.ones(s.shape(SAMPLES)) for s in module.sent
+    ]
 
     def unit() -> None:
         values = [value.detach().requires_grad_() for value in received]

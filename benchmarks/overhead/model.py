@@ -16,7 +16,9 @@ BLOCKS, WIDTH = 6, 16
 
 def build_model() -> nn.Module:
     """Return the blocks in one sequence."""
-    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1)) for _ in range(BLOCKS)))
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1)) for _ in range(BLOCKS))
+    )
 
 
 def example_batch(batch_size: int) -> tuple[tuple[Tensor, ...], Tensor]:

@@ -1,4 +1,6 @@
-"""Time the parts of a worker: each function's own time, without that of the timed functions that it calls."""
+"""Time the parts of a worker: each function's own time, without that of the timed functions that it
+calls.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,15 @@ PARTS: dict[str, Sequence[Place]] = {
     "messages": [(Links, "receive"), (Links, "send")],
     "records of units": [
         (StageReplica, name)
-        for name in ("accept_activation", "activation", "accept_gradient", "gradient", "forward", "backward", "update")
+        for name in (
+            "accept_activation",
+            "activation",
+            "accept_gradient",
+            "gradient",
+            "forward",
+            "backward",
+            "update",
+        )
     ],
     "versions": [(WeightVersions, name) for name in ("stash", "stashed", "restored", "update")],
     "random keys": [(StageModule, "set_random_key"), (RandomKey, "seed_of")],
@@ -48,10 +58,13 @@ class Stopwatch:
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._calls: Counter[str] = Counter()
         self._calls_within: Counter[str] = Counter()
-        self._open: list[tuple[str, float]] = [("", 0.0)]  # part of each open call, and the time of calls within
+        # part of each open call, and the time of calls within
+        self._open: list[tuple[str, float]] = [("", 0.0)]
 
     def timed(self, part: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `call` with its own time added to `part`; of a context manager, that of entering and leaving."""
+        """Return `call` with its own time added to `part`; of a context manager, that of entering
+        and leaving.
+        """
 
         @wraps(call)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -74,7 +87,9 @@ class Stopwatch:
         """Return each part's own time per unit."""
         inside, around = self._own_s()
         return {
-            part: (seconds - self._calls[part] * inside - self._calls_within[part] * around) / units * 1e6
+            part: (seconds - self._calls[part] * inside - self._calls_within[part] * around)
+            / units
+            * 1e6
             for part, seconds in self._seconds.items()
         }
 
@@ -96,7 +111,9 @@ class Stopwatch:
 
     @staticmethod
     def _own_s() -> tuple[float, float]:
-        """Return what a call of a timed function that does nothing adds to its part, and to its caller's."""
+        """Return what a call of a timed function that does nothing adds to its part, and to its
+        caller's.
+        """
         watch = Stopwatch()
         inner = watch.timed("inner", int)
         outer = watch.timed("outer", lambda: [inner() for _ in range(_CALLS)])
@@ -110,7 +127,9 @@ def parts_timed(stage: StageModule) -> Iterator[Stopwatch]:
     watch = Stopwatch()
     code, run = stage._code, stage._code.run
     object.__setattr__(code, "run", watch.timed(OPERATIONS, run))
-    before = [(owner, name, getattr(owner, name)) for places in PARTS.values() for owner, name in places]
+    before = [
+        (owner, name, getattr(owner, name)) for places in PARTS.values() for owner, name in places
+    ]
     for part, places in PARTS.items():
         for owner, name in places:
             setattr(owner, name, watch.timed(part, getattr(owner, name)))

@@ -1,4 +1,6 @@
-"""One worker of a pipeline in a process of its own: the others are stand-ins whose messages are made beforehand."""
+"""One worker of a pipeline in a process of its own: the others are stand-ins whose messages are
+made beforehand.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ _Lane = tuple[int, int, dist.ProcessGroup]  # peer's rank, tag, group
 
 @dataclass
 class Neighbours:
-    """The other workers' messages, in the order of this worker's receives, handed over when a receive is posted."""
+    """The other workers' messages, in the order of this worker's receives, handed over when a
+    receive is posted.
+    """
 
     groups: LinkGroups
     wire: torch.device
@@ -47,10 +51,15 @@ class Neighbours:
         for receive in instructions:
             if isinstance(receive, Receive):
                 layout, lane = layouts.layout(receive), lane_of(receive, dist.get_rank())
-                values = {slot.spec.name: torch.randn(slot.shape, device=self.wire) * 1e-3 for slot in layout.slots}
+                values = {
+                    slot.spec.name: torch.randn(slot.shape, device=self.wire) * 1e-3
+                    for slot in layout.slots
+                }
                 message = Outgoing(layout, self.wire)
                 message.fill(receive.unit, values)
-                self.waiting[receive.peer_rank, lane.tag, self.groups.of(lane)].append(message.buffer)
+                self.waiting[receive.peer_rank, lane.tag, self.groups.of(lane)].append(
+                    message.buffer
+                )
 
     def hand_over(self, lane: _Lane, buffer: Tensor) -> None:
         """Fill `buffer` with the next message."""
@@ -73,7 +82,9 @@ class Neighbours:
 
 
 class _Filled:
-    """The work of a receive on a device: what waits for it waits for the stream that fills the buffer."""
+    """The work of a receive on a device: what waits for it waits for the stream that fills the
+    buffer.
+    """
 
     def __init__(self, work: Any, buffer: Tensor) -> None:
         self._work, self._buffer, self._runtime = work, buffer, runtime_of(buffer.device)
@@ -112,14 +123,20 @@ def lone_rank(rank: int, world: int) -> Iterator[None]:
 def build(
     plan: Plan, spec: TrainingSpec, minibatches: int, place: Place = CPU
 ) -> tuple[PipelineContext, PipelineWorker, Neighbours, Ahead]:
-    """Build the worker of this rank and its stream, with all messages of `minibatches` waiting for it at `place`."""
+    """Build the worker of this rank and its stream, with all messages of `minibatches` waiting for
+    it at `place`.
+    """
     context = pipeline_context(Job(model=spec.origin, plan=plan, steps=minibatches), spec, place)
     groups = Groups.create(context)
     neighbours = Neighbours(groups.links, place.wire)
     shared = {number: stage.shared for number, stage in context.stages.items()}
     neighbours.expect(
-        context.stream(0, minibatches), Layouts(context.transfers, shared, context.data.size, with_scale=False)
+        context.stream(0, minibatches),
+        Layouts(context.transfers, shared, context.data.size, with_scale=False),
     )
-    worker, stream = make_worker(context, groups, Observers(context.heartbeat)), Ahead(context.stream(0, minibatches))
+    worker, stream = (
+        make_worker(context, groups, Observers(context.heartbeat)),
+        Ahead(context.stream(0, minibatches)),
+    )
     worker.links.follow(stream)
     return context, worker, neighbours, stream

@@ -37,11 +37,23 @@ MARKER = "<!-- result -->"
 
 def main() -> None:
     """Measure samples/s at each share of the link's capacity, and over a very fast link."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--stages", type=int, default=2)
     parser.add_argument("--minibatches", type=int, default=60)
-    parser.add_argument("--shares", type=float, nargs="+", default=SHARES, help="seconds on the link per one computed")
-    parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}, and the table into {README.name}")
+    parser.add_argument(
+        "--shares",
+        type=float,
+        nargs="+",
+        default=SHARES,
+        help="seconds on the link per one computed",
+    )
+    parser.add_argument(
+        "--save",
+        action="store_true",
+        help=f"write {RESULTS.name}, and the table into {README.name}",
+    )
     arguments = parser.parse_args()
     rows = []
     with testbed(arguments.stages) as bed, tempfile.TemporaryDirectory(prefix="overlap-") as folder:
@@ -51,22 +63,38 @@ def main() -> None:
             own = Path(folder) / str(share)
             own.mkdir()
             bound = _measure(bed, _fast(arguments.stages), size, arguments, own)
-            shared = _measure(bed, flat_cluster(arguments.stages, NOMINAL_BYTES_PER_S), size, arguments, own)
+            shared = _measure(
+                bed, flat_cluster(arguments.stages, NOMINAL_BYTES_PER_S), size, arguments, own
+            )
             rows.append({"share": share, "message_bytes": size, "no_link": bound, "link": shared})
     shown = [
         [f"{r['share']:.0%}", f"{r['message_bytes'] / 1e6:.2f}", f"{r['no_link']:.2f}", f"{r['link']:.2f}",
          f"{r['link'] / r['no_link']:.1%}"]
         for r in rows
     ]  # fmt: skip
-    headers = ["link needs, of compute", "MB each way", "minibatches/s, no link", "with the link", "of it"]
+    headers = [
+        "link needs, of compute",
+        "MB each way",
+        "minibatches/s, no link",
+        "with the link",
+        "of it",
+    ]
     table = tabulate(shown, headers, tablefmt="github", disable_numparse=True)
     print(table)
     if arguments.save:
         load = Path("/proc/loadavg").read_text(encoding="utf-8").split()[0]
-        content = {"date": time.strftime("%Y-%m-%d"), "load": load, "stages": arguments.stages, "rows": rows}
+        content = {
+            "date": time.strftime("%Y-%m-%d"),
+            "load": load,
+            "stages": arguments.stages,
+            "rows": rows,
+        }
         RESULTS.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         head = README.read_text(encoding="utf-8").split(MARKER)[0]
-        about = f"{content['date']}, emulated devices, {arguments.stages} stages, {arguments.minibatches} minibatches."
+        about = (
+            f"{content['date']}, emulated devices, {arguments.stages} stages, "
+            f"{arguments.minibatches} minibatches."
+        )
         README.write_text(f"{head}{MARKER}\n\n{about}\n\n{table}\n", encoding="utf-8")
 
 
@@ -74,7 +102,9 @@ def _fast(stages: int) -> Cluster:
     return flat_cluster(stages, FAST_BYTES_PER_S)
 
 
-def _measure(bed: Testbed, cluster: Cluster, message_bytes: int, arguments: argparse.Namespace, folder: Path) -> float:
+def _measure(
+    bed: Testbed, cluster: Cluster, message_bytes: int, arguments: argparse.Namespace, folder: Path
+) -> float:
     """Return minibatches per second in steady state, over links like those of `cluster`."""
     measured = bed.links(cluster)
     emulated = emulate(_profile(arguments.stages, message_bytes), Scale(1.0, 1.0), folder)
@@ -84,7 +114,9 @@ def _measure(bed: Testbed, cluster: Cluster, message_bytes: int, arguments: argp
 
 
 def _profile(stages: int, message_bytes: int) -> Profile:
-    """Return a profile of a layer per stage; each sends this many bytes and gets as many gradients back."""
+    """Return a profile of a layer per stage; each sends this many bytes and gets as many gradients
+    back.
+    """
     layers = tuple(
         Layer(
             name=f"layer{index}",
@@ -92,7 +124,11 @@ def _profile(stages: int, message_bytes: int) -> Profile:
             forward_s=COMPUTE_S / 3,
             backward_s=COMPUTE_S * 2 / 3,
             update_s=0.0,
-            outputs=(Value(name=f"value{index}", output_bytes=message_bytes, gradient_bytes=message_bytes),),
+            outputs=(
+                Value(
+                    name=f"value{index}", output_bytes=message_bytes, gradient_bytes=message_bytes
+                ),
+            ),
             weight_bytes=4,
             gradient_bytes=4,
             parameters=(f"{index}.weight",),
@@ -106,13 +142,18 @@ def _profile(stages: int, message_bytes: int) -> Profile:
         dtype="float32",
         microbatch_size=1,
         layers=layers,
-        edges=tuple(Edge(source=f"layer{k}", value=f"value{k}", target=f"layer{k + 1}") for k in range(stages - 1)),
+        edges=tuple(
+            Edge(source=f"layer{k}", value=f"value{k}", target=f"layer{k + 1}")
+            for k in range(stages - 1)
+        ),
         provenance=Provenance(tool="benchmarks.overlap", source="estimated"),
     )
 
 
 def _plan(profile: Profile, cluster: Cluster, stages: int) -> Plan:
-    """Return a plan with one layer per stage, the loss with the last, and enough minibatches in flight for the link."""
+    """Return a plan with one layer per stage, the loss with the last, and enough minibatches in
+    flight for the link.
+    """
     layer_costs = LayerCosts(profile)
     groups = [[index] for index in range(stages)]
     groups[-1] += range(stages, len(profile.layers))

@@ -1,4 +1,5 @@
-"""Solve the rows of PipeDream at SOSP 2019 (Narayanan et al.), and run them on emulated devices. See README.md here.
+"""Solve the rows of PipeDream at SOSP 2019 (Narayanan et al.), and run them on emulated devices.
+See README.md here.
 
 python -m benchmarks.pipedream_sosp19 --save
 """
@@ -26,13 +27,25 @@ HERE = Path(__file__).parent
 
 def main() -> None:
     """Run the parts asked for, print the tables, and save them if asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--parts", nargs="*", choices=PARTS, default=PARTS, help="these only, or none; the rest stays as kept"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rows", type=int, nargs="+", help="of each part only these, counted from 0")
-    parser.add_argument("--seconds", type=float, default=10.0, help="of each run, after its start-up")
-    parser.add_argument("--save", action="store_true", help="write results.json, results.md and the page in docs/")
+    parser.add_argument(
+        "--parts",
+        nargs="*",
+        choices=PARTS,
+        default=PARTS,
+        help="these only, or none; the rest stays as kept",
+    )
+    parser.add_argument(
+        "--rows", type=int, nargs="+", help="of each part only these, counted from 0"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=10.0, help="of each run, after its start-up"
+    )
+    parser.add_argument(
+        "--save", action="store_true", help="write results.json, results.md and the page in docs/"
+    )
     arguments = parser.parse_args()
     results = Results(HERE, save=arguments.save)
     for part in arguments.parts:
@@ -75,7 +88,9 @@ def run_part(part: str, rows: Sequence[Row], seconds: float, results: Results) -
                 for name, scheduled in run_schedules(bed, row, seconds, place).items():
                     results.add(part, f"{row.name}: {name}", scheduled)
             else:
-                results.add(part, row.name, run_row(bed, row, bandwidth, seconds, place, theirs=True))
+                results.add(
+                    part, row.name, run_row(bed, row, bandwidth, seconds, place, theirs=True)
+                )
 
 
 def _bandwidth(part: str, row: Row, results: Results) -> float | None:
@@ -88,7 +103,8 @@ def _bandwidth(part: str, row: Row, results: Results) -> float | None:
 def run_schedules(bed: Testbed, row: Row, seconds: float, folder: Path) -> dict[str, Scheduled]:
     """Run the straight pipeline under 1F1B at PipeDream's depth, and under synchronous schedules.
 
-    GPipe divides a minibatch into as many microbatches as 1F1B has minibatches in flight, and recomputes each forward.
+    GPipe divides a minibatch into as many microbatches as 1F1B has minibatches in flight, and
+    recomputes each forward.
     """
     emulated, links = emulated_row(bed, row, None, folder)
     straight = published_plan(emulated.profile, links, row)
@@ -112,9 +128,14 @@ def run_schedules(bed: Testbed, row: Row, seconds: float, folder: Path) -> dict[
 
 
 def at_published_depth(plan: Plan) -> Plan:
-    """Return a straight pipeline; each stage has as many minibatches in flight as there are stages from it on."""
+    """Return a straight pipeline; each stage has as many minibatches in flight as there are stages
+    from it on.
+    """
     count = len(plan.stages)
-    stages = (stage.model_copy(update={"in_flight": count - index}) for index, stage in enumerate(plan.stages))
+    stages = (
+        stage.model_copy(update={"in_flight": count - index})
+        for index, stage in enumerate(plan.stages)
+    )
     return plan.model_copy(update={"stages": tuple(stages)})
 
 

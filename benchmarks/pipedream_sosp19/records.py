@@ -12,7 +12,8 @@ from benchmarks.published_configs.rows import ROWS, Row
 from benchmarks.published_rows import Ran
 
 PARTS = ("solved", "nominal", "implied", "straight", "gpipe")
-# Narayanan et al., SOSP 2019: how much lower GPipe's throughput is than PipeDream's, at PipeDream's depth (NOAM).
+# Narayanan et al., SOSP 2019: how much lower GPipe's throughput is than PipeDream's, at PipeDream's
+# depth (NOAM).
 SLOWER = {"gnmt16, 4x4 (A)": 0.55, "gnmt16, 8x2 (B)": 0.71}
 
 
@@ -26,8 +27,8 @@ class Solved:
         communication_cut: share of data parallelism's bytes that our plan does not send.
         theirs_over_data_parallel: predicted, of the published configuration with the best cuts.
         data_parallel_over_one: predicted speed-up of data parallelism over one device.
-        implied_bytes_per_s: the largest bandwidth at which the published speed-up is about met; None where there is
-            none among those tried.
+        implied_bytes_per_s: the largest bandwidth at which the published speed-up is about met;
+            None where there is none among those tried.
     """
 
     config: str
@@ -40,7 +41,9 @@ class Solved:
 
 @dataclass(frozen=True)
 class Scheduled:
-    """GNMT-16 in 16 stages under one schedule: seconds per 16 microbatches, simulated and measured."""
+    """GNMT-16 in 16 stages under one schedule: seconds per 16 microbatches, simulated and
+    measured.
+    """
 
     simulated_s: float
     measured_s: float
@@ -64,8 +67,14 @@ def tables(results: Results) -> str:
     """Return all saved results in Markdown."""
     parts: list[str] = []
     if solved := results.records("solved", Solved):
-        parts.append(f"Solved at the nominal bandwidth ({results.about('solved')}):\n\n{solved_table(solved)}")
-    for part, rate in (("nominal", "the nominal bandwidth"), ("implied", "the bandwidth that theirs over DP implies")):
+        parts.append(
+            f"Solved at the nominal bandwidth "
+            f"({results.about('solved')}):\n\n{solved_table(solved)}"
+        )
+    for part, rate in (
+        ("nominal", "the nominal bandwidth"),
+        ("implied", "the bandwidth that theirs over DP implies"),
+    ):
         if ran := results.records(part, Ran):
             about = f"Run at {rate}; emulated devices, {results.about(part)}"
             parts.append(f"{about}:\n\n{run_table(rows_of(part), ran)}")
@@ -80,7 +89,16 @@ def tables(results: Results) -> str:
 
 def solved_table(solved: Mapping[str, Solved]) -> str:
     """Return the table of published and predicted values."""
-    headers = ("row", "published", "over DP", "ours", "over DP", "less sent", "published config: over DP", "DP over 1")
+    headers = (
+        "row",
+        "published",
+        "over DP",
+        "ours",
+        "over DP",
+        "less sent",
+        "published config: over DP",
+        "DP over 1",
+    )
     rows = [
         [
             row.name,
@@ -100,7 +118,15 @@ def solved_table(solved: Mapping[str, Solved]) -> str:
 
 def run_table(published: Sequence[Row], ran: Mapping[str, Ran]) -> str:
     """Return the table of published and measured values."""
-    headers = ["row", "link, Gbps", "published", "over DP", "ours", "over DP", "published config: over DP"]
+    headers = [
+        "row",
+        "link, Gbps",
+        "published",
+        "over DP",
+        "ours",
+        "over DP",
+        "published config: over DP",
+    ]
     headers += ["DP over 1", "predicted / measured"]
     rows = []
     for row in published:
@@ -124,9 +150,21 @@ def run_table(published: Sequence[Row], ran: Mapping[str, Ran]) -> str:
 
 
 def straight_table(ran: Mapping[str, Ran]) -> str:
-    """Return the speed-ups over one machine of the straight pipeline, the best plan and data parallelism."""
-    replicated = {row.name: row for row in ROWS if row.table == "arXiv" and row.config != "straight"}
-    headers = ("row", "link, Gbps", "straight, published", "straight", "replicated, published", "replicated", "BSP")
+    """Return the speed-ups over one machine of the straight pipeline, the best plan and data
+    parallelism.
+    """
+    replicated = {
+        row.name: row for row in ROWS if row.table == "arXiv" and row.config != "straight"
+    }
+    headers = (
+        "row",
+        "link, Gbps",
+        "straight, published",
+        "straight",
+        "replicated, published",
+        "replicated",
+        "BSP",
+    )
     rows = [
         [
             row.name,
@@ -145,7 +183,15 @@ def straight_table(ran: Mapping[str, Ran]) -> str:
 
 def schedule_table(scheduled: Mapping[str, Scheduled]) -> str:
     """Return the seconds under each schedule, and how much lower than 1F1B's its throughput is."""
-    headers = ("row", "schedule", "simulated, s", "measured, s", "slower, simulated", "slower", "slower, published")
+    headers = (
+        "row",
+        "schedule",
+        "simulated, s",
+        "measured, s",
+        "slower, simulated",
+        "slower",
+        "slower, published",
+    )
     rows = []
     for key, one in scheduled.items():
         row, _, schedule = key.partition(": ")

@@ -1,4 +1,5 @@
-"""Solve PipeDream's Table 1 (Harlap et al., arXiv 1806.03377), and run it on emulated devices. See README.md here.
+"""Solve PipeDream's Table 1 (Harlap et al., arXiv 1806.03377), and run it on emulated devices. See
+README.md here.
 
 python -m benchmarks.pipedream_table1 --save
 """
@@ -44,21 +45,36 @@ def table1() -> list[Row]:
 
 def main() -> None:
     """Run the rows, print the table, and save it if asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, nargs="+", help="these only, counted from 0; the others stay as kept")
-    parser.add_argument("--seconds", type=float, default=10.0, help="of each run, after its start-up")
-    parser.add_argument(
-        "--nominal", action="store_true", help="links at their nominal rate, instead of what the published BSP got"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--save", action="store_true", help="write results.json, results.md and the page in docs/")
+    parser.add_argument(
+        "--rows", type=int, nargs="+", help="these only, counted from 0; the others stay as kept"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=10.0, help="of each run, after its start-up"
+    )
+    parser.add_argument(
+        "--nominal",
+        action="store_true",
+        help="links at their nominal rate, instead of what the published BSP got",
+    )
+    parser.add_argument(
+        "--save", action="store_true", help="write results.json, results.md and the page in docs/"
+    )
     arguments = parser.parse_args()
     part = "nominal" if arguments.nominal else "implied"
     results = Results(HERE, save=arguments.save)
     rows = table1() if arguments.rows is None else [table1()[index] for index in arguments.rows]
-    with tempfile.TemporaryDirectory(prefix="table1-") as folder, testbed(max(row.gpus for row in rows)) as bed:
+    with (
+        tempfile.TemporaryDirectory(prefix="table1-") as folder,
+        testbed(max(row.gpus for row in rows)) as bed,
+    ):
         for count, row in enumerate(rows):
             bandwidth = None if arguments.nominal else implied_bandwidth(row)
-            ran = run_row(bed, row, bandwidth, arguments.seconds, Path(folder) / str(count), theirs=False)
+            ran = run_row(
+                bed, row, bandwidth, arguments.seconds, Path(folder) / str(count), theirs=False
+            )
             results.add(part, row.name, ran)
             print(f"{count + 1}/{len(rows)}: {row.name}: {ran}", file=sys.stderr, flush=True)
     results.show(tables(results))
@@ -66,7 +82,10 @@ def main() -> None:
 
 def tables(results: Results) -> str:
     """Return the saved results in Markdown."""
-    titles = {"implied": "At the bandwidth that the published BSP had", "nominal": "At the nominal bandwidth"}
+    titles = {
+        "implied": "At the bandwidth that the published BSP had",
+        "nominal": "At the nominal bandwidth",
+    }
     parts = []
     for part, title in titles.items():
         if kept := results.records(part, Ran):

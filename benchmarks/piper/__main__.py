@@ -1,4 +1,5 @@
-"""Answer the questions of Piper's program, and compare with its answers. See README.md in this folder.
+"""Answer the questions of Piper's program, and compare with its answers. See README.md in this
+folder.
 
 python -m benchmarks.piper --input bert32a100 --devices 128
 """
@@ -32,18 +33,38 @@ from planner.schedule.one_stage import TWO_BW
 from planner.solver import search_plan as solve
 from planner.solver.problem.problem import Problem
 
-HEADERS = ["graph", "memory", "GPUs", "Piper's s", "ours", "memory", "plan", "Piper took s", "we took CPU s"]
-OWN_HEADERS = [*HEADERS[:5], "Piper's, by our cost", "ours, by our cost", "memory, by Piper's", *HEADERS[6:]]
+HEADERS = [
+    "graph",
+    "memory",
+    "GPUs",
+    "Piper's s",
+    "ours",
+    "memory",
+    "plan",
+    "Piper took s",
+    "we took CPU s",
+]
+OWN_HEADERS = [
+    *HEADERS[:5],
+    "Piper's, by our cost",
+    "ours, by our cost",
+    "memory, by Piper's",
+    *HEADERS[6:],
+]
 UNANSWERED = (2, 4, 10)  # devices for which the program did not end on the graph of GNMT
 
 
 def main() -> None:
     """Print a line per run of the program."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--input", help="of these graphs only")
     parser.add_argument("--devices", type=int, nargs="+", help="with so many GPUs only")
     parser.add_argument("--memory", type=int, nargs="+", help="of so many GiB only")
-    parser.add_argument("--own", action="store_true", help="what `plan solve` answers, by its own costs")
+    parser.add_argument(
+        "--own", action="store_true", help="what `plan solve` answers, by its own costs"
+    )
     args = parser.parse_args()
     content, rows = anchors("piper.json"), []
     gnmt = next(each for each in content["inputs"] if "gnmt" in each["file"])
@@ -58,11 +79,17 @@ def main() -> None:
         for devices in UNANSWERED
     ]
     for run in (*content["runs"], *unanswered):
-        wanted = args.input in (None, run["input"]) and (not args.devices or run["devices"] in args.devices)
+        wanted = args.input in (None, run["input"]) and (
+            not args.devices or run["devices"] in args.devices
+        )
         if wanted and (not args.memory or int(run["memory_bytes"]) >> 30 in args.memory):
             rows.append(_row(_Run.of(run), own=args.own))
             print(*rows[-1], sep="  ", flush=True)
-    print(tabulate(rows, OWN_HEADERS if args.own else HEADERS, tablefmt="github", disable_numparse=True))
+    print(
+        tabulate(
+            rows, OWN_HEADERS if args.own else HEADERS, tablefmt="github", disable_numparse=True
+        )
+    )
 
 
 @dataclass(frozen=True)
@@ -77,17 +104,26 @@ class _Run:
     def of(cls, run: Mapping[str, Any]) -> _Run:
         path = ANCHORS / "piper-inputs" / f"{run['input']}.json"
         profile = load_piper(path)
-        # Each end of a transfer and of an all-reduce takes a device twice the bytes' time, and nothing overlaps.
-        cluster = flat_cluster(run["devices"], run["bandwidth"] / 2, int(run["memory_bytes"]), overlap=False)
-        rules = StageRules(shard_optimizer="never", tensor=(1, *(costs.degree for costs in profile.tensor or ())))
-        problem = Problem(layer_costs_on(profile, cluster), Setting(cluster, TWO_BW, run["microbatches"]), rules)
+        # Each end of a transfer and of an all-reduce takes a device twice the bytes' time, and
+        # nothing overlaps.
+        cluster = flat_cluster(
+            run["devices"], run["bandwidth"] / 2, int(run["memory_bytes"]), overlap=False
+        )
+        rules = StageRules(
+            shard_optimizer="never", tensor=(1, *(costs.degree for costs in profile.tensor or ()))
+        )
+        problem = Problem(
+            layer_costs_on(profile, cluster), Setting(cluster, TWO_BW, run["microbatches"]), rules
+        )
         return cls(run, json.loads(path.read_text(encoding="utf-8")), problem)
 
     @property
     def theirs(self) -> list[PiperStage]:
         """The program's plan."""
         return [
-            PiperStage(frozenset(each["nodes"]), each["dp"], each["tp"], frozenset(each["recomputed"]))
+            PiperStage(
+                frozenset(each["nodes"]), each["dp"], each["tp"], frozenset(each["recomputed"])
+            )
             for each in self.run.get("stages", ())
         ]
 
@@ -103,7 +139,9 @@ def _row(run: _Run, *, own: bool) -> list[str]:
     spent = f"{time.process_time() - started:.2f}"
     if stages is None:
         return [*head, "none", *costs, "", "", took, spent]
-    config = short_config(config_of(tuple(each.replicas for each in stages), 1, tuple(each.tensor for each in stages)))
+    config = short_config(
+        config_of(tuple(each.replicas for each in stages), 1, tuple(each.tensor for each in stages))
+    )
     memory = f"{formulas.memory_bytes(stages) / content['memory_bytes']:.0%}"
     return [*head, _seconds(formulas.seconds(stages)), *costs, memory, config, took, spent]
 
@@ -140,15 +178,24 @@ def _stages(plan: Plan) -> list[PiperStage]:
     ]
 
 
-def _priced(profile: Profile, cluster: Cluster, stages: Sequence[PiperStage], microbatches: int) -> float:
+def _priced(
+    profile: Profile, cluster: Cluster, stages: Sequence[PiperStage], microbatches: int
+) -> float:
     """Return the seconds per microbatch of the program's plan by our cost model."""
     costs, before, found = layer_costs_on(profile, cluster), frozenset[int](), list[Candidate]()
     for stage in stages:
         layers = frozenset(costs.position[str(node)] for node in stage.nodes)
         groups = tuple(frozenset((costs.position[str(node)],)) for node in sorted(stage.recomputed))
-        found.append(Candidate(before, layers, StageOptions(stage.replicas, False, groups, tensor=stage.tensor)))
+        found.append(
+            Candidate(
+                before, layers, StageOptions(stage.replicas, False, groups, tensor=stage.tensor)
+            )
+        )
         before |= layers
-    return price(costs, found, Setting(cluster, TWO_BW, microbatches)).seconds_per_minibatch / microbatches
+    return (
+        price(costs, found, Setting(cluster, TWO_BW, microbatches)).seconds_per_minibatch
+        / microbatches
+    )
 
 
 def _seconds(value: float | None) -> str:

@@ -1,7 +1,8 @@
-"""What Piper's program says of a plan for one of its graphs: `algo.cpp`, lines 1100 to 1200, as formulas.
+"""What Piper's program says of a plan for one of its graphs: `algo.cpp`, lines 1100 to 1200, as
+formulas.
 
-seconds per microbatch = max over stages of (compute + 2 * bytes of crossing edges / B) * ceil(m / d) / m
-                                            + 4 (d - 1) W / (d m B)
+seconds per microbatch = max over stages of (compute + 2 * bytes of crossing edges / B) * ceil(m /
+                                            d) / m + 4 (d - 1) W / (d m B)
 memory of a stage      = sum of A * ceil(d of this and all later stages / d) + B
 """
 
@@ -49,12 +50,18 @@ class Formulas:
             suffix += stage.replicas
             flying = -(-suffix // stage.replicas)
             costs = self._costs(stage)
-            held = max(held, sum(each["memoryUsageA"] * flying + each["memoryUsageB"] for each in costs.values()))
+            held = max(
+                held,
+                sum(
+                    each["memoryUsageA"] * flying + each["memoryUsageB"] for each in costs.values()
+                ),
+            )
         return held
 
     def _stage_s(self, stage: PiperStage) -> float:
         costs, d = self._costs(stage), stage.replicas
-        share = -(-self.microbatches // d) / self.microbatches  # of the microbatches that the busiest replica has
+        # of the microbatches that the busiest replica has
+        share = -(-self.microbatches // d) / self.microbatches
         moved = 0.0
         for edge in self.graph["edges"]:
             source, target = edge["sourceId"], edge["destId"]

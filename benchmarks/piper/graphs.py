@@ -1,6 +1,8 @@
-"""Read the graphs of Piper (Tarnawski et al., "Piper: Multidimensional Planner for DNN Parallelization", NeurIPS 2021).
+"""Read the graphs of Piper (Tarnawski et al., "Piper: Multidimensional Planner for DNN
+Parallelization", NeurIPS 2021).
 
-Edges from one node are one value here, which crosses a cut once. Such a profile can be planned with, not trained with.
+Edges from one node are one value here, which crosses a cut once. Such a profile can be planned
+with, not trained with.
 
     timePerSample                forward and backward; what recomputing adds is taken for the forward
     memoryUsageA, memoryUsageB   bytes of each microbatch in flight, and those beside them
@@ -22,7 +24,13 @@ from planner.formats.profile import DegreeCosts, Device, Edge, Layer, Profile, P
 from planner.version import __version__
 
 RECOMPUTING = "activation recomp"
-_COLUMNS = DegreeCosts.model_fields.keys() - {"degree", "source", "by_samples", "experts", "by_tokens"}
+_COLUMNS = DegreeCosts.model_fields.keys() - {
+    "degree",
+    "source",
+    "by_samples",
+    "experts",
+    "by_tokens",
+}
 _HINT = "such a file has 'maxDevices', 'nodes' with 'TMPCs', and 'edges'"
 
 
@@ -61,13 +69,20 @@ def _divided(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def load_piper(path: Path) -> Profile:
-    """Read a graph, with the memory of its devices; raise ProfileError naming the file and what is wrong in it."""
+    """Read a graph, with the memory of its devices; raise ProfileError naming the file and what is
+    wrong in it.
+    """
     try:
         graph = _Graph.model_validate(json.loads(path.read_text(encoding="utf-8")))
         nodes = {node.id: node for node in graph.nodes}
-        waits = {node.id: [edge.sourceId for edge in graph.edges if edge.destId == node.id] for node in graph.nodes}
+        waits = {
+            node.id: [edge.sourceId for edge in graph.edges if edge.destId == node.id]
+            for node in graph.nodes
+        }
         order = [nodes[number] for number in graphlib.TopologicalSorter(waits).static_order()]
-        unknown = {number for edge in graph.edges for number in (edge.sourceId, edge.destId)} - nodes.keys()
+        unknown = {
+            number for edge in graph.edges for number in (edge.sourceId, edge.destId)
+        } - nodes.keys()
         if unknown:
             raise ValueError(f"an edge names the unknown node {min(unknown)}")
     except ValidationError as cause:
@@ -87,7 +102,8 @@ def load_piper(path: Path) -> Profile:
         device=Device(kind="unknown", name="unknown", memory_bytes=round(graph.maxMemoryPerDevice)),
         layers=layers,
         edges=tuple(
-            Edge(source=str(edge.sourceId), value=str(edge.sourceId), target=str(edge.destId)) for edge in graph.edges
+            Edge(source=str(edge.sourceId), value=str(edge.sourceId), target=str(edge.destId))
+            for edge in graph.edges
         ),
         tensor=tuple(
             DegreeCosts(
@@ -104,7 +120,9 @@ def load_piper(path: Path) -> Profile:
 
 def _columns(ways: Sequence[_Costs]) -> dict[str, Any]:
     plain = min(ways, key=lambda way: way.timePerSample)
-    again = next((way.timePerSample for way in ways if way.id == RECOMPUTING), plain.timePerSample * 4 / 3)
+    again = next(
+        (way.timePerSample for way in ways if way.id == RECOMPUTING), plain.timePerSample * 4 / 3
+    )
     forward_s = min(again - plain.timePerSample, plain.timePerSample)
     weight_bytes = round(plain.parameterSize)
     return {
@@ -112,11 +130,16 @@ def _columns(ways: Sequence[_Costs]) -> dict[str, Any]:
         "backward_s": plain.timePerSample - forward_s,
         "update_s": 0.0,
         "gradient_bytes": weight_bytes,
-        "buffer_bytes": max(0, round(plain.memoryUsageB) - weight_bytes),  # all versions of the weights among them
+        # all versions of the weights among them
+        "buffer_bytes": max(0, round(plain.memoryUsageB) - weight_bytes),
         "saved_bytes": round(plain.memoryUsageA),
     }
 
 
 def _outputs(node: _Node, edges: Sequence[_Edge]) -> tuple[Value, ...]:
     sizes = [round(edge.communicationCost) for edge in edges if edge.sourceId == node.id]
-    return (Value(name=str(node.id), output_bytes=max(sizes), gradient_bytes=max(sizes)),) if sizes else ()
+    return (
+        (Value(name=str(node.id), output_bytes=max(sizes), gradient_bytes=max(sizes)),)
+        if sizes
+        else ()
+    )

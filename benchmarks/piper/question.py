@@ -1,8 +1,10 @@
-"""The question that Piper's program answers, for the search of the planner: its costs of stages in place of ours.
+"""The question that Piper's program answers, for the search of the planner: its costs of stages in
+place of ours.
 
-Stages, plans and the search are those of `plan solve --tensor`. What a stage moves and holds is what the formulas of
-`benchmarks.piper.formulas` say: every edge that a cut crosses counts, with the bytes that a group exchanges beside it,
-and each layer has the memory that the file gives for it, with and without recomputing.
+Stages, plans and the search are those of `plan solve --tensor`. What a stage moves and holds is
+what the formulas of `benchmarks.piper.formulas` say: every edge that a cut crosses counts, with the
+bytes that a group exchanges beside it, and each layer has the memory that the file gives for it,
+with and without recomputing.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ class Sums(Recomputation):
             if saved[layer] < 0:
                 kinds.setdefault(self._more[layer, 1:].tobytes(), []).append(layer)
         self._kinds = [*kinds.values()]
-        self._by_price = sorted(chain(*self._kinds), key=(-time / np.minimum(saved, -1)).__getitem__)
+        self._by_price = sorted(
+            chain(*self._kinds), key=(-time / np.minimum(saved, -1)).__getitem__
+        )
         self._layers = tuple((layer,) for layer in range(len(time)))
 
     def several(self, stages: Sequence[tuple[int, ...]]) -> list[Choices]:
@@ -49,15 +53,22 @@ class Sums(Recomputation):
         own = np.zeros((len(stages), len(self._layers)), dtype=bool)
         for row, stage in enumerate(stages):
             own[row, stage] = True
-        many = np.prod([own[:, kind].sum(axis=1) + 1.0 for kind in self._kinds], axis=0) > MOST_CHOICES
+        many = (
+            np.prod([own[:, kind].sum(axis=1) + 1.0 for kind in self._kinds], axis=0) > MOST_CHOICES
+        )
         found = dict[int, Choices]()
-        for rows, kinds in ((np.flatnonzero(~many), self._kinds), (np.flatnonzero(many), [self._by_price])):
+        for rows, kinds in (
+            (np.flatnonzero(~many), self._kinds),
+            (np.flatnonzero(many), [self._by_price]),
+        ):
             if len(rows):
                 found.update(zip(rows.tolist(), self._tried(own[rows], kinds), strict=True))
         return [found[row] for row in range(len(stages))]
 
     def _tried(self, own: Flags, kinds: Sequence[Sequence[int]]) -> list[Choices]:
-        """Return every number of layers of each kind, of which those that stand first in it recompute."""
+        """Return every number of layers of each kind, of which those that stand first in it
+        recompute.
+        """
         stage = np.arange(len(own))
         units = np.zeros(own.shape, dtype=bool)
         for kind in kinds:
@@ -76,7 +87,15 @@ class Sums(Recomputation):
         seconds, saved, working = more.T
         ends = np.cumsum(np.bincount(stage)).tolist()
         return [
-            Choices(seconds[rows], saved[rows], working[rows], working[rows], units[rows], nothing[rows], self._layers)
+            Choices(
+                seconds[rows],
+                saved[rows],
+                working[rows],
+                working[rows],
+                units[rows],
+                nothing[rows],
+                self._layers,
+            )
             for rows in starmap(slice, pairwise([0, *ends]))
         ]
 
@@ -86,7 +105,8 @@ def _table(costs: _Costs) -> Floats:
 
 
 class EveryEdge(Chain):
-    """Cuts along the profile's order that every edge across them is charged for, at both of its ends.
+    """Cuts along the profile's order that every edge across them is charged for, at both of its
+    ends.
 
     Args:
         layer_costs: at one degree.
@@ -98,13 +118,21 @@ class EveryEdge(Chain):
         super().__init__(layer_costs)
         nodes = {node["id"]: node for node in graph["nodes"]}
         names = [int(layer.name) for layer in layer_costs.profile.layers]
-        self._plain, self._again = ([costs_of(nodes[name], degree, again) for name in names] for again in (False, True))
+        self._plain, self._again = (
+            [costs_of(nodes[name], degree, again) for name in names] for again in (False, True)
+        )
         place = {name: index for index, name in enumerate(names)}
         ends = [(place[edge["sourceId"]], place[edge["destId"]], edge) for edge in graph["edges"]]
-        self._made, self._used = (np.stack([self.holds(end[side]) for end in ends]) for side in (0, 1))
+        self._made, self._used = (
+            np.stack([self.holds(end[side]) for end in ends]) for side in (0, 1)
+        )
         sizes = np.array([edge["communicationCost"] for *_, edge in ends])
-        arriving = [self._plain[target]["syncTimeFw"][str(edge["sourceId"])] for _, target, edge in ends]
-        leaving = [self._plain[source]["syncTimeBw"][str(edge["destId"])] for source, _, edge in ends]
+        arriving = [
+            self._plain[target]["syncTimeFw"][str(edge["sourceId"])] for _, target, edge in ends
+        ]
+        leaving = [
+            self._plain[source]["syncTimeBw"][str(edge["destId"])] for source, _, edge in ends
+        ]
         self._arriving, self._leaving = sizes + arriving, sizes + leaving
 
     def recomputation(self, rule: RecomputeRule) -> Recomputation:

@@ -35,12 +35,23 @@ class Cost:
 
 
 def main() -> int:
-    """Measure each case in its own process, print the tables, and with --save write them into the README."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "models", nargs="*", help=f"names under profiles/ (default: {' '.join(BATCH_SIZES)}), or llama70"
+    """Measure each case in its own process, print the tables, and with --save write them into the
+    README.
+    """
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seconds", type=float, default=20.0, help="of plan profile (default: %(default)s, as there)")
+    parser.add_argument(
+        "models",
+        nargs="*",
+        help=f"names under profiles/ (default: {' '.join(BATCH_SIZES)}), or llama70",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=20.0,
+        help="of plan profile (default: %(default)s, as there)",
+    )
     parser.add_argument("--save", action="store_true", help="write the tables into the README")
     args = parser.parse_args()
     names = args.models or [*BATCH_SIZES, "llama70"]
@@ -52,7 +63,8 @@ def main() -> int:
     if args.save:
         head = README.read_text(encoding="utf-8").split(MARKER)[0]
         about = (
-            f"{time.strftime('%Y-%m-%d')}, {platform.machine()}, Linux {platform.release()}, torch {torch.__version__}"
+            f"{time.strftime('%Y-%m-%d')}, {platform.machine()}, Linux {platform.release()}, "
+            f"torch {torch.__version__}"
         )
         about += f", load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores."
         README.write_text(f"{head}{MARKER}\n\n{about}\n\n{text}\n", encoding="utf-8")
@@ -78,7 +90,15 @@ def _measured(names: list[str], seconds: float) -> str:
             ]
         )
         print(rows[-1], file=sys.stderr, flush=True)
-    headers = ["model", "samples", "seconds", "of the processor", "peak, MB", "plain steps, MB", "keeping pages, MB"]
+    headers = [
+        "model",
+        "samples",
+        "seconds",
+        "of the processor",
+        "peak, MB",
+        "plain steps, MB",
+        "keeping pages, MB",
+    ]
     headers += ["of plain steps", "of steps that keep pages"]
     return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
 
@@ -89,7 +109,8 @@ def _estimated() -> str:
     options = ("--estimate", "--device", "h200", "--batch-size", "1")
     found = _profile("benchmarks/profiling_cost/llama70.py", *options)
     return (
-        f"Llama 70B, estimated for an H200: {found.wall_s:.0f} s (of the processor {found.processor_s:.0f}), aim 120; "
+        f"Llama 70B, estimated for an H200: {found.wall_s:.0f} s (of the processor "
+        f"{found.processor_s:.0f}), aim 120; "
         f"{found.peak_bytes / 1e9:.2f} GB, aim 2 GB."
     )
 

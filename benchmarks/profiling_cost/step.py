@@ -1,4 +1,6 @@
-"""Run plain training steps, for their peak memory: python -m benchmarks.profiling_cost.step MODEL BATCH [--keep]."""
+"""Run plain training steps, for their peak memory: python -m benchmarks.profiling_cost.step MODEL
+BATCH [--keep].
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Compare our configurations and predicted speed-ups with those that PipeDream published. See README.md here.
+"""Compare our configurations and predicted speed-ups with those that PipeDream published. See
+README.md here.
 
 python -m benchmarks.published_configs
 """
@@ -37,7 +38,24 @@ from planner.profiler.estimated.trace import StepTrace, trace_step
 from planner.solver import search_plan as solve
 
 ROOT = Path(__file__).resolve().parents[2]
-FACTORS = (1 / 32, 1 / 24, 1 / 16, 1 / 12, 1 / 8, 1 / 6, 1 / 4, 1 / 3, 1 / 2, 2 / 3, 1.0, 1.5, 2.0, 3.0, 4.0, 8.0)
+FACTORS = (
+    1 / 32,
+    1 / 24,
+    1 / 16,
+    1 / 12,
+    1 / 8,
+    1 / 6,
+    1 / 4,
+    1 / 3,
+    1 / 2,
+    2 / 3,
+    1.0,
+    1.5,
+    2.0,
+    3.0,
+    4.0,
+    8.0,
+)
 CLOSE = 0.15  # how closely an implied bandwidth must meet the published ratio
 
 
@@ -76,9 +94,13 @@ def profile_of_row(row: Row) -> Profile:
 
 
 def implied_bandwidth(row: Row) -> float | None:
-    """Return the bandwidth at which we predict data parallelism's published speed-up; None where none is published."""
+    """Return the bandwidth at which we predict data parallelism's published speed-up; None where
+    none is published.
+    """
     layer_costs = LayerCosts(profile_of_row(row))
-    whole = layer_costs.work(Candidate(frozenset(), frozenset(range(len(layer_costs.profile.layers)))))
+    whole = layer_costs.work(
+        Candidate(frozenset(), frozenset(range(len(layer_costs.profile.layers))))
+    )
     return _implied_bandwidth(row, layer_costs, float(whole.compute_s))
 
 
@@ -98,16 +120,21 @@ def answer(row: Row, scan: bool) -> Answer:
         implied = implied_by_ratio(row)
     at_implied = ""
     if implied is not None:
-        slower = row.site.cluster(row.servers, memory_bytes, implied / cluster.slowest_bandwidth_bytes_per_s)
+        slower = row.site.cluster(
+            row.servers, memory_bytes, implied / cluster.slowest_bandwidth_bytes_per_s
+        )
         plan = _solved(profile, slower)
-        at_implied = "" if plan is None else f"{plan.config} ({plan.predicted.speedup_over_one_gpu:.2f})"
+        at_implied = (
+            "" if plan is None else f"{plan.config} ({plan.predicted.speedup_over_one_gpu:.2f})"
+        )
     return Answer(
         row=row,
         ours=_solved(profile, cluster),
         published_model=_by_the_published_model(profile, free),
         theirs_over_one=None if theirs is None else one_s / theirs.seconds,
         theirs_over_data_parallel=None if theirs is None else data_parallel_s / theirs.seconds,
-        theirs_fits=theirs is not None and (memory_bytes is None or theirs.memory_bytes <= memory_bytes),
+        theirs_fits=theirs is not None
+        and (memory_bytes is None or theirs.memory_bytes <= memory_bytes),
         theirs_busiest="" if theirs is None else theirs.busiest,
         data_parallel_over_one=one_s / data_parallel_s,
         implied_bandwidth_bytes_per_s=implied,
@@ -118,7 +145,9 @@ def answer(row: Row, scan: bool) -> Answer:
 
 
 def _variants(row: Row, profile: Profile, cluster: Cluster) -> tuple[str, str, str]:
-    """Return our configurations without update time, without overlap, and without a memory limit."""
+    """Return our configurations without update time, without overlap, and without a memory
+    limit.
+    """
     no_update = tuple(layer.model_copy(update={"update_s": 0.0}) for layer in profile.layers)
     asked = (
         (profile.model_copy(update={"layers": no_update}), cluster),
@@ -137,19 +166,25 @@ def _solved(profile: Profile, cluster: Cluster) -> Plan | None:
 
 
 def _by_the_published_model(profile: Profile, cluster: Cluster) -> PublishedPlan | None:
-    """Return the published optimizer's answer; None on clusters of several levels, which our search has not by it."""
+    """Return the published optimizer's answer; None on clusters of several levels, which our search
+    has not by it.
+    """
     if len(cluster.levels) > 1:
         return None
     return solve_published(profile, cluster.gpus, cluster.slowest_bandwidth_bytes_per_s)
 
 
 def _data_parallel_s(layer_costs: LayerCosts, cluster: Cluster) -> float:
-    whole = layer_costs.work(Candidate(frozenset(), frozenset(range(len(layer_costs.profile.layers)))))
+    whole = layer_costs.work(
+        Candidate(frozenset(), frozenset(range(len(layer_costs.profile.layers))))
+    )
     return float(AsynchronousModel(link_of(cluster)).stage_s(whole, float(cluster.gpus)))
 
 
 def _implied_bandwidth(row: Row, layer_costs: LayerCosts, one_s: float) -> float | None:
-    """Return the bandwidth at which we predict data parallelism's published speed-up over one machine."""
+    """Return the bandwidth at which we predict data parallelism's published speed-up over one
+    machine.
+    """
     if row.data_parallel_over_one is None:
         return None
     low, high = 1e6, 1e12
@@ -162,7 +197,9 @@ def _implied_bandwidth(row: Row, layer_costs: LayerCosts, one_s: float) -> float
 
 
 def implied_by_ratio(row: Row) -> float | None:
-    """Return the largest bandwidth at which we predict about the published speed-up over data parallelism."""
+    """Return the largest bandwidth at which we predict about the published speed-up over data
+    parallelism.
+    """
     if len(row.replicas) == 1:
         return None
     layer_costs = LayerCosts(profile_of_row(row))
@@ -178,12 +215,16 @@ def implied_by_ratio(row: Row) -> float | None:
 
 
 def _agreeing_factors(row: Row, profile: Profile, memory_bytes: int | None) -> tuple[float, ...]:
-    """Return the factors on bandwidth (or on the devices' time) at which our answer is the published one."""
+    """Return the factors on bandwidth (or on the devices' time) at which our answer is the
+    published one.
+    """
     wanted = "-".join(map(str, row.replicas))
     agreeing = []
     for factor in FACTORS:
         try:
-            plan = solve(profile, row.site.cluster(row.servers, memory_bytes, factor), depth="published")
+            plan = solve(
+                profile, row.site.cluster(row.servers, memory_bytes, factor), depth="published"
+            )
         except InfeasibleError:
             continue
         if plan.config == wanted:
@@ -257,9 +298,31 @@ def tables(answers: list[Answer]) -> str:
             ]
         )
     heads = ["paper", "row", "config", "over 1", "over DP", "comm. cut"]
-    heads += ["ours", "over 1", "over DP", "comm. cut", "status", "by the published model", "over DP"]
-    why = ["paper", "row", "its config", "priced here: over 1", "over DP", "memory", "busiest", "DP over 1, paper"]
-    why += ["DP over 1, here", "implied Gbps", "ours at that (over 1)", "ours is theirs at bandwidth x"]
+    heads += [
+        "ours",
+        "over 1",
+        "over DP",
+        "comm. cut",
+        "status",
+        "by the published model",
+        "over DP",
+    ]
+    why = [
+        "paper",
+        "row",
+        "its config",
+        "priced here: over 1",
+        "over DP",
+        "memory",
+        "busiest",
+        "DP over 1, paper",
+    ]
+    why += [
+        "DP over 1, here",
+        "implied Gbps",
+        "ours at that (over 1)",
+        "ours is theirs at bandwidth x",
+    ]
     why += ["ours, updates free", "ours, no overlap", "ours, no memory limit"]
     return "\n\n".join(
         tabulate(rows, headers=head, tablefmt="pipe", disable_numparse=True)
@@ -269,9 +332,15 @@ def tables(answers: list[Answer]) -> str:
 
 def main() -> None:
     """Solve all rows and print both tables as Markdown."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=sorted(MODELS), choices=sorted(MODELS), help="models")
-    parser.add_argument("--no-scan", action="store_true", help="leave out the last column, which takes longest")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", nargs="+", default=sorted(MODELS), choices=sorted(MODELS), help="models"
+    )
+    parser.add_argument(
+        "--no-scan", action="store_true", help="leave out the last column, which takes longest"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     answers = []
@@ -284,7 +353,11 @@ def main() -> None:
             print(f"{what}: {seconds:.1f} s of CPU", file=sys.stderr, flush=True)
     print(
         json.dumps(
-            {"date": time.strftime("%Y-%m-%d"), "python": platform.python_version(), "torch": torch.__version__},
+            {
+                "date": time.strftime("%Y-%m-%d"),
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+            },
         )
     )
     print(tables(answers))

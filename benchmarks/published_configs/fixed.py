@@ -42,9 +42,11 @@ class Fixed:
 
 
 def best_cuts(layer_costs: LayerCosts, cluster: Cluster, replicas: Sequence[int]) -> Fixed | None:
-    """Return the cheapest cuts found for these replicas per stage; None where the model has too few layers.
+    """Return the cheapest cuts found for these replicas per stage; None where the model has too few
+    layers.
 
-    A dynamic programme with the slowest link gives the first cuts. Each is then moved while that lowers the true price.
+    A dynamic programme with the slowest link gives the first cuts. Each is then moved while that
+    lowers the true price.
     """
     space = Chain(layer_costs)
     last = len(space) - 1

@@ -3,7 +3,8 @@
     arXiv   Harlap et al., "PipeDream: Fast and Efficient Pipeline Parallel DNN Training", arXiv 1806.03377, Table 1
     SOSP    Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP 2019, Table 1
 
-The first gives speed-ups over one machine and over data parallelism (BSP), the second only over data parallelism.
+The first gives speed-ups over one machine and over data parallelism (BSP), the second only over
+data parallelism.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ TITAN_X = "titan-x"  # 12 GB; the papers do not say which Titan X, so we assume 
 
 @dataclass(frozen=True)
 class Site:
-    """A kind of cluster: servers of `gpus` devices, with links of `inner` inside and `outer` between servers."""
+    """A kind of cluster: servers of `gpus` devices, with links of `inner` inside and `outer`
+    between servers.
+    """
 
     name: str
     device: str
@@ -58,7 +61,8 @@ class Row:
         config: as published; "straight" is one stage per GPU.
         over_one: published speed-up over one machine, if given.
         over_data_parallel: published speed-up over data parallelism.
-        communication_cut: published share of data parallelism's communication that is saved, if given.
+        communication_cut: published share of data parallelism's communication that is saved, if
+            given.
         data_parallel_over_one: published speed-up of data parallelism over one machine, if given.
     """
 

@@ -1,4 +1,5 @@
-"""Compare predictions with real runs of two workers on this machine, of cases that nobody chose. See README.md.
+"""Compare predictions with real runs of two workers on this machine, of cases that nobody chose.
+See README.md.
 
 python -m benchmarks.real_runs --seed 1 --save
 """
@@ -59,14 +60,20 @@ class Case:
     def __str__(self) -> str:
         config = f"1-1 cut at {self.cut:.0%}" if self.cut else "2, sharded" if self.sharded else "2"
         divided = f" x{self.microbatches}" if self.microbatches > 1 else ""
-        again = ", ".join(f"stage {number} recomputes" for number, on in enumerate(self.recompute) if on)
-        return f"{config}, {self.schedule}{divided} of {self.size}" + (f", {again}" if again else "")
+        again = ", ".join(
+            f"stage {number} recomputes" for number, on in enumerate(self.recompute) if on
+        )
+        return f"{config}, {self.schedule}{divided} of {self.size}" + (
+            f", {again}" if again else ""
+        )
 
     def plan(self, profile: Profile, cluster: Cluster) -> Plan:
         """Return the case's plan, priced and simulated."""
         names = [layer.name for layer in profile.layers]
         done = list(accumulate(layer.forward_s + layer.backward_s for layer in profile.layers))
-        first = min(range(1, len(names)), key=lambda count: abs(done[count - 1] / done[-1] - self.cut))
+        first = min(
+            range(1, len(names)), key=lambda count: abs(done[count - 1] / done[-1] - self.cut)
+        )
         parts = [names[:first], names[first:]] if self.cut else [names]
         stages = [
             OwnStage(
@@ -80,7 +87,9 @@ class Case:
         return price(
             profile,
             cluster,
-            OwnPlan(stages=tuple(stages), schedule=find(self.schedule), microbatches=self.microbatches),
+            OwnPlan(
+                stages=tuple(stages), schedule=find(self.schedule), microbatches=self.microbatches
+            ),
         )
 
 
@@ -137,7 +146,9 @@ def _case(choose: random.Random) -> Case:
     )
 
 
-def measured(cases: Sequence[Case], chosen: Sequence[int], seconds: float) -> Iterator[tuple[int, Row]]:
+def measured(
+    cases: Sequence[Case], chosen: Sequence[int], seconds: float
+) -> Iterator[tuple[int, Row]]:
     """Run the cases of these numbers."""
     keep_freed_pages()  # as the workers do
     cluster = measure_host(2, "cpu")
@@ -145,7 +156,9 @@ def measured(cases: Sequence[Case], chosen: Sequence[int], seconds: float) -> It
         yield number, run(cases[number], cluster, seconds)
 
 
-def run(case: Case, cluster: Cluster, seconds: float, train: Callable[[Job], TrainResult] = launch) -> Row:
+def run(
+    case: Case, cluster: Cluster, seconds: float, train: Callable[[Job], TrainResult] = launch
+) -> Row:
     """Profile the model beside a second process, then train the case's plan."""
     model = ROOT / "profiles" / case.model / "model.py"
     try:
@@ -154,7 +167,9 @@ def run(case: Case, cluster: Cluster, seconds: float, train: Callable[[Job], Tra
         predicted_s = plan.predicted.seconds_per_minibatch
         # Every unit in flight, and an update after each.
         least = 2 if plan.microbatches > 1 else 3 * plan.stages[0].in_flight
-        result = train(Job(model=str(model), plan=plan, steps=2 * least + round(seconds / predicted_s)))
+        result = train(
+            Job(model=str(model), plan=plan, steps=2 * least + round(seconds / predicted_s))
+        )
     except PlannerError as error:
         return Row(case.model, str(case), failure=first_line(error))
     measured_s = result.minibatch_size / result.samples_per_s
@@ -167,7 +182,9 @@ def run(case: Case, cluster: Cluster, seconds: float, train: Callable[[Job], Tra
         predicted_busy_s=_computing_s(plan, busiest.rank),
         measured_busy_s=busiest.busy_share * measured_s,
         disturbed=disturbance_words(profile) or "",
-        uncounted_s=case.plan(profile, cluster.model_copy(update={"codec_times": ()})).predicted.seconds_per_minibatch,
+        uncounted_s=case.plan(
+            profile, cluster.model_copy(update={"codec_times": ()})
+        ).predicted.seconds_per_minibatch,
     )
 
 
@@ -189,7 +206,15 @@ def _computing_s(plan: Plan, rank: int) -> float:
 def _table(rows: Sequence[Row], about: str) -> str:
     ran = [row for row in rows if not row.failure]
     cells = [
-        [row.model, row.plan, row.predicted_s, row.measured_s, row.error, row.computing_error, row.disturbed]
+        [
+            row.model,
+            row.plan,
+            row.predicted_s,
+            row.measured_s,
+            row.error,
+            row.computing_error,
+            row.disturbed,
+        ]
         for row in ran
     ]
     table = tabulate(cells, headers=HEADERS, floatfmt=FORMATS, tablefmt="github")
@@ -201,7 +226,11 @@ def summary(errors: Sequence[float]) -> str:
     """Return how large relative errors are."""
     sizes = sorted(abs(error) for error in errors)
     within = sum(size <= 0.05 for size in sizes)
-    return f"{within} of {len(sizes)} within 5%; median {median(sizes):.1%}, worst {sizes[-1]:.1%}" if sizes else ""
+    return (
+        f"{within} of {len(sizes)} within 5%; median {median(sizes):.1%}, worst {sizes[-1]:.1%}"
+        if sizes
+        else ""
+    )
 
 
 if __name__ == "__main__":

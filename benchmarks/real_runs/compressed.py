@@ -1,4 +1,5 @@
-"""Compare predictions with real runs of two stages that compress what they send over shaped links. See README.md.
+"""Compare predictions with real runs of two stages that compress what they send over shaped links.
+See README.md.
 
 python -m benchmarks.real_runs.compressed --seed 1 --save
 """
@@ -23,7 +24,15 @@ from planner.workers.job import Job, TrainResult
 
 RATES = ("80Mbps", "100Mbps", "200Mbps", "300Mbps", "1Gbps")
 CODED = [name for name in CODECS if name != "none"]
-HEADERS = ("model", "plan", "predicted, s", "measured, s", "error", "codecs not counted", "error of computing")
+HEADERS = (
+    "model",
+    "plan",
+    "predicted, s",
+    "measured, s",
+    "error",
+    "codecs not counted",
+    "error of computing",
+)
 FORMATS = ("", "", ".3f", ".3f", "+.1%", "+.1%", "+.1%")
 TIMEOUT_S = 300.0
 
@@ -45,19 +54,25 @@ def main() -> None:
     )
 
 
-def measured(cases: Sequence[Drawn], chosen: Sequence[int], seconds: float) -> Iterator[tuple[int, Row]]:
+def measured(
+    cases: Sequence[Drawn], chosen: Sequence[int], seconds: float
+) -> Iterator[tuple[int, Row]]:
     """Run the cases of these numbers."""
     keep_freed_pages()  # as the workers do
     with testbed(2, computing=True) as bed:
         for number in chosen:
             _, case, rate, codec = cases[number]
-            links = bed.links(flat_cluster(2, parse_bandwidth(rate))).model_copy(update={"compress": codec})
+            links = bed.links(flat_cluster(2, parse_bandwidth(rate))).model_copy(
+                update={"compress": codec}
+            )
             row = run(case, links, seconds, trained(bed, links))
             yield number, replace(row, plan=f"{row.plan}, {codec} over {rate}")
 
 
 def draw(seed: int, count: int) -> list[Drawn]:
-    """Return so many of the drawn plans with two stages, each with a rate of the links and a codec."""
+    """Return so many of the drawn plans with two stages, each with a rate of the links and
+    a codec.
+    """
     cases = [case for case in draw_plans(seed, 4 * count) if case.cut][:count]
     rng = random.Random(seed)
     return [(case.model, case, rng.choice(RATES), rng.choice(CODED)) for case in cases]
@@ -79,7 +94,8 @@ def table(rows: Sequence[Row], about: str) -> str:
     failures = "".join(f"\n- {row.model}, {row.plan}: {row.failure}" for row in rows if row.failure)
     return (
         f"{about}\n\n{tabulate(cells, HEADERS, floatfmt=FORMATS, tablefmt='github')}\n\n"
-        f"{summary([row.error for row in ran])}; codecs not counted: {summary(uncounted)}\n{failures}"
+        f"{summary([row.error for row in ran])}; codecs not counted: "
+        f"{summary(uncounted)}\n{failures}"
     )
 
 

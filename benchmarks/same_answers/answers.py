@@ -37,7 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.same_answers", description=__doc__)
     parser.add_argument("file", type=Path, help="answers, as gzipped JSON")
-    parser.add_argument("--save", action="store_true", help="write the answers to the file instead of comparing")
+    parser.add_argument(
+        "--save", action="store_true", help="write the answers to the file instead of comparing"
+    )
     parser.add_argument("--only", default="", help="only questions whose name contains this")
     parser.add_argument("--processes", type=int, default=2, help="(default: %(default)s)")
     return parser.parse_args(argv)

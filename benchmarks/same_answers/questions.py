@@ -1,4 +1,6 @@
-"""The questions whose answers a change of the code must not change: what users ask, as keywords of the functions."""
+"""The questions whose answers a change of the code must not change: what users ask, as keywords of
+the functions.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ DIVIDED = ("2bw", "1f1b-flush", "zb-h1", "gpipe", "interleaved", "auto")
 MODELS = tuple(path.parent.name for path in sorted(PROFILES.glob("*/cpu.json")))
 # A chain, a graph, and repeated blocks, for questions that take longer.
 FEW = ("vgg16", "inception_v3", "gpt2")
-# What differs between two runs of the same code: times, where they were measured, and where files were written.
+# What differs between two runs of the same code: times, where they were measured, and where files
+# were written.
 IGNORED = {"seconds", "provenance", "folder"}
 
 Ask = Callable[[], Any]
@@ -33,7 +36,8 @@ class Machines:
 
     Attributes:
         sizes: of each level, the innermost first.
-        memory: of a device, relative to what the model and its activations take with four copies of its weights.
+        memory: of a device, relative to what the model and its activations take with four copies of
+            its weights.
         speeds: of kinds of devices, relative to the profiled one, with half of the devices each.
     """
 
@@ -42,7 +46,9 @@ class Machines:
     speeds: tuple[float, ...] = ()
 
     def cluster(self, profile: planner.Profile) -> planner.Cluster:
-        """Return the cluster for a profile: 10 Gbit/s inside a server and 1 Gbit/s outside, or 2 Gbit/s flat."""
+        """Return the cluster for a profile: 10 Gbit/s inside a server and 1 Gbit/s outside, or 2
+        Gbit/s flat.
+        """
         bandwidths = [2.5e8] if len(self.sizes) == 1 else [1.25e9, 1.25e8]
         levels = [
             {"size": size, "bandwidth_bytes_per_s": bandwidth, "latency_s": 1e-4}
@@ -93,12 +99,18 @@ def questions() -> dict[str, Ask]:
 
 def _about_plans(model: str) -> dict[str, Ask]:
     asked: dict[str, Ask] = {}
-    for (name, machines), schedule in itertools.product({"flat8": FLAT8, "levels4x2": SERVERS}.items(), SCHEDULES):
-        asked[f"plan/{model}/{name}/{schedule}"] = partial(_solve, model, machines, schedule=schedule)
+    for (name, machines), schedule in itertools.product(
+        {"flat8": FLAT8, "levels4x2": SERVERS}.items(), SCHEDULES
+    ):
+        asked[f"plan/{model}/{name}/{schedule}"] = partial(
+            _solve, model, machines, schedule=schedule
+        )
     for schedule in ("1f1b", "2bw", "1f1b-flush"):
         asked[f"plan/{model}/tight8/{schedule}"] = partial(_solve, model, TIGHT8, schedule=schedule)
     asked[f"plan/{model}/tight4x2/gpipe"] = partial(_solve, model, TIGHT_SERVERS, schedule="gpipe")
-    asked[f"plan/{model}/flat4/never"] = partial(_solve, model, FLAT4, recompute="never", depth="published")
+    asked[f"plan/{model}/flat4/never"] = partial(
+        _solve, model, FLAT4, recompute="never", depth="published"
+    )
     return asked
 
 
@@ -109,7 +121,9 @@ def _about_more(model: str) -> dict[str, Ask]:
         f"plan/{model}/mixed8/1f1b": partial(_solve, model, MIXED, schedule="1f1b"),
         f"plan/{model}/mixed8/1f1b-flush": partial(_solve, model, MIXED, schedule="1f1b-flush"),
         f"plan/{model}/flat4/ilp": partial(_solve, model, FLAT4, solver="ilp", max_stages=2),
-        f"plan/{model}/tight8/sharded": partial(_solve, model, TIGHT8, schedule="1f1b-flush", shard_optimizer="always"),
+        f"plan/{model}/tight8/sharded": partial(
+            _solve, model, TIGHT8, schedule="1f1b-flush", shard_optimizer="always"
+        ),
     }
 
 
@@ -136,12 +150,18 @@ def _solve(model: str, machines: Machines, **keywords: Any) -> Any:
 
 
 def _solve_divided(devices: int, schedule: str) -> Any:
-    profile = planner.estimate(PROFILES / "gpt2" / "model.py", batch_size=4, device="h100", tensor=(1, 2, 4))
-    cluster = planner.cluster(profile, topology=f"8x{devices // 8}", bandwidth="nvlink4,100Gbps", memory="40GB")
+    profile = planner.estimate(
+        PROFILES / "gpt2" / "model.py", batch_size=4, device="h100", tensor=(1, 2, 4)
+    )
+    cluster = planner.cluster(
+        profile, topology=f"8x{devices // 8}", bandwidth="nvlink4,100Gbps", memory="40GB"
+    )
     return _plan_and_timeline(profile, cluster, {"schedule": schedule})
 
 
-def _plan_and_timeline(profile: planner.Profile, cluster: planner.Cluster, keywords: Mapping[str, Any]) -> Any:
+def _plan_and_timeline(
+    profile: planner.Profile, cluster: planner.Cluster, keywords: Mapping[str, Any]
+) -> Any:
     """Return a plan, and a digest of its simulated timeline."""
     divides = keywords.get("schedule", "1f1b") in DIVIDED
     plan = planner.solve(
@@ -162,7 +182,9 @@ def _price(model: str) -> Any:
     prices = {}
     for stages, replicas in ((2, (3, 1)), (2, (1, 1)), (4, (1, 1, 1, 1))):
         # Synchronous, because stages of some models share a weight.
-        plan = planner.price(profile, cluster, stages, replicas=list(replicas), schedule="1f1b-flush", microbatches=4)
+        plan = planner.price(
+            profile, cluster, stages, replicas=list(replicas), schedule="1f1b-flush", microbatches=4
+        )
         prices[plan.config] = plan.model_dump(mode="json")
     return prices
 
@@ -175,7 +197,9 @@ def _compare(model: str) -> Any:
 
 def _fit(model: str, gpus: int, gpu: str) -> Any:
     with tempfile.TemporaryDirectory() as folder:
-        answer = planner.fit(PROFILES / model / "model.py", gpus, gpu=gpu, place=folder, time_limit_s=float("inf"))
+        answer = planner.fit(
+            PROFILES / model / "model.py", gpus, gpu=gpu, place=folder, time_limit_s=float("inf")
+        )
     return answer.model_dump(mode="json")
 
 

@@ -10,7 +10,18 @@ from typing import Any
 from planner.schedule.registry import find
 from planner.schedule.schedule import Channel, PipelineShape, stream
 
-REPLICAS = ((1,), (2,), (1, 1), (2, 1), (1, 2), (2, 2), (3, 1, 2), (2, 1, 1), (1, 1, 1, 1), (2, 2, 2))
+REPLICAS = (
+    (1,),
+    (2,),
+    (1, 1),
+    (2, 1),
+    (1, 2),
+    (2, 2),
+    (3, 1, 2),
+    (2, 1, 1),
+    (1, 1, 1, 1),
+    (2, 2, 2),
+)
 NUMBERS_OF_MICROBATCHES = (2, 4, 5, 8)
 
 
@@ -27,21 +38,31 @@ def stream_digests(schedule: str) -> dict[str, str]:
 
 
 def shapes(name: str) -> Iterator[tuple[str, PipelineShape]]:
-    """Yield shapes with their names: flat and replicated, with a skip, with tied weights, divided."""
+    """Yield shapes with their names: flat and replicated, with a skip, with tied weights,
+    divided.
+    """
     schedule, chunks = find(name), 2 if name == "interleaved" else 1
     for replicas in REPLICAS:
         if chunks > 1 and len(set(replicas)) > 1:
             continue
         ranks = _ranks(replicas, chunks)
-        for (kind, channels), (variant, options) in itertools.product(_channels(len(ranks)), _variants(name, ranks)):
+        for (kind, channels), (variant, options) in itertools.product(
+            _channels(len(ranks)), _variants(name, ranks)
+        ):
             if name == "2bw" and options["microbatches"] < max(replicas):
                 continue
-            yield f"{replicas} {kind} {variant}", PipelineShape(ranks, channels, schedule, **options)
+            yield (
+                f"{replicas} {kind} {variant}",
+                PipelineShape(ranks, channels, schedule, **options),
+            )
 
 
 def _ranks(replicas: tuple[int, ...], chunks: int) -> tuple[tuple[int, ...], ...]:
     first = list(itertools.accumulate(replicas, initial=0))
-    return tuple(tuple(range(first[stage], first[stage + 1])) for stage in range(len(replicas))) * chunks
+    return (
+        tuple(tuple(range(first[stage], first[stage + 1])) for stage in range(len(replicas)))
+        * chunks
+    )
 
 
 def _channels(stages: int) -> list[tuple[str, tuple[Channel, ...]]]:

@@ -1,4 +1,6 @@
-"""Solve transformers of 3.6 to 70 billion parameters on 64 to 512 GPUs. See README.md in this folder."""
+"""Solve transformers of 3.6 to 70 billion parameters on 64 to 512 GPUs. See README.md in this
+folder.
+"""
 
 from __future__ import annotations
 
@@ -38,18 +40,41 @@ QUESTIONS: tuple[tuple[str, int, str, tuple[int, ...]], ...] = (
     ("llama-70b", 512, "1f1b-flush", (1,)),
     ("llama-70b", 512, "1f1b-flush", (1, 2, 4, 8)),
 )
-HEADERS = ("model", "GPUs", "schedule", "t", "plan", "late", "per minibatch", "of one GPU", "gap", "by", "s", "CPU")
+HEADERS = (
+    "model",
+    "GPUs",
+    "schedule",
+    "t",
+    "plan",
+    "late",
+    "per minibatch",
+    "of one GPU",
+    "gap",
+    "by",
+    "s",
+    "CPU",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Estimate, solve and print the table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scale", description=__doc__)
     parser.add_argument("models", nargs="*", help=f"some of {', '.join(MODELS)} (default: all)")
-    parser.add_argument("--time-limit", type=float, default=60.0, metavar="S", help="seconds (default: %(default)s)")
-    parser.add_argument("--save", action="store_true", help="write what is printed to results.md beside this")
+    parser.add_argument(
+        "--time-limit", type=float, default=60.0, metavar="S", help="seconds (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--save", action="store_true", help="write what is printed to results.md beside this"
+    )
     args = parser.parse_args(argv)
     with printed(Path(__file__).parent, save=args.save):
-        print(tabulate(list(_rows(args.models or list(MODELS), args.time_limit)), headers=HEADERS, tablefmt="github"))
+        print(
+            tabulate(
+                list(_rows(args.models or list(MODELS), args.time_limit)),
+                headers=HEADERS,
+                tablefmt="github",
+            )
+        )
     return 0
 
 
@@ -60,7 +85,9 @@ def _rows(models: Sequence[str], time_limit_s: float) -> Iterator[list[object]]:
             continue
         print(f"{name} on {gpus} GPUs", file=sys.stderr)
         if name not in profiles:
-            degrees = {degree for asked, _, _, degrees in QUESTIONS if asked == name for degree in degrees}
+            degrees = {
+                degree for asked, _, _, degrees in QUESTIONS if asked == name for degree in degrees
+            }
             options = replace(OPTIONS, tensor=sorted(degrees - {1}))
             profiles[name] = estimate_profile(MODELS[name].training_spec(), 1, options)
         begun, busy = time.perf_counter(), time.process_time()
@@ -70,7 +97,9 @@ def _rows(models: Sequence[str], time_limit_s: float) -> Iterator[list[object]]:
         yield [name, gpus, schedule, ranks, *answer, *(f"{each:.0f}" for each in spent)]
 
 
-def _answer(profile: Profile, gpus: int, schedule: str, tensor: Sequence[int], time_limit_s: float) -> list[object]:
+def _answer(
+    profile: Profile, gpus: int, schedule: str, tensor: Sequence[int], time_limit_s: float
+) -> list[object]:
     bandwidths = [link_bandwidth(INSIDE), link_bandwidth(BETWEEN)]
     cluster = hierarchical_cluster([PER_SERVER, gpus // PER_SERVER], bandwidths, MEMORY_BYTES)
     microbatches = MICROBATCHES_PER_GPU * gpus if find(schedule).divides else 1

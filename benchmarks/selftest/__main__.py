@@ -20,7 +20,9 @@ README = Path(__file__).with_name("README.md")
 
 def main() -> int:
     """Run the self-test, print its table, and write it if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--save", action="store_true", help="write the table into the README")
@@ -35,10 +37,19 @@ def main() -> int:
 
 def section(report: SelftestReport) -> str:
     """Return the report as Markdown."""
-    rows = [[row.check, row.name, row.result, row.found, f"{row.seconds:.0f}"] for row in report.rows]
-    table = tabulate(rows, ["check", "case", "result", "found", "seconds"], tablefmt="github", disable_numparse=True)
+    rows = [
+        [row.check, row.name, row.result, row.found, f"{row.seconds:.0f}"] for row in report.rows
+    ]
+    table = tabulate(
+        rows,
+        ["check", "case", "result", "found", "seconds"],
+        tablefmt="github",
+        disable_numparse=True,
+    )
     results = [row.result for row in report.rows]
-    counts = ", ".join(f"{results.count(result)} {result}" for result in ("passed", "failed", "skipped"))
+    counts = ", ".join(
+        f"{results.count(result)} {result}" for result in ("passed", "failed", "skipped")
+    )
     about = f"{report.date}, {report.workers} workers, {environment()}."
     return f"{about}\n{counts}, in {report.seconds:.0f} s.\n\n{table}"
 

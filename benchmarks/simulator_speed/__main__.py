@@ -67,11 +67,14 @@ CASES = (
 
 def main() -> None:
     """Simulate every case in its own process, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--save", action="store_true", help="write the table into the README")
     save = parser.parse_args().save
     lines = [
-        "| workers | stages x replicas | schedule | servers of | minibatches | events | seconds | of the processor "
+        "| workers | stages x replicas | schedule | servers of | minibatches | events | seconds | "
+        "of the processor "
         "| peak memory, MB | target, s |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
@@ -83,10 +86,16 @@ def main() -> None:
     if save:
         head = README.read_text(encoding="utf-8").split(MARKER)[0]
         about = (
-            f"{time.strftime('%Y-%m-%d')}, {platform.processor() or platform.machine()}, Linux {platform.release()}, "
+            f"{time.strftime('%Y-%m-%d')}, {platform.processor() or platform.machine()}, "
+            f"Linux {platform.release()}, "
         )
-        about += f"Python {platform.python_version()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} before.\n"
-        README.write_text(f"{head}{MARKER}\n\n{about}\n" + "\n".join(lines) + "\n", encoding="utf-8")
+        about += (
+            f"Python {platform.python_version()}, {os.cpu_count()} cores, load "
+            f"{os.getloadavg()[0]:.1f} before.\n"
+        )
+        README.write_text(
+            f"{head}{MARKER}\n\n{about}\n" + "\n".join(lines) + "\n", encoding="utf-8"
+        )
 
 
 def _row(case: Case, folder: Path) -> str:
@@ -102,17 +111,24 @@ def _row(case: Case, folder: Path) -> str:
     wall_s = time.perf_counter() - started
     if status:
         raise SystemExit(f"{command} failed")
-    schedule = case.schedule if case.microbatches == 1 else f"{case.schedule}, {case.microbatches} microbatches"
+    schedule = (
+        case.schedule
+        if case.microbatches == 1
+        else f"{case.schedule}, {case.microbatches} microbatches"
+    )
     return (
         f"| {case.stages * case.replicas:,} | {case.stages:,} x {case.replicas} | {schedule}"
-        f"{', with a trace' if case.trace else ''} | {case.server} | {case.minibatches:,} | {_events(case):,} "
+        f"{', with a trace' if case.trace else ''} | {case.server} | {case.minibatches:,} | "
+        f"{_events(case):,} "
         f"| {wall_s:.2f} | {used.ru_utime + used.ru_stime:.2f} | {used.ru_maxrss * 1024 / 1e6:.0f} "
         f"| {case.target_s or ''} |"
     )
 
 
 def _events(case: Case) -> int:
-    """Return the number of events: forward, backward, messages at both ends, updates and all-reduces."""
+    """Return the number of events: forward, backward, messages at both ends, updates and
+    all-reduces.
+    """
     units = case.minibatches * case.microbatches
     rounds = case.minibatches if case.microbatches > 1 else -(-case.minibatches // case.replicas)
     per_round = case.stages * case.replicas * (1 + (case.replicas > 1))

@@ -24,11 +24,17 @@ GPUS = (8, 128, 2048, 16384)
 
 def main() -> None:
     """Solve every size in its own process, and print the table and the slopes."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layers", type=int, nargs="+", default=LAYERS)
     parser.add_argument("--gpus", type=int, nargs="+", default=GPUS)
-    parser.add_argument("--one", type=int, nargs=2, metavar=("LAYERS", "GPUS"), help=argparse.SUPPRESS)
-    parser.add_argument("--save", action="store_true", help="write what is printed to results.md beside this")
+    parser.add_argument(
+        "--one", type=int, nargs=2, metavar=("LAYERS", "GPUS"), help=argparse.SUPPRESS
+    )
+    parser.add_argument(
+        "--save", action="store_true", help="write what is printed to results.md beside this"
+    )
     arguments = parser.parse_args()
     if arguments.one:
         layers, gpus = arguments.one
@@ -39,25 +45,34 @@ def main() -> None:
 
 
 def _table(layers_of: Sequence[int], gpus_of: Sequence[int]) -> None:
-    print("| layers | GPUs | seconds of the processor | wall seconds | peak memory, MB | stages | status |")
+    print(
+        "| layers | GPUs | seconds of the processor | wall seconds | peak memory, MB | stages | "
+        "status |"
+    )
     print("|---|---|---|---|---|---|---|")
     results = {}
     for layers in layers_of:
         for gpus in gpus_of:
             command = [sys.executable, "-m", "benchmarks.solver_growth"]
             answer = subprocess.run(
-                [*command, "--one", str(layers), str(gpus)], check=True, stdout=subprocess.PIPE, text=True
+                [*command, "--one", str(layers), str(gpus)],
+                check=True,
+                stdout=subprocess.PIPE,
+                text=True,
             )
             one = json.loads(answer.stdout)
             results[layers, gpus] = one["cpu_s"]
             print(
-                f"| {layers:,} | {gpus:,} | {one['cpu_s']:.2f} | {one['wall_s']:.2f} | {one['peak_mb']:.0f} "
+                f"| {layers:,} | {gpus:,} | {one['cpu_s']:.2f} | {one['wall_s']:.2f} | "
+                f"{one['peak_mb']:.0f} "
                 f"| {one['stages']} | {one['status']} |",
                 flush=True,
             )
     print("\nSlope of seconds over layers, log-log, by GPUs:")
     for gpus in gpus_of:
-        print(f"  {gpus:,}: {_slope([(layers, results[layers, gpus]) for layers in layers_of]):.2f}")
+        print(
+            f"  {gpus:,}: {_slope([(layers, results[layers, gpus]) for layers in layers_of]):.2f}"
+        )
     print("Slope of seconds over GPUs, by layers:")
     for layers in layers_of:
         print(f"  {layers:,}: {_slope([(gpus, results[layers, gpus]) for gpus in gpus_of]):.2f}")

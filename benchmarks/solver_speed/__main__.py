@@ -28,27 +28,44 @@ REPEATS = 5
 
 def main() -> None:
     """Measure both, and print the tables as Markdown."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=1500, help="of the long chain (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--layers", type=int, default=1500, help="of the long chain (default: %(default)s)"
+    )
     parser.add_argument("--chain-gpus", type=int, nargs="+", default=[16, 64, 256, 1024])
-    parser.add_argument("--longest-s", type=float, default=60.0, help="of one run of the published programme")
-    parser.add_argument("--save", action="store_true", help="write what is printed to results.md beside this")
+    parser.add_argument(
+        "--longest-s", type=float, default=60.0, help="of one run of the published programme"
+    )
+    parser.add_argument(
+        "--save", action="store_true", help="write what is printed to results.md beside this"
+    )
     arguments = parser.parse_args()
     with printed(Path(__file__).parent, save=arguments.save):
         if ANCHORS.is_dir():
             _published_profiles()
         else:
-            print(f"The published profiles are not beside the project ({ANCHORS.name}): left out.\n")
+            print(
+                f"The published profiles are not beside the project ({ANCHORS.name}): left out.\n"
+            )
         _chains(arguments.layers, arguments.chain_gpus, arguments.longest_s)
 
 
 def _published_profiles() -> None:
-    print("| profile | GPUs | theirs, s | ours in a process, s | ratio | our whole process, s | ratio | answer |")
+    print(
+        "| profile | GPUs | theirs, s | ours in a process, s | ratio | our whole process, s | "
+        "ratio | answer |"
+    )
     print("|---|---|---|---|---|---|---|---|")
     for run in json.loads((ANCHORS / "reference.json").read_text())["runs"]:
         if len(run["gpus_per_level"]) > 1:
             continue
-        path, gpus, theirs_s = ANCHORS / f"{run['profile']}.txt", run["gpus_per_level"][0], run["wall_s"]
+        path, gpus, theirs_s = (
+            ANCHORS / f"{run['profile']}.txt",
+            run["gpus_per_level"][0],
+            run["wall_s"],
+        )
         plan, inside_s = _solved(load_graph_txt(path), gpus)
         whole_s = _whole_process_s(path, gpus)
         more = "" if run["finished"] else ">"
@@ -56,7 +73,8 @@ def _published_profiles() -> None:
         if run["finished"]:
             answer += f" (theirs {run['time_per_minibatch_s']:.6f} s)"
         print(
-            f"| {run['profile']} | {gpus} | {more}{theirs_s} | {inside_s:.3f} | {more}{theirs_s / inside_s:.0f} "
+            f"| {run['profile']} | {gpus} | {more}{theirs_s} | {inside_s:.3f} | "
+            f"{more}{theirs_s / inside_s:.0f} "
             f"| {whole_s:.2f} | {more}{theirs_s / whole_s:.1f} | {answer} |",
             flush=True,
         )
@@ -77,9 +95,16 @@ def _solved(profile: Profile, gpus: int) -> tuple[PublishedPlan, float]:
 
 
 def _whole_process_s(path: Path, gpus: int) -> float:
-    """Return the processor time of a process that solves it, from the start of the interpreter to its end."""
-    program = "from benchmarks.graph_txt import load_graph_txt; from benchmarks.published_models import solve_published"
-    program += f"; print(solve_published(load_graph_txt({str(path)!r}), {gpus}, {BANDWIDTH_BYTES_PER_S}))"
+    """Return the processor time of a process that solves it, from the start of the interpreter to
+    its end.
+    """
+    program = (
+        "from benchmarks.graph_txt import load_graph_txt; from benchmarks.published_models "
+        "import solve_published"
+    )
+    program += (
+        f"; print(solve_published(load_graph_txt({str(path)!r}), {gpus}, {BANDWIDTH_BYTES_PER_S}))"
+    )
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, env=os.environ)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -94,12 +119,18 @@ def _chains(layers: int, gpu_counts: list[int], longest_s: float) -> None:
     for gpus in gpu_counts:
         theirs_s = per_step_s * _steps(layers, gpus)
         _, ours_s = _solved(chain(layers), gpus)
-        print(f"| {gpus} | {theirs_s:,.0f} (extrapolated) | {ours_s:.2f} | {theirs_s / ours_s:,.0f} |", flush=True)
+        print(
+            f"| {gpus} | {theirs_s:,.0f} (extrapolated) | {ours_s:.2f} | {theirs_s / ours_s:,.0f} "
+            f"|",
+            flush=True,
+        )
     print(f"\nMeasured, to extrapolate from: {sizes}")
 
 
 def _measured_growth(longest_s: float) -> tuple[str, float]:
-    """Run the published programme at growing sizes, check its answers, and return seconds per step at the largest."""
+    """Run the published programme at growing sizes, check its answers, and return seconds per step
+    at the largest.
+    """
     texts, per_step_s = [], 0.0
     for layers, gpus in ((50, 8), (100, 8), (100, 16), (200, 16), (400, 16), (800, 16)):
         if per_step_s * _steps(layers, gpus) > longest_s:

@@ -1,4 +1,5 @@
-"""Compare time and memory of sharded and of recomputing stages with what is measured. See README.md in this folder.
+"""Compare time and memory of sharded and of recomputing stages with what is measured. See README.md
+in this folder.
 
 python -m benchmarks.stage_options --save
 python -m benchmarks.stage_options --emulated --save
@@ -51,7 +52,8 @@ class Shape:
     schedule: str
     recompute: float = 0.0  # share of each stage's blocks that recompute, each by itself
     whole: bool = False  # each stage recomputes as one group
-    level: int = 0  # 1: the replicas divide the optimizer's state, 2: gradients, too, 3: weights, too
+    # 1: the replicas divide the optimizer's state, 2: gradients, too, 3: weights, too
+    level: int = 0
     masters: bool = False  # weights in bfloat16, with float32 masters
 
     def __str__(self) -> str:
@@ -107,11 +109,19 @@ EMULATED = (
 
 def main() -> None:
     """Measure, print the table, and with --save write it into the README."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--emulated", action="store_true", help="four devices on the testbed, which needs root")
-    parser.add_argument("--seconds", type=float, default=12.0, help="of each run whose time is measured")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--emulated", action="store_true", help="four devices on the testbed, which needs root"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=12.0, help="of each run whose time is measured"
+    )
     parser.add_argument("--plans", type=int, nargs="+", help="only these, by their row")
-    parser.add_argument("--save", action="store_true", help="write results.json, and the tables into the README")
+    parser.add_argument(
+        "--save", action="store_true", help="write results.json, and the tables into the README"
+    )
     arguments = parser.parse_args()
     kind = "emulated" if arguments.emulated else "measured"
     shapes: tuple[Shape, ...] = EMULATED if arguments.emulated else SHAPES
@@ -145,15 +155,21 @@ def _profile(*, masters: bool = False) -> Profile:
 
 
 def _measured(shapes: Sequence[Shape], seconds: float) -> Iterator[dict[str, Any]]:
-    """Train in two workers: for the times, and once more for the memory, where freed pages are given back."""
+    """Train in two workers: for the times, and once more for the memory, where freed pages are
+    given back.
+    """
     cluster = measure_host(2, "cpu")
-    profiles = {masters: _profile(masters=masters) for masters in {shape.masters for shape in shapes}}
+    profiles = {
+        masters: _profile(masters=masters) for masters in {shape.masters for shape in shapes}
+    }
     for shape in shapes:
         plan = shape.plan(profiles[shape.masters], cluster)
         predicted_s = plan.predicted.seconds_per_minibatch
         # Every unit in flight, and an update after each.
         least = 2 if plan.microbatches > 1 else 3 * plan.stages[0].in_flight
-        timed = launch(Job(model=str(MODEL), plan=plan, steps=2 * least + round(seconds / predicted_s)))
+        timed = launch(
+            Job(model=str(MODEL), plan=plan, steps=2 * least + round(seconds / predicted_s))
+        )
         with pages_returned():
             peaks = launch(Job(model=str(MODEL), plan=plan, steps=least)).reports
         yield {
@@ -169,7 +185,9 @@ def _measured(shapes: Sequence[Shape], seconds: float) -> Iterator[dict[str, Any
 
 
 def _emulated(shapes: Sequence[Shape], seconds: float) -> Iterator[dict[str, Any]]:
-    """Train in four workers whose layers sleep for their times; forwards that run again sleep again."""
+    """Train in four workers whose layers sleep for their times; forwards that run again sleep
+    again.
+    """
     profile, there = _profile(), flat_cluster(4, 1.25e8)
     scale = fitting_scale(profile, there)
     with tempfile.TemporaryDirectory(prefix="stage-options-") as folder, testbed(4) as bed:
@@ -179,7 +197,11 @@ def _emulated(shapes: Sequence[Shape], seconds: float) -> Iterator[dict[str, Any
             with scaled_buckets(scale.byte_factor):
                 plan = shape.plan(emulated.profile, links)
             measured_s = train_s(bed, emulated, plan, seconds)
-            yield {"plan": str(shape), "predicted_s": plan.predicted.seconds_per_minibatch, "measured_s": measured_s}
+            yield {
+                "plan": str(shape),
+                "predicted_s": plan.predicted.seconds_per_minibatch,
+                "measured_s": measured_s,
+            }
 
 
 def _tables(content: dict[str, Any]) -> str:
@@ -189,20 +211,39 @@ def _tables(content: dict[str, Any]) -> str:
             continue
         about, rows = content[kind]["about"], content[kind]["rows"]
         where = "two workers" if kind == "measured" else "four emulated devices"
-        quiet = "" if about["load"] < 1 else f" Load average {about['load']} before it began, not quiet."
+        quiet = (
+            ""
+            if about["load"] < 1
+            else f" Load average {about['load']} before it began, not quiet."
+        )
         table = tabulate(
             [_cells(row) for row in rows],
-            headers=("plan", "predicted, s", "measured, s", "error", "memory, MB", "measured, MB", "error"),
+            headers=(
+                "plan",
+                "predicted, s",
+                "measured, s",
+                "error",
+                "memory, MB",
+                "measured, MB",
+                "error",
+            ),
             tablefmt="github",
             disable_numparse=True,
         )
-        texts.append(f"{where.capitalize()}, {about['date']}, torch {about['torch']}.{quiet}\n\n{table}")
+        texts.append(
+            f"{where.capitalize()}, {about['date']}, torch {about['torch']}.{quiet}\n\n{table}"
+        )
     return "\n\n".join(texts)
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
     predicted_s, measured_s = row["predicted_s"], row["measured_s"]
-    cells = [row["plan"], f"{predicted_s:.3f}", f"{measured_s:.3f}", f"{predicted_s / measured_s - 1:+.1%}"]
+    cells = [
+        row["plan"],
+        f"{predicted_s:.3f}",
+        f"{measured_s:.3f}",
+        f"{predicted_s / measured_s - 1:+.1%}",
+    ]
     pairs = list(zip(row.get("predicted_bytes", ()), row.get("measured_bytes", ()), strict=True))
     return [
         *cells,

@@ -1,4 +1,5 @@
-"""Compare predictions with real runs of sharded stages, masters and sequence parallelism. See README.md.
+"""Compare predictions with real runs of sharded stages, masters and sequence parallelism. See
+README.md.
 
 python -m benchmarks.stage_options.drawn --seed 1 --save
 """
@@ -34,7 +35,16 @@ from planner.workers.job import Job, TrainResult
 KINDS, EACH = ("sharded", "masters", "sequence"), 4  # cases of each kind, one kind after the other
 PROFILE_S, EXACT_STEPS = 8.0, 4
 FLOPS = 4e9, 3e10  # of a microbatch of the whole model, forward and backward
-HEADERS = ("model", "plan", "predicted, s", "measured, s", "error", "losses apart", "weights apart", "machine")
+HEADERS = (
+    "model",
+    "plan",
+    "predicted, s",
+    "measured, s",
+    "error",
+    "losses apart",
+    "weights apart",
+    "machine",
+)
 FORMATS = ("", "", ".3f", ".3f", "+.1%", ".0e", ".0e", "")
 MODEL_FILE = '''\
 """Drawn by benchmarks.stage_options.drawn."""
@@ -61,7 +71,8 @@ class Case(Compared):
     tensor: int = 1
     recompute: bool = False
     losses_apart: float = 0.0  # from those of one process, the largest share
-    weights_apart: float = 0.0  # after some steps: the length of the difference by that of all steps
+    # after some steps: the length of the difference by that of all steps
+    weights_apart: float = 0.0
     disturbed: str = ""  # what the profile says of the machine
 
     @property
@@ -73,16 +84,24 @@ class Case(Compared):
     def words(self) -> list[str]:
         """The model, and the plan."""
         config = "1x2" if self.tensor > 1 else "-".join(map(str, self.replicas))
-        parts = [config, f"{self.schedule} x{self.microbatches}" if self.microbatches > 1 else self.schedule]
+        parts = [
+            config,
+            f"{self.schedule} x{self.microbatches}" if self.microbatches > 1 else self.schedule,
+        ]
         parts += [f"ZeRO-{self.level}"] * (self.level > 0) + ["master weights"] * self.masters
         parts += ["sequence parallel"] * (self.tensor > 1) + ["blocks recompute"] * self.recompute
-        return [f"{self.blocks} blocks of {self.width}, {self.samples} x {self.length}", ", ".join(parts)]
+        return [
+            f"{self.blocks} blocks of {self.width}, {self.samples} x {self.length}",
+            ", ".join(parts),
+        ]
 
     def write_model(self, folder: Path) -> Path:
         """Write the model file, and return its path."""
         path = folder / "model.py"
         kind = "words" if self.tensor > 1 else "sized"
-        path.write_text(MODEL_FILE.format(kind=kind, blocks=self.blocks, width=self.width, length=self.length))
+        path.write_text(
+            MODEL_FILE.format(kind=kind, blocks=self.blocks, width=self.width, length=self.length)
+        )
         return path
 
     def plan(self, profile: Profile, cluster: Cluster) -> Plan:
@@ -101,8 +120,14 @@ class Case(Compared):
             for count, replicas in zip(counts, self.replicas, strict=True)
         )
         schedule = find(self.schedule)
-        own = OwnPlan(stages=stages, schedule=schedule, microbatches=self.microbatches if schedule.divides else None)
-        return price(profile, cluster.model_copy(update={"sequence_parallel": self.tensor > 1}), own)
+        own = OwnPlan(
+            stages=stages,
+            schedule=schedule,
+            microbatches=self.microbatches if schedule.divides else None,
+        )
+        return price(
+            profile, cluster.model_copy(update={"sequence_parallel": self.tensor > 1}), own
+        )
 
     @property
     def alone(self) -> Case:
@@ -141,7 +166,9 @@ def _case(choose: random.Random, number: int) -> Case:
     flush = choose.choice(("1f1b-flush", "gpipe")), choose.choice((2, 4, 8))
     match kind:
         case "sharded":
-            return model(flush[1], flush[0], (2,), level=2 + number % 2, recompute=choose.random() < 0.25)
+            return model(
+                flush[1], flush[0], (2,), level=2 + number % 2, recompute=choose.random() < 0.25
+            )
         case "masters":
             replicas = choose.choice(((2,), (1, 1)))
             if len(replicas) > 1 and choose.random() < 0.5:
@@ -153,7 +180,9 @@ def _case(choose: random.Random, number: int) -> Case:
             return model(microbatches, schedule, (1,), tensor=2)
 
 
-def measured(cases: Sequence[Case], chosen: Sequence[int], seconds: float) -> Iterator[tuple[int, Case]]:
+def measured(
+    cases: Sequence[Case], chosen: Sequence[int], seconds: float
+) -> Iterator[tuple[int, Case]]:
     """Run the cases of these numbers."""
     keep_freed_pages()  # as the workers do
     cluster = measure_host(2, "cpu")
@@ -163,7 +192,9 @@ def measured(cases: Sequence[Case], chosen: Sequence[int], seconds: float) -> It
 
 
 def run(case: Case, cluster: Cluster, seconds: float, folder: Path) -> Case:
-    """Profile the model beside a second process, train the case's plan, and compare it with one process."""
+    """Profile the model beside a second process, train the case's plan, and compare it with one
+    process.
+    """
     path = case.write_model(folder)
     try:
         profile = measure(
@@ -180,7 +211,9 @@ def run(case: Case, cluster: Cluster, seconds: float, folder: Path) -> Case:
         predicted_s = plan.predicted.seconds_per_minibatch
         # Every unit in flight, and an update after each.
         least = 2 if plan.microbatches > 1 else 3 * plan.stages[0].in_flight
-        result = launch(Job(model=str(path), plan=plan, steps=2 * least + round(seconds / predicted_s)))
+        result = launch(
+            Job(model=str(path), plan=plan, steps=2 * least + round(seconds / predicted_s))
+        )
         losses, weights = _apart(path, plan, case.alone.plan(profile, cluster), folder)
     except PlannerError as error:
         return replace(case, failure=first_line(error))
@@ -200,18 +233,24 @@ def _apart(path: Path, plan: Plan, alone: Plan, folder: Path) -> tuple[float, fl
     results, weights = list[TrainResult](), list[dict[str, torch.Tensor]]()
     for number, (each, steps) in enumerate(((plan, EXACT_STEPS), (alone, EXACT_STEPS), (alone, 1))):
         saved = folder / f"{number}.pt"
-        results.append(launch(Job(model=str(path), plan=each, steps=steps, seed=1, save_weights=str(saved))))
+        results.append(
+            launch(Job(model=str(path), plan=each, steps=steps, seed=1, save_weights=str(saved)))
+        )
         weights.append(torch.load(saved, weights_only=True))
     one, other = weights[:2]
     if found := [name for name, tensor in one.items() if tensor.dtype != other[name].dtype]:
-        problem = f"'{found[0]}' is {one[found[0]].dtype}, and {other[found[0]].dtype} in one process"
+        problem = (
+            f"'{found[0]}' is {one[found[0]].dtype}, and {other[found[0]].dtype} in one process"
+        )
         raise PlannerError(f"{problem}: {len(found)} of {len(one)} weights have another type")
     losses = [[entry.loss or 0.0 for entry in result.losses] for result in results]
     apart, moved = (
         sum(float((one[name].double() - other[name].double()).square().sum()) for name in one)
         for one, other in ((weights[0], weights[1]), (weights[1], weights[2]))
     )
-    return max(abs(one / other - 1) for one, other in zip(*losses[:2], strict=True)), (apart / moved) ** 0.5
+    return max(abs(one / other - 1) for one, other in zip(*losses[:2], strict=True)), (
+        apart / moved
+    ) ** 0.5
 
 
 def table(rows: Sequence[Case], about: str) -> str:

@@ -1,4 +1,5 @@
-"""Eight Transformer blocks with many activations for their weights, trained with AdamW; and others by their sizes.
+"""Eight Transformer blocks with many activations for their weights, trained with AdamW; and others
+by their sizes.
 
 The input is embedded already and the head is small, so half of the blocks is half of the work.
 """
@@ -20,7 +21,8 @@ BLOCKS, WIDTH, LENGTH, CLASSES, WORDS = 8, 192, 64, 10, 1000
 HEAD = 32  # width of a head of the attention
 DIFFERENT = 64  # samples
 
-Parts = tuple[Callable[..., Any], ...]  # of a model file: the model, a batch, the samples, the loss and the optimizer
+# of a model file: the model, a batch, the samples, the loss and the optimizer
+Parts = tuple[Callable[..., Any], ...]
 
 
 class Net(nn.Module):
@@ -67,14 +69,18 @@ def words(blocks: int, width: int, length: int) -> Parts:
 
     def build_model() -> nn.Module:
         middle = (DividedBlock(width) for _ in range(blocks))
-        return nn.Sequential(nn.Embedding(WORDS, width), *middle, nn.LayerNorm(width), nn.Linear(width, WORDS))
+        return nn.Sequential(
+            nn.Embedding(WORDS, width), *middle, nn.LayerNorm(width), nn.Linear(width, WORDS)
+        )
 
     def example_batch(batch_size: int) -> tuple[tuple[Tensor, ...], Tensor]:
         found = torch.randint(0, WORDS, (batch_size, length))
         return (found,), found.roll(-1, 1)
 
     return _parts(
-        build_model, example_batch, lambda output, target: F.cross_entropy(output.flatten(0, 1), target.flatten())
+        build_model,
+        example_batch,
+        lambda output, target: F.cross_entropy(output.flatten(0, 1), target.flatten()),
     )
 
 

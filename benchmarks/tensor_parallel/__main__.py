@@ -27,7 +27,11 @@ from planner.workers.job import Job
 
 FOLDER = Path(__file__).parent
 README, PART = FOLDER / "README.md", "runs"
-CASES = [*((builder, size) for builder in ("narrow", "wide") for size in (4, 16)), ("middle", 8), ("narrow", 8)]
+CASES = [
+    *((builder, size) for builder in ("narrow", "wide") for size in (4, 16)),
+    ("middle", 8),
+    ("narrow", 8),
+]
 CONFIGS = {"1x2": OwnStage(layers=("",), tensor=2), "2": OwnStage(layers=("",), replicas=2)}
 PROFILE_S = 5.0
 
@@ -44,15 +48,27 @@ class Row(Compared):
 
 def main() -> None:
     """Run all cases, print the table, and save it if asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--save", action="store_true", help="write results.json and the table in README.md")
-    parser.add_argument("--only", help="these cases alone, as in narrow/4,wide/16; the table keeps the others' rows")
-    parser.add_argument("--seconds", type=float, default=8.0, help="of each run (default: %(default)g)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--save", action="store_true", help="write results.json and the table in README.md"
+    )
+    parser.add_argument(
+        "--only", help="these cases alone, as in narrow/4,wide/16; the table keeps the others' rows"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=8.0, help="of each run (default: %(default)g)"
+    )
     arguments = parser.parse_args()
     keep_freed_pages()  # as the workers do
     results = Results(FOLDER, save=arguments.save)
     cluster = measure_host(2, "cpu")
-    only = arguments.only.split(",") if arguments.only else [f"{builder}/{samples}" for builder, samples in CASES]
+    only = (
+        arguments.only.split(",")
+        if arguments.only
+        else [f"{builder}/{samples}" for builder, samples in CASES]
+    )
     rows = (
         (f"{row.model} {row.samples} {row.config}", row)
         for builder, samples in CASES
@@ -66,10 +82,14 @@ def main() -> None:
 
 
 def run(builder: str, samples: int, cluster: Cluster, seconds: float) -> list[Row]:
-    """Profile the model beside a second process, then train it with groups of two and with two replicas."""
+    """Profile the model beside a second process, then train it with groups of two and with two
+    replicas.
+    """
     model = f"{FOLDER / 'model.py'}:{builder}"
     rows = []
-    profile = measure(model, batch_size=samples, device="cpu", seconds=PROFILE_S, processes=2, tensor=(2,))
+    profile = measure(
+        model, batch_size=samples, device="cpu", seconds=PROFILE_S, processes=2, tensor=(2,)
+    )
     layers = tuple(layer.name for layer in profile.layers)
     for config, stage in CONFIGS.items():
         own = OwnPlan(stages=(stage.model_copy(update={"layers": layers}),), schedule=DEFAULT)
@@ -82,19 +102,33 @@ def run(builder: str, samples: int, cluster: Cluster, seconds: float) -> list[Ro
             continue
         measured_s = result.minibatch_size / result.samples_per_s
         disturbed = disturbance_words(profile) or ""
-        rows.append(Row(builder, samples, config, disturbed, predicted_s=predicted_s, measured_s=measured_s))
+        rows.append(
+            Row(builder, samples, config, disturbed, predicted_s=predicted_s, measured_s=measured_s)
+        )
     return rows
 
 
 def _table(rows: list[Row]) -> str:
     cells = [
-        [row.model, row.samples, row.config, row.predicted_s, row.measured_s, row.error, row.disturbed]
+        [
+            row.model,
+            row.samples,
+            row.config,
+            row.predicted_s,
+            row.measured_s,
+            row.error,
+            row.disturbed,
+        ]
         for row in rows
         if not row.failure
     ]
     headers = ("model", "samples", "plan", "predicted, s", "measured, s", "error", "machine")
-    table = tabulate(cells, headers=headers, floatfmt=("", "", "", ".4f", ".4f", "+.1%", ""), tablefmt="github")
-    return table + "".join(f"\n- {row.model}, {row.config}: {row.failure}" for row in rows if row.failure)
+    table = tabulate(
+        cells, headers=headers, floatfmt=("", "", "", ".4f", ".4f", "+.1%", ""), tablefmt="github"
+    )
+    return table + "".join(
+        f"\n- {row.model}, {row.config}: {row.failure}" for row in rows if row.failure
+    )
 
 
 if __name__ == "__main__":

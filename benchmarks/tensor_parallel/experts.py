@@ -1,4 +1,5 @@
-"""Compare predictions with emulated runs of groups of two and of four ranks that divide experts. See README.md.
+"""Compare predictions with emulated runs of groups of two and of four ranks that divide experts.
+See README.md.
 
 python -m benchmarks.tensor_parallel.experts --seed 1 --save
 """

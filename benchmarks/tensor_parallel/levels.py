@@ -1,4 +1,5 @@
-"""Compare predictions with emulated runs of groups of two ranks within hosts, on two or three hosts. See README.md.
+"""Compare predictions with emulated runs of groups of two ranks within hosts, on two or three
+hosts. See README.md.
 
 python -m benchmarks.tensor_parallel.levels --seed 1 --save
 """
@@ -38,7 +39,16 @@ NAMES = MODELS | {"benchmarks/tensor_parallel/model.py:experts": "experts"}  # o
 DEVICES, SAMPLES = ("t4", "v100", "a100"), (4, 8, 16)
 RATES, FASTER = ("10Gbps", "25Gbps", "50Gbps"), (2, 4)
 MESSAGE_BYTES = 1_000_000  # of messages that links are measured with
-HEADERS = ("model", "samples", "device", "hosts, links", "plan", "predicted, s", "emulated, s", "error")
+HEADERS = (
+    "model",
+    "samples",
+    "device",
+    "hosts, links",
+    "plan",
+    "predicted, s",
+    "emulated, s",
+    "error",
+)
 
 
 @dataclass(frozen=True)
@@ -64,7 +74,9 @@ class Case(Compared):
 
     @property
     def there(self) -> Cluster:
-        """The cluster; with one rate, each GPU is a host of its own, because levels have groups of one size."""
+        """The cluster; with one rate, each GPU is a host of its own, because levels have groups of
+        one size.
+        """
         sizes = (RANKS, self.hosts) if len(self.rates) > 1 else (self.hosts,)
         return hierarchical_cluster(sizes, [parse_bandwidth(rate) for rate in self.rates])
 
@@ -72,12 +84,16 @@ class Case(Compared):
     def plan(self) -> str:
         """The plan in words."""
         config = config_of(tuple(self.replicas), degrees=self.tensor)
-        return f"{config} {self.schedule}" + (f" x{self.microbatches}" if self.microbatches > 1 else "")
+        return f"{config} {self.schedule}" + (
+            f" x{self.microbatches}" if self.microbatches > 1 else ""
+        )
 
     @property
     def cells(self) -> list[object]:
         """The row of the table."""
-        where = f"{self.hosts}, {', '.join(self.rates)}" + (f" ({self.links})" if self.links else "")
+        where = f"{self.hosts}, {', '.join(self.rates)}" + (
+            f" ({self.links})" if self.links else ""
+        )
         row: list[object] = [NAMES[self.model], self.samples, self.device, where, self.plan]
         if self.failure or not self.measured_s:
             return [*row, self.failure]
@@ -89,8 +105,12 @@ def main() -> None:
     compare_cases(__doc__, "levels", draw, cases=8)
 
 
-def compare_cases(doc: str | None, name: str, draw: Callable[[int, int], list[Case]], cases: int) -> None:
-    """Run the cases of a draw as the command line asks; `name`: of their tables, and of the marks in the README."""
+def compare_cases(
+    doc: str | None, name: str, draw: Callable[[int, int], list[Case]], cases: int
+) -> None:
+    """Run the cases of a draw as the command line asks; `name`: of their tables, and of the marks
+    in the README.
+    """
     compare(
         doc,
         f"tensor_parallel.{name}",
@@ -142,14 +162,18 @@ def _estimated(model: str, samples: int, device: str, degree: int) -> Profile:
     return estimate(ROOT / model, device=device, batch_size=samples, tensor=(degree,))
 
 
-def _measured(cases: Sequence[Case], chosen: Sequence[int], seconds: float) -> Iterator[tuple[int, Case]]:
+def _measured(
+    cases: Sequence[Case], chosen: Sequence[int], seconds: float
+) -> Iterator[tuple[int, Case]]:
     for number in chosen:
         _profile(cases[number])  # before there are hosts
     return on_hosts(RANKS * 3, cases, chosen, partial(run, seconds=seconds), lambda case: case)
 
 
 def run(bed: Testbed, case: Case, folder: Path, seconds: float) -> Case:
-    """Emulate the case's model in `folder`, and train its plan for about `seconds` after the start-up."""
+    """Emulate the case's model in `folder`, and train its plan for about `seconds` after the
+    start-up.
+    """
     profile = _profile(case)
     scale = fitting_scale(profile, case.there, 2 * LINK_BYTES_PER_S / case.faster)
     emulated = emulate(profile, scale, folder)
@@ -158,15 +182,23 @@ def run(bed: Testbed, case: Case, folder: Path, seconds: float) -> Case:
     ends = [0, *accumulate(balanced_stages(emulated.profile, len(case.replicas)))]
     stages = tuple(
         OwnStage(layers=tuple(names[start:end]), replicas=replicas, tensor=degree)
-        for (start, end), replicas, degree in zip(pairwise(ends), case.replicas, case.tensor, strict=True)
+        for (start, end), replicas, degree in zip(
+            pairwise(ends), case.replicas, case.tensor, strict=True
+        )
     )
     schedule = find(case.schedule)
-    own = OwnPlan(stages=stages, schedule=schedule, microbatches=case.microbatches if schedule.divides else None)
+    own = OwnPlan(
+        stages=stages,
+        schedule=schedule,
+        microbatches=case.microbatches if schedule.divides else None,
+    )
     with scaled_buckets(scale.byte_factor):
         plan = price(emulated.profile, links, own)
     measured_s = train_s(bed, emulated, plan, seconds)
     said = described(links).partition(", ")[2]
-    return replace(case, predicted_s=plan.predicted.seconds_per_minibatch, measured_s=measured_s, links=said)
+    return replace(
+        case, predicted_s=plan.predicted.seconds_per_minibatch, measured_s=measured_s, links=said
+    )
 
 
 def _table(rows: Sequence[Case], about: str) -> str:
@@ -176,8 +208,12 @@ def _table(rows: Sequence[Case], about: str) -> str:
     lines = [f"On emulated devices, {about}:\n", table]
     if ran:
         errors = [abs(row.error) for row in ran]
-        lines.append(f"\nmedian error {median(errors):.1%}, worst {max(errors):.1%} over {len(ran)} runs")
-    return "\n".join([*lines, *(f"- {row.cells[:5]}: {row.failure}" for row in rows if row.failure)])
+        lines.append(
+            f"\nmedian error {median(errors):.1%}, worst {max(errors):.1%} over {len(ran)} runs"
+        )
+    return "\n".join(
+        [*lines, *(f"- {row.cells[:5]}: {row.failure}" for row in rows if row.failure)]
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""A Transformer of three widths, whose attention and feed-forward network ranks can divide, and one with experts."""
+"""A Transformer of three widths, whose attention and feed-forward network ranks can divide, and one
+with experts.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,10 @@ class Block(nn.Module):
 
     def attend(self, x: Tensor) -> Tensor:
         """Map (samples, length, width) to what is attended to, of the same shape."""
-        q, k, v = (each(x).unflatten(2, (HEADS, -1)).transpose(1, 2) for each in (self.query, self.key, self.value))
+        q, k, v = (
+            each(x).unflatten(2, (HEADS, -1)).transpose(1, 2)
+            for each in (self.query, self.key, self.value)
+        )
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         projected: Tensor = self.projection(attended.transpose(1, 2).flatten(2))
         return projected
@@ -39,8 +44,8 @@ class Block(nn.Module):
 class Experts(nn.Module):
     """A feed-forward network of experts, of which each token visits some.
 
-    Whatever the router has learned, they are those whose turn it is (as in Roller et al., "Hash Layers", 2021): so
-    each expert gets as many tokens as any other, which prices assume.
+    Whatever the router has learned, they are those whose turn it is (as in Roller et al., "Hash
+    Layers", 2021): so each expert gets as many tokens as any other, which prices assume.
     """
 
     def __init__(self, width: int) -> None:
@@ -56,11 +61,18 @@ class Experts(nn.Module):
         tokens = x.flatten(0, 1)
         weights, chosen = (self.router(x) + self.turn).flatten(0, 1).softmax(-1).topk(VISITED)
         order = chosen.flatten().argsort(stable=True)
-        ends = (chosen.flatten() == torch.arange(EXPERTS, device=x.device)[:, None]).sum(1).cumsum(0).int()
+        ends = (
+            (chosen.flatten() == torch.arange(EXPERTS, device=x.device)[:, None])
+            .sum(1)
+            .cumsum(0)
+            .int()
+        )
         made = F.grouped_mm(tokens[order // VISITED].bfloat16(), self.raised.bfloat16(), offs=ends)
         made = F.grouped_mm(F.gelu(made), self.lowered.bfloat16(), offs=ends).float()
         weighed = made * weights.flatten()[order][:, None]
-        result: Tensor = weighed[order.argsort()].view(-1, VISITED, x.shape[-1]).sum(1).view(x.shape)
+        result: Tensor = (
+            weighed[order.argsort()].view(-1, VISITED, x.shape[-1]).sum(1).view(x.shape)
+        )
         return result
 
 
@@ -81,7 +93,9 @@ class ExpertsBlock(Block):
 
 def _model(width: int, block: Callable[[int], nn.Module] = Block) -> nn.Module:
     blocks = (block(width) for _ in range(BLOCKS))
-    return nn.Sequential(nn.Embedding(WORDS, width), *blocks, nn.LayerNorm(width), nn.Linear(width, WORDS))
+    return nn.Sequential(
+        nn.Embedding(WORDS, width), *blocks, nn.LayerNorm(width), nn.Linear(width, WORDS)
+    )
 
 
 def narrow() -> nn.Module:

@@ -1,4 +1,5 @@
-"""Compare predictions with emulated runs of groups of two ranks, in two hosts, under every schedule. See README.md.
+"""Compare predictions with emulated runs of groups of two ranks, in two hosts, under every
+schedule. See README.md.
 
 python -m benchmarks.tensor_parallel.schedules --seed 1 --save
 """
@@ -22,7 +23,9 @@ def main() -> None:
 
 
 def draw(seed: int, count: int) -> list[Case]:
-    """Return each schedule with two stages of a group each, then plans whose stages are divided differently."""
+    """Return each schedule with two stages of a group each, then plans whose stages are divided
+    differently.
+    """
     rng = random.Random(seed)
     drawn = levels.endless(rng)
     return [_changed(next(drawn), number, rng) for number in range(count)]
@@ -30,7 +33,9 @@ def draw(seed: int, count: int) -> list[Case]:
 
 def _changed(case: Case, number: int, rng: random.Random) -> Case:
     by_group = number < len(NAMES)
-    schedule = next(each for each in SCHEDULES if each.name == (NAMES[number] if by_group else "1f1b"))
+    schedule = next(
+        each for each in SCHEDULES if each.name == (NAMES[number] if by_group else "1f1b")
+    )
     case = replace(
         case,
         hosts=HOSTS,
@@ -41,7 +46,14 @@ def _changed(case: Case, number: int, rng: random.Random) -> Case:
     if by_group:
         return case
     mixed = ((RANKS, 1), (1, RANKS)) if number % 2 else ((1, RANKS), (RANKS, 1))
-    return replace(case, hosts=RANKS * HOSTS, rates=case.rates[1:], faster=2, replicas=mixed[0], degrees=mixed[1])
+    return replace(
+        case,
+        hosts=RANKS * HOSTS,
+        rates=case.rates[1:],
+        faster=2,
+        replicas=mixed[0],
+        degrees=mixed[1],
+    )
 
 
 if __name__ == "__main__":

@@ -1,1 +1,3 @@
-"""Compare predictions with runs on emulated hosts (network namespaces) and emulated devices (that sleep)."""
+"""Compare predictions with runs on emulated hosts (network namespaces) and emulated devices (that
+sleep).
+"""

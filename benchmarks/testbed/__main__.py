@@ -1,7 +1,9 @@
-"""Run a plan and data parallelism on emulated devices, and compare with predictions. See README.md in this folder.
+"""Run a plan and data parallelism on emulated devices, and compare with predictions. See README.md
+in this folder.
 
 python -m benchmarks.testbed --profile profiles/vgg16/cpu.json --gpus 4 --bandwidth 1Gbps
-python -m benchmarks.testbed --profile profiles/resnet50/cpu.json --topology 2x4 --bandwidth 10Gbps,1Gbps
+python -m benchmarks.testbed --profile profiles/resnet50/cpu.json --topology 2x4 --bandwidth
+10Gbps,1Gbps
 """
 
 from __future__ import annotations
@@ -33,17 +35,27 @@ MOST_DEVICES = 32  # processes of 200 MB on a machine of two cores
 
 def main() -> None:
     """Run, and print predictions and measurements."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--profile", type=Path, required=True, help="whose times and bytes the devices emulate")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--profile", type=Path, required=True, help="whose times and bytes the devices emulate"
+    )
     parser.add_argument("--gpus", type=int, help="devices, each on a link of its own")
     parser.add_argument("--topology", help="GPUxSERVERS instead, with two bandwidths")
-    parser.add_argument("--bandwidth", required=True, help="of the links of the devices that are emulated: 10Gbps")
+    parser.add_argument(
+        "--bandwidth", required=True, help="of the links of the devices that are emulated: 10Gbps"
+    )
     parser.add_argument("--schedule", choices=NAMES, default="1f1b")
     parser.add_argument("--microbatches", type=int, default=1)
-    parser.add_argument("--config", help="replicas per stage, of equal time, instead of the best plan: 2-1-1")
+    parser.add_argument(
+        "--config", help="replicas per stage, of equal time, instead of the best plan: 2-1-1"
+    )
     parser.add_argument("--compress", choices=CODECS, default="none", help="what stages send")
     parser.add_argument("--seconds", type=float, default=15.0, help="of each measured run")
-    parser.add_argument("--link", type=float, default=LINK_BYTES_PER_S, help="bytes/s of the slowest link here")
+    parser.add_argument(
+        "--link", type=float, default=LINK_BYTES_PER_S, help="bytes/s of the slowest link here"
+    )
     arguments = parser.parse_args()
     try:
         _run(arguments)
@@ -68,10 +80,14 @@ def _run(arguments: argparse.Namespace) -> None:
         run = run_plan(bed, emulated, plan, described(links), arguments.seconds)
         bsp = data_parallel_run(bed, emulated, links, arguments.seconds, plan)
     print(
-        f"{profile.model} emulated on {target.gpus} devices over {run.cluster} as measured: times x "
+        f"{profile.model} emulated on {target.gpus} devices over {run.cluster} as measured: times "
+        f"x "
         f"{scale.time_factor:.3g}, bytes x {scale.byte_factor:.3g}"
     )
-    rows = [[f"{r.config} {r.schedule}", r.cost_model_s, r.predicted_s, r.measured_s, r.error] for r in (run, bsp)]
+    rows = [
+        [f"{r.config} {r.schedule}", r.cost_model_s, r.predicted_s, r.measured_s, r.error]
+        for r in (run, bsp)
+    ]
     headers = ["", "cost model, s", "predicted, s", "measured, s", "error"]
     print(tabulate(rows, headers, floatfmt=("", ".4f", ".4f", ".4f", "+.1%")))
     print(f"speed-up over data parallelism: measured {bsp.measured_s / run.measured_s:.2f}")
@@ -80,9 +96,15 @@ def _run(arguments: argparse.Namespace) -> None:
 def _cluster(arguments: argparse.Namespace) -> Cluster:
     bandwidths = [parse_bandwidth(rate) for rate in arguments.bandwidth.split(",")]
     if (arguments.gpus is None) == (arguments.topology is None):
-        raise InputError("the devices are said by --gpus or by --topology", hint="give one of the two")
+        raise InputError(
+            "the devices are said by --gpus or by --topology", hint="give one of the two"
+        )
     try:
-        sizes = [int(size) for size in arguments.topology.split("x")] if arguments.topology else [arguments.gpus]
+        sizes = (
+            [int(size) for size in arguments.topology.split("x")]
+            if arguments.topology
+            else [arguments.gpus]
+        )
     except ValueError:
         raise InputError(
             f"'{arguments.topology}' is no topology", hint="write 2x4: two devices on four servers"
@@ -102,11 +124,14 @@ def _replicas(arguments: argparse.Namespace, cluster: Cluster) -> list[int] | No
         return None
     counts = arguments.config.split("-")
     if not all(count.isdecimal() and int(count) > 0 for count in counts):
-        raise InputError(f"'{arguments.config}' is no config", hint="write replicas per stage: 2-1-1")
+        raise InputError(
+            f"'{arguments.config}' is no config", hint="write replicas per stage: 2-1-1"
+        )
     replicas = [int(count) for count in counts]
     if sum(replicas) > cluster.gpus:
         raise InputError(
-            f"the config '{arguments.config}' needs {sum(replicas)} devices, and there are {cluster.gpus}",
+            f"the config '{arguments.config}' needs {sum(replicas)} devices, and there are "
+            f"{cluster.gpus}",
             hint=f"give --gpus {sum(replicas)}",
         )
     return replicas
@@ -117,7 +142,9 @@ def _plan(profile: Profile, links: Cluster, arguments: argparse.Namespace) -> Pl
     replicas = _replicas(arguments, links)
     if replicas is None:
         return solve(profile, links, schedule=schedule, microbatches=microbatches)
-    return given_plan(profile, links, balanced_stages(profile, len(replicas)), replicas, schedule, microbatches)
+    return given_plan(
+        profile, links, balanced_stages(profile, len(replicas)), replicas, schedule, microbatches
+    )
 
 
 if __name__ == "__main__":

@@ -23,11 +23,13 @@ START_S = 120.0
 MESSAGE_BYTES = 2_000_000  # of messages that links are measured with
 FEW = 8  # hosts; more have more links, which are measured one after the other
 FIRST_PORT = 20_000
-# Passes the shapers at full speed after a pause. It must be small next to a message, and more than what a link carries
-# while a timer is late: those of workers that compute are not scaled, and up to twenty times as fast.
+# Passes the shapers at full speed after a pause. It must be small next to a message, and more than
+# what a link carries while a timer is late: those of workers that compute are not scaled, and up to
+# twenty times as fast.
 BURST, COMPUTING_BURST = "4kb", "16kb"
-# Of a socket, by Linux's defaults; scaled like all bytes. The machine's delays are not: an answer may take 10 ms,
-# in which a fast link here carries 120 kB, and the kernel counts about twice what is sent.
+# Of a socket, by Linux's defaults; scaled like all bytes. The machine's delays are not: an answer
+# may take 10 ms, in which a fast link here carries 120 kB, and the kernel counts about twice what
+# is sent.
 SEND_BYTES, RECEIVE_BYTES = 4 * 2**20, 6 * 2**20
 LEAST_SOCKET_BYTES = 2**18
 
@@ -47,7 +49,9 @@ class Testbed:
 
     __test__ = False  # tells pytest that this is no test class
 
-    def links(self, nominal: Cluster, message_bytes: int | None = None, byte_factor: float = 1.0) -> Cluster:
+    def links(
+        self, nominal: Cluster, message_bytes: int | None = None, byte_factor: float = 1.0
+    ) -> Cluster:
         """Shape the links like those of `nominal`, and return them as its workers measure them.
 
         Args:
@@ -55,11 +59,14 @@ class Testbed:
             message_bytes: of the long messages; None for a size that is measured quickly.
             byte_factor: of what is sent, which sockets' buffers are scaled by, too.
         """
-        message_bytes = message_bytes or (MESSAGE_BYTES if nominal.gpus <= FEW else MESSAGE_BYTES // 2)
+        message_bytes = message_bytes or (
+            MESSAGE_BYTES if nominal.gpus <= FEW else MESSAGE_BYTES // 2
+        )
         rates = tuple(level.bandwidth_bytes_per_s for level in nominal.levels)
         sizes = tuple(level.size for level in nominal.levels)
         send_bytes, receive_bytes = (
-            max(LEAST_SOCKET_BYTES, round(size * byte_factor)) for size in (SEND_BYTES, RECEIVE_BYTES)
+            max(LEAST_SOCKET_BYTES, round(size * byte_factor))
+            for size in (SEND_BYTES, RECEIVE_BYTES)
         )
         key = (rates, sizes, send_bytes)
         inner, *outer = (f"{8 * rate:.0f}bit" for rate in rates)
@@ -67,22 +74,35 @@ class Testbed:
         self.network.shape(inner, sizes[0] if outer else 1, *outer)
         if key not in self._links:
             seconds = 120 + 60 * message_bytes / min(rates)
-            answer = self._ask({"kind": "links", "message_bytes": message_bytes}, nominal, 1.0, seconds)
-            # Emulated devices sleep while they compute, which leaves the cores to the messages, and to their codecs.
+            answer = self._ask(
+                {"kind": "links", "message_bytes": message_bytes}, nominal, 1.0, seconds
+            )
+            # Emulated devices sleep while they compute, which leaves the cores to the messages, and
+            # to their codecs.
             levels = [level | dict.fromkeys(Level.later_fields) for level in answer["levels"]]
             at_once = max(1.0, nominal.gpus / (os.cpu_count() or 1))
-            times = [each | {"s_per_byte": each["s_per_byte"] / at_once} for each in answer["codec_times"]]
+            times = [
+                each | {"s_per_byte": each["s_per_byte"] / at_once}
+                for each in answer["codec_times"]
+            ]
             changes = {"overlap": True, "levels": levels, "codec_times": times}
             self._links[key] = Cluster.model_validate(answer | changes)
         return self._links[key]
 
-    def train(self, job: Job, cluster: Cluster, byte_factor: float, timeout_s: float) -> TrainResult:
+    def train(
+        self, job: Job, cluster: Cluster, byte_factor: float, timeout_s: float
+    ) -> TrainResult:
         """Run a job on the links that were shaped last."""
         task = {"kind": "train", "job": job.model_dump(mode="json")}
-        return TrainResult.model_validate(self._ask(task, cluster, byte_factor, timeout_s, job.plan.workers))
+        return TrainResult.model_validate(
+            self._ask(task, cluster, byte_factor, timeout_s, job.plan.workers)
+        )
 
-    def call(self, function: str, arguments: dict[str, Any], cluster: Cluster, timeout_s: float) -> dict[str, Any]:
-        """Call "module:function" in the worker of every host, and return what the first one's returned.
+    def call(
+        self, function: str, arguments: dict[str, Any], cluster: Cluster, timeout_s: float
+    ) -> dict[str, Any]:
+        """Call "module:function" in the worker of every host, and return what the first one's
+        returned.
 
         The links are those that were shaped last. Arguments and answers are values of JSON.
         """
@@ -90,7 +110,12 @@ class Testbed:
         return self._ask(task, cluster, 1.0, timeout_s)
 
     def _ask(
-        self, task: dict[str, Any], cluster: Cluster, byte_factor: float, timeout_s: float, world: int | None = None
+        self,
+        task: dict[str, Any],
+        cluster: Cluster,
+        byte_factor: float,
+        timeout_s: float,
+        world: int | None = None,
     ) -> dict[str, Any]:
         self._tasks += 1
         task |= {
@@ -115,16 +140,21 @@ def testbed(hosts: int, *, computing: bool = False) -> Iterator[Testbed]:  # noq
 
     Args:
         hosts: how many.
-        computing: the workers compute, and so share the machine with its other work. Emulated devices sleep, and run
-            ahead of it.
+        computing: the workers compute, and so share the machine with its other work. Emulated
+            devices sleep, and run ahead of it.
 
     Raises:
         NetworkUnavailableError: when this machine or this user cannot make namespaces.
         TestbedError: when the workers do not start.
     """
     with shaped_network(hosts, COMPUTING_BURST if computing else BURST) as net:
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        environment["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # otherwise it warns that the hosts have no names
+        environment = os.environ | {
+            "OMP_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1",
+            "PYTHONPATH": str(ROOT),
+        }
+        # otherwise it warns that the hosts have no names
+        environment["TORCH_CPP_LOG_LEVEL"] = "ERROR"
         nursery = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.testbed.nursery"],
             stdin=subprocess.PIPE,
@@ -135,7 +165,10 @@ def testbed(hosts: int, *, computing: bool = False) -> Iterator[Testbed]:  # noq
         )
         try:
             assert nursery.stdin is not None
-            nursery.stdin.write(json.dumps({"hosts": [host.name for host in net.hosts], "ahead": not computing}) + "\n")
+            nursery.stdin.write(
+                json.dumps({"hosts": [host.name for host in net.hosts], "ahead": not computing})
+                + "\n"
+            )
             nursery.stdin.flush()
             _read(nursery, START_S)
             yield Testbed(net, nursery)

@@ -11,10 +11,19 @@ import planner.cost.network.link
 @contextmanager
 def scaled_buckets(byte_factor: float) -> Iterator[None]:
     """Scale the planner's buckets within the context, for runs and for their predictions."""
-    before = planner.cost.network.link.LEAST_BUCKET_BYTES, planner.cost.network.link.MOST_BUCKET_BYTES
+    before = (
+        planner.cost.network.link.LEAST_BUCKET_BYTES,
+        planner.cost.network.link.MOST_BUCKET_BYTES,
+    )
     least, most = (max(1, int(size * byte_factor)) for size in before)
-    planner.cost.network.link.LEAST_BUCKET_BYTES, planner.cost.network.link.MOST_BUCKET_BYTES = least, most
+    planner.cost.network.link.LEAST_BUCKET_BYTES, planner.cost.network.link.MOST_BUCKET_BYTES = (
+        least,
+        most,
+    )
     try:
         yield
     finally:
-        planner.cost.network.link.LEAST_BUCKET_BYTES, planner.cost.network.link.MOST_BUCKET_BYTES = before
+        (
+            planner.cost.network.link.LEAST_BUCKET_BYTES,
+            planner.cost.network.link.MOST_BUCKET_BYTES,
+        ) = before

@@ -1,4 +1,5 @@
-"""Compare predictions with measurements of drawn plans whose stages compress what they send. See README.md here.
+"""Compare predictions with measurements of drawn plans whose stages compress what they send. See
+README.md here.
 
 python -m benchmarks.testbed.compressed --seed 1 --save
 """
@@ -39,7 +40,11 @@ def _endless(seed: int) -> Iterator[Case]:
             rate = rng.choice(RATES)
             # Links within servers stay as many times faster as they were drawn.
             faster = 2 * LINK_BYTES_PER_S / case.link_bytes_per_s
-            rates = (f"{rate}Mbps",) if len(case.sizes) == 1 else (f"{rate * faster:g}Mbps", f"{rate}Mbps")
+            rates = (
+                (f"{rate}Mbps",)
+                if len(case.sizes) == 1
+                else (f"{rate * faster:g}Mbps", f"{rate}Mbps")
+            )
             yield case.given(bandwidths=rates, compress=rng.choice(CODED))
 
 

@@ -56,8 +56,12 @@ def main() -> None:
     compare_cases(__doc__, "drawn", draw, cases=30)
 
 
-def compare_cases(doc: str | None, name: str, draw: Callable[[int, int], list[Case]], cases: int) -> None:
-    """Run the cases of a draw as the command line asks; `name`: of their table and of its marks in the docs."""
+def compare_cases(
+    doc: str | None, name: str, draw: Callable[[int, int], list[Case]], cases: int
+) -> None:
+    """Run the cases of a draw as the command line asks; `name`: of their table and of its marks in
+    the docs.
+    """
     text = compare(
         doc,
         f"testbed.{name}",
@@ -111,7 +115,9 @@ def _draw(rng: random.Random, blocks: Mapping[str, int]) -> Case:
         return case.given(max_stages=rng.randint(1, min(gpus, 4)), seed=rng.randrange(2**31))
     config = _config(rng, gpus, min(gpus, 5, blocks[model] // 2))
     depths = schedule.depths(config, microbatches)
-    if not all(schedule.versions_suffice(microbatches, r, d) for r, d in zip(config, depths, strict=True)):
+    if not all(
+        schedule.versions_suffice(microbatches, r, d) for r, d in zip(config, depths, strict=True)
+    ):
         return case.given(max_stages=len(config), seed=rng.randrange(2**31))
     # Of a number of layers in proportion to these, or else of equal time.
     uneven = tuple(rng.uniform(0.7, 1.4) for _ in config) if rng.random() < 0.5 else None
@@ -119,23 +125,39 @@ def _draw(rng: random.Random, blocks: Mapping[str, int]) -> Case:
 
 
 def _config(rng: random.Random, gpus: int, most: int) -> tuple[int, ...]:
-    """Return the replicas of up to `most` stages, on all GPUs; each way to divide them is as likely."""
+    """Return the replicas of up to `most` stages, on all GPUs; each way to divide them is as
+    likely.
+    """
     stages = rng.randint(1, most)
     ends = [0, *sorted(rng.sample(range(1, gpus), stages - 1)), gpus]
     return tuple(end - start for start, end in pairwise(ends))
 
 
-def measured(cases: Sequence[Case], chosen: Sequence[int], seconds: float) -> Iterator[tuple[int, Row]]:
+def measured(
+    cases: Sequence[Case], chosen: Sequence[int], seconds: float
+) -> Iterator[tuple[int, Row]]:
     """Run the cases of these numbers."""
-    most = max((hierarchical_cluster(cases[n].sizes, [1.0] * len(cases[n].sizes)).gpus for n in chosen), default=0)
+    most = max(
+        (hierarchical_cluster(cases[n].sizes, [1.0] * len(cases[n].sizes)).gpus for n in chosen),
+        default=0,
+    )
 
     def row(case: Case) -> Row:
         model, devices, plan = _described(case)
-        return Row(model, devices, plan, schedule=case.schedule, levels=len(case.sizes), compress=case.compress)
+        return Row(
+            model,
+            devices,
+            plan,
+            schedule=case.schedule,
+            levels=len(case.sizes),
+            compress=case.compress,
+        )
 
     def run(bed: Testbed, case: Case, folder: Path) -> Row:
         ran = run_case(bed, case, seconds, folder, MESSAGE_BYTES)
-        return _ran(row(case), ran.cluster, f"{ran.config} {ran.schedule}", ran.predicted_s, ran.measured_s)
+        return _ran(
+            row(case), ran.cluster, f"{ran.config} {ran.schedule}", ran.predicted_s, ran.measured_s
+        )
 
     return on_hosts(most, cases, chosen, run, row)
 
@@ -147,7 +169,8 @@ def on_hosts(
     run: Callable[[Testbed, CaseT, Path], RowT],
     row: Callable[[CaseT], RowT],
 ) -> Iterator[tuple[int, RowT]]:
-    """Run the cases of these numbers on one set of hosts, after a failure on a new one; yield each with its row.
+    """Run the cases of these numbers on one set of hosts, after a failure on a new one; yield each
+    with its row.
 
     Args:
         hosts: how many.
@@ -164,7 +187,13 @@ def on_hosts(
                 try:
                     yield number, run(bed, cases[number], Path(folder) / str(number))
                 except PlannerError as error:
-                    yield number, replace(row(cases[number]), failure=f"{type(error).__name__}: {first_line(error)}")
+                    yield (
+                        number,
+                        replace(
+                            row(cases[number]),
+                            failure=f"{type(error).__name__}: {first_line(error)}",
+                        ),
+                    )
                     if isinstance(error, TestbedError):
                         break  # its workers may hang
 
@@ -198,7 +227,9 @@ def report(rows: Sequence[Row], about: str) -> str:
     table = tabulate([_cells(row) for row in rows], HEADERS, tablefmt="github", floatfmt=FORMATS)
     lines = [f"Cases drawn at random, on emulated devices, {about}:", "", table, ""]
     if ran:
-        lines.append(f"predicted: {_errors(ran)} over {len(ran)} runs; {len(rows) - len(ran)} did not start")
+        lines.append(
+            f"predicted: {_errors(ran)} over {len(ran)} runs; {len(rows) - len(ran)} did not start"
+        )
         groups: defaultdict[str, list[Row]] = defaultdict(list)
         for row in ran:
             groups["on one level" if row.levels == 1 else "on two levels"].append(row)
@@ -206,7 +237,13 @@ def report(rows: Sequence[Row], about: str) -> str:
             groups[row.schedule].append(row)
             if row.compress != "none":
                 groups[row.compress].append(row)
-        lines += ["", *(f"- {name}: {_errors(some)} over {len(some)}" for name, some in sorted(groups.items()))]
+        lines += [
+            "",
+            *(
+                f"- {name}: {_errors(some)} over {len(some)}"
+                for name, some in sorted(groups.items())
+            ),
+        ]
     return "\n".join(lines)
 
 

@@ -1,7 +1,8 @@
-"""Turn a profile into an emulated model: slower, and with fewer bytes, as far as this machine requires.
+"""Turn a profile into an emulated model: slower, and with fewer bytes, as far as this machine
+requires.
 
-Times are multiplied by `time_factor`, bytes by `byte_factor`, and link bandwidths by byte_factor / time_factor. So all
-ratios of computation to communication stay the same.
+Times are multiplied by `time_factor`, bytes by `byte_factor`, and link bandwidths by byte_factor /
+time_factor. So all ratios of computation to communication stay the same.
 """
 
 from __future__ import annotations
@@ -14,7 +15,16 @@ from typing import Any
 
 from benchmarks.testbed.layers import ELEMENT_BYTES, Block, Divided, write_model
 from planner.formats.cluster import Cluster
-from planner.formats.profile import DEGREE_COLUMNS, DegreeCosts, Device, Edge, Layer, Profile, Provenance, Value
+from planner.formats.profile import (
+    DEGREE_COLUMNS,
+    DegreeCosts,
+    Device,
+    Edge,
+    Layer,
+    Profile,
+    Provenance,
+    Value,
+)
 from planner.model.capture.capture import capture_file
 from planner.model.capture.graph import LayerGraph
 from planner.model.spec import load_model_file
@@ -53,8 +63,12 @@ class Emulated:
     original: Profile
 
 
-def fitting_scale(profile: Profile, cluster: Cluster, bytes_per_s: float = LINK_BYTES_PER_S) -> Scale:
-    """Return the scale at which late sleeps hardly matter, and the slowest link has `bytes_per_s`."""
+def fitting_scale(
+    profile: Profile, cluster: Cluster, bytes_per_s: float = LINK_BYTES_PER_S
+) -> Scale:
+    """Return the scale at which late sleeps hardly matter, and the slowest link has
+    `bytes_per_s`.
+    """
     seconds = max(LEAST_WHOLE_S, SHARE_S * cluster.gpus)
     whole_s = sum(layer.forward_s + layer.backward_s + layer.update_s for layer in profile.layers)
     time_factor = seconds / whole_s
@@ -65,8 +79,8 @@ def emulate(profile: Profile, scale: Scale, folder: Path) -> Emulated:
     """Write a model whose times and bytes are scaled.
 
     Args:
-        profile: of a model that may have branches. Its emulated layers are a chain, and what crosses a cut is one
-            tensor of as many bytes.
+        profile: of a model that may have branches. Its emulated layers are a chain, and what
+            crosses a cut is one tensor of as many bytes.
         scale: of times and bytes.
         folder: for the model file.
     """
@@ -79,7 +93,9 @@ def emulate(profile: Profile, scale: Scale, folder: Path) -> Emulated:
             update_s=block.update_s * scale.time_factor,
             weight_bytes=round(block.weight_bytes * scale.byte_factor),
             output_bytes=round(block.output_bytes * scale.byte_factor),
-            divided=None if block.divided is None else block.divided.scaled(scale.time_factor, scale.byte_factor),
+            divided=None
+            if block.divided is None
+            else block.divided.scaled(scale.time_factor, scale.byte_factor),
         )
         for block in chain
     ]
@@ -89,10 +105,14 @@ def emulate(profile: Profile, scale: Scale, folder: Path) -> Emulated:
 
 
 def as_chain(profile: Profile) -> list[Block]:
-    """Return the layers in order, joined where no cut is legal; `output_bytes` crosses the cut after each."""
+    """Return the layers in order, joined where no cut is legal; `output_bytes` crosses the cut
+    after each.
+    """
     position = {layer.name: index for index, layer in enumerate(profile.layers)}
     crossing = [0] * len(profile.layers)
-    values = {(layer.name, v.name): v.output_bytes for layer in profile.layers for v in layer.outputs}
+    values = {
+        (layer.name, v.name): v.output_bytes for layer in profile.layers for v in layer.outputs
+    }
     last_use: dict[tuple[str, str], int] = {}
     for edge in profile.edges:
         key = edge.source, edge.value
@@ -102,8 +122,17 @@ def as_chain(profile: Profile) -> list[Block]:
             crossing[index] += values[source, value]
     chain: list[Block] = []
     open_block: Block | None = None
-    for layer, output_bytes, divided in zip(profile.layers, crossing, _divided(profile), strict=True):
-        block = Block(layer.forward_s, layer.backward_s, layer.update_s, layer.gradient_bytes, output_bytes, divided)
+    for layer, output_bytes, divided in zip(
+        profile.layers, crossing, _divided(profile), strict=True
+    ):
+        block = Block(
+            layer.forward_s,
+            layer.backward_s,
+            layer.update_s,
+            layer.gradient_bytes,
+            output_bytes,
+            divided,
+        )
         open_block = block if open_block is None else _together(open_block, block)
         if layer.name not in profile.no_cut_after:
             chain.append(open_block)
@@ -114,12 +143,14 @@ def as_chain(profile: Profile) -> list[Block]:
 def joined(chain: list[Block], most: int) -> list[Block]:
     """Join neighbours, one pair after the other, until there are at most `most`.
 
-    Pairs that take little time and exchange many bytes come first, because good stages have equal times, and few bytes
-    cross their cuts. Time counts more.
+    Pairs that take little time and exchange many bytes come first, because good stages have equal
+    times, and few bytes cross their cuts. Time counts more.
     """
     blocks = list(chain)
     while len(blocks) > most:
-        costs = [(_seconds(a) + _seconds(b)) / max(1, a.output_bytes) ** 0.5 for a, b in pairwise(blocks)]
+        costs = [
+            (_seconds(a) + _seconds(b)) / max(1, a.output_bytes) ** 0.5 for a, b in pairwise(blocks)
+        ]
         index = costs.index(min(costs))
         blocks[index : index + 2] = [_together(blocks[index], blocks[index + 1])]
     return blocks
@@ -151,18 +182,26 @@ def _seconds(block: Block) -> float:
 
 
 def _profile(path: Path, blocks: list[Block], size: int, name: str, degree: int) -> Profile:
-    """Return the profile that `plan profile` would measure, from the times that the layers are given."""
+    """Return the profile that `plan profile` would measure, from the times that the layers are
+    given.
+    """
     training_spec = load_model_file(str(path))
     graph = capture_file(training_spec, training_spec.example_batch(size))
-    layers = emulated_layers(graph, size, [(block.forward_s, block.backward_s, block.update_s) for block in blocks])
+    layers = emulated_layers(
+        graph, size, [(block.forward_s, block.backward_s, block.update_s) for block in blocks]
+    )
     divided = None if degree == 1 else (_degree_costs(blocks, layers, degree),)
     return emulated_profile(name, graph, size, layers, "benchmarks.testbed", tensor=divided)
 
 
-def emulated_layers(graph: LayerGraph, size: int, times: Sequence[tuple[float, float, float]]) -> list[Layer]:
-    """Return the layers of a captured model that sleeps for these seconds of forward, backward and update.
+def emulated_layers(
+    graph: LayerGraph, size: int, times: Sequence[tuple[float, float, float]]
+) -> list[Layer]:
+    """Return the layers of a captured model that sleeps for these seconds of forward, backward and
+    update.
 
-    Their bytes are those of `size` samples, as long as they can be. Layers behind the last, the loss, take no time.
+    Their bytes are those of `size` samples, as long as they can be. Layers behind the last, the
+    loss, take no time.
     """
     parameters = dict(graph.model.named_parameters())
     extent = (size, *(length.most for length in graph.lengths)) if graph.lengths else size
@@ -205,7 +244,9 @@ def emulated_profile(
         dtype="float32",
         microbatch_size=size,
         layers=tuple(layers),
-        edges=tuple(Edge(source=edge.source, value=edge.value, target=edge.target) for edge in graph.edges),
+        edges=tuple(
+            Edge(source=edge.source, value=edge.value, target=edge.target) for edge in graph.edges
+        ),
         provenance=Provenance(tool=tool, source="estimated"),
         **more,
     )
@@ -213,7 +254,9 @@ def emulated_profile(
 
 def _degree_costs(blocks: Sequence[Block], layers: Sequence[Layer], degree: int) -> DegreeCosts:
     """Return the costs of the emulated layers on one of so many ranks."""
-    columns: dict[str, Any] = {name: tuple(getattr(layer, name) for layer in layers) for name in DEGREE_COLUMNS}
+    columns: dict[str, Any] = {
+        name: tuple(getattr(layer, name) for layer in layers) for name in DEGREE_COLUMNS
+    }
     nothing = Divided(0.0, 0.0, 0.0, 0, 0, 0, 0, 0)
     every = [block.divided or nothing for block in blocks] + [nothing] * (len(layers) - len(blocks))
     columns |= {name: tuple(getattr(one, name) for one in every) for name in _COLUMNS}

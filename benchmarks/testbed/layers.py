@@ -1,14 +1,16 @@
 """Emulate devices by layers that sleep for their time, and have tensors and weights of their bytes.
 
-A device has a clock. A layer starts when the one before it on the same device has ended, and the device sleeps until
-the layer's time is over. Python's time between layers and the delay of a late sleep thus shorten the next sleep, as on
-a GPU whose kernels are launched ahead. After a wait longer than `SLACK_S` the clock starts again.
+A device has a clock. A layer starts when the one before it on the same device has ended, and the
+device sleeps until the layer's time is over. Python's time between layers and the delay of a late
+sleep thus shorten the next sleep, as on a GPU whose kernels are launched ahead. After a wait longer
+than `SLACK_S` the clock starts again.
 
-A layer's backward has a part for its input and one for its weight, because zero-bubble schedules run them apart.
+A layer's backward has a part for its input and one for its weight, because zero-bubble schedules
+run them apart.
 
-Nothing is computed: outputs and gradients are buffers, allocated once. Messages and all-reduces are real, also those of
-ranks that divide a layer between them: each sleeps for its part, and then they all-reduce as many bytes as the profile
-says.
+Nothing is computed: outputs and gradients are buffers, allocated once. Messages and all-reduces are
+real, also those of ranks that divide a layer between them: each sleeps for its part, and then they
+all-reduce as many bytes as the profile says.
 """
 
 from __future__ import annotations
@@ -50,7 +52,9 @@ class Block:
 
 @dataclass(frozen=True)
 class Divided:
-    """One layer on one of several ranks: seconds and bytes, and the all-reduces of its forward and of its backward."""
+    """One layer on one of several ranks: seconds and bytes, and the all-reduces of its forward and
+    of its backward.
+    """
 
     forward_s: float
     backward_s: float
@@ -60,7 +64,8 @@ class Divided:
     backward_reduced_bytes: int
     forward_reduces: float
     backward_reduces: float
-    by_samples: bool = False  # each has samples of its own: what forwards send is exchanged, and comes back so
+    # each has samples of its own: what forwards send is exchanged, and comes back so
+    by_samples: bool = False
 
     def __add__(self, other: Divided) -> Divided:
         numbers = zip(astuple(self)[:-1], astuple(other)[:-1], strict=True)
@@ -95,15 +100,20 @@ class Device:
         if self._busy_until_s > now:
             time.sleep(self._busy_until_s - now)
 
-    def all_reduce(self, group: TensorGroup | None, size_bytes: int, count: int, *, exchanges: bool = False) -> None:
-        """All-reduce so many bytes over a group in `count` parts; the device goes on when they have come.
+    def all_reduce(
+        self, group: TensorGroup | None, size_bytes: int, count: int, *, exchanges: bool = False
+    ) -> None:
+        """All-reduce so many bytes over a group in `count` parts; the device goes on when they have
+        come.
 
         Or exchange as many: an all-to-all sends half of what an all-reduce of its bytes does.
         """
         if group is None or not count or not dist.is_initialized():
             return
         elements, ranks = size_bytes // count // ELEMENT_BYTES, group.mesh.get_group()
-        part = torch.zeros(max(1, 2 * elements // group.degree) * group.degree if exchanges else max(1, elements))
+        part = torch.zeros(
+            max(1, 2 * elements // group.degree) * group.degree if exchanges else max(1, elements)
+        )
         taken = torch.empty_like(part)
         for _ in range(count):
             if exchanges:
@@ -121,7 +131,9 @@ DEVICE = Device()
 
 
 class EmulatedLayer(nn.Module):
-    """A layer of a profile, which maps a tensor of shape (samples, bytes of a sample / 4) to another one."""
+    """A layer of a profile, which maps a tensor of shape (samples, bytes of a sample / 4) to
+    another one.
+    """
 
     def __init__(self, block: Block, microbatch_size: int) -> None:
         super().__init__()
@@ -141,20 +153,27 @@ class EmulatedLayer(nn.Module):
         """Become a rank's part of the layer."""
         assert self.block.divided is not None, "the profile does not say what its parts take"
         own, output_bytes = self.block.divided, self.block.output_bytes
-        self.block = Block(own.forward_s, own.backward_s, own.update_s, own.weight_bytes, output_bytes, own)
+        self.block = Block(
+            own.forward_s, own.backward_s, own.update_s, own.weight_bytes, output_bytes, own
+        )
         self._group = group
         self._make_weight()
 
     def reduce(self, forward: bool) -> None:
-        """All-reduce the outputs, or the gradients of the inputs, with the ranks that have the other parts."""
+        """All-reduce the outputs, or the gradients of the inputs, with the ranks that have the
+        other parts.
+        """
         if self._group is not None and (own := self.block.divided) is not None:
             size_bytes = own.forward_reduced_bytes if forward else own.backward_reduced_bytes
             count = math.ceil(own.forward_reduces if forward else own.backward_reduces)
-            DEVICE.all_reduce(self._group, size_bytes, count, exchanges=own.by_samples and own.forward_reduces > 0)
+            DEVICE.all_reduce(
+                self._group, size_bytes, count, exchanges=own.by_samples and own.forward_reduces > 0
+            )
 
     def forward(self, value: Tensor) -> Tensor:
         """Sleep, and return the output."""
-        # Made before the rest: autograd runs what was made last first, so the weight's gradient comes at the end.
+        # Made before the rest: autograd runs what was made last first, so the weight's gradient
+        # comes at the end.
         weight = _OfWeight.apply(self.weight, self, value.requires_grad)  # type: ignore[no-untyped-call]
         output = _OfInput.apply(value, self)  # type: ignore[no-untyped-call]
         result: Tensor = _Joined.apply(output, weight, value.detach(), self)  # type: ignore[no-untyped-call]
@@ -201,16 +220,21 @@ class _OfWeight(torch.autograd.Function):
 
 
 class _Joined(torch.autograd.Function):
-    """Where both parts meet: a backward that is split begins here twice, and so this takes no time."""
+    """Where both parts meet: a backward that is split begins here twice, and so this takes
+    no time.
+    """
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, _weight: Tensor, value: Tensor, layer: EmulatedLayer) -> Tensor:
+    def forward(
+        ctx: Any, output: Tensor, _weight: Tensor, value: Tensor, layer: EmulatedLayer
+    ) -> Tensor:
         ctx.save_for_backward(value)
         return layer.buffer(*output.shape)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        _ = ctx.saved_tensors  # as a real layer does; where it recomputes, this is when its forward runs again
+        # as a real layer does; where it recomputes, this is when its forward runs again
+        _ = ctx.saved_tensors
         return gradient, torch.zeros(1), None, None
 
 
@@ -305,8 +329,11 @@ def _block(divided: dict[str, Any] | None, **others: Any) -> Block:
     return Block(**others, divided=None if divided is None else Divided(**divided))
 
 
-def division_of(graph: LayerGraph, _plan: object, group: TensorGroup, _samples: int = 0) -> DividedWeights:
-    """Divide emulated layers; takes the place of the product's function, which divides products in captured graphs.
+def division_of(
+    graph: LayerGraph, _plan: object, group: TensorGroup, _samples: int = 0
+) -> DividedWeights:
+    """Divide emulated layers; takes the place of the product's function, which divides products in
+    captured graphs.
 
     The layers' weights are parts by their making, whole under their names.
     """

@@ -19,7 +19,9 @@ ROUNDS = 6  # of synchronous runs; the first does not count
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds per minibatch of a run: predicted by simulation, by the cost model alone, and measured."""
+    """Seconds per minibatch of a run: predicted by simulation, by the cost model alone, and
+    measured.
+    """
 
     model: str
     cluster: str
@@ -40,14 +42,18 @@ class Measured:
         return self.cost_model_s / self.measured_s - 1
 
 
-def run_plan(bed: Testbed, emulated: Emulated, plan: Plan, cluster_name: str, seconds: float) -> Measured:
+def run_plan(
+    bed: Testbed, emulated: Emulated, plan: Plan, cluster_name: str, seconds: float
+) -> Measured:
     """Train a plan for about `seconds` after the start-up, and compare with its prediction."""
     measured_s = train_s(bed, emulated, plan, seconds)
     return Measured(
         model=plan.model,
         cluster=cluster_name,
         config=plan.config,
-        schedule=plan.schedule.name if plan.microbatches == 1 else f"{plan.schedule} x{plan.microbatches}",
+        schedule=plan.schedule.name
+        if plan.microbatches == 1
+        else f"{plan.schedule} x{plan.microbatches}",
         predicted_s=plan.predicted.seconds_per_minibatch,
         cost_model_s=plan.solver.cost_model_s or plan.predicted.seconds_per_minibatch,
         measured_s=measured_s,
@@ -63,9 +69,13 @@ def train_s(bed: Testbed, emulated: Emulated, plan: Plan, seconds: float) -> flo
     else:
         # The executor excludes two pipeline depths per replica at the start and one at the end.
         first = plan.stages[0]
-        steps = 4 * first.in_flight * first.replicas + max(2 * period, math.ceil(seconds / predicted_s))
+        steps = 4 * first.in_flight * first.replicas + max(
+            2 * period, math.ceil(seconds / predicted_s)
+        )
         steps = math.ceil(steps / period) * period
-    return _measured_s(bed, emulated, Job(model=str(emulated.path), plan=plan, steps=steps), predicted_s)
+    return _measured_s(
+        bed, emulated, Job(model=str(emulated.path), plan=plan, steps=steps), predicted_s
+    )
 
 
 def data_parallel_run(
@@ -73,14 +83,18 @@ def data_parallel_run(
 ) -> Measured:
     """Run data parallelism on all devices.
 
-    `beside`: a plan whose minibatches and microbatches it trains; without it, minibatches of one microbatch. With fewer
-    microbatches than devices, each device has one, and seconds are for as many samples as the plan's minibatch has.
+    `beside`: a plan whose minibatches and microbatches it trains; without it, minibatches of one
+        microbatch. With fewer
+    microbatches than devices, each device has one, and seconds are for as many samples as the
+    plan's minibatch has.
     """
     microbatches = 1 if beside is None else beside.microbatches
     # On one stage all schedules that divide minibatches are the same.
     schedule: str = "1f1b" if microbatches == 1 else "1f1b-flush"
     counted = 1 if microbatches == 1 else max(microbatches, links.gpus)
-    plan = given_plan(emulated.profile, links, [len(emulated.profile.layers)], (links.gpus,), schedule, counted)
+    plan = given_plan(
+        emulated.profile, links, [len(emulated.profile.layers)], (links.gpus,), schedule, counted
+    )
     run, share = run_plan(bed, emulated, plan, described(links), seconds), microbatches / counted
     return replace(
         run,
@@ -92,7 +106,9 @@ def data_parallel_run(
 
 
 def recomputing(plan: Plan) -> Plan:
-    """Return the plan with stages that recompute; its predicted times and memory remain those without."""
+    """Return the plan with stages that recompute; its predicted times and memory remain those
+    without.
+    """
     stages = tuple(stage.model_copy(update={"recompute": True}) for stage in plan.stages)
     return plan.model_copy(update={"stages": stages})
 
@@ -101,10 +117,12 @@ def _measured_s(bed: Testbed, emulated: Emulated, job: Job, predicted_s: float) 
     assert job.steps is not None
     timeout_s = 120 + 4 * job.steps * predicted_s
     result = bed.train(job, job.plan.cluster, emulated.scale.byte_factor, timeout_s)
-    # Completions come in bursts, so a window may have one more or less. The mean over stages varies less.
+    # Completions come in bursts, so a window may have one more or less. The mean over stages varies
+    # less.
     by_stage: defaultdict[int, float] = defaultdict(float)
     for report in result.reports:
-        alike = 1 if job.plan.by_samples else job.plan.stages[report.stage].tensor  # ranks that tell the same
+        # ranks that tell the same
+        alike = 1 if job.plan.by_samples else job.plan.stages[report.stage].tensor
         by_stage[report.stage] += report.samples_per_s / alike
     return result.minibatch_size / mean(by_stage.values())
 

@@ -2,9 +2,9 @@
 
     python -m benchmarks.testbed.nursery
 
-It reads one JSON object per line, first the hosts' names and whether they run ahead of other work, then tasks. It
-answers each with one line: the result of worker 0 or an error. It ends when its standard input ends, and its workers
-end with it.
+It reads one JSON object per line, first the hosts' names and whether they run ahead of other work,
+then tasks. It answers each with one line: the result of worker 0 or an error. It ends when its
+standard input ends, and its workers end with it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ def main() -> None:
     workers: list[tuple[Any, Connection]] = []
     for rank, host in enumerate(started["hosts"]):
         ours, theirs = context.Pipe()
-        process = context.Process(target=_worker, args=(rank, host, theirs, started["ahead"]), daemon=True)
+        process = context.Process(
+            target=_worker, args=(rank, host, theirs, started["ahead"]), daemon=True
+        )
         process.start()
         theirs.close()
         workers.append((process, ours))
@@ -120,7 +122,9 @@ def _run(task: dict[str, Any]) -> dict[str, Any]:
                 return _train(Job.model_validate(task["job"]))
             case "call":
                 module, name = task["function"].split(":")
-                answer: dict[str, Any] = getattr(importlib.import_module(module), name)(**task["arguments"])
+                answer: dict[str, Any] = getattr(importlib.import_module(module), name)(
+                    **task["arguments"]
+                )
                 return answer
             case kind:
                 raise ValueError(f"unknown task '{kind}'")

@@ -18,7 +18,9 @@ text { font: 13px system-ui, sans-serif; fill: #222 } .axis { stroke: #888 } .ba
 
 
 def scatter_svg(runs: Sequence[Measured]) -> str:
-    """Return seconds per minibatch on logarithmic axes: equal on the dashed line, within 8% in the band."""
+    """Return seconds per minibatch on logarithmic axes: equal on the dashed line, within 8% in the
+    band.
+    """
     times = [t for run in runs for t in (run.predicted_s, run.measured_s)]
     low, high = math.log(min(times) * 0.8), math.log(max(times) * 1.25)
     inner = SIZE - 2 * MARGIN
@@ -33,19 +35,32 @@ def scatter_svg(runs: Sequence[Measured]) -> str:
         return f"{x(seconds):.1f},{y(seconds * factor):.1f}"
 
     first, last = math.exp(low), math.exp(high)
-    band = (corner(first, 1 + BAND), corner(last, 1 + BAND), corner(last, 1 - BAND), corner(first, 1 - BAND))
+    band = (
+        corner(first, 1 + BAND),
+        corner(last, 1 + BAND),
+        corner(last, 1 - BAND),
+        corner(first, 1 - BAND),
+    )
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {SIZE} {SIZE}" role="img" '
         'aria-label="Predicted against measured seconds per minibatch">',
         _STYLE,
         f'<polygon class="band" points="{" ".join(band)}"/>',
-        f'<line class="even" x1="{x(first):.1f}" y1="{y(first):.1f}" x2="{x(last):.1f}" y2="{y(last):.1f}"/>',
+        f'<line class="even" x1="{x(first):.1f}" y1="{y(first):.1f}" x2="{x(last):.1f}" '
+        f'y2="{y(last):.1f}"/>',
         f'<path class="axis" fill="none" d="M{MARGIN} {MARGIN}V{SIZE - MARGIN}H{SIZE - MARGIN}"/>',
     ]
     for tick in _ticks(first, last):
-        parts.append(f'<text x="{x(tick):.1f}" y="{SIZE - MARGIN + 18}" text-anchor="middle">{tick:g}</text>')
-        parts.append(f'<text x="{MARGIN - 8}" y="{y(tick) + 4:.1f}" text-anchor="end">{tick:g}</text>')
-    parts.append(f'<text x="{SIZE / 2}" y="{SIZE - 16}" text-anchor="middle">predicted, s per minibatch</text>')
+        parts.append(
+            f'<text x="{x(tick):.1f}" y="{SIZE - MARGIN + 18}" text-anchor="middle">{tick:g}</text>'
+        )
+        parts.append(
+            f'<text x="{MARGIN - 8}" y="{y(tick) + 4:.1f}" text-anchor="end">{tick:g}</text>'
+        )
+    parts.append(
+        f'<text x="{SIZE / 2}" y="{SIZE - 16}" text-anchor="middle">predicted, s per '
+        f"minibatch</text>"
+    )
     parts.append(
         f'<text x="16" y="{SIZE / 2}" text-anchor="middle" transform="rotate(-90 16 {SIZE / 2})">'
         "measured, s per minibatch</text>"
@@ -54,7 +69,8 @@ def scatter_svg(runs: Sequence[Measured]) -> str:
         kind = "asynchronous" if run.schedule in ("1f1b", "2bw") else "synchronous"
         title = f"{run.model}, {run.config} {run.schedule}, {run.cluster}: {run.error:+.1%}"
         parts.append(
-            f'<circle class="{kind}" cx="{x(run.predicted_s):.1f}" cy="{y(run.measured_s):.1f}" r="5">'
+            f'<circle class="{kind}" cx="{x(run.predicted_s):.1f}" cy="{y(run.measured_s):.1f}" '
+            f'r="5">'
             f"<title>{title}</title></circle>"
         )
     for row, kind in enumerate(("asynchronous", "synchronous")):

@@ -51,6 +51,8 @@ def balanced_stages(profile: Profile, count: int) -> list[int]:
 
 
 def in_proportion(count: int, parts: Sequence[float]) -> list[int]:
-    """Return integers in about this proportion whose sum is `count`: (10, (1, 1, 1)) -> [3, 4, 3]."""
+    """Return integers in about this proportion whose sum is `count`: (10, (1, 1, 1)) -> [3,
+    4, 3].
+    """
     ends = [round(count * end / sum(parts)) for end in accumulate(parts)]
     return [end - start for start, end in pairwise([0, *ends])]

@@ -1,4 +1,5 @@
-"""Compare predictions with measurements of many runs on emulated devices. See README.md in this folder.
+"""Compare predictions with measurements of many runs on emulated devices. See README.md in this
+folder.
 
 python -m benchmarks.testbed.predictions --save
 """
@@ -103,11 +104,17 @@ CASES = (
 
 def main() -> None:
     """Run all cases, print the table, and save it if asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=12.0, help="of each run, after its start-up")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=12.0, help="of each run, after its start-up"
+    )
     parser.add_argument("--cases", type=int, nargs="+", help="run these only, counted from 0")
     parser.add_argument(
-        "--save", action="store_true", help=f"write {TABLE.name} and, in docs/, the table and a picture"
+        "--save",
+        action="store_true",
+        help=f"write {TABLE.name} and, in docs/, the table and a picture",
     )
     arguments = parser.parse_args()
     cases = CASES if arguments.cases is None else [CASES[index] for index in arguments.cases]
@@ -132,8 +139,11 @@ def measure(cases: Sequence[Case], seconds: float) -> list[Measured]:
     return runs
 
 
-def run_case(bed: Testbed, case: Case, seconds: float, folder: Path, message_bytes: int | None = None) -> Measured:
-    """Emulate the case's model in `folder`, and train a plan for about `seconds` after the start-up.
+def run_case(
+    bed: Testbed, case: Case, seconds: float, folder: Path, message_bytes: int | None = None
+) -> Measured:
+    """Emulate the case's model in `folder`, and train a plan for about `seconds` after the
+    start-up.
 
     `message_bytes`: of messages that the links are measured with, as in `Testbed.links`.
 
@@ -163,7 +173,9 @@ def plan_of(case: Case, profile: Profile, links: Cluster) -> Plan:
         rng = random.Random(case.seed)
         names = [layer.name for layer in profile.layers[:-1]]
         joined = {*profile.no_cut_after, *rng.sample(names, len(names) // 2)}
-        cut = profile.model_copy(update={"no_cut_after": tuple(name for name in names if name in joined)})
+        cut = profile.model_copy(
+            update={"no_cut_after": tuple(name for name in names if name in joined)}
+        )
     plan = solve(
         cut,
         links,
@@ -176,7 +188,9 @@ def plan_of(case: Case, profile: Profile, links: Cluster) -> Plan:
 
 
 def _devices(case: Case, links: str) -> str:
-    """Return the emulated devices and links, with the testbed's link in parentheses: "4, 1Gbps (45 Mbps)"."""
+    """Return the emulated devices and links, with the testbed's link in parentheses: "4, 1Gbps (45
+    Mbps)".
+    """
     sizes = "x".join(map(str, case.sizes))
     return f"{sizes}, {', '.join(case.bandwidths)} ({links.removeprefix(f'{sizes}, ')})"
 
@@ -189,13 +203,24 @@ def report(runs: Sequence[Measured]) -> str:
         ("predicted", [abs(run.error) for run in runs]),
         ("cost model alone", [abs(run.cost_model_error) for run in runs]),
     ):
-        lines.append(f"{what}: median error {median(errors):.1%}, worst {max(errors):.1%} over {len(runs)} runs")
+        lines.append(
+            f"{what}: median error {median(errors):.1%}, worst {max(errors):.1%} over {len(runs)} "
+            f"runs"
+        )
     return "\n".join(lines)
 
 
 def _row(run: Measured) -> list[object]:
     plan = f"{run.config} {run.schedule}"
-    return [run.model, run.cluster, plan, run.predicted_s, run.measured_s, run.error, run.cost_model_error]
+    return [
+        run.model,
+        run.cluster,
+        plan,
+        run.predicted_s,
+        run.measured_s,
+        run.error,
+        run.cost_model_error,
+    ]
 
 
 if __name__ == "__main__":

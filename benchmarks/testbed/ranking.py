@@ -33,12 +33,22 @@ SHIFTS = (0, 2, -2)  # layers that the first cut is moved by
 
 def main() -> None:
     """Measure, print the table, and save it if asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="vgg16", help="folder in profiles/ (default: %(default)s)")
-    parser.add_argument("--bandwidth", default="1Gbps", help="of the devices that are emulated (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", default="vgg16", help="folder in profiles/ (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--bandwidth",
+        default="1Gbps",
+        help="of the devices that are emulated (default: %(default)s)",
+    )
     parser.add_argument("--gpus", type=int, default=4)
     parser.add_argument("--plans", type=int, default=PLANS)
-    parser.add_argument("--seconds", type=float, default=10.0, help="of each run, after its start-up")
+    parser.add_argument(
+        "--seconds", type=float, default=10.0, help="of each run, after its start-up"
+    )
     parser.add_argument("--save", action="store_true", help=f"write {TABLE.name}")
     arguments = parser.parse_args()
     profile = load_profile(ROOT / "profiles" / arguments.model / "cpu.json")
@@ -60,7 +70,9 @@ def main() -> None:
 
 
 def different_plans(profile: Profile, links: Cluster, count: int) -> list[Plan]:
-    """Return the solver's plan, then plans of all configurations with cuts of equal time, and shifted ones."""
+    """Return the solver's plan, then plans of all configurations with cuts of equal time, and
+    shifted ones.
+    """
     found = [solve(profile, links)]
     for plan in _candidates(profile, links):
         if len(found) < count and all(stages_of(plan) != stages_of(other) for other in found):
@@ -91,7 +103,12 @@ def report(runs: Sequence[Measured], names: Sequence[str]) -> str:
     """Return the plans by measured time, and how well the orders agree."""
     order = sorted(range(len(runs)), key=lambda index: runs[index].measured_s)
     rows = [
-        [names[i] + (" (solver)" if i == 0 else ""), runs[i].predicted_s, runs[i].measured_s, runs[i].error]
+        [
+            names[i] + (" (solver)" if i == 0 else ""),
+            runs[i].predicted_s,
+            runs[i].measured_s,
+            runs[i].error,
+        ]
         for i in order
     ]
     table = tabulate(
@@ -103,13 +120,16 @@ def report(runs: Sequence[Measured], names: Sequence[str]) -> str:
     tau = kendall_tau([run.predicted_s for run in runs], [run.measured_s for run in runs])
     behind = runs[0].measured_s / runs[order[0]].measured_s - 1
     return (
-        f"{table}\n\n{runs[0].model}, {runs[0].cluster}: Kendall tau {tau:.2f} over {len(runs)} plans; "
+        f"{table}\n\n{runs[0].model}, {runs[0].cluster}: Kendall tau {tau:.2f} over {len(runs)} "
+        f"plans; "
         f"the solver's choice takes {behind:.1%} longer than the measured best"
     )
 
 
 def kendall_tau(one: Sequence[float], other: Sequence[float]) -> float:
-    """Return concordant less discordant pairs as a share of all; predictions within 0.1% count as neither."""
+    """Return concordant less discordant pairs as a share of all; predictions within 0.1% count as
+    neither.
+    """
     score = 0
     pairs = list(combinations(range(len(one)), 2))
     for i, j in pairs:

@@ -1,4 +1,5 @@
-"""Is a time limit kept on the wall clock, whatever runs beside the search? See README.md in this folder.
+"""Is a time limit kept on the wall clock, whatever runs beside the search? See README.md in this
+folder.
 
 python -m benchmarks.time_limits --save
 """
@@ -23,7 +24,8 @@ from benchmarks.kept import ROOT, printed
 from planner.formats.profile import Profile, load_profile, save_profile
 
 LIMITS_S = (2, 4, 8)
-SLACK, LEAST_SLACK_S = 0.1, 3.0  # over the limit: a share of it, or the seconds that a process takes to start
+# over the limit: a share of it, or the seconds that a process takes to start
+SLACK, LEAST_SLACK_S = 0.1, 3.0
 GRAPHS: Mapping[str, Callable[[], Profile]] = {
     "nasnet_like": nasnet_like,
     "unet_like": unet_like,
@@ -31,7 +33,8 @@ GRAPHS: Mapping[str, Callable[[], Profile]] = {
     "chain_800": lambda: chain(800),
     "chain_3000": lambda: chain(3000),
 }
-MEASURED = ("awd_lm", "bert", "gnmt8", "gpt2", "inception_v3", "llama", "resnet50", "t5", "vgg16")  # with tied weights
+# with tied weights
+MEASURED = ("awd_lm", "bert", "gnmt8", "gpt2", "inception_v3", "llama", "resnet50", "t5", "vgg16")
 KINDS = ("graph", "tied", "levels", "memory", "kinds", "tensor", "fit")
 BUSY = "while True: pass"
 
@@ -53,10 +56,14 @@ class Question:
 
 def main() -> None:
     """Ask all questions, and print how long each took."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seed", type=int, default=1, help="of the draw (default: %(default)s)")
     parser.add_argument("--questions", type=int, default=30, help="how many (default: %(default)s)")
-    parser.add_argument("--save", action="store_true", help="write what is printed to results.md beside this")
+    parser.add_argument(
+        "--save", action="store_true", help="write what is printed to results.md beside this"
+    )
     arguments = parser.parse_args()
     with (
         printed(Path(__file__).parent, save=arguments.save),
@@ -64,19 +71,29 @@ def main() -> None:
         busy_cores() as cores,
     ):
         start_s, start_cpu_s, _ = timed(["--version"], Path(folder))
-        print(f"Seed {arguments.seed}, beside {cores} busy processes. `plan --version` took {start_s:.1f} s of wall")
+        print(
+            f"Seed {arguments.seed}, beside {cores} busy processes. `plan --version` took "
+            f"{start_s:.1f} s of wall"
+        )
         print(f"time and {start_cpu_s:.1f} s of the processor.\n")
-        print("| question | model | arguments | limit, s | allowed, s | wall, s | processor, s | kept | answer |")
+        print(
+            "| question | model | arguments | limit, s | allowed, s | wall, s | processor, s | "
+            "kept | answer |"
+        )
         print("|---|---|---|---|---|---|---|---|---|")
         kept = 0
         questions = list(drawn(random.Random(arguments.seed), arguments.questions, Path(folder)))
         for each in questions:
-            wall_s, processor_s, code = timed([*each.arguments, "--time-limit", f"{each.limit_s}s"], Path(folder))
+            wall_s, processor_s, code = timed(
+                [*each.arguments, "--time-limit", f"{each.limit_s}s"], Path(folder)
+            )
             kept += (within := wall_s <= each.allowed_s)
             shown = " ".join(argument for argument in each.arguments[1:] if "/" not in argument)
             print(
-                f"| {each.kind} | {each.model} | {shown} | {each.limit_s} | {each.allowed_s:.1f} | {wall_s:.1f} "
-                f"| {processor_s:.1f} | {'yes' if within else '**no**'} | {'plan' if code == 0 else f'exit {code}'} |",
+                f"| {each.kind} | {each.model} | {shown} | {each.limit_s} | {each.allowed_s:.1f} "
+                f"| {wall_s:.1f} "
+                f"| {processor_s:.1f} | {'yes' if within else '**no**'} | "
+                f"{'plan' if code == 0 else f'exit {code}'} |",
                 flush=True,
             )
         print(f"\n{kept} of {len(questions)} kept.")
@@ -87,7 +104,10 @@ def drawn(rng: random.Random, count: int, folder: Path) -> Iterator[Question]:
     for number in range(count):
         kind, limit_s = KINDS[number % len(KINDS)], rng.choice(LIMITS_S)
         model, profile = _drawn_model(rng, kind, folder)
-        gpus, rate = rng.choice((8, 16, 64, 256, 16384)), rng.choice(("10Gbps", "100Gbps", "nvlink4"))
+        gpus, rate = (
+            rng.choice((8, 16, 64, 256, 16384)),
+            rng.choice(("10Gbps", "100Gbps", "nvlink4")),
+        )
         cluster = ["--gpus", str(gpus), "--bandwidth", rate]
         if kind == "levels":
             servers = rng.choice((2, 8, 32))
@@ -103,16 +123,37 @@ def drawn(rng: random.Random, count: int, folder: Path) -> Iterator[Question]:
             ]
         if kind == "kinds":
             half = rng.choice((2, 4, 16))
-            cluster = ["--gpus", str(2 * half), "--bandwidth", rate, "--kinds", f"fast={half},slow={half}"]
-        schedule = ["--schedule", rng.choice(("1f1b", "2bw", "1f1b-flush", "zb-h1", "interleaved", "auto"))]
+            cluster = [
+                "--gpus",
+                str(2 * half),
+                "--bandwidth",
+                rate,
+                "--kinds",
+                f"fast={half},slow={half}",
+            ]
+        schedule = [
+            "--schedule",
+            rng.choice(("1f1b", "2bw", "1f1b-flush", "zb-h1", "interleaved", "auto")),
+        ]
         schedule = ["--schedule", "1f1b"] if kind == "kinds" else schedule
         if kind in ("fit", "tensor"):
-            degrees = ["--tensor", rng.choice(("1,2", "1,2,4", "1,2,4,8"))] if kind == "tensor" else []
+            degrees = (
+                ["--tensor", rng.choice(("1,2", "1,2,4", "1,2,4,8"))] if kind == "tensor" else []
+            )
             gpu = ["--gpu", rng.choice(("a100-80gb", "rtx-4090", "h100"))]
-            arguments = ("fit", str(profile), "--gpus", str(rng.choice((8, 16, 64))), *gpu, *degrees)
+            arguments = (
+                "fit",
+                str(profile),
+                "--gpus",
+                str(rng.choice((8, 16, 64))),
+                *gpu,
+                *degrees,
+            )
             yield Question(kind, model, (*arguments, "-o", str(folder)), limit_s)
             continue
-        profiles = f"fast={profile},slow={_slower(profile, folder)}" if kind == "kinds" else str(profile)
+        profiles = (
+            f"fast={profile},slow={_slower(profile, folder)}" if kind == "kinds" else str(profile)
+        )
         yield Question(kind, model, ("solve", "--profile", profiles, *cluster, *schedule), limit_s)
 
 
@@ -121,7 +162,8 @@ def _slower(path: Path, folder: Path) -> Path:
     profile, slower = load_profile(path), folder / f"slower-{path.parent.name}.json"
     times = ("forward_s", "backward_s", "update_s")
     layers = tuple(
-        layer.model_copy(update={name: 2 * getattr(layer, name) for name in times}) for layer in profile.layers
+        layer.model_copy(update={name: 2 * getattr(layer, name) for name in times})
+        for layer in profile.layers
     )
     save_profile(profile.model_copy(update={"layers": layers}), slower)
     return slower
@@ -146,11 +188,15 @@ def _drawn_model(rng: random.Random, kind: str, folder: Path) -> tuple[str, Path
 
 
 def timed(arguments: list[str], folder: Path) -> tuple[float, float, int]:
-    """Call the command line in a process of its own, and return its wall and processor seconds and its exit code."""
+    """Call the command line in a process of its own, and return its wall and processor seconds and
+    its exit code.
+    """
     before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
     command = [sys.executable, "-m", "planner", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    code = subprocess.run(command, cwd=folder, env=environment, capture_output=True, check=False).returncode
+    code = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, check=False
+    ).returncode
     wall_s, after = time.monotonic() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
     return wall_s, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, code
 

@@ -65,24 +65,39 @@ HEADERS = (
 
 def main() -> None:
     """Run the cases asked for, print the table, and save it if asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=["real", "emulated"], help="two workers that compute, or four that sleep")
-    parser.add_argument("--cases", nargs="+", default=[""], help="runs whose names have one of these in them")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", choices=["real", "emulated"], help="two workers that compute, or four that sleep"
+    )
+    parser.add_argument(
+        "--cases", nargs="+", default=[""], help="runs whose names have one of these in them"
+    )
     parser.add_argument("--seconds", type=float, default=10.0, help="of each run")
-    parser.add_argument("--whole", action="store_true", help="print all of plan simulate --against on stderr")
+    parser.add_argument(
+        "--whole", action="store_true", help="print all of plan simulate --against on stderr"
+    )
     parser.add_argument(
         "--save",
         action="store_true",
-        help=f"put the rows into {RESULTS.name}, all it has into {TABLE.name}, and a picture into docs/",
+        help=f"put the rows into {RESULTS.name}, all it has into {TABLE.name}, and a picture into "
+        f"docs/",
     )
     arguments = parser.parse_args()
-    rows: dict[str, Any] = json.loads(RESULTS.read_text()) if arguments.save and RESULTS.exists() else {}
+    rows: dict[str, Any] = (
+        json.loads(RESULTS.read_text()) if arguments.save and RESULTS.exists() else {}
+    )
     for case, plan, measured in _runs(arguments.only, arguments.cases, arguments.seconds):
         simulated = simulate_recorded(plan, measured)
         rows[case.name] = row(case, plan, simulated, measured)
         print(rows[case.name], file=sys.stderr, flush=True)
         if arguments.whole:
-            print(run_comparison_report(compare_runs(simulated, measured), plan), file=sys.stderr, flush=True)
+            print(
+                run_comparison_report(compare_runs(simulated, measured), plan),
+                file=sys.stderr,
+                flush=True,
+            )
         if arguments.save:
             RESULTS.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
             if case == PICTURED:
@@ -99,19 +114,25 @@ def _runs(
     """Yield each case's run."""
     with tempfile.TemporaryDirectory(prefix="timeline-") as name:
         folder = Path(name)
-        computing = [case for case in REAL if only != "emulated" and any(part in case.name for part in parts)]
+        computing = [
+            case for case in REAL if only != "emulated" and any(part in case.name for part in parts)
+        ]
         if computing:
             cluster = real.measure_links(folder)
             for case in computing:
                 yield case, *real.run_case(case, cluster, seconds, folder)
-        sleeping = [case for case in EMULATED if only != "real" and any(part in case.name for part in parts)]
+        sleeping = [
+            case for case in EMULATED if only != "real" and any(part in case.name for part in parts)
+        ]
         if sleeping:
             with testbed(DEVICES) as bed:
                 for each in sleeping:
                     yield each, *emulated.run_case(bed, each, seconds, folder)
 
 
-def row(case: RealCase | EmulatedCase, plan: Plan, simulated: Timeline, measured: Timeline) -> list[Any]:
+def row(
+    case: RealCase | EmulatedCase, plan: Plan, simulated: Timeline, measured: Timeline
+) -> list[Any]:
     """Return a row of the table."""
     as_run = simulate_recorded(with_stage_times(plan, mean_stage_times(measured)), measured)
     planned, own = timing_error(simulated, measured), timing_error(as_run, measured)
@@ -130,10 +151,13 @@ def row(case: RealCase | EmulatedCase, plan: Plan, simulated: Timeline, measured
 
 def report(rows: Sequence[Sequence[Any]]) -> str:
     """Return the table and its summary in Markdown."""
-    table = tabulate(rows, HEADERS, tablefmt="github", floatfmt=("", "", "", "", "+.1%", *[".2%"] * 6, "+.2%"))
+    table = tabulate(
+        rows, HEADERS, tablefmt="github", floatfmt=("", "", "", "", "+.1%", *[".2%"] * 6, "+.2%")
+    )
     within = [sum(each[column] <= AIM for each in rows) for column in (7, 10)]
     return (
-        f"{table}\n\nEvery start and end within {AIM:.0%} of the run's length: {within[0]} of {len(rows)} runs at the "
+        f"{table}\n\nEvery start and end within {AIM:.0%} of the run's length: {within[0]} of "
+        f"{len(rows)} runs at the "
         f"plan's times, {within[1]} at the run's own."
     )
 

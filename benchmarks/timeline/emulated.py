@@ -41,11 +41,17 @@ class EmulatedCase:
     def name(self) -> str:
         """Name in the table and on the command line."""
         config = "-".join(map(str, self.replicas))
-        return f"{self.model} {config} {self.schedule}" + (f" x{self.microbatches}" if self.microbatches > 1 else "")
+        return f"{self.model} {config} {self.schedule}" + (
+            f" x{self.microbatches}" if self.microbatches > 1 else ""
+        )
 
 
-def run_case(bed: Testbed, case: EmulatedCase, seconds: float, folder: Path) -> tuple[Plan, Timeline]:
-    """Shape and measure the links, plan, and train for about `seconds`, recording every minibatch."""
+def run_case(
+    bed: Testbed, case: EmulatedCase, seconds: float, folder: Path
+) -> tuple[Plan, Timeline]:
+    """Shape and measure the links, plan, and train for about `seconds`, recording every
+    minibatch.
+    """
     profile = load_profile(ROOT / "profiles" / case.model / "cpu.json")
     there = flat_cluster(DEVICES, parse_bandwidth(case.bandwidth))
     scale = fitting_scale(profile, there)
@@ -53,7 +59,9 @@ def run_case(bed: Testbed, case: EmulatedCase, seconds: float, folder: Path) -> 
     links = bed.links(scale.cluster(there), byte_factor=scale.byte_factor)
     stages = balanced_stages(emulated.profile, len(case.replicas))
     with scaled_buckets(scale.byte_factor):
-        plan = given_plan(emulated.profile, links, stages, case.replicas, case.schedule, case.microbatches)
+        plan = given_plan(
+            emulated.profile, links, stages, case.replicas, case.schedule, case.microbatches
+        )
     period = math.lcm(*case.replicas)
     steps = max(period, math.ceil(seconds / plan.predicted.seconds_per_minibatch / period) * period)
     trace = folder / f"{case.name}.trace.json"

@@ -1,7 +1,8 @@
-"""How far the events of a run are from the simulated ones, and the plan whose stages take their mean times in a run.
+"""How far the events of a run are from the simulated ones, and the plan whose stages take their
+mean times in a run.
 
-A simulation at the plan's stage times shows the error of the prediction. With a second one, at the run's own mean stage
-times, what remains is due to messages, waits and jitter.
+A simulation at the plan's stage times shows the error of the prediction. With a second one, at the
+run's own mean stage times, what remains is due to messages, waits and jitter.
 """
 
 from collections.abc import Sequence
@@ -36,7 +37,9 @@ class Moment(Record):
 
 
 class TimingError(Record):
-    """Distances between simulated and measured starts and ends, as shares of the measured run's length."""
+    """Distances between simulated and measured starts and ends, as shares of the measured run's
+    length.
+    """
 
     events: int  # forwards and backwards that both runs have
     median_share: float
@@ -76,15 +79,20 @@ def timing_error(predicted: Timeline, measured: Timeline) -> TimingError:
 
 def with_stage_times(plan: Plan, times: Sequence[MeanStageTimes]) -> Plan:
     """Return the plan with stages that take `times` when simulated."""
-    # On a cluster without overlap the simulator adds the processor's time for messages to each stage. Measured times
-    # contain it already, and gradient accumulation in the backward, but not the codecs' time.
+    # On a cluster without overlap the simulator adds the processor's time for messages to each
+    # stage. Measured times contain it already, and gradient accumulation in the backward, but not
+    # the codecs' time.
     nothing = {"forward_s": 0.0, "backward_s": 0.0, "update_s": 0.0, "accumulate_s": 0.0}
     stages = tuple(stage.model_copy(update=nothing) for stage in plan.stages)
-    idle = plan.model_copy(update={"stages": stages, "cluster": plan.cluster.model_copy(update={"codec_times": ()})})
+    idle = plan.model_copy(
+        update={"stages": stages, "cluster": plan.cluster.model_copy(update={"codec_times": ()})}
+    )
     timed: list[Stage] = []
     costs = costs_of(idle)
     gather_s = Simulation(costs, 1).communication.gather_s
-    for number, (stage, seen, handling) in enumerate(zip(plan.stages, times, costs.stages, strict=True)):
+    for number, (stage, seen, handling) in enumerate(
+        zip(plan.stages, times, costs.stages, strict=True)
+    ):
         forward_s = max(0.0, seen.forward_s - handling.forward_s)
         share = stage.again_s / stage.forward_s if stage.again_s else 0.0
         recompute_s = share * forward_s  # part of the measured backward
@@ -92,13 +100,21 @@ def with_stage_times(plan: Plan, times: Sequence[MeanStageTimes]) -> Plan:
         # A worker notes its update and the all-gather after it as one.
         update_s = max(0.0, seen.update_s - gather_s(number))
         own: dict[str, float | tuple[float, ...]]
-        own = {"forward_s": forward_s, "backward_s": backward_s, "update_s": update_s, "accumulate_s": 0.0}
+        own = {
+            "forward_s": forward_s,
+            "backward_s": backward_s,
+            "update_s": update_s,
+            "accumulate_s": 0.0,
+        }
         if stage.recompute_s is not None:
             own |= {"recompute_s": recompute_s}
             if planned_s := stage.backward_s + stage.late_s:
-                # When gradients are ready in a backward, and a recomputation partly within it, of these lengths.
+                # When gradients are ready in a backward, and a recomputation partly within it, of
+                # these lengths.
                 late_s = recompute_s * stage.late_s / stage.again_s if stage.again_s else 0.0
-                own["ready_s"] = tuple(seconds * (backward_s + late_s) / planned_s for seconds in stage.ready_s)
+                own["ready_s"] = tuple(
+                    seconds * (backward_s + late_s) / planned_s for seconds in stage.ready_s
+                )
         timed.append(stage.model_copy(update=own))
     return plan.model_copy(update={"stages": tuple(timed)})
 

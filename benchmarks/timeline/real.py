@@ -39,24 +39,41 @@ class RealCase:
     @property
     def name(self) -> str:
         """Name in the table and on the command line."""
-        return f"{self.model} {self.schedule}" + (f" x{self.microbatches}" if self.microbatches > 1 else "")
+        return f"{self.model} {self.schedule}" + (
+            f" x{self.microbatches}" if self.microbatches > 1 else ""
+        )
 
 
 def measure_links(folder: Path) -> Cluster:
     """Measure the links between the two workers with `plan profile --links`."""
     path = folder / "cluster.json"
-    run_workers(PLACES, "planner", ["profile", "--links", "--device", "cpu", "--json", "-o", str(path)], TIMEOUT_S)
+    run_workers(
+        PLACES,
+        "planner",
+        ["profile", "--links", "--device", "cpu", "--json", "-o", str(path)],
+        TIMEOUT_S,
+    )
     return load_cluster(path)
 
 
-def run_case(case: RealCase, cluster: Cluster, seconds: float, folder: Path) -> tuple[Plan, Timeline]:
+def run_case(
+    case: RealCase, cluster: Cluster, seconds: float, folder: Path
+) -> tuple[Plan, Timeline]:
     """Profile, plan, and train for about `seconds`, recording every minibatch."""
     profile = _profile(case, folder)
     plan = straight_plan(profile, cluster, case.schedule, case.microbatches)
     plan_path, trace = folder / f"{case.name}.plan.json", folder / f"{case.name}.trace.json"
     save_plan(plan, plan_path)
     steps = max(16, math.ceil(seconds / plan.predicted.seconds_per_minibatch))
-    arguments = ["train", str(_model(case)), "--plan", str(plan_path), "--steps", str(steps), "--json"]
+    arguments = [
+        "train",
+        str(_model(case)),
+        "--plan",
+        str(plan_path),
+        "--steps",
+        str(steps),
+        "--json",
+    ]
     arguments += ["--trace", str(trace), "--trace-minibatches", str(steps)]
     run_workers(PLACES, "planner", arguments, TIMEOUT_S)
     return plan, load_run(trace)
@@ -69,16 +86,30 @@ def _model(case: RealCase) -> Path:
 def _profile(case: RealCase, folder: Path) -> Profile:
     """Profile while another worker trains on the other core, as in the run.
 
-    Each run has its own profile, because the speed of a shared machine drifts by several per cent within minutes.
+    Each run has its own profile, because the speed of a shared machine drifts by several per cent
+    within minutes.
     """
     path = folder / f"{case.name}.profile.json"
     command = [sys.executable, "-m", "planner", "profile", str(_model(case)), "--device", "cpu"]
     command += ["--processes", str(len(CORES))]
-    command += ["--batch-size", str(case.microbatch_size), "--seconds", str(PROFILE_SECONDS), "-o", str(path)]
+    command += [
+        "--batch-size",
+        str(case.microbatch_size),
+        "--seconds",
+        str(PROFILE_SECONDS),
+        "-o",
+        str(path),
+    ]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     try:
         done = subprocess.run(
-            command, env=environment, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+            command,
+            env=environment,
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         raise RunError(f"'{case.model}' was not profiled within {TIMEOUT_S:.0f} s") from None

@@ -1,1 +1,3 @@
-"""Can the planner express and price published tuned plans, and find better ones? See README.md in this folder."""
+"""Can the planner express and price published tuned plans, and find better ones? See README.md in
+this folder.
+"""

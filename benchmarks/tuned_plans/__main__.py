@@ -1,4 +1,5 @@
-"""Price published tuned plans, and let the planner answer the same questions. See README.md in this folder.
+"""Price published tuned plans, and let the planner answer the same questions. See README.md in this
+folder.
 
 python -m benchmarks.tuned_plans
 """
@@ -44,11 +45,21 @@ def _judged(config: Mapping[str, Any], note: str, time_limit_s: float) -> list[s
     profile = profile_of(config, microbatch_size, device(_DEVICES[config["gpu"]]))
     cluster, microbatches = _cluster(config), config["global_batch"] // microbatch_size
     published = price(profile, cluster, own_stages(config["stages"]), microbatches)
-    needed, limit = max(stage.memory.total_bytes for stage in published.stages), cluster.memory_bytes
+    needed, limit = (
+        max(stage.memory.total_bytes for stage in published.stages),
+        cluster.memory_bytes,
+    )
     assert limit is not None
-    cells = [f"{published.predicted.seconds_per_minibatch:.4g}", f"{needed / _GIB:.1f} of {limit / _GIB:.1f}"]
+    cells = [
+        f"{published.predicted.seconds_per_minibatch:.4g}",
+        f"{needed / _GIB:.1f} of {limit / _GIB:.1f}",
+    ]
     measured_s = config["measured_iteration_s"]
-    cells.append("" if measured_s is None else f"{published.predicted.seconds_per_minibatch / measured_s - 1:+.1%}")
+    cells.append(
+        ""
+        if measured_s is None
+        else f"{published.predicted.seconds_per_minibatch / measured_s - 1:+.1%}"
+    )
     try:
         own = solve(
             profile,
@@ -91,16 +102,25 @@ def _cluster(config: Mapping[str, Any]) -> Cluster:
     """Return the cluster with the bandwidths that Mist measured for its all-reduces."""
     (found,) = anchors("mist.json")["links"][config["gpu"]]
     each, nodes = config["gpus_per_node"], config["nodes"]
-    inside, between = (1e9 * found["gpu_gpu"][f"{count}nodes_x_{each}gpus"]["GB_per_s"] for count in (1, max(nodes, 2)))
+    inside, between = (
+        1e9 * found["gpu_gpu"][f"{count}nodes_x_{each}gpus"]["GB_per_s"]
+        for count in (1, max(nodes, 2))
+    )
     memory_bytes = int(config["memory_capacity_gb"] * _GIB)
     return hierarchical_cluster((each, nodes), (inside, between), memory_bytes)
 
 
 def main() -> None:
     """Print the table as Markdown."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--time-limit", type=float, default=20.0, metavar="S", help="of each search (default: 20)")
-    parser.add_argument("--drawn", type=int, metavar="N", help="N random cases beside grids of equal stages instead")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--time-limit", type=float, default=20.0, metavar="S", help="of each search (default: 20)"
+    )
+    parser.add_argument(
+        "--drawn", type=int, metavar="N", help="N random cases beside grids of equal stages instead"
+    )
     parser.add_argument("--seed", type=int, default=1, help="of the random cases (default: 1)")
     arguments = parser.parse_args()
     if arguments.drawn is not None:
@@ -109,9 +129,20 @@ def main() -> None:
         return
     if not ANCHORS.is_dir():
         raise SystemExit(f"there are no plans: '{ANCHORS}' is no folder")
-    headers = ["model, tokens", "GPUs", "published stages", "priced s", "memory GiB", "error of time"]
+    headers = [
+        "model, tokens",
+        "GPUs",
+        "published stages",
+        "priced s",
+        "memory GiB",
+        "error of time",
+    ]
     headers += ["planner's stages", "faster by", "note"]
-    print(tabulate(rows(arguments.time_limit), headers=headers, tablefmt="pipe", disable_numparse=True))
+    print(
+        tabulate(
+            rows(arguments.time_limit), headers=headers, tablefmt="pipe", disable_numparse=True
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Compare the planner's answers with grids of plans made by hand, for cases that are drawn at random."""
+"""Compare the planner's answers with grids of plans made by hand, for cases that are drawn at
+random.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,17 @@ from planner.solver.problem.result import Evaluation
 
 PROFILES = Path(__file__).resolve().parents[2] / "profiles"
 SCHEDULES = ("1f1b-flush", "1f1b-flush", "2bw", "1f1b")
-HEADERS = ("model", "GPUs", "schedule", "memory", "best of the grid", "s", "planner's", "s", "faster by")
+HEADERS = (
+    "model",
+    "GPUs",
+    "schedule",
+    "memory",
+    "best of the grid",
+    "s",
+    "planner's",
+    "s",
+    "faster by",
+)
 
 
 def rows(count: int, seed: int, time_limit_s: float) -> Iterator[list[str]]:
@@ -46,7 +58,13 @@ def rows(count: int, seed: int, time_limit_s: float) -> Iterator[list[str]]:
         ]
         head += [_written(made), f"{made.seconds:.4g}"]
         try:
-            own = solve(profile, cluster, schedule=schedule, microbatches=microbatches, time_limit_s=time_limit_s)
+            own = solve(
+                profile,
+                cluster,
+                schedule=schedule,
+                microbatches=microbatches,
+                time_limit_s=time_limit_s,
+            )
         except PlannerError as refusal:
             yield [*head, refusal.message, "", ""]
             continue
@@ -55,26 +73,40 @@ def rows(count: int, seed: int, time_limit_s: float) -> Iterator[list[str]]:
 
 
 def _cluster(rng: random.Random, profile: Profile) -> Cluster:
-    """Draw servers, bandwidths and a memory between a quarter of the model and enough for all of it."""
+    """Draw servers, bandwidths and a memory between a quarter of the model and enough for all of
+    it.
+    """
     sizes = rng.choice(((2, 1), (4, 1), (8, 1), (4, 2), (4, 4), (8, 2)))
     costs = LayerCosts(profile)
-    everything = priced(Problem(costs, Setting(hierarchical_cluster((1,), (1e9,)), find("1f1b"))), [costs.single_stage])
+    everything = priced(
+        Problem(costs, Setting(hierarchical_cluster((1,), (1e9,)), find("1f1b"))),
+        [costs.single_stage],
+    )
     inside = 10 ** rng.uniform(8, 11)
     memory_bytes = int(max(everything.price.gpu_bytes) * rng.choice((0.25, 0.4, 0.6, 1.1, 3.0)))
     levels = [size for size in sizes if size > 1]
-    return hierarchical_cluster(levels, (inside, inside / rng.choice((1, 4, 16)))[: len(levels)], memory_bytes)
+    return hierarchical_cluster(
+        levels, (inside, inside / rng.choice((1, 4, 16)))[: len(levels)], memory_bytes
+    )
 
 
-def _best_of_grid(profile: Profile, cluster: Cluster, schedule: Schedule, microbatches: int) -> Evaluation | None:
-    """Return the fastest plan of equal stages that fits: every number of stages, sharded or not, recomputing or not."""
+def _best_of_grid(
+    profile: Profile, cluster: Cluster, schedule: Schedule, microbatches: int
+) -> Evaluation | None:
+    """Return the fastest plan of equal stages that fits: every number of stages, sharded or not,
+    recomputing or not.
+    """
     costs = LayerCosts(profile)
     setting = Setting(cluster, schedule, microbatches)
     problem = Problem(costs, setting, depth="published", budget=Budget.unlimited())
     plans = (
-        priced(problem, stages) for stages in _grid(costs, cluster.gpus, microbatches if schedule.divides else None)
+        priced(problem, stages)
+        for stages in _grid(costs, cluster.gpus, microbatches if schedule.divides else None)
     )
     best: Evaluation | None = None
-    for plan in sorted((plan for plan in plans if plan.fits(cluster)), key=lambda plan: plan.seconds):
+    for plan in sorted(
+        (plan for plan in plans if plan.fits(cluster)), key=lambda plan: plan.seconds
+    ):
         if best is not None and plan.seconds >= best.seconds:
             break
         evaluation = simulated(problem, plan)
@@ -87,10 +119,16 @@ def _grid(costs: LayerCosts, gpus: int, microbatches: int | None) -> Iterator[li
     for count in counts:
         for cut in (equal_blocks(costs, count), equal_time(costs, count)):
             for replicas in counts:
-                if len(cut) != count or count * replicas > gpus or replicas > (microbatches or gpus):
+                if (
+                    len(cut) != count
+                    or count * replicas > gpus
+                    or replicas > (microbatches or gpus)
+                ):
                     continue
                 for sharded in {False, replicas > 1 and costs.profile.may_shard_optimizer}:
-                    stages = [replace(stage, options=StageOptions(replicas, sharded)) for stage in cut]
+                    stages = [
+                        replace(stage, options=StageOptions(replicas, sharded)) for stage in cut
+                    ]
                     yield stages
                     yield recomputing(costs, stages)
 

@@ -42,16 +42,36 @@ class Group:
 
 def main() -> None:
     """Let the contenders of each group take turns, and print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=sorted(BATCH_SIZES), default=sorted(BATCH_SIZES))
-    parser.add_argument("--networks", nargs="+", default=["loopback", "1gbit"], help="loopback, or a rate for tc")
-    parser.add_argument("--microbatches", nargs="+", type=int, default=[4, 8, 16], help="of the synchronous schedules")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--models", nargs="+", choices=sorted(BATCH_SIZES), default=sorted(BATCH_SIZES)
+    )
+    parser.add_argument(
+        "--networks", nargs="+", default=["loopback", "1gbit"], help="loopback, or a rate for tc"
+    )
+    parser.add_argument(
+        "--microbatches",
+        nargs="+",
+        type=int,
+        default=[4, 8, 16],
+        help="of the synchronous schedules",
+    )
     parser.add_argument("--gpipe", action="store_true", help="measure GPipe, too: torch's and ours")
-    parser.add_argument("--minutes", type=float, default=10.0, help="for all of it, on a quiet machine")
+    parser.add_argument(
+        "--minutes", type=float, default=10.0, help="for all of it, on a quiet machine"
+    )
     parser.add_argument("--window", type=float, default=0.5, help="seconds of a turn")
-    parser.add_argument("--only", nargs="+", default=[""], help="contenders whose name starts with one of these")
-    parser.add_argument("--no-memory", action="store_true", help="leave out the memory of weight stashing")
-    parser.add_argument("--save", action="store_true", help="write results.json, and the tables into the README")
+    parser.add_argument(
+        "--only", nargs="+", default=[""], help="contenders whose name starts with one of these"
+    )
+    parser.add_argument(
+        "--no-memory", action="store_true", help="leave out the memory of weight stashing"
+    )
+    parser.add_argument(
+        "--save", action="store_true", help="write results.json, and the tables into the README"
+    )
     arguments = parser.parse_args()
     began_s, done, every = time.monotonic(), 0, len(arguments.models) * len(arguments.networks)
     samples: list[Sample] = []
@@ -91,7 +111,9 @@ def main() -> None:
 def compare(
     model: str, network_name: str, minutes: float, *, counts: Sequence[int], window_s: float = 0.5
 ) -> list[Sample]:
-    """Let DDP, torch's 1F1B and ours take turns on one model, and return a sample per contender and cycle."""
+    """Let DDP, torch's 1F1B and ours take turns on one model, and return a sample per contender and
+    cycle.
+    """
     names = (ONE_PROCESS, DDP, "ours 1f1b", "torch 1F1B", "ours 1f1b-flush")
     samples: list[Sample] = []
     with tempfile.TemporaryDirectory(prefix="two_cores-") as folder, places(network_name) as where:
@@ -105,13 +127,18 @@ def compare(
 def _with_saved(
     samples: Sequence[Sample], memory: Sequence[StashMemory], date: str
 ) -> tuple[list[Sample], list[StashMemory]]:
-    """Add what was saved on the same day for other models and networks, so that parts of the benchmark make a whole."""
+    """Add what was saved on the same day for other models and networks, so that parts of the
+    benchmark make a whole.
+    """
     content = json.loads(RESULTS.read_text(encoding="utf-8"))
     if content["environment"]["date"] != date:
         return [*samples], [*memory]
     measured = {(sample.model, sample.network) for sample in samples}
     saved = [Sample(**each) for each in content["samples"]]
-    all_samples = [*samples, *(each for each in saved if (each.model, each.network) not in measured)]
+    all_samples = [
+        *samples,
+        *(each for each in saved if (each.model, each.network) not in measured),
+    ]
     models = {each.model for each in memory}
     saved_memory = [StashMemory(**each) for each in content["memory"]]
     all_memory = [*memory, *(each for each in saved_memory if each.model not in models)]
@@ -126,7 +153,9 @@ def _groups(ours: Ours, counts: Sequence[int], *, whole: bool, gpipe: bool) -> l
     asynchronous = ours.straight("1f1b", 1)
     cut = ours.cut(asynchronous)
 
-    def baseline(name: str, kind: str, contestants: Sequence[Place] = where, **options: int) -> Contender:
+    def baseline(
+        name: str, kind: str, contestants: Sequence[Place] = where, **options: int
+    ) -> Contender:
         flags = [part for key, value in options.items() for part in (f"--{key}", str(value))]
         flags += ["--model", ours.model, "--batch-size", str(batch_size)]
         command = ("benchmarks.two_cores.worker", kind, *flags)
@@ -148,7 +177,9 @@ def _groups(ours: Ours, counts: Sequence[int], *, whole: bool, gpipe: bool) -> l
     groups = [Group("whole minibatches", found)]
     schedules: tuple[str, ...] = (*SYNCHRONOUS, "gpipe") if gpipe else SYNCHRONOUS
     for count in counts:
-        divided = [baseline(f"torch 1F1B, {count} microbatches", "torch-1f1b", cut=cut, microbatches=count)]
+        divided = [
+            baseline(f"torch 1F1B, {count} microbatches", "torch-1f1b", cut=cut, microbatches=count)
+        ]
         if gpipe:
             name = f"torch GPipe, {count} microbatches"
             divided.append(baseline(name, "torch-gpipe", cut=cut, microbatches=count))
@@ -160,14 +191,21 @@ def _groups(ours: Ours, counts: Sequence[int], *, whole: bool, gpipe: bool) -> l
 
 
 def _chosen(groups: Sequence[Group], prefixes: Sequence[str]) -> list[Group]:
-    """Return the groups of at least two contenders whose names start with one of `prefixes`; else the first of one."""
-    kept = [Group(g.name, [c for c in g.contenders if c.name.startswith(tuple(prefixes))]) for g in groups]
+    """Return the groups of at least two contenders whose names start with one of `prefixes`; else
+    the first of one.
+    """
+    kept = [
+        Group(g.name, [c for c in g.contenders if c.name.startswith(tuple(prefixes))])
+        for g in groups
+    ]
     several = [group for group in kept if len(group.contenders) > 1]
     return several or [group for group in kept if group.contenders][:1]
 
 
 def _shares(groups: Sequence[Group], until_s: float) -> Iterator[tuple[Group, float]]:
-    """Yield each group with the time when its turns end: what is left is shared by the number of contenders."""
+    """Yield each group with the time when its turns end: what is left is shared by the number of
+    contenders.
+    """
     for index, group in enumerate(groups):
         left = sum(len(each.contenders) for each in groups[index:])
         now_s = time.monotonic()
@@ -190,21 +228,31 @@ def _measure(ours: Ours, group: Group, until_s: float, window_s: float) -> Itera
                 contender.predicted_samples_per_s,
                 statistics.mean(window.first_stage_s for window in mine),
             )
-    print(f"{ours.model}, {ours.network}, {group.name}: {len(windows)} windows", file=sys.stderr, flush=True)
+    print(
+        f"{ours.model}, {ours.network}, {group.name}: {len(windows)} windows",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def _described(environment: Mapping[str, str], arguments: argparse.Namespace) -> str:
     """Return a sentence about what the tables belong to."""
     return (
-        f"{environment['date']}: {environment['cpu']}, {environment['system']}, Python {environment['python']}, torch "
-        f"{environment['torch']}, gloo. Samples/s, medians and quartiles of cycles with two turns of "
+        f"{environment['date']}: {environment['cpu']}, {environment['system']}, Python "
+        f"{environment['python']}, torch "
+        f"{environment['torch']}, gloo. Samples/s, medians and quartiles of cycles with two turns "
+        f"of "
         f"{arguments.window:g} s for each contender."
     )
 
 
 def _environment() -> dict[str, str]:
     """Return the machine and versions that the numbers belong to."""
-    models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    models = [
+        line
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
     return {
         "date": time.strftime("%Y-%m-%d"),
         "cpu": f"{len(models)} x {models[0].split(': ')[1]}" if models else platform.machine(),

@@ -39,10 +39,20 @@ def _of_network(model: str, network: str, samples: Sequence[Sample]) -> Iterator
         aim = f"1f1b at least {of_cores:.0%} of twice one process"
         yield aim, where, half.text(".1%"), _said(half.median >= of_cores)
     if found := ratios(samples, ASYNCHRONOUS, SHARED_NOTHING):
-        yield "1f1b beside two processes that share nothing (no aim)", where, Spread.of(found).text(".1%"), ""
+        yield (
+            "1f1b beside two processes that share nothing (no aim)",
+            where,
+            Spread.of(found).text(".1%"),
+            "",
+        )
     if (model, network) == ("vgg_like", "1gbit") and (found := ratios(samples, ASYNCHRONOUS, DDP)):
         times = Spread.of(found)
-        yield f"1f1b at least {OF_DDP} times DDP", where, times.text(".2f"), _said(times.median >= OF_DDP)
+        yield (
+            f"1f1b at least {OF_DDP} times DDP",
+            where,
+            times.text(".2f"),
+            _said(times.median >= OF_DDP),
+        )
     for name in dict.fromkeys(sample.contender for sample in samples):
         flush, _, count = name.partition(", ")
         if flush == "ours 1f1b-flush":
@@ -54,7 +64,9 @@ def _of_network(model: str, network: str, samples: Sequence[Sample]) -> Iterator
         yield aim, where, overhead.text("+.1%"), _said(overhead.median <= STASHING_TIME)
 
 
-def _of_microbatches(model: str, where: str, count: str, samples: Sequence[Sample]) -> Iterator[Row]:
+def _of_microbatches(
+    model: str, where: str, count: str, samples: Sequence[Sample]
+) -> Iterator[Row]:
     flush, least = f"ours 1f1b-flush, {count}", OF_TORCH[model]
     if found := ratios(samples, flush, f"torch 1F1B, {count}"):
         times = Spread.of(found)
@@ -66,14 +78,27 @@ def _of_microbatches(model: str, where: str, count: str, samples: Sequence[Sampl
         )
     if found := ratios(samples, f"ours zb-h1, {count}", flush):
         times = Spread.of(found)
-        yield f"zb-h1 ahead of 1f1b-flush, {count}", where, times.text(".2f"), _said(times.median > 1)
+        yield (
+            f"zb-h1 ahead of 1f1b-flush, {count}",
+            where,
+            times.text(".2f"),
+            _said(times.median > 1),
+        )
 
 
 def _of_memory(memory: StashMemory) -> Row:
     error = memory.measured_bytes / memory.formula_bytes - 1
-    result = f"{memory.measured_bytes / 1e6:.1f} MB, by the formula {memory.formula_bytes / 1e6:.1f} ({error:+.1%})"
+    result = (
+        f"{memory.measured_bytes / 1e6:.1f} MB, by the formula "
+        f"{memory.formula_bytes / 1e6:.1f} ({error:+.1%})"
+    )
     aim = f"memory of {memory.versions} versions within {STASHING_MEMORY:.0%} of (d - 1) W"
-    return aim, f"{memory.model}, W = {memory.weight_bytes / 1e6:.1f} MB", result, _said(abs(error) <= STASHING_MEMORY)
+    return (
+        aim,
+        f"{memory.model}, W = {memory.weight_bytes / 1e6:.1f} MB",
+        result,
+        _said(abs(error) <= STASHING_MEMORY),
+    )
 
 
 def _said(reached: bool) -> str:

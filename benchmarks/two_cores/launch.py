@@ -1,4 +1,6 @@
-"""Start one pinned process per core, over the loopback or on emulated hosts, and read its result."""
+"""Start one pinned process per core, over the loopback or on emulated hosts, and read its
+result.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ class RunError(PlannerError):
 
 @contextmanager
 def places(name: str) -> Iterator[tuple[Place, ...]]:
-    """Yield two places joined by `name`: "loopback", or a link's rate between two namespaces ("1gbit")."""
+    """Yield two places joined by `name`: "loopback", or a link's rate between two namespaces
+    ("1gbit").
+    """
     if name == "loopback":
         yield (Loopback(), Loopback())
     else:
@@ -63,9 +67,14 @@ def places(name: str) -> Iterator[tuple[Place, ...]]:
 
 
 def run_workers(
-    where: Sequence[Place], module: str, arguments: Sequence[str], timeout_s: float, folder: Path = ROOT
+    where: Sequence[Place],
+    module: str,
+    arguments: Sequence[str],
+    timeout_s: float,
+    folder: Path = ROOT,
 ) -> dict[str, Any]:
-    """Run `python -m module arguments` under torchrun, one process per place, each pinned to its own core.
+    """Run `python -m module arguments` under torchrun, one process per place, each pinned to its
+    own core.
 
     Return the JSON object that the first process prints on stdout.
 
@@ -77,8 +86,23 @@ def run_workers(
     with contextlib.ExitStack() as stack:
         for rank, (place, core) in enumerate(zip(where, CORES, strict=False)):
             command = ["taskset", "-c", str(core), sys.executable, "-m", "torch.distributed.run"]
-            command += ["--nnodes", str(len(where)), "--node-rank", str(rank), "--nproc-per-node", "1"]
-            command += ["--master-addr", where[0].address, "--master-port", port, "-m", module, *arguments]
+            command += [
+                "--nnodes",
+                str(len(where)),
+                "--node-rank",
+                str(rank),
+                "--nproc-per-node",
+                "1",
+            ]
+            command += [
+                "--master-addr",
+                where[0].address,
+                "--master-port",
+                port,
+                "-m",
+                module,
+                *arguments,
+            ]
             process = subprocess.Popen(
                 place.command(command),
                 env=place.environment({"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}),
@@ -92,15 +116,22 @@ def run_workers(
         try:
             outputs = [process.communicate(timeout=timeout_s) for process in processes]
         except subprocess.TimeoutExpired:
-            raise RunError(f"{module} {' '.join(arguments)} did not end within {timeout_s:.0f} s") from None
+            raise RunError(
+                f"{module} {' '.join(arguments)} did not end within {timeout_s:.0f} s"
+            ) from None
     for process, (_, messages) in zip(processes, outputs, strict=True):
         if process.returncode != 0:
-            raise RunError(f"{module} {' '.join(arguments)} failed with exit code {process.returncode}:\n{messages}")
+            raise RunError(
+                f"{module} {' '.join(arguments)} failed with exit code "
+                f"{process.returncode}:\n{messages}"
+            )
     return last_object(outputs[0][0])
 
 
 def last_object(text: str) -> dict[str, Any]:
-    """Return the last JSON object of `text`, on one line or several; libraries may print other text before it."""
+    """Return the last JSON object of `text`, on one line or several; libraries may print other text
+    before it.
+    """
     begin = max(text.rfind("\n{"), 0)
     found: dict[str, Any] = json.loads(text[begin:])
     return found

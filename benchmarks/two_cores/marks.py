@@ -12,7 +12,9 @@ VARIABLE = "TWO_CORES_MARKS"  # file of this process; without it no marks are wr
 
 @dataclass(frozen=True)
 class Mark:
-    """The end of an optimizer step, in seconds of the machine's clock, and the minibatches until then."""
+    """The end of an optimizer step, in seconds of the machine's clock, and the minibatches until
+    then.
+    """
 
     s: float
     minibatches: float
@@ -41,7 +43,9 @@ def read_marks(path: Path, since_s: float = 0.0) -> list[Mark]:
 
 
 def rate(marks: list[Mark]) -> float:
-    """Return the minibatches per second between the first mark and the last; 0 if there are fewer than two."""
+    """Return the minibatches per second between the first mark and the last; 0 if there are fewer
+    than two.
+    """
     if len(marks) < 2:
         return 0.0
     return (marks[-1].minibatches - marks[0].minibatches) / (marks[-1].s - marks[0].s)

@@ -27,7 +27,9 @@ STASHED, UNSTASHED = "planner", "benchmarks.two_cores.unstashed"  # modules to r
 
 @dataclass
 class Ours:
-    """One model on one network, solved and trained; each size of microbatch is profiled, while both cores train."""
+    """One model on one network, solved and trained; each size of microbatch is profiled, while both
+    cores train.
+    """
 
     model: str
     network: str
@@ -59,7 +61,8 @@ class Ours:
         return plan
 
     def _cluster(self) -> Path:
-        """Return the file of the cluster: the loopback as it is measured, another network as it is shaped.
+        """Return the file of the cluster: the loopback as it is measured, another network as it is
+        shaped.
 
         The workers compute on both cores, so that messages do not overlap with computation.
         """
@@ -99,17 +102,26 @@ class Ours:
         command = ["train", str(self.spec), "--plan", str(plan), "--steps", str(FOR_EVER)]
         # A stopped worker looks as if it hung.
         command += ["--hang-timeout", str(FOR_EVER)]
-        return Contender(name, self.where, (module, *command), self.batch_size, load_plan(plan).predicted.samples_per_s)
+        return Contender(
+            name,
+            self.where,
+            (module, *command),
+            self.batch_size,
+            load_plan(plan).predicted.samples_per_s,
+        )
 
 
 def cut_of(plan: Plan, profile: Profile) -> int:
-    """Return how many children of the model's sequence are in the baselines' first stage: nearest to the plan's cut.
+    """Return how many children of the model's sequence are in the baselines' first stage: nearest
+    to the plan's cut.
 
     Raises:
         RunError: when the plan is not a straight pipeline of two stages.
     """
     if plan.replicas != (1, 1):
-        raise RunError(f"the plan '{plan.config}' has no single cut that the baselines could be given")
+        raise RunError(
+            f"the plan '{plan.config}' has no single cut that the baselines could be given"
+        )
     seconds = {layer.name: layer.forward_s + layer.backward_s for layer in profile.layers}
     wanted_s = sum(seconds[name] for name in plan.stages[0].layers)
     per_child: dict[int, float] = defaultdict(float)
@@ -117,14 +129,33 @@ def cut_of(plan: Plan, profile: Profile) -> int:
         child = name.split(".")[0]
         if child.isdigit():  # the loss is in no child
             per_child[int(child)] += value
-    return min(per_child, key=lambda cut: abs(sum(s for child, s in per_child.items() if child < cut) - wanted_s))
+    return min(
+        per_child,
+        key=lambda cut: abs(sum(s for child, s in per_child.items() if child < cut) - wanted_s),
+    )
 
 
 def _plan(*arguments: str) -> dict[str, Any]:
-    command = ["taskset", "-c", ",".join(map(str, CORES)), sys.executable, "-m", "planner", *arguments, "--json"]
+    command = [
+        "taskset",
+        "-c",
+        ",".join(map(str, CORES)),
+        sys.executable,
+        "-m",
+        "planner",
+        *arguments,
+        "--json",
+    ]
     done = subprocess.run(
-        command, capture_output=True, text=True, check=False, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     if done.returncode != 0:
-        raise RunError(f"plan {' '.join(arguments)} failed with exit code {done.returncode}:\n{done.stderr}")
+        raise RunError(
+            f"plan {' '.join(arguments)} failed with exit code {done.returncode}:\n{done.stderr}"
+        )
     return last_object(done.stdout) if done.stdout.strip() else json.loads("{}")

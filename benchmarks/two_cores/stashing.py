@@ -1,4 +1,6 @@
-"""Measure the memory of weight stashing: a run with a version per minibatch in flight, and one with one version."""
+"""Measure the memory of weight stashing: a run with a version per minibatch in flight, and one with
+one version.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,8 @@ def stash_memory(model: str, batch_size: int, folder: Path) -> StashMemory:
     """Measure both runs of `model`."""
     with places("loopback") as where:
         ours = Ours(model, "loopback", batch_size, where, folder)
-        # Before pages are given back, which takes up to half of the time: predictions of speed use this profile, too.
+        # Before pages are given back, which takes up to half of the time: predictions of speed use
+        # this profile, too.
         profile = load_profile(ours.profile(1))
         path = folder / f"{model}-deep.plan.json"
         save_plan(deep_plan(profile), path)
@@ -64,7 +67,9 @@ def stash_memory(model: str, batch_size: int, folder: Path) -> StashMemory:
 
 
 def deep_plan(profile: Profile) -> Plan:
-    """Return a plan with all but a few layers in the first stage, and enough minibatches in flight to show versions."""
+    """Return a plan with all but a few layers in the first stage, and enough minibatches in flight
+    to show versions.
+    """
     layer_costs = LayerCosts(profile)
     groups = uncut_groups(layer_costs)
     total = sum(layer.weight_bytes for layer in profile.layers)
@@ -73,15 +78,21 @@ def deep_plan(profile: Profile) -> Plan:
         return sum(profile.layers[layer].weight_bytes for group in groups[cut:] for layer in group)
 
     cut = next(cut for cut in range(1, len(groups)) if weights_after(cut) < 0.2 * total)
-    stages = candidates([[i for group in part for i in group] for part in (groups[:cut], groups[cut:])], (1, 1))
+    stages = candidates(
+        [[i for group in part for i in group] for part in (groups[:cut], groups[cut:])], (1, 1)
+    )
     problem = Problem(layer_costs, Setting(flat_cluster(2, 1e9)))
     plan = assemble(problem, priced(problem, stages))
     first, last = plan.stages
-    return plan.model_copy(update={"stages": (first.model_copy(update={"in_flight": IN_FLIGHT}), last)})
+    return plan.model_copy(
+        update={"stages": (first.model_copy(update={"in_flight": IN_FLIGHT}), last)}
+    )
 
 
 def _compared(model: str, profile: Profile, plan: Plan, first: list[dict[str, Any]]) -> StashMemory:
-    weight_bytes = sum(layer.weight_bytes for layer in profile.layers if layer.name in plan.stages[0].layers)
+    weight_bytes = sum(
+        layer.weight_bytes for layer in profile.layers if layer.name in plan.stages[0].layers
+    )
     stashed, unstashed = first
     return StashMemory(
         model,

@@ -1,6 +1,7 @@
 """Find the best plan with one worker per stage, to measure a pipeline on two cores.
 
-`plan solve` also considers replicas. For models with few weights its answer is one stage with two replicas.
+`plan solve` also considers replicas. For models with few weights its answer is one stage with two
+replicas.
 """
 
 from __future__ import annotations
@@ -23,14 +24,20 @@ from planner.solver.problem.states import uncut_groups
 
 
 def straight_plan(profile: Profile, cluster: Cluster, schedule: str, microbatches: int) -> Plan:
-    """Return the fastest of all cuts of `profile` into two stages under the cost model, by trying each."""
+    """Return the fastest of all cuts of `profile` into two stages under the cost model, by trying
+    each.
+    """
     began = time.perf_counter()
     layer_costs = LayerCosts(profile)
     groups = uncut_groups(layer_costs)
-    problem = Problem(layer_costs, Setting(cluster, find(schedule), microbatches), budget=Budget.unlimited())
+    problem = Problem(
+        layer_costs, Setting(cluster, find(schedule), microbatches), budget=Budget.unlimited()
+    )
     every = []
     for cut in range(1, len(groups)):
-        halves = [[layer for group in part for layer in group] for part in (groups[:cut], groups[cut:])]
+        halves = [
+            [layer for group in part for layer in group] for part in (groups[:cut], groups[cut:])
+        ]
         every.append(priced(problem, candidates(halves, (1, 1))))
     best = simulated(problem, min(every, key=lambda candidate: candidate.seconds))
     report = SolverReport(

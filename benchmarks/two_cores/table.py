@@ -1,4 +1,6 @@
-"""Turn samples into tables: medians over the cycles with their quartiles, and ratios of those who took turns."""
+"""Turn samples into tables: medians over the cycles with their quartiles, and ratios of those who
+took turns.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,11 @@ class Spread:
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
         """Return the spread of `values`, of which there is at least one."""
-        quartiles = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [*values] * 3
+        quartiles = (
+            statistics.quantiles(values, n=4, method="inclusive")
+            if len(values) > 1
+            else [*values] * 3
+        )
         return cls(*quartiles)
 
     def text(self, form: str) -> str:
@@ -49,8 +55,12 @@ class Spread:
 Measure = Callable[[Sample], float | None]
 
 
-def ratios(samples: Sequence[Sample], of: str, to: str, measure: Measure = lambda s: s.samples_per_s) -> list[float]:
-    """Return, for each cycle in which both took turns, the measure of contender `of` as a multiple of that of `to`."""
+def ratios(
+    samples: Sequence[Sample], of: str, to: str, measure: Measure = lambda s: s.samples_per_s
+) -> list[float]:
+    """Return, for each cycle in which both took turns, the measure of contender `of` as a multiple
+    of that of `to`.
+    """
     found: dict[tuple[str, str, str, int], dict[str, float]] = {}
     for sample in samples:
         value = measure(sample)
@@ -65,7 +75,9 @@ def markdown(samples: Sequence[Sample]) -> str:
     groups = dict.fromkeys((sample.model, sample.network) for sample in samples)
     return "\n\n".join(
         f"### {model}, {network}\n\n"
-        + _table([sample for sample in samples if (sample.model, sample.network) == (model, network)])
+        + _table(
+            [sample for sample in samples if (sample.model, sample.network) == (model, network)]
+        )
         for model, network in groups
     )
 
@@ -94,9 +106,18 @@ def _table(samples: Sequence[Sample]) -> str:
 
 
 def _ratio(samples: Sequence[Sample], of: str, to: str) -> str:
-    """Return the median ratio over the cycles, or of the medians where the two have not taken turns."""
+    """Return the median ratio over the cycles, or of the medians where the two have not taken
+    turns.
+    """
     found = ratios(samples, of, to)
     if found:
         return f"{Spread.of(found).median:.2f}"
-    rates = {name: [sample.samples_per_s for sample in samples if sample.contender == name] for name in (of, to)}
-    return f"{statistics.median(rates[of]) / statistics.median(rates[to]):.2f}" if all(rates.values()) else ""
+    rates = {
+        name: [sample.samples_per_s for sample in samples if sample.contender == name]
+        for name in (of, to)
+    }
+    return (
+        f"{statistics.median(rates[of]) / statistics.median(rates[to]):.2f}"
+        if all(rates.values())
+        else ""
+    )

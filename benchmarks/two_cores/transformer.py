@@ -1,4 +1,5 @@
-"""Eight equal Transformer blocks: evenly spread compute, few weights, small activations between blocks.
+"""Eight equal Transformer blocks: evenly spread compute, few weights, small activations between
+blocks.
 
 The input is already embedded and the head is tiny, so half of the blocks is half of the work.
 """

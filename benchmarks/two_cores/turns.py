@@ -1,9 +1,11 @@
-"""Let contenders take turns on the same cores: all are started and warm, and all but one are stopped.
+"""Let contenders take turns on the same cores: all are started and warm, and all but one are
+stopped.
 
-A shared or virtual machine drifts: its cores are faster now and slower a minute later. So contenders that are compared
-run in short windows, in the order A B C, C B A, A B C, ...; in each such cycle all have the same mean time, and a
-drift cancels in the ratio of two of them. A contender that waits is stopped by a signal (SIGSTOP), and goes on where it
-was, with whatever it had in flight.
+A shared or virtual machine drifts: its cores are faster now and slower a minute later. So
+contenders that are compared run in short windows, in the order A B C, C B A, A B C, ...; in each
+such cycle all have the same mean time, and a drift cancels in the ratio of two of them. A contender
+that waits is stopped by a signal (SIGSTOP), and goes on where it was, with whatever it had in
+flight.
 """
 
 from __future__ import annotations
@@ -84,13 +86,20 @@ class Running:
             self._marks[rank].unlink(missing_ok=True)
             # What torchrun sets. Its agents would take turns, too.
             variables = {"RANK": str(rank), "WORLD_SIZE": str(world), "GROUP_RANK": str(rank)}
-            variables |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+            variables |= {
+                "LOCAL_RANK": "0",
+                "LOCAL_WORLD_SIZE": "1",
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": str(ROOT),
+            }
             variables |= {"MASTER_ADDR": contender.where[0].address, "MASTER_PORT": str(port)}
             variables |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
             variables |= {VARIABLE: str(self._marks[rank])}
             with self._errors[rank].open("wb") as errors:
                 process = subprocess.Popen(
-                    place.command(["taskset", "-c", str(core), sys.executable, "-m", *contender.command]),
+                    place.command(
+                        ["taskset", "-c", str(core), sys.executable, "-m", *contender.command]
+                    ),
                     env=place.environment(variables),
                     cwd=ROOT,
                     stdout=subprocess.DEVNULL,
@@ -115,13 +124,18 @@ class Running:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         """End it."""
         self._end()
 
     def turn(self, seconds: float, cycle: int) -> Window:
-        """Let it run for so long, or a little longer until every process that counts has made three steps."""
+        """Let it run for so long, or a little longer until every process that counts has made three
+        steps.
+        """
         began_s, processor_s = time.monotonic(), self._processor_s()
         self._signal(signal.SIGCONT)
         time.sleep(seconds)
@@ -172,7 +186,9 @@ class Running:
 
 @contextmanager
 def _stores(place: Place, count: int) -> Iterator[list[int]]:
-    """Open so many stores at `place`, as torchrun's agent does for its workers; yield their ports."""
+    """Open so many stores at `place`, as torchrun's agent does for its workers; yield their
+    ports.
+    """
     ports = [free_port() for _ in range(count)]
     process = subprocess.Popen(
         place.command([sys.executable, "-c", _STORES, place.address, *map(str, ports)]),
@@ -191,8 +207,11 @@ def _stores(place: Place, count: int) -> Iterator[list[int]]:
             process.stdout.close()
 
 
-def take_turns(contenders: Sequence[Contender], folder: Path, until_s: float, window_s: float) -> Iterator[Window]:
-    """Yield the windows of whole cycles, at least two, that begin before `until_s` on `time.monotonic`'s clock.
+def take_turns(
+    contenders: Sequence[Contender], folder: Path, until_s: float, window_s: float
+) -> Iterator[Window]:
+    """Yield the windows of whole cycles, at least two, that begin before `until_s` on
+    `time.monotonic`'s clock.
 
     Raises:
         RunError: when a contender fails; none is left running.

@@ -1,7 +1,8 @@
-"""Run `plan` without weight stashing: one version of the weights is updated in place, whatever is in flight.
+"""Run `plan` without weight stashing: one version of the weights is updated in place, whatever is
+in flight.
 
-Backwards then use other weights than their forwards, so do not train like this. But the work is the same apart from the
-versions, so the difference is their cost.
+Backwards then use other weights than their forwards, so do not train like this. But the work is the
+same apart from the versions, so the difference is their cost.
 """
 
 from __future__ import annotations

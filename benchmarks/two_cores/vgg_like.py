@@ -1,6 +1,7 @@
 """A small VGG: convolutions do most of the work, fully connected layers have most of the weights.
 
-So an all-reduce of the weights is expensive, while the activations after the convolutions are cheap to send.
+So an all-reduce of the weights is expensive, while the activations after the convolutions are cheap
+to send.
 """
 
 from __future__ import annotations
@@ -25,7 +26,13 @@ def build_model() -> nn.Module:
     for inputs, outputs in zip((3, *CHANNELS), CHANNELS, strict=False):
         layers += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
     features = CHANNELS[-1] * (SIZE // 2 ** len(CHANNELS)) ** 2
-    layers += [nn.Flatten(), nn.Linear(features, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, HIDDEN), nn.ReLU()]
+    layers += [
+        nn.Flatten(),
+        nn.Linear(features, HIDDEN),
+        nn.ReLU(),
+        nn.Linear(HIDDEN, HIDDEN),
+        nn.ReLU(),
+    ]
     return nn.Sequential(*layers, nn.Linear(HIDDEN, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, CLASSES))
 
 

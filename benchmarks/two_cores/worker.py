@@ -1,6 +1,8 @@
-"""Run one process of a baseline as a PyTorch user would write it: plain loop, DDP, torch.distributed.pipelining.
+"""Run one process of a baseline as a PyTorch user would write it: plain loop, DDP,
+torch.distributed.pipelining.
 
-It trains until it is ended, in the environment that torchrun sets, and marks each optimizer step (`marks.py`).
+It trains until it is ended, in the environment that torchrun sets, and marks each optimizer step
+(`marks.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.two_cores.marks import Marker
 from planner.profiler.this_machine import keep_freed_pages
 
-BATCHES = 8  # random minibatches, used in turn as in `plan train`, because making new ones would be timed, too
+# random minibatches, used in turn as in `plan train`, because making new ones would be timed, too
+BATCHES = 8
 Step = Callable[[], None]
 
 
@@ -32,7 +35,9 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="transformer or vgg_like")
     parser.add_argument("--batch-size", type=int, required=True, help="samples per minibatch")
     parser.add_argument("--microbatches", type=int, default=1, help="per minibatch")
-    parser.add_argument("--cut", type=int, default=0, help="children of the model in the first stage")
+    parser.add_argument(
+        "--cut", type=int, default=0, help="children of the model in the first stage"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     keep_freed_pages()  # as `plan train` does, so that schedules are compared and not allocators
@@ -54,13 +59,17 @@ def plain(module: ModuleType, arguments: argparse.Namespace) -> tuple[Step, floa
 
 
 def ddp(module: ModuleType, arguments: argparse.Namespace) -> tuple[Step, float]:
-    """Train with DDP, the minibatch divided over the ranks: the same batch per update as the pipelines."""
+    """Train with DDP, the minibatch divided over the ranks: the same batch per update as the
+    pipelines.
+    """
     model = DistributedDataParallel(module.build_model(), gradient_as_bucket_view=True)
     return _local_step(module, model, arguments.batch_size // dist.get_world_size()), 1
 
 
 def ddp_each(module: ModuleType, arguments: argparse.Namespace) -> tuple[Step, float]:
-    """Train with DDP and a whole minibatch per rank: half the all-reduces per sample, twice the batch per update."""
+    """Train with DDP and a whole minibatch per rank: half the all-reduces per sample, twice the
+    batch per update.
+    """
     model = DistributedDataParallel(module.build_model(), gradient_as_bucket_view=True)
     return _local_step(module, model, arguments.batch_size), dist.get_world_size()
 
@@ -92,7 +101,9 @@ def torch_gpipe(module: ModuleType, arguments: argparse.Namespace) -> tuple[Step
     return _torch_pipeline(ScheduleGPipe, module, arguments)
 
 
-def _torch_pipeline(schedule_type: Any, module: ModuleType, arguments: argparse.Namespace) -> tuple[Step, float]:
+def _torch_pipeline(
+    schedule_type: Any, module: ModuleType, arguments: argparse.Namespace
+) -> tuple[Step, float]:
     children = list(module.build_model().children())
     parts = (children[: arguments.cut], children[arguments.cut :])
     rank = dist.get_rank()

@@ -1,7 +1,9 @@
-"""Fine-tune a language model of transformers with LoRA: a frozen base from local safetensors, adapters of peft.
+"""Fine-tune a language model of transformers with LoRA: a frozen base from local safetensors,
+adapters of peft.
 
-The folder `base` beside this file is a model as save_pretrained() or the Hugging Face hub leave it, with its tokenizer;
-`text.txt` is what to learn. Nothing is downloaded. This file is both the model file and the script:
+The folder `base` beside this file is a model as save_pretrained() or the Hugging Face hub leave it,
+with its tokenizer; `text.txt` is what to learn. Nothing is downloaded. This file is both the model
+file and the script:
 
     plan profile fine_tune.py --batch-size 4
     plan solve --gpus 2 --bandwidth 1Gbps --schedule 1f1b-flush --microbatches 4
@@ -60,7 +62,9 @@ def samples():
 def main(plan_file, epochs):
     plan = planner.load_plan(plan_file)
     order = torch.Generator().manual_seed(0)  # every worker must see the same minibatches
-    loader = DataLoader(samples(), plan.minibatch_size, shuffle=True, generator=order, collate_fn=torch.stack)
+    loader = DataLoader(
+        samples(), plan.minibatch_size, shuffle=True, generator=order, collate_fn=torch.stack
+    )
     with planner.pipeline(plan, __file__) as pipeline:
         total = epochs * len(loader)
         rates = [get_scheduler("cosine", each, total // 10, total) for each in pipeline.optimizers]

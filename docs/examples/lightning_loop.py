@@ -1,4 +1,5 @@
-"""Train a plan from Lightning's Trainer: its callbacks, loggers and progress bar around a pipeline's steps.
+"""Train a plan from Lightning's Trainer: its callbacks, loggers and progress bar around a
+pipeline's steps.
 
 This file is both the model file and the script:
 
@@ -19,7 +20,9 @@ import planner
 
 
 def build_model():
-    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
+    return nn.Sequential(
+        nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3)
+    )
 
 
 def example_batch(batch_size):
@@ -63,12 +66,14 @@ class Pipelined(lightning.LightningModule):
 def main(plan_file, epochs):
     plan = planner.load_plan(plan_file)
     data = samples()
-    # Every worker must see the same minibatches, as if it were alone. Lightning tells the sampler the epoch.
+    # Every worker must see the same minibatches, as if it were alone. Lightning tells the sampler
+    # the epoch.
     order = DistributedSampler(data, num_replicas=1, rank=0)
     loader = DataLoader(data, plan.minibatch_size, sampler=order)
     with planner.pipeline(plan, __file__) as pipeline:
         first = os.environ["RANK"] == "0"
-        # Lightning sees one process without a GPU in each worker: the pipeline places stages and sends batches.
+        # Lightning sees one process without a GPU in each worker: the pipeline places stages and
+        # sends batches.
         trainer = lightning.Trainer(
             accelerator="cpu",
             devices=1,

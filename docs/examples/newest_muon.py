@@ -1,8 +1,9 @@
 """NewestMuon: orthogonalised updates in which the newest gradient weighs half.
 
 Muon (Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024,
-https://kellerjordan.github.io/posts/muon) replaces the momentum of a matrix by the nearest matrix whose singular values
-are all 1. Momentum itself is a delay: so the newest gradient weighs half here, and the average of all the other half.
+https://kellerjordan.github.io/posts/muon) replaces the momentum of a matrix by the nearest matrix
+whose singular values are all 1. Momentum itself is a delay: so the newest gradient weighs half
+here, and the average of all the other half.
 """
 
 from collections import defaultdict
@@ -14,19 +15,22 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
-# The quintic iteration of Jordan et al.: five steps bring singular values from 0.001 to 1 into about 0.7 to 1.2.
+# The quintic iteration of Jordan et al.: five steps bring singular values from 0.001 to 1 into
+# about 0.7 to 1.2.
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _ITERATIONS = 5
 _LEAST_NORM = 1e-7
 
-# The root mean square of an orthogonal matrix of r x c is 1/sqrt(max(r, c)). With this factor times sqrt(r) an update
-# of a matrix no wider than high is about as large as one of AdamW, so that both take one learning rate (Liu et al.,
-# "Muon is Scalable for LLM Training", 2025, section 2.2, which takes 0.2 and the longer side). Wide matrices get less,
-# which was measured to matter most.
+# The root mean square of an orthogonal matrix of r x c is 1/sqrt(max(r, c)). With this factor times
+# sqrt(r) an update of a matrix no wider than high is about as large as one of AdamW, so that both
+# take one learning rate (Liu et al., "Muon is Scalable for LLM Training", 2025, section 2.2, which
+# takes 0.2 and the longer side). Wide matrices get less, which was measured to matter most.
 _SIZE = 0.4
 _FUSED = 3  # queries, keys and values are often one matrix
-_MOST_TOGETHER = 2**24  # elements of matrices that are orthogonalised together: their copies take memory
-# Rows or columns of these are one token's or one class's: orthogonalising mixes what is rarely seen together.
+# elements of matrices that are orthogonalised together: their copies take memory
+_MOST_TOGETHER = 2**24
+# Rows or columns of these are one token's or one class's: orthogonalising mixes what is rarely seen
+# together.
 _EMBEDDINGS = {"wte", "wpe", "tokens", "positions", "characters"}
 _HEADS = {"head", "heads", "lm_head", "fc", "classifier", "score", "output_projection"}
 
@@ -37,26 +41,31 @@ def is_table(name: str, parameter: nn.Parameter) -> bool:
 
 
 class NewestMuon(Optimizer):
-    """Muon with half the weight on the newest gradient, and AdamW for all that is no matrix inside the model.
+    """Muon with half the weight on the newest gradient, and AdamW for all that is no matrix inside
+    the model.
 
     Matrices, and kernels of convolutions as matrices of one row per output, are updated by
 
         w -= lr · (weight_decay · w + 0.4 · sqrt(rows) · NS5(newest · g + (1 − newest) · EMA(g)))
 
-    where NS5 is five steps of Newton and Schulz. A matrix with one side three times the other is taken for the weights
-    of queries, keys and values, and its three squares are orthogonalised one by one. Kernels are sized by the longer
-    side. Biases, scales of norms, embeddings and heads are updated by AdamW.
-    State: one buffer per matrix, two for everything else.
+    where NS5 is five steps of Newton and Schulz. A matrix with one side three times the other is
+    taken for the weights of queries, keys and values, and its three squares are orthogonalised one
+    by one. Kernels are sized by the longer side. Biases, scales of norms, embeddings and heads are
+    updated by AdamW. State: one buffer per matrix, two for everything else.
 
     Args:
         lr: learning rate of matrices, embeddings and heads.
-        vectors: learning rate of biases and norms, relative to `lr`; with more, late gradients move them too far.
-        betas: of AdamW. Without a first moment by default, because momentum adds to the delay of late gradients.
+        vectors: learning rate of biases and norms, relative to `lr`; with more, late gradients move
+            them too far.
+        betas: of AdamW. Without a first moment by default, because momentum adds to the delay of
+            late gradients.
         average: how much of the average of gradients stays at each step, from 0 to 1.
-        newest: weight of the newest gradient against that average, from 0 to 1. 0.5 is for late gradients; 0.05 with
-            an average of 0.95 is the usual Muon with Nesterov's momentum.
-        weight_decay: of matrices, per step, times the learning rate. AdamW's parameters do not decay.
-        to_adamw: says whether AdamW takes a parameter of two or more dimensions, as embeddings and heads.
+        newest: weight of the newest gradient against that average, from 0 to 1. 0.5 is for late
+            gradients; 0.05 with an average of 0.95 is the usual Muon with Nesterov's momentum.
+        weight_decay: of matrices, per step, times the learning rate. AdamW's parameters do not
+            decay.
+        to_adamw: says whether AdamW takes a parameter of two or more dimensions, as embeddings and
+            heads.
 
     Raises:
         ValueError: when a number is outside its range.
@@ -82,13 +91,17 @@ class NewestMuon(Optimizer):
         numbers = {"lr": lr, "vectors": vectors, "weight_decay": weight_decay, "eps": eps}
         for name, value in (shares | numbers).items():
             if value < 0.0 or (name in shares and value > 1.0):
-                raise ValueError(f"{name} is {value}; it must be {'from 0 to 1' if name in shares else '0 or more'}")
+                raise ValueError(
+                    f"{name} is {value}; it must be "
+                    f"{'from 0 to 1' if name in shares else '0 or more'}"
+                )
         named = list(named_parameters)
         large = [(name, parameter) for name, parameter in named if parameter.ndim >= 2]
         tables = [parameter for name, parameter in large if to_adamw(name, parameter)]
         matrices = [parameter for name, parameter in large if not to_adamw(name, parameter)]
         flat = [parameter for _, parameter in named if parameter.ndim < 2]
-        # All groups exist in every part of a model, so that schedulers and checkpoints find the same three.
+        # All groups exist in every part of a model, so that schedulers and checkpoints find the
+        # same three.
         by_adamw = {"orthogonal": False, "betas": betas, "eps": eps, "weight_decay": 0.0}
         to_orthogonalise = {"average": average, "newest": newest, "weight_decay": weight_decay}
         groups = [
@@ -99,29 +112,43 @@ class NewestMuon(Optimizer):
         super().__init__(groups, {"lr": lr})
 
     def whole_parameters(self) -> list[nn.Parameter]:
-        """Return the matrices: replicas that divide the optimizer's state deal them out, and divide all others."""
-        return [each for group in self.param_groups if group["orthogonal"] for each in group["params"]]
+        """Return the matrices: replicas that divide the optimizer's state deal them out, and divide
+        all others.
+        """
+        return [
+            each for group in self.param_groups if group["orthogonal"] for each in group["params"]
+        ]
 
     @staticmethod
     def updates(mixed: Tensor) -> Tensor:
-        """Return the update of mixed gradients and averages (number, rows, columns, ...), but for the learning rate."""
+        """Return the update of mixed gradients and averages (number, rows, columns, ...), but for
+        the learning rate.
+        """
         flat = mixed.flatten(2)
         rows, columns = flat.shape[1:]
         if mixed.ndim == 3 and columns == _FUSED * rows:
             return NewestMuon.updates(mixed.mT).mT
-        each = flat.reshape(-1, columns, columns) if mixed.ndim == 3 and rows == _FUSED * columns else flat
+        each = (
+            flat.reshape(-1, columns, columns)
+            if mixed.ndim == 3 and rows == _FUSED * columns
+            else flat
+        )
         size: float = _SIZE * (each.shape[1] if mixed.ndim == 3 else max(each.shape[1:])) ** 0.5
         return (orthogonal(each) * size).reshape(mixed.shape)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters that have a gradient; return the loss of `closure`, which computes it anew."""
+        """Update all parameters that have a gradient; return the loss of `closure`, which computes
+        it anew.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            parameters: list[Tensor] = [parameter for parameter in group["params"] if parameter.grad is not None]
+            parameters: list[Tensor] = [
+                parameter for parameter in group["params"] if parameter.grad is not None
+            ]
             if parameters and group["orthogonal"]:
                 self._step_matrices(parameters, group)
             elif parameters:
@@ -146,8 +173,12 @@ class NewestMuon(Optimizer):
         states = [self.state[parameter] for parameter in parameters]
         for parameter, state in zip(parameters, states, strict=True):
             if not state:
-                state["step"] = torch.tensor(0.0)  # whose value fake tensors know, as estimates of the update need
-                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+                # whose value fake tensors know, as estimates of the update need
+                state["step"] = torch.tensor(0.0)
+                state["exp_avg"], state["exp_avg_sq"] = (
+                    torch.zeros_like(parameter),
+                    torch.zeros_like(parameter),
+                )
         adamw(
             parameters,
             [cast("Tensor", parameter.grad) for parameter in parameters],
@@ -166,7 +197,8 @@ class NewestMuon(Optimizer):
 
 
 def orthogonal(matrices: Tensor) -> Tensor:
-    """Return matrices (number, rows, columns) with the same singular vectors, whose singular values are about 1.
+    """Return matrices (number, rows, columns) with the same singular vectors, whose singular values
+    are about 1.
 
     They are bfloat16 on a GPU, whose tensor cores make it fast.
     """
@@ -179,7 +211,9 @@ def orthogonal(matrices: Tensor) -> Tensor:
     a, b, c = _COEFFICIENTS
     for _ in range(_ITERATIONS):
         gram = found @ found.mT
-        found = torch.baddbmm(found, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), found, beta=a)
+        found = torch.baddbmm(
+            found, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), found, beta=a
+        )
     return found if wide else found.mT
 
 

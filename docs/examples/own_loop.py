@@ -1,4 +1,5 @@
-"""Train a plan with a loop of your own: DataLoader, learning rates, evaluation, early stopping, checkpoints.
+"""Train a plan with a loop of your own: DataLoader, learning rates, evaluation, early stopping,
+checkpoints.
 
 This file is both the model file and the script:
 
@@ -24,7 +25,9 @@ PATIENCE = 3  # epochs without progress after which to stop
 
 
 def build_model():
-    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
+    return nn.Sequential(
+        nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3)
+    )
 
 
 def example_batch(batch_size):
@@ -60,13 +63,18 @@ def main(plan_file, epochs):
             pipeline.learning_rate = 0.1 * 0.9**epoch
             # Every worker must see the same minibatches: the order depends on the epoch alone.
             order = torch.Generator().manual_seed(epoch)
-            for inputs, classes in DataLoader(training, plan.minibatch_size, shuffle=True, generator=order):
+            for inputs, classes in DataLoader(
+                training, plan.minibatch_size, shuffle=True, generator=order
+            ):
                 pipeline.step((inputs, classes))
             found = pipeline.evaluate(DataLoader(validation, plan.microbatch_size))
             pipeline.save_checkpoint(CHECKPOINTS)
             if os.environ["RANK"] == "0":
                 newest = pipeline.losses[max(pipeline.losses)]
-                print(f"epoch {epoch}: loss {newest:.4f}, validation {found.loss:.4f}, {found.metrics['accuracy']:.0%}")
+                print(
+                    f"epoch {epoch}: loss {newest:.4f}, validation {found.loss:.4f}, "
+                    f"{found.metrics['accuracy']:.0%}"
+                )
             waited = 0 if found.loss < best else waited + 1
             best = min(best, found.loss)
             if waited == PATIENCE:

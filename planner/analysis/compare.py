@@ -1,4 +1,6 @@
-"""Compare a plan with what one would do without a planner, on the same cluster and under the same cost model."""
+"""Compare a plan with what one would do without a planner, on the same cluster and under the same
+cost model.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -33,21 +35,28 @@ SAME_CUT = "gpipe, same cut"
 ORDERS = {"random": "in random order", "buckets": "in buckets"}
 PADDED = "padded to the longest"
 PACKED = "packed"
-SAME_STAGES = (CHOSEN, SAME_CUT, *ORDERS.values(), PADDED, PACKED)  # rows with stages that the planner chose
+# rows with stages that the planner chose
+SAME_STAGES = (CHOSEN, SAME_CUT, *ORDERS.values(), PADDED, PACKED)
 
 
 class ComparisonRow(OtherWay):
-    """One way to train the model on the cluster. Times and bytes are per microbatch, which all rows have in common."""
+    """One way to train the model on the cluster. Times and bytes are per microbatch, which all rows
+    have in common.
+    """
 
     workers: int
     samples_per_s: float | None  # None if the profile does not know its batch size
-    speedup: float | None  # over the way that the comparison names; None where no way fits, or this one does not
+    # over the way that the comparison names; None where no way fits, or this one does not
+    speedup: float | None
     communication_bytes: float  # sent by all workers, per microbatch
     communication_bytes_per_sample: float | None
-    communication_cut: float | None  # share of data parallel's bytes that is not sent; None if that sends none
+    # share of data parallel's bytes that is not sent; None if that sends none
+    communication_cut: float | None
     tokens_per_s: float | None  # None where the model is not of token ids
-    flop_utilisation: float | None  # of the workers' peak, by the model's FLOPs; None where one is not known
-    idle_share: float  # of the workers' time: bubbles, waits, and communication that is not overlapped
+    # of the workers' peak, by the model's FLOPs; None where one is not known
+    flop_utilisation: float | None
+    # of the workers' time: bubbles, waits, and communication that is not overlapped
+    idle_share: float
     simulated: bool = True  # False: by the cost model, which knows no waiting
 
 
@@ -57,13 +66,15 @@ class Comparison(Shown, Record):
     model: str
     cluster: Cluster
     rows: tuple[ComparisonRow, ...]
-    # What speed-ups are relative to: data parallelism; where that does not fit, the fastest baseline that does.
+    # What speed-ups are relative to: data parallelism; where that does not fit, the fastest
+    # baseline that does.
     over: str | None = DATA_PARALLEL
 
 
 @checked
 def compare(profile: Profile, plan: Plan, *, clock: Clock | None = None) -> Comparison:
-    """Compare a plan with data parallelism, plain and sharded, hand-made pipelines, and GPipe on the same cut.
+    """Compare a plan with data parallelism, plain and sharded, hand-made pipelines, and GPipe on
+    the same cut.
 
     All rows have the plan's samples per update, except under 1f1b, where each row says its own.
 
@@ -101,8 +112,12 @@ def _reference(rows: Sequence[ComparisonRow], parallel: ComparisonRow) -> Compar
     return min(fitting, key=lambda row: row.seconds_per_microbatch, default=None)
 
 
-def _related(row: ComparisonRow, parallel: ComparisonRow, over: ComparisonRow | None) -> ComparisonRow:
-    """Return the row with its speed-up, and with the share of data parallel's bytes that it does not send."""
+def _related(
+    row: ComparisonRow, parallel: ComparisonRow, over: ComparisonRow | None
+) -> ComparisonRow:
+    """Return the row with its speed-up, and with the share of data parallel's bytes that it does
+    not send.
+    """
     cut = None
     if parallel.communication_bytes > 0:
         cut = 1 - row.communication_bytes / parallel.communication_bytes
@@ -113,7 +128,9 @@ def _related(row: ComparisonRow, parallel: ComparisonRow, over: ComparisonRow | 
 
 
 def _ways(given: GivenPlan) -> Iterator[Way]:
-    """Yield the chosen plan, what people use, a pipeline of equal times, and GPipe with the plan's stages."""
+    """Yield the chosen plan, what people use, a pipeline of equal times, and GPipe with the plan's
+    stages.
+    """
     layer_costs = given.layer_costs
     cluster = given.plan.cluster
     tuning = given.tuning
@@ -121,7 +138,8 @@ def _ways(given: GivenPlan) -> Iterator[Way]:
     budget = Budget(given.clock, tuning=tuning.budget)
     yield from usual_ways(given.options, layer_costs, cluster, budget, tuning)
 
-    unchunked = replace(given.options, schedule=given.plan.schedule.unchunked)  # the baselines have no chunks
+    # the baselines have no chunks
+    unchunked = replace(given.options, schedule=given.plan.schedule.unchunked)
     unlimited = Budget.unlimited(given.clock, tuning.budget)
     problem = problem_of(unchunked, layer_costs, cluster, unlimited, tuning)
     yield Way("equal time", problem, evaluate(problem, equal_time(layer_costs, cluster.gpus)))
@@ -131,7 +149,9 @@ def _ways(given: GivenPlan) -> Iterator[Way]:
 
 
 def _same_cut(given: GivenPlan) -> Iterator[Way]:
-    """Yield GPipe with the plan's stages, and its minibatch where the plan's schedule divides one."""
+    """Yield GPipe with the plan's stages, and its minibatch where the plan's schedule
+    divides one.
+    """
     plan = given.plan
     if plan.schedule is GPIPE or plan.schedule.chunked:
         return
@@ -148,7 +168,9 @@ def _same_cut(given: GivenPlan) -> Iterator[Way]:
 
 
 def _of_lengths(given: GivenPlan) -> Iterator[Way]:
-    """Yield the plan's stages with other batches, where lengths vary; packed rows are as long as the longest sample."""
+    """Yield the plan's stages with other batches, where lengths vary; packed rows are as long as
+    the longest sample.
+    """
     lengths = given.layer_costs.given.lengths
     if lengths is None:
         return
@@ -177,7 +199,9 @@ def _row(given: GivenPlan, way: Way) -> ComparisonRow:
     seconds = way.seconds_per_microbatch
     sent = way.part * price.communication_bytes / microbatches
     workers = way.plan.gpus // price.chunks  # under interleaved each worker runs several stages
-    busy = way.part * busy_s(way.problem.layer_costs, way.plan.stages, way.problem.schedule, microbatches)
+    busy = way.part * busy_s(
+        way.problem.layer_costs, way.plan.stages, way.problem.schedule, microbatches
+    )
     return ComparisonRow(
         **dict(way.described()),
         workers=workers,
@@ -187,18 +211,23 @@ def _row(given: GivenPlan, way: Way) -> ComparisonRow:
         communication_bytes_per_sample=None if size is None else sent / size,
         communication_cut=None,
         tokens_per_s=None if size is None or tokens is None else size * tokens / seconds,
-        flop_utilisation=None if given.plan.cluster.kinds else utilisation(profile, 1, seconds, workers),
+        flop_utilisation=None
+        if given.plan.cluster.kinds
+        else utilisation(profile, 1, seconds, workers),
         idle_share=1 - busy / (workers * seconds),
         simulated=given.simulated if way.name == CHOSEN else way.plan.simulated,
     )
 
 
-def busy_s(layer_costs: LayerCosts, stages: Sequence[Candidate], schedule: Schedule, microbatches: int) -> float:
+def busy_s(
+    layer_costs: LayerCosts, stages: Sequence[Candidate], schedule: Schedule, microbatches: int
+) -> float:
     """Sum the seconds per microbatch that the workers of all stages compute."""
     total = 0.0
     for stage in stages:
         work = layer_costs.work(stage)
-        # All replicas update: once per minibatch, or under 1f1b once per round of as many minibatches as replicas.
+        # All replicas update: once per minibatch, or under 1f1b once per round of as many
+        # minibatches as replicas.
         updates = stage.replicas / microbatches if schedule.divides else 1
         # The first microbatch of each replica has no gradients to accumulate into.
         accumulating = max(0, microbatches - stage.replicas) / microbatches

@@ -1,6 +1,8 @@
-"""Compare a measured run with the simulation of its minibatches: paces, bubbles, and the mean times of stages.
+"""Compare a measured run with the simulation of its minibatches: paces, bubbles, and the mean times
+of stages.
 
-Where the stages' times agree and the paces do not, the difference is in messages, in waits, or in an uneven run.
+Where the stages' times agree and the paces do not, the difference is in messages, in waits, or in
+an uneven run.
 """
 
 from collections import defaultdict
@@ -13,7 +15,9 @@ from planner.simulator.summary import Summary, summarize
 
 
 class MeanStageTimes(Record):
-    """Mean seconds of one stage's computations, 0 for none; a backward includes the recomputation before it."""
+    """Mean seconds of one stage's computations, 0 for none; a backward includes the recomputation
+    before it.
+    """
 
     forward_s: float
     backward_s: float
@@ -36,11 +40,15 @@ class RunComparison(Record):
 
 
 def compare_runs(simulated: Timeline, measured: Timeline) -> RunComparison:
-    """Compare a run with what `simulate_recorded` returns for it; raise InputError if it is of another plan."""
+    """Compare a run with what `simulate_recorded` returns for it; raise InputError if it is of
+    another plan.
+    """
     for field in ("config", "schedule", "ranks", "microbatches"):
         expected, found = getattr(simulated, field), getattr(measured, field)
         if expected != found:
-            message = f"the run is of another plan: its {field} '{found}' is not the plan's '{expected}'"
+            message = (
+                f"the run is of another plan: its {field} '{found}' is not the plan's '{expected}'"
+            )
             raise InputError(message, hint="give the `plan` that was run")
     times = zip(mean_stage_times(simulated), mean_stage_times(measured), strict=True)
     return RunComparison(
@@ -55,20 +63,26 @@ def mean_stage_times(timeline: Timeline) -> list[MeanStageTimes]:
     seconds: defaultdict[tuple[int, str], float] = defaultdict(float)
     counts: defaultdict[tuple[int, str], int] = defaultdict(int)
     for event in computations(timeline.events.rows()):
-        # The two parts of a split backward count as one backward, so only the first part is counted.
+        # The two parts of a split backward count as one backward, so only the first part is
+        # counted.
         kind = event.kind.partition("_")[0]
         seconds[event.stage, kind] += event.end_s - event.start_s
         counts[event.stage, kind] += event.kind != "backward_weight"
     return [
         MeanStageTimes(
-            **{f"{kind}_s": seconds[s, kind] / max(1, counts[s, kind]) for kind in ("forward", "backward", "update")}
+            **{
+                f"{kind}_s": seconds[s, kind] / max(1, counts[s, kind])
+                for kind in ("forward", "backward", "update")
+            }
         )
         for s in range(len(timeline.ranks))
     ]
 
 
 def computations(events: Iterable[Event]) -> Iterator[Event]:
-    """Yield the computations as a worker notes them: with the recomputation before, or the all-gather after them."""
+    """Yield the computations as a worker notes them: with the recomputation before, or the
+    all-gather after them.
+    """
     events = list(events)
     gathered = {(e.rank, e.stage, e.minibatch): e.end_s for e in events if e.kind == "all_gather"}
     recomputed: dict[tuple[int, ...], float] = {}
@@ -79,6 +93,8 @@ def computations(events: Iterable[Event]) -> Iterator[Event]:
         elif event.kind in ("backward", "backward_input") and unit in recomputed:
             yield event._replace(start_s=recomputed.pop(unit))
         elif event.kind == "update":
-            yield event._replace(end_s=gathered.get((event.rank, event.stage, event.minibatch), event.end_s))
+            yield event._replace(
+                end_s=gathered.get((event.rank, event.stage, event.minibatch), event.end_s)
+            )
         elif event.lane == "compute":
             yield event

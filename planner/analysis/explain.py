@@ -1,4 +1,6 @@
-"""Explain a plan: what limits it, how much slack the rest has, and what a larger cluster would give."""
+"""Explain a plan: what limits it, how much slack the rest has, and what a larger cluster would
+give.
+"""
 
 from collections.abc import Iterator, Sequence
 from typing import Literal
@@ -31,7 +33,8 @@ _SAME = 1e-6  # relative difference of times that is rounding
 
 
 class ResourceUse(Record):
-    """Busy time of one resource of a stage, in the plan's simulation; of the replica where that is longest.
+    """Busy time of one resource of a stage, in the plan's simulation; of the replica where that is
+    longest.
 
     Where the cost model predicts the plan, the busy times are its terms.
     """
@@ -52,7 +55,9 @@ class Alternative(Record):
 
 
 class Explanation(Shown, Record):
-    """What limits a plan and what could be better. `waiting_s`: simulated time beyond the busiest resource."""
+    """What limits a plan and what could be better. `waiting_s`: simulated time beyond the busiest
+    resource.
+    """
 
     model: str
     config: str
@@ -99,7 +104,9 @@ def explain(profile: Profile, plan: Plan, *, clock: Clock | None = None) -> Expl
         microbatch_size=plan.microbatch_size,
         bottleneck=bottleneck,
         # Synchronous schedules idle in their bubble anyway, so the difference would not be waiting.
-        waiting_s=max(0.0, given.seconds - bottleneck.busy_s) if plan.schedule.asynchronous else 0.0,
+        waiting_s=max(0.0, given.seconds - bottleneck.busy_s)
+        if plan.schedule.asynchronous
+        else 0.0,
         uses=uses,
         what_if=_what_if(given),
         solver=plan.solver,
@@ -108,7 +115,9 @@ def explain(profile: Profile, plan: Plan, *, clock: Clock | None = None) -> Expl
 
 
 def _busiest(uses: Sequence[ResourceUse], priced: Bottleneck) -> Bottleneck:
-    """Return the busiest resource of a simulation; of a server's link, with the stage that the cost model names."""
+    """Return the busiest resource of a simulation; of a server's link, with the stage that the cost
+    model names.
+    """
     busiest = max(uses, key=lambda use: round(use.share, 6))  # of equal ones the first
     if busiest.stage is None:
         return Bottleneck(stage=priced.stage, resource="shared_link", busy_s=busiest.busy_s)
@@ -119,7 +128,9 @@ def _busiest(uses: Sequence[ResourceUse], priced: Bottleneck) -> Bottleneck:
 def _priced(uses: Sequence[ResourceUse], bottleneck: Bottleneck) -> Bottleneck:
     """Return the cost model's bottleneck with its busy time among the uses."""
     kinds = {"link": ("send", "receive")}.get(bottleneck.resource, (bottleneck.resource,))
-    limiting = [use.busy_s for use in uses if use.stage == bottleneck.stage and use.resource in kinds]
+    limiting = [
+        use.busy_s for use in uses if use.stage == bottleneck.stage and use.resource in kinds
+    ]
     return bottleneck.model_copy(update={"busy_s": max(limiting)}) if limiting else bottleneck
 
 
@@ -139,11 +150,18 @@ def _simulated_uses(plan: Plan) -> Iterator[ResourceUse]:
 def _priced_uses(given: GivenPlan) -> Iterator[ResourceUse]:
     for number, resources in enumerate(given.busy_resources()):
         for name, busy_s in resources.items():
-            yield ResourceUse(stage=number, resource=name, busy_s=float(busy_s), share=float(busy_s) / given.seconds)
+            yield ResourceUse(
+                stage=number,
+                resource=name,
+                busy_s=float(busy_s),
+                share=float(busy_s) / given.seconds,
+            )
 
 
 def _what_if(given: GivenPlan) -> tuple[Alternative, ...]:
-    """Solve again with the same options on slightly larger clusters, and where links limit, with smaller messages."""
+    """Solve again with the same options on slightly larger clusters, and where links limit, with
+    smaller messages.
+    """
     clusters = list(_clusters_beside(given.plan, given.tuning.what_if))
     return tuple(
         _resolved(given.within(1 / (len(clusters) - number)), what, cluster)
@@ -171,7 +189,9 @@ def _clusters_beside(plan: Plan, tuning: WhatIfTuning) -> Iterator[tuple[str, Cl
 
 
 def _with_bandwidth(level: Level, ratio: float) -> Level:
-    """Return the level with so many times the bandwidth, also of what was measured of all-reduces and the like."""
+    """Return the level with so many times the bandwidth, also of what was measured of all-reduces
+    and the like.
+    """
     changes = {}
     for name in RATES:
         rate = getattr(level, name)
@@ -181,7 +201,9 @@ def _with_bandwidth(level: Level, ratio: float) -> Level:
 
 
 def _one_more(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
-    """Yield the cluster with one more member of the outermost level, of each kind where GPUs differ."""
+    """Yield the cluster with one more member of the outermost level, of each kind where GPUs
+    differ.
+    """
     *inner, last = cluster.levels
     size = cluster.gpus // last.size
     larger = {"levels": (*inner, last.model_copy(update={"size": last.size + 1}))}
@@ -222,7 +244,9 @@ def _resolved(given: GivenPlan, what: str, cluster: Cluster) -> Alternative:
 
 
 def _comparable_s(plan: Plan, given: GivenPlan) -> float:
-    """Return a plan's seconds; by the cost model, which all plans have, where only one of the two is simulated."""
+    """Return a plan's seconds; by the cost model, which all plans have, where only one of the two
+    is simulated.
+    """
     seconds = plan.predicted.seconds_per_minibatch
     if (plan.predicted.by == "simulation") == given.simulated:
         return seconds

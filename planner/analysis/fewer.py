@@ -20,13 +20,15 @@ class LossCost:
 
     memory_bytes: int  # of the host that holds most
     copy_s: float  # of the link of the host that sends most
-    # Until the hosts that are left have the state of their stages in the next smaller plan, at most; infinite for a
-    # plan on one host, of which no other one has a copy.
+    # Until the hosts that are left have the state of their stages in the next smaller plan, at
+    # most; infinite for a plan on one host, of which no other one has a copy.
     restore_s: float
 
 
 def cost_of_loss(plan: Plan, tuning: Tuning = STANDARD) -> LossCost:
-    """Price copies and the loss of one host, for a plan with a smaller one: bytes over the hosts' links."""
+    """Price copies and the loss of one host, for a plan with a smaller one: bytes over the hosts'
+    links.
+    """
     outer = plan.cluster.joined[-1]
     rate = outer.bandwidth_bytes_per_s
     copies = _copies(plan, plan.cluster.gpus // outer.size)
@@ -45,8 +47,8 @@ def cost_of_loss(plan: Plan, tuning: Tuning = STANDARD) -> LossCost:
 class _Copies:
     """Which hosts hold the state of each stage, as `planner.executor.checkpoint.copies` has it.
 
-    A replica on each host writes the state of its stage, or only the first one and sends it to the next host, where
-    ranks divide the state, the stage has buffers, or it is on one host.
+    A replica on each host writes the state of its stage, or only the first one and sends it to the
+    next host, where ranks divide the state, the stage has buffers, or it is on one host.
     """
 
     per_host: int  # GPUs
@@ -71,7 +73,12 @@ def _copies(plan: Plan, per_host: int) -> _Copies:
     sent_bytes = Counter[int]()
     for stage, size in zip(plan.stages, state_bytes, strict=True):
         hosts = frozenset(rank // per_host for rank in stage.ranks)
-        if len(hosts) == 1 or stage.divides_layers or stage.shards_optimizer or stage.memory.buffers_bytes:
+        if (
+            len(hosts) == 1
+            or stage.divides_layers
+            or stage.shards_optimizer
+            or stage.memory.buffers_bytes
+        ):
             first = stage.ranks[0] // per_host
             hosts = frozenset({first, next_host[first]})
             sent_bytes[first] += size * (len(hosts) - 1)
@@ -80,7 +87,9 @@ def _copies(plan: Plan, per_host: int) -> _Copies:
 
 
 def _wanted_stages(plan: Plan, smaller: Plan, per_host: int) -> list[tuple[int, set[int]]]:
-    """Return for each host of the smaller plan, in order, the stages of this one whose state it needs."""
+    """Return for each host of the smaller plan, in order, the stages of this one whose state it
+    needs.
+    """
     stage_of = {layer: number for number, stage in enumerate(plan.stages) for layer in stage.layers}
     wanted: dict[int, set[int]] = {}
     for stage in smaller.stages:
@@ -91,7 +100,9 @@ def _wanted_stages(plan: Plan, smaller: Plan, per_host: int) -> list[tuple[int, 
 
 
 def _moved_bytes(copies: _Copies, wanted: Sequence[tuple[int, set[int]]], lost: int) -> float:
-    """Return the bytes over the busiest link until each host has its stages; infinity where nobody has one of them."""
+    """Return the bytes over the busiest link until each host has its stages; infinity where nobody
+    has one of them.
+    """
     passing = Counter[tuple[str, int]]()
     for turn, (place, stages) in enumerate(wanted):
         host = place + (place >= lost)
@@ -107,7 +118,9 @@ def _moved_bytes(copies: _Copies, wanted: Sequence[tuple[int, set[int]]], lost: 
 
 
 def _state_bytes(plan: Plan, stage: Stage) -> int:
-    """Return the bytes of a stage's weights, buffers and optimizer state, of all ranks that divide them."""
+    """Return the bytes of a stage's weights, buffers and optimizer state, of all ranks that divide
+    them.
+    """
     memory = stage.memory
     weights_bytes = memory.weights_bytes // plan.schedule.versions(stage.in_flight)
     optimizer_bytes = memory.optimizer_bytes * stage.shards
@@ -115,12 +128,17 @@ def _state_bytes(plan: Plan, stage: Stage) -> int:
 
 
 def shares_left(plan: Plan) -> str | None:
-    """Say what each loss costs: "7 of 8 GPUs: 88% of the speed, 6: 71%"; None for a plan without smaller ones."""
+    """Say what each loss costs: "7 of 8 GPUs: 88% of the speed, 6: 71%"; None for a plan without
+    smaller ones.
+    """
     parts = list[str]()
     for left in plan.smaller:
         share = plan.predicted.seconds_per_minibatch / left.predicted.seconds_per_minibatch
         if parts:
             parts.append(f"{left.cluster.gpus}: {share:.0%} ({left.config})")
         else:
-            parts.append(f"{left.cluster.gpus} of {plan.cluster.gpus} GPUs: {share:.0%} of the speed ({left.config})")
+            parts.append(
+                f"{left.cluster.gpus} of {plan.cluster.gpus} GPUs: {share:.0%} of the speed "
+                f"({left.config})"
+            )
     return ", ".join(parts) or None

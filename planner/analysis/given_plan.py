@@ -1,4 +1,6 @@
-"""Price a plan that is given, by a file or as stages that somebody chose by hand, in the terms of the solver."""
+"""Price a plan that is given, by a file or as stages that somebody chose by hand, in the terms of
+the solver.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -37,7 +39,9 @@ from planner.stages.tensor import degrees_of
 from planner.units import counted, format_bytes, format_memory
 
 
-def priced_plan(options: SolveOptions, layer_costs: LayerCosts, cluster: Cluster, stages: Sequence[Candidate]) -> Plan:
+def priced_plan(
+    options: SolveOptions, layer_costs: LayerCosts, cluster: Cluster, stages: Sequence[Candidate]
+) -> Plan:
     """Return the plan of these stages, priced and simulated, whether or not they fit the memory.
 
     Raise InputError if the cluster has fewer GPUs than stages need.
@@ -47,7 +51,9 @@ def priced_plan(options: SolveOptions, layer_costs: LayerCosts, cluster: Cluster
     # A plan that does not fit has a price, too.
     problem = problem_of(options, layer_costs, cluster.with_memory(lambda _: None))
     _check_whole(problem, stages)
-    return complete(problem, evaluate(problem, stages), GIVEN).model_copy(update={"cluster": cluster})
+    return complete(problem, evaluate(problem, stages), GIVEN).model_copy(
+        update={"cluster": cluster}
+    )
 
 
 def check_enough_gpus(needed: int, cluster: Cluster) -> None:
@@ -80,7 +86,8 @@ def _check_groups(cluster: Cluster, options: StageOptions) -> None:
         groups_of(cluster, options.shards)
     except ClusterError as error:
         raise InputError(
-            f"replicas cannot divide gradients or weights in {counted(options.copies, 'group')}: {error.message}",
+            f"replicas cannot divide gradients or weights in {counted(options.copies, 'group')}: "
+            f"{error.message}",
             hint="leave out the size of the groups, or give that of a server",
         ) from error
 
@@ -105,11 +112,14 @@ class GivenPlan:
         clock: Clock | None = None,
         tuning: Tuning = STANDARD,
     ) -> "GivenPlan":
-        """Prepare `plan`, with the options that it records by default; raise PlanError if its profile is another."""
+        """Prepare `plan`, with the options that it records by default; raise PlanError if its
+        profile is another.
+        """
         layer_costs = layer_costs_on(profile, plan.cluster)
         if plan.profile_digest != profile.digest:
             raise PlanError(
-                f"the plan was made from another profile of '{plan.model}' than this one of '{profile.model}'",
+                f"the plan was made from another profile of '{plan.model}' than this one of "
+                f"'{profile.model}'",
                 hint="give the plan's own `profile`, or solve again",
             )
         check_same_model(plan, list(layer_costs.position), profile.edges)
@@ -138,7 +148,9 @@ class GivenPlan:
         return replace(self, clock=self.clock.part(share))
 
     def price(self) -> Price:
-        """Price the plan, with the time, depths and memory that it states: a simulation may have chosen others."""
+        """Price the plan, with the time, depths and memory that it states: a simulation may have
+        chosen others.
+        """
         return replace(
             self._as_recorded.price(self.stages),
             seconds_per_minibatch=self.seconds,
@@ -201,7 +213,8 @@ def price(profile: Profile, cluster: Cluster, own: OwnPlan) -> Plan:
 def _check_chunks(own: OwnPlan, chunks: int) -> None:
     if len(own.stages) % chunks:
         raise InputError(
-            f"{len(own.stages)} stages are not a multiple of {chunks} chunks per GPU under {own.schedule}",
+            f"{len(own.stages)} stages are not a multiple of {chunks} chunks per GPU under "
+            f"{own.schedule}",
             hint="give as many stages as GPUs in a pipeline, times the chunks",
         )
     if chunks > 1 and len({stage.replicas for stage in own.stages}) > 1:
@@ -212,7 +225,9 @@ def _check_chunks(own: OwnPlan, chunks: int) -> None:
 
 
 def _check_versions(own: OwnPlan, microbatches: int) -> None:
-    """Check that the schedule's weight versions suffice; chunked schedules have the depths of whole workers."""
+    """Check that the schedule's weight versions suffice; chunked schedules have the depths of whole
+    workers.
+    """
     if own.schedule.chunked:
         return
     replicas = [stage.replicas for stage in own.stages]
@@ -224,32 +239,44 @@ def _check_versions(own: OwnPlan, microbatches: int) -> None:
 
 
 def equal_stages(profile: Profile, count: int) -> list[OwnStage]:
-    """Divide the model's blocks, or layers if it has none, into equal stages; raise InputError for too many."""
+    """Divide the model's blocks, or layers if it has none, into equal stages; raise InputError for
+    too many.
+    """
     blocks = len(_blocks(profile))
     if not 1 <= count <= blocks:
         raise InputError(
-            f"'{profile.model}' has {counted(blocks, 'block')}, which do not make {counted(count, 'stage')}",
-            hint=f"give 1 to {blocks} stages, or name the last layer of each stage but the final one",
+            f"'{profile.model}' has {counted(blocks, 'block')}, which do not make "
+            f"{counted(count, 'stage')}",
+            hint=f"give 1 to {blocks} stages, or name the last layer of each stage but the final "
+            f"one",
         )
     return [OwnStage(blocks=each) for each in equal_counts(blocks, count)]
 
 
 def stages_ending_at(profile: Profile, names: Iterable[str]) -> list[OwnStage]:
-    """Cut the profile after each named layer; raise InputError for unknown layers, or for names out of order."""
+    """Cut the profile after each named layer; raise InputError for unknown layers, or for names out
+    of order.
+    """
     layers = [layer.name for layer in profile.layers]
     ends = [0]
     for name in names:
         if name not in layers:
             message = f"the profile of '{profile.model}' has no layer '{name}'"
-            raise InputError(message, hint=f"{did_you_mean(name, layers)}`plan show` with the profile lists the layers")
+            raise InputError(
+                message,
+                hint=f"{did_you_mean(name, layers)}`plan show` with the profile lists the layers",
+            )
         ends.append(layers.index(name) + 1)
     if any(start >= end for start, end in pairwise([*ends, len(layers)])):
         raise InputError(
-            f"the stages end after {', '.join(layers[end - 1] for end in ends[1:])}, which is not the profile's order "
+            f"the stages end after {', '.join(layers[end - 1] for end in ends[1:])}, which is not "
+            f"the profile's order "
             "or leaves a stage empty",
             hint="name the last layer of each stage but the final one, in order",
         )
-    return [OwnStage(layers=tuple(layers[start:end])) for start, end in pairwise([*ends, len(layers)])]
+    return [
+        OwnStage(layers=tuple(layers[start:end])) for start, end in pairwise([*ends, len(layers)])
+    ]
 
 
 def missing_memory(plan: Plan) -> str | None:
@@ -261,7 +288,9 @@ def missing_memory(plan: Plan) -> str | None:
     needed_bytes = plan.memory_bytes(worst)
     limit = format_memory(needed_bytes - lacking_bytes)
     more = f"{format_bytes(lacking_bytes)} more than {limit}"
-    return f"the plan does not fit: stage {worst} needs {format_bytes(needed_bytes)} per GPU, {more}"
+    return (
+        f"the plan does not fit: stage {worst} needs {format_bytes(needed_bytes)} per GPU, {more}"
+    )
 
 
 def _candidates(layer_costs: LayerCosts, stages: Sequence[OwnStage]) -> list[Candidate]:
@@ -296,7 +325,8 @@ def _layers_of(profile: Profile, stages: Sequence[OwnStage]) -> list[range]:
     for name, known in zip_longest(names, (layer.name for layer in profile.layers)):
         if name != known:
             raise InputError(
-                f"the stages have the layer '{name}' where the profile of '{profile.model}' has '{known}'",
+                f"the stages have the layer '{name}' where the profile of '{profile.model}' has "
+                f"'{known}'",
                 hint="list all layers, each once, in the profile's order",
             )
     ends = accumulate((len(stage.layers) for stage in stages), initial=0)
@@ -323,11 +353,16 @@ def _recomputing(layer_costs: LayerCosts, layers: range, recompute: bool | int) 
         raise InputError(
             f"{recompute} blocks are to recompute in the stage from '{names[layers[0]].name}' to "
             f"'{names[layers[-1]].name}', which has {len(units)}",
-            hint=f"give {len(units)} or fewer; what a stage has of one of the model's blocks counts as one",
+            hint=f"give {len(units)} or fewer; what a stage has of one of the model's blocks "
+            f"counts as one",
         )
     return tuple(frozenset(unit) for unit in units[:recompute])
 
 
 def _blocks(profile: Profile) -> list[range]:
     blocks = blocks_of(profile)
-    return blocks if len(blocks) > 1 else [range(number, number + 1) for number in range(len(profile.layers))]
+    return (
+        blocks
+        if len(blocks) > 1
+        else [range(number, number + 1) for number in range(len(profile.layers))]
+    )

@@ -1,7 +1,8 @@
 """What limits a plan: the busiest resource of its simulation, and how long its workers are idle.
 
-The cost model's bottleneck leaves waiting out, and may be busy for longer than the simulated minibatch takes: it is for
-the search. People are shown what the simulation that predicted the time says.
+The cost model's bottleneck leaves waiting out, and may be busy for longer than the simulated
+minibatch takes: it is for the search. People are shown what the simulation that predicted the time
+says.
 """
 
 from contextlib import suppress
@@ -34,11 +35,14 @@ def simulated_limits(
     plan: Plan,
     tuning: ExplanationTuning = STANDARD.explanation,
 ) -> Limits | None:
-    """Return what a plan's simulation says; None where its time is not simulated, or that would take too long."""
+    """Return what a plan's simulation says; None where its time is not simulated, or that would
+    take too long.
+    """
     units = default_minibatches(plan) * plan.microbatches * len(plan.stages)
     if plan.predicted.by != "simulation" or units > tuning.most_units:
         return None
-    with suppress(PlannerError):  # a plan that was edited may not run to its end; its tables are shown all the same
+    # a plan that was edited may not run to its end; its tables are shown all the same
+    with suppress(PlannerError):
         summary = summarize(simulate(plan))
         place, share = busiest(summary)
         return Limits(place, share, summary.bubble_share)
@@ -46,7 +50,9 @@ def simulated_limits(
 
 
 def busiest(summary: Summary) -> tuple[str, float]:
-    """Return the resource with the largest share of the time, named by its stage, and that share."""
+    """Return the resource with the largest share of the time, named by its stage, and that
+    share.
+    """
     uses = list[tuple[str, float]]()
     for worker in summary.workers:
         stages = stages_words(worker.stages)

@@ -33,10 +33,12 @@ class Replicas(NamedTuple):
 
 
 def own_plan(profile: Profile, cluster: Cluster, wanted: Stages, options: PriceOptions) -> OwnPlan:
-    """Return the plan that the arguments describe; replicas default to as many as there are GPUs for.
+    """Return the plan that the arguments describe; replicas default to as many as there are GPUs
+    for.
 
     Raises:
-        InputError: for what describes no stages, with the argument's name; for more GPUs than there are.
+        InputError: for what describes no stages, with the argument's name; for more GPUs than there
+            are.
     """
     schedule = find(options.schedule)
     stages = _stages(wanted, profile)
@@ -108,7 +110,8 @@ def _replicas(given: Any, stages: int, most: int) -> list[Replicas]:
     if len(read) < len(each) or len(read) not in (1, stages):
         example = ",".join("2" + "1" * (stages - 1))
         raise InputError(
-            f"`replicas={','.join(parts)}` does not say how many replicas each of {stages} stages has",
+            f"`replicas={','.join(parts)}` does not say how many replicas each of {stages} stages "
+            f"has",
             hint=f"give one number for all, or one for each, 1 or more: `replicas={example}`",
         )
     return read * stages if len(read) == 1 else read
@@ -126,7 +129,9 @@ def _read_replicas(text: str) -> Replicas | None:
 
 
 def _sharding(given: Any, stages: int) -> tuple[dict[int, bool | int], int | None]:
-    """Return the sharding level of each stage that is named, and the size of groups that repeat each other, if any."""
+    """Return the sharding level of each stage that is named, and the size of groups that repeat
+    each other, if any.
+    """
     if isinstance(given, bool) or "/" not in str(given):
         return _chosen_stages("shard_optimizer", given, stages), None
     which, _, size = str(given).partition("/")
@@ -171,10 +176,14 @@ def _chosen_stages(name: str, given: Any, stages: int) -> dict[int, bool | int]:
 
 
 def _read_value(name: str, part: str, which: str, number: str) -> int:
-    """Return the number of blocks to recompute, or the sharding level, after the colon of a part."""
+    """Return the number of blocks to recompute, or the sharding level, after the colon of a
+    part.
+    """
     recomputes = name == "recompute"
     valid = is_count(number) and int(number) > 0
     if valid and (recomputes or is_level(int(number))):
         return int(number)
     wanted = "a number of blocks, 1 or more" if recomputes else "1, 2 or 3"
-    raise InputError(f"`{name}={part}` does not end with {wanted}", hint=f"for example: `{name}={which}:2`")
+    raise InputError(
+        f"`{name}={part}` does not end with {wanted}", hint=f"for example: `{name}={which}:2`"
+    )

@@ -1,4 +1,6 @@
-"""The verbs that need no PyTorch, as functions: `planner.solve`, `planner.price`, `planner.report` and others."""
+"""The verbs that need no PyTorch, as functions: `planner.solve`, `planner.price`, `planner.report`
+and others.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +13,13 @@ from planner.api.own_stages import Stages, own_plan
 from planner.api.servers import check_rates, number_of_gpus, number_of_servers
 from planner.arguments import checked
 from planner.errors import ClusterError, InputError, PlannerError
-from planner.formats.cluster import Cluster, DeviceKind, flat_cluster, hierarchical_cluster, load_cluster
+from planner.formats.cluster import (
+    Cluster,
+    DeviceKind,
+    flat_cluster,
+    hierarchical_cluster,
+    load_cluster,
+)
 from planner.formats.device_kinds import cluster_for, is_profile, planned_bytes, read_profile
 from planner.formats.files import write_text
 from planner.formats.own_plan import OwnPlan
@@ -43,10 +51,12 @@ _UNSAID = ClusterOptions()  # callers give keywords in its place
 
 @keywords_of(ClusterOptions, arguments="one or none")
 def cluster(profile: Profile | None = None, options: ClusterOptions = _UNSAID) -> Cluster:
-    """Return the cluster that the command line's arguments describe, with what the profile says of its GPUs.
+    """Return the cluster that the command line's arguments describe, with what the profile says of
+    its GPUs.
 
     Args:
-        profile: says how much memory a GPU has, and which kinds of GPUs there are; None where nothing is known of that.
+        profile: says how much memory a GPU has, and which kinds of GPUs there are; None where
+            nothing is known of that.
 
     Raises:
         ClusterError, UnitError: when they do not describe one.
@@ -57,10 +67,19 @@ def cluster(profile: Profile | None = None, options: ClusterOptions = _UNSAID) -
         8
     """
     memory_bytes = options.memory
-    if memory_bytes is None and profile is not None and not profile.kinds:  # each of several kinds has its own
+    # each of several kinds has its own
+    if memory_bytes is None and profile is not None and not profile.kinds:
         memory_bytes = planned_bytes(profile.device)
     if options.cluster is not None:
-        described_twice = ("gpus", "servers", "gpus_per_server", "topology", "bandwidth", "own_links", "no_overlap")
+        described_twice = (
+            "gpus",
+            "servers",
+            "gpus_per_server",
+            "topology",
+            "bandwidth",
+            "own_links",
+            "no_overlap",
+        )
         refuse(options, "cluster", *described_twice)
         described = load_cluster(options.cluster)
         if options.memory is not None or described.memory_bytes is None:
@@ -72,12 +91,18 @@ def cluster(profile: Profile | None = None, options: ClusterOptions = _UNSAID) -
         counts = dict(options.kinds)  # type: ignore[arg-type]  # a text was parsed
         if sum(counts.values()) != described.gpus:
             raise ClusterError(
-                f"the kinds are {' + '.join(map(str, counts.values()))} GPUs, and the cluster has {described.gpus}",
+                f"the kinds are {' + '.join(map(str, counts.values()))} GPUs, and the cluster has "
+                f"{described.gpus}",
                 hint="give `kinds` as many GPUs as the cluster has",
             )
-        changes["kinds"] = tuple(DeviceKind(name=name, count=count) for name, count in counts.items())
+        changes["kinds"] = tuple(
+            DeviceKind(name=name, count=count) for name, count in counts.items()
+        )
     if options.sequence_parallel and profile is not None and not profile.tensor:
-        what = f"`sequence_parallel` is for groups of ranks, of which the profile of '{profile.model}' says nothing"
+        what = (
+            f"`sequence_parallel` is for groups of ranks, of which the profile of "
+            f"'{profile.model}' says nothing"
+        )
         raise InputError(what, hint="profile with `tensor=2`, or leave it out")
     if options.sequence_parallel:
         changes["sequence_parallel"] = True
@@ -105,11 +130,14 @@ def _linked(options: ClusterOptions, memory_bytes: int | str | None) -> Cluster:
     if len(sizes) > 1 or options.topology is not None:
         latencies = latencies * len(sizes) if len(latencies) == 1 else latencies
         shared = not options.own_links
-        return hierarchical_cluster(sizes, rates, memory_bytes, latencies, shared=shared, overlap=overlap)
+        return hierarchical_cluster(
+            sizes, rates, memory_bytes, latencies, shared=shared, overlap=overlap
+        )
 
     if options.own_links:
         raise ClusterError(
-            "`own_links` is for several servers of several GPUs: these GPUs have links of their own",
+            "`own_links` is for several servers of several GPUs: these GPUs have links of their "
+            "own",
             hint="leave out `own_links`, or give `servers=2`",
         )
     for values, what in ((rates, "`bandwidth`"), (latencies, "`latency`")):
@@ -147,12 +175,13 @@ def solve(profile: Profile, cluster: Cluster, options: SolveOptions) -> Plan:
         cluster: devices, memory and links.
 
     Returns:
-        A plan on as few GPUs as its speed needs. Its time is that of its simulation, by which it was chosen among the
-        best plans by the cost model. `solver.status` is `optimal` if the time is within 1% of `lower_bound_s`, which by
-        the cost model no pipeline can beat; `solver.bound_of` says of which pipelines, where not of all. `solver.cuts`
-        says which cuts of a model with branches were searched. The plan names what people do without a planner, and
-        beside an asynchronous plan the best synchronous one. Of other ways with as many samples per update that the
-        options allow, none is faster.
+        A plan on as few GPUs as its speed needs. Its time is that of its simulation, by which it
+        was chosen among the best plans by the cost model. `solver.status` is `optimal` if the time
+        is within 1% of `lower_bound_s`, which by the cost model no pipeline can beat;
+        `solver.bound_of` says of which pipelines, where not of all. `solver.cuts` says which cuts
+        of a model with branches were searched. The plan names what people do without a planner, and
+        beside an asynchronous plan the best synchronous one. Of other ways with as many samples per
+        update that the options allow, none is faster.
 
     Raises:
         InfeasibleError: if no plan fits the memory, with the smallest change that makes one fit.
@@ -168,22 +197,26 @@ def solve(profile: Profile, cluster: Cluster, options: SolveOptions) -> Plan:
 
 
 @keywords_of(PriceOptions, arguments=3)
-def price(profile: Profile, cluster: Cluster, stages: OwnPlan | Stages, options: PriceOptions) -> Plan:
+def price(
+    profile: Profile, cluster: Cluster, stages: OwnPlan | Stages, options: PriceOptions
+) -> Plan:
     """Return the plan of stages that you chose yourself, priced and simulated.
 
-    Stages take consecutive ranks, and have as many units in flight as the schedule's paper says. The plan may need more
-    memory than the GPUs have: `plan.lacking_bytes` says so.
+    Stages take consecutive ranks, and have as many units in flight as the schedule's paper says.
+    The plan may need more memory than the GPUs have: `plan.lacking_bytes` says so.
 
     Args:
         profile: costs per layer, for one microbatch.
         cluster: devices, memory and links.
-        stages: 4: as many stages, of equally many blocks; [6, 6, 7, 5]: the blocks of each stage; or the last layer of
-            each stage but the final one. An `OwnPlan` says all in place of the keywords.
+        stages: 4: as many stages, of equally many blocks; [6, 6, 7, 5]: the blocks of each stage;
+            or the last layer of each stage but the final one. An `OwnPlan` says all in place of the
+            keywords.
 
     Raises:
-        ClusterError, ProfileError: for kinds of GPUs, or groups of ranks, that the profile does not know.
-        PlanError: for a schedule whose weight versions do not suffice for so many stages.
-        InputError: for stages that are not the profile's layers in order, or that need more GPUs than there are; and
+        ClusterError, ProfileError: for kinds of GPUs, or groups of ranks, that the profile does not
+        know. PlanError: for a schedule whose weight versions do not suffice for so many stages.
+        InputError: for stages that are not the profile's layers in order, or that need more GPUs
+        than there are; and
             for what `train` would refuse, where the profile is of a model.
 
     Example:
@@ -201,12 +234,15 @@ def price(profile: Profile, cluster: Cluster, stages: OwnPlan | Stages, options:
 
 
 @checked
-def show(file: Plan | Profile | str | Path = PLAN, *, by: Any = "order", top: int | None = None) -> str:
+def show(
+    file: Plan | Profile | str | Path = PLAN, *, by: Any = "order", top: int | None = None
+) -> str:
     """Write a plan or a profile, or what their files hold, as tables.
 
     Args:
         file: a plan, a profile, or the path of one.
-        by: sorts a profile's layers: "order" of execution, or "time", "output", "weights", "saved", the largest first.
+        by: sorts a profile's layers: "order" of execution, or "time", "output", "weights", "saved",
+            the largest first.
         top: shows only the first layers of a profile.
 
     Raises:
@@ -245,12 +281,24 @@ def report(plan: Plan | str | Path, output: str | Path | None, options: ReportOp
     """
     path = Path("report.html" if output is None else output)
     if path.suffix.lower() not in ("", ".html", ".htm"):
-        raise InputError(f"'{path}' is no name of a report, which is HTML", hint="print report.html from a browser")
+        raise InputError(
+            f"'{path}' is no name of a report, which is HTML",
+            hint="print report.html from a browser",
+        )
     clock = Clock.of(options.time_limit_s, options.progress)
     plan = plan if isinstance(plan, Plan) else load_plan(plan)
-    run = load_run(options.measured) if isinstance(options.measured, str | Path) else options.measured
+    run = (
+        load_run(options.measured) if isinstance(options.measured, str | Path) else options.measured
+    )
     # A run that lost hosts ends under a smaller plan.
-    plan = next((each for each in plan.smaller if run is not None and each.config == run.config != plan.config), plan)
+    plan = next(
+        (
+            each
+            for each in plan.smaller
+            if run is not None and each.config == run.config != plan.config
+        ),
+        plan,
+    )
     # The default limit is for the searches: a simulation has one of its own, by its amount.
     limit_s = None if options.time_limit_s == REPORT_S else clock.left_s
     simulated, measured = timelines(plan, options, run, "measured", limit_s)
@@ -266,7 +314,9 @@ def timelines(
     argument: str,
     time_limit_s: float | None = None,
 ) -> tuple[Timeline, Timeline | None]:
-    """Return the simulation, and the run that an argument names if it does: then of the run's minibatches."""
+    """Return the simulation, and the run that an argument names if it does: then of the run's
+    minibatches.
+    """
     if run is None:
         return simulate(plan, options.minibatches, time_limit_s=time_limit_s), None
     refuse(options, argument, "minibatches", why=", which knows it")
@@ -275,7 +325,9 @@ def timelines(
 
 
 def _alternatives(plan: Plan, options: ReportOptions, clock: Clock) -> dict[str, Any]:
-    """Return what of the report takes the profile, or why it is missing; one that the user named must be the plan's."""
+    """Return what of the report takes the profile, or why it is missing; one that the user named
+    must be the plan's.
+    """
     missing = "The comparison, and what would help"
     if options.profile is None and not PROFILE.exists():
         return {"why_not": f"{missing}: there is no {PROFILE}; name the plan's profile."}
@@ -290,6 +342,7 @@ def _alternatives(plan: Plan, options: ReportOptions, clock: Clock) -> dict[str,
     found: dict[str, Any] = {"comparison": comparison, "source": profile.provenance.source}
     try:
         found["explanation"] = explain(profile, plan, clock=clock.part(EXPLAINING))
-    except PlannerError as error:  # such as a time limit in which no plan of another cluster was found
+    # such as a time limit in which no plan of another cluster was found
+    except PlannerError as error:
         found["why_not"] = f"What would help: {error.message}."
     return found

@@ -1,4 +1,6 @@
-"""The verbs that run PyTorch, as functions: `planner.profile`, `planner.fit`, `planner.train` and others."""
+"""The verbs that run PyTorch, as functions: `planner.profile`, `planner.fit`, `planner.train` and
+others.
+"""
 
 import logging
 import os
@@ -23,12 +25,23 @@ from planner.formats.timeline import Timeline
 from planner.model.spec import TrainingSpec, load_model_file
 from planner.options.option import keywords_of
 from planner.options.profiling import EstimateArguments
-from planner.options.training import CheckpointOptions, ElasticOptions, RunOptions, TrainArguments, TrainingOptions
+from planner.options.training import (
+    CheckpointOptions,
+    ElasticOptions,
+    RunOptions,
+    TrainArguments,
+    TrainingOptions,
+)
 from planner.options.verbs import SAMPLES, TENSOR, TOKENS, FitOptions
 from planner.plan.trainable import check_trainable
 from planner.profiler.estimated.calibrate import load_calibration
 from planner.profiler.estimated.devices import DType, device_spec, parse_dtype, usual_dtype
-from planner.profiler.estimated.estimate import EstimateOptions, Estimator, estimate_profile, load_device
+from planner.profiler.estimated.estimate import (
+    EstimateOptions,
+    Estimator,
+    estimate_profile,
+    load_device,
+)
 from planner.profiler.estimated.execution import compiler
 from planner.profiler.estimated.trace import collecting
 from planner.profiler.measured.profiling import ProfilingOptions, profile_model
@@ -49,7 +62,8 @@ def profile(model: str | Path | TrainingSpec, options: ProfilingOptions) -> Prof
     """Measure what each layer of a model costs in training on this device.
 
     Args:
-        model: "model.py", or "model.py:builder" for another function than build_model; or what `in_memory` gives.
+        model: "model.py", or "model.py:builder" for another function than build_model; or what
+            `in_memory` gives.
 
     Raises:
         ModelFileError, CaptureError: when the model file or the model cannot be used.
@@ -99,10 +113,11 @@ def estimate(model: str | Path, asked: EstimateArguments) -> Profile:
 @keywords_of(FitOptions)
 @collecting(SELDOM)
 def fit(model: str | Path, gpus: int, options: FitOptions) -> Fit:
-    """Say whether a model fits GPUs, how to split it, how fast it would train, and how few GPUs would do.
+    """Say whether a model fits GPUs, how to split it, how fast it would train, and how few GPUs
+    would do.
 
-    All numbers are estimates. profile.json and plan.json are left in the folder that the answer names, and the
-    model.py of a model that was given by its name.
+    All numbers are estimates. profile.json and plan.json are left in the folder that the answer
+    names, and the model.py of a model that was given by its name.
 
     Args:
         model: llama-7b, gpt2-xl, ...; a class of transformers; its config.json; or a model file.
@@ -166,7 +181,9 @@ def _fit_question(
 
 @dataclass(frozen=True)
 class _ModelFile:
-    """A model file, where profile.json and plan.json go, and the tokens of a sample where the file was written here."""
+    """A model file, where profile.json and plan.json go, and the tokens of a sample where the file
+    was written here.
+    """
 
     path: Path
     folder: Path
@@ -180,7 +197,8 @@ def _model_file(model: str | Path, options: FitOptions) -> _ModelFile:
     if path.suffix.partition(":")[0] == ".py":  # which a builder may follow
         if options.length is not None:
             raise InputError(
-                f"'{model}' says itself how long its samples are, so `length={options.length}` has no meaning",
+                f"'{model}' says itself how long its samples are, so `length={options.length}` "
+                f"has no meaning",
                 hint="change its example_batch(), or leave out `length`",
             )
         return _ModelFile(path, place or path.parent)
@@ -192,7 +210,9 @@ def _model_file(model: str | Path, options: FitOptions) -> _ModelFile:
 
 
 def _first_size(options: FitOptions, tokens: int | None) -> int:
-    """Return the samples of the first microbatch that is looked at: one, or a minibatch that nothing divides."""
+    """Return the samples of the first microbatch that is looked at: one, or a minibatch that
+    nothing divides.
+    """
     if options.order.divides:
         return 1
     usual = SAMPLES if tokens is None else max(1, TOKENS // tokens)
@@ -200,7 +220,9 @@ def _first_size(options: FitOptions, tokens: int | None) -> int:
 
 
 def _sizes(options: FitOptions, first: Profile, minibatch: int | None, gpus: int) -> list[int]:
-    """Return the sizes of microbatches to choose from: powers of two that divide a minibatch, up to a GPU's share."""
+    """Return the sizes of microbatches to choose from: powers of two that divide a minibatch, up to
+    a GPU's share.
+    """
     if options.batch_size is not None or minibatch is None or not options.order.divides:
         return [first.microbatch_size or 1]
     share = max(1, minibatch // gpus)
@@ -209,7 +231,9 @@ def _sizes(options: FitOptions, first: Profile, minibatch: int | None, gpus: int
 
 
 def _saved(answer: Fit, profile: Profile, file: _ModelFile) -> Fit:
-    """Write profile.json and plan.json, and return the answer with where they are and what could not be written."""
+    """Write profile.json and plan.json, and return the answer with where they are and what could
+    not be written.
+    """
     late: list[LateFailure] = []
     with noting(late):
         replace_profile(profile, file.folder / "profile.json")
@@ -234,11 +258,12 @@ def train(model: str | Path, plan: Plan, arguments: TrainArguments) -> TrainResu
         plan: from `solve` or `load_plan`.
 
     Returns:
-        What the run measured. What could not be written when it had ended, as a trace on a full disk, is logged, and
-        is in `late_failures`.
+        What the run measured. What could not be written when it had ended, as a trace on a full
+        disk, is logged, and is in `late_failures`.
 
     Raises:
-        PlannerError: for anything wrong with the model, the plan or the workers; no worker is left running.
+        PlannerError: for anything wrong with the model, the plan or the workers; no worker is left
+            running.
 
     Example:
         >>> profile = planner.profile("model.py", batch_size=16, seconds=1)
@@ -263,9 +288,13 @@ def trace_writer(job: Job) -> Callable[[Timeline], None]:
 
 
 def check_elastic(plan: Plan, options: ElasticOptions) -> None:
-    """Raise PlanError unless there is a plan for each number of hosts; InputError for hosts that meet nowhere."""
+    """Raise PlanError unless there is a plan for each number of hosts; InputError for hosts that
+    meet nowhere.
+    """
     least, most = options.hosts
-    if LAUNCHER_VARIABLE not in os.environ and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
+    if LAUNCHER_VARIABLE not in os.environ and os.environ.get(
+        "TORCHELASTIC_USE_AGENT_STORE"
+    ) == str(True):
         what = "`elastic` starts torchrun's agents itself, and torchrun has started this process"
         raise InputError(what, hint="start plan train on every host, without torchrun")
     if plan.cluster.gpus % most:
@@ -273,23 +302,32 @@ def check_elastic(plan: Plan, options: ElasticOptions) -> None:
         raise PlanError(what, hint="give `elastic=MIN:MAX` with the hosts of the plan as MAX")
     if not (options.rendezvous or "").rpartition(":")[2].isdecimal():
         what = f"hosts do not find each other at `rendezvous={options.rendezvous}`"
-        raise InputError(what, hint="name a host that stays, and a free port of it: `rendezvous=host0:29500`")
+        raise InputError(
+            what, hint="name a host that stays, and a free port of it: `rendezvous=host0:29500`"
+        )
     for hosts in range(least, most):
         plan.on_gpus(plan.cluster.gpus // most * hosts)
 
 
 def plan_left(plan: Plan) -> tuple[Plan, str]:
-    """Return the plan for the workers that torchrun has started, and in words what it leaves of the whole one."""
+    """Return the plan for the workers that torchrun has started, and in words what it leaves of the
+    whole one.
+    """
     own = plan.on_gpus(int(os.environ["WORLD_SIZE"]))
     share = plan.predicted.seconds_per_minibatch / own.predicted.seconds_per_minibatch
-    speed = f"{share:.0%} of the speed" if own.cluster.gpus < plan.cluster.gpus else "the whole speed"
+    speed = (
+        f"{share:.0%} of the speed" if own.cluster.gpus < plan.cluster.gpus else "the whole speed"
+    )
     return own, f"for {own.cluster.gpus} of {plan.cluster.gpus} GPUs ({speed})"
 
 
 def make_job(model: str | Path, plan: Plan, arguments: TrainArguments) -> Job:
     """Return the job of `train`; raise InputError for arguments or a plan that it cannot run."""
     options, baseline = arguments.options or TrainingOptions(), arguments.baseline
-    checkpoints, run_options = arguments.checkpoints or CheckpointOptions(), arguments.run_options or RunOptions()
+    checkpoints, run_options = (
+        arguments.checkpoints or CheckpointOptions(),
+        arguments.run_options or RunOptions(),
+    )
     asked = vars(options) | vars(arguments)
     only_plans = {"evaluate_every": None, "save_weights": None, "defer_weights": None}
     refused = [name for name, usual in only_plans.items() if asked[name] != usual]
@@ -299,11 +337,18 @@ def make_job(model: str | Path, plan: Plan, arguments: TrainArguments) -> Job:
         what = f"`{refused[0]}` is for plans, not for {baseline}"
         raise InputError(what, hint=f"leave out `{refused[0]}` or `baseline`")
     elif plan.master_weights is not None:
-        what = f"{baseline} all-reduces gradients in the weights' own type, which is {plan.master_weights} in this plan"
+        what = (
+            f"{baseline} all-reduces gradients in the weights' own type, which is "
+            f"{plan.master_weights} in this plan"
+        )
         raise InputError(what, hint="compare with a plan that has one stage")
     check_loss(plan, options)
     path = arguments.save_weights
-    made: dict[str, Any] = {"options": options, "checkpoints": checkpoints, "run_options": run_options}
+    made: dict[str, Any] = {
+        "options": options,
+        "checkpoints": checkpoints,
+        "run_options": run_options,
+    }
     made |= {"save_weights": None if path is None else str(path)}
     made |= {"seed": seed_of_run(checkpoints, plan, arguments.seed, baseline)}
     job = Job(**vars(arguments) | made, model=str(model), plan=plan)

@@ -1,4 +1,6 @@
-"""Equal servers of GPUs, as people count them, and the clusters that other numbers of such GPUs make."""
+"""Equal servers of GPUs, as people count them, and the clusters that other numbers of such GPUs
+make.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,7 +32,8 @@ def number_of_gpus(
         count = gpus  # their number follows
     if gpus is not None and gpus != count:
         raise ClusterError(
-            f"{counted(servers or 1, 'server')} of {counted(gpus_per_server, 'GPU')} are {counted(count, 'GPU')}, "
+            f"{counted(servers or 1, 'server')} of {counted(gpus_per_server, 'GPU')} are "
+            f"{counted(count, 'GPU')}, "
             f"not `gpus={gpus}`",
             hint="leave out `gpus`",
         )
@@ -65,11 +68,14 @@ def divisors(gpus: int) -> list[int]:
 
 
 def check_rates(rates: Sequence[float | str], gpus: int, servers: int) -> None:
-    """Raise ClusterError unless there are rates for the links inside servers and for those between them."""
+    """Raise ClusterError unless there are rates for the links inside servers and for those between
+    them.
+    """
     if len(rates) != (2 if 1 < servers < gpus else 1):
         raise ClusterError(
             f"`bandwidth` has {counted(len(rates), 'rate')} for {counted(servers, 'server')}",
-            hint="give one for GPUs in one server, or for servers of one GPU, else two, inside a server and "
+            hint="give one for GPUs in one server, or for servers of one GPU, else two, inside a "
+            "server and "
             "between servers: pcie4,10Gbps",
         )
 
@@ -81,7 +87,8 @@ class Servers:
     Attributes:
         gpus: in all of them.
         count: of servers.
-        rates: of the links inside a server, and between servers; of the latter alone where servers have one GPU.
+        rates: of the links inside a server, and between servers; of the latter alone where servers
+            have one GPU.
         compress: how activations are sent.
     """
 
@@ -92,7 +99,8 @@ class Servers:
 
     @classmethod
     def of(cls, gpus: int, options: FitOptions) -> "Servers":
-        """Return the servers that the options describe, with links that such GPUs usually have where they do not.
+        """Return the servers that the options describe, with links that such GPUs usually have
+        where they do not.
 
         Raise ClusterError for servers or links that contradict each other.
         """

@@ -1,9 +1,10 @@
-"""Models by name, as transformers builds them without their weights: find a configuration, and write its model file.
+"""Models by name, as transformers builds them without their weights: find a configuration, and
+write its model file.
 
-Names and sizes are in `models.json`, by transformers' `model_type`: a class, the fields of a configuration that say a
-size, and a line for each name. Sizes are those of the published config.json files on the Hugging Face hub, and of the
-papers that are named there. Aliases are other names of the same sizes: llama-3.1 differs from llama-3 in its rotary
-embedding alone.
+Names and sizes are in `models.json`, by transformers' `model_type`: a class, the fields of a
+configuration that say a size, and a line for each name. Sizes are those of the published
+config.json files on the Hugging Face hub, and of the papers that are named there. Aliases are other
+names of the same sizes: llama-3.1 differs from llama-3 in its rotary embedding alone.
 """
 
 import json
@@ -23,7 +24,9 @@ Config = Mapping[str, Any]
 
 
 def _read() -> tuple[dict[str, Config], dict[str, str]]:
-    kinds = json.loads(resources.files("planner.catalog").joinpath("models.json").read_text(encoding="utf-8"))
+    kinds = json.loads(
+        resources.files("planner.catalog").joinpath("models.json").read_text(encoding="utf-8")
+    )
     models, aliases = dict[str, Config](), dict[str, str]()
     for kind, known in kinds.items():
         aliases |= known.get("aliases", {})
@@ -34,12 +37,16 @@ def _read() -> tuple[dict[str, Config], dict[str, str]]:
 
 
 MODELS, ALIASES = _read()
-# What names on a hub have besides: "meta-llama/Llama-3.1-8B-Instruct", "google/vit-large-patch16-224".
-_BESIDES = re.compile(r"^(.*/)?(meta-(?=llama))?|-(hf|base|instruct|chat|it|pt|v0\.\d|v1|(un)?cased|patch\d.*)(?=-|$)")
+# What names on a hub have besides: "meta-llama/Llama-3.1-8B-Instruct",
+# "google/vit-large-patch16-224".
+_BESIDES = re.compile(
+    r"^(.*/)?(meta-(?=llama))?|-(hf|base|instruct|chat|it|pt|v0\.\d|v1|(un)?cased|patch\d.*)(?=-|$)"
+)
 
 
 LENGTH = 2048  # tokens of a sample, where the model takes as many
-_LENGTHS = ("max_position_embeddings", "n_positions")  # in configurations: tokens that a model takes
+# in configurations: tokens that a model takes
+_LENGTHS = ("max_position_embeddings", "n_positions")
 _TEMPLATE = "transformers_model.py"
 _INSTALL = "pip install 'transformers>=4.50'"
 
@@ -49,26 +56,38 @@ class NamedModel:
     """A model of transformers, whose file is yet to be written."""
 
     name: str  # also of its folder
-    config: Config  # as transformers writes it to config.json, with `architectures` and `model_type`
+    # as transformers writes it to config.json, with `architectures` and `model_type`
+    config: Config
 
     def tokens(self, asked: int | None) -> int | None:
-        """Return the tokens of a sample, asked for or up to 2,048; None for images; raise InputError for too many."""
+        """Return the tokens of a sample, asked for or up to 2,048; None for images; raise
+        InputError for too many.
+        """
         with _transformers(self.name) as transformers:
             full = transformers.AutoConfig.for_model(**self.config)
         if hasattr(full, "image_size"):
             if asked is not None:
-                raise InputError(f"{self.name} reads images, not {asked} tokens", hint="leave out `length`")
+                raise InputError(
+                    f"{self.name} reads images, not {asked} tokens", hint="leave out `length`"
+                )
             return None
         limits = [limit for name in _LENGTHS if isinstance(limit := getattr(full, name, None), int)]
         most = min(limits, default=None)
         if asked is not None and most is not None and asked > most:
-            raise InputError(f"{self.name} takes at most {most} tokens, not {asked}", hint=f"give `length={most}`")
+            raise InputError(
+                f"{self.name} takes at most {most} tokens, not {asked}",
+                hint=f"give `length={most}`",
+            )
         return asked or min(LENGTH, most or LENGTH)
 
     def write(self, folder: Path, tokens: int | None) -> Path:
-        """Write config.json and model.py, whose path is returned; raise InputError where another model is."""
+        """Write config.json and model.py, whose path is returned; raise InputError where another
+        model is.
+        """
         line = f"LENGTH = {LENGTH}  #"
-        template = resources.files("planner.catalog").joinpath(_TEMPLATE).read_text(encoding="utf-8")
+        template = (
+            resources.files("planner.catalog").joinpath(_TEMPLATE).read_text(encoding="utf-8")
+        )
         texts = {
             "config.json": json.dumps(self.config, indent=1) + "\n",
             "model.py": template.replace(line, line.replace(str(LENGTH), str(tokens or LENGTH))),
@@ -77,15 +96,21 @@ class NamedModel:
             path = folder / name
             check_writable(path)
             if path.exists() and path.read_text(encoding="utf-8", errors="replace") != text:
-                raise InputError(f"'{path}' is of another model", hint="choose a folder with `output`")
+                raise InputError(
+                    f"'{path}' is of another model", hint="choose a folder with `output`"
+                )
         for name, text in texts.items():
             write_text(folder / name, text)
         return folder / "model.py"
 
 
 def find_model(name: str) -> NamedModel:
-    """Return the model of a name in `MODELS`, a class of transformers or a config.json; raise InputError for others."""
-    plain = name.lower() if name.lower() in MODELS else _BESIDES.sub("", name.lower().replace("_", "-"))
+    """Return the model of a name in `MODELS`, a class of transformers or a config.json; raise
+    InputError for others.
+    """
+    plain = (
+        name.lower() if name.lower() in MODELS else _BESIDES.sub("", name.lower().replace("_", "-"))
+    )
     if name.endswith(".json"):
         found = _of_file(Path(name))
     elif (config := MODELS.get(ALIASES.get(plain, plain))) is not None:
@@ -99,7 +124,8 @@ def find_model(name: str) -> NamedModel:
             raise InputError(
                 f"there is no model '{name}'",
                 hint=did_you_mean(plain, [*MODELS, *ALIASES]).strip()
-                or "give a model file, a config.json, a class of transformers such as LlamaForCausalLM, or one of "
+                or "give a model file, a config.json, a class of transformers such as "
+                "LlamaForCausalLM, or one of "
                 + ", ".join(MODELS),
             )
         found = NamedModel(name, {"architectures": [name], "model_type": made_from.model_type})
@@ -114,21 +140,28 @@ def _of_file(path: Path) -> NamedModel:
         config = read_json(path)
     except (OSError, ValueError) as cause:
         why = getattr(cause, "strerror", None) or cause
-        raise InputError(f"'{path}' cannot be read as JSON: {why}", hint="name a config.json") from None
+        raise InputError(
+            f"'{path}' cannot be read as JSON: {why}", hint="name a config.json"
+        ) from None
     for field in ("architectures", "model_type"):
         if not isinstance(config, dict) or not config.get(field):
             raise InputError(
                 f"'{path}' has no field '{field}', so it does not say which model it is",
-                hint='a config.json of transformers has, such as "architectures": ["LlamaForCausalLM"]',
+                hint='a config.json of transformers has, such as "architectures": '
+                '["LlamaForCausalLM"]',
             )
     return NamedModel(path.resolve().parent.name if path.stem == "config" else path.stem, config)
 
 
 @contextmanager
 def _transformers(name: str) -> Iterator[Any]:
-    """Import transformers, and say in one sentence what it says in many where it cannot load a model."""
+    """Import transformers, and say in one sentence what it says in many where it cannot load a
+    model.
+    """
     if find_spec("transformers") is None:
-        raise InputError(f"'{name}' is built by transformers, which is not installed", hint=_INSTALL)
+        raise InputError(
+            f"'{name}' is built by transformers, which is not installed", hint=_INSTALL
+        )
     try:
         yield import_module("transformers")
     except (ImportError, RuntimeError, ValueError) as error:
@@ -137,5 +170,6 @@ def _transformers(name: str) -> Iterator[Any]:
             cause = cause.__cause__
         raise InputError(
             f"transformers cannot load '{name}': {str(cause).splitlines()[0].partition('. ')[0]}",
-            hint="the name may be of another version of transformers, or torchvision of another build than torch",
+            hint="the name may be of another version of transformers, or torchvision of another "
+            "build than torch",
         ) from error

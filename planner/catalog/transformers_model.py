@@ -1,4 +1,5 @@
-"""A model of Hugging Face's transformers with random weights, as config.json beside this file describes it.
+"""A model of Hugging Face's transformers with random weights, as config.json beside this file
+describes it.
 
 Needs `transformers` (pip install 'transformers>=4.50'). Nothing is downloaded.
 """
@@ -13,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 LENGTH = 2048  # tokens of a sample, where the model reads tokens
-TOKEN_LABELS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")  # a label for each token
+# a label for each token
+TOKEN_LABELS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")
 SAMPLE_LABELS = ("ForSequenceClassification", "ForImageClassification")  # one for each sample
 
 

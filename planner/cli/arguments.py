@@ -1,4 +1,6 @@
-"""Declare a verb and its flags: those of the records in `planner.options`, and what several verbs share."""
+"""Declare a verb and its flags: those of the records in `planner.options`, and what several verbs
+share.
+"""
 
 from __future__ import annotations
 
@@ -28,18 +30,31 @@ PLAN, PROFILE = Path("plan.json"), Path("profile.json")
 
 
 def declare(
-    verbs: Verbs, name: str, summary: str, description: str, run: Callable[[argparse.Namespace], int]
+    verbs: Verbs,
+    name: str,
+    summary: str,
+    description: str,
+    run: Callable[[argparse.Namespace], int],
 ) -> argparse.ArgumentParser:
-    """Return the parser of a new verb, which `run` runs; `plan --help` lists it with its summary."""
+    """Return the parser of a new verb, which `run` runs; `plan --help` lists it with its
+    summary.
+    """
     parser = verbs.add_parser(name, help=summary, description=description)
     parser.set_defaults(run=run)
     return parser
 
 
 def add_options(
-    parser: argparse._ActionsContainer, record: type, *names: str, more: str = "", told: str = "", **changes: Any
+    parser: argparse._ActionsContainer,
+    record: type,
+    *names: str,
+    more: str = "",
+    told: str = "",
+    **changes: Any,
 ) -> None:
-    """Declare the flags of these fields of a record, or of all; of one field change the help, the default, and more."""
+    """Declare the flags of these fields of a record, or of all; of one field change the help, the
+    default, and more.
+    """
     for each, option in options_in(record):
         if (names and each.name not in names) or (flag := flag_of(each.name, option)) is None:
             continue
@@ -47,8 +62,14 @@ def add_options(
         stated = told or option.told or _written(each.default)
         after = f" (default: {as_flags(stated)})" if stated else ""
         shown = f"{text}{more}{after}"
-        keywords = {"dest": each.name, "default": None, "help": Advanced(shown) if option.advanced else shown}
-        parser.add_argument(flag, *option.aliases, **_by_type(each.type, option) | keywords | changes)
+        keywords = {
+            "dest": each.name,
+            "default": None,
+            "help": Advanced(shown) if option.advanced else shown,
+        }
+        parser.add_argument(
+            flag, *option.aliases, **_by_type(each.type, option) | keywords | changes
+        )
 
 
 def _written(default: Any) -> str:
@@ -58,8 +79,11 @@ def _written(default: Any) -> str:
 
 
 def _by_type(kind: Any, option: Option) -> dict[str, Any]:
-    """Return what argparse has to know of an option whose values are of this type; the record checks their bounds."""
-    if isinstance(kind, str) or option.repeat:  # a type that this module does not import; the texts of a list
+    """Return what argparse has to know of an option whose values are of this type; the record
+    checks their bounds.
+    """
+    # a type that this module does not import; the texts of a list
+    if isinstance(kind, str) or option.repeat:
         kind = str
     if get_origin(kind) in (Union, UnionType):
         kind = next(part for part in get_args(kind) if part is not type(None))
@@ -79,7 +103,9 @@ def given_options(record: type, args: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def read_options(record: Callable[..., RecordT], args: argparse.Namespace, **others: Any) -> RecordT:
+def read_options(
+    record: Callable[..., RecordT], args: argparse.Namespace, **others: Any
+) -> RecordT:
     """Return the record of what the user gave, and its defaults for the rest."""
     return record(**given_options(record, args) | others)  # type: ignore[arg-type]
 
@@ -87,24 +113,36 @@ def read_options(record: Callable[..., RecordT], args: argparse.Namespace, **oth
 def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the group "cluster"; `cluster_of` reads it."""
     group = parser.add_argument_group(
-        "cluster", "--servers, --gpus-per-server and --bandwidth; or --gpus and --bandwidth; or --cluster"
+        "cluster",
+        "--servers, --gpus-per-server and --bandwidth; or --gpus and --bandwidth; or --cluster",
     )
     add_options(group, ClusterOptions)
 
 
 def cluster_of(args: argparse.Namespace, profile: planner.Profile) -> planner.Cluster:
-    """Return the cluster that the arguments describe; raise ClusterError when they do not describe one."""
+    """Return the cluster that the arguments describe; raise ClusterError when they do not describe
+    one.
+    """
     return planner.cluster(profile, **given_options(ClusterOptions, args))
 
 
 def add_plan_argument(parser: argparse.ArgumentParser) -> None:
     """Declare --plan for a verb that reads a plan and nothing else."""
-    parser.add_argument("--plan", type=Path, default=PLAN, metavar="FILE", help="plan to read (default: %(default)s)")
+    parser.add_argument(
+        "--plan",
+        type=Path,
+        default=PLAN,
+        metavar="FILE",
+        help="plan to read (default: %(default)s)",
+    )
 
 
 def add_profile_argument(parser: argparse.ArgumentParser) -> None:
     """Declare --profile for a verb that solves."""
-    help = "profile to read, from `plan profile`; or one for each kind of GPU, as in a100=a.json,t4=b.json "
+    help = (
+        "profile to read, from `plan profile`; or one for each kind of GPU, as in "
+        "a100=a.json,t4=b.json "
+    )
     help += "(default: %(default)s)"
     parser.add_argument("--profile", default=str(PROFILE), metavar="FILE", help=help)
 
@@ -117,20 +155,34 @@ def add_output_argument(
     parser.add_argument("-o", "--output", type=Path, default=default, metavar="FILE", help=help)
 
 
-def add_folder_argument(parser: argparse.ArgumentParser, help: str, default: Path | None = None) -> None:
-    """Declare --output for a folder, whose name is `place` then: nothing is tried out beforehand."""
-    parser.add_argument("-o", "--output", dest="place", type=Path, default=default, metavar="DIR", help=help)
+def add_folder_argument(
+    parser: argparse.ArgumentParser, help: str, default: Path | None = None
+) -> None:
+    """Declare --output for a folder, whose name is `place` then: nothing is tried out
+    beforehand.
+    """
+    parser.add_argument(
+        "-o", "--output", dest="place", type=Path, default=default, metavar="DIR", help=help
+    )
 
 
-def add_rule_arguments(parser: argparse.ArgumentParser, record: type[StageRules] = StageRules) -> None:
+def add_rule_arguments(
+    parser: argparse.ArgumentParser, record: type[StageRules] = StageRules
+) -> None:
     """Declare what stages may be like, and how long to search."""
-    add_options(parser.add_argument_group("stages"), record, *(each.name for each, _ in options_in(StageRules)))
+    add_options(
+        parser.add_argument_group("stages"),
+        record,
+        *(each.name for each, _ in options_in(StageRules)),
+    )
     add_options(parser, SolveOptions, "time_limit_s")
 
 
 @contextmanager
 def clock_of(args: argparse.Namespace) -> Iterator[Clock]:
-    """Start the clock of all that the verb does, by the arguments, and show on stderr how far the searches are."""
+    """Start the clock of all that the verb does, by the arguments, and show on stderr how far the
+    searches are.
+    """
     from planner.solver.clock import Clock
 
     with searching() as progress:

@@ -1,4 +1,5 @@
-"""Colours of answers on a terminal that has them: what does not fit, what is stale, and what limits a plan.
+"""Colours of answers on a terminal that has them: what does not fit, what is stale, and what limits
+a plan.
 
 https://no-color.org: nothing is coloured where NO_COLOR is set.
 """
@@ -9,7 +10,12 @@ from typing import TextIO
 
 _RED, _YELLOW, _BOLD, _PLAIN = "\x1b[31m", "\x1b[33m", "\x1b[1m", "\x1b[0m"
 _STYLES = (
-    (re.compile(r"does not fit(?: \([^)]*\))?|TRAINING MAY NOT CONVERGE|no plan fits", re.IGNORECASE), _RED),
+    (
+        re.compile(
+            r"does not fit(?: \([^)]*\))?|TRAINING MAY NOT CONVERGE|no plan fits", re.IGNORECASE
+        ),
+        _RED,
+    ),
     (re.compile(r"gradients up to \d+ updates? stale|up to \d+ updates? stale"), _YELLOW),
     (re.compile(r"^limited by\s.*$", re.MULTILINE), _BOLD),
 )

@@ -80,12 +80,16 @@ def build_parser() -> Parser:
 
     for each in subparsers.choices.values():
         if "--json" not in each._option_string_actions:
-            each.add_argument("--json", action="store_true", help="print the answer as JSON, files by their names")
+            each.add_argument(
+                "--json", action="store_true", help="print the answer as JSON, files by their names"
+            )
         each.add_help_all()
     # On each verb, so that it stands where people add it: at the end.
     for each in (parser, *subparsers.choices.values()):
         help = "more about an answer, such as the solver and its bound; -vv: tracebacks, too"
-        each.add_argument("-v", action="count", dest="verbosity", default=argparse.SUPPRESS, help=help)
+        each.add_argument(
+            "-v", action="count", dest="verbosity", default=argparse.SUPPRESS, help=help
+        )
     return parser
 
 
@@ -97,14 +101,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = _run(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
         return code
-    except BrokenPipeError:  # who reads stdout has left, as in `plan show | head`; the interpreter flushes at exit
+    # who reads stdout has left, as in `plan show | head`; the interpreter flushes at exit
+    except BrokenPipeError:
         _leave_stdout()
         return 1
 
 
 def _run(arguments: list[str]) -> int:
     if logging.lastResort is not None:
-        logging.lastResort.setFormatter(PrintableFormatter())  # warnings of the library in this process
+        # warnings of the library in this process
+        logging.lastResort.setFormatter(PrintableFormatter())
     verbose, as_json = False, "--json" in arguments  # also where they cannot be parsed
     try:
         parser = build_parser()
@@ -124,9 +130,11 @@ def _run(arguments: list[str]) -> int:
     except (Exception, KeyboardInterrupt) as error:
         failure = _failure(error)
         code = INTERRUPTED if isinstance(error, KeyboardInterrupt) else failure.exit_code
-        # The answer of workers is that of all, after restarts. What fails after the answer adds none to it.
+        # The answer of workers is that of all, after restarts. What fails after the answer adds
+        # none to it.
         told = as_json and "RANK" not in os.environ and not answered()
-        _finish_stdout(failure, code, as_json=told)  # what was printed before the failure comes before the message
+        # what was printed before the failure comes before the message
+        _finish_stdout(failure, code, as_json=told)
         if verbose:
             sys.stderr.write(printable(traceback.format_exc()))
         print_complaint("error", failure.message, failure.hint)
@@ -134,13 +142,18 @@ def _run(arguments: list[str]) -> int:
 
 
 def _finish_stdout(failure: PlannerError, code: int, *, as_json: bool) -> None:
-    """Write all that is to be on stdout, with the failure as JSON; nothing where stdout takes no more.
+    """Write all that is to be on stdout, with the failure as JSON; nothing where stdout takes no
+    more.
 
     The failure is told on stderr then, and may be that of stdout itself: its disk is full.
     """
     try:
         if as_json:
-            told = {"error": as_flags(failure.message), "hint": as_flags(failure.hint), "exit_code": code}
+            told = {
+                "error": as_flags(failure.message),
+                "hint": as_flags(failure.hint),
+                "exit_code": code,
+            }
             print(json.dumps(told, indent=1))
         sys.stdout.flush()
     except OSError:
@@ -161,7 +174,9 @@ def _unknown(parser: Parser, verb: str, unknown: Sequence[str]) -> InputError:
     if given.startswith("--") and not hint:
         hint = did_you_mean(given[2:], options[verb])
     hint += f"{given} is an option of {', '.join(others)}; " if others else ""
-    return InputError(f"`plan {verb}` does not know {' '.join(unknown)}", hint=f"{hint}see: plan {verb} --help")
+    return InputError(
+        f"`plan {verb}` does not know {' '.join(unknown)}", hint=f"{hint}see: plan {verb} --help"
+    )
 
 
 def _out_of_range(error: ValueError) -> PlannerError | None:
@@ -181,7 +196,8 @@ def _failure(error: BaseException) -> PlannerError:
         case RuntimeError() if str(error) == "can't start new thread":
             return PlannerError(
                 "the system refused: no more threads can be started",
-                hint="raise the limit of processes and threads, which `ulimit -u` shows, or end other programs",
+                hint="raise the limit of processes and threads, which `ulimit -u` shows, or end "
+                "other programs",
             )
         case ValueError() if (sentence := _out_of_range(error)) is not None:
             return sentence

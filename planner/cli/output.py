@@ -1,4 +1,6 @@
-"""Print answers on stdout and all else on stderr, with the arguments that messages name in backticks as flags."""
+"""Print answers on stdout and all else on stderr, with the arguments that messages name in
+backticks as flags.
+"""
 
 import argparse
 import json
@@ -18,8 +20,20 @@ from planner.options.cluster import ClusterOptions
 from planner.options.option import flag_of, options_in
 from planner.options.profiling import EstimateArguments, ProfileOptions
 from planner.options.solving import Progress, SolveOptions
-from planner.options.training import CheckpointOptions, ElasticOptions, RunOptions, TrainArguments, TrainingOptions
-from planner.options.verbs import FitOptions, PriceOptions, QuickstartOptions, ReportOptions, SelftestOptions
+from planner.options.training import (
+    CheckpointOptions,
+    ElasticOptions,
+    RunOptions,
+    TrainArguments,
+    TrainingOptions,
+)
+from planner.options.verbs import (
+    FitOptions,
+    PriceOptions,
+    QuickstartOptions,
+    ReportOptions,
+    SelftestOptions,
+)
 from planner.terminal import ProgressLine, printable
 from planner.units import format_seconds
 
@@ -35,7 +49,8 @@ _PLAIN_NUMBER = re.compile(r"[0-9][0-9_.]*(e[+-]?[0-9]+)?")
 _OWN = """
     against by estimate json links output plan profile stages to top
 """
-# Names of Python parameters that differ from the flag's, and the unit that the flag wants after a plain number.
+# Names of Python parameters that differ from the flag's, and the unit that the flag wants after a
+# plain number.
 _OTHER_NAMES = {
     "bandwidth_bytes_per_s": ("--bandwidth", "B/s"),
     "latency_s": ("--latency", "s"),
@@ -49,9 +64,15 @@ _KEEPING = (CheckpointOptions, ElasticOptions, RunOptions)
 _RECORDS = (ClusterOptions, *_VERBS, *_RUNNING, *_KEEPING)
 _OPTIONS = {each.name: option for record in _RECORDS for each, option in options_in(record)}
 FLAGS = {name: (f"--{name.replace('_', '-')}", "") for name in _OWN.split()} | _OTHER_NAMES
-FLAGS |= {name: (flag, option.unit) for name, option in _OPTIONS.items() if (flag := flag_of(name, option))}
+FLAGS |= {
+    name: (flag, option.unit)
+    for name, option in _OPTIONS.items()
+    if (flag := flag_of(name, option))
+}
 # Names of flags that other programs have.
-ALIASES = frozenset(alias for record in _RECORDS for _, option in options_in(record) for alias in option.aliases)
+ALIASES = frozenset(
+    alias for record in _RECORDS for _, option in options_in(record) for alias in option.aliases
+)
 # What stands for False.
 NEGATIONS = {"overlap": "--no-overlap", "shared": "--own-links"}
 NEGATIONS |= {name: option.negation for name, option in _OPTIONS.items() if option.negation}
@@ -63,7 +84,9 @@ SELDOM_S = 10.0  # elsewhere, where every line stays
 
 
 def as_flags(text: str) -> str:
-    """Replace arguments in backticks by flags: "`keep=0`" is "--keep 0", "`scale_lr=True`" is "--scale-lr"."""
+    """Replace arguments in backticks by flags: "`keep=0`" is "--keep 0", "`scale_lr=True`" is
+    "--scale-lr".
+    """
 
     def flag_in(argument: re.Match[str]) -> str:
         name, value = argument[1], argument[2]
@@ -113,7 +136,9 @@ def print_progress(text: str) -> None:
 
 
 def print_late(failures: "Iterable[LateFailure]") -> int:
-    """Print what could not be written once the answer was known; return the exit code, 1 if it was asked for."""
+    """Print what could not be written once the answer was known; return the exit code, 1 if it was
+    asked for.
+    """
     code = 0
     for failure in failures:
         print_complaint("error" if failure.asked else "warning", failure.message, failure.hint)
@@ -125,8 +150,9 @@ def print_late(failures: "Iterable[LateFailure]") -> int:
 def saving(save: Callable[[], None], path: Path) -> Iterator[None]:
     """Save the answer that the block prints, in a file that is then named.
 
-    The file comes second: where it cannot be written, the answer was printed. It is written all the same where the
-    answer cannot be printed, because whoever reads stdout has left or its disk is full.
+    The file comes second: where it cannot be written, the answer was printed. It is written all the
+    same where the answer cannot be printed, because whoever reads stdout has left or its disk is
+    full.
     """
     try:
         yield
@@ -136,14 +162,18 @@ def saving(save: Callable[[], None], path: Path) -> Iterator[None]:
 
 
 def print_written(path: Path, *, as_json: bool = False) -> None:
-    """Print on stderr which file was written; as JSON on stdout, where the file is the whole answer."""
+    """Print on stderr which file was written; as JSON on stdout, where the file is the whole
+    answer.
+    """
     if as_json:
         print_result(json.dumps({"written": str(path)}, indent=1))
     print_progress(f"written to {path}")
 
 
 def try_outputs(args: argparse.Namespace) -> None:
-    """Raise PlannerError for the first file that a verb is to write and cannot, before it begins."""
+    """Raise PlannerError for the first file that a verb is to write and cannot, before it
+    begins.
+    """
     from planner.formats.files import check_writable
 
     for name in ("output", "trace"):
@@ -177,7 +207,9 @@ def searching() -> Iterator[Progress]:
 
 @contextmanager
 def stopped_by_interrupt(stop: threading.Event) -> Iterator[None]:
-    """Let the first Ctrl-C set the event, so that searches answer with the best plan so far; the second ends all."""
+    """Let the first Ctrl-C set the event, so that searches answer with the best plan so far; the
+    second ends all.
+    """
 
     def interrupt(*_: object) -> None:
         if stop.is_set():
@@ -198,7 +230,10 @@ def progress_text(progress: Progress) -> str:
 
     parts = ["no plan so far"]
     if progress.config:
-        parts = [f"best so far {config_words(progress.config)}, {format_seconds(progress.best_s)} per minibatch"]
+        parts = [
+            f"best so far {config_words(progress.config)}, {format_seconds(progress.best_s)} per "
+            f"minibatch"
+        ]
     if 0 < progress.bound_s < math.inf:  # no plan is known to fit where it is infinite
         parts.append(f"no plan takes less than {format_seconds(progress.bound_s)}")
     if progress.ends_at_s is not None:

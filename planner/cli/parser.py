@@ -1,6 +1,8 @@
-"""The parser of `plan`: verbs in groups, and a help that shows the options of a first week unless asked for all.
+"""The parser of `plan`: verbs in groups, and a help that shows the options of a first week unless
+asked for all.
 
-`--help` leaves out options whose help is `Advanced`, and other names of an option. `--help-all` shows both.
+`--help` leaves out options whose help is `Advanced`, and other names of an option. `--help-all`
+shows both.
 """
 
 import argparse
@@ -12,7 +14,8 @@ from typing import Any, NoReturn
 from planner.cli.output import ALIASES
 from planner.errors import InputError, did_you_mean
 
-_NEGATIVE = re.compile(r"-\d")  # so that "-1Gbps" is a value, and its option says what is wrong with it
+# so that "-1Gbps" is a value, and its option says what is wrong with it
+_NEGATIVE = re.compile(r"-\d")
 HELP_ALL = "--help-all"
 
 

@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import NoReturn
 
 import planner
-from planner.cli.arguments import PROFILE, Verbs, add_options, add_output_argument, declare, given_options
+from planner.cli.arguments import (
+    PROFILE,
+    Verbs,
+    add_options,
+    add_output_argument,
+    declare,
+    given_options,
+)
 from planner.cli.output import print_answer, print_progress, saving
 from planner.errors import InputError
 from planner.options.profiling import EstimateArguments, ProfileOptions
@@ -38,7 +45,13 @@ _ONLY_ESTIMATES = ("calibrate", "device_file", "host")
 
 
 def add_parser(verbs: Verbs) -> None:
-    parser = declare(verbs, "profile", "measure what each layer of a model costs on this device", DESCRIPTION, run)
+    parser = declare(
+        verbs,
+        "profile",
+        "measure what each layer of a model costs on this device",
+        DESCRIPTION,
+        run,
+    )
     help = "model file, or model.py:builder for another function than build_model"
     parser.add_argument("model", nargs="?", help=help)
     add_options(parser, ProfileOptions, "batch_size")
@@ -54,7 +67,10 @@ def add_parser(verbs: Verbs) -> None:
     add_options(estimates, EstimateArguments, *_ONLY_ESTIMATES[1:])
     add_options(parser.add_argument_group("measuring"), ProfileOptions, "seconds", "repeats")
     links = parser.add_argument_group("links")
-    help = "measure the links between the workers that torchrun started, instead of a model, and write cluster.json"
+    help = (
+        "measure the links between the workers that torchrun started, instead of a model, and "
+        "write cluster.json"
+    )
     links.add_argument("--links", action="store_true", help=help)
     add_options(links, TrainArguments, "backend")
     add_output_argument(parser, told=f"{PROFILE}; with --links cluster.json")
@@ -67,7 +83,9 @@ def run(args: argparse.Namespace) -> int:
     if args.links:
         _run_links(args)
     if args.model is None:
-        raise InputError("there is no model file to profile", hint="name one: plan profile model.py")
+        raise InputError(
+            "there is no model file to profile", hint="name one: plan profile model.py"
+        )
     output = args.output or PROFILE
     check_writable(output)
     profile = _estimated(args) if args.estimate else _measured(args)
@@ -82,9 +100,15 @@ def _run_links(args: argparse.Namespace) -> NoReturn:
     from planner.workers.ending import end_process
 
     if args.model is not None:
-        raise InputError(f"--links measures no model, but '{args.model}' was given", hint="leave out one of the two")
+        raise InputError(
+            f"--links measures no model, but '{args.model}' was given",
+            hint="leave out one of the two",
+        )
     if args.device is not None and ":" in args.device:
-        raise InputError(f"--links chooses a GPU for each worker, not '--device {args.device}'", hint="give its kind")
+        raise InputError(
+            f"--links chooses a GPU for each worker, not '--device {args.device}'",
+            hint="give its kind",
+        )
     cluster = measure_cluster(device=args.device, backend=args.backend)
     if cluster is not None:  # rank 0
         output = args.output or Path("cluster.json")
@@ -98,7 +122,9 @@ def _measured(args: argparse.Namespace) -> planner.Profile:
 
     for name in _ONLY_ESTIMATES:
         if getattr(args, name):
-            raise InputError(f"`{name}` is for estimates", hint=f"add `estimate`, or leave out `{name}`")
+            raise InputError(
+                f"`{name}` is for estimates", hint=f"add `estimate`, or leave out `{name}`"
+            )
     keep_freed_pages()  # as the workers do
     line, phases = ProgressLine(), set[str]()
 

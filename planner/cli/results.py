@@ -1,7 +1,8 @@
 """Results go to stdout, and nothing else does: what a user's code prints goes to stderr.
 
-A model file may print while it is imported, in `forward`, in `dataset()`, from C, or in a worker process. In the midst
-of `--json` that would be no JSON. So while a verb runs, stdout leads to stderr, also for the processes that it starts.
+A model file may print while it is imported, in `forward`, in `dataset()`, from C, or in a worker
+process. In the midst of `--json` that would be no JSON. So while a verb runs, stdout leads to
+stderr, also for the processes that it starts.
 """
 
 import os
@@ -38,7 +39,9 @@ def print_table(text: str) -> None:
 
 
 def print_json(text: str) -> None:
-    """Print a JSON document, or a part of one, on stdout: with JSON's escapes where its encoding lacks a character."""
+    """Print a JSON document, or a part of one, on stdout: with JSON's escapes where its encoding
+    lacks a character.
+    """
     stream = _results or sys.stdout
     print_result(printable_json(encodable_json(text, stream.encoding)))
 
@@ -71,7 +74,9 @@ def results_apart() -> Iterator[None]:
 
 @contextmanager
 def results_left_to_workers() -> Iterator[None]:
-    """Let stdout lead to its own end again, for processes that are started meanwhile and print the answer."""
+    """Let stdout lead to its own end again, for processes that are started meanwhile and print the
+    answer.
+    """
     if _results is None or not _moved:
         yield
         return
@@ -85,7 +90,9 @@ def results_left_to_workers() -> Iterator[None]:
 
 @contextmanager
 def _descriptor_apart() -> Iterator[TextIO | None]:
-    """Let the process's own stdout lead to its stderr; yield what leads to the former, or None where it is replaced."""
+    """Let the process's own stdout lead to its stderr; yield what leads to the former, or None
+    where it is replaced.
+    """
     stdout = sys.__stdout__
     replaced = sys.stdout is not stdout or sys.stderr is not sys.__stderr__
     if stdout is None or replaced or stdout.fileno() != _STDOUT:

@@ -54,11 +54,16 @@ or DeepSpeed run give on this cluster? The plan is written like any other, so th
 
 
 def add_parser(verbs: arguments.Verbs) -> None:
-    parser = arguments.declare(verbs, "solve", "find the fastest plan for a profile and a cluster", SOLVE, solve)
+    parser = arguments.declare(
+        verbs, "solve", "find the fastest plan for a profile and a cluster", SOLVE, solve
+    )
     arguments.add_cluster_arguments(parser)
     arguments.add_profile_argument(parser)
     arguments.add_output_argument(parser, arguments.PLAN)
-    every = f"; {AUTO}: the fastest of all that train as one device does, and with --max-staleness of all"
+    every = (
+        f"; {AUTO}: the fastest of all that train as one device does, and with "
+        f"--max-staleness of all"
+    )
     arguments.add_options(parser, SolveOptions, "schedule", choices=[*NAMES, AUTO], more=every)
     arguments.add_options(parser, SolveOptions, "microbatches", "minibatch", "chunks", "depth")
     arguments.add_options(parser, SolveOptions, "accept_divided_loss", "survive")
@@ -73,11 +78,18 @@ def add_parser(verbs: arguments.Verbs) -> None:
     arguments.add_options(parser, FitOptions, "servers", "gpus_per_server")
     parser.add_argument("--gpus", type=count, metavar="N", help="number of GPUs in all")
     arguments.add_options(parser, FitOptions, "bandwidth", "memory", "compress", "length")
-    arguments.add_options(parser, FitOptions, "batch_size", "minibatch", "tokens", "dtype", "autocast")
+    arguments.add_options(
+        parser, FitOptions, "batch_size", "minibatch", "tokens", "dtype", "autocast"
+    )
     whole = [schedule for schedule in SCHEDULES if not schedule.chunked]
-    arguments.add_options(parser, FitOptions, "schedule", choices=list(map(str, whole)), help=summaries(whole))
+    arguments.add_options(
+        parser, FitOptions, "schedule", choices=list(map(str, whole)), help=summaries(whole)
+    )
     arguments.add_rule_arguments(parser, FitOptions)
-    help = "folder for model.py, profile.json and plan.json (default: the model's name; for a model file, its own)"
+    help = (
+        "folder for model.py, profile.json and plan.json (default: the model's name; for a "
+        "model file, its own)"
+    )
     arguments.add_folder_argument(parser, help)
 
     parser = arguments.declare(verbs, "price", "price stages that you chose yourself", PRICE, price)
@@ -85,8 +97,14 @@ def add_parser(verbs: arguments.Verbs) -> None:
     arguments.add_profile_argument(parser)
     arguments.add_output_argument(parser, arguments.PLAN)
     stages = parser.add_argument_group("stages")
-    help = "4: that many stages, of equally many of the model's blocks, or of its layers where it has no lists of "
-    help += "modules; 6,6,7,5: the blocks of each stage; or the last layer of each stage but the final one"
+    help = (
+        "4: that many stages, of equally many of the model's blocks, or of its layers where "
+        "it has no lists of "
+    )
+    help += (
+        "modules; 6,6,7,5: the blocks of each stage; or the last layer of each stage but the "
+        "final one"
+    )
     stages.add_argument("--stages", metavar="N|N,N|LAYER,LAYER", required=True, help=help)
     arguments.add_options(stages, PriceOptions)
 
@@ -112,7 +130,9 @@ def solve(args: argparse.Namespace) -> int:
 def next_commands(plan: planner.Plan, args: argparse.Namespace) -> str:
     """Return the line with which an answer ends: what to type next."""
     named = "" if args.output == arguments.PLAN else f" --plan {shlex.quote(str(args.output))}"
-    profile = "" if args.profile == str(arguments.PROFILE) else f" --profile {shlex.quote(args.profile)}"
+    profile = (
+        "" if args.profile == str(arguments.PROFILE) else f" --profile {shlex.quote(args.profile)}"
+    )
     train = f", or plan train MODEL.py{named}" if plan.trainable else ""
     return f"next: plan report{named}{profile}{train}"
 
@@ -126,18 +146,33 @@ def complaints(plan: planner.Plan, profile: planner.Profile) -> Iterator[tuple[s
     from planner.reporting.tables.profile import shared_host_notes, uncut_notes
     from planner.units import format_bytes, format_memory
 
-    if plan.cluster.memory_bytes is not None and plan.cluster.memory_bytes == planned_bytes(profile.device):
-        share = f"{PLANNED:.0%} of the {format_memory(profile.device.memory_bytes or 0)} that the profiled GPU has"
-        yield "note", f"plans fill {share}, for fragments and what libraries take", "`memory` gives another limit"
+    if plan.cluster.memory_bytes is not None and plan.cluster.memory_bytes == planned_bytes(
+        profile.device
+    ):
+        share = (
+            f"{PLANNED:.0%} of the {format_memory(profile.device.memory_bytes or 0)} that "
+            f"the profiled GPU has"
+        )
+        yield (
+            "note",
+            f"plans fill {share}, for fragments and what libraries take",
+            "`memory` gives another limit",
+        )
     if warning := staleness_warning(plan):
         yield "warning", *warning
-    shared = list(shared_weights([stage.layers for stage in plan.stages], trained_parameters(profile)))
+    shared = list(
+        shared_weights([stage.layers for stage in plan.stages], trained_parameters(profile))
+    )
     if problem := obstacle(plan, shared):
         yield "warning", *problem
     elif shared:
         size = format_bytes(sum(pair.gradient_bytes for pair in plan.shared))
         left_out = "" if plan.predicted.by == "simulation" else ", which the prediction leaves out"
-        yield "note", shared[0].sentence(f"; they exchange gradients of up to {size} per update{left_out}"), ""
+        yield (
+            "note",
+            shared[0].sentence(f"; they exchange gradients of up to {size} per update{left_out}"),
+            "",
+        )
     for text, hint in (*uncut_notes(profile), *shared_host_notes(plan, profile)):
         yield "note", text, hint
 
@@ -153,7 +188,9 @@ def fit(args: argparse.Namespace) -> int:
         )
     with output.searching() as progress:
         output.print_progress(f"estimating {args.model} ...")
-        answer = planner.fit(args.model, gpus, **arguments.given_options(FitOptions, args), progress=progress)
+        answer = planner.fit(
+            args.model, gpus, **arguments.given_options(FitOptions, args), progress=progress
+        )
     output.print_answer(answer, args.json)
     code = output.print_late(answer.late_failures)
     if answer.asked.plan is None:
@@ -162,7 +199,9 @@ def fit(args: argparse.Namespace) -> int:
         return code
     model = answer.model_file  # of another folder, with the way from here to there
     files, train = "" if Path(model).name != model else f"{model}, ", f"plan train {model}"
-    output.print_progress("\n" + NEXT.format(folder=answer.folder, files=files, train=train, model=Path(model).name))
+    output.print_progress(
+        "\n" + NEXT.format(folder=answer.folder, files=files, train=train, model=Path(model).name)
+    )
     return 0
 
 
@@ -173,7 +212,9 @@ def price(args: argparse.Namespace) -> int:
 
     profile = read_profile(args.profile)
     cluster = arguments.cluster_of(args, profile)
-    plan = planner.price(profile, cluster, args.stages, **arguments.given_options(PriceOptions, args))
+    plan = planner.price(
+        profile, cluster, args.stages, **arguments.given_options(PriceOptions, args)
+    )
     missing = missing_memory(plan)
     with output.saving(partial(planner.save_plan, plan, args.output), args.output):
         if not (missing and args.json):  # which prints one record: the plan, or why there is none

@@ -14,7 +14,13 @@ import planner
 from planner.cli import arguments, output
 from planner.cli.results import print_result, results_left_to_workers
 from planner.options.option import refuse
-from planner.options.training import CheckpointOptions, ElasticOptions, RunOptions, TrainArguments, TrainingOptions
+from planner.options.training import (
+    CheckpointOptions,
+    ElasticOptions,
+    RunOptions,
+    TrainArguments,
+    TrainingOptions,
+)
 from planner.options.verbs import QuickstartOptions, SelftestOptions
 from planner.terminal import printable
 
@@ -72,11 +78,20 @@ NEXT = """\
 
 def add_train(verbs: arguments.Verbs) -> None:
     parser = arguments.declare(verbs, "train", "train the model as the plan says", TRAIN, train)
-    parser.add_argument("model", help="model file, or model.py:builder for another function than build_model")
+    parser.add_argument(
+        "model", help="model file, or model.py:builder for another function than build_model"
+    )
     arguments.add_plan_argument(parser)
     arguments.add_options(parser.add_mutually_exclusive_group(), TrainArguments, "steps", "epochs")
     arguments.add_options(
-        parser, TrainArguments, "seed", "device", "backend", "save_weights", "defer_weights", "baseline"
+        parser,
+        TrainArguments,
+        "seed",
+        "device",
+        "backend",
+        "save_weights",
+        "defer_weights",
+        "baseline",
     )
     arguments.add_options(parser.add_argument_group("how to train"), TrainingOptions)
     arguments.add_options(parser.add_argument_group("checkpoints"), CheckpointOptions)
@@ -87,7 +102,9 @@ def add_train(verbs: arguments.Verbs) -> None:
 def add_export(verbs: arguments.Verbs) -> None:
     summary = "write the plan for Megatron or torchtitan"
     parser = arguments.declare(verbs, "export", summary, EXPORT, export)
-    parser.add_argument("--to", choices=["megatron", "torchtitan"], required=True, help="the other system")
+    parser.add_argument(
+        "--to", choices=["megatron", "torchtitan"], required=True, help="the other system"
+    )
     arguments.add_plan_argument(parser)
     arguments.add_output_argument(parser, output.STDOUT, "stdout")
 
@@ -108,7 +125,9 @@ def train(args: argparse.Namespace) -> int:
         refuse(args, "elastic", "baseline", why=", which changes the plan")
         check_elastic(plan, losing)
         plan, left = plan_left(plan) if as_worker else (plan, "")
-    continued = after_torchrun_restart(checkpoints, elastic=elastic) if as_worker or elastic else None
+    continued = (
+        after_torchrun_restart(checkpoints, elastic=elastic) if as_worker or elastic else None
+    )
     asked = arguments.read_options(
         TrainArguments,
         args,
@@ -127,10 +146,14 @@ def train(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         if checkpoints.every is None:
             output.print_progress(
-                "nothing was saved: with `every=N` a run writes checkpoints, and `resume` continues it"
+                "nothing was saved: with `every=N` a run writes checkpoints, and `resume` "
+                "continues it"
             )
         elif complete(Path(checkpoints.folder)):
-            output.print_progress(f"the same command with `resume` continues from the newest in '{checkpoints.folder}'")
+            output.print_progress(
+                f"the same command with `resume` continues from the newest in "
+                f"'{checkpoints.folder}'"
+            )
         raise
     output.print_answer(result, args.json)
     return output.print_late(result.late_failures)
@@ -187,7 +210,8 @@ def export(args: argparse.Namespace) -> int:
     if plan.loss is not None and plan.loss.weighs:
         output.print_complaint(
             "warning",
-            f"{args.to} does not weigh microbatches by their labels as `plan train` does, so it trains another loss",
+            f"{args.to} does not weigh microbatches by their labels as `plan train` does, so it "
+            f"trains another loss",
             "weigh them in the loss function: a comment in the text says how they count",
         )
     if args.output == output.STDOUT:
@@ -202,10 +226,16 @@ def add_tours(verbs: arguments.Verbs) -> None:
     parser = arguments.declare(
         verbs, "quickstart", "try profile, solve and train on this machine", QUICKSTART, quickstart
     )
-    arguments.add_folder_argument(parser, "folder to work in (default: %(default)s)", Path("quickstart"))
+    arguments.add_folder_argument(
+        parser, "folder to work in (default: %(default)s)", Path("quickstart")
+    )
     arguments.add_options(parser, QuickstartOptions)
     parser = arguments.declare(
-        verbs, "selftest", "check that planning and training work on this machine", SELFTEST, selftest
+        verbs,
+        "selftest",
+        "check that planning and training work on this machine",
+        SELFTEST,
+        selftest,
     )
     arguments.add_options(parser, SelftestOptions)
 
@@ -214,7 +244,9 @@ def quickstart(args: argparse.Namespace) -> int:
     from planner.profiler.this_machine import keep_freed_pages
 
     keep_freed_pages()  # as the workers do
-    options = arguments.given_options(QuickstartOptions, args) | {"show_progress": sys.stderr.isatty()}
+    options = arguments.given_options(QuickstartOptions, args) | {
+        "show_progress": sys.stderr.isatty()
+    }
     answer = planner.quickstart(args.place, **options, on_phase=output.print_progress)
     output.print_answer(answer, args.json)
     code = output.print_late(answer.late_failures)

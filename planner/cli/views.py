@@ -1,4 +1,6 @@
-"""What else a plan says: `show` and `simulate` it, `compare` and `explain` it, and a page with all of that."""
+"""What else a plan says: `show` and `simulate` it, `compare` and `explain` it, and a page with all
+of that.
+"""
 
 import argparse
 from collections.abc import Callable
@@ -52,14 +54,19 @@ its simulation on the same axes.
 def add_show(verbs: arguments.Verbs) -> None:
     parser = arguments.declare(verbs, "show", "show a plan or a profile as tables", SHOW, show)
     parser.add_argument(
-        "file", type=Path, nargs="?", default=arguments.PLAN, help="plan or profile (default: %(default)s)"
+        "file",
+        type=Path,
+        nargs="?",
+        default=arguments.PLAN,
+        help="plan or profile (default: %(default)s)",
     )
     parser.add_argument(
         "--by",
         choices=["order", "time", "output", "weights", "saved"],
         default="order",
         help=Advanced(
-            "sort a profile's layers: in the order of execution, or the largest first (default: %(default)s)"
+            "sort a profile's layers: in the order of execution, or the largest first (default: "
+            "%(default)s)"
         ),
     )
     help = Advanced("show only the first N layers of a profile (default: all)")
@@ -89,14 +96,17 @@ def add_simulate(verbs: arguments.Verbs) -> None:
         type=Path,
         metavar="FILE",
         help=Advanced(
-            "a run of the plan, as a trace or a timeline: simulate the same minibatches, and compare pace, bubble and "
+            "a run of the plan, as a trace or a timeline: simulate the same minibatches, and "
+            "compare pace, bubble and "
             "the times of stages"
         ),
     )
 
 
 def add_report(verbs: arguments.Verbs) -> None:
-    parser = arguments.declare(verbs, "report", "write all about a plan to one HTML file", REPORT_TEXT, report)
+    parser = arguments.declare(
+        verbs, "report", "write all about a plan to one HTML file", REPORT_TEXT, report
+    )
     arguments.add_plan_argument(parser)
     arguments.add_options(parser, ReportOptions)
     arguments.add_output_argument(parser, told=str(REPORT))
@@ -120,7 +130,9 @@ def simulate(args: argparse.Namespace) -> int:
     from planner.reporting.trace import save_trace
 
     plan = planner.load_plan(args.plan)
-    timeline, measured = timelines(plan, arguments.read_options(ReportOptions, args), args.against, "against")
+    timeline, measured = timelines(
+        plan, arguments.read_options(ReportOptions, args), args.against, "against"
+    )
     keeping: AbstractContextManager[None] = nullcontext()
     if args.trace is not None:
         keeping = output.saving(partial(save_trace, timeline, args.trace), args.trace)
@@ -141,7 +153,9 @@ def report(args: argparse.Namespace) -> int:
     path = args.output or REPORT
     check_writable(path)
     with output.searching() as progress:
-        planner.report(args.plan, path, **arguments.given_options(ReportOptions, args), progress=progress)
+        planner.report(
+            args.plan, path, **arguments.given_options(ReportOptions, args), progress=progress
+        )
     output.print_written(path, as_json=args.json)
     return 0
 
@@ -154,6 +168,10 @@ def run_question(args: argparse.Namespace) -> int:
     question: Callable[..., Any] = getattr(planner, args.verb)
     with arguments.clock_of(args) as clock:
         answer = question(read_profile(args.profile), planner.load_plan(args.plan), clock=clock)
-    table = explanation_report(answer, verbose=output.is_verbose(args)) if args.verb == "explain" else None
+    table = (
+        explanation_report(answer, verbose=output.is_verbose(args))
+        if args.verb == "explain"
+        else None
+    )
     output.print_answer(answer, args.json, table)
     return 0

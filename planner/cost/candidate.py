@@ -1,4 +1,6 @@
-"""Candidates: stages that are to be priced, how each of them runs, and the values that cross between them."""
+"""Candidates: stages that are to be priced, how each of them runs, and the values that cross
+between them.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,11 +28,15 @@ class StageOptions(ShardedReplicas, DividedLayers, Recomputes):
 
     replicas: int = 1  # workers that run the stage, each on its share of the units
     level: int = 0  # what two replicas or more divide, as `planner.stages.sharding` numbers it
-    # Each group keeps only the values that enter it, and runs its forward again before its own backward.
+    # Each group keeps only the values that enter it, and runs its forward again before its own
+    # backward.
     recompute: Groups = ()
-    kind: DeviceKind | None = None  # of the devices, where the cluster has several; None for the profiled one
-    tensor: int = 1  # ranks of a replica, which divide every layer between them (`planner.cost.tensor`)
-    group: int = 0  # replicas that divide it between them, where other groups repeat the same; 0 for all of them
+    # of the devices, where the cluster has several; None for the profiled one
+    kind: DeviceKind | None = None
+    # ranks of a replica, which divide every layer between them (`planner.cost.tensor`)
+    tensor: int = 1
+    # replicas that divide it between them, where other groups repeat the same; 0 for all of them
+    group: int = 0
 
     def __post_init__(self) -> None:
         assert not self.shards_optimizer or self.replicas > 1
@@ -70,7 +76,9 @@ class Traffic:
     def amounts(self) -> Floats:
         """Bytes on a link, messages, and bytes as tensors: of activations, then of gradients."""
         sizes = self.output_bytes, self.gradient_bytes
-        return np.array([self.sent_bytes, self.returned_bytes, 1, sizes[1] > 0, *sizes], dtype=np.float64)
+        return np.array(
+            [self.sent_bytes, self.returned_bytes, 1, sizes[1] > 0, *sizes], dtype=np.float64
+        )
 
 
 @dataclass(frozen=True)

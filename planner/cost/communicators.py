@@ -1,4 +1,6 @@
-"""Count a worker's communicators, and add what they and the other overheads take to the memory of its stages."""
+"""Count a worker's communicators, and add what they and the other overheads take to the memory of
+its stages.
+"""
 
 import math
 from collections.abc import Sequence
@@ -13,18 +15,25 @@ from planner.formats.plan_parts import StageMemory
 def communicators(layer_costs: LayerCosts, stages: Sequence[Candidate]) -> list[int]:
     """Return how many communicators a worker has for each of its stages.
 
-    One for each pair of workers, pair of stages and direction, because NCCL runs the operations of one communicator in
-    the order of their calls; one for the all-reduce, and one for weights that replicas divide, with one more for groups
-    that repeat them; and one for the ranks that divide layers.
+    One for each pair of workers, pair of stages and direction, because NCCL runs the operations of
+    one communicator in the order of their calls; one for the all-reduce, and one for weights that
+    replicas divide, with one more for groups that repeat them; and one for the ranks that divide
+    layers.
     """
     counts = []
     for stage in stages:
         options = stage.options
-        own = (stage.replicas > 1, options.shards_gradients, options.repeats_shards, options.divides_layers)
+        own = (
+            stage.replicas > 1,
+            options.shards_gradients,
+            options.repeats_shards,
+            options.divides_layers,
+        )
         counts.append(sum(own))
     shared = {weight.stages for weight in shared_in(layer_costs, stages)}
     for first, second in [*messages(layer_costs, stages), *shared]:
-        # A replica meets the replicas of another stage that take the same units in turn: lcm(r, r') / r of them.
+        # A replica meets the replicas of another stage that take the same units in turn: lcm(r, r')
+        # / r of them.
         met = math.lcm(stages[first].replicas, stages[second].replicas)
         for number in (first, second):
             counts[number] += 2 * met // stages[number].replicas
@@ -39,9 +48,14 @@ def reserves_of(layer_costs: LayerCosts, stages: Sequence[Candidate]) -> list[Re
 
 
 def with_overheads(
-    layer_costs: LayerCosts, stages: Sequence[Candidate], memory: Sequence[StageMemory], workers: Sequence[int]
+    layer_costs: LayerCosts,
+    stages: Sequence[Candidate],
+    memory: Sequence[StageMemory],
+    workers: Sequence[int],
 ) -> tuple[StageMemory, ...]:
-    """Return the memory of a plan's stages, on these workers, with the overheads of their devices."""
+    """Return the memory of a plan's stages, on these workers, with the overheads of their
+    devices.
+    """
     if layer_costs.overheads is None:
         return tuple(memory)
     made: list[StageMemory] = []

@@ -1,27 +1,30 @@
-"""Price a stage that is the whole model, and whose replicas divide more than the optimizer's state: ZeRO-2 and ZeRO-3.
+"""Price a stage that is the whole model, and whose replicas divide more than the optimizer's state:
+ZeRO-2 and ZeRO-3.
 
-Every GPU computes the whole model. With r GPUs, k microbatches on each between two updates, W bytes of weights, G of
-gradients, O of the optimizer's state (Rajbhandari et al. 2020, section 5, figure 1; level 3 is FSDP):
+Every GPU computes the whole model. With r GPUs, k microbatches on each between two updates, W bytes
+of weights, G of gradients, O of the optimizer's state (Rajbhandari et al. 2020, section 5, figure
+1; level 3 is FSDP):
 
     level   each GPU keeps        and exchanges in an update
     1       W + G + O/r           gradients once (reduce-scatter), weights once (all-gather)
     2       W + (W + G + O)/r     gradients k times, because nobody keeps their sum; weights once
     3       (W + G + O)/r         gradients k times, weights 2k times: before each forward and each backward
 
-A reduce-scatter and an all-gather are the halves of a ring all-reduce, (r-1)/r of the bytes each (section 7). PyTorch's
-`fully_shard` divides the model into units, here its blocks and what recomputes together. A GPU holds besides the
-gradients of the unit that runs, twice, and at level 3 the weights of two units: one runs, the next is on its way. At
-level 2 its part of the weights is not one with the gathered ones. Weights that several units use stay as long as the
-whole model runs.
+A reduce-scatter and an all-gather are the halves of a ring all-reduce, (r-1)/r of the bytes each
+(section 7). PyTorch's `fully_shard` divides the model into units, here its blocks and what
+recomputes together. A GPU holds besides the gradients of the unit that runs, twice, and at level 3
+the weights of two units: one runs, the next is on its way. At level 2 its part of the weights is
+not one with the gathered ones. Weights that several units use stay as long as the whole model runs.
 
-Groups of g replicas may divide what there is, and repeat each other (HSDP: `planner.stages.sharding`). Then g takes the
-place of r above, over the links inside a group, and between two updates the r/g replicas that have the same part of the
-gradients all-reduce it once. All g parts do so at once, over the links that GPUs of a server share.
+Groups of g replicas may divide what there is, and repeat each other (HSDP:
+`planner.stages.sharding`). Then g takes the place of r above, over the links inside a group, and
+between two updates the r/g replicas that have the same part of the gradients all-reduce it once.
+All g parts do so at once, over the links that GPUs of a server share.
 
-Exchanges overlap with the computation beside them, except for the first part of the weights or the last of the
-gradients, and for the weights after an update. On CPUs nothing overlaps, for `fully_shard` has no streams there; what
-an exchange adds to the computations around it is measured there by `planner.profiler.links`. Level 1 may be in any
-stage of a plan: see `planner.cost.models`.
+Exchanges overlap with the computation beside them, except for the first part of the weights or the
+last of the gradients, and for the weights after an update. On CPUs nothing overlaps, for
+`fully_shard` has no streams there; what an exchange adds to the computations around it is measured
+there by `planner.profiler.links`. Level 1 may be in any stage of a plan: see `planner.cost.models`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -53,7 +56,9 @@ class ShardedTimes:
 
 
 def sharded_times(layer_costs: LayerCosts, stage: Candidate, setting: Setting) -> ShardedTimes:
-    """Compute the seconds of a stage of level 2 or 3; raise ClusterError for groups that do not fill the cluster's."""
+    """Compute the seconds of a stage of level 2 or 3; raise ClusterError for groups that do not
+    fill the cluster's.
+    """
     work, cluster = layer_costs.work(stage), setting.cluster
     shards = stage.options.shards
     topology, ranks = Topology(cluster), (stage.ranks or range(stage.replicas))[:shards]
@@ -67,14 +72,18 @@ def sharded_times(layer_costs: LayerCosts, stage: Candidate, setting: Setting) -
     units = _unit_bytes(layer_costs, stage)
     share = float(work.trainable_bytes) / max(1, sum(units))
     gather_s = halves_s(units, topology.measured_link(ranks, "gather") or link)
-    exchange_s = halves_s([size * share for size in units], topology.measured_link(ranks, "scatter") or link)
+    exchange_s = halves_s(
+        [size * share for size in units], topology.measured_link(ranks, "scatter") or link
+    )
     if layer_costs.profile.device.kind == "cpu":
         link = replace(link, overlap=False)
     after_s = gather_s
     if stage.options.shards_weights:
         after_s, exchange_s = 0.0, exchange_s + gather_s
         # Weights arrive beside the forward, of which nothing can run before the first part.
-        forward_s = max(forward_s + gather_s / BUCKETS, gather_s) if link.overlap else forward_s + gather_s
+        forward_s = (
+            max(forward_s + gather_s / BUCKETS, gather_s) if link.overlap else forward_s + gather_s
+        )
     buckets = buckets_in(layer_costs, stage, ())
     ended_s = buckets.reduced_s(exchange_s) if link.overlap else buckets.ready_s[-1] + exchange_s
     if stage.options.repeats_shards:
@@ -90,15 +99,20 @@ def sharded_times(layer_costs: LayerCosts, stage: Candidate, setting: Setting) -
 
 
 def _repeated_s(parts_bytes: Iterable[float], stage: Candidate, cluster: Cluster) -> float:
-    """Return the seconds in which a GPU all-reduces its parts with those that have the same, beside the others."""
+    """Return the seconds in which a GPU all-reduces its parts with those that have the same, beside
+    the others.
+    """
     copies = stage.options.copies
-    # For one of each group's GPUs the groups are a cluster of their own, with its part of the links that they share.
+    # For one of each group's GPUs the groups are a cluster of their own, with its part of the links
+    # that they share.
     link = Topology(groups_of(cluster, stage.options.shards)).stage_link(range(copies))
     return sum(float(ring_all_reduce_s(each, copies, link)) for each in parts_bytes)
 
 
 def _after_last_s(buckets: Buckets, exchange_s: float, repeated_s: float) -> float:
-    """Return by how much all-reduces end later than what they wait for: a bucket's gradients, summed in its group."""
+    """Return by how much all-reduces end later than what they wait for: a bucket's gradients,
+    summed in its group.
+    """
     summed_s = repeated_until_s = 0.0
     for at_s, share in zip(buckets.ready_s, buckets.shares, strict=True):
         summed_s = max(summed_s, at_s) + exchange_s * share
@@ -106,23 +120,33 @@ def _after_last_s(buckets: Buckets, exchange_s: float, repeated_s: float) -> flo
     return repeated_until_s - summed_s
 
 
-def fully_sharded(layer_costs: LayerCosts, stage: Candidate, setting: Setting, whole: Price) -> Price:
+def fully_sharded(
+    layer_costs: LayerCosts, stage: Candidate, setting: Setting, whole: Price
+) -> Price:
     """Return the price of a stage of level 2 or 3, given that of the same stage of level 1."""
-    times, work, options = sharded_times(layer_costs, stage, setting), layer_costs.work(stage), stage.options
+    times, work, options = (
+        sharded_times(layer_costs, stage, setting),
+        layer_costs.work(stage),
+        stage.options,
+    )
     shards, copies = options.shards, options.copies
-    each = -(-setting.microbatches // options.replicas)  # microbatches on each GPU between two updates
+    # microbatches on each GPU between two updates
+    each = -(-setting.microbatches // options.replicas)
     seconds = each * (times.forward_s + float(work.recompute_s) + times.backward_s)
     seconds += (each - 1) * times.accumulate_s + times.update_s
     units, gathers = _unit_bytes(layer_costs, stage), 2 * each if options.shards_weights else 1
     held, weights_bytes = whole.memory[0], whole.memory[0].weights_bytes
-    # Masters are all that is kept of weights in half precision, whose gradients are summed in float32, beside them.
+    # Masters are all that is kept of weights in half precision, whose gradients are summed in
+    # float32, beside them.
     masters = layer_costs.profile.master_weights is not None
     part_bytes = 0 if masters else -(-weights_bytes // shards)
     gathered_bytes = weights_bytes
     if options.shards_weights:
         *own, shared_bytes = units
         gathered_bytes = min(max(map(sum, pairwise([*own, 0]))) + shared_bytes, weights_bytes)
-    gradients_bytes = -(-held.gradients_bytes // shards) + min((2 + masters) * max(units), held.gradients_bytes)
+    gradients_bytes = -(-held.gradients_bytes // shards) + min(
+        (2 + masters) * max(units), held.gradients_bytes
+    )
     in_groups_bytes = (shards - 1) * (each * float(work.trainable_bytes) + gathers * sum(units))
     between_bytes = 2 * (copies - 1) * float(work.trainable_bytes)
     update = {"weights_bytes": part_bytes + gathered_bytes, "gradients_bytes": gradients_bytes}
@@ -137,8 +161,13 @@ def fully_sharded(layer_costs: LayerCosts, stage: Candidate, setting: Setting, w
 
 def _unit_bytes(layer_costs: LayerCosts, stage: Candidate) -> Sequence[int]:
     """Return the bytes of each unit's own weights, and last of those that several units use."""
-    profile, size_of = layer_costs.profile, {layer.name: layer.weight_bytes for layer in layer_costs.profile.layers}
-    groups = [[profile.layers[layer].name for layer in sorted(group)] for group in stage.options.recompute]
+    profile, size_of = (
+        layer_costs.profile,
+        {layer.name: layer.weight_bytes for layer in layer_costs.profile.layers},
+    )
+    groups = [
+        [profile.layers[layer].name for layer in sorted(group)] for group in stage.options.recompute
+    ]
     units = units_of_stage(list(size_of), groups)
     # A weight is counted in the first layer that has it.
     shared = {weight.layers[0] for weight in shared_weights(units, trained_parameters(profile))}

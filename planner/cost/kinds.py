@@ -10,26 +10,44 @@ from planner.cost.setting import Setting
 from planner.formats.cluster import Cluster, DeviceKind
 
 
-def with_kinds(layer_costs: LayerCosts, stages: Sequence[Candidate], setting: Setting) -> tuple[Candidate, ...]:
-    """Return the stages with ranks, and the kinds of these; as they are where the cluster has no kinds."""
+def with_kinds(
+    layer_costs: LayerCosts, stages: Sequence[Candidate], setting: Setting
+) -> tuple[Candidate, ...]:
+    """Return the stages with ranks, and the kinds of these; as they are where the cluster has no
+    kinds.
+    """
     cluster = setting.cluster
     if not cluster.kinds:
         return tuple(stages)
     ranks = ranks_of(stages, setting.workers_of(len(stages)))
     return tuple(
-        replace(stage, ranks=tuple(own), options=replace(stage.options, kind=kind_on(layer_costs, cluster, stage, own)))
+        replace(
+            stage,
+            ranks=tuple(own),
+            options=replace(stage.options, kind=kind_on(layer_costs, cluster, stage, own)),
+        )
         for stage, own in zip(stages, ranks, strict=True)
     )
 
 
-def kind_on(layer_costs: LayerCosts, cluster: Cluster, stage: Candidate, ranks: Collection[int]) -> DeviceKind:
-    """Return the slowest kind of these ranks, which a stage's replicas wait for, with the memory of the smallest."""
+def kind_on(
+    layer_costs: LayerCosts, cluster: Cluster, stage: Candidate, ranks: Collection[int]
+) -> DeviceKind:
+    """Return the slowest kind of these ranks, which a stage's replicas wait for, with the memory of
+    the smallest.
+    """
     used = [
-        kind for kind, own in zip(cluster.kinds, cluster.kind_ranks, strict=True) if any(rank in own for rank in ranks)
+        kind
+        for kind, own in zip(cluster.kinds, cluster.kind_ranks, strict=True)
+        if any(rank in own for rank in ranks)
     ]
     slowest = max(used, key=lambda kind: _compute_s(layer_costs, stage, kind))
     limits = [limit for kind in used if (limit := cluster.memory_of(kind)) is not None]
-    return slowest if len(used) == 1 else slowest.model_copy(update={"memory_bytes": min(limits, default=None)})
+    return (
+        slowest
+        if len(used) == 1
+        else slowest.model_copy(update={"memory_bytes": min(limits, default=None)})
+    )
 
 
 def fastest_rank(layer_costs: LayerCosts, cluster: Cluster) -> int:
@@ -54,7 +72,11 @@ def fastest_ranks(layer_costs: LayerCosts, cluster: Cluster, count: int) -> list
 def everything_on(layer_costs: LayerCosts, cluster: Cluster, ranks: Sequence[int]) -> Candidate:
     single = layer_costs.single_stage
     kind = kind_on(layer_costs, cluster, single, ranks) if cluster.kinds else None
-    return replace(single, options=StageOptions(len(ranks), kind=kind), ranks=tuple(ranks) if cluster.kinds else ())
+    return replace(
+        single,
+        options=StageOptions(len(ranks), kind=kind),
+        ranks=tuple(ranks) if cluster.kinds else (),
+    )
 
 
 def _compute_s(layer_costs: LayerCosts, stage: Candidate, kind: DeviceKind) -> float:

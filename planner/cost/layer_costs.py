@@ -222,7 +222,11 @@ class LayerCosts(PassedValues):
         if key not in self._footprints:
             self._footprints[key] = self._footprint(stage)
         footprint = self.replicated(self._footprints[key], stage.replicas)
-        return footprint.shared_out(stage.options.shards) if stage.options.shards_optimizer else footprint
+        return (
+            footprint.shared_out(stage.options.shards)
+            if stage.options.shards_optimizer
+            else footprint
+        )
 
     def _footprint(self, stage: Candidate) -> Footprint:
         layers = sorted(stage.layers)

@@ -18,12 +18,14 @@ from planner.formats.profile import Device
 class Price:
     """The price of a plan."""
 
-    seconds_per_minibatch: float  # by the cost model; or by simulation, and then `cost_model_s` is the cost model's
+    # by the cost model; or by simulation, and then `cost_model_s` is the cost model's
+    seconds_per_minibatch: float
     bottleneck: Bottleneck
     in_flight: tuple[int, ...]
     memory: tuple[StageMemory, ...]
     communication_bytes: float  # sent by all workers, per minibatch
-    worker_of: tuple[int, ...] = ()  # position in the pipeline of each stage's worker; empty where each has its own
+    # position in the pipeline of each stage's worker; empty where each has its own
+    worker_of: tuple[int, ...] = ()
     cost_model_s: float | None = None
 
     def simulated(self, seconds_per_minibatch: float) -> "Price":
@@ -58,15 +60,17 @@ def stage_memory(footprint: Footprint, in_flight: int, versions: int) -> StageMe
     )
 
 
-# Of a process that uses CUDA: driver, loaded kernels, handles of cuBLAS and cuDNN. Workers load all kernels of PyTorch
-# at their start: 1.96 to 2.29 GB on an H200 with PyTorch 2.11 for CUDA 13, of which those kernels take 1.3. Where the
-# profiler has measured it on the device, that counts.
+# Of a process that uses CUDA: driver, loaded kernels, handles of cuBLAS and cuDNN. Workers load all
+# kernels of PyTorch at their start: 1.96 to 2.29 GB on an H200 with PyTorch 2.11 for CUDA 13, of
+# which those kernels take 1.3. Where the profiler has measured it on the device, that counts.
 CONTEXT_BYTES = 2 * 10**9
-# Of one communicator of NCCL: buffers of its channels and their peers. An assumption for servers with NVLink; NCCL's
-# NCCL_BUFFSIZE (4 MiB per channel and peer) and the number of channels decide it. Over sockets 17 to 21 MB were found.
+# Of one communicator of NCCL: buffers of its channels and their peers. An assumption for servers
+# with NVLink; NCCL's NCCL_BUFFSIZE (4 MiB per channel and peer) and the number of channels decide
+# it. Over sockets 17 to 21 MB were found.
 COMMUNICATOR_BYTES = 100 * 10**6
-# Reserved by PyTorch's caching allocator beyond the peak of what is allocated. An assumption for steps that are all
-# alike; Guo et al. 2024 (GMLake, abstract) report 15% on average for large language models that recompute and offload.
+# Reserved by PyTorch's caching allocator beyond the peak of what is allocated. An assumption for
+# steps that are all alike; Guo et al. 2024 (GMLake, abstract) report 15% on average for large
+# language models that recompute and offload.
 FRAGMENTED = 0.05
 
 
@@ -102,4 +106,6 @@ class Overheads:
         return cls(CONTEXT_BYTES if device.context_bytes is None else device.context_bytes)
 
     def reserve(self, communicators: int) -> Reserve:
-        return Reserve(self.context_bytes + communicators * self.communicator_bytes, self.fragmented)
+        return Reserve(
+            self.context_bytes + communicators * self.communicator_bytes, self.fragmented
+        )

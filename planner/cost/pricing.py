@@ -1,4 +1,6 @@
-"""Price plans: layer costs, stages and setting go in; time, bottleneck, memory and bytes sent come out."""
+"""Price plans: layer costs, stages and setting go in; time, bottleneck, memory and bytes sent come
+out.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -36,18 +38,30 @@ def price(layer_costs: LayerCosts, stages: Sequence[Candidate], setting: Setting
         alone = stage.options.sharding.of_optimizer_alone()
         less = replace(stage, options=stage.options.with_sharding(alone))
         return fully_sharded(layer_costs, stage, setting, price(layer_costs, [less], setting))
-    plan, model, schedule = UnpricedPlan(layer_costs, stages, setting), cost_model_of(setting), setting.schedule
+    plan, model, schedule = (
+        UnpricedPlan(layer_costs, stages, setting),
+        cost_model_of(setting),
+        setting.schedule,
+    )
     time, held = model.time(plan), model.held(plan)
     memory = tuple(
-        stage_memory(layer_costs.footprint(stage).divided(setting.microbatches), saved, schedule.versions(saved))
+        stage_memory(
+            layer_costs.footprint(stage).divided(setting.microbatches),
+            saved,
+            schedule.versions(saved),
+        )
         for stage, saved in zip(stages, held.saved, strict=True)
     )
     worker_of = tuple(setting.workers_of(len(stages)))
     memory = with_overheads(layer_costs, stages, memory, worker_of)
-    return Price(time.seconds, time.bottleneck, held.in_flight, memory, _sent_bytes(plan), worker_of)
+    return Price(
+        time.seconds, time.bottleneck, held.in_flight, memory, _sent_bytes(plan), worker_of
+    )
 
 
-def busy_resources(layer_costs: LayerCosts, stages: Sequence[Candidate], setting: Setting) -> Sequence[Busy]:
+def busy_resources(
+    layer_costs: LayerCosts, stages: Sequence[Candidate], setting: Setting
+) -> Sequence[Busy]:
     return cost_model_of(setting).time(UnpricedPlan(layer_costs, stages, setting)).busy
 
 
@@ -56,7 +70,8 @@ def _sent_bytes(plan: UnpricedPlan) -> float:
     for work, stage in zip(plan.works, plan.stages, strict=True):
         r, degree = stage.replicas, stage.options.ranks_per_replica
         sent += float(work.sent_bytes) * degree
-        # A ring moves 2(r-1)·W in all, once per minibatch that is divided, otherwise once per round of r minibatches.
+        # A ring moves 2(r-1)·W in all, once per minibatch that is divided, otherwise once per round
+        # of r minibatches.
         ring = 2 * (r - 1) * degree * float(work.trainable_bytes)
         rings += ring if plan.setting.schedule.divides else ring / r
     return sent * plan.setting.microbatches + rings

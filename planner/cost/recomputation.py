@@ -1,14 +1,15 @@
 """Which layers of a stage may recompute, and which choices of them are worth it.
 
-A unit is the part of one of the model's blocks that lies in the stage. It runs its forward again before its own
-backward; or the whole stage does so at once. A choice of units is worth it if some number of microbatches in flight has
-none that is as quick and takes no more memory.
+A unit is the part of one of the model's blocks that lies in the stage. It runs its forward again
+before its own backward; or the whole stage does so at once. A choice of units is worth it if some
+number of microbatches in flight has none that is as quick and takes no more memory.
 
-Of n units there are 2^n choices. Units of equal costs are of one kind: of these the first in the stage recompute,
-because at their backward the later ones are already freed (or, where a unit has more gradients than it saves, the last;
-or, where kinds differ by their times alone, the quickest). So the choices are the numbers of units of each kind. Where
-there are still too many, units recompute in the order of seconds per byte saved: the greedy solution of a knapsack
-(Dantzig 1957), whose extra time is above the least by less than that of one unit.
+Of n units there are 2^n choices. Units of equal costs are of one kind: of these the first in the
+stage recompute, because at their backward the later ones are already freed (or, where a unit has
+more gradients than it saves, the last; or, where kinds differ by their times alone, the quickest).
+So the choices are the numbers of units of each kind. Where there are still too many, units
+recompute in the order of seconds per byte saved: the greedy solution of a knapsack (Dantzig 1957),
+whose extra time is above the least by less than that of one unit.
 """
 
 import math
@@ -55,21 +56,31 @@ class Choices:
     def groups(self, row: int) -> Groups:
         if self.whole[row]:
             return whole_stage(layer for unit in self.layers for layer in unit)
-        return tuple(frozenset(unit) for unit, again in zip(self.layers, self.units[row], strict=True) if again)
+        return tuple(
+            frozenset(unit)
+            for unit, again in zip(self.layers, self.units[row], strict=True)
+            if again
+        )
 
     def worth_it(self) -> "Choices":
-        """Return the choices that are worth it with up to `MOST_FLYING` microbatches in flight, the quickest first."""
+        """Return the choices that are worth it with up to `MOST_FLYING` microbatches in flight, the
+        quickest first.
+        """
         # Nothing that recomputes is worth it where nothing must, not even at no cost.
         again = self.units.any(axis=1) | self.whole
         order = np.lexsort((self.units.sum(axis=1), self.saved_bytes, self.recompute_s, again))
-        saved, *working = (each[order] for each in (self.saved_bytes, self.working_bytes, self.accumulating_bytes))
+        saved, *working = (
+            each[order] for each in (self.saved_bytes, self.working_bytes, self.accumulating_bytes)
+        )
         held = np.concatenate([_FLYING[:, None] * saved + each for each in working] + [saved[None]])
         less = held[:, 1:] < np.minimum.accumulate(held, axis=1)[:, :-1]
         rows = order[np.concatenate(([True], less.any(axis=0)))]
         return Choices(**{name: getattr(self, name)[rows] for name in _COLUMNS}, layers=self.layers)
 
     def and_(self, others: "Choices") -> "Choices":
-        columns = {name: np.concatenate((getattr(self, name), getattr(others, name))) for name in _COLUMNS}
+        columns = {
+            name: np.concatenate((getattr(self, name), getattr(others, name))) for name in _COLUMNS
+        }
         return Choices(**columns, layers=self.layers)
 
 
@@ -86,12 +97,17 @@ class Recomputation:
         units = [self._unit(part) for part in parts]
         # Values that enter several units are kept once, so it matters which units share them.
         numbers: dict[int, int] = {}
-        shared = tuple(tuple(numbers.setdefault(value, len(numbers)) for value in unit.entering) for unit in units)
+        shared = tuple(
+            tuple(numbers.setdefault(value, len(numbers)) for value in unit.entering)
+            for unit in units
+        )
         own = set(layers)
         arriving = tuple(self._costs.traffic[value].producer not in own for value in numbers)
         key = tuple(unit.costs for unit in units), shared, arriving
         if key not in self._known:
-            self._known[key] = _Stage(self._costs, units, [*compress(numbers, arriving)]).choices(self._rule)
+            self._known[key] = _Stage(self._costs, units, [*compress(numbers, arriving)]).choices(
+                self._rule
+            )
         return replace(self._known[key], layers=parts)
 
     def several(self, stages: Sequence[tuple[int, ...]]) -> list[Choices]:
@@ -99,7 +115,8 @@ class Recomputation:
 
 
 def exact_everywhere(layer_costs: LayerCosts, *, in_order: bool = True) -> bool:
-    """Return whether the choices of every stage hold its best ones: it has few units, or few kinds of equal ones.
+    """Return whether the choices of every stage hold its best ones: it has few units, or few kinds
+    of equal ones.
 
     Stages have consecutive layers if they are `in_order`; otherwise any part of any unit.
     """
@@ -110,17 +127,27 @@ def exact_everywhere(layer_costs: LayerCosts, *, in_order: bool = True) -> bool:
         return True
     equal = Counter(unit.costs for unit in units)
     kinds = {unit.kind for unit in units}
-    # A stage may begin and end inside a unit, which makes two more kinds, if others are like that and may be cut.
+    # A stage may begin and end inside a unit, which makes two more kinds, if others are like that
+    # and may be cut.
     cuts = {layer.name for layer in layers} - set(layer_costs.profile.no_cut_after)
-    parted = [unit for unit, part in zip(units, parts, strict=True) if any(layers[n].name in cuts for n in part[:-1])]
+    parted = [
+        unit
+        for unit, part in zip(units, parts, strict=True)
+        if any(layers[n].name in cuts for n in part[:-1])
+    ]
     if parted and not in_order:
         return False
     more = 1 if all(equal[unit.costs] == 1 for unit in parted) else 4
-    return len(equal) == len(kinds) and more * math.prod(count + 1 for count in equal.values()) <= MOST_CHOICES
+    return (
+        len(equal) == len(kinds)
+        and more * math.prod(count + 1 for count in equal.values()) <= MOST_CHOICES
+    )
 
 
 def units_of(layer_costs: LayerCosts, layers: Collection[int]) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(unit) for _, unit in groupby(sorted(layers), key=layer_costs.block_of.__getitem__))
+    return tuple(
+        tuple(unit) for _, unit in groupby(sorted(layers), key=layer_costs.block_of.__getitem__)
+    )
 
 
 class _Unit(NamedTuple):
@@ -128,8 +155,10 @@ class _Unit(NamedTuple):
     forward_s: float  # of all its layers, as the next two
     saved_bytes: float
     gradient_bytes: float
-    peak_bytes: float  # while it runs, beyond what earlier units keep, less all gradients but those of later units
-    accumulating_bytes: float  # the same beyond all gradients, where several microbatches add to them
+    # while it runs, beyond what earlier units keep, less all gradients but those of later units
+    peak_bytes: float
+    # the same beyond all gradients, where several microbatches add to them
+    accumulating_bytes: float
     entering: tuple[int, ...]  # the values that enter it, by their numbers in `LayerCosts.traffic`
 
     @classmethod
@@ -142,7 +171,8 @@ class _Unit(NamedTuple):
         saved, gradients, workspaces = each
         at_work = np.cumsum(saved) + workspaces
         return cls(
-            # A digest, because a chain of many layers without blocks has a unit for each pair of ends.
+            # A digest, because a chain of many layers without blocks has a unit for each pair of
+            # ends.
             kind=(blake2b(each.tobytes()).digest(), sizes),
             forward_s=sum(layer.forward_s for layer in own),
             saved_bytes=float(saved.sum()),
@@ -158,13 +188,17 @@ class _Unit(NamedTuple):
 
 
 class _Stage:
-    """The units of one stage, and what choices of them cost; `arriving` are values from other stages."""
+    """The units of one stage, and what choices of them cost; `arriving` are values from other
+    stages.
+    """
 
     def __init__(self, costs: LayerCosts, units: Sequence[_Unit], arriving: Sequence[int]) -> None:
         self._costs, self._units = costs, units
         self._arriving_bytes = sum(costs.traffic[value].output_bytes for value in arriving)
         _, *columns, _ = zip(*units, strict=True)
-        self._forward_s, self._saved, self._gradients, self._peaks, self._accumulating = map(np.array, columns)
+        self._forward_s, self._saved, self._gradients, self._peaks, self._accumulating = map(
+            np.array, columns
+        )
         # The bytes that enter the same units, with these units.
         users: dict[int, list[int]] = {}
         for number, unit in enumerate(units):
@@ -186,7 +220,9 @@ class _Stage:
                 return self._made(~none)
             case "auto":
                 parts = self._made(self._tried())
-                return (parts if len(self._units) == 1 else parts.and_(self._whole(parts))).worth_it()
+                return (
+                    parts if len(self._units) == 1 else parts.and_(self._whole(parts))
+                ).worth_it()
 
     def _tried(self) -> _Flags:
         """Return the choices of units among which the best ones are, the first without any."""
@@ -199,8 +235,12 @@ class _Stage:
         if np.prod([len(equal) + 1.0 for equal in kinds.values()]) > MOST_CHOICES:
             return self._by_seconds_per_byte()
         orders = [list(kinds.values())]
-        if any(len({self._units[number].costs for number in equal}) > 1 for equal in kinds.values()):
-            orders.append([sorted(equal, key=self._forward_s.__getitem__) for equal in kinds.values()])
+        if any(
+            len({self._units[number].costs for number in equal}) > 1 for equal in kinds.values()
+        ):
+            orders.append(
+                [sorted(equal, key=self._forward_s.__getitem__) for equal in kinds.values()]
+            )
         if np.any(self._gradients > self._saved):
             orders.append([equal[::-1] for equal in kinds.values()])
         return np.concatenate([counted(order, count) for order in orders])
@@ -243,7 +283,9 @@ class _Stage:
         )
 
     def _entering(self, again: _Flags) -> Floats:
-        """Return the bytes of the values that enter each unit that recomputes, and no earlier one that does."""
+        """Return the bytes of the values that enter each unit that recomputes, and no earlier one
+        that does.
+        """
         entering = np.zeros(again.shape)
         for size, numbers in self._sizes:
             flags = again[:, numbers]

@@ -11,26 +11,36 @@ from planner.schedule.schedule import Schedule
 
 @dataclass(frozen=True)
 class Setting:
-    """What a plan is priced for; raises InputError for microbatches or chunks that make no sense."""
+    """What a plan is priced for; raises InputError for microbatches or chunks that make no
+    sense.
+    """
 
     cluster: Cluster
     schedule: Schedule = ONE_F_ONE_B
-    microbatches: int = 1  # per minibatch, each of the profile's size; 1 for schedules that do not divide minibatches
+    # per minibatch, each of the profile's size; 1 for schedules that do not divide minibatches
+    microbatches: int = 1
     chunks: int = 1  # stages per worker; 1 for schedules without chunks
 
     def __post_init__(self) -> None:
         schedule, microbatches = self.schedule, self.microbatches
         if microbatches < 1:
-            raise InputError(f"{microbatches} microbatches make no minibatch", hint="give `microbatches` 1 or more")
+            raise InputError(
+                f"{microbatches} microbatches make no minibatch",
+                hint="give `microbatches` 1 or more",
+            )
         if self.chunks < 1:
             raise InputError(f"{self.chunks} chunks hold no model", hint="give `chunks` 1 or more")
         assert self.chunks == 1 or schedule.chunked
         if not schedule.divides and microbatches > 1:
             dividing = [each.name for each in SCHEDULES if each.divides]
             raise InputError(
-                f"the schedule {schedule} does not divide minibatches, so {microbatches} microbatches have no meaning",
-                hint=f"use `schedule` {', '.join(dividing[:-1])} or {dividing[-1]}, or leave `microbatches` out",
+                f"the schedule {schedule} does not divide minibatches, so {microbatches} "
+                f"microbatches have no meaning",
+                hint=f"use `schedule` {', '.join(dividing[:-1])} or {dividing[-1]}, or leave "
+                f"`microbatches` out",
             )
 
     def workers_of(self, stages: int) -> list[int]:
-        return [self.schedule.worker_of(stage, max(1, stages // self.chunks)) for stage in range(stages)]
+        return [
+            self.schedule.worker_of(stage, max(1, stages // self.chunks)) for stage in range(stages)
+        ]

@@ -1,13 +1,17 @@
-"""Model FLOP utilisation: FLOPs of a minibatch / (seconds of a minibatch · GPUs · peak FLOP/s of one).
+"""Model FLOP utilisation: FLOPs of a minibatch / (seconds of a minibatch · GPUs · peak FLOP/s of
+one).
 
-FLOPs are those of forward and backward, without recomputation (Chowdhery et al. 2022, PaLM, appendix B).
+FLOPs are those of forward and backward, without recomputation (Chowdhery et al. 2022, PaLM,
+appendix B).
 """
 
 from planner.formats.profile import Profile
 from planner.profiler.estimated.devices import DTYPES, find_device
 
 
-def utilisation(profile: Profile, microbatches: int, seconds_per_minibatch: float, gpus: int) -> float | None:
+def utilisation(
+    profile: Profile, microbatches: int, seconds_per_minibatch: float, gpus: int
+) -> float | None:
     """Return the utilisation of so many GPUs; None where FLOPs or peak are not known."""
     peak, flops = peak_flops_per_s(profile), profile.flops
     if peak is None or not flops or seconds_per_minibatch <= 0:
@@ -20,6 +24,9 @@ def peak_flops_per_s(profile: Profile) -> float | None:
         return None
     if profile.device.peak_flops_per_s is not None:
         return profile.device.peak_flops_per_s
-    wanted, device = profile.autocast or profile.master_weights or profile.dtype, find_device(profile.device.name)
+    wanted, device = (
+        profile.autocast or profile.master_weights or profile.dtype,
+        find_device(profile.device.name),
+    )
     dtype = next((dtype for dtype in DTYPES if dtype == wanted), None)
     return None if device is None or dtype is None else device.peak(dtype)

@@ -1,4 +1,6 @@
-"""Work and memory of candidate stages: records of numpy arrays, so that one call answers for one or for thousands."""
+"""Work and memory of candidate stages: records of numpy arrays, so that one call answers for one or
+for thousands.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,9 @@ from numpy.typing import ArrayLike, NDArray
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
-# Share of a backward that computes the weights' gradients. Profiles do not record it. For layers that are matrix
-# products both parts are one product each; measured on Transformer layers on a CPU: 46 to 47%.
+# Share of a backward that computes the weights' gradients. Profiles do not record it. For layers
+# that are matrix products both parts are one product each; measured on Transformer layers on a CPU:
+# 46 to 47%.
 WEIGHT_SHARE = 0.5
 IMPOSSIBLE = 2**40  # stands for the replicas of a stage that is too slow with any number of them
 
@@ -30,7 +33,8 @@ class Work:
     sent_bytes: Floats
     received_messages: Floats
     sent_messages: Floats
-    # As tensors, while links may code them: activations received, and all that is received and sent.
+    # As tensors, while links may code them: activations received, and all that is received and
+    # sent.
     input_bytes: Floats = field(default_factory=lambda: np.asarray(0.0))
     message_bytes: Floats = field(default_factory=lambda: np.asarray(0.0))
     recompute_s: Floats = field(default_factory=lambda: np.asarray(0.0))
@@ -38,37 +42,50 @@ class Work:
     accumulate_s: Floats = field(default_factory=lambda: np.asarray(0.0))
     # Whether the replicas divide the update, which is that of all of the stage's weights here.
     sharded: NDArray[np.bool_] = field(default_factory=lambda: np.asarray(False))
-    neighbours: Integers = field(default_factory=lambda: np.asarray(0))  # 1 for earlier stages, and 1 for later ones
+    # 1 for earlier stages, and 1 for later ones
+    neighbours: Integers = field(default_factory=lambda: np.asarray(0))
 
     @property
     def compute_s(self) -> Floats:
         return self.forward_s + self.recompute_s + self.backward_s + self.update_s
 
     def last_backward_s(self, share: ArrayLike) -> Floats:
-        """Return the seconds of a replica's last backward in a minibatch, of which it runs `share` microbatches."""
+        """Return the seconds of a replica's last backward in a minibatch, of which it runs `share`
+        microbatches.
+        """
         return np.asarray(self.backward_s + np.where(np.asarray(share) > 1, self.accumulate_s, 0.0))
 
     def rows(self, rows: Integers | slice) -> Work:
         return type(self)(**{each.name: getattr(self, each.name)[rows] for each in fields(self)})
 
     def shared_out(self, sharded: ArrayLike = True) -> Work:
-        """Return the work of the same stages if their replicas divide the optimizer's state and its update."""
+        """Return the work of the same stages if their replicas divide the optimizer's state and its
+        update.
+        """
         return replace(self, sharded=np.asarray(sharded))
 
     def recomputed(self) -> Work:
-        """Return the work of the same stages if they run their forward again before each backward."""
+        """Return the work of the same stages if they run their forward again before each
+        backward.
+        """
         return replace(self, recompute_s=self.forward_s)
 
     def without_transfers(self) -> Work:
         nothing = np.zeros_like(self.received_bytes)
         return replace(
-            self, received_bytes=nothing, sent_bytes=nothing, received_messages=nothing, sent_messages=nothing
+            self,
+            received_bytes=nothing,
+            sent_bytes=nothing,
+            received_messages=nothing,
+            sent_messages=nothing,
         )
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes that one replica of a candidate stage holds, per microbatch in flight and per version of the weights."""
+    """Bytes that one replica of a candidate stage holds, per microbatch in flight and per version
+    of the weights.
+    """
 
     weight_bytes: Floats
     gradient_bytes: Floats
@@ -76,25 +93,34 @@ class Footprint:
     buffer_bytes: Floats
     saved_bytes: Floats
     message_bytes: Floats  # buffers of messages, both ways
-    input_bytes: Floats = field(default_factory=lambda: np.asarray(0.0))  # activations received for one microbatch
-    # Needed by the running microbatch beyond its saved activations and all gradients; negative where these never exist
-    # all at once. See `working_bytes`.
+    # activations received for one microbatch
+    input_bytes: Floats = field(default_factory=lambda: np.asarray(0.0))
+    # Needed by the running microbatch beyond its saved activations and all gradients; negative
+    # where these never exist all at once. See `working_bytes`.
     working_bytes: Floats = field(default_factory=lambda: np.asarray(0.0))
-    accumulating_bytes: Floats = field(default_factory=lambda: np.asarray(0.0))  # the same under gradient accumulation
-    updating_bytes: Floats = field(default_factory=lambda: np.asarray(0.0))  # workspace of the optimizer's step
+    # the same under gradient accumulation
+    accumulating_bytes: Floats = field(default_factory=lambda: np.asarray(0.0))
+    # workspace of the optimizer's step
+    updating_bytes: Floats = field(default_factory=lambda: np.asarray(0.0))
 
     @property
     def running_bytes(self) -> Floats:
-        """Bytes at the peak beyond all gradients and what is saved, of a microbatch or of the optimizer's step."""
+        """Bytes at the peak beyond all gradients and what is saved, of a microbatch or of the
+        optimizer's step.
+        """
         # During the step the microbatch is gone, and its saved activations with it.
         return np.maximum(self.working_bytes, self.updating_bytes - self.saved_bytes)
 
     def shared_out(self, replicas: ArrayLike) -> Footprint:
-        """Return the footprint of the same stages if so many replicas divide the optimizer's state; rounded up."""
+        """Return the footprint of the same stages if so many replicas divide the optimizer's state;
+        rounded up.
+        """
         return replace(self, optimizer_bytes=np.ceil(self.optimizer_bytes / np.asarray(replicas)))
 
     def recomputed(self) -> Footprint:
-        """Return the footprint of the same stages if each recomputes as a whole: it saves its input alone."""
+        """Return the footprint of the same stages if each recomputes as a whole: it saves its input
+        alone.
+        """
         return replace(
             self,
             saved_bytes=self.input_bytes,
@@ -106,23 +132,36 @@ class Footprint:
         """Return a footprint that no choice of layers that recompute is below."""
         nothing = np.zeros_like(self.saved_bytes)
         return replace(
-            self, saved_bytes=nothing, working_bytes=nothing - self.gradient_bytes, accumulating_bytes=nothing
+            self,
+            saved_bytes=nothing,
+            working_bytes=nothing - self.gradient_bytes,
+            accumulating_bytes=nothing,
         )
 
     def divided(self, microbatches: int) -> Footprint:
-        """Return the footprint with so many microbatches per minibatch: several accumulate into all gradients."""
+        """Return the footprint with so many microbatches per minibatch: several accumulate into all
+        gradients.
+        """
         return replace(self, working_bytes=self.accumulating_bytes) if microbatches > 1 else self
 
     def total_bytes(self, in_flight: ArrayLike, versions: ArrayLike) -> Floats:
-        """Compute the peak bytes with so many microbatches in flight and versions of the weights."""
+        """Compute the peak bytes with so many microbatches in flight and versions of the
+        weights.
+        """
         fixed = self.gradient_bytes + self.optimizer_bytes + self.buffer_bytes + self.message_bytes
         fixed = fixed + self.running_bytes
-        return np.asarray(fixed + self.weight_bytes * np.asarray(versions) + self.saved_bytes * np.asarray(in_flight))
+        return np.asarray(
+            fixed
+            + self.weight_bytes * np.asarray(versions)
+            + self.saved_bytes * np.asarray(in_flight)
+        )
 
     def most_in_flight(self, memory_bytes: float, stashing: bool, versions: int = 1) -> Integers:
-        """Return the largest number of microbatches in flight that fits `memory_bytes`; 0 if not even one does.
+        """Return the largest number of microbatches in flight that fits `memory_bytes`; 0 if not
+        even one does.
 
-        With weight stashing each of them has its own version of the weights; without it the stage holds `versions`.
+        With weight stashing each of them has its own version of the weights; without it the stage
+        holds `versions`.
         """
         per_flight = self.saved_bytes + (self.weight_bytes if stashing else 0.0)
         room = memory_bytes - (self.total_bytes(1, versions) - per_flight)
@@ -138,7 +177,12 @@ Record = TypeVar("Record", Work, Footprint)
 
 def stacked(works: Sequence[Work]) -> Work:
     """Return the work of single stages as one record, with a row for each."""
-    return Work(**{each.name: np.array([getattr(work, each.name) for work in works]) for each in fields(Work)})
+    return Work(
+        **{
+            each.name: np.array([getattr(work, each.name) for work in works])
+            for each in fields(Work)
+        }
+    )
 
 
 def joined(records: Sequence[Record], counts: Sequence[int]) -> Record:
@@ -147,18 +191,24 @@ def joined(records: Sequence[Record], counts: Sequence[int]) -> Record:
     for name in (each.name for each in fields(records[0])):
         values = [np.asarray(getattr(record, name)) for record in records]
         lots = zip(values, counts, strict=True)
-        columns[name] = np.concatenate([value if value.ndim else np.full(count, value) for value, count in lots])
+        columns[name] = np.concatenate(
+            [value if value.ndim else np.full(count, value) for value, count in lots]
+        )
     return type(records[0])(**columns)
 
 
-def working_bytes(saved_bytes: Floats, gradient_bytes: Floats, workspace_bytes: Floats) -> tuple[Floats, Floats]:
-    """Compute `Footprint.working_bytes` and `accumulating_bytes` of stages of the first 1, 2, ... n layers.
+def working_bytes(
+    saved_bytes: Floats, gradient_bytes: Floats, workspace_bytes: Floats
+) -> tuple[Floats, Floats]:
+    """Compute `Footprint.working_bytes` and `accumulating_bytes` of stages of the first 1, 2, ... n
+    layers.
 
     While layer k of n is at work, a stage holds
 
         saved_1 + ... + saved_k  +  workspace_k  +  gradient_k + ... + gradient_n
 
-    With several microbatches per minibatch all gradients exist, and those of layer k twice until they are accumulated.
+    With several microbatches per minibatch all gradients exist, and those of layer k twice until
+    they are accumulated.
     """
     saved = np.cumsum(saved_bytes)
     at_work = saved + workspace_bytes
@@ -169,8 +219,11 @@ def working_bytes(saved_bytes: Floats, gradient_bytes: Floats, workspace_bytes: 
 
 
 def fewest_to_hold(in_flight: ArrayLike, gpus_after: ArrayLike) -> Integers:
-    """Return the fewest replicas of a 1f1b stage, each with room for `in_flight` microbatches; or `IMPOSSIBLE`."""
-    # 1 + ceil(g / r) <= d  <=>  r >= ceil(g / (d - 1)): the replicas share the microbatches in flight.
+    """Return the fewest replicas of a 1f1b stage, each with room for `in_flight` microbatches; or
+    `IMPOSSIBLE`.
+    """
+    # 1 + ceil(g / r) <= d <=> r >= ceil(g / (d - 1)): the replicas share the microbatches in
+    # flight.
     others, after = np.asarray(in_flight) - 1, np.asarray(gpus_after, dtype=np.int64)
     shared = np.maximum(-(-after // np.maximum(others, 1)), 1)
     return np.where((others >= 1) | ((others == 0) & (after == 0)), shared, IMPOSSIBLE)

@@ -1,4 +1,6 @@
-"""Provide real training data without a download: scikit-learn's digits and the Python library's own sources."""
+"""Provide real training data without a download: scikit-learn's digits and the Python library's own
+sources.
+"""
 
 import sysconfig
 from functools import lru_cache
@@ -17,14 +19,17 @@ _STRIDE = 32  # bytes between the starts of two samples
 
 
 class Digits(Dataset[tuple[Tensor, Tensor]]):
-    """Handwritten digits (Alpaydin & Kaynak 1998): images (3, size, size) of mean 0 and deviation 1, and classes."""
+    """Handwritten digits (Alpaydin & Kaynak 1998): images (3, size, size) of mean 0 and deviation
+    1, and classes.
+    """
 
     def __init__(self, size: int) -> None:
         try:
             from sklearn.datasets import load_digits
         except ImportError:
             raise PlannerError(
-                "the digits are part of scikit-learn, which is not installed", hint="pip install 'scikit-learn>=1.4'"
+                "the digits are part of scikit-learn, which is not installed",
+                hint="pip install 'scikit-learn>=1.4'",
             ) from None
         images, classes = load_digits(return_X_y=True)
         small = torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8)
@@ -41,7 +46,9 @@ class Digits(Dataset[tuple[Tensor, Tensor]]):
 
 
 class LibraryText(Dataset[tuple[Tensor, Tensor]]):
-    """The standard library's sources byte by byte: a text, int64 (length,), and the same one byte later."""
+    """The standard library's sources byte by byte: a text, int64 (length,), and the same one byte
+    later.
+    """
 
     def __init__(self, length: int) -> None:
         self._text = library_bytes()
@@ -62,4 +69,6 @@ def library_bytes() -> Tensor:
     if not files:
         problem = "this Python comes without the sources of its standard library"
         raise PlannerError(problem, hint="give the model file its own dataset()")
-    return torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)
+    return torch.frombuffer(
+        bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8
+    )

@@ -1,4 +1,6 @@
-"""Run the whole product on one machine: profile, solve, train, and train with data parallelism for comparison."""
+"""Run the whole product on one machine: profile, solve, train, and train with data parallelism for
+comparison.
+"""
 
 from importlib import resources
 from pathlib import Path
@@ -49,20 +51,30 @@ class QuickstartResult(Shown, Record):
                     "config": run.config,
                     "predicted": f"{predicted:.1f} samples/s" if known else "-",
                     "measured": f"{run.samples_per_s:.1f} samples/s",
-                    "error": percent_error(predicted, run.samples_per_s) if predicted is not None else "-",
+                    "error": percent_error(predicted, run.samples_per_s)
+                    if predicted is not None
+                    else "-",
                     "loss": f"{first:.3f} -> {last:.3f}",
                 }
             )
         link = format_bandwidth(self.link_bytes_per_s)
         ours, theirs = self.pipeline.samples_per_s, self.data_parallel.samples_per_s
-        times = as_fast(ours / theirs) if ours and theirs else "too few minibatches to say how many times as fast"
-        faster = f"The plan trains {times} as DistributedDataParallel here, over a link of {link}.{misses}"
+        times = (
+            as_fast(ours / theirs)
+            if ours and theirs
+            else "too few minibatches to say how many times as fast"
+        )
+        faster = (
+            f"The plan trains {times} as DistributedDataParallel here, over a link of "
+            f"{link}.{misses}"
+        )
         return f"{table_of(rows).text()}\n\n{faster}"
 
 
 @keywords_of(QuickstartOptions, arguments=1)
 def quickstart(folder: str | Path, options: QuickstartOptions) -> QuickstartResult:
-    """Profile VGG-16 here, find its best plan, train it, train it with data parallelism, and compare.
+    """Profile VGG-16 here, find its best plan, train it, train it with data parallelism, and
+    compare.
 
     Args:
         folder: gets model.py, profile.json and plan.json.
@@ -82,7 +94,9 @@ def quickstart(folder: str | Path, options: QuickstartOptions) -> QuickstartResu
     there = max(1, gpus_here()) if kind != "cpu" else available_cores()
     workers = options.gpus or min(MOST_WORKERS, there)
     model = folder / "model.py"
-    write_text(model, resources.files("planner.demo").joinpath("vgg16.py").read_text(encoding="utf-8"))
+    write_text(
+        model, resources.files("planner.demo").joinpath("vgg16.py").read_text(encoding="utf-8")
+    )
     # As many as will share caches and memory in training; a GPU has its own.
     processes = min(workers, there) if kind == "cpu" else 1
     beside = "" if processes == 1 else f", with {processes - 1} more at work beside it"
@@ -94,12 +108,19 @@ def quickstart(folder: str | Path, options: QuickstartOptions) -> QuickstartResu
     with noting(late):
         save_profile(profile, folder / "profile.json")
     options.on_phase("Measuring the link between the workers ...")
-    sharing = -(-workers // there) if kind != "cpu" else workers  # of the memory that the profile tells of
-    memory_bytes = None if profile.device.memory_bytes is None else profile.device.memory_bytes // sharing
+    # of the memory that the profile tells of
+    sharing = -(-workers // there) if kind != "cpu" else workers
+    memory_bytes = (
+        None if profile.device.memory_bytes is None else profile.device.memory_bytes // sharing
+    )
     if workers > 1:
-        cluster = measure_host(workers, kind, backend).model_copy(update={"memory_bytes": memory_bytes})
+        cluster = measure_host(workers, kind, backend).model_copy(
+            update={"memory_bytes": memory_bytes}
+        )
     else:
-        cluster = flat_cluster(1, measure_host(2, "cpu").levels[0].bandwidth_bytes_per_s, memory_bytes)
+        cluster = flat_cluster(
+            1, measure_host(2, "cpu").levels[0].bandwidth_bytes_per_s, memory_bytes
+        )
     plan = search_plan(profile, cluster)
     with noting(late):
         save_plan(plan, folder / "plan.json")
@@ -107,7 +128,10 @@ def quickstart(folder: str | Path, options: QuickstartOptions) -> QuickstartResu
     job = Job(model=str(model), plan=plan, steps=options.steps, device=kind, backend=backend)
     job = job.model_copy(update={"show_progress": options.show_progress})
     pipeline = launch(job)
-    options.on_phase(f"Training {options.steps} minibatches with DistributedDataParallel on {plan.workers} workers ...")
+    options.on_phase(
+        f"Training {options.steps} minibatches with DistributedDataParallel on {plan.workers} "
+        f"workers ..."
+    )
     predicted = plan.predicted.samples_per_s
     return QuickstartResult(
         folder=str(folder),
@@ -126,4 +150,7 @@ def miss_words(name: str, error: float) -> str:
     if abs(error) < WORTH_SAYING:
         return ""
     why = "runs this short vary by some percent; give `steps=1000` to see what is left"
-    return f"\nThe prediction for {name} is {abs(error):.0%} too {'high' if error > 0 else 'low'}: {why}."
+    return (
+        f"\nThe prediction for {name} is {abs(error):.0%} too "
+        f"{'high' if error > 0 else 'low'}: {why}."
+    )

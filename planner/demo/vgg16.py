@@ -1,7 +1,9 @@
-"""VGG-16 (Simonyan & Zisserman 2015, configuration D) on 32x32 images: the published layers, no batch normalisation.
+"""VGG-16 (Simonyan & Zisserman 2015, configuration D) on 32x32 images: the published layers, no
+batch normalisation.
 
-The three fully connected layers hold 56% of the weights and take 6% of the arithmetic, so data parallelism is slow and
-a pipeline is clearly faster. The data are scikit-learn's handwritten digits.
+The three fully connected layers hold 56% of the weights and take 6% of the arithmetic, so data
+parallelism is slow and a pipeline is clearly faster. The data are scikit-learn's handwritten
+digits.
 """
 
 import math
@@ -15,7 +17,26 @@ from planner.demo.data import Digits
 
 SIZE = 32  # pixels
 CLASSES = 10
-CHANNELS = (64, 64, "pool", 128, 128, "pool", 256, 256, 256, "pool", 512, 512, 512, "pool", 512, 512, 512, "pool")
+CHANNELS = (
+    64,
+    64,
+    "pool",
+    128,
+    128,
+    "pool",
+    256,
+    256,
+    256,
+    "pool",
+    512,
+    512,
+    512,
+    "pool",
+    512,
+    512,
+    512,
+    "pool",
+)
 
 
 class VGG16(nn.Module):
@@ -54,7 +75,9 @@ class VGG16(nn.Module):
 
 
 def _initialise(module: nn.Conv2d | nn.Linear) -> None:
-    """Set random weights (He et al. 2015) without their mean, which would hide the images: activations are positive."""
+    """Set random weights (He et al. 2015) without their mean, which would hide the images:
+    activations are positive.
+    """
     nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
     with torch.no_grad():
         if module.bias is not None:

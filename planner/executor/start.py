@@ -1,7 +1,7 @@
 """What a launched worker runs: `python -m planner.executor.start JOB.json`.
 
-Nothing but the standard library is imported before signals are set: a signal that arrives while the rest is imported
-ends the process, and leaves no traceback.
+Nothing but the standard library is imported before signals are set: a signal that arrives while the
+rest is imported ends the process, and leaves no traceback.
 """
 
 import signal

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 _STARTED = "planner.executor.start"  # the module of a worker's process, which imports this one
 _SHOWN_EVERY_S = 0.2
-# What fully_shard frees and takes again comes to lie in pieces: to keep larger blocks, too, took twice the memory.
+# What fully_shard frees and takes again comes to lie in pieces: to keep larger blocks, too, took
+# twice the memory.
 _APART_BYTES = 2**22
 
 
@@ -63,7 +64,8 @@ def run_worker(
 ) -> tuple[int, TrainResult | None]:
     """Train as one worker; return the exit code, and the result on rank 0.
 
-    A failure is left to the launcher; under torchrun it is raised, or that of another worker told, which ends this one.
+    A failure is left to the launcher; under torchrun it is raised, or that of another worker told,
+    which ends this one.
     """
     from planner.executor.checkpoint.host_memory import note_fault
     from planner.profiler.this_machine import keep_freed_pages
@@ -74,7 +76,8 @@ def run_worker(
 
     die_with_parent()
     keep_freed_pages(_APART_BYTES if job.plan.stages[0].shards_gradients else None)
-    if (interface := job.run_options.interface) is not None:  # torchrun, unlike our launcher, does not set this up
+    # torchrun, unlike our launcher, does not set this up
+    if (interface := job.run_options.interface) is not None:
         address_of(interface)  # or an error that lists the host's
         os.environ.update(dict.fromkeys(VARIABLES, interface))
     # Warnings of the library have lines of their own.
@@ -84,7 +87,11 @@ def run_worker(
     logger = logging.getLogger("planner")
     logger.addHandler(handler)
     logger.propagate = False
-    rank, workers, elastic = int(os.environ["RANK"]), job.plan.workers, job.elastic.elastic is not None
+    rank, workers, elastic = (
+        int(os.environ["RANK"]),
+        job.plan.workers,
+        job.elastic.elastic is not None,
+    )
     on_progress = ProgressShown() if job.show_progress else None
     heartbeat = Heartbeat()
     supervisor = Supervisor(job, heartbeat, own_process=True)
@@ -120,7 +127,8 @@ def run_worker(
             return failure.exit_code, None
         if elastic:
             tell_and_end(first)
-        # The message is printed first, and nothing after it may block: not the interpreter's shutdown either.
+        # The message is printed first, and nothing after it may block: not the interpreter's
+        # shutdown either.
         atexit.register(end_process, failure.exit_code)
         if first is not None:
             raise first from first.__cause__
@@ -141,7 +149,9 @@ class ProgressShown:
     def __call__(self, progress: Progress) -> None:
         if progress.evaluation is not None:
             self.line.keep()
-            text = f"evaluation after minibatch {progress.evaluation.minibatch}: {progress.evaluation}"
+            text = (
+                f"evaluation after minibatch {progress.evaluation.minibatch}: {progress.evaluation}"
+            )
             sys.stderr.write(f"{printable(text)}\n")
             return
         now = time.monotonic()
@@ -150,5 +160,8 @@ class ProgressShown:
         self._shown_s = now
         text = f"minibatch {progress.minibatch}/{progress.minibatches}  loss {progress.loss:.4f}"
         if progress.samples_per_s is not None and progress.seconds_left is not None:
-            text += f"  {progress.samples_per_s:.1f} samples/s  {timedelta(seconds=round(progress.seconds_left))} left"
+            text += (
+                f"  {progress.samples_per_s:.1f} samples/s  "
+                f"{timedelta(seconds=round(progress.seconds_left))} left"
+            )
         self.line.show(text)

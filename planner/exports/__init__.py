@@ -9,18 +9,24 @@ from planner.formats.plan import Plan
 
 System = Literal["megatron", "torchtitan"]
 
-_WRITERS: dict[System, Callable[[Plan], str]] = {"megatron": megatron_arguments, "torchtitan": torchtitan_config}
+_WRITERS: dict[System, Callable[[Plan], str]] = {
+    "megatron": megatron_arguments,
+    "torchtitan": torchtitan_config,
+}
 
 
 @checked
 def export(plan: Plan, system: System) -> str:
-    """Return the plan in the form that another system takes; comments say what that does differently from the plan.
+    """Return the plan in the form that another system takes; comments say what that does
+    differently from the plan.
 
     Args:
-        system: "megatron", arguments for its command line; "torchtitan", its configuration in Python.
+        system: "megatron", arguments for its command line; "torchtitan", its configuration in
+            Python.
 
     Raises:
-        PlanError: for what the system cannot express, such as stages with different numbers of replicas.
+        PlanError: for what the system cannot express, such as stages with different numbers of
+            replicas.
 
     Example:
         >>> profile = planner.load_profile("profiles/vgg16/cpu.json")

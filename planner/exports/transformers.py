@@ -1,4 +1,5 @@
-"""Export plans to Megatron-LM and torchtitan, which cut transformers between the layers of a numbered list.
+"""Export plans to Megatron-LM and torchtitan, which cut transformers between the layers of a
+numbered list.
 
 Errors are for what no plan of theirs has, remarks for what they do differently.
 """
@@ -15,13 +16,17 @@ from planner.errors import PlanError
 from planner.formats.plan import Plan
 from planner.plan.rank_groups import sample_parts
 
-_BLOCK = re.compile(r"((?:(.+?)\.)?(\d+))(?:\.|$)")  # "h.0" of "h.0.attn", the name of its list, and its number
-LEAST_PER_STAGE = 4  # microbatches per stage if the plan has one per minibatch, for a bubble of a fifth
+# "h.0" of "h.0.attn", the name of its list, and its number
+_BLOCK = re.compile(r"((?:(.+?)\.)?(\d+))(?:\.|$)")
+# microbatches per stage if the plan has one per minibatch, for a bubble of a fifth
+LEAST_PER_STAGE = 4
 
 
 @dataclass(frozen=True)
 class Target:
-    """A plan as another system runs it: whole pipelines are copied, whose layers equal groups divide."""
+    """A plan as another system runs it: whole pipelines are copied, whose layers equal groups
+    divide.
+    """
 
     replicas: int  # of every stage
     pipeline: int  # workers, or groups of them, that a pipeline has
@@ -36,37 +41,66 @@ def target_of(plan: Plan, system: str) -> Target:
     """Return how a system that copies whole pipelines runs a plan; raise PlanError if it cannot."""
     for numbers, what in ((plan.replicas, "replicas"), (plan.degrees, "ranks")):
         if len(set(numbers)) > 1:
-            problem = f"{system} copies whole pipelines, so it has no form for '{plan.config}', whose stages have "
+            problem = (
+                f"{system} copies whole pipelines, so it has no form for '{plan.config}', "
+                f"whose stages have "
+            )
             problem += f"different numbers of {what}"
-            raise PlanError(problem, hint="`plan train` runs it; `plan compare` prices straight pipelines")
+            raise PlanError(
+                problem, hint="`plan train` runs it; `plan compare` prices straight pipelines"
+            )
     if plan.stages[0].shards_gradients and system != "torchtitan":
-        problem = f"{system} has no form for replicas that shard gradients or weights, as those of '{plan.config}' do"
-        raise PlanError(problem, hint="export with `system=torchtitan`, or solve with `shard_optimizer=never`")
+        problem = (
+            f"{system} has no form for replicas that shard gradients or weights, as those "
+            f"of '{plan.config}' do"
+        )
+        raise PlanError(
+            problem, hint="export with `system=torchtitan`, or solve with `shard_optimizer=never`"
+        )
     replicas, pipeline = plan.replicas[0], plan.workers // len(plan.stages[0].ranks)
     ranks = [rank for stage in plan.stages[:pipeline] for rank in stage.ranks]
     if ranks != list(range(len(ranks))):
         problem = f"{system} numbers workers stage by stage, but the plan's ranks are {ranks}"
-        raise PlanError(problem, hint="solve for one level, or list kinds of GPUs in the order of the stages")
+        raise PlanError(
+            problem, hint="solve for one level, or list kinds of GPUs in the order of the stages"
+        )
     several = plan.schedule.stashes and len(plan.stages) > 1
     microbatches, left = divmod(plan.microbatches, replicas)
     if plan.schedule.stashes:
         microbatches = LEAST_PER_STAGE * len(plan.stages) if several else 1
     elif left:
-        problem = f"{system} gives each pipeline equally many microbatches, but {plan.microbatches} do not divide by "
-        raise PlanError(f"{problem}{replicas}", hint=f"solve with `microbatches={(microbatches + 1) * replicas}`")
+        problem = (
+            f"{system} gives each pipeline equally many microbatches, but "
+            f"{plan.microbatches} do not divide by "
+        )
+        raise PlanError(
+            f"{problem}{replicas}",
+            hint=f"solve with `microbatches={(microbatches + 1) * replicas}`",
+        )
     remarks = {
-        f"The plan's schedule, {plan.schedule}, keeps the pipeline full by stashing weights. {system} drains it before "
+        f"The plan's schedule, {plan.schedule}, keeps the pipeline full by stashing weights. "
+        f"{system} drains it before "
         "every update, so expect fewer samples/s than the plan predicts.": plan.schedule.asynchronous,
-        f"Gradients are accumulated over {LEAST_PER_STAGE} microbatches per stage. The plan updates after each one: "
+        f"Gradients are accumulated over {LEAST_PER_STAGE} microbatches per stage. The plan "
+        f"updates after each one: "
         "adapt the learning rate.": several,
-        f"The plan sends activations as {plan.cluster.compress}. {system} sends them as they are, so links are busier "
+        f"The plan sends activations as {plan.cluster.compress}. {system} sends them as they are, "
+        f"so links are busier "
         "than the plan predicts.": plan.cluster.compress != "none",
     }
     sharded = any(stage.shards_optimizer for stage in plan.stages)
     said = [text for text, holds in remarks.items() if holds]
     copies = sample_parts(plan)
     size = plan.microbatch_size and plan.microbatch_size // copies
-    return Target(replicas * copies, pipeline, plan.ranks_per_replica // copies, size, microbatches, sharded, said)
+    return Target(
+        replicas * copies,
+        pipeline,
+        plan.ranks_per_replica // copies,
+        size,
+        microbatches,
+        sharded,
+        said,
+    )
 
 
 def shared_weights(plan: Plan) -> dict[tuple[int, ...], list[str]]:
@@ -82,26 +116,44 @@ def shared_weights(plan: Plan) -> dict[tuple[int, ...], list[str]]:
 
 def model_remarks(plan: Plan, system: str) -> list[str]:
     """Say what the user who builds the layers for the system must know."""
-    several = [f"{len(t.values)} from stage {t.source} to {t.target}" for t in plan.transfers if len(t.values) > 1]
+    several = [
+        f"{len(t.values)} from stage {t.source} to {t.target}"
+        for t in plan.transfers
+        if len(t.values) > 1
+    ]
     skips = [f"{t.source} to {t.target}" for t in plan.transfers if t.target > t.source + 1]
     degree, sharded = plan.ranks_per_replica, [stage.shards_optimizer for stage in plan.stages]
-    over = "sum" if plan.loss is not None and plan.loss.over == "sum" else "mean over the labels that count"
+    over = (
+        "sum"
+        if plan.loss is not None and plan.loss.over == "sum"
+        else "mean over the labels that count"
+    )
     remarks = {
-        f"The model branches, and several values cross cuts ({', '.join(several)}): the layers there must take and "
+        f"The model branches, and several values cross cuts ({', '.join(several)}): the layers "
+        f"there must take and "
         "return these values as a tuple.": several,
-        f"Values skip stages (from stage {', '.join(skips)}): the layers in between must pass them on.": skips,
+        f"Values skip stages (from stage {', '.join(skips)}): the layers in between must pass "
+        f"them on.": skips,
         **{
-            f"Stages {', '.join(map(str, stages))} share {', '.join(names)}: tie them there, or each stage trains its "
+            f"Stages {', '.join(map(str, stages))} share {', '.join(names)}: tie them there, or "
+            f"each stage trains its "
             "own copy.": True
             for stages, names in shared_weights(plan).items()
         },
-        f"The loss is a {over}, and `plan train` weighs microbatches by it. {system} takes the mean of their losses, "
-        "which is another loss: weigh them in the loss function.": plan.loss is not None and plan.loss.weighs,
-        f"Groups of {degree} ranks divide the layers. {system}'s layers say themselves what is divided of them; the "
-        "plan's costs are of what the planned model says.": plan.divides_layers and not plan.by_samples,
-        f"Of {plan.experts} experts of a layer, each of {degree} ranks has a part. {system} reduces the gradients of "
+        f"The loss is a {over}, and `plan train` weighs microbatches by it. {system} takes the "
+        f"mean of their losses, "
+        "which is another loss: weigh them in the loss function.": plan.loss is not None
+        and plan.loss.weighs,
+        f"Groups of {degree} ranks divide the layers. {system}'s layers say themselves what is "
+        f"divided of them; the "
+        "plan's costs are of what the planned model says.": plan.divides_layers
+        and not plan.by_samples,
+        f"Of {plan.experts} experts of a layer, each of {degree} ranks has a part. {system} "
+        f"reduces the gradients of "
         "other weights once per minibatch, where `plan train` does so for every microbatch.": plan.by_samples,
-        f"The plan shards the optimizer's state in some stages; {system} does so in all of them.": any(sharded)
+        f"The plan shards the optimizer's state in some stages; {system} does so in all of them.": any(
+            sharded
+        )
         and not all(sharded),
         f"The plan is for {plan.autocast} under autocast: use the same here.": plan.autocast,
         f"The plan is for weights in {plan.master_weights} with float32 masters: do so here.": plan.master_weights,
@@ -112,18 +164,29 @@ def model_remarks(plan: Plan, system: str) -> list[str]:
 
 
 def comment(sentences: list[str], width: int = 100) -> str:
-    return "\n".join(line for text in sentences for line in textwrap.wrap(f"# {text}", width, subsequent_indent="# "))
+    return "\n".join(
+        line
+        for text in sentences
+        for line in textwrap.wrap(f"# {text}", width, subsequent_indent="# ")
+    )
 
 
 def megatron_arguments(plan: Plan) -> str:
     """Write arguments for Megatron-LM's command line, one per line, after comments."""
     target, stages = target_of(plan, "Megatron"), len(plan.stages)
-    if any(plan.schedule.worker_of(stage, target.pipeline) != stage % target.pipeline for stage in range(stages)):
-        problem = f"Megatron-LM gives stage s to worker s mod {target.pipeline}, and {plan.schedule} does not"
+    if any(
+        plan.schedule.worker_of(stage, target.pipeline) != stage % target.pipeline
+        for stage in range(stages)
+    ):
+        problem = (
+            f"Megatron-LM gives stage s to worker s mod {target.pipeline}, and "
+            f"{plan.schedule} does not"
+        )
         raise PlanError(problem, hint="solve with `schedule=interleaved`")
     stem, counts = _layer_counts(plan)
     said = [
-        f"{plan.model} for Megatron-LM: {', '.join(map(str, counts))} of the layers '{stem}' in {stages} stages, "
+        f"{plan.model} for Megatron-LM: {', '.join(map(str, counts))} of the layers '{stem}' in "
+        f"{stages} stages, "
         f"{target.replicas} of each, {plan.workers} workers.",
         *target.remarks,
         *model_remarks(plan, "Megatron"),
@@ -132,11 +195,20 @@ def megatron_arguments(plan: Plan) -> str:
         said.append(f"Megatron runs 1F1B with a flush, where the plan is for {plan.schedule}.")
     even, layout = len(set(counts)) == 1, "|".join("t" * count for count in counts)
     # Megatron recomputes the same number of layers in every stage, the first ones.
-    units = [len({_block(layer) for layer in stage.recomputed_layers} - {None}) for stage in plan.stages]
+    units = [
+        len({_block(layer) for layer in stage.recomputed_layers} - {None}) for stage in plan.stages
+    ]
     if len(set(units)) > 1:
-        said.append(f"{', '.join(map(str, units))} layers of the stages recompute; Megatron takes one number for all.")
+        said.append(
+            f"{', '.join(map(str, units))} layers of the stages recompute; Megatron takes one "
+            f"number for all."
+        )
     every = max(units) >= max(counts)
-    method = "uniform --recompute-num-layers 1" if every else f"block --recompute-num-layers {max(units)}"
+    method = (
+        "uniform --recompute-num-layers 1"
+        if every
+        else f"block --recompute-num-layers {max(units)}"
+    )
     size = target.size or 0
     arguments = {
         f"--num-layers {sum(counts)}": True,
@@ -149,7 +221,8 @@ def megatron_arguments(plan: Plan) -> str:
         f"--num-layers-per-virtual-pipeline-stage {counts[0]}": even and plan.chunks > 1,
         f"--recompute-granularity full --recompute-method {method}": any(units),
         # Megatron refuses to divide layers with experts otherwise.
-        "--sequence-parallel": (plan.cluster.sequence_parallel or plan.experts) and target.tensor > 1,
+        "--sequence-parallel": (plan.cluster.sequence_parallel or plan.experts)
+        and target.tensor > 1,
         "--use-distributed-optimizer": target.sharded,
         f"--micro-batch-size {size}": size,
         f"--global-batch-size {size * target.microbatches * target.replicas}": size,
@@ -158,24 +231,32 @@ def megatron_arguments(plan: Plan) -> str:
 
 
 def _check_order(stem: str, stage_of: Mapping[int, int]) -> None:
-    """Refuse stages that have the elements of a list in another order than the model's, in which others run them."""
+    """Refuse stages that have the elements of a list in another order than the model's, in which
+    others run them.
+    """
     for earlier, later in pairwise(sorted(stage_of)):
         if stage_of[earlier] > stage_of[later]:
             raise PlanError(
-                f"'{stem}.{later}' is in stage {stage_of[later]}, and '{stem}.{earlier}' before it in the model is in "
+                f"'{stem}.{later}' is in stage {stage_of[later]}, and '{stem}.{earlier}' before "
+                f"it in the model is in "
                 f"stage {stage_of[earlier]}: other systems run stages in the model's order",
                 hint="choose the cuts with `plan price`",
             )
 
 
 def _layer_counts(plan: Plan) -> tuple[str, list[int]]:
-    """Return the name of the model's list of transformer layers ("h" of "h.0.attn", ...), and each stage's count."""
+    """Return the name of the model's list of transformer layers ("h" of "h.0.attn", ...), and each
+    stage's count.
+    """
     numbers = [[_block(layer) for layer in stage.layers] for stage in plan.stages]
     blocks: defaultdict[str, set[int]] = defaultdict(set)
     for found in (block for stage in numbers for block in stage if block is not None):
         blocks[found[0]].add(found[1])
     if not blocks or max(map(len, blocks.values())) < 2:
-        problem = f"Megatron divides transformers by layers, and '{plan.model}' has no numbered list of layers"
+        problem = (
+            f"Megatron divides transformers by layers, and '{plan.model}' has no numbered "
+            f"list of layers"
+        )
         raise PlanError(problem, hint="use `system=torchtitan`")
     stem = max(blocks, key=lambda name: len(blocks[name]))
     place: dict[int, int] = {}
@@ -183,35 +264,53 @@ def _layer_counts(plan: Plan) -> tuple[str, list[int]]:
         for layer, block in zip(plan.stages[index].layers, stage, strict=True):
             if block is not None and block[0] == stem:
                 if place.setdefault(block[1], index) != index:
-                    problem = f"the cut before stage {index} is inside '{stem}.{block[1]}', a layer to Megatron"
-                    raise PlanError(problem, hint="solve with `granularity=block`; or profile with blocks(model)")
+                    problem = (
+                        f"the cut before stage {index} is inside '{stem}.{block[1]}', a "
+                        f"layer to Megatron"
+                    )
+                    raise PlanError(
+                        problem,
+                        hint="solve with `granularity=block`; or profile with blocks(model)",
+                    )
             elif index != (0 if not place else len(plan.stages) - 1):
-                problem = f"layer '{layer}' is in stage {index}, but Megatron has what is before '{stem}.0' in the "
+                problem = (
+                    f"layer '{layer}' is in stage {index}, but Megatron has what is before "
+                    f"'{stem}.0' in the "
+                )
                 problem += "first stage, and what is after the list in the last"
-                raise PlanError(problem, hint="choose the cuts with `plan price`; or profile with blocks(model)")
+                raise PlanError(
+                    problem, hint="choose the cuts with `plan price`; or profile with blocks(model)"
+                )
     _check_order(stem, place)
     return stem, [list(place.values()).count(index) for index in range(len(plan.stages))]
 
 
 def _block(layer: str) -> tuple[str, int] | None:
     found = _BLOCK.match(layer)
-    # A module of a list that is itself a layer is none of a transformer: "features.3" of a convolutional network.
+    # A module of a list that is itself a layer is none of a transformer: "features.3" of a
+    # convolutional network.
     return None if found is None or found[1] == layer else (found[2] or "", int(found[3]))
 
 
 def torchtitan_config(plan: Plan) -> str:
-    """Write a Python file with torchtitan's ParallelismConfig, for a function of its config_registry."""
+    """Write a Python file with torchtitan's ParallelismConfig, for a function of its
+    config_registry.
+    """
     target = target_of(plan, "torchtitan")
     said = [
-        f"{plan.model} for torchtitan: {plan.config} on {plan.workers} workers. Give it to a function of the model's "
+        f"{plan.model} for torchtitan: {plan.config} on {plan.workers} workers. Give it to a "
+        f"function of the model's "
         "config_registry: parallelism=PARALLELISM, training=TrainingConfig(**BATCH).",
-        "The names of modules are those of the planned model: torchtitan's model must have the same.",
+        "The names of modules are those of the planned model: torchtitan's model must have the "
+        "same.",
         *target.remarks,
         *model_remarks(plan, "torchtitan"),
     ]
     stage = plan.stages[0]
     if stage.shards_optimizer_alone:
-        said.append("torchtitan shards weights and gradients, too (FSDP), not the optimizer's state alone.")
+        said.append(
+            "torchtitan shards weights and gradients, too (FSDP), not the optimizer's state alone."
+        )
     if any(stage.recomputes for stage in plan.stages):
         said.append("Some stages recompute: set activation_checkpoint of the job.")
     size = target.size or 1
@@ -227,7 +326,10 @@ def torchtitan_config(plan: Plan) -> str:
     if target.pipeline > 1:
         parts, divided = _modules(plan)
         if divided:
-            said.append(f"{' and '.join(divided)} must be a ModuleList or ModuleDict: torchtitan shards no other.")
+            said.append(
+                f"{' and '.join(divided)} must be a ModuleList or ModuleDict: torchtitan shards "
+                f"no other."
+            )
         fields |= {
             "pipeline_parallel_schedule": plan.schedule.torch_name.removeprefix("Schedule"),
             "pipeline_parallel_microbatch_size": size,
@@ -245,8 +347,9 @@ def torchtitan_config(plan: Plan) -> str:
 def _modules(plan: Plan) -> tuple[list[list[str]], list[str]]:
     """Return the modules of each stage, and the lists of modules that the cuts divide.
 
-    torchtitan's splitter knows the direct children of the model, and of a ModuleList or ModuleDict among them its
-    elements. A plan does not say which are such lists: a child with numbered parts in one stage is named both ways.
+    torchtitan's splitter knows the direct children of the model, and of a ModuleList or ModuleDict
+    among them its elements. A plan does not say which are such lists: a child with numbered parts
+    in one stage is named both ways.
     """
     found: dict[str, int] = {}
     children: defaultdict[str, set[int]] = defaultdict(set)
@@ -260,10 +363,13 @@ def _modules(plan: Plan) -> tuple[list[list[str]], list[str]]:
                 continue
             if found.setdefault(name, index) != index:
                 problem = (
-                    f"the cut before stage {index} is inside '{name}', and torchtitan divides the direct children "
+                    f"the cut before stage {index} is inside '{name}', and torchtitan "
+                    f"divides the direct children "
                 )
                 problem += "of a model, and lists among them between their elements"
-                raise PlanError(problem, hint="solve with `granularity=block`; or profile with blocks(model)")
+                raise PlanError(
+                    problem, hint="solve with `granularity=block`; or profile with blocks(model)"
+                )
             children[child].add(index)
             if number.isdigit():
                 numbered[child][int(number)] = index

@@ -10,7 +10,14 @@ from pydantic import Field, ValidationError, model_validator
 
 from planner.arguments import checked
 from planner.errors import ClusterError
-from planner.formats.files import AlwaysTrue, GrownRecord, Record, first_problem, load_record, save_record
+from planner.formats.files import (
+    AlwaysTrue,
+    GrownRecord,
+    Record,
+    first_problem,
+    load_record,
+    save_record,
+)
 from planner.formats.link_names import link_bandwidth
 from planner.formats.names import Backend, CodecName
 from planner.formats.quantities import (
@@ -27,10 +34,16 @@ from planner.units import counted, parse_bytes, parse_seconds
 
 
 class Level(GrownRecord):
-    """Groups of `size` members, joined by links: the innermost are of devices, the next ones of those groups."""
+    """Groups of `size` members, joined by links: the innermost are of devices, the next ones of
+    those groups.
+    """
 
     later_fields: ClassVar[frozenset[str]] = frozenset(
-        {f"{what}_{name}" for what in ("sum", "gather", "scatter") for name in ("bandwidth_bytes_per_s", "latency_s")}
+        {
+            f"{what}_{name}"
+            for what in ("sum", "gather", "scatter")
+            for name in ("bandwidth_bytes_per_s", "latency_s")
+        }
         | {"sum_wait_share", "sum_wait_s"}
     )
 
@@ -38,13 +51,16 @@ class Level(GrownRecord):
     bandwidth_bytes_per_s: BytesPerSecond  # of a member's link in each direction (full duplex)
     latency_s: Seconds = 0.0  # of a message
     all_reduce_bandwidth_bytes_per_s: BytesPerSecond | None = None  # where measured to differ
-    # Of the all-reduces between the computations of ranks that divide layers, where measured: the latency of a step.
+    # Of the all-reduces between the computations of ranks that divide layers, where measured: the
+    # latency of a step.
     sum_bandwidth_bytes_per_s: BytesPerSecond | None = None
     sum_latency_s: Seconds | None = None
-    # For the slowest of them a rank waits this share of what it has computed since the last one, at most so long.
+    # For the slowest of them a rank waits this share of what it has computed since the last one, at
+    # most so long.
     sum_wait_share: NonNegativeFloat | None = None
     sum_wait_s: Seconds | None = None
-    # The same of a unit's weights that replicas gather, and of its gradients, each summed where it is needed alone.
+    # The same of a unit's weights that replicas gather, and of its gradients, each summed where it
+    # is needed alone.
     gather_bandwidth_bytes_per_s: BytesPerSecond | None = None
     gather_latency_s: Seconds | None = None
     scatter_bandwidth_bytes_per_s: BytesPerSecond | None = None
@@ -61,7 +77,8 @@ class DeviceKind(GrownRecord):
     name: str | None = None  # as the profile calls it, where that has several kinds
     speed: PositiveFloat = 1.0  # relative to the profiled device of that name
     memory_bytes: SomeBytes | None = None  # per device; None for that of the cluster
-    device: str | None = None  # name of the device that was measured; workers on these ranks must have it
+    # name of the device that was measured; workers on these ranks must have it
+    device: str | None = None
     pays_transfers: AlwaysTrue = True  # always true; files of version 0.1 have it
 
     @property
@@ -81,19 +98,26 @@ class CodecTime(Record):
 
 
 class Cluster(Shown, GrownRecord):
-    """Devices and the links between them. Devices are ranks 0 to gpus-1, filling one server after another."""
+    """Devices and the links between them. Devices are ranks 0 to gpus-1, filling one server after
+    another.
+    """
 
-    later_fields: ClassVar[frozenset[str]] = frozenset({"backend", "compress", "codec_times", "sequence_parallel"})
+    later_fields: ClassVar[frozenset[str]] = frozenset(
+        {"backend", "compress", "codec_times", "sequence_parallel"}
+    )
 
     schema_version: Literal[1] = 1
     levels: Annotated[tuple[Level, ...], Field(min_length=1)]  # inner to outer
     memory_bytes: SomeBytes | None = None  # per device; None for no limit
-    overlap: bool = True  # messages travel while devices compute; not on a CPU without a core to spare
+    # messages travel while devices compute; not on a CPU without a core to spare
+    overlap: bool = True
     backend: Backend | None = None  # that the links were measured with
     compress: CodecName = "none"  # how activations and their gradients travel between stages
     codec_times: tuple[CodecTime, ...] = ()  # where measured; other codecs count no time
-    sequence_parallel: bool = False  # groups divide layers by tokens, too, where each rank would compute the same
-    kinds: tuple[DeviceKind, ...] = ()  # all devices by rank, where they differ; empty: all are like the profiled one
+    # groups divide layers by tokens, too, where each rank would compute the same
+    sequence_parallel: bool = False
+    # all devices by rank, where they differ; empty: all are like the profiled one
+    kinds: tuple[DeviceKind, ...] = ()
 
     @property
     def gpus(self) -> int:
@@ -102,10 +126,14 @@ class Cluster(Shown, GrownRecord):
     @property
     def coding_s_per_byte(self) -> float:
         """Seconds that either end of a link takes to code or decode a byte on it."""
-        return next((each.s_per_byte for each in self.codec_times if each.codec == self.compress), 0.0)
+        return next(
+            (each.s_per_byte for each in self.codec_times if each.codec == self.compress), 0.0
+        )
 
     def kind_of(self, rank: int) -> DeviceKind:
-        return next(kind for kind, ranks in zip(self.kinds, self.kind_ranks, strict=True) if rank in ranks)
+        return next(
+            kind for kind, ranks in zip(self.kinds, self.kind_ranks, strict=True) if rank in ranks
+        )
 
     @property
     def kind_ranks(self) -> tuple[range, ...]:
@@ -118,13 +146,19 @@ class Cluster(Shown, GrownRecord):
 
     def kinds_on(self, ranks: Iterable[int]) -> str:
         """Return the names of the kinds of these devices, for people; "" where all are alike."""
-        return " + ".join(dict.fromkeys(self.kind_of(rank).title for rank in sorted(ranks))) if self.kinds else ""
+        return (
+            " + ".join(dict.fromkeys(self.kind_of(rank).title for rank in sorted(ranks)))
+            if self.kinds
+            else ""
+        )
 
     def memory_on(self, ranks: Iterable[int]) -> int | None:
         """Return the memory of the smallest of these devices in bytes; None for no limit."""
         if not self.kinds:
             return self.memory_bytes
-        limits = [limit for rank in ranks if (limit := self.memory_of(self.kind_of(rank))) is not None]
+        limits = [
+            limit for rank in ranks if (limit := self.memory_of(self.kind_of(rank))) is not None
+        ]
         return min(limits, default=None)
 
     @property
@@ -135,16 +169,23 @@ class Cluster(Shown, GrownRecord):
         def changed(memory_bytes: int | None) -> int | None:
             return None if memory_bytes is None else change(memory_bytes)
 
-        kinds = tuple(kind.model_copy(update={"memory_bytes": changed(self.memory_of(kind))}) for kind in self.kinds)
+        kinds = tuple(
+            kind.model_copy(update={"memory_bytes": changed(self.memory_of(kind))})
+            for kind in self.kinds
+        )
         return self.model_copy(update={"memory_bytes": changed(self.memory_bytes), "kinds": kinds})
 
     @model_validator(mode="after")
     def _check_counts(self) -> "Cluster":
         if self.gpus > MOST_GPUS:
-            raise ValueError(f"{self.gpus} devices are beyond the {MOST_GPUS} that can be solved for")
+            raise ValueError(
+                f"{self.gpus} devices are beyond the {MOST_GPUS} that can be solved for"
+            )
         if self.kinds and sum(kind.count for kind in self.kinds) != self.gpus:
             counts = " + ".join(str(kind.count) for kind in self.kinds)
-            raise ValueError(f"kinds of {counts} devices are not the {self.gpus} devices of the levels")
+            raise ValueError(
+                f"kinds of {counts} devices are not the {self.gpus} devices of the levels"
+            )
         return self
 
     @property
@@ -169,10 +210,12 @@ def flat_cluster(
 ) -> Cluster:
     """Return a cluster of `gpus` devices, each on a link of its own.
 
-    Quantities are numbers, or texts with a unit as the command line takes them: "10Gbps", "nvlink4", "16GB", "50us".
+    Quantities are numbers, or texts with a unit as the command line takes them: "10Gbps",
+    "nvlink4", "16GB", "50us".
 
     Raises:
-        ClusterError: for less than one device, or more than `MOST_GPUS`, and for quantities that make no sense.
+        ClusterError: for less than one device, or more than `MOST_GPUS`, and for quantities that
+            make no sense.
         UnitError: for a text without a unit.
 
     Example:
@@ -180,7 +223,9 @@ def flat_cluster(
         True
     """
     reduces = (all_reduce_bandwidth_bytes_per_s,)
-    return _cluster((gpus,), (bandwidth_bytes_per_s,), (latency_s,), memory_bytes, overlap, reduces=reduces)
+    return _cluster(
+        (gpus,), (bandwidth_bytes_per_s,), (latency_s,), memory_bytes, overlap, reduces=reduces
+    )
 
 
 @checked
@@ -234,23 +279,33 @@ def _cluster(
     levels = [
         {
             "size": size,
-            "bandwidth_bytes_per_s": link_bandwidth(bandwidth) if isinstance(bandwidth, str) else bandwidth,
+            "bandwidth_bytes_per_s": link_bandwidth(bandwidth)
+            if isinstance(bandwidth, str)
+            else bandwidth,
             "latency_s": parse_seconds(latency) if isinstance(latency, str) else latency,
-            "all_reduce_bandwidth_bytes_per_s": link_bandwidth(reduced) if isinstance(reduced, str) else reduced,
+            "all_reduce_bandwidth_bytes_per_s": link_bandwidth(reduced)
+            if isinstance(reduced, str)
+            else reduced,
             "shared": shared,
         }
         for size, bandwidth, latency, reduced in zip_longest(sizes, bandwidths, latencies, reduces)
     ]
     memory = parse_bytes(memory) if isinstance(memory, str) else memory
     try:
-        return Cluster.model_validate({"levels": levels, "memory_bytes": memory, "overlap": overlap})
+        return Cluster.model_validate(
+            {"levels": levels, "memory_bytes": memory, "overlap": overlap}
+        )
     except ValidationError as cause:
         problem = first_problem(cause)
-        raise ClusterError(f"there is no such cluster: {problem}", hint="see `planner.flat_cluster`") from None
+        raise ClusterError(
+            f"there is no such cluster: {problem}", hint="see `planner.flat_cluster`"
+        ) from None
 
 
 def load_cluster(path: Path | str) -> Cluster:
-    """Read `cluster.json`; raise ClusterError naming the file, the field and the value that is wrong."""
+    """Read `cluster.json`; raise ClusterError naming the file, the field and the value that is
+    wrong.
+    """
     cluster = load_record(Cluster, path, ClusterError, "see cluster.json in the file formats")
     checked_gpus(cluster.gpus)
     return cluster
@@ -264,9 +319,12 @@ def save_cluster(cluster: Cluster, path: Path | str) -> None:
 def checked_gpus(gpus: int) -> int:
     """Return a number of GPUs; raise ClusterError for one that is no cluster's."""
     if gpus < 1:
-        raise ClusterError(f"a cluster of {gpus} GPUs cannot train anything", hint="give `gpus` 1 or more")
+        raise ClusterError(
+            f"a cluster of {gpus} GPUs cannot train anything", hint="give `gpus` 1 or more"
+        )
     if gpus > MOST_GPUS:
         raise ClusterError(
-            f"a cluster of {gpus} GPUs is beyond the {MOST_GPUS} that can be solved for", hint="give fewer"
+            f"a cluster of {gpus} GPUs is beyond the {MOST_GPUS} that can be solved for",
+            hint="give fewer",
         )
     return gpus

@@ -1,4 +1,5 @@
-"""Profiles of one model on several kinds of devices, which share layers and bytes, but not times and workspaces.
+"""Profiles of one model on several kinds of devices, which share layers and bytes, but not times
+and workspaces.
 
 Also reads the profile that a command line names: one, or one for each kind.
 """
@@ -24,23 +25,39 @@ _OF_PROFILES = (
     "microbatch_size",
     "tokens_per_sample",
 )
-_OF_LAYERS = ("name", "weight_bytes", "gradient_bytes", "optimizer_bytes", "buffer_bytes", "saved_bytes", "parameters")
+_OF_LAYERS = (
+    "name",
+    "weight_bytes",
+    "gradient_bytes",
+    "optimizer_bytes",
+    "buffer_bytes",
+    "saved_bytes",
+    "parameters",
+)
 
 
 def profile_of_kinds(profiles: Mapping[str, Profile]) -> Profile:
-    """Return one profile of the model on these kinds of devices; raise ProfileError where their layers differ."""
+    """Return one profile of the model on these kinds of devices; raise ProfileError where their
+    layers differ.
+    """
     (first, base), *others = profiles.items()
     for name, profile in profiles.items():
         if profile.kinds:
-            raise ProfileError(f"the profile of '{name}' has several kinds itself", hint="give one profile per kind")
+            raise ProfileError(
+                f"the profile of '{name}' has several kinds itself",
+                hint="give one profile per kind",
+            )
     for name, profile in others:
         for (what, one), (_, other) in zip(_facts(base), _facts(profile), strict=False):
             if one != other:
                 raise ProfileError(
-                    f"the profiles are not of the same layers: {what} is {one} for '{first}' and {other} for '{name}'",
+                    f"the profiles are not of the same layers: {what} is {one} for '{first}' and "
+                    f"{other} for '{name}'",
                     hint="profile the same model file with the same options on each kind of device",
                 )
-    return base.model_copy(update={"kinds": tuple(_times(name, profile) for name, profile in profiles.items())})
+    return base.model_copy(
+        update={"kinds": tuple(_times(name, profile) for name, profile in profiles.items())}
+    )
 
 
 def read_profile(text: str) -> Profile:
@@ -51,7 +68,8 @@ def read_profile(text: str) -> Profile:
     names = [name for name, _, _ in parts]
     if "" in names or len(set(names)) < len(names):
         raise InputError(
-            f"`profile={text}` does not name each kind of GPU once", hint="write NAME=FILE,NAME=FILE, as in a100=a.json"
+            f"`profile={text}` does not name each kind of GPU once",
+            hint="write NAME=FILE,NAME=FILE, as in a100=a.json",
         )
     return profile_of_kinds({name: load_profile(path) for name, _, path in parts})
 
@@ -64,22 +82,33 @@ def is_profile(path: Path) -> bool:
 
 
 def profile_on(profile: Profile, kind: DeviceKind) -> Profile:
-    """Return the profile on devices of one kind; raise ClusterError for a name that the profile does not know."""
+    """Return the profile on devices of one kind; raise ClusterError for a name that the profile
+    does not know.
+    """
     times, layers = _times_of(profile, kind), list[Layer]()
     for number, layer in enumerate(profile.layers):
         costs = {name: getattr(times, name)[number] for name in KIND_COLUMNS}
-        scaled = {name: value / kind.speed if name.endswith("_s") else value for name, value in costs.items()}
+        scaled = {
+            name: value / kind.speed if name.endswith("_s") else value
+            for name, value in costs.items()
+        }
         layers.append(layer.model_copy(update=scaled))
-    return profile.model_copy(update={"layers": tuple(layers), "device": times.device, "kinds": None})
+    return profile.model_copy(
+        update={"layers": tuple(layers), "device": times.device, "kinds": None}
+    )
 
 
 def cluster_for(profile: Profile, cluster: Cluster) -> Cluster:
-    """Return the cluster with what the profile says of its kinds; raise ClusterError if they do not match."""
+    """Return the cluster with what the profile says of its kinds; raise ClusterError if they do not
+    match.
+    """
     if profile.kinds and not cluster.kinds:
         names = ", ".join(kind.name for kind in profile.kinds)
         raise ClusterError(
-            f"the profile is of several kinds of devices ({names}), and the cluster does not say which GPUs are which",
-            hint=f"give `kinds={','.join(f'{kind.name}=N' for kind in profile.kinds)}`, or name them in cluster.json",
+            f"the profile is of several kinds of devices ({names}), and the cluster does not say "
+            f"which GPUs are which",
+            hint=f"give `kinds={','.join(f'{kind.name}=N' for kind in profile.kinds)}`, or name "
+            f"them in cluster.json",
         )
     if not profile.kinds:
         return cluster
@@ -88,18 +117,27 @@ def cluster_for(profile: Profile, cluster: Cluster) -> Cluster:
         times, known = _times_of(profile, kind), dict[str, Any]()
         if times.source == "measured" and kind.speed == 1:
             known["device"] = times.device.name
-        if kind.memory_bytes is None and cluster.memory_bytes is None and times.device.kind != "cpu":
+        if (
+            kind.memory_bytes is None
+            and cluster.memory_bytes is None
+            and times.device.kind != "cpu"
+        ):
             known["memory_bytes"] = planned_bytes(times.device)
         kinds.append(kind.model_copy(update=known))
     return cluster.model_copy(update={"kinds": tuple(kinds)})
 
 
 def planned_bytes(device: Device) -> int | None:
-    """Return how much of a profiled GPU's memory plans fill at most, where no limit is given; None where it is unknown.
+    """Return how much of a profiled GPU's memory plans fill at most, where no limit is given; None
+    where it is unknown.
 
     A CPU's memory is the whole machine's, which says little about one worker, so it is no limit.
     """
-    return None if device.kind == "cpu" or device.memory_bytes is None else round(PLANNED * device.memory_bytes)
+    return (
+        None
+        if device.kind == "cpu" or device.memory_bytes is None
+        else round(PLANNED * device.memory_bytes)
+    )
 
 
 def _times_of(profile: Profile, kind: DeviceKind) -> KindTimes:
@@ -117,7 +155,9 @@ def _times_of(profile: Profile, kind: DeviceKind) -> KindTimes:
 
 
 def _times(name: str, profile: Profile) -> KindTimes:
-    columns: dict[str, Any] = {each: tuple(getattr(layer, each) for layer in profile.layers) for each in KIND_COLUMNS}
+    columns: dict[str, Any] = {
+        each: tuple(getattr(layer, each) for layer in profile.layers) for each in KIND_COLUMNS
+    }
     return KindTimes(name=name, device=profile.device, source=profile.provenance.source, **columns)
 
 
@@ -126,9 +166,16 @@ def _facts(profile: Profile) -> Iterator[tuple[str, object]]:
         yield what, getattr(profile, what)
     yield "number of layers", len(profile.layers)
     for layer in profile.layers:
-        outputs = [(value.name, value.output_bytes, value.gradient_bytes) for value in layer.outputs]
-        for what, value in (*((each, getattr(layer, each)) for each in _OF_LAYERS), ("outputs", outputs)):
+        outputs = [
+            (value.name, value.output_bytes, value.gradient_bytes) for value in layer.outputs
+        ]
+        for what, value in (
+            *((each, getattr(layer, each)) for each in _OF_LAYERS),
+            ("outputs", outputs),
+        ):
             yield f"{what} of layer '{layer.name}'", value
     yield "number of edges", len(profile.edges)
-    yield from (("an edge", f"{edge.source} -> {edge.target} of {edge.value}") for edge in profile.edges)
+    yield from (
+        ("an edge", f"{edge.source} -> {edge.target} of {edge.value}") for edge in profile.edges
+    )
     yield "no_cut_after", profile.no_cut_after

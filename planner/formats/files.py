@@ -12,25 +12,36 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar, get_args
 from uuid import uuid4
 
-from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, ValidationError, model_serializer
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+)
 
 from planner.errors import InputError, PlannerError
 
 _TRIED_BYTES = 4096  # more than a disk that is full has left
 
-_KINDS = {"stages": "plan", "layers": "profile", "levels": "cluster", "events": "timeline"}  # by a field of theirs
+# by a field of theirs
+_KINDS = {"stages": "plan", "layers": "profile", "levels": "cluster", "events": "timeline"}
 
 RecordT = TypeVar("RecordT", bound="Record")
 
 
 class Record(BaseModel):
-    """Base of every record in a file: immutable; an unknown field is an error, because it may be a misspelt one."""
+    """Base of every record in a file: immutable; an unknown field is an error, because it may be a
+    misspelt one.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class GrownRecord(Record):
-    """A record that has got fields since its files were first written; these are left out where they have defaults."""
+    """A record that has got fields since its files were first written; these are left out where
+    they have defaults.
+    """
 
     later_fields: ClassVar[frozenset[str]] = frozenset()
 
@@ -45,7 +56,8 @@ class GrownRecord(Record):
         }
 
 
-AlwaysTrue = Literal[True]  # of what version 0.1 wrote; it was false in plans that could never be trained
+# of what version 0.1 wrote; it was false in plans that could never be trained
+AlwaysTrue = Literal[True]
 
 
 _IRREGULAR = {
@@ -57,7 +69,8 @@ _IRREGULAR = {
 
 
 def check_regular(path: Path | str) -> None:
-    """Raise OSError for a FIFO, a socket or a device, which may have no end, or make whoever opens it wait for ever.
+    """Raise OSError for a FIFO, a socket or a device, which may have no end, or make whoever opens
+    it wait for ever.
 
     What is not there, or is a folder, is left to whoever opens it.
     """
@@ -68,13 +81,19 @@ def check_regular(path: Path | str) -> None:
 
 
 def read_text(path: Path | str) -> str:
-    """Return the text of a file in UTF-8; raise OSError as `check_regular` does, or ValueError for other bytes."""
+    """Return the text of a file in UTF-8; raise OSError as `check_regular` does, or ValueError for
+    other bytes.
+    """
     check_regular(path)
     return Path(path).read_text(encoding="utf-8")
 
 
-def load_record(record: type[RecordT], path: Path | str, error: type[InputError], remedy: str) -> RecordT:
-    """Read and validate `path`; raise `error` with the file, the field, the offending value, and `remedy` as hint."""
+def load_record(
+    record: type[RecordT], path: Path | str, error: type[InputError], remedy: str
+) -> RecordT:
+    """Read and validate `path`; raise `error` with the file, the field, the offending value, and
+    `remedy` as hint.
+    """
     try:
         text = read_text(path)
         content = parse_json(text)
@@ -86,16 +105,24 @@ def load_record(record: type[RecordT], path: Path | str, error: type[InputError]
         raise error(f"'{path}' is not JSON: {cause}", hint=remedy) from None
     if not isinstance(content, dict):
         raise error(f"'{path}' holds a {type(content).__name__}, not an object", hint=remedy)
-    # Checked before the fields: a field of another version or of another file is not a misspelt one.
+    # Checked before the fields: a field of another version or of another file is not a misspelt
+    # one.
     version, fields = content.get("schema_version"), record.model_fields
     if "schema_version" in fields:
         field = fields["schema_version"]
         known = get_args(field.annotation) or (field.default,)
         if version not in known:
             expected = " or ".join(map(str, known))
-            raise error(f"'{path}' has schema_version {version!r}, this version reads {expected}", hint=remedy)
-    if other := next((kind for field, kind in _KINDS.items() if field in content and field not in fields), None):
-        wanted = next((kind for field, kind in _KINDS.items() if field in fields), "file of this kind")
+            raise error(
+                f"'{path}' has schema_version {version!r}, this version reads {expected}",
+                hint=remedy,
+            )
+    if other := next(
+        (kind for field, kind in _KINDS.items() if field in content and field not in fields), None
+    ):
+        wanted = next(
+            (kind for field, kind in _KINDS.items() if field in fields), "file of this kind"
+        )
         raise error(f"'{path}' holds a {other}, not a {wanted}", hint=remedy)
     try:
         # Strictly: a number in quotation marks is a mistake of whoever wrote the file.
@@ -108,8 +135,8 @@ def parse_json(text: str) -> Any:
     """Return what JSON says.
 
     Raises:
-        ValueError: for what is no JSON, for what is nested as deeply as no file of ours, and for an object that has a
-            key twice, of which readers take one or the other.
+        ValueError: for what is no JSON, for what is nested as deeply as no file of ours, and for an
+            object that has a key twice, of which readers take one or the other.
     """
     try:
         return json.loads(text, object_pairs_hook=_without_doubles)
@@ -118,7 +145,9 @@ def parse_json(text: str) -> Any:
 
 
 def read_json(path: Path | str) -> Any:
-    """Return the content of a JSON file; raise OSError and ValueError as `read_text` and `parse_json` do."""
+    """Return the content of a JSON file; raise OSError and ValueError as `read_text` and
+    `parse_json` do.
+    """
     return parse_json(read_text(path))
 
 
@@ -135,13 +164,17 @@ def save_record(record: Record, path: Path | str) -> None:
 
 
 def write_text(path: Path | str, text: str) -> None:
-    """Write `text` in place of `path`, as UTF-8; raise PlannerError, with nothing left behind, when it cannot be."""
+    """Write `text` in place of `path`, as UTF-8; raise PlannerError, with nothing left behind, when
+    it cannot be.
+    """
     with _writing(Path(path)), replacing(Path(path)) as temporary:
         temporary.write_bytes(text.encode())
 
 
 def check_writable(path: Path | str) -> None:
-    """Raise PlannerError if `path` could not be written, before the work whose result it is to hold."""
+    """Raise PlannerError if `path` could not be written, before the work whose result it is to
+    hold.
+    """
     path = Path(path)
     with _writing(path):
         if path.is_dir():
@@ -158,13 +191,16 @@ def _writing(path: Path) -> Iterator[None]:
         yield
     except OSError as cause:
         raise PlannerError(
-            f"'{path}' cannot be written: {cause.strerror or cause}", hint="choose another place to write to"
+            f"'{path}' cannot be written: {cause.strerror or cause}",
+            hint="choose another place to write to",
         ) from None
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary file to write to; when the block ends without an error, it is flushed and replaces `path`."""
+    """Yield a temporary file to write to; when the block ends without an error, it is flushed and
+    replaces `path`.
+    """
     check_regular(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid4().hex}")
@@ -179,12 +215,15 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def out_of_range(error: ValueError) -> InputError | None:
-    """Return a sentence for a record of an answer that cannot be, as sums of huge quantities give it; else None."""
+    """Return a sentence for a record of an answer that cannot be, as sums of huge quantities give
+    it; else None.
+    """
     if not isinstance(error, ValidationError):
         return None
     return InputError(
         f"the answer has a number that cannot be, {error.title}.{first_problem(error)}",
-        hint="look for a quantity of the input that is far too large or too small: a rate, a latency, a number of "
+        hint="look for a quantity of the input that is far too large or too small: a rate, a "
+        "latency, a number of "
         "samples",
     )
 
@@ -192,7 +231,9 @@ def out_of_range(error: ValueError) -> InputError | None:
 def first_problem(cause: ValidationError) -> str:
     """Return the first problem in a sentence: the field, its value, and what is wrong with it."""
     problem = cause.errors()[0]
-    place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"]).lstrip(".")
+    place = "".join(
+        f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"]
+    ).lstrip(".")
     if problem["type"] == "missing":
         return f"field '{place}' is missing"
     ours = {"extra_forbidden": "unknown field", "too_short": "there has to be one at least"}

@@ -1,10 +1,11 @@
 """Folders for temporary files that are removed even where the process that made them is killed.
 
-Whoever makes one holds a lock on it for as long as it lives: the kernel gives the lock back when the process ends,
-however it ends. Whoever makes the next one removes those that no process holds; how old they are says nothing.
+Whoever makes one holds a lock on it for as long as it lives: the kernel gives the lock back when
+the process ends, however it ends. Whoever makes the next one removes those that no process holds;
+how old they are says nothing.
 
-Hosts may share the place for temporary files, and a file system between them may keep the locks of each host to
-itself. So a folder has the name of its host, and is removed there alone.
+Hosts may share the place for temporary files, and a file system between them may keep the locks of
+each host to itself. So a folder has the name of its host, and is removed there alone.
 """
 
 import fcntl
@@ -47,7 +48,9 @@ def _prefix() -> str:
 
 
 def _make(purpose: str) -> tuple[Path, int | None]:
-    """Return a new folder and the descriptor that locks it; None where there are no locks, and so nobody removes it."""
+    """Return a new folder and the descriptor that locks it; None where there are no locks, and so
+    nobody removes it.
+    """
     while True:
         folder = Path(tempfile.mkdtemp(prefix=f"{_prefix()}{purpose}-"))
         try:
@@ -80,7 +83,9 @@ def _remove_abandoned() -> None:
 
 
 def _locked(folder: Path) -> int | None:
-    """Lock a folder; return the descriptor that holds the lock, or None where another process holds or removed it."""
+    """Lock a folder; return the descriptor that holds the lock, or None where another process holds
+    or removed it.
+    """
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except FileNotFoundError:  # removed meanwhile

@@ -1,7 +1,9 @@
-"""What could not be written when the answer was already known: the answer stands, and says what is missing.
+"""What could not be written when the answer was already known: the answer stands, and says what is
+missing.
 
-A long run must not lose its result because a disk is full at its end. So what is written after the result is known
-fails into a list that the result carries. The command prints the result first, and then these.
+A long run must not lose its result because a disk is full at its end. So what is written after the
+result is known fails into a list that the result carries. The command prints the result first, and
+then these.
 """
 
 from collections.abc import Iterable, Iterator

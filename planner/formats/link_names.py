@@ -5,8 +5,9 @@ Rates are per GPU and direction: of all NVLinks of a GPU together, and of 16 lan
     nvlink2 to nvlink5   NVIDIA data sheets of V100, A100, H100 and B200: 300, 600, 900 and 1,800 GB/s both ways
     pcie3 to pcie5       PCI-SIG: 8, 16 and 32 GT/s per lane, 128 bits of 130
 
-What is achieved of them: of NVLink 0.76, the bus bandwidth of an all-reduce of 1 GB on 8 A100 (nccl-tests, 229 of 300
-GB/s, in vTrain's repository); of PCIe 0.8, a copy between two GPUs that reach each other.
+What is achieved of them: of NVLink 0.76, the bus bandwidth of an all-reduce of 1 GB on 8 A100
+(nccl-tests, 229 of 300 GB/s, in vTrain's repository); of PCIe 0.8, a copy between two GPUs that
+reach each other.
 """
 
 from collections.abc import Mapping
@@ -28,8 +29,8 @@ ACHIEVED_BYTES_PER_S: Mapping[str, float] = {
 }
 
 
-# Inside a server, by the GPU's name in estimates, where nothing else is known. T4, L4 and A10G of clouds do not reach
-# each other directly.
+# Inside a server, by the GPU's name in estimates, where nothing else is known. T4, L4 and A10G of
+# clouds do not reach each other directly.
 _INSIDE: Mapping[str, tuple[str, ...]] = {
     "nvlink2": ("v100",),
     "nvlink3": ("a100", "a100-80gb"),
@@ -40,12 +41,15 @@ _INSIDE: Mapping[str, tuple[str, ...]] = {
     "4GB/s": ("t4", "l4", "a10g"),
 }
 BETWEEN_SERVERS = "100Gbps"
-# Servers of 8 such GPUs are sold with 400 Gbit/s for each (NVIDIA DGX H100, H200 and B200; P5 and P6 of AWS).
+# Servers of 8 such GPUs are sold with 400 Gbit/s for each (NVIDIA DGX H100, H200 and B200; P5 and
+# P6 of AWS).
 _FAST_BETWEEN, _FAST = "3200Gbps", ("h100", "h200", "b200", "mi300x")
 
 
 def usual_link(device: str) -> str:
-    """Return the link that servers of such GPUs have inside; 16 lanes of PCIe 4 for an unknown one."""
+    """Return the link that servers of such GPUs have inside; 16 lanes of PCIe 4 for an
+    unknown one.
+    """
     return next((link for link, devices in _INSIDE.items() if device.lower() in devices), "pcie4")
 
 
@@ -55,9 +59,13 @@ def usual_between(device: str) -> str:
 
 
 def link_bandwidth(text: str) -> float:
-    """Return the bytes per second that the named link achieves, or of a rate such as "10Gbps"; else raise UnitError."""
+    """Return the bytes per second that the named link achieves, or of a rate such as "10Gbps"; else
+    raise UnitError.
+    """
     name = text.strip().lower()
     if name[:1].isalpha() and name not in ACHIEVED_BYTES_PER_S:
         known = ", ".join(ACHIEVED_BYTES_PER_S)
-        raise UnitError(f"'{text}' is no link that is known by name", hint=f"write a rate, or {known}")
+        raise UnitError(
+            f"'{text}' is no link that is known by name", hint=f"write a rate, or {known}"
+        )
     return ACHIEVED_BYTES_PER_S[name] if name[:1].isalpha() else parse_bandwidth(text)

@@ -21,10 +21,12 @@ class OwnStage(Record, ShardedReplicas, DividedLayers):
     replicas: Workers = 1
     tensor: Workers = 1  # ranks of a replica, which divide every layer between them
     sharded: bool = False  # the replicas divide the optimizer's state
-    sharding_level: Annotated[int, Field(ge=1, le=3)] = 1  # of a plan's only stage: 2 gradients, too, 3 weights, too
-    shard_group: Annotated[int, Field(ge=2)] | None = None  # replicas that divide these two; others repeat them
-    # Runs its forward again before each backward: true for the whole stage, a number for that many of its units, the
-    # first ones, each by itself.
+    # of a plan's only stage: 2 gradients, too, 3 weights, too
+    sharding_level: Annotated[int, Field(ge=1, le=3)] = 1
+    # replicas that divide these two; others repeat them
+    shard_group: Annotated[int, Field(ge=2)] | None = None
+    # Runs its forward again before each backward: true for the whole stage, a number for that many
+    # of its units, the first ones, each by itself.
     recompute: bool | Parts = False
 
     @model_validator(mode="after")

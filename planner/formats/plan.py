@@ -1,4 +1,6 @@
-"""The Plan: which layers form which stage, on which ranks, under which schedule, and what to expect of it."""
+"""The Plan: which layers form which stage, on which ranks, under which schedule, and what to expect
+of it.
+"""
 
 from collections import Counter
 from itertools import chain, pairwise
@@ -30,7 +32,8 @@ from planner.stages.sharding import why_whole
 from planner.stages.tensor import any_divided, degrees_of, most_ranks, one_degree
 
 REMEDY = "make a plan with: plan solve"
-_ALIKE = ("model", "graph_hash", "schedule", "microbatch_size", "microbatches")  # of a plan and its smaller ones
+# of a plan and its smaller ones
+_ALIKE = ("model", "graph_hash", "schedule", "microbatch_size", "microbatches")
 GIVEN = "given"  # the solver's name in plans whose stages a person chose
 
 
@@ -38,15 +41,26 @@ class Plan(Shown, GrownRecord):
     """A complete answer: enough to run, and enough to know what to expect."""
 
     later_fields: ClassVar[frozenset[str]] = frozenset(
-        {"master_weights", "loss", "tf32", "deterministic", "lengths", "baselines", "synchronous", "notes"}
+        {
+            "master_weights",
+            "loss",
+            "tf32",
+            "deterministic",
+            "lengths",
+            "baselines",
+            "synchronous",
+            "notes",
+        }
     ) | {"experts", "by_samples", "smaller", "schedules", "capture_checked", "synchronous_usual"}
 
     schema_version: Literal[1] = 1
     model: str
     profile_digest: str
-    graph_hash: str | None  # as in the profile; None for an imported profile, whose plans cannot be trained
+    # as in the profile; None for an imported profile, whose plans cannot be trained
+    graph_hash: str | None
     autocast: Autocast | None = None  # stages run under torch.autocast
-    master_weights: Autocast | None = None  # of the weights, which have copies in float32 that the optimizer steps
+    # of the weights, which have copies in float32 that the optimizer steps
+    master_weights: Autocast | None = None
     memory_format: MemoryFormat | None = None  # of weights and images
     compiled: bool = False  # stages run through torch.compile
     tf32: bool = False  # products of float32 matrices in TF32
@@ -56,20 +70,25 @@ class Plan(Shown, GrownRecord):
     schedule: ScheduleField
     microbatch_size: Samples | None
     loss: LossMean | None = None  # what it is a mean over; None stands for the samples
-    capture_checked: bool = False  # as in the profile; training compares them at its start where that did not
+    # as in the profile; training compares them at its start where that did not
+    capture_checked: bool = False
     lengths: PlannedLengths | None = None  # of batches, that vary
     microbatches: Parts = 1  # per minibatch
-    vertical_sync: Literal[False] = False  # always false; version 0.2 had plans in which it was true
+    # always false; version 0.2 had plans in which it was true
+    vertical_sync: Literal[False] = False
     stages: Annotated[tuple[Stage, ...], Field(min_length=1)]
     # Of a layer, which the ranks of a replica divide between them.
     experts: Annotated[int, Field(ge=2, le=MOST_PARTS)] | None = None
-    by_samples: bool = False  # whether those ranks have a part of a microbatch's samples each, and divide experts alone
+    # whether those ranks have a part of a microbatch's samples each, and divide experts alone
+    by_samples: bool = False
     transfers: tuple[Transfer, ...]
     shared: tuple[Shared, ...] = ()
     contiguous: AlwaysTrue = True  # always true; files of version 0.1 have it
     predicted: Prediction
-    baselines: tuple[OtherWay, ...] = ()  # what people do without a planner; empty where they were not priced
-    # Beside an asynchronous plan: the best synchronous one with its global batch, or in older files with a larger one.
+    # what people do without a planner; empty where they were not priced
+    baselines: tuple[OtherWay, ...] = ()
+    # Beside an asynchronous plan: the best synchronous one with its global batch, or in older files
+    # with a larger one.
     synchronous: OtherWay | None = None
     # Beside the same: the best one with a larger global batch, of the usual number of microbatches.
     synchronous_usual: OtherWay | None = None
@@ -77,7 +96,8 @@ class Plan(Shown, GrownRecord):
     notes: tuple[str, ...] = ()  # sentences on what is missing beside the plan, and why
     solver: SolverReport
     cluster: Cluster
-    smaller: tuple["Plan", ...] = ()  # for the GPUs that are left without one host, without two, ...
+    # for the GPUs that are left without one host, without two, ...
+    smaller: tuple["Plan", ...] = ()
 
     def noting(self, sentence: str) -> "Plan":
         return self.model_copy(update={"notes": (*self.notes, sentence)})
@@ -92,12 +112,17 @@ class Plan(Shown, GrownRecord):
         return self.graph_hash is not None
 
     def on_gpus(self, gpus: int) -> "Plan":
-        """Return this plan or a smaller one, for so many GPUs; raise PlanError where there is none."""
+        """Return this plan or a smaller one, for so many GPUs; raise PlanError where there
+        is none.
+        """
         plans = {plan.cluster.gpus: plan for plan in (*self.smaller, self)}
         if gpus not in plans:
             why = next((f": {note}" for note in self.notes if "cannot be survived" in note), "")
             hint = "solve with a larger `survive`, or allow for fewer losses"
-            raise PlanError(f"a run that may have {gpus} GPUs needs a plan for them, and there is none{why}", hint=hint)
+            raise PlanError(
+                f"a run that may have {gpus} GPUs needs a plan for them, and there is none{why}",
+                hint=hint,
+            )
         return plans[gpus]
 
     @property
@@ -110,7 +135,9 @@ class Plan(Shown, GrownRecord):
 
     @property
     def staleness(self) -> int:
-        """How many updates late the gradients are, at the stage where they are latest; 0 as on one device."""
+        """How many updates late the gradients are, at the stage where they are latest; 0 as on one
+        device.
+        """
         return max(self.schedule.staleness(stage.in_flight) for stage in self.stages)
 
     @property
@@ -119,11 +146,14 @@ class Plan(Shown, GrownRecord):
 
     @property
     def samples_per_update(self) -> tuple[int, int]:
-        """Samples whose gradients make an update, at the stages of the fewest and of the most replicas.
+        """Samples whose gradients make an update, at the stages of the fewest and of the most
+        replicas.
 
         These differ under 1f1b alone. Microbatches where their size is not known.
         """
-        return samples_per_update(self.schedule, self.microbatches, self.microbatch_size, self.replicas)
+        return samples_per_update(
+            self.schedule, self.microbatches, self.microbatch_size, self.replicas
+        )
 
     def memory_bytes(self, stage: int) -> int:
         """Return the peak bytes of each worker that runs the stage, including its other stages."""
@@ -131,7 +161,9 @@ class Plan(Shown, GrownRecord):
         return sum(other.memory.total_bytes for other in self.stages if other.ranks == ranks)
 
     def lacking_bytes(self, stage: int) -> int:
-        """Return by how much `memory_bytes` exceeds what the stage's smallest device has; 0 if it fits."""
+        """Return by how much `memory_bytes` exceeds what the stage's smallest device has; 0 if it
+        fits.
+        """
         limit = self.cluster.memory_on(self.stages[stage].ranks)
         return 0 if limit is None else max(0, self.memory_bytes(stage) - limit)
 
@@ -141,7 +173,9 @@ class Plan(Shown, GrownRecord):
         return sum(other.memory.tensor_bytes for other in self.stages if other.ranks == ranks)
 
     def over_memory_bytes(self, name: str) -> int:
-        """Return by how much a baseline exceeds the memory; 0 if it fits, or if it was not priced."""
+        """Return by how much a baseline exceeds the memory; 0 if it fits, or if it was not
+        priced.
+        """
         return next((way.over_memory_bytes for way in self.baselines if way.name == name), 0)
 
     @property
@@ -171,13 +205,20 @@ class Plan(Shown, GrownRecord):
     def _check(self) -> "Plan":
         known = config_of(self.replicas, self.chunks, self.degrees)
         if self.config not in (known, config_of(self.replicas)):
-            raise ValueError(f"config '{self.config}' contradicts the stages, whose ranks make {known}")
+            raise ValueError(
+                f"config '{self.config}' contradicts the stages, whose ranks make {known}"
+            )
         object.__setattr__(self, "config", known)  # configs did not always tell the chunks
         schedule, microbatches = self.schedule, self.microbatches
         if not schedule.divides and microbatches != 1:
-            raise ValueError(f"schedule {schedule} has one microbatch per minibatch, not {microbatches}")
+            raise ValueError(
+                f"schedule {schedule} has one microbatch per minibatch, not {microbatches}"
+            )
         if schedule.divides and schedule.asynchronous and microbatches < max(self.replicas):
-            raise ValueError(f"schedule {schedule} needs a microbatch for every replica of {known}, not {microbatches}")
+            raise ValueError(
+                f"schedule {schedule} needs a microbatch for every replica of {known}, not "
+                f"{microbatches}"
+            )
         if any(stage.shards_gradients for stage in self.stages) and (
             whole := why_whole(schedule, microbatches, self.replicas, self.degrees)
         ):
@@ -187,34 +228,49 @@ class Plan(Shown, GrownRecord):
         if len(set(layers)) < len(layers):
             raise ValueError(f"layer '{Counter(layers).most_common(1)[0][0]}' is in two stages")
         last = len(self.stages) - 1
-        named = (self.predicted.bottleneck.stage, *(stage for each in self.shared for stage in each.stages))
+        named = (
+            self.predicted.bottleneck.stage,
+            *(stage for each in self.shared for stage in each.stages),
+        )
         if max(named) > last:
             raise ValueError(f"stage {max(named)} is named, and the last one is {last}")
         pairs = Counter((transfer.source, transfer.target) for transfer in self.transfers)
         for (source, target), times in pairs.items():
             if not source < target < len(self.stages) or times > 1:
-                raise ValueError(f"transfer {source} -> {target} is not one from a stage to a later one")
+                raise ValueError(
+                    f"transfer {source} -> {target} is not one from a stage to a later one"
+                )
         for larger, less in pairwise((self, *self.smaller)):
             same = all(getattr(self, name) == getattr(less, name) for name in _ALIKE)
             if less.smaller or less.cluster.gpus >= larger.cluster.gpus or not same:
-                raise ValueError(f"{less.config} is no smaller plan of the same model, schedule and minibatch")
+                raise ValueError(
+                    f"{less.config} is no smaller plan of the same model, schedule and minibatch"
+                )
         return self
 
 
 def _check_ranks(plan: Plan) -> None:
     if not plan.divides_alike and len(plan.cluster.joined) > 1:
-        raise ValueError(f"on several levels the groups of all stages have one size, and not those of {plan.config}")
+        raise ValueError(
+            f"on several levels the groups of all stages have one size, and not those of "
+            f"{plan.config}"
+        )
     stages = [stage.ranks for stage in plan.stages]
     if plan.schedule.chunked:
         workers = len(set(stages))
         repeated = [stages[plan.schedule.worker_of(stage, workers)] for stage in range(len(stages))]
         if stages != repeated or len(stages) % workers or len(set(plan.replicas)) > 1:
-            raise ValueError(f"the stages' ranks {stages} do not repeat, as those of an {plan.schedule} plan must")
+            raise ValueError(
+                f"the stages' ranks {stages} do not repeat, as those of an {plan.schedule} plan "
+                f"must"
+            )
         stages = stages[:workers]
     ranks = list(chain.from_iterable(stages))
     if plan.cluster.kinds:  # a plan may leave slow devices idle
         if len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(plan.cluster.gpus)):
-            raise ValueError(f"the stages' ranks {ranks} are not ranks of the cluster, each at most once")
+            raise ValueError(
+                f"the stages' ranks {ranks} are not ranks of the cluster, each at most once"
+            )
     elif sorted(ranks) != list(range(len(ranks))):
         raise ValueError(f"the stages' ranks {ranks} are not 0 to {len(ranks) - 1}, each once")
     if len(ranks) > plan.cluster.gpus:

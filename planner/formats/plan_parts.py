@@ -1,4 +1,6 @@
-"""The parts of a plan: its stages with their memory, what they exchange, what to expect, and how it was found."""
+"""The parts of a plan: its stages with their memory, what they exchange, what to expect, and how it
+was found.
+"""
 
 import re
 from itertools import groupby, zip_longest
@@ -34,16 +36,19 @@ LONGEST_CONFIG = 40  # characters of a config in tables and sentences
 def config_of(replicas: tuple[int, ...], chunks: int = 1, degrees: tuple[int, ...] = ()) -> str:
     """Return PipeDream's notation, replicas per stage: (7, 1) is "7-1".
 
-    "2x4-1x8" is two groups of four ranks, then one of eight. Where workers run several stages each, every worker counts
-    once: (8, 8, 8, 8) with two chunks is "8-8 x2 chunks".
+    "2x4-1x8" is two groups of four ranks, then one of eight. Where workers run several stages each,
+    every worker counts once: (8, 8, 8, 8) with two chunks is "8-8 x2 chunks".
     """
-    counts = zip_longest(replicas[: len(replicas) // chunks], degrees[: len(replicas) // chunks], fillvalue=1)
+    counts = zip_longest(
+        replicas[: len(replicas) // chunks], degrees[: len(replicas) // chunks], fillvalue=1
+    )
     once = "-".join(f"{r}x{t}" if t > 1 else str(r) for r, t in counts)
     return f"{once} x{chunks} chunks" if chunks > 1 else once
 
 
 def short_config(config: str, longest: int = LONGEST_CONFIG) -> str:
-    """Shorten a long config to its runs: "1, 13 x 2, 6 x 1 (20 stages)", or to its ends: "1-2-...-1 (56 stages)".
+    """Shorten a long config to its runs: "1, 13 x 2, 6 x 1 (20 stages)", or to its ends: "1-2-...-1
+    (56 stages)".
 
     Chunks of one worker count as one stage.
     """
@@ -51,16 +56,24 @@ def short_config(config: str, longest: int = LONGEST_CONFIG) -> str:
         return config
     once, _, chunks = config.partition(" ")
     parts = once.split("-")
-    counted = [(part, len(list(run))) for part, run in groupby(f"({part})" if "x" in part else part for part in parts)]
+    counted = [
+        (part, len(list(run)))
+        for part, run in groupby(f"({part})" if "x" in part else part for part in parts)
+    ]
     runs = ", ".join(part if count == 1 else f"{count} x {part}" for part, count in counted)
-    if len(shown := " ".join(word for word in (runs, chunks, f"({len(parts)} stages)") if word)) <= longest:
+    if (
+        len(shown := " ".join(word for word in (runs, chunks, f"({len(parts)} stages)") if word))
+        <= longest
+    ):
         return shown
     tail = " ".join(word for word in (f"...-{parts[-1]}", chunks, f"({len(parts)} stages)") if word)
     return once[: once.rindex("-", 0, longest - len(tail)) + 1] + tail
 
 
 def config_words(config: str) -> str:
-    """Return a config for people: that of a single stage in their words, "DP=8", "TP=4" or "DP=2 TP=4"."""
+    """Return a config for people: that of a single stage in their words, "DP=8", "TP=4" or "DP=2
+    TP=4".
+    """
     if not re.fullmatch(r"\d+(x\d+)?", config) or config == "1":
         return short_config(config)
     replicas, _, degree = config.partition("x")
@@ -111,7 +124,9 @@ class StageMemory(GrownRecord):
 
 
 class Exchanged(Record):
-    """What each rank of a group sends to the others for a microbatch, over a link that messages cross, too."""
+    """What each rank of a group sends to the others for a microbatch, over a link that messages
+    cross, too.
+    """
 
     forward_bytes: NonNegativeFloat
     backward_bytes: NonNegativeFloat
@@ -119,34 +134,52 @@ class Exchanged(Record):
 
 
 class Stage(GrownRecord, ShardedReplicas, RankGroups, RecomputedLayers):
-    """Consecutive layers, replicated on `ranks`; minibatch b runs on `ranks[b % replicas]`, or that group."""
+    """Consecutive layers, replicated on `ranks`; minibatch b runs on `ranks[b % replicas]`, or that
+    group.
+    """
 
     layers: Annotated[tuple[str, ...], Field(min_length=1)]
     ranks: Annotated[tuple[Rank, ...], Field(min_length=1)]
     tensor: Workers = 1  # ranks of a replica, which divide every layer between them
     in_flight: Parts  # minibatches (microbatches) in flight per replica, at most
     sharded: bool = False  # the replicas divide the optimizer's state, and each updates its part
-    sharding_level: Annotated[int, Field(ge=1, le=3)] = 1  # of a plan's only stage: 2 gradients, too, 3 weights, too
-    # At these two levels, replicas that divide between them, where other groups repeat the same; None: all of them.
+    # of a plan's only stage: 2 gradients, too, 3 weights, too
+    sharding_level: Annotated[int, Field(ge=1, le=3)] = 1
+    # At these two levels, replicas that divide between them, where other groups repeat the same;
+    # None: all of them.
     shard_group: Annotated[int, Field(ge=2)] | None = None
-    # Groups of layers that keep only the values which enter them, and run their forward again before their own
-    # backward; true: the whole stage is one group.
+    # Groups of layers that keep only the values which enter them, and run their forward again
+    # before their own backward; true: the whole stage is one group.
     recompute: bool | tuple[tuple[str, ...], ...] = False
-    recompute_s: Seconds | None = None  # of that forward, per microbatch; None: of the whole stage's if that recomputes
+    # of that forward, per microbatch; None: of the whole stage's if that recomputes
+    recompute_s: Seconds | None = None
     forward_s: Seconds  # of one microbatch on one replica
     backward_s: Seconds
     update_s: Seconds  # of its part of the weights, where the optimizer's state is divided
-    accumulate_s: Seconds = 0.0  # gradient accumulation, in every backward of a minibatch except the first
-    ready_s: tuple[Seconds, ...] = ()  # from the start of a backward until each part of the gradients is complete
-    ready_shares: tuple[NonNegativeFloat, ...] = ()  # of their bytes in each part; equal ones if empty
-    # Where lengths vary, seconds are means over the plan's microbatches; a microbatch takes its shares of them.
+    # gradient accumulation, in every backward of a minibatch except the first
+    accumulate_s: Seconds = 0.0
+    # from the start of a backward until each part of the gradients is complete
+    ready_s: tuple[Seconds, ...] = ()
+    # of their bytes in each part; equal ones if empty
+    ready_shares: tuple[NonNegativeFloat, ...] = ()
+    # Where lengths vary, seconds are means over the plan's microbatches; a microbatch takes its
+    # shares of them.
     forward_shares: Shares = ()
     backward_shares: Shares = ()
-    exchanged: Exchanged | None = None  # within the seconds above; None: on links of the group's own, or nothing
+    # within the seconds above; None: on links of the group's own, or nothing
+    exchanged: Exchanged | None = None
     memory: StageMemory
 
     later_fields: ClassVar[frozenset[str]] = frozenset(
-        {"sharded", "sharding_level", "recompute_s", "ready_shares", "tensor", "forward_shares", "backward_shares"}
+        {
+            "sharded",
+            "sharding_level",
+            "recompute_s",
+            "ready_shares",
+            "tensor",
+            "forward_shares",
+            "backward_shares",
+        }
         | {"exchanged", "shard_group"}
     )
 
@@ -176,14 +209,20 @@ class Stage(GrownRecord, ShardedReplicas, RankGroups, RecomputedLayers):
 
     @property
     def late_s(self) -> float:
-        """Seconds of `again_s` that replicas spend when some gradients are there already; `ready_s` has them."""
+        """Seconds of `again_s` that replicas spend when some gradients are there already; `ready_s`
+        has them.
+        """
         partly = self.ready_s and not isinstance(self.recompute, bool)
         return max(0.0, self.ready_s[-1] - self.backward_s) if partly else 0.0
 
     @model_validator(mode="after")
     def _check_options(self) -> "Stage":
-        if self.ranks != tuple(first + place for first in self.leaders for place in range(self.tensor)):
-            raise ValueError(f"the ranks {list(self.ranks)} are no groups of {self.tensor} consecutive ones")
+        if self.ranks != tuple(
+            first + place for first in self.leaders for place in range(self.tensor)
+        ):
+            raise ValueError(
+                f"the ranks {list(self.ranks)} are no groups of {self.tensor} consecutive ones"
+            )
         if self.sharded and self.replicas == 1:
             raise ValueError("only a stage of two replicas or more is sharded")
         problem = why_no_group(self.sharding, self.replicas)
@@ -191,7 +230,9 @@ class Stage(GrownRecord, ShardedReplicas, RankGroups, RecomputedLayers):
             raise ValueError(f"shard_group {self.shard_group}: {problem}")
         if self.ready_shares and len(self.ready_shares) != len(self.ready_s):
             times, shares = len(self.ready_s), len(self.ready_shares)
-            raise ValueError(f"ready_s has {times} parts of the gradients, and ready_shares {shares}")
+            raise ValueError(
+                f"ready_s has {times} parts of the gradients, and ready_shares {shares}"
+            )
         if isinstance(self.recompute, bool):
             return self
         problem = why_no_groups(self.recompute, self.layers)
@@ -203,11 +244,12 @@ class Stage(GrownRecord, ShardedReplicas, RankGroups, RecomputedLayers):
 
 
 class Transfer(GrownRecord):
-    """Values that stage `source` sends to stage `target` for every microbatch; gradients return the same way.
+    """Values that stage `source` sends to stage `target` for every microbatch; gradients return the
+    same way.
 
-    A value that several later stages use travels along them: each user passes it on to the next, and gradients add up
-    on the way back. Bytes are those on the link, where the cluster's `compress` codes what travels; where lengths vary,
-    they are means over the plan's microbatches.
+    A value that several later stages use travels along them: each user passes it on to the next,
+    and gradients add up on the way back. Bytes are those on the link, where the cluster's
+    `compress` codes what travels; where lengths vary, they are means over the plan's microbatches.
     """
 
     later_fields: ClassVar[frozenset[str]] = frozenset({"shares"})
@@ -236,14 +278,16 @@ class Shared(Record):
 
     stages: tuple[Number, Number]
     weights: Annotated[tuple[str, ...], Field(min_length=1)]
-    gradient_bytes: Bytes  # an upper bound: profiles know the bytes of layers, not of single weights
+    # an upper bound: profiles know the bytes of layers, not of single weights
+    gradient_bytes: Bytes
 
 
 class Bottleneck(Record):
     """The resource that limits the pipeline."""
 
     stage: Number
-    # shared_link: the link of the server that holds most of the stage; boundary: the cut after it, in older plans alone
+    # shared_link: the link of the server that holds most of the stage; boundary: the cut after it,
+    # in older plans alone
     resource: Literal["compute", "link", "shared_link", "boundary"]
     busy_s: Seconds  # per minibatch
 
@@ -273,8 +317,8 @@ class OtherWay(GrownRecord):
     config: str
     schedule: ScheduleField
     microbatches: Parts  # per minibatch
-    # At the stage of the fewest and at that of the most, which differ under 1f1b alone; microbatches where their size
-    # is not known. None in files of older versions.
+    # At the stage of the fewest and at that of the most, which differ under 1f1b alone;
+    # microbatches where their size is not known. None in files of older versions.
     samples_per_update: tuple[PositiveInt, PositiveInt] | None = None
     seconds_per_microbatch: Seconds
     memory_bytes: Bytes  # of the GPU that needs most
@@ -292,7 +336,8 @@ class AskedRules(Record):
     granularity: Literal["auto", "block", "layer"] = "auto"
 
 
-ALONG_ORDER = "cuts along the profile's order"  # the first layers before each cut: what a search may be limited to
+# the first layers before each cut: what a search may be limited to
+ALONG_ORDER = "cuts along the profile's order"
 
 
 class SolverReport(GrownRecord):
@@ -301,11 +346,13 @@ class SolverReport(GrownRecord):
     later_fields: ClassVar[frozenset[str]] = frozenset({"depth", "bound_of", "rules", "cuts"})
 
     name: str
-    cost_model: Literal["resource", "pipedream", "paper"] = "resource"  # the others are in older plans alone
+    # the others are in older plans alone
+    cost_model: Literal["resource", "pipedream", "paper"] = "resource"
     status: Literal["optimal", "feasible"]
     lower_bound_s: Seconds  # per minibatch: no plan is faster by the cost model
     bound_of: str = ""  # of which plans: "cuts between blocks"; where empty, of all
-    cuts: str = ""  # which were searched, of a graph that has others than those along the profile's order
+    # which were searched, of a graph that has others than those along the profile's order
+    cuts: str = ""
     gap: NonNegativeFloat  # (seconds_per_minibatch - lower_bound_s) / seconds_per_minibatch
     seconds: Seconds
     cost_model_s: Seconds | None = None  # per minibatch: this plan by the cost model

@@ -1,7 +1,9 @@
-"""The Profile: what each layer of a model costs on a device. `plan profile` writes it, `plan solve` reads it.
+"""The Profile: what each layer of a model costs on a device. `plan profile` writes it, `plan solve`
+reads it.
 
-Layers are in execution order: edges go from earlier to later layers. Model inputs are neither layers nor edges: each
-stage that needs one reads it from the data itself. If the model file defines a loss, it is the last layer.
+Layers are in execution order: edges go from earlier to later layers. Model inputs are neither
+layers nor edges: each stage that needs one reads it from the data itself. If the model file defines
+a loss, it is the last layer.
 """
 
 import hashlib
@@ -37,7 +39,14 @@ MemoryFormat = Literal["channels-last"]
 TF32 = "tf32"  # as a profile's dtype: float32 in memory, products of matrices in TF32
 
 REMEDY = "make a profile with: plan profile model.py"
-KIND_COLUMNS = ("forward_s", "backward_s", "update_s", "accumulate_s", "workspace_bytes", "update_workspace_bytes")
+KIND_COLUMNS = (
+    "forward_s",
+    "backward_s",
+    "update_s",
+    "accumulate_s",
+    "workspace_bytes",
+    "update_workspace_bytes",
+)
 _HELD = ("weight_bytes", "gradient_bytes", "optimizer_bytes", "buffer_bytes", "saved_bytes")
 DEGREE_COLUMNS = (*KIND_COLUMNS, *_HELD)
 
@@ -59,23 +68,29 @@ class Layer(Record):
     forward_s: Seconds
     backward_s: Seconds
     update_s: Seconds  # the optimizer's step on this layer's parameters
-    # Of every microbatch of a minibatch, except the first; however few samples it has, so not as the other times.
-    accumulate_s: Seconds = 0.0  # extra time of a backward for gradient accumulation; 0 also where not measured
+    # Of every microbatch of a minibatch, except the first; however few samples it has, so not as
+    # the other times.
+    # extra time of a backward for gradient accumulation; 0 also where not measured
+    accumulate_s: Seconds = 0.0
     forward_spread_s: Seconds = 0.0  # interquartile range over the repeats
     backward_spread_s: Seconds = 0.0
-    forward_thread_s: Seconds | None = None  # on a CPU: processor time, without the time that other processes had
+    # on a CPU: processor time, without the time that other processes had
+    forward_thread_s: Seconds | None = None
     backward_thread_s: Seconds | None = None
     accumulate_thread_s: Seconds | None = None
     outputs: tuple[Value, ...] = ()  # values that later layers use
-    weight_bytes: Bytes = 0  # parameters, trainable or not; tied parameters count in the first layer that uses them
+    # parameters, trainable or not; tied parameters count in the first layer that uses them
+    weight_bytes: Bytes = 0
     gradient_bytes: Bytes = 0  # the trainable part of weight_bytes
     optimizer_bytes: Bytes = 0  # state of the user's optimizer
     buffer_bytes: Bytes = 0
     saved_bytes: Bytes = 0  # kept from forward to backward for one microbatch, weights excluded
-    # Peak of temporary memory in forward or backward, per microbatch, beyond weights, their gradients and saved bytes.
+    # Peak of temporary memory in forward or backward, per microbatch, beyond weights, their
+    # gradients and saved bytes.
     workspace_bytes: Bytes = 0  # 0 if not measured
     update_workspace_bytes: Bytes = 0  # peak of temporary memory in the optimizer's step
-    # Multiplications and additions of products, convolutions and attention, for one microbatch; None: not counted.
+    # Multiplications and additions of products, convolutions and attention, for one microbatch;
+    # None: not counted.
     forward_flops: FloatingOperations | None = None
     backward_flops: FloatingOperations | None = None
     parameters: tuple[str, ...] = ()  # fully qualified names
@@ -105,7 +120,8 @@ class Device(GrownRecord):
     threads: Threads | None = None  # intra-op threads, on a CPU
     processes: Threads | None = None  # training at the same time, the measured one included
     memory_bytes: SomeBytes | None = None
-    context_bytes: Bytes | None = None  # of its memory that a process takes beside tensors, on CUDA; None: not measured
+    # of its memory that a process takes beside tensors, on CUDA; None: not measured
+    context_bytes: Bytes | None = None
     peak_flops_per_s: PositiveFloat | None = None  # of an estimate's device, in the profile's dtype
 
 
@@ -129,7 +145,8 @@ class KindTimes(_Times):
 
 
 class DegreeCosts(_Times):
-    """What one of `degree` ranks that divide every layer between them has to do and to hold, layer by layer.
+    """What one of `degree` ranks that divide every layer between them has to do and to hold, layer
+    by layer.
 
     Times are without the all-reduces of activations in the group.
     """
@@ -140,13 +157,16 @@ class DegreeCosts(_Times):
     optimizer_bytes: tuple[Bytes, ...]
     buffer_bytes: tuple[Bytes, ...]
     saved_bytes: tuple[Bytes, ...]
-    forward_reduced_bytes: tuple[Bytes, ...]  # that the ranks all-reduce in a forward of one microbatch
+    # that the ranks all-reduce in a forward of one microbatch
+    forward_reduced_bytes: tuple[Bytes, ...]
     backward_reduced_bytes: tuple[Bytes, ...]
     forward_reduces: tuple[NonNegativeFloat, ...]  # in so many all-reduces; a gather is half of one
     backward_reduces: tuple[NonNegativeFloat, ...]
-    by_samples: Literal[True] | None = None  # each has a part of a microbatch's samples, and they divide experts alone
+    # each has a part of a microbatch's samples, and they divide experts alone
+    by_samples: Literal[True] | None = None
     experts: tuple[Number, ...] | None = None  # of mixtures, which the ranks divide between them
-    by_tokens: "DegreeCosts | None" = None  # the same with sequence parallelism; None where that was not measured
+    # the same with sequence parallelism; None where that was not measured
+    by_tokens: "DegreeCosts | None" = None
 
 
 class WholeStep(Record):
@@ -160,10 +180,12 @@ class WholeStep(Record):
 
 
 class Compiled(Record):
-    """How layers were timed under torch.compile, which fuses them so that a time belongs to several layers.
+    """How layers were timed under torch.compile, which fuses them so that a time belongs to several
+    layers.
 
-    A layer's time is the time of its compiled run of layers, times the layer's share of the uncompiled run; all times
-    are scaled to add up to the whole model compiled at once, unless the model file names blocks.
+    A layer's time is the time of its compiled run of layers, times the layer's share of the
+    uncompiled run; all times are scaled to add up to the whole model compiled at once, unless the
+    model file names blocks.
     """
 
     runs: tuple[str, ...]  # the first layer of each
@@ -190,9 +212,12 @@ class Uncut(Record):
 
 
 class ForbiddenLabel(Record):
-    """A label, or a value of a mask, with which the loss is not what the plan takes it for: training refuses it."""
+    """A label, or a value of a mask, with which the loss is not what the plan takes it for:
+    training refuses it.
+    """
 
-    leaf: Annotated[int, Field(ge=0)]  # number of the tensor among the batch's leaves: arguments, then the target
+    # number of the tensor among the batch's leaves: arguments, then the target
+    leaf: Annotated[int, Field(ge=0)]
     value: int
 
 
@@ -201,15 +226,15 @@ class LossMean(GrownRecord):
 
     later_fields: ClassVar[frozenset[str]] = frozenset({"leaf", "forbidden", "reason"})
 
-    # loss_weight: what the model file's loss_weight(target) counts; sum: it is the sum over its parts; batch: no mean;
-    # unchecked: the model was run, and nothing told one from another
+    # loss_weight: what the model file's loss_weight(target) counts; sum: it is the sum over its
+    # parts; batch: no mean; unchecked: the model was run, and nothing told one from another
     over: Literal["samples", "labels", "loss_weight", "sum", "batch", "unchecked"]
     ignored: int | None = None  # with "labels": the label that does not count
     shifted: bool = False  # with "labels": each sample's first label does not count
     # With "batch" or "unchecked", in a plan: the user takes the mean of the microbatches' losses.
     accepted: bool = False
-    # With "labels": their number among the batch's leaves. None: the target's only tensor of integers with several per
-    # sample, or the model's argument `labels`.
+    # With "labels": their number among the batch's leaves. None: the target's only tensor of
+    # integers with several per sample, or the model's argument `labels`.
     leaf: Annotated[int, Field(ge=0)] | None = None
     forbidden: tuple[ForbiddenLabel, ...] = ()
     reason: str | None = None  # with "unchecked"
@@ -242,7 +267,8 @@ class LossMean(GrownRecord):
 class Disturbance(Record):
     """What disturbed a measurement on a CPU: then times are longer than an idle machine's."""
 
-    waited_share: Annotated[float, Field(ge=0, le=1)] | None = None  # of the steps, in which they had no core
+    # of the steps, in which they had no core
+    waited_share: Annotated[float, Field(ge=0, le=1)] | None = None
     others_cores: NonNegativeFloat | None = None  # in older files
     drift: float | None = None  # how much longer steps took in a second measurement; 0.1 is 10%
 
@@ -256,17 +282,20 @@ class Provenance(Record):
     repeats: int | None = None
     source: Literal["measured", "estimated", "imported"]
     disturbance: Disturbance | None = None  # None where it was not looked for
-    sizes: Literal["example"] | None = None  # estimated with the model file's example batch and weights, which decide
+    # estimated with the model file's example batch and weights, which decide
+    sizes: Literal["example"] | None = None
 
 
 Shares = tuple[float, ...]
 
 
 class Fit(Record):
-    """How a cost grows with the lengths of a batch, as a sum of shares of what the profile says of it.
+    """How a cost grows with the lengths of a batch, as a sum of shares of what the profile says of
+    it.
 
-    There is a share for 1, for each length, and for each product of two lengths (x, y, xx, xy, yy), where a length
-    counts as a part of the greatest. The shares of a profile that was made at the greatest lengths add up to about 1.
+    There is a share for 1, for each length, and for each product of two lengths (x, y, xx, xy, yy),
+    where a length counts as a part of the greatest. The shares of a profile that was made at the
+    greatest lengths add up to about 1.
     """
 
     shares: Shares
@@ -296,7 +325,8 @@ class VaryingLengths(Record):
     names: Annotated[tuple[str, ...], Field(min_length=1)]
     least: tuple[int, ...]
     most: tuple[Samples, ...]
-    # random: samples come in any order; buckets: in minibatches of similar length; given: as the profile lists them
+    # random: samples come in any order; buckets: in minibatches of similar length; given: as the
+    # profile lists them
     order: Literal["random", "buckets", "given"]
 
 
@@ -305,7 +335,8 @@ class Lengths(VaryingLengths):
 
     profiled: tuple[tuple[int, ...], ...]  # that costs were measured at, or estimated for
     layers: tuple[LayerFits, ...]
-    samples: Annotated[tuple[tuple[int, ...], ...], Field(min_length=1)]  # for each name, its length in some samples
+    # for each name, its length in some samples
+    samples: Annotated[tuple[tuple[int, ...], ...], Field(min_length=1)]
 
 
 class Profile(Shown, GrownRecord):
@@ -319,27 +350,35 @@ class Profile(Shown, GrownRecord):
     device: Device
     dtype: str | None = None
     autocast: Autocast | None = None  # measured under torch.autocast, and to be trained so
-    master_weights: Autocast | None = None  # of the weights, which have copies in float32 that the optimizer steps
+    # of the weights, which have copies in float32 that the optimizer steps
+    master_weights: Autocast | None = None
     memory_format: MemoryFormat | None = None  # of weights and images; None for the model's own
     compiled: Compiled | None = None  # measured through torch.compile, and to be trained so
-    deterministic: Literal[True] | None = None  # measured with deterministic algorithms, and to be trained so
+    # measured with deterministic algorithms, and to be trained so
+    deterministic: Literal[True] | None = None
     # Only then may replicas divide its state. None in older profiles, and where nothing is trained.
     optimizer_elementwise: bool | None = None  # whether replicas can divide its state
-    # Whether each parameter's update depends on its own gradients alone; None in older profiles, and in estimates.
+    # Whether each parameter's update depends on its own gradients alone; None in older profiles,
+    # and in estimates.
     optimizer_separable: bool | None = None
     microbatch_size: Samples | None = None  # samples; None where the source does not say
     loss: LossMean | None = None  # what it is a mean over; None where that was not checked
-    capture_checked: Literal[True] | None = None  # the model and its captured layers were run, with equal gradients
+    # the model and its captured layers were run, with equal gradients
+    capture_checked: Literal[True] | None = None
     tokens_per_sample: Samples | None = None  # length of sequences of token ids
     layers: Annotated[tuple[Layer, ...], Field(min_length=1)]
     edges: tuple[Edge, ...]
     no_cut_after: tuple[str, ...] = ()  # layers that must share a stage with the next one
     uncut: tuple[Uncut, ...] = ()  # layers of many operations, between which a cut would be of use
-    tied_parameters: tuple[tuple[str, ...], ...] = ()  # each group: the names of one and the same parameter
+    # each group: the names of one and the same parameter
+    tied_parameters: tuple[tuple[str, ...], ...] = ()
     whole_step: WholeStep | None = None
-    kinds: tuple[KindTimes, ...] | None = None  # on each of several kinds of devices; the layers' own are the first's
-    tensor: tuple[DegreeCosts, ...] | None = None  # with layers divided over several ranks, by ascending degree
-    lengths: Lengths | None = None  # that vary; all other costs are then those of the greatest lengths
+    # on each of several kinds of devices; the layers' own are the first's
+    kinds: tuple[KindTimes, ...] | None = None
+    # with layers divided over several ranks, by ascending degree
+    tensor: tuple[DegreeCosts, ...] | None = None
+    # that vary; all other costs are then those of the greatest lengths
+    lengths: Lengths | None = None
     provenance: Provenance
 
     @model_validator(mode="after")
@@ -362,9 +401,13 @@ class Profile(Shown, GrownRecord):
         columns: dict[str, Record] = {f"the kind '{kind.name}'": kind for kind in self.kinds or ()}
         for costs in self.tensor or ():
             name = f"the tensor-parallel degree {costs.degree}"
-            columns |= {name: costs} | ({f"{name} by tokens": costs.by_tokens} if costs.by_tokens else {})
+            columns |= {name: costs} | (
+                {f"{name} by tokens": costs.by_tokens} if costs.by_tokens else {}
+            )
         for name, record in columns.items():
-            if {len(value) for value in dict(record).values() if isinstance(value, tuple)} != {len(self.layers)}:
+            if {len(value) for value in dict(record).values() if isinstance(value, tuple)} != {
+                len(self.layers)
+            }:
                 raise ValueError(f"{name} has not one value for each of {len(self.layers)} layers")
         degrees = [costs.degree for costs in self.tensor or ()]
         if degrees != sorted(set(degrees)):
@@ -372,7 +415,9 @@ class Profile(Shown, GrownRecord):
         if self.lengths is not None:
             outputs = [len(fits.outputs) for fits in self.lengths.layers]
             if outputs != [len(layer.outputs) for layer in self.layers]:
-                raise ValueError("lengths has not one fit for each layer and each value that it passes on")
+                raise ValueError(
+                    "lengths has not one fit for each layer and each value that it passes on"
+                )
         return self
 
     def save(self, path: Path | str = "profile.json") -> None:
@@ -386,13 +431,17 @@ class Profile(Shown, GrownRecord):
 
     @property
     def may_shard_optimizer(self) -> bool:
-        """Whether replicas may divide the optimizer's state: never where an unknown optimizer would train a model."""
+        """Whether replicas may divide the optimizer's state: never where an unknown optimizer would
+        train a model.
+        """
         separable = self.optimizer_separable is not False
         return (bool(self.optimizer_elementwise) and separable) or not self.trainable
 
     @property
     def flops(self) -> int | None:
-        """Model FLOPs of one microbatch, forward and backward; None where a layer's were not counted."""
+        """Model FLOPs of one microbatch, forward and backward; None where a layer's were not
+        counted.
+        """
         counts = [layer.flops for layer in self.layers]
         return None if None in counts else sum(count or 0 for count in counts)
 
@@ -402,14 +451,19 @@ class Profile(Shown, GrownRecord):
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the content, without fields that have no value: new ones do not change older profiles' digests."""
+        """SHA-256 of the content, without fields that have no value: new ones do not change older
+        profiles' digests.
+        """
         known = any(layer.accumulate_s for layer in self.layers)
         unknown = None if known else {"layers": {"__all__": {"accumulate_s"}}}
-        return hashlib.sha256(self.model_dump_json(exclude=unknown, exclude_none=True).encode()).hexdigest()
+        return hashlib.sha256(
+            self.model_dump_json(exclude=unknown, exclude_none=True).encode()
+        ).hexdigest()
 
 
 def load_profile(path: Path | str) -> Profile:
-    """Read `profile.json`; raise ProfileError naming the file, the field and the value that is wrong.
+    """Read `profile.json`; raise ProfileError naming the file, the field and the value that is
+    wrong.
 
     Example:
         >>> planner.load_profile("profiles/vgg16/cpu.json").microbatch_size
@@ -424,12 +478,18 @@ def save_profile(profile: Profile, path: Path | str) -> None:
 
 
 def replace_profile(profile: Profile, path: Path) -> None:
-    """Save a profile; one of another model, or a measured one that an estimate would replace, is kept beside it."""
+    """Save a profile; one of another model, or a measured one that an estimate would replace, is
+    kept beside it.
+    """
     with suppress(ProfileError):  # there is none, or it is no profile
         old = load_profile(path)
         source = old.provenance.source
-        if old.model != profile.model or (source == "measured" and profile.provenance.source != source):
-            kept = path.with_name(f"{path.stem}-{old.model.replace(':', '-')}-{source}{path.suffix}")
+        if old.model != profile.model or (
+            source == "measured" and profile.provenance.source != source
+        ):
+            kept = path.with_name(
+                f"{path.stem}-{old.model.replace(':', '-')}-{source}{path.suffix}"
+            )
             path.replace(kept)
             _log.warning(f"{path} was the {source} profile of '{old.model}': it is {kept} now")
     save_profile(profile, path)

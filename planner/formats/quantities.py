@@ -1,7 +1,7 @@
 """Numbers in files, each with the range in which it can mean something.
 
-A number beyond its range is a mistake of whoever wrote the file. Without a bound it would be found where it does harm:
-ten thousand threads that a worker starts, a list of a billion ranks.
+A number beyond its range is a mistake of whoever wrote the file. Without a bound it would be found
+where it does harm: ten thousand threads that a worker starts, a list of a billion ranks.
 """
 
 from typing import Annotated

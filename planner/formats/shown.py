@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-# By "text" and "html". `planner.reporting.shown` fills it; until then records look as pydantic's do.
+# By "text" and "html". `planner.reporting.shown` fills it; until then records look as pydantic's
+# do.
 VIEWS: dict[str, Callable[[Any], Any]] = {}
 
 

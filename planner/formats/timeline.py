@@ -20,7 +20,8 @@ EventKind = Literal[
     "forward",
     "recompute",
     "backward",
-    "backward_input",  # where the schedule splits the backward: gradients of inputs, which earlier stages wait for
+    # where the schedule splits the backward: gradients of inputs, which earlier stages wait for
+    "backward_input",
     "backward_weight",  # the other part: gradients of weights
     "update",
     "send_activation",
@@ -32,14 +33,17 @@ EventKind = Literal[
 ]
 Lane = Literal["compute", "send", "receive", "all-reduce"]
 
-_COUNTS: dict[Lane, int] = {"compute": 6, "send": 2, "receive": 2, "all-reduce": 2}  # of the kinds, in their order
+# of the kinds, in their order
+_COUNTS: dict[Lane, int] = {"compute": 6, "send": 2, "receive": 2, "all-reduce": 2}
 _LANES = [lane for lane, count in _COUNTS.items() for _ in range(count)]
 LANES: dict[EventKind, Lane] = dict(zip(get_args(EventKind), _LANES, strict=True))
 LETTERS: dict[EventKind, str] = dict(zip(get_args(EventKind), "FRBBWUAGAGSS", strict=True))
 
 
 class Event(NamedTuple):
-    """Something that a worker or one of its links did; what happens once per round has its number as `minibatch`."""
+    """Something that a worker or one of its links did; what happens once per round has its number
+    as `minibatch`.
+    """
 
     rank: int
     kind: EventKind
@@ -59,14 +63,20 @@ class Event(NamedTuple):
 class _Columns(Record):
     @model_validator(mode="after")
     def _check_lengths(self) -> Self:
-        lengths = {name: len(value) for name, value in self if isinstance(value, tuple) and (value or name != "share")}
+        lengths = {
+            name: len(value)
+            for name, value in self
+            if isinstance(value, tuple) and (value or name != "share")
+        }
         if len(set(lengths.values())) > 1:
             raise ValueError(f"the lists differ in length: {lengths}")
         return self
 
 
 class Events(_Columns):
-    """Events, as one list per field because there may be hundreds of thousands. The first computation is at time 0."""
+    """Events, as one list per field because there may be hundreds of thousands. The first
+    computation is at time 0.
+    """
 
     rank: tuple[Rank, ...]
     kind: tuple[EventKind, ...]
@@ -103,10 +113,13 @@ class MemoryCurve(_Columns):
 
 
 class LinkUse(_Columns):
-    """Intervals in which one direction of a link was busy: from `start_s[i]` to `end_s[i]`, one after another."""
+    """Intervals in which one direction of a link was busy: from `start_s[i]` to `end_s[i]`, one
+    after another.
+    """
 
     name: str  # "worker 3 sends", "workers 4-7 together send"
-    rank: Rank | None = None  # of the worker whose own link it is; None for a link that several workers share
+    # of the worker whose own link it is; None for a link that several workers share
+    rank: Rank | None = None
     sends: bool = True  # away from the worker or workers; false: towards them
     bandwidth_bytes_per_s: BytesPerSecond
     start_s: tuple[float, ...]
@@ -126,17 +139,25 @@ class Timeline(Shown, Record):
     minibatches: Number
     microbatches: Parts = 1  # per minibatch
     microbatch_size: Samples | None = None
-    accumulate: Literal[1] = 1  # always 1; version 0.2 had runs under 1f1b in which replicas updated more rarely
+    # always 1; version 0.2 had runs under 1f1b in which replicas updated more rarely
+    accumulate: Literal[1] = 1
     length_names: tuple[str, ...] = ()  # of lengths in which microbatches differ
-    lengths: tuple[tuple[int, ...], ...] = ()  # of each: its minibatch, its number in that, and its lengths
+    # of each: its minibatch, its number in that, and its lengths
+    lengths: tuple[tuple[int, ...], ...] = ()
     events: Events
     memory: tuple[MemoryCurve, ...] = ()  # empty if not recorded
     links: tuple[LinkUse, ...] = ()  # empty if only workers were recorded
-    restarts: tuple[str, ...] = ()  # of the workers, before what was recorded: why, and how the run went on
+    # of the workers, before what was recorded: why, and how the run went on
+    restarts: tuple[str, ...] = ()
 
     @classmethod
     def of_plan(
-        cls, plan: Plan, source: Literal["simulated", "measured"], minibatches: int, events: Events, **others: Any
+        cls,
+        plan: Plan,
+        source: Literal["simulated", "measured"],
+        minibatches: int,
+        events: Events,
+        **others: Any,
     ) -> "Timeline":
         """Return the timeline of a run of `plan`; `others` are further fields."""
         return cls(
@@ -157,7 +178,9 @@ class Timeline(Shown, Record):
         events = self.events
         stages = [*events.stage, *(stage for stage in events.peer_stage if stage is not None)]
         if max(stages, default=0) >= len(self.ranks):
-            raise ValueError(f"an event is of stage {max(stages)}, and the last one is {len(self.ranks) - 1}")
+            raise ValueError(
+                f"an event is of stage {max(stages)}, and the last one is {len(self.ranks) - 1}"
+            )
         ranks = {*events.rank, *(curve.rank for curve in self.memory)}
         if strange := ranks - set(self.workers):
             raise ValueError(f"worker {min(strange)} runs no stage")
@@ -177,10 +200,11 @@ class Timeline(Shown, Record):
         return max(self.events.end_s, default=0.0)
 
     def name_of(self, event: Event) -> str:
-        """Return the event's name in drawings: "F3", "B3.1" for microbatch 1 of minibatch 3, "F3'" in a second chunk.
+        """Return the event's name in drawings: "F3", "B3.1" for microbatch 1 of minibatch 3, "F3'"
+        in a second chunk.
 
-        F is forward, R recomputation, B backward (or its part for inputs), W the backward's part for weights, U update,
-        S all-reduce (sum), A a message of activations, G one of gradients.
+        F is forward, R recomputation, B backward (or its part for inputs), W the backward's part
+        for weights, U update, S all-reduce (sum), A a message of activations, G one of gradients.
         """
         once = event.kind in ("update", "all_reduce", "all_gather") or self.microbatches == 1
         unit = f"{event.minibatch}" if once else f"{event.minibatch}.{event.microbatch}"
@@ -193,5 +217,7 @@ def load_timeline(path: Path | str) -> Timeline:
 
 
 def save_timeline(timeline: Timeline, path: Path | str) -> None:
-    """Write `timeline` to `path` atomically, on one line, because nobody reads this many numbers."""
+    """Write `timeline` to `path` atomically, on one line, because nobody reads this many
+    numbers.
+    """
     write_text(path, timeline.model_dump_json() + "\n")

@@ -1,4 +1,6 @@
-"""A batch of training data: the model's arguments and the target that its output is compared with."""
+"""A batch of training data: the model's arguments and the target that its output is
+compared with.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,8 @@ _TOKENS = (torch.int64, torch.int32)
 class Batch:
     """A batch; the loss compares the output of `model(*args, **kwargs)` with `target`.
 
-    Tensors may be nested in lists, tuples and dicts. The samples are the first dimension of every tensor; tensors
-    without dimensions and other objects belong to the whole batch.
+    Tensors may be nested in lists, tuples and dicts. The samples are the first dimension of every
+    tensor; tensors without dimensions and other objects belong to the whole batch.
     """
 
     args: tuple[Any, ...]
@@ -38,16 +40,23 @@ class Batch:
             if isinstance(leaf, Tensor) and leaf.dim():
                 return leaf.shape[0]
         raise ModelFileError(
-            "the batch holds no tensor with a batch dimension", hint="return tensors whose first dimension is the batch"
+            "the batch holds no tensor with a batch dimension",
+            hint="return tensors whose first dimension is the batch",
         )
 
     @property
     def tokens_per_sample(self) -> int | None:
-        """The length of the longest sequence of token ids; None where the model takes others, such as images."""
-        inputs = [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]
+        """The length of the longest sequence of token ids; None where the model takes others, such
+        as images.
+        """
+        inputs = [
+            leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)
+        ]
         if any(tensor.is_floating_point() and tensor.dim() > 2 for tensor in inputs):
             return None
-        lengths = [tensor.shape[1] for tensor in inputs if tensor.dim() == 2 and tensor.dtype in _TOKENS]
+        lengths = [
+            tensor.shape[1] for tensor in inputs if tensor.dim() == 2 and tensor.dtype in _TOKENS
+        ]
         return max(lengths, default=None)
 
     @property
@@ -57,12 +66,16 @@ class Batch:
         return tensors[0].device.type if tensors else "cpu"
 
     def flatten(self) -> tuple[list[Any], TreeSpec]:
-        """Return the leaves (arguments, keyword arguments by name, target) and the structure around them."""
+        """Return the leaves (arguments, keyword arguments by name, target) and the structure around
+        them.
+        """
         leaves, spec = self._flat
         return list(leaves), spec
 
     def split(self, parts: int) -> list[Batch]:
-        """Return `parts` batches of consecutive samples, whose sizes differ by one at most; larger ones first."""
+        """Return `parts` batches of consecutive samples, whose sizes differ by one at most; larger
+        ones first.
+        """
         if not 1 <= parts <= self.size:
             raise ModelFileError(
                 f"a batch of {self.size} samples cannot be split into {parts} parts",
@@ -70,25 +83,34 @@ class Batch:
             )
         leaves, spec = self.flatten()
         pieces = [
-            torch.tensor_split(leaf, parts) if isinstance(leaf, Tensor) and leaf.dim() else [leaf] * parts
+            torch.tensor_split(leaf, parts)
+            if isinstance(leaf, Tensor) and leaf.dim()
+            else [leaf] * parts
             for leaf in leaves
         ]
         return [Batch(*spec.unflatten(list(part))) for part in zip(*pieces, strict=True)]
 
     def to(self, device: torch.device | str) -> Batch:
-        """Return this batch with its tensors on `device`, copied from pinned memory; the host does not wait."""
+        """Return this batch with its tensors on `device`, copied from pinned memory; the host does
+        not wait.
+        """
         device = torch.device(device)
         return self.pinned(device)._with(lambda leaf: runtime_of(device).copied(leaf, device))
 
     def pinned(self, device: torch.device) -> Batch:
-        """Return this batch with the CPU's tensors where `device` can copy them from without the host."""
+        """Return this batch with the CPU's tensors where `device` can copy them from without the
+        host.
+        """
         runtime = runtime_of(device)
 
         def pinned(tensor: Tensor) -> Tensor:
             # An expanded tensor has one element for many, and would be written more than once.
             if tensor.device.type != "cpu" or tensor.layout != torch.strided:
                 return tensor
-            has_own = all(stride or size < 2 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            has_own = all(
+                stride or size < 2
+                for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+            )
             return runtime.pin(tensor) if has_own else tensor
 
         return self._with(pinned) if runtime.asynchronous else self
@@ -101,7 +123,9 @@ class Batch:
         return Batch(*spec.unflatten(changed))
 
     def prepared(self, options: ModuleOptions) -> Batch:
-        """Return this batch with the model's inputs as modules with `options` take them; the target stays as it is."""
+        """Return this batch with the model's inputs as modules with `options` take them; the target
+        stays as it is.
+        """
         args, kwargs = tree_map_only(Tensor, options.input, (self.args, self.kwargs))
         return Batch(args, kwargs, self.target)
 
@@ -123,7 +147,9 @@ class Batch:
         return self._with(Tensor.clone)
 
     def distinct(self) -> Batch:
-        """Return this batch with copies of tensors that occur twice, as inputs and labels of language models may."""
+        """Return this batch with copies of tensors that occur twice, as inputs and labels of
+        language models may.
+        """
         seen: set[int] = set()
 
         def distinct(tensor: Tensor) -> Tensor:
@@ -136,11 +162,14 @@ class Batch:
 
     @cached_property
     def _flat(self) -> tuple[list[Any], TreeSpec]:
-        """The leaves and their structure, cached because flattening takes longer than to send a message."""
+        """The leaves and their structure, cached because flattening takes longer than to send a
+        message.
+        """
         return tree_flatten(self._tree())
 
     def _tree(self) -> PyTree:
-        # Sorted, so that the order in which a user writes keyword arguments changes no graph's hash.
+        # Sorted, so that the order in which a user writes keyword arguments changes no graph's
+        # hash.
         return self.args, {name: self.kwargs[name] for name in sorted(self.kwargs)}, self.target
 
 
@@ -153,9 +182,11 @@ def part_of(batch: Batch, samples: range) -> Batch:
 
 
 def make_batch(returned: Any, place: str) -> Batch:
-    """Return the batch that a user's function returned: (args, target), (args, kwargs, target) or a Batch.
+    """Return the batch that a user's function returned: (args, target), (args, kwargs, target) or a
+    Batch.
 
-    A dict in place of args has arguments by name. A dict alone has no target, as in datasets of transformers.
+    A dict in place of args has arguments by name. A dict alone has no target, as in datasets of
+    transformers.
     """
     args: Any = ()
     kwargs: Any = {}
@@ -180,14 +211,17 @@ def make_batch(returned: Any, place: str) -> Batch:
         size = f" of {len(returned)}" if isinstance(returned, (tuple, list)) else ""
         raise ModelFileError(
             f"{place} returned a {type(returned).__name__}{size}, not (args, target)",
-            hint="return (args, target) or (args, kwargs, target), args being a tuple or a dict of the model's "
+            hint="return (args, target) or (args, kwargs, target), args being a tuple or a dict "
+            "of the model's "
             "arguments, kwargs a dict",
         )
     return Batch(tuple(args), dict(kwargs), target)
 
 
 def collate(items: Sequence[Any]) -> Batch:
-    """Return the batch of a dataset's `items`, each (args, target) or (args, kwargs, target) of one sample."""
+    """Return the batch of a dataset's `items`, each (args, target) or (args, kwargs, target) of one
+    sample.
+    """
     samples = [make_batch(item, "an item of dataset()") for item in items]
     try:
         args, kwargs = default_collate([(sample.args, sample.kwargs) for sample in samples])
@@ -197,7 +231,8 @@ def collate(items: Sequence[Any]) -> Batch:
     except (TypeError, RuntimeError, KeyError) as cause:
         raise ModelFileError(
             f"items of dataset() cannot be stacked into a batch: {first_line(cause)}",
-            hint="give all items the same structure of tensors, numbers, tuples and dicts, and the same shapes; or "
+            hint="give all items the same structure of tensors, numbers, tuples and dicts, and "
+            "the same shapes; or "
             "define collate(samples), which pads what differs in length",
         ) from cause
     return Batch(tuple(args), kwargs, target)

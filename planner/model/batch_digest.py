@@ -1,8 +1,9 @@
-"""A digest of a batch, by which workers that read data for themselves tell whether they read the same.
+"""A digest of a batch, by which workers that read data for themselves tell whether they read the
+same.
 
-It covers shapes, dtypes and values, and the order of samples. It is meant for data that differs by mistake: nobody
-tries to build two batches of one digest. So long tensors are summed, which takes a tenth of the time of a hash, and on
-a GPU moves a few numbers to the host.
+It covers shapes, dtypes and values, and the order of samples. It is meant for data that differs by
+mistake: nobody tries to build two batches of one digest. So long tensors are summed, which takes a
+tenth of the time of a hash, and on a GPU moves a few numbers to the host.
 """
 
 import hashlib
@@ -16,14 +17,16 @@ from planner.model.batch import Batch
 
 _HASHED_BYTES = 2**14  # of a tensor, at most; of longer ones the sums are hashed
 _COLUMNS = 512  # of eight bytes: as many column sums, and a row sum for each 4 KiB
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))  # values that have the same text in every process
+# values that have the same text in every process
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 def batch_digest(batch: Batch) -> int:
-    """Return a number below 2^63 that two batches share if shapes, dtypes and values of their tensors are equal.
+    """Return a number below 2^63 that two batches share if shapes, dtypes and values of their
+    tensors are equal.
 
-    Numbers and texts among the batch's leaves count, too, and the bytes of arrays and images. Of other objects only the
-    type does, because what they print may name an address.
+    Numbers and texts among the batch's leaves count, too, and the bytes of arrays and images. Of
+    other objects only the type does, because what they print may name an address.
     """
     leaves, _ = batch.flatten()
     return digest_of([len(batch.args), *sorted(batch.kwargs), *leaves])
@@ -50,7 +53,9 @@ def digest_of(leaves: Iterable[Any]) -> int:
 
 
 def _bytes_in(leaf: Any) -> bytes:
-    """Return the bytes of an array of NumPy's, an image of Pillow's, and their like; none of other objects."""
+    """Return the bytes of an array of NumPy's, an image of Pillow's, and their like; none of other
+    objects.
+    """
     dtype = getattr(leaf, "dtype", None)
     if not hasattr(leaf, "tobytes") or getattr(dtype, "hasobject", False):  # those are addresses
         return b""
@@ -59,7 +64,9 @@ def _bytes_in(leaf: Any) -> bytes:
 
 
 def _content(tensor: Tensor) -> bytes:
-    """Return the bytes of a short tensor, and sums of a long one by which moved or changed values show."""
+    """Return the bytes of a short tensor, and sums of a long one by which moved or changed values
+    show.
+    """
     if tensor.layout != torch.strided:
         tensor = tensor.to_dense()
     if tensor.is_conj() or tensor.is_neg():
@@ -77,6 +84,7 @@ def _content(tensor: Tensor) -> bytes:
     if flat.storage_offset() % 8:  # which no view of eight bytes may begin at
         flat = flat.clone()
     table = flat[:whole].view(torch.int64).view(-1, _COLUMNS)
-    # Sums of integers wrap around, and so do not depend on the order of summation, nor on the device.
+    # Sums of integers wrap around, and so do not depend on the order of summation, nor on the
+    # device.
     sums = torch.cat([table.sum(0), table.sum(1)])
     return sums.cpu().numpy().tobytes() + rest

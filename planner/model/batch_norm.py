@@ -1,4 +1,6 @@
-"""Say once that BatchNorm sees microbatches: it normalises each by itself, as in GPipe, and one process does not."""
+"""Say once that BatchNorm sees microbatches: it normalises each by itself, as in GPipe, and one
+process does not.
+"""
 
 import logging
 
@@ -16,8 +18,10 @@ def warn_before_a_plan(model: nn.Module) -> None:
     norms = _normalising(model)
     if norms:
         _log.warning(
-            f"warning: BatchNorm ({_shown(norms)}) normalises each microbatch by itself, {_PUBLISHED}, so a plan with "
-            "several microbatches or replicas does not train as one process with whole minibatches does"
+            f"warning: BatchNorm ({_shown(norms)}) normalises each microbatch by itself, "
+            f"{_PUBLISHED}, so a plan with "
+            "several microbatches or replicas does not train as one process with whole "
+            "minibatches does"
         )
 
 
@@ -27,7 +31,8 @@ def warn_of_division(model: nn.Module, parts: int) -> None:
     if norms and parts > 1:
         # A worker's own handler begins the line with "warning: ".
         _log.warning(
-            f"BatchNorm ({_shown(norms)}) normalises each of the {parts} parts of a minibatch by itself, "
+            f"BatchNorm ({_shown(norms)}) normalises each of the {parts} parts of a minibatch by "
+            f"itself, "
             f"{_PUBLISHED}, and one process normalises whole minibatches"
         )
 

@@ -1,8 +1,9 @@
 """Deferred weights, for models larger than memory: each stage makes its own weights and no others.
 
-The user's constructor runs as it is, but what it would compute for large tensors is put on a list instead. They have
-addresses, but no pages of memory, because nothing is written there. The operations that lead to the wanted weights are
-then run with the random numbers that they would have had: the weights are those of the model built whole, to the bit.
+The user's constructor runs as it is, but what it would compute for large tensors is put on a list
+instead. They have addresses, but no pages of memory, because nothing is written there. The
+operations that lead to the wanted weights are then run with the random numbers that they would have
+had: the weights are those of the model built whole, to the bit.
 """
 
 import mmap
@@ -23,8 +24,10 @@ from planner.model.options import copy_hooks, gradient_hooks
 from planner.runtime import address_of
 
 LEAST_BYTES = 1 << 16  # smaller tensors are made at once: constructors may look at their values
-_NEEDED = "meta tensor"  # in PyTorch's errors about values that are not there, and in those raised here
-_DRAW_BY_SHAPE = ("_like", "::bernoulli", "::normal")  # as many numbers whatever the values that they are given
+# in PyTorch's errors about values that are not there, and in those raised here
+_NEEDED = "meta tensor"
+# as many numbers whatever the values that they are given
+_DRAW_BY_SHAPE = ("_like", "::bernoulli", "::normal")
 _HINT = "train without `defer_weights`"
 
 
@@ -38,7 +41,8 @@ class DeferredModel:
 
     Attributes:
         model: its parameters are on the meta device until `materialize`.
-        draws_buffers: whether the constructor makes buffers by random numbers; without `draw`, these have no values.
+        draws_buffers: whether the constructor makes buffers by random numbers; without `draw`,
+            these have no values.
     """
 
     def __init__(self, build: Callable[[], nn.Module], *, draw: bool = True) -> None:
@@ -51,38 +55,54 @@ class DeferredModel:
                 raise
             reason = error.message if isinstance(error, PlannerError) else error
             raise ModelFileError(
-                f"the model reads its weights while it is built, and cannot be built without them: {reason}", hint=_HINT
+                f"the model reads its weights while it is built, and cannot be built without "
+                f"them: {reason}",
+                hint=_HINT,
             ) from error
         self._values: dict[nn.Parameter, nn.Parameter] = {}
         for parameter in self.model.parameters():
             if parameter.device.type not in ("cpu", "meta"):
                 # Another device has another generator, and memory that is not the host's.
-                raise ModelFileError(f"build_model() makes weights on {parameter.device}, not on the CPU", hint=_HINT)
-            if gradient_hooks(parameter):
-                # Tensors that the hook reads, such as a mask, may have been put off, and nothing would fill them.
                 raise ModelFileError(
-                    f"a parameter of shape {tuple(parameter.shape)} has a hook on its gradient, and what it "
+                    f"build_model() makes weights on {parameter.device}, not on the CPU", hint=_HINT
+                )
+            if gradient_hooks(parameter):
+                # Tensors that the hook reads, such as a mask, may have been put off, and nothing
+                # would fill them.
+                raise ModelFileError(
+                    f"a parameter of shape {tuple(parameter.shape)} has a hook on its gradient, "
+                    f"and what it "
                     "reads may not be there where weights are put off",
                     hint=_HINT,
                 )
-            self._values[nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)] = parameter
+            self._values[nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)] = (
+                parameter
+            )
         _replace(self.model, {value: deferred for deferred, value in self._values.items()})
         # Buffers are small, and captured with the model.
         buffers = [buffer for buffer in self.model.buffers() if self._tape.puts_off(buffer)]
-        self.draws_buffers = any(each.generator is not None for each in self._tape.leading_to(buffers))
+        self.draws_buffers = any(
+            each.generator is not None for each in self._tape.leading_to(buffers)
+        )
         if draw or not self.draws_buffers:
             self._tape.replay(buffers)
 
     def materialize(self, names: Collection[str]) -> None:
-        """Give the parameters called `names` (tied ones by any name) the constructor's values; call it once."""
-        values = {parameter: self._values[parameter] for parameter in _without_values(self.model, names)}
+        """Give the parameters called `names` (tied ones by any name) the constructor's values; call
+        it once.
+        """
+        values = {
+            parameter: self._values[parameter] for parameter in _without_values(self.model, names)
+        }
         self._tape.replay(values.values())
         self._tape.operations.clear()  # and the memory that they would write
         _replace(self.model, values)
 
 
 def allocate(model: nn.Module, names: Collection[str]) -> None:
-    """Give those parameters called `names` that have no memory some, without values: files give them."""
+    """Give those parameters called `names` that have no memory some, without values: files give
+    them.
+    """
     empty = {
         parameter: nn.Parameter(torch.empty_like(parameter, device="cpu"), parameter.requires_grad)
         for parameter in _without_values(model, names)
@@ -93,7 +113,9 @@ def allocate(model: nn.Module, names: Collection[str]) -> None:
 
 
 def allocate_buffers(model: nn.Module) -> None:
-    """Give buffers that the constructor left on the meta device memory: they are small, and captured with it."""
+    """Give buffers that the constructor left on the meta device memory: they are small, and
+    captured with it.
+    """
     for path, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is None or not buffer.is_meta:
@@ -101,7 +123,8 @@ def allocate_buffers(model: nn.Module) -> None:
             if name in module._non_persistent_buffers_set:
                 place = f"{path}.{name}".removeprefix(".")
                 raise ModelFileError(
-                    f"buffer '{place}' is on the meta device, and no file can hold it: it is not persistent",
+                    f"buffer '{place}' is on the meta device, and no file can hold it: it is not "
+                    f"persistent",
                     hint='make it with its values, outside of torch.device("meta")',
                 )
             module._buffers[name] = torch.zeros_like(buffer, device="cpu")
@@ -109,9 +132,14 @@ def allocate_buffers(model: nn.Module) -> None:
 
 @contextmanager
 def without_storage(model: nn.Module) -> Iterator[None]:
-    """Let a deferred model be captured: within, its parameters are on the CPU, but take no memory."""
+    """Let a deferred model be captured: within, its parameters are on the CPU, but take no
+    memory.
+    """
     bare = [parameter for parameter in model.parameters() if parameter.is_meta]
-    hollow = {parameter: nn.Parameter(_unwritten(parameter), parameter.requires_grad) for parameter in bare}
+    hollow = {
+        parameter: nn.Parameter(_unwritten(parameter), parameter.requires_grad)
+        for parameter in bare
+    }
     _replace(model, hollow)
     try:
         yield
@@ -126,18 +154,23 @@ def is_deferred(model: nn.Module) -> bool:
 
 def _without_values(model: nn.Module, names: Collection[str]) -> list[nn.Parameter]:
     named = model.named_parameters(remove_duplicate=False)
-    return list(dict.fromkeys(parameter for name, parameter in named if name in names and parameter.is_meta))
+    return list(
+        dict.fromkeys(parameter for name, parameter in named if name in names and parameter.is_meta)
+    )
 
 
 def _replace(model: nn.Module, others: dict[nn.Parameter, nn.Parameter]) -> None:
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
             if parameter is not None and (new := others.get(parameter)) is not None:
-                setattr(module, name, new)  # in recurrent modules this updates a list of their weights as well
+                # in recurrent modules this updates a list of their weights as well
+                setattr(module, name, new)
 
 
 class _Operation(NamedTuple):
-    """An operation that was put off; it writes into `written`, or its results are the values of `made`."""
+    """An operation that was put off; it writes into `written`, or its results are the values of
+    `made`.
+    """
 
     func: Any
     args: tuple[Any, ...]
@@ -149,7 +182,9 @@ class _Operation(NamedTuple):
 
 
 class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Mode that puts operations on tensors of `least_bytes` and more off; what they write is put off, too."""
+    """Mode that puts operations on tensors of `least_bytes` and more off; what they write is put
+    off, too.
+    """
 
     def __init__(self, least_bytes: int, *, draw: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -160,8 +195,11 @@ class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> Self:
         for name in ("numpy", "tolist"):  # which no mode sees
-            self._patches.enter_context(mock.patch.object(Tensor, name, self._checked(getattr(Tensor, name))))
-        # It rejects samples by their values, and draws again: as one operation that can be put off like any other.
+            self._patches.enter_context(
+                mock.patch.object(Tensor, name, self._checked(getattr(Tensor, name)))
+            )
+        # It rejects samples by their values, and draws again: as one operation that can be put off
+        # like any other.
         init = nn.init._no_grad_trunc_normal_
         self._patches.enter_context(mock.patch.object(nn.init, init.__name__, self._as_one(init)))
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -176,9 +214,15 @@ class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return _has_storage(tensor) and address_of(tensor) in self._put_off
 
     def replay(self, wanted: Iterable[Tensor]) -> None:
-        """Run the operations that lead to the values of `wanted`, each from the making of its memory on."""
+        """Run the operations that lead to the values of `wanted`, each from the making of its
+        memory on.
+        """
         operations = self.leading_to(wanted)
-        states = {each.generator: each.generator.get_state() for each in operations if each.generator is not None}
+        states = {
+            each.generator: each.generator.get_state()
+            for each in operations
+            if each.generator is not None
+        }
         with torch.no_grad():
             for func, args, kwargs, _, made, generator, state in operations:
                 if generator is not None:
@@ -195,13 +239,23 @@ class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         needed = {address_of(tensor) for tensor in wanted}
         found = []
         for operation in reversed(self.operations):
-            if any(address_of(tensor) in needed for tensor in (*operation.written, *operation.made)):
-                needed.update(map(address_of, (*_tensors((operation.args, operation.kwargs)), *operation.made)))
+            if any(
+                address_of(tensor) in needed for tensor in (*operation.written, *operation.made)
+            ):
+                needed.update(
+                    map(
+                        address_of, (*_tensors((operation.args, operation.kwargs)), *operation.made)
+                    )
+                )
                 found.append(operation)
         return found[::-1]
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         used = _tensors((args, kwargs))
@@ -209,7 +263,9 @@ class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         device = kwargs.get("device")
         if put_off:
             aliases = [returned.alias_info for returned in func._schema.returns]
-            views = bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
+            views = bool(aliases) and all(
+                alias is not None and not alias.is_write for alias in aliases
+            )
             runs = views or torch.Tag.inplace_view in func.tags  # it moves no values
         elif used or not _takes_device(func) or (device is not None and device.type != "cpu"):
             runs = True
@@ -220,21 +276,35 @@ class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if runs:
             return func(*args, **kwargs)
         random = torch.Tag.nondeterministic_seeded in func.tags
-        given = dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | kwargs
-        changed = [each.name for each in func._schema.arguments if each.alias_info and each.alias_info.is_write]
+        given = (
+            dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | kwargs
+        )
+        changed = [
+            each.name
+            for each in func._schema.arguments
+            if each.alias_info and each.alias_info.is_write
+        ]
         written = [tensor for name in changed for tensor in _tensors(given.get(name))]
         if random and not written and put_off and not func._schema.name.endswith(_DRAW_BY_SHAPE):
             self._refuse(f"{func} draws random numbers by")
         return self._later(func, args, kwargs, written, random=random)
 
-    def _later(self, func: Any, args: Any, kwargs: Any, written: list[Tensor], *, random: bool) -> Any:
-        """Put an operation off; return what it writes, or tensors that will have the values that it makes."""
+    def _later(
+        self, func: Any, args: Any, kwargs: Any, written: list[Tensor], *, random: bool
+    ) -> Any:
+        """Put an operation off; return what it writes, or tensors that will have the values that it
+        makes.
+        """
         generator = (kwargs.get("generator") or torch.default_generator) if random else None
         state = generator.get_state() if generator is not None and self._draw else None
         result: Any = None
         if state is not None:
             # Into other memory: as many random numbers are drawn for it.
-            scratch = partial(tree_map_only, Tensor, lambda leaf: _unwritten(leaf) if self.puts_off(leaf) else leaf)
+            scratch = partial(
+                tree_map_only,
+                Tensor,
+                lambda leaf: _unwritten(leaf) if self.puts_off(leaf) else leaf,
+            )
             result = func(*scratch(args), **scratch(kwargs))
         elif not written:
             result = _on_meta(func, args, kwargs)
@@ -247,14 +317,24 @@ class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         own = {id(tensor) for tensor in written}
 
         def kept(tensor: Tensor) -> Tensor:
-            """Return an argument such that what happens to it later does not show, but for its put-off values."""
+            """Return an argument such that what happens to it later does not show, but for its
+            put-off values.
+            """
             is_shared = self.puts_off(tensor) or id(tensor) in own
             return tensor.detach() if is_shared else tensor.detach().clone()
 
         kept_args, kept_kwargs = tree_map_only(Tensor, kept, (args, kwargs))
         self._put_off.update(address_of(tensor) for tensor in (*written, *made))
         self.operations.append(
-            _Operation(func, kept_args, kept_kwargs, [tensor.detach() for tensor in written], made, generator, state)
+            _Operation(
+                func,
+                kept_args,
+                kept_kwargs,
+                [tensor.detach() for tensor in written],
+                made,
+                generator,
+                state,
+            )
         )
         if not written:
             return result
@@ -288,10 +368,13 @@ def _has_storage(value: Any) -> bool:
 
 def _unwritten(like: Tensor) -> Tensor:
     """Return zeros that take no pages of memory before they are written."""
-    # Not by malloc, which gives pages that were written already, and puts small objects between large ones.
+    # Not by malloc, which gives pages that were written already, and puts small objects between
+    # large ones.
     pages = mmap.mmap(-1, max(like.untyped_storage().nbytes(), 1), access=mmap.ACCESS_COPY)
     storage = torch.frombuffer(pages, dtype=torch.uint8).untyped_storage()
-    return torch.empty(0, dtype=like.dtype).set_(storage, like.storage_offset(), like.shape, like.stride())
+    return torch.empty(0, dtype=like.dtype).set_(
+        storage, like.storage_offset(), like.shape, like.stride()
+    )
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -309,5 +392,10 @@ def _on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
     args, kwargs = tree_map_only(Tensor, meta, (args, kwargs))
-    changed = {name: None if isinstance(value, torch.Generator) else value for name, value in kwargs.items()}
-    return func(*args, **(changed | {"device": torch.device("meta")} if _takes_device(func) else changed))
+    changed = {
+        name: None if isinstance(value, torch.Generator) else value
+        for name, value in kwargs.items()
+    }
+    return func(
+        *args, **(changed | {"device": torch.device("meta")} if _takes_device(func) else changed)
+    )

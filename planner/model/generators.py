@@ -1,8 +1,10 @@
-"""The generators that user code draws from: Python's, NumPy's, PyTorch's. Seeded together, restored together.
+"""The generators that user code draws from: Python's, NumPy's, PyTorch's. Seeded together, restored
+together.
 
-Workers read the data for themselves, each another part of it, and their layers draw random numbers in between. So no
-worker may read with the state in which its generators happen to be: each item and each batch has a seed of its own,
-which follows from its place in the data alone. docs/guides/own-model.md shows the same in plain PyTorch.
+Workers read the data for themselves, each another part of it, and their layers draw random numbers
+in between. So no worker may read with the state in which its generators happen to be: each item and
+each batch has a seed of its own, which follows from its place in the data alone.
+docs/guides/own-model.md shows the same in plain PyTorch.
 """
 
 import hashlib
@@ -23,9 +25,12 @@ def data_seed(seed: int, epoch: int | str, what: str, number: int) -> int:
 
     Args:
         seed: of the run.
-        epoch: number of the epoch, from 0; "evaluation" for evaluation data, which are drawn alike each time.
-        what: "item" for an item of the dataset, "collate" for a batch, "order" for the order of an epoch.
-        number: index of the item, or place of the batch's first sample in the epoch's order; 0 for an order.
+        epoch: number of the epoch, from 0; "evaluation" for evaluation data, which are drawn alike
+            each time.
+        what: "item" for an item of the dataset, "collate" for a batch, "order" for the order of an
+            epoch.
+        number: index of the item, or place of the batch's first sample in the epoch's order; 0 for
+            an order.
     """
     text = f"{seed}/{epoch}/{what}/{number}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big")
@@ -39,7 +44,9 @@ def seed_generators(seed: int) -> None:
 
 @contextmanager
 def seeded(seed: int, device: torch.device = CPU) -> Iterator[None]:
-    """Let user code draw random numbers of a seed, and restore the generators of host and `device` afterwards."""
+    """Let user code draw random numbers of a seed, and restore the generators of host and `device`
+    afterwards.
+    """
     with generators_kept(device):
         seed_generators(seed)
         yield
@@ -48,7 +55,8 @@ def seeded(seed: int, device: torch.device = CPU) -> Iterator[None]:
 def seed_quickly(seed: int, device: torch.device) -> None:
     """Seed the host's generators and that of `device`, in about 7 microseconds on a CPU.
 
-    `torch.manual_seed` gives PyTorch's generator the same state and takes 120, because it looks for all devices.
+    `torch.manual_seed` gives PyTorch's generator the same state and takes 120, because it looks for
+    all devices.
     """
     torch.default_generator.manual_seed(seed)
     if device.type != "cpu":

@@ -1,4 +1,6 @@
-"""Hyperparameters of an optimizer's groups of parameters: rates, betas, decay, and what else a group has."""
+"""Hyperparameters of an optimizer's groups of parameters: rates, betas, decay, and what else a
+group has.
+"""
 
 import copy
 from collections.abc import Mapping
@@ -23,9 +25,13 @@ def hyperparameters_of(group: Mapping[str, Any]) -> dict[str, object]:
 
 
 def group_numbers(optimizer: Optimizer, named: Mapping[str, nn.Parameter]) -> dict[str, int]:
-    """Return the number of each parameter's group, by the parameter's name; none for what is in no group."""
+    """Return the number of each parameter's group, by the parameter's name; none for what is in no
+    group.
+    """
     numbers = {
-        id(parameter): number for number, group in enumerate(optimizer.param_groups) for parameter in group["params"]
+        id(parameter): number
+        for number, group in enumerate(optimizer.param_groups)
+        for parameter in group["params"]
     }
     return {name: numbers[id(each)] for name, each in named.items() if id(each) in numbers}
 
@@ -40,7 +46,9 @@ def groups_digest(optimizer: Optimizer, numbers: Mapping[str, int]) -> int:
 
 
 def first_difference(one: Hyperparameters, other: Hyperparameters) -> str | None:
-    """Return the name of a hyperparameter of which two groups have other values; None if they have the same."""
+    """Return the name of a hyperparameter of which two groups have other values; None if they have
+    the same.
+    """
     for name in sorted({*one, *other}):
         if name not in one or name not in other or not _equal(one[name], other[name]):
             return name
@@ -63,7 +71,9 @@ def _equal(one: object, other: object) -> bool:
 
 
 def _equal_leaves(one: object, other: object) -> bool:
-    """Compare leaves by their values; of other objects than numbers, texts and tensors by their types."""
+    """Compare leaves by their values; of other objects than numbers, texts and tensors by their
+    types.
+    """
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.dtype == other.dtype and torch.equal(one.cpu(), other.cpu())
     if isinstance(one, _PLAIN) and isinstance(other, _PLAIN):

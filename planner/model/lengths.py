@@ -1,4 +1,6 @@
-"""Lengths that vary from batch to batch: which dimensions of a batch have them, and between what."""
+"""Lengths that vary from batch to batch: which dimensions of a batch have them, and between
+what.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,29 +30,36 @@ class Length:
 
 
 def lengths_of(batch: "Batch", lengths: Sequence[Length], what: str) -> tuple[int, ...]:
-    """Return the lengths of a batch; raise ModelFileError, about `what`, for one beyond what lengths() says."""
+    """Return the lengths of a batch; raise ModelFileError, about `what`, for one beyond what
+    lengths() says.
+    """
     leaves, _ = batch.flatten() if lengths else ([], None)
     found = []
     for each in lengths:
         tensor = leaves[each.leaf] if each.leaf < len(leaves) else None
         if not isinstance(tensor, Tensor) or tensor.dim() <= each.dimension:
             raise ModelFileError(
-                f"{what} has no dimension {each.dimension} in tensor {each.leaf}, whose length lengths() lets vary",
+                f"{what} has no dimension {each.dimension} in tensor {each.leaf}, whose length "
+                f"lengths() lets vary",
                 hint="dataset() and example_batch() must give the model the same arguments",
             )
         length = tensor.shape[each.dimension]
         if not each.least <= length <= each.most:
             raise ModelFileError(
-                f"{what} has a length of {length} in dimension {each.dimension} of its tensor {each.leaf}, of shape "
+                f"{what} has a length of {length} in dimension {each.dimension} of its tensor "
+                f"{each.leaf}, of shape "
                 f"{tuple(tensor.shape)}, which lengths() says is {each.least} to {each.most}",
-                hint="cut the sample, leave it out, or let lengths() say more and profile and solve again",
+                hint="cut the sample, leave it out, or let lengths() say more and profile and "
+                "solve again",
             )
         found.append(length)
     return tuple(found)
 
 
 def extent_of(batch: "Batch", lengths: Sequence[Length]) -> "int | tuple[int, ...]":
-    """Return the extent of a batch; raise ModelFileError for a length that is beyond what lengths() says."""
+    """Return the extent of a batch; raise ModelFileError for a length that is beyond what lengths()
+    says.
+    """
     return (batch.size, *lengths_of(batch, lengths, "the batch")) if lengths else batch.size
 
 
@@ -59,7 +68,8 @@ class Varying:
     """The dimensions that vary in the example batches of a model file."""
 
     places: tuple[Place, ...]
-    examples: tuple[tuple[Mapping[str, int], Mapping[Place, int]], ...]  # lengths by name, and the sizes in their batch
+    # lengths by name, and the sizes in their batch
+    examples: tuple[tuple[Mapping[str, int], Mapping[Place, int]], ...]
     slopes: Mapping[str, Sequence[float]]  # how much longer each place is for a length of one more
 
     def length(self, place: Place) -> Length:
@@ -68,21 +78,28 @@ class Varying:
         return Length(*place, min(sizes), max(sizes))
 
     def named(self, batch: "Batch", what: str) -> tuple[int, ...]:
-        """Return the lengths by name at which example_batch() is as long as a batch; errors as of `lengths_of`."""
+        """Return the lengths by name at which example_batch() is as long as a batch; errors as of
+        `lengths_of`.
+        """
         sizes = lengths_of(batch, [self.length(place) for place in self.places], what)
         return self.by_name(dict(zip(self.places, sizes, strict=True)))
 
     def by_name(self, sizes: Mapping[Place, int]) -> tuple[int, ...]:
-        """Return the lengths by name at which example_batch() has these sizes, of some of the places."""
+        """Return the lengths by name at which example_batch() has these sizes, of some of the
+        places.
+        """
         least, before = self.examples[0]
         slopes = np.array(list(self.slopes.values()))[:, [place in sizes for place in self.places]]
         longer = [sizes[place] - before[place] for place in self.places if place in sizes]
         found = np.linalg.lstsq(slopes.T, longer, rcond=None)[0].tolist()
-        return tuple(least[name] + round(more) for name, more in zip(self.slopes, found, strict=True))
+        return tuple(
+            least[name] + round(more) for name, more in zip(self.slopes, found, strict=True)
+        )
 
 
 def varying(spec: "TrainingSpec", samples: int) -> Varying | None:
-    """Find the dimensions that vary, by example batches of the least, the greatest and two lengths between.
+    """Find the dimensions that vary, by example batches of the least, the greatest and two lengths
+    between.
 
     None where the model file has no lengths(). Raise ModelFileError where a length changes nothing.
     """
@@ -91,15 +108,18 @@ def varying(spec: "TrainingSpec", samples: int) -> Varying | None:
         return None
     corners = [dict(zip(between, chosen, strict=True)) for chosen in product(*between.values())]
     corners += [
-        {name: low + round(part * (most - low) / 3) for name, (low, most) in between.items()} for part in (1, 2)
+        {name: low + round(part * (most - low) / 3) for name, (low, most) in between.items()}
+        for part in (1, 2)
     ]
     examples = [(corner, _sizes(spec.example_batch(samples, corner))) for corner in corners]
     least, first = examples[0]
     for corner, sizes in examples:
         if sizes.keys() != first.keys():
             raise ModelFileError(
-                f"example_batch() of '{spec.origin}' returns other tensors for the lengths {corner} than for {least}",
-                hint="the number of tensors and of their dimensions must be the same for all lengths",
+                f"example_batch() of '{spec.origin}' returns other tensors for the lengths "
+                f"{corner} than for {least}",
+                hint="the number of tensors and of their dimensions must be the same for all "
+                "lengths",
             )
     places = tuple(place for place in first if len({sizes[place] for _, sizes in examples}) > 1)
     slopes = {}
@@ -107,7 +127,8 @@ def varying(spec: "TrainingSpec", samples: int) -> Varying | None:
         alone = next(sizes for corner, sizes in examples if corner == {**least, name: most})
         if alone == first:
             raise ModelFileError(
-                f"example_batch() of '{spec.origin}' returns the same shapes for every length '{name}'",
+                f"example_batch() of '{spec.origin}' returns the same shapes for every length "
+                f"'{name}'",
                 hint=f"make its tensors as long as the argument `{name}` says",
             )
         slopes[name] = [(alone[place] - first[place]) / (most - low) for place in places]
@@ -115,5 +136,12 @@ def varying(spec: "TrainingSpec", samples: int) -> Varying | None:
 
 
 def _sizes(batch: "Batch") -> dict[Place, int]:
-    tensors = [(number, leaf) for number, leaf in enumerate(batch.flatten()[0]) if isinstance(leaf, Tensor)]
-    return {(number, place): size for number, leaf in tensors for place, size in enumerate(leaf.shape) if place}
+    tensors = [
+        (number, leaf) for number, leaf in enumerate(batch.flatten()[0]) if isinstance(leaf, Tensor)
+    ]
+    return {
+        (number, place): size
+        for number, leaf in tensors
+        for place, size in enumerate(leaf.shape)
+        if place
+    }

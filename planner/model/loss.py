@@ -1,6 +1,7 @@
 """The loss of a model's output, and how much each microbatch counts in its minibatch's loss.
 
-A loss that ignores padded labels is a mean over the other labels, of which microbatches have different numbers.
+A loss that ignores padded labels is a mean over the other labels, of which microbatches have
+different numbers.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +22,9 @@ Shares: TypeAlias = Callable[[Sequence[Batch]], list[float]]
 
 
 def loss_of(output: Any, target: Any, loss: LossFunction | None) -> Tensor:
-    """Return the loss of a model's output; without a loss function, the output's `.loss` or ["loss"]."""
+    """Return the loss of a model's output; without a loss function, the output's `.loss` or
+    ["loss"].
+    """
     value: Any
     if loss is not None:
         value = loss(output, target)
@@ -29,19 +32,25 @@ def loss_of(output: Any, target: Any, loss: LossFunction | None) -> Tensor:
         value = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
         if value is None:
             raise CaptureError(
-                f"the model file defines no loss(output, target), and the model's output, a {type(output).__name__}, "
+                f"the model file defines no loss(output, target), and the model's output, a "
+                f"{type(output).__name__}, "
                 "has no 'loss'",
                 hint="define loss(output, target) in the model file",
             )
     if not isinstance(value, Tensor):
         raise CaptureError(
-            f"loss(output, target) returned a {type(value).__name__}, not a tensor", hint="return the mean loss"
+            f"loss(output, target) returned a {type(value).__name__}, not a tensor",
+            hint="return the mean loss",
         )
     return value
 
 
-def unsplit_loss(model: Callable[..., Any], spec: TrainingSpec, batch: Batch, options: ModuleOptions) -> Tensor:
-    """Return the loss of a batch, which is on the model's device, with the precision and memory format of `options`."""
+def unsplit_loss(
+    model: Callable[..., Any], spec: TrainingSpec, batch: Batch, options: ModuleOptions
+) -> Tensor:
+    """Return the loss of a batch, which is on the model's device, with the precision and memory
+    format of `options`.
+    """
     batch = batch.prepared(options)
     with autocasting(batch.device_type, options.autocast):
         return loss_of(model(*batch.args, **batch.kwargs), batch.target, options.loss(spec.loss))
@@ -50,8 +59,8 @@ def unsplit_loss(model: Callable[..., Any], spec: TrainingSpec, batch: Batch, op
 def labels_of(batch: Batch, leaf: int | None = None) -> Tensor | None:
     """Return the labels, by their number among the batch's leaves.
 
-    Without a number they are several per sample: the target's only tensor of integers, or the model's argument
-    `labels`.
+    Without a number they are several per sample: the target's only tensor of integers, or the
+    model's argument `labels`.
     """
     if leaf is not None:
         leaves, _ = batch.flatten()
@@ -60,14 +69,18 @@ def labels_of(batch: Batch, leaf: int | None = None) -> Tensor | None:
 
     def labels_in(tree: Any) -> list[Tensor]:
         tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-        return [leaf for leaf in tensors if leaf.dtype in (torch.int64, torch.int32) and leaf.dim() > 1]
+        return [
+            leaf for leaf in tensors if leaf.dtype in (torch.int64, torch.int32) and leaf.dim() > 1
+        ]
 
     found = labels_in(batch.target) or labels_in([batch.kwargs.get("labels")])
     return found[0] if len(found) == 1 else None
 
 
 def check_labels(batch: Batch, mean: LossMean | None, origin: str) -> None:
-    """Raise ModelFileError for labels, or values of masks, with which the loss is not the mean that it is taken for."""
+    """Raise ModelFileError for labels, or values of masks, with which the loss is not the mean that
+    it is taken for.
+    """
     if mean is None or not mean.forbidden:
         return
     leaves, _ = batch.flatten()
@@ -75,9 +88,11 @@ def check_labels(batch: Batch, mean: LossMean | None, origin: str) -> None:
         leaf = leaves[each.leaf] if each.leaf < len(leaves) else None
         if isinstance(leaf, Tensor) and bool((leaf == each.value).any()):
             raise ModelFileError(
-                f"{_place_of(batch, each.leaf)} has the value {each.value}, with which the loss of '{origin}' is no "
+                f"{_place_of(batch, each.leaf)} has the value {each.value}, with which the loss "
+                f"of '{origin}' is no "
                 f"{mean.words}, as its plan says",
-                hint="give example_batch() such a value too, profile the model and solve again; or define "
+                hint="give example_batch() such a value too, profile the model and solve again; "
+                "or define "
                 "loss_weight(target) in the model file",
             )
 
@@ -95,10 +110,13 @@ def weight_function(mean: LossMean, spec: TrainingSpec) -> WeightFunction:
         labels = labels_of(batch, mean.leaf)
         if labels is None or mean.ignored is None:
             raise PlanError(
-                f"the plan takes the loss of '{spec.origin}' for a mean over labels that its batches do not have",
+                f"the plan takes the loss of '{spec.origin}' for a mean over labels that its "
+                f"batches do not have",
                 hint="profile the model and solve again: plan profile, plan solve",
             )
-        return float(torch.count_nonzero((labels[:, 1:] if mean.shifted else labels).ne(mean.ignored)))
+        return float(
+            torch.count_nonzero((labels[:, 1:] if mean.shifted else labels).ne(mean.ignored))
+        )
 
     match mean.over:
         case "loss_weight":
@@ -110,7 +128,9 @@ def weight_function(mean: LossMean, spec: TrainingSpec) -> WeightFunction:
 
 
 def shares_function(mean: LossMean | None, spec: TrainingSpec) -> Shares | None:
-    """Return what gives each microbatch's share of its minibatch's loss; None where it is that of its samples."""
+    """Return what gives each microbatch's share of its minibatch's loss; None where it is that of
+    its samples.
+    """
     if mean is None or mean.over in ("samples", "batch", "unchecked"):
         return None
     if mean.over == "sum":

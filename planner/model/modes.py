@@ -1,8 +1,8 @@
 """Whether each module of a model trains: as its constructor left it, one by one.
 
-People freeze a part by `eval()`: its dropout is off, and its BatchNorm uses the statistics that it has. `train()` on
-the whole model would undo that. So training goes on in the modes that the model came with, and evaluation gives them
-back.
+People freeze a part by `eval()`: its dropout is off, and its BatchNorm uses the statistics that it
+has. `train()` on the whole model would undo that. So training goes on in the modes that the model
+came with, and evaluation gives them back.
 """
 
 import logging
@@ -37,7 +37,8 @@ def is_training(model: nn.Module) -> bool:
 
 
 def put_in_training(model: nn.Module) -> None:
-    """Put a model in training, but for modules that are in evaluation mode already; all are if none trains.
+    """Put a model in training, but for modules that are in evaluation mode already; all are if none
+    trains.
 
     Models override `train()` to keep some of their modules in evaluation mode, so it is called.
     """
@@ -59,14 +60,16 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def warn_of_modes(model: nn.Module) -> None:
-    """Say which modules are in evaluation mode, or will be by the model's `train()`, and what training does with them.
+    """Say which modules are in evaluation mode, or will be by the model's `train()`, and what
+    training does with them.
 
     The modes stay as they are.
     """
     modes = [(path, module.training) for path, module in model.named_modules()]
     if not any(training for _, training in modes):
         _log.warning(
-            f"warning: {type(model).__name__} was built in evaluation mode, and is put into training mode as a whole; "
+            f"warning: {type(model).__name__} was built in evaluation mode, and is put into "
+            f"training mode as a whole; "
             "hint: to train in evaluation mode, call eval() on its submodules, not on itself"
         )
         return
@@ -74,25 +77,32 @@ def warn_of_modes(model: nn.Module) -> None:
     frozen = _outermost(path for path, training in modes if path and not training)
     if frozen:
         _log.warning(
-            f"warning: {type(model).__name__} was built with {_shown(frozen)} in evaluation mode, and trains so; hint: "
+            f"warning: {type(model).__name__} was built with {_shown(frozen)} in evaluation mode, "
+            f"and trains so; hint: "
             "call train() in build_model() if it should not"
         )
 
     stopped = _outermost(_stopped_by_train(model))
     if stopped:
         _log.warning(
-            f"warning: train() of {type(model).__name__} puts {_shown(stopped)} into evaluation mode, where "
-            "build_model() left it in training mode, and it trains in evaluation mode, as in a loop that calls "
+            f"warning: train() of {type(model).__name__} puts {_shown(stopped)} into evaluation "
+            f"mode, where "
+            "build_model() left it in training mode, and it trains in evaluation mode, as in a "
+            "loop that calls "
             "model.train(); hint: if it should not, let train() leave it in training mode"
         )
 
 
 def _stopped_by_train(model: nn.Module) -> list[str]:
-    """Return the modules in training mode that the model's own `train()` puts into evaluation mode."""
+    """Return the modules in training mode that the model's own `train()` puts into
+    evaluation mode.
+    """
     before = modes_of([model])
     trained = {module for module, training in before if training and module is not model}
     model.train()
-    stopped = [path for path, module in model.named_modules() if module in trained and not module.training]
+    stopped = [
+        path for path, module in model.named_modules() if module in trained and not module.training
+    ]
     set_modes(before)
     return stopped
 
@@ -104,4 +114,6 @@ def _outermost(paths: Iterable[str]) -> list[str]:
 
 
 def _shown(paths: Sequence[str]) -> str:
-    return ", ".join(f"'{path}'" for path in paths[:_SHOWN]) + (", ..." if len(paths) > _SHOWN else "")
+    return ", ".join(f"'{path}'" for path in paths[:_SHOWN]) + (
+        ", ..." if len(paths) > _SHOWN else ""
+    )

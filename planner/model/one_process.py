@@ -1,11 +1,13 @@
-"""Hide from user code, for a while, that this process is a worker among others: what it then does, one process does.
+"""Hide from user code, for a while, that this process is a worker among others: what it then does,
+one process does.
 
-A habit from DistributedDataParallel is to divide a rate by WORLD_SIZE, or to look at RANK. torchrun, Slurm and MPI say
-such things by environment variables, and torch.distributed by `is_initialized()`. Both are hidden from this thread
-alone: those that watch the worker need them.
+A habit from DistributedDataParallel is to divide a rate by WORLD_SIZE, or to look at RANK.
+torchrun, Slurm and MPI say such things by environment variables, and torch.distributed by
+`is_initialized()`. Both are hidden from this thread alone: those that watch the worker need them.
 
-`os.environ` and `torch.distributed.is_initialized` are replaced meanwhile, the latter also where PyTorch itself looks
-for it (written for PyTorch 2.13). What a module has imported by name before is not hidden from it.
+`os.environ` and `torch.distributed.is_initialized` are replaced meanwhile, the latter also where
+PyTorch itself looks for it (written for PyTorch 2.13). What a module has imported by name before is
+not hidden from it.
 """
 
 import os
@@ -31,7 +33,8 @@ _NAMES = frozenset(
         "MASTER_PORT",
     }
 )
-_ONE_AT_A_TIME = threading.RLock()  # what two threads replace, they would restore in the wrong order
+# what two threads replace, they would restore in the wrong order
+_ONE_AT_A_TIME = threading.RLock()
 _PREFIXES = ("TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_", "PMIX_")
 
 
@@ -48,8 +51,8 @@ def as_one_process() -> Iterator[None]:
 def without_process_group() -> Iterator[None]:
     """Let this thread see no process group.
 
-    Modules that find one when they are made, as those of codebooks do, communicate in forward: with ranks that have
-    other layers, or other microbatches, and never answer.
+    Modules that find one when they are made, as those of codebooks do, communicate in forward: with
+    ranks that have other layers, or other microbatches, and never answer.
     """
     thread = threading.get_ident()
     with _ONE_AT_A_TIME, ExitStack() as replaced:
@@ -64,7 +67,9 @@ def without_process_group() -> Iterator[None]:
 
 
 class _Environment(MutableMapping[str, str]):
-    """The environment without the variables of workers for one thread, and as it is for all others."""
+    """The environment without the variables of workers for one thread, and as it is for all
+    others.
+    """
 
     def __init__(self, whole: MutableMapping[str, str], thread: int) -> None:
         self._whole = whole
@@ -98,4 +103,6 @@ class _Environment(MutableMapping[str, str]):
         return {**other, **self}
 
     def _hides(self, name: str) -> bool:
-        return threading.get_ident() == self._thread and (name in _NAMES or name.startswith(_PREFIXES))
+        return threading.get_ident() == self._thread and (
+            name in _NAMES or name.startswith(_PREFIXES)
+        )

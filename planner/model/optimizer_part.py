@@ -1,9 +1,10 @@
-"""Make the user's optimizer for a part of the model's parameters, with the groups that it has for all of them.
+"""Make the user's optimizer for a part of the model's parameters, with the groups that it has for
+all of them.
 
-A user's optimizer() may group parameters by name or by place in the list, and a scheduler may have a rate for each
-group. Both mean the whole model. So optimizer() is always called with all trained parameters, of which those of other
-stages are stand-ins on the meta device, without memory. Then the stand-ins leave: groups may be empty, and none is
-missing.
+A user's optimizer() may group parameters by name or by place in the list, and a scheduler may have
+a rate for each group. Both mean the whole model. So optimizer() is always called with all trained
+parameters, of which those of other stages are stand-ins on the meta device, without memory. Then
+the stand-ins leave: groups may be empty, and none is missing.
 """
 
 import warnings
@@ -22,20 +23,25 @@ from planner.model.spec import TrainingSpec
 
 @dataclass(frozen=True, eq=False)
 class TrainedParameter:
-    """What is known of a trained parameter of the model on every worker, whoever holds its values."""
+    """What is known of a trained parameter of the model on every worker, whoever holds its
+    values.
+    """
 
     name: str  # the first one in the model
     aliases: tuple[str, ...]  # all of its names, if it is tied
     shape: torch.Size
     dtype: torch.dtype
-    attributes: Mapping[str, Any] = field(default_factory=dict)  # the user's, by which optimizer() may group
+    # the user's, by which optimizer() may group
+    attributes: Mapping[str, Any] = field(default_factory=dict)
 
     def stand_in(self) -> nn.Parameter:
         """Return a parameter of this shape, without memory."""
         return self.marked(nn.Parameter(torch.empty(self.shape, dtype=self.dtype, device="meta")))
 
     def marked(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Give another parameter the attributes of this one, such as `_no_weight_decay`, and return it."""
+        """Give another parameter the attributes of this one, such as `_no_weight_decay`, and return
+        it.
+        """
         vars(parameter).update(self.attributes)
         return parameter
 
@@ -99,7 +105,9 @@ def named_parameters(
 
 
 def leave_out(optimizer: Optimizer, absent: Collection[nn.Parameter]) -> None:
-    """Let `optimizer`, which has not stepped yet, forget the parameters that are `absent`, and keep all groups."""
+    """Let `optimizer`, which has not stepped yet, forget the parameters that are `absent`, and keep
+    all groups.
+    """
     identities = set(map(id, absent))
     for group in optimizer.param_groups:
         kept = [index for index, each in enumerate(group["params"]) if id(each) not in identities]
@@ -112,7 +120,9 @@ def leave_out(optimizer: Optimizer, absent: Collection[nn.Parameter]) -> None:
 
 
 def step_part(spec: TrainingSpec, optimizer: Optimizer) -> None:
-    """Step an optimizer without its empty groups, which the user's step() may not expect; do nothing if all are."""
+    """Step an optimizer without its empty groups, which the user's step() may not expect; do
+    nothing if all are.
+    """
     groups = optimizer.param_groups
     optimizer.param_groups = [group for group in groups if group["params"]]
     try:
@@ -126,7 +136,8 @@ def check_scheduler(spec: TrainingSpec, whole: Iterable[TrainedParameter]) -> No
     """Make the user's scheduler for the optimizer of the whole model, and step both once.
 
     Raises:
-        ModelFileError: when scheduler() fails, when stages cannot follow what it returns, or when that fails.
+        ModelFileError: when scheduler() fails, when stages cannot follow what it returns, or when
+            that fails.
     """
     with generators_kept():
         optimizer = optimizer_of_part(spec, whole, {})
@@ -140,7 +151,9 @@ def check_scheduler(spec: TrainingSpec, whole: Iterable[TrainedParameter]) -> No
             scheduler.step()
     except Exception as error:  # whatever the user's scheduler raises
         raise ModelFileError(
-            f"scheduler() returned {type(scheduler).__name__}, whose step() raises {type(error).__name__}: "
+            f"scheduler() returned {type(scheduler).__name__}, whose step() raises "
+            f"{type(error).__name__}: "
             f"{first_line(error)}",
-            hint="take a scheduler whose step() needs no arguments, such as those of torch.optim.lr_scheduler",
+            hint="take a scheduler whose step() needs no arguments, such as those of "
+            "torch.optim.lr_scheduler",
         ) from error

@@ -1,7 +1,9 @@
-"""Steps of the user's optimizer on stand-ins for the model's parameters: all together, or part by part.
+"""Steps of the user's optimizer on stand-ins for the model's parameters: all together, or part by
+part.
 
-Gradients change their size from step to step, since Adam's update does not depend on a constant factor of them, and
-keep their direction by and large, since estimates of a learning rate grow only then.
+Gradients change their size from step to step, since Adam's update does not depend on a constant
+factor of them, and keep their direction by and large, since estimates of a learning rate grow only
+then.
 """
 
 import math
@@ -29,7 +31,8 @@ _SIZES = (256, 64, 16, 8, 4, 2)  # at most, of each dimension of a stand-in
 Values = dict[str, Tensor]  # by the parameters' names
 Steps = list[Values]  # the values after each step
 Schedule = list[dict[str, Hyperparameters]]  # those of each parameter, by its name, after each step
-Piece = tuple[nn.Parameter, Callable[[Tensor], Tensor]]  # what is stepped, and how it is cut from a whole value
+# what is stepped, and how it is cut from a whole value
+Piece = tuple[nn.Parameter, Callable[[Tensor], Tensor]]
 
 
 class OptimizerTrial:
@@ -40,10 +43,13 @@ class OptimizerTrial:
         is_smaller: whether the stand-ins are smaller than the parameters.
         communicates: whether the last run failed because the optimizer communicates.
         kind: the optimizer's class.
-        claimed: whether the optimizer says of itself that parts may be stepped, by `separable` or `elementwise`.
+        claimed: whether the optimizer says of itself that parts may be stepped, by `separable` or
+            `elementwise`.
     """
 
-    def __init__(self, spec: TrainingSpec, whole: Sequence[TrainedParameter], device: torch.device) -> None:
+    def __init__(
+        self, spec: TrainingSpec, whole: Sequence[TrainedParameter], device: torch.device
+    ) -> None:
         self._spec, self._device = spec, device
         self._whole = _small(whole)
         self._marks = {each.name: each for each in whole}
@@ -54,7 +60,10 @@ class OptimizerTrial:
 
         self.first = {each.name: drawn(each) for each in self._whole}
         # Some parameters have larger gradients than others.
-        sizes = {each.name: 10 ** float(torch.rand((), generator=generator) * 2 - 1) for each in self._whole}
+        sizes = {
+            each.name: 10 ** float(torch.rand((), generator=generator) * 2 - 1)
+            for each in self._whole
+        }
         lasting = {each.name: drawn(each) * sizes[each.name] for each in self._whole}
 
         def gradients(scale: float) -> Values:
@@ -69,7 +78,9 @@ class OptimizerTrial:
         self.communicates = False
 
     def run(self, parts: Sequence[Collection[str]] = (), seed: int = 0) -> Steps:
-        """Step the parts one after the other, or all parameters together; return the values after each step."""
+        """Step the parts one after the other, or all parameters together; return the values after
+        each step.
+        """
         steps: Steps = [{} for _ in self._gradients]
         for names in self._parts(parts):
             with seeded(seed, self._device):
@@ -81,13 +92,17 @@ class OptimizerTrial:
         return steps
 
     def run_pieces(self) -> Steps:
-        """Step one half of the elements of each parameter, then the other; return the values after each step.
+        """Step one half of the elements of each parameter, then the other; return the values after
+        each step.
 
         Return nothing where the optimizer does not say that it may be divided so: it will not be.
         """
         if kept_whole(self._optimizer) is None:
             return []
-        steps = [{name: value.clone().flatten() for name, value in self.first.items()} for _ in self._gradients]
+        steps = [
+            {name: value.clone().flatten() for name, value in self.first.items()}
+            for _ in self._gradients
+        ]
         for half in range(2):
             with seeded(0, self._device):
                 optimizer, pieces = self._of_half(half)
@@ -96,10 +111,14 @@ class OptimizerTrial:
             for values, new in zip(steps, stepped, strict=True):
                 for name, (_, cut) in pieces.items():
                     cut(values[name]).copy_(new[name].flatten())
-        return [{name: value.view_as(self.first[name]) for name, value in values.items()} for values in steps]
+        return [
+            {name: value.view_as(self.first[name]) for name, value in values.items()}
+            for values in steps
+        ]
 
     def schedule(self, parts: Sequence[Collection[str]] = ()) -> list[Schedule]:
-        """Step the parts one after the other, or all parameters together, each with the user's scheduler.
+        """Step the parts one after the other, or all parameters together, each with the user's
+        scheduler.
 
         Return the hyperparameters after each step, of each part.
         """
@@ -110,7 +129,9 @@ class OptimizerTrial:
         return schedules
 
     def schedule_pieces(self) -> list[Schedule]:
-        """Do the same for one half of the elements of each parameter, then the other; not where nobody divides them."""
+        """Do the same for one half of the elements of each parameter, then the other; not where
+        nobody divides them.
+        """
         schedules: list[Schedule] = []
         if kept_whole(self._optimizer) is None:
             return schedules
@@ -161,7 +182,9 @@ class OptimizerTrial:
             optimizer = optimizer_of_part(self._spec, self._whole, own)
         self._optimizer = optimizer
         self.kind = type(optimizer).__name__
-        self.claimed = bool(getattr(optimizer, "separable", False) or getattr(optimizer, "elementwise", False))
+        self.claimed = bool(
+            getattr(optimizer, "separable", False) or getattr(optimizer, "elementwise", False)
+        )
         return optimizer
 
     def _steps(self, optimizer: Optimizer, pieces: Mapping[str, Piece]) -> Iterator[Values]:
@@ -191,18 +214,27 @@ class OptimizerTrial:
 
 
 def _small(whole: Sequence[TrainedParameter]) -> list[TrainedParameter]:
-    """Return the parameters as stand-ins have them: in single precision, and smaller where all together are large."""
+    """Return the parameters as stand-ins have them: in single precision, and smaller where all
+    together are large.
+    """
     half = (torch.float16, torch.bfloat16)
-    found = [replace(each, dtype=torch.float32 if each.dtype in half else each.dtype) for each in whole]
+    found = [
+        replace(each, dtype=torch.float32 if each.dtype in half else each.dtype) for each in whole
+    ]
     for size in _SIZES:
         if sum(math.prod(each.shape) for each in found) <= _MOST_ELEMENTS:
             break
-        found = [replace(each, shape=torch.Size(min(length, size) for length in each.shape)) for each in found]
+        found = [
+            replace(each, shape=torch.Size(min(length, size) for length in each.shape))
+            for each in found
+        ]
     return found
 
 
 def _pieces(optimizer: Optimizer, own: Mapping[str, nn.Parameter], half: int) -> dict[str, Piece]:
-    """Let the optimizer step a half of the elements of each parameter, as replicas do, or all where it must."""
+    """Let the optimizer step a half of the elements of each parameter, as replicas do, or all where
+    it must.
+    """
     undivided = set(map(id, kept_whole(optimizer) or ()))
     found: dict[str, Piece] = {}
     new: dict[int, nn.Parameter] = {}
@@ -217,7 +249,11 @@ def _pieces(optimizer: Optimizer, own: Mapping[str, nn.Parameter], half: int) ->
         def cut(value: Tensor, bounds: slice = bounds) -> Tensor:
             return value.flatten()[bounds]
 
-        piece = parameter if id(parameter) in undivided else nn.Parameter(cut(parameter.detach()).clone())
+        piece = (
+            parameter
+            if id(parameter) in undivided
+            else nn.Parameter(cut(parameter.detach()).clone())
+        )
         new[id(parameter)] = piece
         found[name] = piece, cut
         _move_state(optimizer, parameter, piece, cut)
@@ -229,16 +265,29 @@ def _pieces(optimizer: Optimizer, own: Mapping[str, nn.Parameter], half: int) ->
 
 
 def _move_state(
-    optimizer: Optimizer, parameter: nn.Parameter, piece: nn.Parameter, cut: Callable[[Tensor], Tensor]
+    optimizer: Optimizer,
+    parameter: nn.Parameter,
+    piece: nn.Parameter,
+    cut: Callable[[Tensor], Tensor],
 ) -> None:
     if piece is parameter or not (state := optimizer.state.pop(parameter, None)):
         return
-    alike = {key: isinstance(value, Tensor) and value.shape == parameter.shape for key, value in state.items()}
-    optimizer.state[piece] = {key: cut(value).clone() if alike[key] else value for key, value in state.items()}
+    alike = {
+        key: isinstance(value, Tensor) and value.shape == parameter.shape
+        for key, value in state.items()
+    }
+    optimizer.state[piece] = {
+        key: cut(value).clone() if alike[key] else value for key, value in state.items()
+    }
 
 
 def _step_hint(error: Exception) -> str:
     """Return what to do about an optimizer that fails on gradients for all its parameters."""
     if "dense gradients" in str(error):
-        return "stages have dense gradients: take torch.optim.Adam, say, and nn.Embedding without sparse=True"
-    return "try it in plain PyTorch: make it of all parameters, give each a gradient, and call step()"
+        return (
+            "stages have dense gradients: take torch.optim.Adam, say, and nn.Embedding "
+            "without sparse=True"
+        )
+    return (
+        "try it in plain PyTorch: make it of all parameters, give each a gradient, and call step()"
+    )

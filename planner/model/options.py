@@ -1,8 +1,10 @@
-"""How a model's modules run, besides what its layers compute: precision, memory layout, compilation.
+"""How a model's modules run, besides what its layers compute: precision, memory layout,
+compilation.
 
-Mixed precision is torch.autocast around each stage, because a captured graph does not record it. Or the weights are in
-half precision themselves, with masters: copies in float32 that the optimizer steps, while gradients are summed in
-float32 (Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.1; as in Megatron-LM).
+Mixed precision is torch.autocast around each stage, because a captured graph does not record it. Or
+the weights are in half precision themselves, with masters: copies in float32 that the optimizer
+steps, while gradients are summed in float32 (Micikevicius et al., "Mixed Precision Training", ICLR
+2018, section 3.1; as in Megatron-LM).
 """
 
 from collections import OrderedDict
@@ -26,7 +28,12 @@ if TYPE_CHECKING:
 LossFunction: TypeAlias = Callable[[Any, Any], Tensor]
 """(output, target) -> the mean loss of the batch, a 0-dimensional tensor."""
 
-_NAMES = {"bfloat16": torch.bfloat16, "bf16": torch.bfloat16, "float16": torch.float16, "fp16": torch.float16}
+_NAMES = {
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+}
 # By the number of dimensions: samples, channels, and two or three of space.
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
@@ -38,17 +45,24 @@ class ModuleOptions:
     autocast: torch.dtype | None = None  # that modules run under torch.autocast with
     channels_last: bool = False  # whether weights and images are in channels-last order
     compiled: bool = False  # whether each stage goes through torch.compile
-    device: str = "cpu"  # kind that modules run on: its rules say which dtypes values have under autocast
-    half: torch.dtype | None = None  # of weights and inputs, where weights have masters; there is no autocast then
-    sums_in_half: bool = False  # gradients are summed in it, too, and losses computed, as in some programs of others
+    # kind that modules run on: its rules say which dtypes values have under autocast
+    device: str = "cpu"
+    # of weights and inputs, where weights have masters; there is no autocast then
+    half: torch.dtype | None = None
+    # gradients are summed in it, too, and losses computed, as in some programs of others
+    sums_in_half: bool = False
 
     def input(self, tensor: Tensor) -> Tensor:
         """Return an argument of the model as the modules take it."""
         tensor = channels_last(tensor) if self.channels_last else tensor
-        return tensor.to(self.half) if self.half is not None and tensor.is_floating_point() else tensor
+        return (
+            tensor.to(self.half) if self.half is not None and tensor.is_floating_point() else tensor
+        )
 
     def loss(self, loss: LossFunction | None) -> LossFunction | None:
-        """Return the model file's loss of outputs in float32: in half precision it would have three digits."""
+        """Return the model file's loss of outputs in float32: in half precision it would have three
+        digits.
+        """
         if loss is None or self.half is None or self.sums_in_half:
             return loss
 
@@ -58,29 +72,42 @@ class ModuleOptions:
         return lambda output, target: loss(tree_map_only(Tensor, upcast, output), target)
 
     def prepare(self, module: nn.Module) -> None:
-        """Bring the weights of `module` into the format and the dtype that it runs with, in place."""
+        """Bring the weights of `module` into the format and the dtype that it runs with, in
+        place.
+        """
         if self.channels_last:
             for tensor in (*module.parameters(), *module.buffers()):
                 if tensor.dim() in _FORMATS:
                     tensor.data = channels_last(tensor.data)
         for each in module.modules() if self.half is not None else ():
-            # What is no part of a state dict, such as frequencies of rotary embeddings, is computed in float32, and
-            # so are the statistics of BatchNorm, which takes inputs in half precision beside them.
+            # What is no part of a state dict, such as frequencies of rotary embeddings, is computed
+            # in float32, and so are the statistics of BatchNorm, which takes inputs in half
+            # precision beside them.
             kept = each._non_persistent_buffers_set
             buffers = [tensor for name, tensor in each._buffers.items() if name not in kept]
-            for weight in () if isinstance(each, _BatchNorm) else (*each._parameters.values(), *buffers):
+            for weight in (
+                () if isinstance(each, _BatchNorm) else (*each._parameters.values(), *buffers)
+            ):
                 if weight is None or weight.dtype not in (torch.float32, self.half):
                     continue
                 weight.data = weight.data.to(self.half)
                 if weight.requires_grad and not self.sums_in_half:
                     if not hasattr(weight, "grad_dtype"):
-                        problem = f"PyTorch {torch.__version__} cannot sum gradients of half precision in float32"
-                        raise InputError(problem, hint="install PyTorch 2.10 or later, or leave out `master_weights`")
+                        problem = (
+                            f"PyTorch {torch.__version__} cannot sum gradients of half "
+                            f"precision in float32"
+                        )
+                        raise InputError(
+                            problem,
+                            hint="install PyTorch 2.10 or later, or leave out `master_weights`",
+                        )
                     weight.grad_dtype = torch.float32
 
 
 def parameter_like(parameter: Tensor, data: Tensor) -> nn.Parameter:
-    """Return a parameter with other `data`, which is trained and whose gradients are summed as those of another."""
+    """Return a parameter with other `data`, which is trained and whose gradients are summed as
+    those of another.
+    """
     made = nn.Parameter(data, parameter.requires_grad)
     if gradient_dtype(parameter) != parameter.dtype:
         made.grad_dtype = gradient_dtype(parameter)
@@ -93,7 +120,9 @@ def gradient_hooks(parameter: Tensor) -> list[Callable[[Tensor], Tensor | None]]
 
 
 def copy_hooks(source: Tensor, target: Tensor) -> None:
-    """Put the hooks on the gradient of a parameter on another one of its shape, which stands for it."""
+    """Put the hooks on the gradient of a parameter on another one of its shape, which stands for
+    it.
+    """
     if source._backward_hooks:
         target._backward_hooks = OrderedDict(source._backward_hooks)
 
@@ -132,15 +161,21 @@ def autocast_name(dtype: torch.dtype | None) -> "Autocast | None":
 
 
 def autocast_dtype(name: str | None) -> torch.dtype | None:
-    """Return the dtype called `name`; None for float32, which needs no autocast, and an error for others."""
+    """Return the dtype called `name`; None for float32, which needs no autocast, and an error for
+    others.
+    """
     if name in (None, "float32", "fp32"):
         return None
     if name not in _NAMES:
-        raise InputError(f"training in {name} cannot be measured", hint="give float32, bfloat16 or float16")
+        raise InputError(
+            f"training in {name} cannot be measured", hint="give float32, bfloat16 or float16"
+        )
     return _NAMES[name]
 
 
 def channels_last(tensor: Tensor) -> Tensor:
-    """Return `tensor` with its channels innermost in memory; itself if they are, or if it has no channels."""
+    """Return `tensor` with its channels innermost in memory; itself if they are, or if it has no
+    channels.
+    """
     memory_format = _FORMATS.get(tensor.dim())
     return tensor if memory_format is None else tensor.contiguous(memory_format=memory_format)

@@ -1,16 +1,19 @@
-"""What loss() and forward() read of Python: numbers, texts and containers of them, which a capture makes constants of.
+"""What loss() and forward() read of Python: numbers, texts and containers of them, which a capture
+makes constants of.
 
-An epoch that on_update() counts, a weight that a dataset or a scheduler changes, a count of calls: in one process the
-next step sees the new value, and captured layers never do. So these values are noted when a model is captured, and
-looked at later. They are
+An epoch that on_update() counts, a weight that a dataset or a scheduler changes, a count of calls:
+in one process the next step sees the new value, and captured layers never do. So these values are
+noted when a model is captured, and looked at later. They are
 
-- globals of the user's files, cells and defaults that the code of loss() and of the model's classes names, and of the
-  functions that this calls, with what they hold: containers, objects of the user's classes, the user's modules;
+- globals of the user's files, cells and defaults that the code of loss() and of the model's classes
+  names, and of the functions that this calls, with what they hold: containers, objects of the
+  user's classes, the user's modules;
 - attributes of the model's modules, for as long as something holds them.
 
-Code counts as called where code that is called has its name. A class may have more: a loop around its loss(), a method
-that logs, a number of updates for the name of a file. Attributes that no called code names are left out, too, unless a
-library's class may read them, or code reads attributes by other names than its own.
+Code counts as called where code that is called has its name. A class may have more: a loop around
+its loss(), a method that logs, a number of updates for the name of a file. Attributes that no
+called code names are left out, too, unless a library's class may read them, or code reads
+attributes by other names than its own.
 
 Tensors, arrays and what libraries keep are left out: they are no constants, or nobody's to change.
 """
@@ -37,7 +40,9 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _CONTAINERS = (list, tuple, set, frozenset, dict)
 _MOST_ITEMS = 64  # of a container: more are data
 _DEPTH = 4
-_REGISTRIES = frozenset(("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training"))
+_REGISTRIES = frozenset(
+    ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training")
+)
 _OTHERS = object()  # stands for what is left out
 _BY_OTHER_NAMES = frozenset(
     ("getattr", "vars", "__dict__", "__getattribute__", "attrgetter", "getmembers", "eval", "exec")
@@ -68,7 +73,8 @@ class PythonState:
     Args:
         spec: whose loss() is read.
         model: whose classes are.
-        attributes: whether attributes of modules count: those of blocks may be scratch space of one call.
+        attributes: whether attributes of modules count: those of blocks may be scratch space of one
+            call.
     """
 
     def __init__(self, spec: TrainingSpec, model: nn.Module, *, attributes: bool = True) -> None:
@@ -102,7 +108,9 @@ class PythonState:
         return None
 
     def _now(self) -> dict[tuple[str, int], Content]:
-        return {key: _content(read(), _DEPTH, self._read_names) for key, read in self._readers.items()}
+        return {
+            key: _content(read(), _DEPTH, self._read_names) for key, read in self._readers.items()
+        }
 
     @property
     def _read_names(self) -> frozenset[str] | None:
@@ -114,11 +122,15 @@ class PythonState:
         return {} if module is None else _attributes(module, self._read_names)
 
     def _class_attributes(self, cls: type) -> dict[str, Any]:
-        """Return the attributes of a class, those that it has from others of the user's included."""
+        """Return the attributes of a class, those that it has from others of the user's
+        included.
+        """
         found: dict[str, Any] = {}
         for each in reversed(cls.__mro__):
             if _is_own_class(each):
-                found |= {name: value for name, value in vars(each).items() if not name.startswith("__")}
+                found |= {
+                    name: value for name, value in vars(each).items() if not name.startswith("__")
+                }
         return _read_of(found, cls, self._read_names)
 
     def _follow(self, function: Any) -> None:
@@ -140,7 +152,9 @@ class PythonState:
         self._names.update(_names_in(function.__code__))
         name = function.__name__
         if function.__defaults__:
-            self._readers[f"defaults of {name}()", id(function)] = partial(getattr, function, "__defaults__")
+            self._readers[f"defaults of {name}()", id(function)] = partial(
+                getattr, function, "__defaults__"
+            )
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=False)
         for variable, cell in cells:
             self._note(variable, cell, partial(_cell_content, cell))
@@ -149,7 +163,9 @@ class PythonState:
                 read = partial(_global, function.__globals__, variable)
                 self._note(variable, function.__globals__, read, function.__code__)
 
-    def _note(self, name: str, owner: object, read: Callable[[], Any], code: CodeType | None = None) -> None:
+    def _note(
+        self, name: str, owner: object, read: Callable[[], Any], code: CodeType | None = None
+    ) -> None:
         value = read()
         if isinstance(value, type):
             self._follow_class(value)
@@ -167,7 +183,9 @@ class PythonState:
             self._seen.add(id(each))
             self._readers[each.__name__, id(each)] = partial(self._class_attributes, each)
             for name, member in vars(each).items():
-                function = member.__func__ if isinstance(member, (staticmethod, classmethod)) else member
+                function = (
+                    member.__func__ if isinstance(member, (staticmethod, classmethod)) else member
+                )
                 function = function.fget if isinstance(function, property) else function
                 if isinstance(function, FunctionType) and name != "__init__":
                     self._methods.append((name, function))
@@ -175,7 +193,9 @@ class PythonState:
                         self._names.add(name)
 
     def _follow_called(self) -> None:
-        """Follow the methods that called code names, of all objects that are held, and those that these name."""
+        """Follow the methods that called code names, of all objects that are held, and those that
+        these name.
+        """
         followed = -1
         while followed < len(self._seen):
             followed = len(self._seen)
@@ -205,8 +225,15 @@ class PythonState:
 def _is_own(file: str) -> bool:
     """Return whether code is the user's, and no library's."""
     path = Path(file)
-    is_standard = path.is_relative_to(Path(inspect.__file__).parent) or path.is_relative_to(sys.prefix)
-    return bool(file) and is_users(file) and not is_standard and not any(part in _LIBRARIES for part in path.parts)
+    is_standard = path.is_relative_to(Path(inspect.__file__).parent) or path.is_relative_to(
+        sys.prefix
+    )
+    return (
+        bool(file)
+        and is_users(file)
+        and not is_standard
+        and not any(part in _LIBRARIES for part in path.parts)
+    )
 
 
 def _is_own_class(cls: type) -> bool:
@@ -222,7 +249,9 @@ def _is_own_class(cls: type) -> bool:
 
 
 def _may_be_called_unnamed(cls: type, name: str) -> bool:
-    """Return whether a method is called by an operator, or by a class of a library that has one of this name."""
+    """Return whether a method is called by an operator, or by a class of a library that has one of
+    this name.
+    """
     is_special = name.startswith("__") and name.endswith("__")
     return is_special or any(name in vars(each) for each in cls.__mro__ if not _is_own_class(each))
 
@@ -238,7 +267,9 @@ def _names_in(code: CodeType) -> Iterator[str]:
 def _globals_in(code: CodeType) -> Iterator[str]:
     """Yield the globals that code names, that within it included."""
     for instruction in dis.get_instructions(code):
-        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME") and isinstance(instruction.argval, str):
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME") and isinstance(
+            instruction.argval, str
+        ):
             yield instruction.argval
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -257,7 +288,9 @@ def _cell_content(cell: Any) -> Any:
 
 
 def _attributes(value: Any, names: frozenset[str] | None) -> dict[str, Any]:
-    """Return the attributes of an object that called code names, or a library may read; all where `names` is None."""
+    """Return the attributes of an object that called code names, or a library may read; all where
+    `names` is None.
+    """
     found = {name: each for name, each in vars(value).items() if name not in _REGISTRIES}
     return _read_of(found, type(value), names)
 
@@ -269,7 +302,9 @@ def _read_of(attributes: dict[str, Any], cls: type, names: frozenset[str] | None
 
 
 def _is_read_by_name(cls: type) -> bool:
-    """Return whether all code that reads an object's attributes is the user's: no library has a class for it."""
+    """Return whether all code that reads an object's attributes is the user's: no library has a
+    class for it.
+    """
     is_own = all(each in (nn.Module, object) or _is_own_class(each) for each in cls.__mro__)
     return is_own and not is_dataclass(cls)
 
@@ -303,7 +338,9 @@ def _own_classes(value: Any, depth: int) -> Iterator[type]:
     if isinstance(value, _CONTAINERS):
         parts = value.values() if isinstance(value, dict) else value
         parts = parts if len(value) <= _MOST_ITEMS else ()
-    elif isinstance(value, nn.Module) or (hasattr(value, "__dict__") and _is_own_class(type(value))):
+    elif isinstance(value, nn.Module) or (
+        hasattr(value, "__dict__") and _is_own_class(type(value))
+    ):
         yield from [type(value)] if _is_own_class(type(value)) else []
         parts = _attributes(value, None).values()
     for each in parts:

@@ -1,4 +1,6 @@
-"""Random numbers that do not depend on how the model is split: one seed per minibatch, microbatch and layer."""
+"""Random numbers that do not depend on how the model is split: one seed per minibatch, microbatch
+and layer.
+"""
 
 import random
 from collections.abc import Iterator
@@ -29,7 +31,9 @@ class RandomKey:
         self._state = _mix(_mix(_mix(seed) ^ minibatch) ^ microbatch)
 
     def seed_of(self, layer: int) -> int | None:
-        """Return the generator's seed for a layer, below 2^63; None while a stage is warmed up, or profiled."""
+        """Return the generator's seed for a layer, below 2^63; None while a stage is warmed up, or
+        profiled.
+        """
         return None if self._state is None else _mix(self._state ^ layer) >> 1
 
 
@@ -57,7 +61,9 @@ def generators_kept(device: torch.device = CPU, *, on_success: bool = True) -> I
     """
     state, python_state = torch.get_rng_state(), random.getstate()
     numpy_state = numpy.random.get_state()
-    on_device = nullcontext() if device.type == CPU.type else runtime_of(device).random_state_kept(device)
+    on_device = (
+        nullcontext() if device.type == CPU.type else runtime_of(device).random_state_kept(device)
+    )
     succeeded = False
     try:
         with on_device:
@@ -88,5 +94,6 @@ def keep_state(module: nn.Module) -> Iterator[torch.device]:
     finally:
         with torch.no_grad():
             for owner, name, buffer, values in before:
-                setattr(owner, name, buffer)  # a forward may have put another tensor in its place, of another shape
+                # a forward may have put another tensor in its place, of another shape
+                setattr(owner, name, buffer)
                 buffer.copy_(values)

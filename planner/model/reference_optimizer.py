@@ -1,13 +1,14 @@
-"""The groups of parameters that one process would have: those of every stage are compared with them.
+"""The groups of parameters that one process would have: those of every stage are compared with
+them.
 
-The user's optimizer() and scheduler() run in each worker, and may look at RANK, WORLD_SIZE, the process group or, in
-the scheduler, the weights of the stage. Then a worker has another rate than one process, without an error. So each
-stage has a second optimizer and scheduler, made as by one process: see `planner.model.one_process`. The second
-optimizer steps nothing. It has no parameters, unless the stage has all parameters of the model, undivided: then a
-scheduler may look at them.
+The user's optimizer() and scheduler() run in each worker, and may look at RANK, WORLD_SIZE, the
+process group or, in the scheduler, the weights of the stage. Then a worker has another rate than
+one process, without an error. So each stage has a second optimizer and scheduler, made as by one
+process: see `planner.model.one_process`. The second optimizer steps nothing. It has no parameters,
+unless the stage has all parameters of the model, undivided: then a scheduler may look at them.
 
-optimizer() gets copies of the stage's parameters here: one that registers hooks on parameters, or scales them, does so
-once to those that are trained.
+optimizer() gets copies of the stage's parameters here: one that registers hooks on parameters, or
+scales them, does so once to those that are trained.
 """
 
 from collections.abc import Iterable, Mapping
@@ -30,8 +31,10 @@ from planner.model.randomness import generators_kept
 from planner.model.spec import TrainingSpec
 
 _HINT = (
-    "let optimizer() and scheduler() look neither at RANK or WORLD_SIZE, nor at the weights, the clock or the host: "
-    "planner averages gradients over replicas and divides minibatches itself, so rates are those of one process"
+    "let optimizer() and scheduler() look neither at RANK or WORLD_SIZE, nor at the weights, the "
+    "clock or the host: "
+    "planner averages gradients over replicas and divides minibatches itself, so rates are those "
+    "of one process"
 )
 
 
@@ -62,7 +65,9 @@ class ReferenceOptimizer:
         self._scheduler: LRScheduler | None = None
         named, absent = named_parameters(whole, part)
         stand_ins = set(map(id, absent))
-        copies = {name: each if id(each) in stand_ins else _copy(each) for name, each in named.items()}
+        copies = {
+            name: each if id(each) in stand_ins else _copy(each) for name, each in named.items()
+        }
         with as_one_process(), generators_kept():
             self._optimizer = spec.optimizer(copies)
         self._names = named.keys()
@@ -74,7 +79,8 @@ class ReferenceOptimizer:
             self._take({copies[name]: named[name] for name in named})
 
     def check_groups(self, optimizer: Optimizer, part: Mapping[str, nn.Parameter]) -> None:
-        """Raise ModelFileError where the stage's optimizer, as optimizer() returned it, has other groups.
+        """Raise ModelFileError where the stage's optimizer, as optimizer() returned it, has other
+        groups.
 
         Args:
             part: the parameters of this stage, by name.
@@ -84,7 +90,8 @@ class ReferenceOptimizer:
         for name in part.keys() & self._names:
             if numbers.get(name) != self._numbers.get(name):
                 raise ModelFileError(
-                    f"optimizer() puts '{name}' into another group in this worker than in one process",
+                    f"optimizer() puts '{name}' into another group in this worker than in one "
+                    f"process",
                     hint=_HINT,
                 )
         self._check(optimizer, "optimizer()")
@@ -97,7 +104,9 @@ class ReferenceOptimizer:
             self._scheduler = self._spec.scheduler(self._optimizer)
 
     def check_schedule(self, optimizer: Optimizer) -> None:
-        """Raise ModelFileError where the stage's scheduler has given the groups other hyperparameters."""
+        """Raise ModelFileError where the stage's scheduler has given the groups other
+        hyperparameters.
+        """
         self._check(optimizer, "scheduler()")
 
     def follow(self, optimizer: Optimizer) -> None:
@@ -117,7 +126,9 @@ class ReferenceOptimizer:
         self._scheduler.load_state_dict(dict(state))
 
     def _take(self, originals: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """Put the stage's parameters in place of their copies, without the state that Adagrad has from the start."""
+        """Put the stage's parameters in place of their copies, without the state that Adagrad has
+        from the start.
+        """
         for group in self._optimizer.param_groups:
             group["params"] = [originals[copy] for copy in group["params"]]
         for copied in originals:
@@ -128,7 +139,8 @@ class ReferenceOptimizer:
         expected = self._optimizer.param_groups
         if len(groups) != len(expected):
             raise ModelFileError(
-                f"optimizer() makes {len(groups)} groups of parameters in this worker, and {len(expected)} in one "
+                f"optimizer() makes {len(groups)} groups of parameters in this worker, and "
+                f"{len(expected)} in one "
                 "process",
                 hint=_HINT,
             )
@@ -137,7 +149,8 @@ class ReferenceOptimizer:
             name = first_difference(own, other)
             if name is not None:
                 raise ModelFileError(
-                    f"{who} gives group {number} of the parameters the `{name}` {shown(own.get(name))} in this "
+                    f"{who} gives group {number} of the parameters the `{name}` "
+                    f"{shown(own.get(name))} in this "
                     f"worker, and {shown(other.get(name))} in one process",
                     hint=_HINT,
                 )

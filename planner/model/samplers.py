@@ -1,4 +1,6 @@
-"""Orders of samples for training, as samplers of PyTorch: any DataLoader takes them, with the planner or without."""
+"""Orders of samples for training, as samplers of PyTorch: any DataLoader takes them, with the
+planner or without.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -9,17 +11,20 @@ POOL = 50  # minibatches' samples that are sorted together
 
 
 class BucketSampler(Sampler[int]):
-    """Yields samples so that those of one microbatch, and the microbatches of one minibatch, have similar lengths.
+    """Yields samples so that those of one microbatch, and the microbatches of one minibatch, have
+    similar lengths.
 
-    An epoch is shuffled and cut into pools; each pool is sorted by length and cut into minibatches, which come in
-    random order. Microbatches are consecutive samples. They are padded less than in random order, and a synchronous
-    schedule waits less, because those between two updates take about as long (Khomenko et al. 2016, arXiv 1708.05604).
+    An epoch is shuffled and cut into pools; each pool is sorted by length and cut into minibatches,
+    which come in random order. Microbatches are consecutive samples. They are padded less than in
+    random order, and a synchronous schedule waits less, because those between two updates take
+    about as long (Khomenko et al. 2016, arXiv 1708.05604).
 
     Args:
         lengths: of each sample, or what else its time grows with.
         batch_size: samples of a microbatch.
         microbatches: per minibatch.
-        pool: minibatches' samples that are sorted together: more make lengths more alike and the order less random.
+        pool: minibatches' samples that are sorted together: more make lengths more alike and the
+            order less random.
         seed: of the order, with the number of the epoch.
 
     >>> sampler = BucketSampler([3, 9, 4, 8], batch_size=2)
@@ -28,11 +33,18 @@ class BucketSampler(Sampler[int]):
     """
 
     def __init__(
-        self, lengths: Sequence[int], batch_size: int, microbatches: int = 1, *, pool: int = POOL, seed: int = 0
+        self,
+        lengths: Sequence[int],
+        batch_size: int,
+        microbatches: int = 1,
+        *,
+        pool: int = POOL,
+        seed: int = 0,
     ) -> None:
         if min(batch_size, microbatches, pool) < 1:
             raise ValueError(
-                f"batch_size, microbatches and pool are {batch_size}, {microbatches} and {pool}, and each is at least 1"
+                f"batch_size, microbatches and pool are {batch_size}, {microbatches} and {pool}, "
+                f"and each is at least 1"
             )
         self._lengths, self._minibatch = list(lengths), batch_size * microbatches
         self._pool, self._seed = pool * self._minibatch, seed
@@ -49,11 +61,16 @@ class BucketSampler(Sampler[int]):
         generator = torch.Generator().manual_seed(self._seed * 1_000_003 + self._epoch)
         length_of: Callable[[int], int] = self._lengths.__getitem__
         shuffled = torch.randperm(len(self), generator=generator).tolist()
-        pools = [shuffled[start : start + self._pool] for start in range(0, len(shuffled), self._pool)]
-        # What is left for a smaller last minibatch comes last: elsewhere it would move all borders after it.
+        pools = [
+            shuffled[start : start + self._pool] for start in range(0, len(shuffled), self._pool)
+        ]
+        # What is left for a smaller last minibatch comes last: elsewhere it would move all borders
+        # after it.
         whole = len(self) - len(self) % self._minibatch
         ordered = [index for pool in pools for index in sorted(pool, key=length_of)]
-        minibatches = [ordered[start : start + self._minibatch] for start in range(0, whole, self._minibatch)]
+        minibatches = [
+            ordered[start : start + self._minibatch] for start in range(0, whole, self._minibatch)
+        ]
         for place in torch.randperm(len(minibatches), generator=generator).tolist():
             yield from minibatches[place]
         yield from ordered[whole:]

@@ -1,6 +1,8 @@
-"""Check that samples are the first dimension of every tensor of an example batch, and that nothing else is theirs.
+"""Check that samples are the first dimension of every tensor of an example batch, and that nothing
+else is theirs.
 
-One batch may not tell: eight samples of eight words look the same either way. So batches of two sizes are compared.
+One batch may not tell: eight samples of eight words look the same either way. So batches of two
+sizes are compared.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,40 +16,49 @@ from planner.model.batch import Batch
 from planner.model.randomness import generators_kept
 
 _PADDED = (
-    "pad the samples to one shape, stack them into tensors whose first dimension is the samples, and let loss() or the "
+    "pad the samples to one shape, stack them into tensors whose first dimension is the samples, "
+    "and let loss() or the "
     "model mask the padding; define collate(samples) to do the same with the items of dataset()"
 )
 _TRANSPOSED = (
-    "return the samples first, and transpose in the model, as x.transpose(0, 1) at the start of forward does, or make "
+    "return the samples first, and transpose in the model, as x.transpose(0, 1) at the start of "
+    "forward does, or make "
     "its layers with batch_first=True"
 )
 
 
 def check_first_dimensions(batch: Batch, size: int, place: str) -> None:
-    """Raise ModelFileError unless all tensors of a batch of `size` samples have them as the first dimension."""
+    """Raise ModelFileError unless all tensors of a batch of `size` samples have them as the first
+    dimension.
+    """
     for leaf in tree_leaves(_parts(batch)):
         if not isinstance(leaf, Tensor) or not leaf.dim() or leaf.shape[0] == size:
             continue
         if any(_lists_of(size, part) for part in _parts(batch)):
             raise ModelFileError(
-                f"{place} returned for batch_size={size} a list with one element for each sample, which cannot be "
+                f"{place} returned for batch_size={size} a list with one element for each sample, "
+                f"which cannot be "
                 "divided into microbatches",
                 hint=_PADDED,
             )
         elsewhere = size > 1 and size in leaf.shape
         raise ModelFileError(
-            f"{place} returned for batch_size={size} a tensor of shape {tuple(leaf.shape)}, whose first dimension is "
+            f"{place} returned for batch_size={size} a tensor of shape {tuple(leaf.shape)}, whose "
+            f"first dimension is "
             f"not {size}",
             hint=_TRANSPOSED
             if elsewhere
-            else "the batch is the first dimension of every tensor; masks and the like belong in the model",
+            else "the batch is the first dimension of every tensor; masks and the like belong in "
+            "the model",
         )
 
 
 def check_samples(batch: Batch, make: Callable[[int], Batch], place: str) -> None:
-    """Raise ModelFileError where something of an example batch depends on its size in another way than it may.
+    """Raise ModelFileError where something of an example batch depends on its size in another way
+    than it may.
 
-    `make` makes batches of other sizes, otherwise alike. Where it fails, another size tells nothing.
+    `make` makes batches of other sizes, otherwise alike. Where it fails, another size tells
+    nothing.
     """
     size = batch.size
     other_size = 3 if size == 2 else 2
@@ -61,16 +72,19 @@ def check_samples(batch: Batch, make: Callable[[int], Batch], place: str) -> Non
     other_leaves, other_structure = tree_flatten(_parts(other))
     if structure != other_structure:
         raise ModelFileError(
-            f"{place} returned another structure for {size} samples than for {other_size}, such as a list with one "
+            f"{place} returned another structure for {size} samples than for {other_size}, such "
+            f"as a list with one "
             "element for each sample, which cannot be divided into microbatches",
             hint=_PADDED,
         )
     for leaf, other_leaf in zip(leaves, other_leaves, strict=True):
         if isinstance(leaf, int | float | str) and leaf != other_leaf:
             raise ModelFileError(
-                f"{place} returned {leaf!r} for {size} samples, and {other_leaf!r} for {other_size}: what is no tensor "
+                f"{place} returned {leaf!r} for {size} samples, and {other_leaf!r} for "
+                f"{other_size}: what is no tensor "
                 "becomes part of the captured model, and must be the same for every batch",
-                hint="leave it out, or make it a tensor with one element for each sample; the model can read the "
+                hint="leave it out, or make it a tensor with one element for each sample; the "
+                "model can read the "
                 "number of samples off a tensor's shape",
             )
 
@@ -86,6 +100,8 @@ def _lists_of(size: int, tree: Any) -> bool:
 
 def _nodes(tree: Any) -> Iterator[Any]:
     yield tree
-    children = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()
+    children = (
+        tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()
+    )
     for child in children:
         yield from _nodes(child)

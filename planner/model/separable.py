@@ -1,13 +1,15 @@
-"""Try whether an optimizer updates each parameter by itself, so that stages and replicas may each step their part.
+"""Try whether an optimizer updates each parameter by itself, so that stages and replicas may each
+step their part.
 
-A norm of all gradients (LAMB's, or that of a hook), or an estimate from all of them (Prodigy's, D-Adaptation's), is
-another one where each stage has an optimizer of its own: another training, without a word. No list of names could say
-which optimizers do so. So the user's optimizer steps stand-ins for the model's parameters, with made-up gradients: all
-together, and part by part as the plan cuts them. It is separable if the updates are the same.
+A norm of all gradients (LAMB's, or that of a hook), or an estimate from all of them (Prodigy's,
+D-Adaptation's), is another one where each stage has an optimizer of its own: another training,
+without a word. No list of names could say which optimizers do so. So the user's optimizer steps
+stand-ins for the model's parameters, with made-up gradients: all together, and part by part as the
+plan cuts them. It is separable if the updates are the same.
 
-The updates of each step are compared by themselves: beside a step of much larger gradients, a difference in another one
-would go unnoticed. A scheduler that looks at parameters or gradients is found in the same way, by the hyperparameters
-that it gives to the groups.
+The updates of each step are compared by themselves: beside a step of much larger gradients, a
+difference in another one would go unnoticed. A scheduler that looks at parameters or gradients is
+found in the same way, by the hyperparameters that it gives to the groups.
 """
 
 import math
@@ -33,10 +35,13 @@ class Separability:
 
     Attributes:
         kind: the optimizer's class.
-        problem: why the parts may not be stepped by themselves, as the end of a sentence; None where they may.
-        claimed: whether the optimizer says of itself that they may, by `separable` or `elementwise`.
+        problem: why the parts may not be stepped by themselves, as the end of a sentence; None
+            where they may.
+        claimed: whether the optimizer says of itself that they may, by `separable` or
+            `elementwise`.
         combines: whether it was seen to combine what the parts have, whatever it says of itself.
-        draws: whether it draws random numbers, or repeats no update for another reason: replicas would not stay equal.
+        draws: whether it draws random numbers, or repeats no update for another reason: replicas
+            would not stay equal.
     """
 
     kind: str
@@ -64,7 +69,8 @@ def separability(
 
     Args:
         whole: all trained parameters of the model.
-        ways: to cut it; each has the names of the parameters of each part. A tied one may be in several.
+        ways: to cut it; each has the names of the parameters of each part. A tied one may be in
+            several.
         device: where the optimizer is to run.
         by_elements: whether replicas or ranks have parts of single parameters.
 
@@ -77,10 +83,16 @@ def separability(
     except PlannerError as error:
         if trial.communicates or not trial.is_smaller:
             raise
-        return _verdict(trial, f"fails on smaller parameters of the same names, on which it was tried: {error.message}")
+        return _verdict(
+            trial,
+            f"fails on smaller parameters of the same names, on which it was tried: "
+            f"{error.message}",
+        )
 
     if _difference(together, trial.run(seed=1), trial.first) is not None:
-        return replace(_verdict(trial, "draws random numbers in step(), or repeats no update"), draws=True)
+        return replace(
+            _verdict(trial, "draws random numbers in step(), or repeats no update"), draws=True
+        )
 
     try:
         for parts in ways:
@@ -111,8 +123,8 @@ def schedule_problem(
         whole, ways, device, by_elements: as for `separability`.
 
     Returns:
-        As the end of a sentence, which hyperparameter it gives another value where it sees a part; None if it gives
-        none, or there is no scheduler.
+        As the end of a sentence, which hyperparameter it gives another value where it sees a part;
+        None if it gives none, or there is no scheduler.
 
     Raises:
         ModelFileError: when one of them communicates, or fails.
@@ -131,7 +143,10 @@ def schedule_problem(
 def _schedule_difference(together: Schedule, apart: Schedule) -> str | None:
     if len(together) != len(apart):
         steps = counted(min(len(together), len(apart)), "step")
-        return f"fails after {steps} where it sees a part of the parameters alone, or where it sees all of them"
+        return (
+            f"fails after {steps} where it sees a part of the parameters alone, or where it "
+            f"sees all of them"
+        )
     for number, (expected, seen) in enumerate(zip(together, apart, strict=True), 1):
         for parameter, hyperparameters in seen.items():
             name = first_difference(expected[parameter], hyperparameters)
@@ -139,8 +154,10 @@ def _schedule_difference(together: Schedule, apart: Schedule) -> str | None:
                 continue
             usual = shown(expected[parameter].get(name))
             return (
-                f"gives '{parameter}' another `{name}` where it sees a part of the parameters alone: "
-                f"{shown(hyperparameters.get(name))} instead of {usual} after {counted(number, 'step')}"
+                f"gives '{parameter}' another `{name}` where it sees a part of the parameters "
+                f"alone: "
+                f"{shown(hyperparameters.get(name))} instead of {usual} after "
+                f"{counted(number, 'step')}"
             )
     return None
 
@@ -150,7 +167,9 @@ def _verdict(trial: OptimizerTrial, problem: str | None) -> Separability:
 
 
 def _difference(together: Steps, apart: Steps, first: Values) -> str | None:
-    """Return in words which update differs most, and by how much of it; None if all are equal but for rounding."""
+    """Return in words which update differs most, and by how much of it; None if all are equal but
+    for rounding.
+    """
     if not apart:
         return None
 
@@ -166,7 +185,10 @@ def _difference(together: Steps, apart: Steps, first: Values) -> str | None:
     worst = max(differences, key=lambda name: differences[name])
     if differences[worst] <= _ROUNDING:
         return None
-    return f"the update of '{worst}' differs by {differences[worst]:.1%} where its part is stepped by itself"
+    return (
+        f"the update of '{worst}' differs by {differences[worst]:.1%} where its part is "
+        f"stepped by itself"
+    )
 
 
 def _differences(
@@ -177,7 +199,8 @@ def _differences(
     *,
     rounded: float = 0.0,
 ) -> dict[str, float]:
-    """Return by how much of each parameter's update together the update apart differs; infinity if it is no number.
+    """Return by how much of each parameter's update together the update apart differs; infinity if
+    it is no number.
 
     Args:
         rounded: the difference that counts as none, in roundings of the parameter's largest value.
@@ -186,7 +209,9 @@ def _differences(
     for name, value in after_apart.items():
         update_together = after_together[name] - before_together[name]
         update_apart = value - before_apart[name]
-        if not value.numel() or torch.equal(update_together.nan_to_num(), update_apart.nan_to_num()):
+        if not value.numel() or torch.equal(
+            update_together.nan_to_num(), update_apart.nan_to_num()
+        ):
             differences[name] = 0.0
             continue
 
@@ -196,6 +221,8 @@ def _differences(
             differences[name] = 0.0
             continue
 
-        relative = difference / max(float(update_together.abs().max()), torch.finfo(torch.float32).tiny)
+        relative = difference / max(
+            float(update_together.abs().max()), torch.finfo(torch.float32).tiny
+        )
         differences[name] = math.inf if math.isnan(relative) else relative
     return differences

@@ -1,7 +1,8 @@
 """Find optimizers that communicate, before they do it among workers that wait for something else.
 
-All collectives of torch.distributed go through PyTorch's dispatcher, as operations of the namespaces below, which are
-not public. Written for PyTorch 2.13; an operation that is renamed is not noticed here, and fails in the first update.
+All collectives of torch.distributed go through PyTorch's dispatcher, as operations of the
+namespaces below, which are not public. Written for PyTorch 2.13; an operation that is renamed is
+not noticed here, and fails in the first update.
 """
 
 from typing import Any
@@ -29,14 +30,20 @@ class NoCommunication(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.operation: str | None = None
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func.namespace in _NAMESPACES:
             self.operation = func.overloadpacket.__name__.strip("_")
             raise ModelFileError(
-                f"{self._who} communicates with other processes ({self.operation}), and a stage's optimizer is alone: "
+                f"{self._who} communicates with other processes ({self.operation}), and a stage's "
+                f"optimizer is alone: "
                 "workers of other stages have other parameters, and would not answer",
-                hint="take its variant for one process, such as torch.optim.Muon; planner averages gradients over "
+                hint="take its variant for one process, such as torch.optim.Muon; planner "
+                "averages gradients over "
                 "replicas, and divides the optimizer's state with `shard_optimizer`",
             )
         return func(*args, **(kwargs or {}))

@@ -1,4 +1,5 @@
-"""TrainingSpec: the model, loss, optimizer and data of a training, from a model file or from objects.
+"""TrainingSpec: the model, loss, optimizer and data of a training, from a model file or from
+objects.
 
 An error in the user's code is raised again with the line of the user's file that it comes from.
 """
@@ -37,11 +38,17 @@ def split_location(location: str) -> tuple[Path, str]:
     """Split "model.py:builder" into the path and the name of the builder, which may be left out."""
     path, colon, builder = location.rpartition(":")
     # The colon of a Windows drive is followed by a path, not by a function's name.
-    return (Path(path), builder) if colon and builder.isidentifier() else (Path(location), DEFAULT_BUILDER)
+    return (
+        (Path(path), builder)
+        if colon and builder.isidentifier()
+        else (Path(location), DEFAULT_BUILDER)
+    )
 
 
 def import_file(path: Path) -> ModuleType:
-    """Import the Python file at `path`; raise ModelFileError when it is no Python file, or fails."""
+    """Import the Python file at `path`; raise ModelFileError when it is no Python file, or
+    fails.
+    """
     path = path.resolve()
     # Named by its path, because two model files may both be called model.py.
     name = "planner_model_file_" + "".join(c if c.isalnum() else "_" for c in str(path))
@@ -104,28 +111,39 @@ def _returning(value: Any) -> Callable[[], Any]:
 
 def _is_dataset(value: Any) -> bool:
     # An IterableDataset inherits a __getitem__ that only raises, and may have a length.
-    return hasattr(value, "__getitem__") and hasattr(value, "__len__") and not isinstance(value, IterableDataset)
+    return (
+        hasattr(value, "__getitem__")
+        and hasattr(value, "__len__")
+        and not isinstance(value, IterableDataset)
+    )
 
 
 def _dataset_hint(value: Any) -> str | None:
     if isinstance(value, DataLoader):
-        return "return the loader's dataset; planner shuffles and divides it itself, and calls collate(samples)"
+        return (
+            "return the loader's dataset; planner shuffles and divides it itself, and calls "
+            "collate(samples)"
+        )
     if isinstance(value, Iterable):
         return (
-            "workers read any item by its number; a stream can be trained on in a loop of your own, with "
+            "workers read any item by its number; a stream can be trained on in a loop of your "
+            "own, with "
             "planner.pipeline: docs/guides/own-loop.md"
         )
     return None
 
 
 def _is_plan(value: Any) -> bool:
-    return isinstance(value, Mapping) and all(isinstance(part, str) for pair in value.items() for part in pair)
+    return isinstance(value, Mapping) and all(
+        isinstance(part, str) for pair in value.items() for part in pair
+    )
 
 
 def _is_lengths(value: Any) -> bool:
     pairs = [(*pair,) for pair in value.values()]
     return all(str(name).isidentifier() for name in value) and all(
-        isinstance(least, int) and isinstance(most, int) and 1 <= least < most for least, most in pairs
+        isinstance(least, int) and isinstance(most, int) and 1 <= least < most
+        for least, most in pairs
     )
 
 
@@ -145,16 +163,24 @@ _FUNCTIONS = {
         lambda value: isinstance(value, Sampler) and len(value) >= 0,  # type: ignore[arg-type]
     ),
     "loss": _Function("output, target"),
-    "loss_weight": _Function("target", "a number of labels, 0 or more", lambda value: 0 <= float(value) < math.inf),
-    "optimizer": _Function("parameters", "a torch.optim.Optimizer", lambda value: isinstance(value, Optimizer)),
+    "loss_weight": _Function(
+        "target", "a number of labels, 0 or more", lambda value: 0 <= float(value) < math.inf
+    ),
+    "optimizer": _Function(
+        "parameters", "a torch.optim.Optimizer", lambda value: isinstance(value, Optimizer)
+    ),
     "scheduler": _Function(
         "optimizer",
         "a scheduler that follows the number of steps alone",
         lambda value: isinstance(value, LRScheduler) and not isinstance(value, ReduceLROnPlateau),
     ),
     "dataset": _Function("", "something with a length and items", _is_dataset, _dataset_hint),
-    "evaluation_dataset": _Function("", "something with a length and items", _is_dataset, _dataset_hint),
-    "metrics": _Function("output, target", "numbers by name", lambda found: [list(map(float, found.values()))]),
+    "evaluation_dataset": _Function(
+        "", "something with a length and items", _is_dataset, _dataset_hint
+    ),
+    "metrics": _Function(
+        "output, target", "numbers by name", lambda found: [list(map(float, found.values()))]
+    ),
     "on_update": _Function("minibatch, loss, metrics"),
     "blocks": _Function("model"),
     "tensor_parallel_plan": _Function("", "a dict of strings", _is_plan),
@@ -166,37 +192,55 @@ _FUNCTIONS = {
 class TrainingSpec:
     """What to train.
 
-    Its methods raise a ModelFileError when a user's function is missing, fails or returns something wrong.
+    Its methods raise a ModelFileError when a user's function is missing, fails or returns something
+    wrong.
     """
 
-    name: str  # of the file (of its folder if that is model.py) and of another builder; for objects, the model's class
-    functions: Mapping[str, Callable[..., Any]]  # all but build_model and example_batch are optional
+    # of the file (of its folder if that is model.py) and of another builder; for objects, the
+    # model's class
+    name: str
+    # all but build_model and example_batch are optional
+    functions: Mapping[str, Callable[..., Any]]
     path: Path | None = None  # of the model file; None when made from objects
     builder: str = DEFAULT_BUILDER
 
     @classmethod
     def from_file(cls, location: str | Path) -> "TrainingSpec":
-        """Import a model file: "model.py", or "model.py:builder" to build another model than build_model() does.
+        """Import a model file: "model.py", or "model.py:builder" to build another model than
+        build_model() does.
 
-        Raise ModelFileError when there is no such file, it cannot be imported, or a function is missing.
+        Raise ModelFileError when there is no such file, it cannot be imported, or a function is
+        missing.
         """
         path, builder = split_location(str(location))
         if not path.is_file():
             raise ModelFileError(
-                f"there is no model file '{path}'", hint="give the path of a file like profiles/vgg16/model.py"
+                f"there is no model file '{path}'",
+                hint="give the path of a file like profiles/vgg16/model.py",
             )
         module = import_file(path)
         written = {name: builder if name == "build_model" else name for name in _FUNCTIONS}
-        functions = {name: found for name in _FUNCTIONS if (found := getattr(module, written[name], None)) is not None}
+        functions = {
+            name: found
+            for name in _FUNCTIONS
+            if (found := getattr(module, written[name], None)) is not None
+        }
         for name in ("build_model", "example_batch"):
             if name not in functions:
-                own = [n for n, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == module.__name__]
+                own = [
+                    n
+                    for n, f in vars(module).items()
+                    if inspect.isfunction(f) and f.__module__ == module.__name__
+                ]
                 raise ModelFileError(
                     f"'{path}' has no {written[name]}({_FUNCTIONS[name].arguments})",
-                    hint=f"it defines {', '.join(own) or 'no function'}; the model file needs {written[name]}()",
+                    hint=f"it defines {', '.join(own) or 'no function'}; the model file needs "
+                    f"{written[name]}()",
                 )
         stem = path.resolve().parent.name if path.stem == "model" else path.stem
-        return cls(stem if builder == DEFAULT_BUILDER else f"{stem}:{builder}", functions, path, builder)
+        return cls(
+            stem if builder == DEFAULT_BUILDER else f"{stem}:{builder}", functions, path, builder
+        )
 
     @classmethod
     def from_objects(
@@ -219,21 +263,36 @@ class TrainingSpec:
         collate: Callable[[list[Any]], Any] | None = None,
         sampler: Callable[[int, int, int], Any] | None = None,
     ) -> "TrainingSpec":
-        """Describe a model that exists already, for `profile` and `pipeline`, as a model file would.
+        """Describe a model that exists already, for `profile` and `pipeline`, as a model file
+        would.
 
         Args:
             model: every worker makes the same one, weights included: seed before you build it.
-            example_batch: (args, target) or (args, kwargs, target) of at least one sample; or as this function of a
-                model file, which it must be with `lengths`.
-            loss, optimizer, scheduler, loss_weight, metrics, on_update, blocks, collate, sampler: as these functions
-                of a model file.
-            dataset, evaluation_dataset, tensor_parallel_plan, lengths: what these functions of a model file return.
-            pretrained: what pretrained() of a model file returns. The model's weights may then be on the meta device.
+            example_batch: (args, target) or (args, kwargs, target) of at least one sample; or as
+                this function of a model file, which it must be with `lengths`.
+            loss, optimizer, scheduler, loss_weight, metrics, on_update, blocks, collate, sampler:
+                as these functions of a model file.
+            dataset, evaluation_dataset, tensor_parallel_plan, lengths: what these functions of a
+            model file return. pretrained: what pretrained() of a model file returns. The model's
+            weights may then be on the meta device.
         """
-        given = {name: value for name, value in locals().items() if name in _FUNCTIONS and value is not None}
+        given = {
+            name: value
+            for name, value in locals().items()
+            if name in _FUNCTIONS and value is not None
+        }
         given["build_model"] = model
-        returned = ("build_model", "dataset", "evaluation_dataset", "tensor_parallel_plan", "pretrained", "lengths")
-        functions = {name: _returning(value) if name in returned else value for name, value in given.items()}
+        returned = (
+            "build_model",
+            "dataset",
+            "evaluation_dataset",
+            "tensor_parallel_plan",
+            "pretrained",
+            "lengths",
+        )
+        functions = {
+            name: _returning(value) if name in returned else value for name, value in given.items()
+        }
         if not callable(example_batch):
             functions["example_batch"] = make_batch(example_batch, "example_batch").repeated
         return cls(type(model).__name__, functions)
@@ -244,8 +303,11 @@ class TrainingSpec:
             count = len(arguments.split(", ")) if arguments else 0
             try:
                 signature = inspect.signature(function)
-                # Lengths that vary are keyword arguments of example_batch(), with defaults or without.
-                (signature.bind_partial if name == "example_batch" else signature.bind)(*range(count))
+                # Lengths that vary are keyword arguments of example_batch(), with defaults or
+                # without.
+                (signature.bind_partial if name == "example_batch" else signature.bind)(
+                    *range(count)
+                )
             except ValueError:
                 continue  # Python knows no signature of some functions written in C
             except TypeError as cause:
@@ -256,7 +318,9 @@ class TrainingSpec:
 
     @property
     def origin(self) -> str:
-        """Where the model comes from, for messages: the file's path, or the class of a model in memory."""
+        """Where the model comes from, for messages: the file's path, or the class of a model in
+        memory.
+        """
         return str(self.path or self.name)
 
     @property
@@ -265,7 +329,9 @@ class TrainingSpec:
         return self.functions.get("loss")
 
     def loss_weight(self, target: Any) -> float:
-        """Return how many labels of `target` count in its mean loss; call it only where that is defined."""
+        """Return how many labels of `target` count in its mean loss; call it only where that is
+        defined.
+        """
         return float(self._call("loss_weight", target))
 
     def defines(self, name: str) -> bool:
@@ -280,13 +346,17 @@ class TrainingSpec:
         return model
 
     def lengths(self) -> dict[str, tuple[int, int]]:
-        """Return the arguments of example_batch() that are lengths, each with the least and the greatest."""
+        """Return the arguments of example_batch() that are lengths, each with the least and the
+        greatest.
+        """
         if not self.defines("lengths"):
             return {}
         return {str(name): (least, most) for name, (least, most) in self._call("lengths").items()}
 
     def random_batch(self, batch_size: int) -> Batch:
-        """Return a batch of `batch_size` samples, of lengths drawn evenly between the least and the greatest."""
+        """Return a batch of `batch_size` samples, of lengths drawn evenly between the least and the
+        greatest.
+        """
         between = self.lengths().items()
         drawn = {name: int(torch.randint(least, most + 1, ())) for name, (least, most) in between}
         return self.example_batch(batch_size, drawn)
@@ -296,18 +366,26 @@ class TrainingSpec:
     ) -> Batch:
         """Return a batch of `batch_size` samples, and of the greatest lengths where none are given.
 
-        Raise ModelFileError when it has no tensor for the model, or, if `checked`, when samples are not the first
-        dimension of all tensors.
+        Raise ModelFileError when it has no tensor for the model, or, if `checked`, when samples are
+        not the first dimension of all tensors.
         """
         place = self.place("example_batch")
-        given = {name: most for name, (_, most) in self.lengths().items()} if lengths is None else lengths
+        given = (
+            {name: most for name, (_, most) in self.lengths().items()}
+            if lengths is None
+            else lengths
+        )
         batch = make_batch(self._call("example_batch", batch_size, **given), place)
         if checked:
             check_first_dimensions(batch, batch_size, place)
-        if not any(isinstance(leaf, Tensor) and leaf.dim() for leaf in tree_leaves((batch.args, batch.kwargs))):
+        if not any(
+            isinstance(leaf, Tensor) and leaf.dim()
+            for leaf in tree_leaves((batch.args, batch.kwargs))
+        ):
             raise ModelFileError(
                 f"{place} returned no tensor for the model",
-                hint="return (args, target), with tensors in args; torch.from_numpy makes one of an array of NumPy's",
+                hint="return (args, target), with tensors in args; torch.from_numpy makes one of "
+                "an array of NumPy's",
             )
         return batch
 
@@ -316,18 +394,30 @@ class TrainingSpec:
         return self._call("blocks", model)
 
     def tensor_parallel_plan(self) -> dict[str, str]:
-        """Return the user's patterns of module names with how each is divided; call it only where that is defined."""
+        """Return the user's patterns of module names with how each is divided; call it only where
+        that is defined.
+        """
         return dict(self._call("tensor_parallel_plan"))
 
-    def optimizer(self, parameters: Iterable[nn.Parameter] | Mapping[str, nn.Parameter]) -> Optimizer:
+    def optimizer(
+        self, parameters: Iterable[nn.Parameter] | Mapping[str, nn.Parameter]
+    ) -> Optimizer:
         """Return the user's optimizer for `parameters`, or SGD.
 
-        A mapping gives the parameters their names in the model, for a user's optimizer(named_parameters).
+        A mapping gives the parameters their names in the model, for a user's
+        optimizer(named_parameters).
         """
-        named = parameters if isinstance(parameters, Mapping) else {str(i): p for i, p in enumerate(parameters)}
+        named = (
+            parameters
+            if isinstance(parameters, Mapping)
+            else {str(i): p for i, p in enumerate(parameters)}
+        )
         if not self.defines("optimizer"):
             return SGD(list(named.values()), lr=DEFAULT_LEARNING_RATE)
-        takes_names = next(iter(inspect.signature(self.functions["optimizer"]).parameters)) == "named_parameters"
+        takes_names = (
+            next(iter(inspect.signature(self.functions["optimizer"]).parameters))
+            == "named_parameters"
+        )
         argument = list(named.items()) if takes_names else list(named.values())
         try:
             optimizer: Optimizer = self._call("optimizer", argument)
@@ -335,24 +425,35 @@ class TrainingSpec:
             self._refuse_values(error, named.values())
             raise
         given = set(map(id, named.values()))
-        if any(id(each) not in given for group in optimizer.param_groups for each in group["params"]):
+        if any(
+            id(each) not in given for group in optimizer.param_groups for each in group["params"]
+        ):
             raise ModelFileError(
-                f"{self.place('optimizer')} returned an optimizer of other parameters than it was given, and would "
+                f"{self.place('optimizer')} returned an optimizer of other parameters than it was "
+                f"given, and would "
                 "not train the model's",
                 hint="every stage has an optimizer of its own: make it of the argument, as in "
-                "torch.optim.AdamW(parameters, lr=1e-3); put parameters of the loss into the model, whose output can "
+                "torch.optim.AdamW(parameters, lr=1e-3); put parameters of the loss into the "
+                "model, whose output can "
                 "have them",
             )
         return optimizer
 
     def _refuse_values(self, error: ModelFileError, parameters: Iterable[nn.Parameter]) -> None:
-        """Raise ModelFileError where optimizer() has failed because it reads values of parameters of other stages."""
+        """Raise ModelFileError where optimizer() has failed because it reads values of parameters
+        of other stages.
+        """
         without_values = any(parameter.is_meta for parameter in parameters)
         if not without_values or "meta tensors" not in str(error.__cause__):
             return
-        line = failing_line(error.__cause__, self.path.parent) if self.path is not None and error.__cause__ else None
+        line = (
+            failing_line(error.__cause__, self.path.parent)
+            if self.path is not None and error.__cause__
+            else None
+        )
         raise ModelFileError(
-            f"optimizer() reads the values of parameters at {line or self.origin}, and a stage has those of its own "
+            f"optimizer() reads the values of parameters at {line or self.origin}, and a stage "
+            f"has those of its own "
             "parameters alone: each would make something else of them",
             hint="give the optimizer numbers, as in torch.optim.SGD(parameters, lr=0.1)",
         ) from error.__cause__
@@ -363,21 +464,27 @@ class TrainingSpec:
             optimizer.step()
         except Exception as cause:
             # Some, such as SAM, have a closure for an option, and then ask for it, or call it.
-            if "closure" not in str(cause) and "'NoneType' object is not callable" not in str(cause):
+            if "closure" not in str(cause) and "'NoneType' object is not callable" not in str(
+                cause
+            ):
                 raise
             raise ModelFileError(
-                f"{self.place('optimizer')} returned {type(optimizer).__name__}, whose step() needs a closure that "
+                f"{self.place('optimizer')} returned {type(optimizer).__name__}, whose step() "
+                f"needs a closure that "
                 "computes the loss again, and no stage of a pipeline can do that alone",
                 hint="take an optimizer whose step() needs no closure, such as torch.optim.AdamW",
             ) from cause
 
     def scheduler(self, optimizer: Optimizer) -> LRScheduler | None:
         """Return the user's learning-rate scheduler; None where there is none."""
-        scheduler: LRScheduler | None = self._call("scheduler", optimizer) if self.defines("scheduler") else None
+        scheduler: LRScheduler | None = (
+            self._call("scheduler", optimizer) if self.defines("scheduler") else None
+        )
         return scheduler
 
     def pretrained(self) -> tuple[Path, NameInFile | None] | None:
-        """Return a file or folder of initial weights, and the user's function from a weight's name to that in it.
+        """Return a file or folder of initial weights, and the user's function from a weight's name
+        to that in it.
 
         That may return None for a weight that keeps the constructor's values; None where all do.
         """
@@ -389,12 +496,18 @@ class TrainingSpec:
         return (Path(path) if self.path is None else self.path.parent / path), name_in_file
 
     def dataset(self) -> Dataset[Any] | None:
-        """Return the training data, a map-style dataset of (args, target) per sample; None where there is none."""
+        """Return the training data, a map-style dataset of (args, target) per sample; None where
+        there is none.
+        """
         return self._call("dataset") if self.defines("dataset") else None
 
     def sampler(self, microbatch_size: int, microbatches: int, seed: int) -> Sampler[int] | None:
         """Return the user's order of the training data; None where that is random."""
-        return self._call("sampler", microbatch_size, microbatches, seed) if self.defines("sampler") else None
+        return (
+            self._call("sampler", microbatch_size, microbatches, seed)
+            if self.defines("sampler")
+            else None
+        )
 
     def evaluation_dataset(self) -> Dataset[Any]:
         """Return the data to evaluate on, like `dataset`."""
@@ -407,14 +520,20 @@ class TrainingSpec:
         return dataset
 
     def collate(self, samples: Sequence[Any]) -> Batch:
-        """Return the batch of a dataset's samples, as the user's collate() or PyTorch's makes it."""
+        """Return the batch of a dataset's samples, as the user's collate() or PyTorch's
+        makes it.
+        """
         if not self.defines("collate"):
             return collate(samples)
         return make_batch(self._call("collate", list(samples)), self.place("collate"))
 
     def metrics(self, output: Any, target: Any) -> dict[str, float]:
-        """Return the user's metrics(output, target), means over the batch; call it only where that is defined."""
-        return {str(name): float(value) for name, value in self._call("metrics", output, target).items()}
+        """Return the user's metrics(output, target), means over the batch; call it only where that
+        is defined.
+        """
+        return {
+            str(name): float(value) for name, value in self._call("metrics", output, target).items()
+        }
 
     def on_update(self, minibatch: int, loss: float, metrics: Mapping[str, float | None]) -> None:
         """Call the user's hook; only where it is defined."""
@@ -428,7 +547,8 @@ class TrainingSpec:
                 returned = self.functions[name](*args, **kwargs)
         except PlannerError:
             raise  # of planner.demo, which the project's own model files use; it says what to do
-        except (Exception, SystemExit) as cause:  # whatever the user's code raises, sys.exit() included
+        # whatever the user's code raises, sys.exit() included
+        except (Exception, SystemExit) as cause:
             line = failing_line(cause, folder) or self.origin
             raise ModelFileError(
                 f"{written}() fails at {line}: {reason_of(cause)}", hint=f"run it: {written}()"
@@ -445,11 +565,15 @@ class TrainingSpec:
         )
 
     def place(self, name: str) -> str:
-        """Where the user's function is: "loss() at model.py:12", or "loss() of Net" for a model in memory."""
+        """Where the user's function is: "loss() at model.py:12", or "loss() of Net" for a model in
+        memory.
+        """
         if self.path is None:
             return f"{name}() of {self.name}"
         code = getattr(inspect.unwrap(self.functions[name]), "__code__", None)
-        return f"{self._written(name)}() at {self.path}:{1 if code is None else code.co_firstlineno}"
+        return (
+            f"{self._written(name)}() at {self.path}:{1 if code is None else code.co_firstlineno}"
+        )
 
     def _written(self, name: str) -> str:
         return self.builder if name == "build_model" else name

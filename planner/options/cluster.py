@@ -42,11 +42,14 @@ def _size(text: str) -> int:
 def _kinds(text: str) -> dict[str, int]:
     parts = [part.partition("=") for part in text.split(",")]
     if not all(name and count.isdigit() and int(count) for name, _, count in parts):
-        raise ClusterError(f"'{text}' does not say how many GPUs of which kind", hint="write `kinds=a100=4,t4=4`")
+        raise ClusterError(
+            f"'{text}' does not say how many GPUs of which kind", hint="write `kinds=a100=4,t4=4`"
+        )
     return {name: int(count) for name, _, count in parts}
 
 
-# A quantity is a number in bytes, seconds or bytes per second, or a text with its unit; several are one per level.
+# A quantity is a number in bytes, seconds or bytes per second, or a text with its unit; several are
+# one per level.
 Quantities: TypeAlias = float | str | Sequence[float | str]
 
 
@@ -82,14 +85,16 @@ class ClusterOptions(Options):
     )
     topology: str | Sequence[int] | None = option(
         None,
-        "GPUs per server x servers: 4x2 are 2 servers of 4 GPUs, as with `servers=2` and `gpus_per_server=4`; "
+        "GPUs per server x servers: 4x2 are 2 servers of 4 GPUs, as with `servers=2` and "
+        "`gpus_per_server=4`; "
         "4x2x3 are 3 racks of these",
         "SIZES",
         parse=each(_size, "x"),
     )
     bandwidth: Quantities | None = option(
         None,
-        "bandwidth of each GPU's link inside a server, then that of each server's: pcie4,10Gbps; one rate where there "
+        "bandwidth of each GPU's link inside a server, then that of each server's: pcie4,10Gbps; "
+        "one rate where there "
         "is one level; 10Gbps counts bits, 1.25GB/s counts bytes, and "
         f"{', '.join(ACHIEVED_BYTES_PER_S)} are what such links achieve",
         "RATE",
@@ -125,7 +130,8 @@ class ClusterOptions(Options):
     )
     no_overlap: bool = option(
         False,
-        "messages do not overlap with computation: for CPU workers that use every core of their host",
+        "messages do not overlap with computation: for CPU workers that use every core of their "
+        "host",
         advanced=True,
     )
     compress: CodecName | None = option(
@@ -137,9 +143,13 @@ class ClusterOptions(Options):
     )
     sequence_parallel: bool = option(
         False,
-        "sequence parallelism: tensor-parallel ranks shard by tokens what each of them would compute whole",
+        "sequence parallelism: tensor-parallel ranks shard by tokens what each of them would "
+        "compute whole",
         advanced=True,
     )
     cluster: str | Path | None = option(
-        None, "cluster.json, in place of all but `memory`, `compress` and `sequence_parallel`", "FILE", parse=Path
+        None,
+        "cluster.json, in place of all but `memory`, `compress` and `sequence_parallel`",
+        "FILE",
+        parse=Path,
     )

@@ -1,6 +1,8 @@
-"""Keyword arguments of the verbs: for a name that a verb does not take, say which one could have been meant.
+"""Keyword arguments of the verbs: for a name that a verb does not take, say which one could have
+been meant.
 
-Python's users know some names from the command line, and some options are fields of a record that a verb takes.
+Python's users know some names from the command line, and some options are fields of a record that a
+verb takes.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -51,7 +53,9 @@ class Keywords:
 
 
 def _flags(record: type) -> Iterator[tuple[str, str]]:
-    """Yield the names of a record's options, each with that of its flag as Python would write it."""
+    """Yield the names of a record's options, each with that of its flag as Python would
+    write it.
+    """
     for each in fields(record):
         option = each.metadata.get("option")
         flag = None if option is None else option.flag
@@ -59,7 +63,9 @@ def _flags(record: type) -> Iterator[tuple[str, str]]:
 
 
 def _aliases(record: type) -> Iterator[tuple[str, str]]:
-    """Yield the names of a record's options, each with another name of its flag, as Python would write it."""
+    """Yield the names of a record's options, each with another name of its flag, as Python would
+    write it.
+    """
     for each in fields(record):
         option = each.metadata.get("option")
         for alias in () if option is None else option.aliases:

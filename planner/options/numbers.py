@@ -17,7 +17,9 @@ def count(text: str) -> int:
 
 def token_count(text: str) -> int:
     """Parse a number of tokens: "500k", "2M" or "65536"."""
-    number, factor = (text[:-1], {"k": 10**3, "M": 10**6}[text[-1]]) if text[-1:] in ("k", "M") else (text, 1)
+    number, factor = (
+        (text[:-1], {"k": 10**3, "M": 10**6}[text[-1]]) if text[-1:] in ("k", "M") else (text, 1)
+    )
     try:
         found = round(float(number) * factor)
     except (OverflowError, ValueError):

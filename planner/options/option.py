@@ -1,4 +1,6 @@
-"""One option of the product: a field of a record, whose metadata make its flag, its keyword and its documentation."""
+"""One option of the product: a field of a record, whose metadata make its flag, its keyword and its
+documentation.
+"""
 
 import inspect
 import textwrap
@@ -41,12 +43,14 @@ class Option:
     help: str  # what it does, without its default, in which other options stand in backticks
     metavar: str | None = None
     told: str = ""  # the default in words, where the value alone does not say it
-    flag: str | None = ""  # of the command line, where it is not the name; None for what only Python users can give
+    # of the command line, where it is not the name; None for what only Python users can give
+    flag: str | None = ""
     unit: str = ""  # that the flag wants after a plain number
     negation: str = ""  # the flag that means False, for what is True by default
     least: int | None = None
     positive: bool = False
-    parse: Callable[[str], Any] | None = None  # makes the value from a text, where its type does not say how
+    # makes the value from a text, where its type does not say how
+    parse: Callable[[str], Any] | None = None
     choices: Sequence[str] | None = None  # where its type does not say them
     repeat: bool = False  # whether the flag may be repeated, for a list of values
     const: str | None = None  # the value of a flag without text, where the text may be left out
@@ -67,11 +71,17 @@ def same(record: type, name: str, default: Any = MISSING, **changes: Any) -> Any
 
 
 class Options:
-    """Base of the records of options: their help becomes part of the docstring, and their bounds are checked."""
+    """Base of the records of options: their help becomes part of the docstring, and their bounds
+    are checked.
+    """
 
     def __init_subclass__(cls) -> None:
         declared = {name: each for name, each in vars(cls).items() if isinstance(each, Field)}
-        own = {name: each.metadata["option"] for name, each in declared.items() if "option" in each.metadata}
+        own = {
+            name: each.metadata["option"]
+            for name, each in declared.items()
+            if "option" in each.metadata
+        }
         cls.__doc__ = _documented(inspect.getdoc(cls) or "", "Attributes:", own)
 
     def __post_init__(self) -> None:
@@ -84,9 +94,13 @@ class Options:
                 try:
                     object.__setattr__(self, name, value := option.parse(value))
                 except (ArgumentTypeError, ValueError) as error:
-                    raise InputError(f"`{name}`: {error}", hint=f"for example: {option.metavar}") from None
+                    raise InputError(
+                        f"`{name}`: {error}", hint=f"for example: {option.metavar}"
+                    ) from None
             if option.least is not None and value < option.least:
-                raise InputError(f"`{name}={value}` is too small", hint=f"give `{name}` {option.least} or more")
+                raise InputError(
+                    f"`{name}={value}` is too small", hint=f"give `{name}` {option.least} or more"
+                )
             if option.positive and not 0 < value < float("inf"):
                 raise InputError(f"`{name}={value}` is not above 0", hint=f"give a larger `{name}`")
 
@@ -104,7 +118,9 @@ def given(options: Any, name: str) -> bool:
 
 
 def refuse(options: Any, chosen: str, *others: str, why: str = "") -> None:
-    """Raise InputError for the first of the other arguments that was given, because the chosen one contradicts it."""
+    """Raise InputError for the first of the other arguments that was given, because the chosen one
+    contradicts it.
+    """
     for name in filter(lambda each: given(options, each), others):
         hint = f"leave out one of `{chosen}` and `{name}`"
         raise InputError(f"`{name}` has no meaning with `{chosen}`{why}", hint=hint)
@@ -119,16 +135,21 @@ def flag_of(name: str, option: Option) -> str | None:
 def keywords_of(
     record: Callable[KeywordsT, RecordT],
 ) -> Callable[
-    [Callable[[FirstT, SecondT, RecordT], AnswerT]], Callable[Concatenate[FirstT, SecondT, KeywordsT], AnswerT]
+    [Callable[[FirstT, SecondT, RecordT], AnswerT]],
+    Callable[Concatenate[FirstT, SecondT, KeywordsT], AnswerT],
 ]: ...
 @overload
 def keywords_of(
     record: Callable[KeywordsT, RecordT], *, arguments: Literal[1]
-) -> Callable[[Callable[[FirstT, RecordT], AnswerT]], Callable[Concatenate[FirstT, KeywordsT], AnswerT]]: ...
+) -> Callable[
+    [Callable[[FirstT, RecordT], AnswerT]], Callable[Concatenate[FirstT, KeywordsT], AnswerT]
+]: ...
 @overload
 def keywords_of(
     record: Callable[KeywordsT, RecordT], *, arguments: Literal["one or none"]
-) -> Callable[[Callable[[FirstT | None, RecordT], AnswerT]], OneOrNone[FirstT, KeywordsT, AnswerT]]: ...
+) -> Callable[
+    [Callable[[FirstT | None, RecordT], AnswerT]], OneOrNone[FirstT, KeywordsT, AnswerT]
+]: ...
 @overload
 def keywords_of(
     record: Callable[KeywordsT, RecordT], *, arguments: Literal[0]
@@ -141,9 +162,11 @@ def keywords_of(
     Callable[Concatenate[FirstT, SecondT, ThirdT, KeywordsT], AnswerT],
 ]: ...
 def keywords_of(record: Any, **_: Any) -> Any:
-    """Decorate a function whose last parameter is a record: callers give the record's fields as keywords.
+    """Decorate a function whose last parameter is a record: callers give the record's fields as
+    keywords.
 
-    A type checker sees the keywords with their types. The docstring gets a line for each of them under "Args:".
+    A type checker sees the keywords with their types. The docstring gets a line for each of them
+    under "Args:".
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -159,7 +182,8 @@ def keywords_of(record: Any, **_: Any) -> Any:
             try:
                 return function(*arguments, **own, **{last.name: record(**keywords)})
             except ValueError as cause:
-                from planner.formats.files import out_of_range  # not at the top: it imports pydantic
+                # not at the top: it imports pydantic
+                from planner.formats.files import out_of_range
 
                 sentence = out_of_range(cause)
                 if sentence is None:
@@ -167,7 +191,10 @@ def keywords_of(record: Any, **_: Any) -> Any:
                 raise sentence from cause
 
         parameters = first + [
-            each.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=inspect.formatannotation(each.annotation))
+            each.replace(
+                kind=inspect.Parameter.KEYWORD_ONLY,
+                annotation=inspect.formatannotation(each.annotation),
+            )
             for each in inspect.signature(record).parameters.values()
         ]
         for name in ("__module__", "__name__", "__qualname__"):
@@ -181,7 +208,9 @@ def keywords_of(record: Any, **_: Any) -> Any:
 
 
 def _documented(text: str, section: str, own: Mapping[str, Option]) -> str:
-    """Add options to a section of a docstring, which follows the first paragraph where there is none."""
+    """Add options to a section of a docstring, which follows the first paragraph where there is
+    none.
+    """
     filled = textwrap.TextWrapper(WIDTH, initial_indent="    ", subsequent_indent=" " * 8).fill
     entries = "\n".join(filled(f"{name}: {each.help}.") for name, each in own.items())
     if f"\n{section}\n" in text:

@@ -19,16 +19,20 @@ class ModelOptions(Options):
 
     batch_size: int = option(
         BATCH_SIZE,
-        "samples of a microbatch: what one forward gets. A global batch is one or several of these, by the schedule",
+        "samples of a microbatch: what one forward gets. A global batch is one or several of "
+        "these, by the schedule",
         "N",
         aliases=("--micro-batch-size",),
     )
     dtype: str = option(
-        "float32", "float32, bfloat16 or float16 under autocast, or on GPUs tf32; also for `plan train`", "TYPE"
+        "float32",
+        "float32, bfloat16 or float16 under autocast, or on GPUs tf32; also for `plan train`",
+        "TYPE",
     )
     master_weights: bool = option(
         False,
-        "weights are in `dtype`, without autocast; gradients are accumulated in float32, and the optimizer steps "
+        "weights are in `dtype`, without autocast; gradients are accumulated in float32, and the "
+        "optimizer steps "
         "float32 master weights, as in Megatron. `plan train` will do the same",
         advanced=True,
     )
@@ -46,7 +50,8 @@ class ModelOptions(Options):
     )
     tensor: Sequence[int] = option(
         (),
-        "also profile layers under tensor parallelism of these degrees, as in 2,4,8, for `tensor` of `plan solve`; one "
+        "also profile layers under tensor parallelism of these degrees, as in 2,4,8, for `tensor` "
+        "of `plan solve`; one "
         "device is enough, and the model file or the model says which layers are sharded",
         "T,T",
         parse=degrees,
@@ -66,7 +71,10 @@ class ProfileOptions(ModelOptions):
     )
     threads: int = option(1, "CPU cores per worker", "N", advanced=True)
     processes: int = option(
-        1, "workers that will train on this machine's CPU cores; one is measured while the others train", "N"
+        1,
+        "workers that will train on this machine's CPU cores; one is measured while the others "
+        "train",
+        "N",
     )
     deterministic: bool = option(
         False,
@@ -80,14 +88,20 @@ class ProfileOptions(ModelOptions):
         advanced=True,
     )
     repeats: int = option(REPEATS, "measure at most N steps", "N", advanced=True)
-    progress: Callable[[str, float], None] | None = option(None, "called with the phase and its share done", flag=None)
+    progress: Callable[[str, float], None] | None = option(
+        None, "called with the phase and its share done", flag=None
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class EstimateArguments(ModelOptions):
-    """What `estimate` takes beside the model: one of `device` and `device_file`, and how the model runs there."""
+    """What `estimate` takes beside the model: one of `device` and `device_file`, and how the model
+    runs there.
+    """
 
-    device: str | None = option(None, "name in the table of devices, such as v100, h100 or cpu", flag=None)
+    device: str | None = option(
+        None, "name in the table of devices, such as v100, h100 or cpu", flag=None
+    )
     device_file: str | Path | None = option(
         None,
         "estimate for the device that this JSON file describes",
@@ -96,7 +110,8 @@ class EstimateArguments(ModelOptions):
     )
     host: str | None = option(
         None,
-        "what launches a GPU's kernels, which wait for it where they are small: eager, compiled, fused or graphs (CUDA "
+        "what launches a GPU's kernels, which wait for it where they are small: eager, compiled, "
+        "fused or graphs (CUDA "
         "graphs of forward and backward); or its time per launch, as 35us",
         "KIND",
         told="eager, or compiled where a compiler fuses",
@@ -104,7 +119,8 @@ class EstimateArguments(ModelOptions):
     )
     calibrate: Sequence[str | Path] = option(
         (),
-        "fit the table to a profile of such a device, with its model.py in the same folder, or to a file of steps",
+        "fit the table to a profile of such a device, with its model.py in the same folder, or to "
+        "a file of steps",
         "FILE",
         advanced=True,
     )

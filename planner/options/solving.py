@@ -31,14 +31,18 @@ TIME_LIMIT_S = 60.0
 
 @dataclass
 class Progress:
-    """The best plan and the best bound so far. Searches write it; any thread may read it, and stop them."""
+    """The best plan and the best bound so far. Searches write it; any thread may read it, and stop
+    them.
+    """
 
     step: str = ""  # of a question with several, for people
     config: str = ""  # of the best plan so far; empty without one
     best_s: float = math.inf  # its seconds per minibatch
     bound_s: float = 0.0  # seconds per minibatch that no plan is below, as far as is known
-    ends_at_s: float | None = None  # when the search must answer, on the monotonic clock; None without a limit
-    stop: threading.Event = field(default_factory=threading.Event)  # set, it ends searches as if time were over
+    # when the search must answer, on the monotonic clock; None without a limit
+    ends_at_s: float | None = None
+    # set, it ends searches as if time were over
+    stop: threading.Event = field(default_factory=threading.Event)
 
     def begin(self, ends_at_s: float | None, bound_s: float) -> None:
         """Begin a search that knows nothing but a bound yet."""
@@ -61,25 +65,31 @@ class StageRules(Options):
 
     recompute: RecomputeRule = option(
         "auto",
-        "activation checkpointing: layers that keep no activations and run forward again are as few as memory demands "
+        "activation checkpointing: layers that keep no activations and run forward again are as "
+        "few as memory demands "
         "(auto), none (never), whole stages (always), or every block by itself (blocks)",
     )
     shard_optimizer: ShardRule = option(
         "auto",
-        "shard the optimizer's state over a stage's replicas (ZeRO-1) where that is better (auto), never, or always",
+        "shard the optimizer's state over a stage's replicas (ZeRO-1) where that is better "
+        "(auto), never, or always",
         advanced=True,
     )
-    max_stages: int | None = option(None, "at most N stages", "N", least=1, told="no limit", advanced=True)
+    max_stages: int | None = option(
+        None, "at most N stages", "N", least=1, told="no limit", advanced=True
+    )
     max_staleness: int | None = option(
         None,
-        "gradients at most N updates stale: 0 as on one device, n - 1 or more of n stages under 1f1b, 1 under 2bw",
+        "gradients at most N updates stale: 0 as on one device, n - 1 or more of n stages under "
+        "1f1b, 1 under 2bw",
         "N",
         least=0,
         told=f"no limit, and a warning above {LATE_UPDATES}",
     )
     granularity: Granularity = option(
         "auto",
-        "where to cut a model of repeated blocks, as transformers are: between blocks only (block), anywhere (layer), "
+        "where to cut a model of repeated blocks, as transformers are: between blocks only "
+        "(block), anywhere (layer), "
         "or inside blocks only where that makes the plan 2% faster (auto)",
         advanced=True,
     )
@@ -97,8 +107,14 @@ class StageRules(Options):
         object.__setattr__(self, "tensor", tuple(self.tensor))
 
     def deepest(self, schedule: Schedule) -> int:
-        """Return the most units that a stage may have in flight, each with an older version of its weights."""
-        return self.max_staleness + 1 if schedule.stashes and self.max_staleness is not None else UNLIMITED
+        """Return the most units that a stage may have in flight, each with an older version of its
+        weights.
+        """
+        return (
+            self.max_staleness + 1
+            if schedule.stashes and self.max_staleness is not None
+            else UNLIMITED
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +124,8 @@ class SolveOptions(StageRules):
     schedule: Schedule | str = option(DEFAULT, summaries(SCHEDULES), choices=NAMES, parse=own_name)
     microbatches: int | None = option(
         None,
-        "microbatches of a global batch, on all replicas together, under schedules that divide it; not with "
+        "microbatches of a global batch, on all replicas together, under schedules that divide "
+        "it; not with "
         "`minibatch`",
         "M",
         told=f"{MICROBATCHES_PER_GPU} per GPU",
@@ -120,27 +137,34 @@ class SolveOptions(StageRules):
         least=1,
         aliases=("--global-batch-size",),
     )
-    chunks: int = option(CHUNKS, "chunks of the model on each GPU, for interleaved", "V", advanced=True)
+    chunks: int = option(
+        CHUNKS, "chunks of the model on each GPU, for interleaved", "V", advanced=True
+    )
     depth: DepthRule = option(
         "auto",
-        "minibatches in flight under 1f1b and 2bw, microbatches under 1f1b-flush: as published, or more (auto) where "
-        "workers would wait otherwise; under 1f1b each further update of staleness must gain at least 5%",
+        "minibatches in flight under 1f1b and 2bw, microbatches under 1f1b-flush: as published, "
+        "or more (auto) where "
+        "workers would wait otherwise; under 1f1b each further update of staleness must gain at "
+        "least 5%",
         advanced=True,
     )
     accept_divided_loss: bool = option(
         False,
-        "divide minibatches even where the loss is no mean over samples: train the microbatches' mean",
+        "divide minibatches even where the loss is no mean over samples: train the microbatches' "
+        "mean",
         advanced=True,
     )
     solver: SolverName = option(
         "auto",
-        "search: exact over all cuts of the model's graph, or along the profile's order where these are too many; ilp: "
+        "search: exact over all cuts of the model's graph, or along the profile's order where "
+        "these are too many; ilp: "
         "an integer program along the order; auto: the search where it can",
         advanced=True,
     )
     survive: int = option(
         0,
-        "add the plans for 1 to N hosts fewer, with the same minibatches; hosts are the groups of the outermost level, "
+        "add the plans for 1 to N hosts fewer, with the same minibatches; hosts are the groups of "
+        "the outermost level, "
         "or single GPUs where all are joined alike",
         "N",
         least=0,
@@ -163,11 +187,16 @@ class SolveOptions(StageRules):
     def __post_init__(self) -> None:
         super().__post_init__()
         usual = type(self).__dataclass_fields__["schedule"].default
-        object.__setattr__(self, "asked", isinstance(self.schedule, str) or self.schedule is not usual)
-        if self.schedule != AUTO:  # which has no order: only who solves under all schedules takes it
+        object.__setattr__(
+            self, "asked", isinstance(self.schedule, str) or self.schedule is not usual
+        )
+        # which has no order: only who solves under all schedules takes it
+        if self.schedule != AUTO:
             object.__setattr__(self, "schedule", find(self.schedule))
         if self.microbatches is not None and self.minibatch is not None:
-            raise InputError("`microbatches` and `minibatch` say the same twice", hint="leave out one of them")
+            raise InputError(
+                "`microbatches` and `minibatch` say the same twice", hint="leave out one of them"
+            )
 
     @property
     def order(self) -> Schedule:
@@ -186,36 +215,46 @@ class SolveOptions(StageRules):
 
     @property
     def alone(self) -> bool:
-        """Whether the question is about one schedule and one profile, and has no alternative to compare it with."""
+        """Whether the question is about one schedule and one profile, and has no alternative to
+        compare it with.
+        """
         return self.solver != "auto"
 
     def with_minibatch(self, samples: int | None) -> "SolveOptions":
-        """Return the options for minibatches of so many samples; a schedule that was asked for stays so."""
+        """Return the options for minibatches of so many samples; a schedule that was asked for
+        stays so.
+        """
         schedule = self.order.name if self.asked else self.schedule
         return replace(self, minibatch=samples, schedule=schedule)
 
     def microbatches_on(self, cluster: "Cluster", profile: "Profile") -> int:
-        """Return the microbatches per minibatch; raise InputError where the profile's or the schedule's make none."""
+        """Return the microbatches per minibatch; raise InputError where the profile's or the
+        schedule's make none.
+        """
         if self.minibatch is None:
             usual = MICROBATCHES_PER_GPU * cluster.gpus if self.order.divides else 1
             return usual if self.microbatches is None else self.microbatches
         size = profile.microbatch_size
         if size is None:
             raise InputError(
-                f"the profile of '{profile.model}' does not know its batch size, so `minibatch={self.minibatch}` is no "
+                f"the profile of '{profile.model}' does not know its batch size, so "
+                f"`minibatch={self.minibatch}` is no "
                 "number of its microbatches",
                 hint="give `microbatches`",
             )
         count, rest = divmod(self.minibatch, size)
         if rest or count < 1:
             raise InputError(
-                f"`minibatch={self.minibatch}` is no multiple of the {size} samples of a microbatch",
-                hint=f"give `minibatch={max(1, count) * size}`, or a profile with another `batch_size`",
+                f"`minibatch={self.minibatch}` is no multiple of the {size} samples of a "
+                f"microbatch",
+                hint=f"give `minibatch={max(1, count) * size}`, or a profile with another "
+                f"`batch_size`",
             )
         if count > 1 and not self.order.divides:
             raise InputError(
                 f"under {self.schedule} a minibatch has the {size} samples that were profiled, not "
                 f"`minibatch={self.minibatch}`",
-                hint=f"profile with `batch_size={self.minibatch}`, or use a `schedule` that divides minibatches",
+                hint=f"profile with `batch_size={self.minibatch}`, or use a `schedule` that "
+                f"divides minibatches",
             )
         return count

@@ -16,9 +16,14 @@ STEPS = 100  # where the model file has no dataset(), and so no epoch to go by
 class TrainingOptions(Options):
     """How to train; plan and model file say the rest."""
 
-    drop_last: bool = option(False, "skip the last minibatch of an epoch if it is smaller", advanced=True)
+    drop_last: bool = option(
+        False, "skip the last minibatch of an epoch if it is smaller", advanced=True
+    )
     evaluate_every: int | None = option(
-        None, "evaluate on evaluation_dataset() after every N minibatches and at the end", "N", least=1
+        None,
+        "evaluate on evaluation_dataset() after every N minibatches and at the end",
+        "N",
+        least=1,
     )
     scale_lr: bool = option(
         False,
@@ -27,7 +32,8 @@ class TrainingOptions(Options):
     )
     accept_divided_loss: bool = option(
         False,
-        "train on the mean of the microbatches' losses where the loss is no mean over samples, as a contrastive one",
+        "train on the mean of the microbatches' losses where the loss is no mean over samples, as "
+        "a contrastive one",
         told="refuse to divide its minibatches, unless the plan was solved so",
         advanced=True,
     )
@@ -40,7 +46,10 @@ class TrainingOptions(Options):
         told="equal rates; 0.3 has helped short trainings of eight stages",
     )
     clip_grad_norm: float | None = option(
-        None, "scale gradients down to norm X, of the model, or under 1f1b and 2bw of a stage", "X", positive=True
+        None,
+        "scale gradients down to norm X, of the model, or under 1f1b and 2bw of a stage",
+        "X",
+        positive=True,
     )
     deterministic: bool = option(
         False,
@@ -70,8 +79,10 @@ class CheckpointOptions(Options):
     keep: int = option(3, "keep only the last K checkpoints", "K", least=1, advanced=True)
     resume: str | None = option(
         None,
-        "continue from the checkpoint PATH, or the newest in the folder PATH, of any plan of the model; without PATH, "
-        "or with 'auto', from the newest in `folder`, if there is one. `steps` and `epochs` count from the first run",
+        "continue from the checkpoint PATH, or the newest in the folder PATH, of any plan of the "
+        "model; without PATH, "
+        "or with 'auto', from the newest in `folder`, if there is one. `steps` and `epochs` count "
+        "from the first run",
         "PATH",
         const="auto",
     )
@@ -83,7 +94,8 @@ class RunOptions(Options):
 
     hang_timeout_s: float = option(
         120.0,
-        "end the run when a worker makes no progress for SECONDS longer than the slowest instruction took",
+        "end the run when a worker makes no progress for SECONDS longer than the slowest "
+        "instruction took",
         "SECONDS",
         flag="--hang-timeout",
         positive=True,
@@ -93,12 +105,17 @@ class RunOptions(Options):
         None,
         "network interface to listen on, such as eth0",
         "NAME",
-        told="loopback on one host; under torchrun what GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME say, or the one that "
+        told="loopback on one host; under torchrun what GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME "
+        "say, or the one that "
         "leads to worker 0",
         advanced=True,
     )
-    trace: str | None = option(None, "write what every worker did as a Chrome trace, which Perfetto opens", "FILE")
-    trace_minibatches: int = option(100, "trace the last N minibatches", "N", least=1, advanced=True)
+    trace: str | None = option(
+        None, "write what every worker did as a Chrome trace, which Perfetto opens", "FILE"
+    )
+    trace_minibatches: int = option(
+        100, "trace the last N minibatches", "N", least=1, advanced=True
+    )
     stop_on_nan: bool = option(
         False,
         "end the run when the loss of a minibatch is NaN or infinite",
@@ -109,11 +126,14 @@ class RunOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class ElasticOptions(Options):
-    """How a run goes on without hosts that are lost; the same command, with `elastic`, is started on every host."""
+    """How a run goes on without hosts that are lost; the same command, with `elastic`, is started
+    on every host.
+    """
 
     elastic: tuple[int, int] | str | None = option(
         None,
-        "train on MIN to MAX hosts: go on without those that are lost, and with those that come, under the plans that "
+        "train on MIN to MAX hosts: go on without those that are lost, and with those that come, "
+        "under the plans that "
         "`survive` of `plan solve` has made",
         "MIN:MAX",
         parse=host_range,
@@ -128,7 +148,8 @@ class ElasticOptions(Options):
     )
     secret_file: str | None = option(
         None,
-        "file with the secret by which the hosts of a run know each other, made by the first; PLAN_SECRET in the "
+        "file with the secret by which the hosts of a run know each other, made by the first; "
+        "PLAN_SECRET in the "
         "environment of all hosts does without a file",
         "FILE",
         told="a file in ~/.planner, for hosts that share the home folder",
@@ -136,7 +157,8 @@ class ElasticOptions(Options):
     )
     copy_every: int = option(
         50,
-        "with `elastic`, drain the pipeline and copy the state to other hosts after every N minibatches",
+        "with `elastic`, drain the pipeline and copy the state to other hosts after every N "
+        "minibatches",
         "N",
         least=1,
         advanced=True,
@@ -160,12 +182,19 @@ class TrainArguments(Options):
 
     steps: int | None = option(None, "train N minibatches", "N", least=1, aliases=("--max-steps",))
     epochs: int | None = option(
-        None, "train N passes over dataset()", "N", least=1, told=f"1, or {STEPS} minibatches without dataset()"
+        None,
+        "train N passes over dataset()",
+        "N",
+        least=1,
+        told=f"1, or {STEPS} minibatches without dataset()",
     )
-    seed: int | None = option(None, "seed of weights, data order and dropout", told="0, or that of the checkpoint")
+    seed: int | None = option(
+        None, "seed of weights, data order and dropout", told="0, or that of the checkpoint"
+    )
     device: DeviceType | None = option(
         None,
-        "compute on cpu, cuda (ROCm's GPUs, too), xpu or another kind of PyTorch's; tried are cpu, and cuda on one GPU",
+        "compute on cpu, cuda (ROCm's GPUs, too), xpu or another kind of PyTorch's; tried are "
+        "cpu, and cuda on one GPU",
         "KIND",
         told="the kind that the plan was made for",
     )
@@ -176,13 +205,17 @@ class TrainArguments(Options):
         advanced=True,
     )
     options: TrainingOptions | None = option(None, "how to train", flag=None)
-    checkpoints: CheckpointOptions | None = option(None, "which to write, and which to continue from", flag=None)
+    checkpoints: CheckpointOptions | None = option(
+        None, "which to write, and which to continue from", flag=None
+    )
     baseline: BaselineName | None = option(
-        None, "train the unsplit model with DistributedDataParallel on as many workers, for comparison"
+        None,
+        "train the unsplit model with DistributedDataParallel on as many workers, for comparison",
     )
     save_weights: str | Path | None = option(
         None,
-        "write the trained weights under their names in the model: a .safetensors file, or one for torch.load, for "
+        "write the trained weights under their names in the model: a .safetensors file, or one "
+        "for torch.load, for "
         "which worker 0 holds the whole model",
         "FILE",
     )

@@ -20,10 +20,12 @@ if TYPE_CHECKING:
     from planner.formats.profile import Profile
     from planner.formats.timeline import Timeline
 
-TOKENS, SAMPLES = 2048, 16  # of a minibatch that a schedule does not divide: tokens where samples have many
+# of a minibatch that a schedule does not divide: tokens where samples have many
+TOKENS, SAMPLES = 2048, 16
 PER_SERVER = 8  # GPUs
 TENSOR = (2, 4, 8)  # ranks that are tried to divide layers inside a server
-REPORT_S = 7.0  # with what simulation and page take besides, a report of 56 stages is there within 10 s
+# with what simulation and page take besides, a report of 56 stages is there within 10 s
+REPORT_S = 7.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,15 +40,18 @@ class PriceOptions(Options):
     )
     recompute: str | bool | Sequence[int] | Mapping[int, int] = option(
         (),
-        "activation checkpointing: stages, counted from 0, that run forward again instead of keeping activations; "
+        "activation checkpointing: stages, counted from 0, that run forward again instead of "
+        "keeping activations; "
         "with :N only the first N blocks in the stage, as in all:4 or 0:4,1:2",
         "all|S,S:N",
         told="none",
     )
     shard_optimizer: str | bool | Sequence[int] = option(
         (),
-        "stages whose replicas shard the optimizer's state and its update (ZeRO-1); all: those that have two replicas "
-        "or more; of a plan's only stage, with :2 the gradients, too, and with :3 the weights, too, as in all:3; with "
+        "stages whose replicas shard the optimizer's state and its update (ZeRO-1); all: those "
+        "that have two replicas "
+        "or more; of a plan's only stage, with :2 the gradients, too, and with :3 the weights, "
+        "too, as in all:3; with "
         "/N in groups of N replicas that repeat each other (HSDP), as in all:3/8",
         "all|S,S:L/N",
         told="none",
@@ -67,14 +72,20 @@ class FitOptions(SolveOptions):
     gpus_per_server: int | None = same(ClusterOptions, "gpus_per_server")
     bandwidth: Quantities | None = option(
         None,
-        "bandwidth of each GPU's link inside a server, then that of each server's: pcie4,10Gbps; servers of one GPU "
+        "bandwidth of each GPU's link inside a server, then that of each server's: pcie4,10Gbps; "
+        "servers of one GPU "
         "have one link: 1Gbps",
         "RATE",
         parse=each(link_bandwidth),
-        told=f"what such GPUs usually have; between servers {BETWEEN_SERVERS}, and 400Gbps per GPU of H100 and later",
+        told=f"what such GPUs usually have; between servers {BETWEEN_SERVERS}, and 400Gbps per "
+        f"GPU of H100 and later",
     )
     memory: int | str | None = option(
-        None, "memory of each GPU", "SIZE", parse=parse_bytes, told=f"{PLANNED} of what its kind has"
+        None,
+        "memory of each GPU",
+        "SIZE",
+        parse=parse_bytes,
+        told=f"{PLANNED} of what its kind has",
     )
     compress: CodecName = same(ClusterOptions, "compress", "none", told="none")
     length: int | None = option(None, "tokens of a sample", "N", least=1, told="up to 2048")
@@ -86,7 +97,9 @@ class FitOptions(SolveOptions):
         told="the fastest of a few powers of two",
         aliases=("--micro-batch-size",),
     )
-    minibatch: int | None = same(SolveOptions, "minibatch", told="that of `tokens`, or 4 microbatches per GPU")
+    minibatch: int | None = same(
+        SolveOptions, "minibatch", told="that of `tokens`, or 4 microbatches per GPU"
+    )
     tokens: int | None = option(
         None,
         "global batch in tokens, about so many, in place of `minibatch`",
@@ -97,7 +110,8 @@ class FitOptions(SolveOptions):
     )
     dtype: str | None = option(
         None,
-        "type of products and weights, with float32 master weights, as with `master_weights` of `plan profile`",
+        "type of products and weights, with float32 master weights, as with `master_weights` of "
+        "`plan profile`",
         told="bfloat16 where the GPU has it, or float16",
     )
     autocast: bool = option(
@@ -105,7 +119,9 @@ class FitOptions(SolveOptions):
         "keep weights in float32, with products in `dtype` under autocast",
         advanced=True,
     )
-    tensor: Sequence[int] = same(SolveOptions, "tensor", told="1, 2, 4 and 8 inside a server, where the layers divide")
+    tensor: Sequence[int] = same(
+        SolveOptions, "tensor", told="1, 2, 4 and 8 inside a server, where the layers divide"
+    )
     schedule: Schedule | str = same(
         SolveOptions,
         "schedule",
@@ -128,12 +144,16 @@ class ReportOptions(Options):
 
     profile: "Profile | str | Path | None" = option(
         None,
-        "profile that the plan was made from, for the comparisons; of several kinds, as in a100=a.json,t4=b.json",
+        "profile that the plan was made from, for the comparisons; of several kinds, as in "
+        "a100=a.json,t4=b.json",
         "FILE",
         told="profile.json, if it is that one",
     )
     measured: "Timeline | str | Path | None" = option(
-        None, "a run of the plan, as a trace or a timeline, to compare with the simulation", "FILE", flag="--run"
+        None,
+        "a run of the plan, as a trace or a timeline, to compare with the simulation",
+        "FILE",
+        flag="--run",
     )
     minibatches: int | None = option(
         None,
@@ -150,8 +170,12 @@ class ReportOptions(Options):
 class QuickstartOptions(Options):
     """How large the tour is."""
 
-    gpus: int | None = option(None, "workers", "N", least=1, told="the GPUs of this machine, or its cores, at most 8")
-    device: DeviceType | None = same(TrainArguments, "device", told="GPUs where PyTorch sees any, else CPUs")
+    gpus: int | None = option(
+        None, "workers", "N", least=1, told="the GPUs of this machine, or its cores, at most 8"
+    )
+    device: DeviceType | None = same(
+        TrainArguments, "device", told="GPUs where PyTorch sees any, else CPUs"
+    )
     backend: Backend | None = same(TrainArguments, "backend")
     steps: int = option(240, "train N minibatches", "N", least=1, aliases=("--max-steps",))
     show_progress: bool = option(False, "show a progress line of the workers on stderr", flag=None)
@@ -162,14 +186,19 @@ class QuickstartOptions(Options):
 class SelftestOptions(Options):
     """What is checked."""
 
-    device: DeviceType | None = option(None, "what to check", "KIND", told="a GPU where PyTorch sees any, else cpu")
+    device: DeviceType | None = option(
+        None, "what to check", "KIND", told="a GPU where PyTorch sees any, else cpu"
+    )
     workers: int = option(
         2,
-        "workers of the runs that have several; fewer GPUs than workers are shared, over gloo unless told",
+        "workers of the runs that have several; fewer GPUs than workers are shared, over gloo "
+        "unless told",
         "N",
         advanced=True,
     )
-    backend: Backend | None = same(TrainArguments, "backend", told="nccl where each worker has a GPU, else gloo")
+    backend: Backend | None = same(
+        TrainArguments, "backend", told="nccl where each worker has a GPU, else gloo"
+    )
     model: Sequence[str] = option(
         (),
         "also cut this model after every layer: a model file, or FILE:FUNCTION; may be repeated",
@@ -187,4 +216,6 @@ class SelftestOptions(Options):
         parse=names,
         advanced=True,
     )
-    on_row: Callable[[Any], None] | None = option(None, "is told each row as it is found", flag=None)
+    on_row: Callable[[Any], None] | None = option(
+        None, "is told each row as it is found", flag=None
+    )

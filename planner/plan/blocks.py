@@ -1,4 +1,6 @@
-"""Recognise a model's repeated blocks, as transformers have, by the names of layers and their equal costs."""
+"""Recognise a model's repeated blocks, as transformers have, by the names of layers and their equal
+costs.
+"""
 
 import re
 from collections import defaultdict
@@ -8,19 +10,28 @@ from statistics import median
 
 from planner.formats.profile import Layer, Profile
 
-# "model.layers.3.mlp.up_proj" belongs to "model.layers.3": the outermost element of a list of modules.
+# "model.layers.3.mlp.up_proj" belongs to "model.layers.3": the outermost element of a list of
+# modules.
 BLOCK = re.compile(r"(?:.*?\.)?\d+(?=\.|$)")
 
 
 def blocks_of(profile: Profile) -> list[range]:
-    """Divide the layers into the elements of the model's lists of modules; others belong to the block before."""
+    """Divide the layers into the elements of the model's lists of modules; others belong to the
+    block before.
+    """
     return _blocks([layer.name for layer in profile.layers])
 
 
-def units_of_stage(layers: Sequence[str], recompute: Iterable[Sequence[str]]) -> list[tuple[str, ...]]:
-    """Divide a stage's layers, by name, into groups that recompute together, and the blocks between these."""
+def units_of_stage(
+    layers: Sequence[str], recompute: Iterable[Sequence[str]]
+) -> list[tuple[str, ...]]:
+    """Divide a stage's layers, by name, into groups that recompute together, and the blocks between
+    these.
+    """
     block_of: dict[str, object] = {
-        name: number for number, block in enumerate(_blocks(layers)) for name in layers[block.start : block.stop]
+        name: number
+        for number, block in enumerate(_blocks(layers))
+        for name in layers[block.start : block.stop]
     }
     block_of |= {name: tuple(group) for group in recompute for name in group}
     return [tuple(unit) for _, unit in groupby(layers, key=block_of.__getitem__)]
@@ -48,18 +59,24 @@ def _runs(keys: Sequence[str | None]) -> Iterator[tuple[str | None, range]]:
 
 FEWEST_REPEATS = 4  # equal blocks that make a repetition
 FEWEST_LAYERS = 4  # of a block: a shorter one is a layer rather than a block
-MOST_OF_IT = 0.5  # share of the model's computation in repeated blocks, from which on blocks are what it is made of
-ALIKE = 0.25  # by how much the times of equal blocks may differ from their median: measurements vary
+# share of the model's computation in repeated blocks, from which on blocks are what it is made of
+MOST_OF_IT = 0.5
+# by how much the times of equal blocks may differ from their median: measurements vary
+ALIKE = 0.25
 
 
 def block_ends(profile: Profile) -> frozenset[int]:
-    """Return the positions of the layers after which a block, or what is before, between or behind blocks, ends."""
+    """Return the positions of the layers after which a block, or what is before, between or behind
+    blocks, ends.
+    """
     ends = {end - 1 for block in repeated_blocks(profile) for end in (block.start, block.stop)}
     return frozenset(ends) - {-1, len(profile.layers) - 1}
 
 
 def repeated_blocks(profile: Profile) -> list[range]:
-    """Return the positions of the layers of each block; none for a model that is not mostly repeated blocks."""
+    """Return the positions of the layers of each block; none for a model that is not mostly
+    repeated blocks.
+    """
     keys, before = _block_names([layer.name for layer in profile.layers]), None
     for position, key in enumerate(keys):
         # A layer that belongs to no module, such as an addition, is in the block around it.

@@ -1,4 +1,6 @@
-"""Plans and clusters as groups of ranks see them, which divide every layer and work as one device."""
+"""Plans and clusters as groups of ranks see them, which divide every layer and work as one
+device.
+"""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -16,18 +18,29 @@ def of_groups(plan: Plan) -> Plan:
     if not plan.divides_layers:
         return plan
     leaders = [stage.leaders for stage in plan.stages]
-    number = {rank: place for place, rank in enumerate(sorted({rank for ranks in leaders for rank in ranks}))}
+    number = {
+        rank: place
+        for place, rank in enumerate(sorted({rank for ranks in leaders for rank in ranks}))
+    }
     stages = tuple(
         stage.model_copy(update={"tensor": 1, "ranks": tuple(number[rank] for rank in ranks)})
         for stage, ranks in zip(plan.stages, leaders, strict=True)
     )
-    cluster = groups_of(plan.cluster, plan.ranks_per_replica) if plan.divides_alike else plan.cluster
-    return plan.model_copy(update={"stages": stages, "cluster": cluster})  # its config still says what the groups are
+    cluster = (
+        groups_of(plan.cluster, plan.ranks_per_replica) if plan.divides_alike else plan.cluster
+    )
+    # its config still says what the groups are
+    return plan.model_copy(update={"stages": stages, "cluster": cluster})
 
 
 def plan_of_tensor_rank(plan: Plan, place: int) -> Plan:
-    """Return the plan as the ranks at this place of their groups see it: they receive from ranks of the same place."""
-    stages = (stage.model_copy(update={"ranks": stage.ranks_at(place), "tensor": 1}) for stage in plan.stages)
+    """Return the plan as the ranks at this place of their groups see it: they receive from ranks of
+    the same place.
+    """
+    stages = (
+        stage.model_copy(update={"ranks": stage.ranks_at(place), "tensor": 1})
+        for stage in plan.stages
+    )
     size = plan.microbatch_size and plan.microbatch_size // sample_parts(plan)
     return plan.model_copy(update={"stages": tuple(stages), "microbatch_size": size})
 
@@ -38,7 +51,9 @@ def sample_parts(plan: Plan) -> int:
 
 
 def receivers(plan: Plan, stage: int, rank: int, peer_stage: int, peer_rank: int) -> list[int]:
-    """Return who takes what a rank of a stage sends to the tensor-parallel group of `peer_rank`, of another stage."""
+    """Return who takes what a rank of a stage sends to the tensor-parallel group of `peer_rank`, of
+    another stage.
+    """
     own, peer = plan.stages[stage], plan.stages[peer_stage]
     group = peer.group_of(peer_rank)
     return list(group[own.place_of(rank) :: own.ranks_per_replica])
@@ -51,37 +66,57 @@ def groups_of_ranks(plan: Plan) -> list[Ranks]:
 
 
 def on_ranks(groups: Sequence[Ranks], degrees: Sequence[int]) -> list[Ranks]:
-    """Return the ranks of each stage, which has these groups; groups of several sizes follow one another."""
+    """Return the ranks of each stage, which has these groups; groups of several sizes follow one
+    another.
+    """
     if len(set(degrees)) == 1:
-        return [tuple(group * degrees[0] + place for group in own for place in range(degrees[0])) for own in groups]
+        return [
+            tuple(group * degrees[0] + place for group in own for place in range(degrees[0]))
+            for own in groups
+        ]
     size = {group: degree for own, degree in zip(groups, degrees, strict=True) for group in own}
     order = sorted(size)
     first = dict(zip(order, accumulate((size[group] for group in order), initial=0), strict=False))
-    return [tuple(first[group] + place for group in own for place in range(size[group])) for own in groups]
+    return [
+        tuple(first[group] + place for group in own for place in range(size[group]))
+        for own in groups
+    ]
 
 
 def usual_degrees(profile: Profile, cluster: Cluster) -> tuple[int, ...]:
-    """Return the numbers of ranks that may divide layers where nobody says: profiled ones, inside a server."""
+    """Return the numbers of ranks that may divide layers where nobody says: profiled ones, inside a
+    server.
+    """
     size = 1 if cluster.kinds or not cluster.joined else cluster.joined[0].size
     return 1, *(costs.degree for costs in profile.tensor or () if size % costs.degree == 0)
 
 
 def groups_of(cluster: Cluster, degree: int) -> Cluster:
-    """Return the cluster of groups of so many ranks; raise ClusterError if they do not divide its levels evenly."""
+    """Return the cluster of groups of so many ranks; raise ClusterError if they do not divide its
+    levels evenly.
+    """
     if cluster.kinds:
-        raise ClusterError(f"groups of {degree} ranks need GPUs of one kind", hint="solve with `tensor=1`")
+        raise ClusterError(
+            f"groups of {degree} ranks need GPUs of one kind", hint="solve with `tensor=1`"
+        )
     left, devices, levels = degree, 1, list[Level]()
     for level in cluster.levels:
         size = level.size // left
-        if level.size % left and (size == 0 or len(cluster.joined) > 1):  # on a single level some GPUs may be left over
+        # on a single level some GPUs may be left over
+        if level.size % left and (size == 0 or len(cluster.joined) > 1):
             if left % level.size:
                 raise ClusterError(
-                    f"groups of {degree} ranks do not fill the {level.size} members of a level evenly",
+                    f"groups of {degree} ranks do not fill the {level.size} members of a level "
+                    f"evenly",
                     hint=f"give degrees in `tensor` that divide {level.size}",
                 )
             size = 1
-        # Shared links carry the messages of all ranks of a group at once: it has a part for the first of its ranks.
-        times, reduce = min(degree, devices) if level.shared else 1, level.all_reduce_bandwidth_bytes_per_s
+        # Shared links carry the messages of all ranks of a group at once: it has a part for the
+        # first of its ranks.
+        times, reduce = (
+            min(degree, devices) if level.shared else 1,
+            level.all_reduce_bandwidth_bytes_per_s,
+        )
         narrower = {
             "size": size,
             "bandwidth_bytes_per_s": level.bandwidth_bytes_per_s / times,
@@ -90,5 +125,7 @@ def groups_of(cluster: Cluster, degree: int) -> Cluster:
         levels.append(level.model_copy(update=narrower))
         left, devices = max(1, left // level.size) if size == 1 else 1, devices * level.size
     if left > 1:
-        raise ClusterError(f"{cluster.gpus} GPUs make no group of {degree} ranks", hint="give a smaller `tensor`")
+        raise ClusterError(
+            f"{cluster.gpus} GPUs make no group of {degree} ranks", hint="give a smaller `tensor`"
+        )
     return cluster.model_copy(update={"levels": tuple(levels)})

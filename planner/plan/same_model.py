@@ -1,8 +1,10 @@
-"""Compare a plan with the model, or with the profile, that it is to be used with: a plan may have been edited.
+"""Compare a plan with the model, or with the profile, that it is to be used with: a plan may have
+been edited.
 
-A plan that lacks a layer, or has two of them the other way round, still has streams that run to their end. So it is
-compared before anything starts: its stages are the model's layers, each once, in order within a stage and after all
-that they need, and its transfers are what the model's values make of these stages.
+A plan that lacks a layer, or has two of them the other way round, still has streams that run to
+their end. So it is compared before anything starts: its stages are the model's layers, each once,
+in order within a stage and after all that they need, and its transfers are what the model's values
+make of these stages.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -32,7 +34,11 @@ def check_same_model(
         sums: gradients that must add up as in one process.
     """
     edges = list(edges)
-    problem = _layers_differ(plan, layers) or _needs_later(plan, edges) or _transfers_differ(plan, edges, constants)
+    problem = (
+        _layers_differ(plan, layers)
+        or _needs_later(plan, edges)
+        or _transfers_differ(plan, edges, constants)
+    )
     if problem is not None:
         raise PlanError(f"the plan is not one of the model '{plan.model}': {problem}", hint=REMEDY)
     check_sums(plan, sums)
@@ -42,7 +48,9 @@ def expected_transfers(
     stages: Sequence[Sequence[str]],
     edges: Iterable[Edge],
 ) -> dict[Ends, list[str]]:
-    """Return the values that stages of these layers exchange: each goes to its first user, and on to the next."""
+    """Return the values that stages of these layers exchange: each goes to its first user, and on
+    to the next.
+    """
     stage_of = {name: number for number, stage in enumerate(stages) for name in stage}
     users: dict[tuple[str, str], set[int]] = {}
     for edge in edges:
@@ -71,7 +79,9 @@ def _layers_differ(plan: Plan, layers: Sequence[str]) -> str | None:
 
 
 def _order_differs(plan: Plan, layers: Sequence[str]) -> str | None:
-    """Return which layers of a stage are not in the model's order, or that the last one is not at the end."""
+    """Return which layers of a stage are not in the model's order, or that the last one is not at
+    the end.
+    """
     position = {name: place for place, name in enumerate(layers)}
     for stage in plan.stages:
         in_order = sorted(stage.layers, key=position.__getitem__)
@@ -79,7 +89,11 @@ def _order_differs(plan: Plan, layers: Sequence[str]) -> str | None:
             if name != expected:
                 return f"it has the layer '{name}' where the model has '{expected}'"
     last = plan.stages[-1].layers[-1]
-    return None if last == layers[-1] else f"it has the layer '{last}' where the model has '{layers[-1]}'"
+    return (
+        None
+        if last == layers[-1]
+        else f"it has the layer '{last}' where the model has '{layers[-1]}'"
+    )
 
 
 def _needs_later(plan: Plan, edges: Iterable[Edge]) -> str | None:
@@ -88,7 +102,10 @@ def _needs_later(plan: Plan, edges: Iterable[Edge]) -> str | None:
     for edge in edges:
         made, used = stage_of[edge.source], stage_of[edge.target]
         if made > used:
-            return f"stage {used} has the layer '{edge.target}', which needs '{edge.source}' of stage {made}"
+            return (
+                f"stage {used} has the layer '{edge.target}', which needs '{edge.source}' of "
+                f"stage {made}"
+            )
     return None
 
 

@@ -23,12 +23,18 @@ def shape_of(plan: Plan) -> PipelineShape:
 
 
 def check_divided_loss(
-    model: str, loss: LossMean | None, schedule: Schedule, microbatches: int, *, accepted: bool = False
+    model: str,
+    loss: LossMean | None,
+    schedule: Schedule,
+    microbatches: int,
+    *,
+    accepted: bool = False,
 ) -> None:
-    """Raise InputError where a schedule divides minibatches whose loss was not seen to be that of their parts.
+    """Raise InputError where a schedule divides minibatches whose loss was not seen to be that of
+    their parts.
 
-    That is a loss of whole batches, or one of which the profile could not tell. The user may accept the mean of the
-    microbatches' losses in its place.
+    That is a loss of whole batches, or one of which the profile could not tell. The user may accept
+    the mean of the microbatches' losses in its place.
     """
     if loss is None or loss.divisible or loss.accepted or accepted:
         return
@@ -39,14 +45,18 @@ def check_divided_loss(
     mean = "or take the mean over microbatches with `accept_divided_loss`"
     if loss.over == "unchecked":
         raise InputError(
-            f"what the loss of '{model}' is a mean over is not known: {loss.reason}; so the {microbatches} "
+            f"what the loss of '{model}' is a mean over is not known: {loss.reason}; so the "
+            f"{microbatches} "
             f"microbatches into which {schedule} divides a minibatch may train on another loss",
-            hint=f"{other}; define loss_weight(target) in the model file and profile it again; {mean}",
+            hint=f"{other}; define loss_weight(target) in the model file and profile it again; "
+            f"{mean}",
         )
     raise InputError(
-        f"the loss of '{model}' is not a mean over samples or labels, so the {microbatches} microbatches into which "
+        f"the loss of '{model}' is not a mean over samples or labels, so the {microbatches} "
+        f"microbatches into which "
         f"{schedule} divides a minibatch train on another loss",
-        hint=f"{other}; if the loss is a mean over some of the labels, define loss_weight(target) in the model file "
+        hint=f"{other}; if the loss is a mean over some of the labels, define loss_weight(target) "
+        f"in the model file "
         f"and profile it again; {mean}",
     )
 
@@ -54,23 +64,36 @@ def check_divided_loss(
 def trainable_pairs(
     shared: Sequence[Shared], replicas: Sequence[int], schedule: Schedule
 ) -> tuple[tuple[int, int], ...]:
-    """Return the pairs of stages that share weights; none where the replicas keep the schedule from training them."""
+    """Return the pairs of stages that share weights; none where the replicas keep the schedule from
+    training them.
+    """
     pairs = tuple(each.stages for each in shared)
-    uneven = schedule.stashes and any(len({replicas[stage] for stage in pair}) > 1 for pair in pairs)
+    uneven = schedule.stashes and any(
+        len({replicas[stage] for stage in pair}) > 1 for pair in pairs
+    )
     return () if uneven else pairs
 
 
-def check_versions(schedule: Schedule, microbatches: int, replicas: Sequence[int], depths: Sequence[int]) -> None:
-    """Raise PlanError where a stage needs more versions of weights for its units in flight than the schedule keeps."""
+def check_versions(
+    schedule: Schedule, microbatches: int, replicas: Sequence[int], depths: Sequence[int]
+) -> None:
+    """Raise PlanError where a stage needs more versions of weights for its units in flight than the
+    schedule keeps.
+    """
 
     def suffice(number: int) -> bool:
-        return all(schedule.versions_suffice(number, *stage) for stage in zip(replicas, depths, strict=True))
+        return all(
+            schedule.versions_suffice(number, *stage)
+            for stage in zip(replicas, depths, strict=True)
+        )
 
     if not suffice(microbatches):
         least = next(number for number in count(microbatches) if suffice(number))
         raise PlanError(
-            f"{microbatches} microbatches per minibatch are too few for stages with in_flight {list(depths)} on "
-            f"{list(replicas)} replicas under {schedule}: they would need more than its {schedule.weight_versions} "
+            f"{microbatches} microbatches per minibatch are too few for stages with in_flight "
+            f"{list(depths)} on "
+            f"{list(replicas)} replicas under {schedule}: they would need more than its "
+            f"{schedule.weight_versions} "
             "versions of the weights",
             hint=f"take {least} `microbatches` or more, or fewer stages",
         )
@@ -79,6 +102,8 @@ def check_versions(schedule: Schedule, microbatches: int, replicas: Sequence[int
 def deadlock(plan: Plan) -> PlanError:
     depths = [stage.in_flight for stage in plan.stages]
     return PlanError(
-        f"the plan's stages wait for each other for ever: in_flight {depths} cannot feed '{plan.config}'",
-        hint=f"make the plan again with plan solve, or take a multiple of {math.lcm(*plan.replicas)} `microbatches`",
+        f"the plan's stages wait for each other for ever: in_flight {depths} cannot feed "
+        f"'{plan.config}'",
+        hint=f"make the plan again with plan solve, or take a multiple of "
+        f"{math.lcm(*plan.replicas)} `microbatches`",
     )

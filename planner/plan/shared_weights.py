@@ -20,7 +20,8 @@ class SharedWeight:
     def sentence(self, why: str) -> str:
         """Return a sentence that says who shares the weight, and ends in `why`."""
         return (
-            f"stages {self.stages[0]} and {self.stages[1]} share the weight '{self.name}' of the layers "
+            f"stages {self.stages[0]} and {self.stages[1]} share the weight '{self.name}' of the "
+            f"layers "
             f"'{self.layers[0]}' and '{self.layers[1]}'{why}"
         )
 
@@ -28,8 +29,11 @@ class SharedWeight:
 def shared_weights(
     stages: Sequence[Sequence[str]], parameters: Mapping[str, Collection[str]]
 ) -> Iterator[SharedWeight]:
-    """Yield every weight that two stages use, once for each two of them, by the parameters of each layer."""
-    users: dict[str, dict[int, str]] = {}  # weight -> stages that use it -> the first layer that does
+    """Yield every weight that two stages use, once for each two of them, by the parameters of each
+    layer.
+    """
+    # weight -> stages that use it -> the first layer that does
+    users: dict[str, dict[int, str]] = {}
     for number, layers in enumerate(stages):
         for layer in layers:
             for name in sorted(parameters.get(layer, ())):
@@ -40,14 +44,26 @@ def shared_weights(
 
 
 def trained_parameters(profile: Profile) -> dict[str, set[str]]:
-    """Return the trained parameters of each layer that others use, too; their bytes count in the first of them."""
+    """Return the trained parameters of each layer that others use, too; their bytes count in the
+    first of them.
+    """
     users = Counter(name for layer in profile.layers for name in set(layer.parameters))
-    trained = {name for layer in profile.layers if layer.gradient_bytes for name in layer.parameters if users[name] > 1}
-    return {layer.name: trained.intersection(layer.parameters) for layer in profile.layers if trained}
+    trained = {
+        name
+        for layer in profile.layers
+        if layer.gradient_bytes
+        for name in layer.parameters
+        if users[name] > 1
+    }
+    return {
+        layer.name: trained.intersection(layer.parameters) for layer in profile.layers if trained
+    }
 
 
 def copied_layers(profile: Profile, stages: Sequence[Sequence[str]]) -> list[list[Layer]]:
-    """Return, for each stage, the layers of earlier stages whose trained weights it copies, each as a whole."""
+    """Return, for each stage, the layers of earlier stages whose trained weights it copies, each as
+    a whole.
+    """
     layer_of = {layer.name: layer for layer in profile.layers}
     copied: list[set[str]] = [set() for _ in stages]
     for weight in shared_weights(stages, trained_parameters(profile)):
@@ -57,12 +73,15 @@ def copied_layers(profile: Profile, stages: Sequence[Sequence[str]]) -> list[lis
 
 
 def obstacle(plan: Plan, shared: Collection[SharedWeight]) -> tuple[str, str] | None:
-    """Return why training cannot keep the copies of shared weights equal, with a hint; None if it can."""
+    """Return why training cannot keep the copies of shared weights equal, with a hint; None if it
+    can.
+    """
     for weight in shared:
         counts = [plan.stages[stage].replicas for stage in weight.stages]
         if plan.schedule.stashes and counts[0] != counts[1]:
             why = (
-                f", but under 1f1b update it after {counts[0]} and {counts[1]} minibatches, so that copies would differ"
+                f", but under 1f1b update it after {counts[0]} and {counts[1]} minibatches, so "
+                f"that copies would differ"
             )
             return weight.sentence(why), "solve with `schedule=1f1b-flush`, which is synchronous"
     return None

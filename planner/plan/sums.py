@@ -1,9 +1,11 @@
-"""In which order gradients add up, which stages must keep: a + b + c is rounded otherwise than c + a + b.
+"""In which order gradients add up, which stages must keep: a + b + c is rounded otherwise than c +
+a + b.
 
-One process adds the gradients of a value, or of a weight, from its last user to its first. Stages do so, too: the last
-stage first, and within a stage the last layer first. So of a value that three layers use or more, the users must be in
-stages in their order. The last two may change places, because a + b is b + a to the bit. A weight counts in the first
-layer that uses it, so its users keep their order altogether.
+One process adds the gradients of a value, or of a weight, from its last user to its first. Stages
+do so, too: the last stage first, and within a stage the last layer first. So of a value that three
+layers use or more, the users must be in stages in their order. The last two may change places,
+because a + b is b + a to the bit. A weight counts in the first layer that uses it, so its users
+keep their order altogether.
 """
 
 from collections.abc import Iterable, Sequence
@@ -31,7 +33,9 @@ class Sum:
 
 
 def check_sums(plan: Plan, sums: Iterable[Sum]) -> None:
-    """Raise PlanError, naming the first, if stages add up a gradient in another order than one process does."""
+    """Raise PlanError, naming the first, if stages add up a gradient in another order than one
+    process does.
+    """
     stage_of = {name: number for number, stage in enumerate(plan.stages) for name in stage.layers}
     for each in sums:
         stages = [stage_of[user] for user in each.users]
@@ -41,7 +45,9 @@ def check_sums(plan: Plan, sums: Iterable[Sum]) -> None:
             if later and min(later) < stages[place]:
                 user = each.users[place + 1 + later.index(min(later))]
                 raise PlanError(
-                    f"layer '{user}' is in an earlier stage than '{each.users[place]}', which stands before it, and "
-                    f"both use '{each.of}': its gradients would add up in another order than in one process",
+                    f"layer '{user}' is in an earlier stage than '{each.users[place]}', which "
+                    f"stands before it, and "
+                    f"both use '{each.of}': its gradients would add up in another order than in "
+                    f"one process",
                     hint=REMEDY,
                 )

@@ -1,4 +1,6 @@
-"""Check that the executor can train a plan: `train` asks before it starts, and `price` before it gives an answer."""
+"""Check that the executor can train a plan: `train` asks before it starts, and `price` before it
+gives an answer.
+"""
 
 from planner.errors import InputError, PlanError
 from planner.formats.plan import Plan
@@ -9,7 +11,8 @@ from planner.stages.tensor import one_degree
 
 
 def check_priced(plan: Plan, profile: Profile, *, accepted: bool) -> None:
-    """Raise InputError for a plan of a model that `train` would refuse; `accepted`: that its loss is divided.
+    """Raise InputError for a plan of a model that `train` would refuse; `accepted`: that its loss
+    is divided.
 
     An imported profile holds no model, so its plans are priced whatever they are.
     """
@@ -17,15 +20,22 @@ def check_priced(plan: Plan, profile: Profile, *, accepted: bool) -> None:
         return
     check_trainable(plan)
     check_divided_loss(plan.model, plan.loss, plan.schedule, plan.microbatches, accepted=accepted)
-    shared = list(shared_weights([stage.layers for stage in plan.stages], trained_parameters(profile)))
+    shared = list(
+        shared_weights([stage.layers for stage in plan.stages], trained_parameters(profile))
+    )
     problem = obstacle(plan, shared)
     if problem is not None:
         raise PlanError(problem[0], hint=problem[1])
-    if any(stage.shards_optimizer for stage in plan.stages) and profile.optimizer_elementwise is False:
+    if (
+        any(stage.shards_optimizer for stage in plan.stages)
+        and profile.optimizer_elementwise is False
+    ):
         raise InputError(
-            f"the optimizer of '{plan.model}' does not treat each element of a parameter alone, so replicas cannot "
+            f"the optimizer of '{plan.model}' does not treat each element of a parameter alone, "
+            f"so replicas cannot "
             "divide its state",
-            hint="leave out `shard_optimizer`, or take an optimizer such as AdamW and profile again",
+            hint="leave out `shard_optimizer`, or take an optimizer such as AdamW and profile "
+            "again",
         )
 
 
@@ -36,14 +46,18 @@ def check_trainable(plan: Plan) -> None:
     if ranks != list(range(len(ranks))):
         idle = next(rank for rank in range(plan.cluster.gpus) if rank not in ranks)
         raise PlanError(
-            f"the plan leaves GPU {idle} idle and uses later ones, but workers are numbered without gaps",
-            hint="solve for those that it uses, or list the kinds of GPUs in the cluster so that unused ones come last",
+            f"the plan leaves GPU {idle} idle and uses later ones, but workers are numbered "
+            f"without gaps",
+            hint="solve for those that it uses, or list the kinds of GPUs in the cluster so that "
+            "unused ones come last",
         )
 
 
 def check_divided(plan: Plan) -> None:
     """Check that the executor can divide layers as a plan says; raise PlanError when it cannot."""
-    if plan.stages[0].shards_gradients and (what := "compiled" if plan.compiled else plan.memory_format):
+    if plan.stages[0].shards_gradients and (
+        what := "compiled" if plan.compiled else plan.memory_format
+    ):
         raise PlanError(
             f"the executor does not run {what} stages whose replicas shard gradients or weights",
             hint="profile without that, or solve with `shard_optimizer=never`",
@@ -52,11 +66,20 @@ def check_divided(plan: Plan) -> None:
         return
     one = f"solve with one degree, `tensor={plan.ranks_per_replica}`"
     problem = None
-    if len({(stage.ranks, stage.leaders) for stage in plan.stages}) > len({stage.ranks for stage in plan.stages}):
+    if len({(stage.ranks, stage.leaders) for stage in plan.stages}) > len(
+        {stage.ranks for stage in plan.stages}
+    ):
         problem = "stages on the same ranks whose groups have different sizes", one
-    elif any(one_degree(plan.stages[stage] for stage in shared.stages) is None for shared in plan.shared):
+    elif any(
+        one_degree(plan.stages[stage] for stage in shared.stages) is None for shared in plan.shared
+    ):
         problem = "stages that share a weight and whose groups have different sizes", one
     elif plan.compiled:
-        problem = "tensor parallelism of compiled layers", "profile without `compiled`, or solve with `tensor=1`"
+        problem = (
+            "tensor parallelism of compiled layers",
+            "profile without `compiled`, or solve with `tensor=1`",
+        )
     if problem is not None:
-        raise PlanError(f"the executor does not run {problem[0]}, as '{plan.config}' has them", hint=problem[1])
+        raise PlanError(
+            f"the executor does not run {problem[0]}, as '{plan.config}' has them", hint=problem[1]
+        )

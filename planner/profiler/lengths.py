@@ -1,4 +1,6 @@
-"""Profiles of models whose lengths vary: costs at a few lengths, a fit of each, and how often each length comes."""
+"""Profiles of models whose lengths vary: costs at a few lengths, a fit of each, and how often each
+length comes.
+"""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -16,7 +18,8 @@ from planner.model.spec import TrainingSpec
 from planner.plan.lengths import terms
 
 SAMPLES = 1024  # of the data, at most, whose lengths a profile lists
-_FITTED = ("forward_s", "backward_s", "saved_bytes", "flops")  # and the values that a layer passes on
+# and the values that a layer passes on
+_FITTED = ("forward_s", "backward_s", "saved_bytes", "flops")
 _MOST_SHARES = 4  # of a fit that are not 0
 _SIMPLER = 0.01  # how much more the residual of a simpler fit may be
 Floats = NDArray[np.float64]
@@ -29,7 +32,8 @@ def other_lengths(spec: TrainingSpec) -> list[dict[str, int]]:
 
 
 def with_lengths(profile: Profile, others: Sequence[Profile], spec: TrainingSpec) -> Profile:
-    """Return a profile at the greatest lengths with fits over these and `other_lengths`, at which the others are.
+    """Return a profile at the greatest lengths with fits over these and `other_lengths`, at which
+    the others are.
 
     A profile of a model without lengths that vary is returned as it is.
     """
@@ -38,7 +42,9 @@ def with_lengths(profile: Profile, others: Sequence[Profile], spec: TrainingSpec
         return profile
     least, most = zip(*between.values(), strict=True)
     points = (most, *(tuple(each.values()) for each in other_lengths(spec)))
-    costs = [[cost for layer in each.layers for cost in _costs(layer)] for each in (profile, *others)]
+    costs = [
+        [cost for layer in each.layers for cost in _costs(layer)] for each in (profile, *others)
+    ]
     with seeded(0):  # the dataset, the sampler and collate may draw
         data = _samples(spec, profile.microbatch_size or 1)
     fits = iter(fitted(np.array(terms(points, most)), np.array(costs, dtype=np.float64)))
@@ -54,7 +60,10 @@ def with_lengths(profile: Profile, others: Sequence[Profile], spec: TrainingSpec
 
 
 def _costs(layer: Layer) -> list[float]:
-    return [*(getattr(layer, name) or 0 for name in _FITTED), *(value.output_bytes for value in layer.outputs)]
+    return [
+        *(getattr(layer, name) or 0 for name in _FITTED),
+        *(value.output_bytes for value in layer.outputs),
+    ]
 
 
 def _layer_fits(layer: Layer, fits: Iterator[Fit]) -> LayerFits:
@@ -63,10 +72,12 @@ def _layer_fits(layer: Layer, fits: Iterator[Fit]) -> LayerFits:
 
 
 def fitted(at: Floats, costs: Floats) -> list[Fit]:
-    """Fit each column of costs, whose first row is at the greatest lengths, as a sum of `terms`, a row for each length.
+    """Fit each column of costs, whose first row is at the greatest lengths, as a sum of `terms`, a
+    row for each length.
 
-    Shares are never negative, so that no cost is between the lengths that were profiled, and least squares find them
-    among a few terms. A fit of a lower degree is taken where it misses hardly more.
+    Shares are never negative, so that no cost is between the lengths that were profiled, and least
+    squares find them among a few terms. A fit of a lower degree is taken where it misses hardly
+    more.
     """
     relative = np.divide(costs, costs[0], out=np.zeros_like(costs), where=costs[0] > 0)
     means = np.maximum(relative.mean(axis=0), np.finfo(np.float64).tiny)
@@ -90,12 +101,20 @@ def fitted(at: Floats, costs: Floats) -> list[Fit]:
 
 
 def _samples(spec: TrainingSpec, size: int) -> dict[str, Any]:
-    """Return two fields of `Lengths`: lengths of some samples of the data, and in which order training takes them."""
+    """Return two fields of `Lengths`: lengths of some samples of the data, and in which order
+    training takes them.
+    """
     between, data = spec.lengths(), spec.dataset()
     drawing = random.Random(0)
     if data is None:  # each microbatch has one length
-        drawn = ([drawing.randint(*pair) for pair in between.values()] for _ in range(max(64, SAMPLES // size)))
-        return {"order": "given", "samples": tuple(zip(*(each for each in drawn for _ in range(size)), strict=True))}
+        drawn = (
+            [drawing.randint(*pair) for pair in between.values()]
+            for _ in range(max(64, SAMPLES // size))
+        )
+        return {
+            "order": "given",
+            "samples": tuple(zip(*(each for each in drawn for _ in range(size)), strict=True)),
+        }
     sampler, found = spec.sampler(size, 1, 0), varying(spec, 2)
     assert found is not None
     if sampler is None or isinstance(sampler, BucketSampler):
@@ -103,5 +122,7 @@ def _samples(spec: TrainingSpec, size: int) -> dict[str, Any]:
         chosen = drawing.sample(range(many), min(many, SAMPLES))
     else:
         order, chosen = "given", list(islice(sampler, SAMPLES))
-    rows = (found.named(spec.collate([data[index]]), f"sample {index} of dataset()") for index in chosen)
+    rows = (
+        found.named(spec.collate([data[index]]), f"sample {index} of dataset()") for index in chosen
+    )
     return {"order": order, "samples": tuple(zip(*rows, strict=True))}

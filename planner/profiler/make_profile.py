@@ -9,7 +9,17 @@ from typing import Any
 import torch
 
 from planner.formats.names import FLOAT_BYTES
-from planner.formats.profile import Compiled, Device, Edge, Layer, Profile, Provenance, Uncut, Value, WholeStep
+from planner.formats.profile import (
+    Compiled,
+    Device,
+    Edge,
+    Layer,
+    Profile,
+    Provenance,
+    Uncut,
+    Value,
+    WholeStep,
+)
 from planner.model.capture.graph import GraphLayer, LayerGraph
 from planner.model.capture.joins import operations_in
 from planner.model.capture.size import Extent
@@ -35,12 +45,17 @@ class Measurement:
     """What a model costs in training."""
 
     layers: Sequence[LayerMeasurement]
-    whole: StepTimes | None = None  # the user's model as it is, or all layers compiled at once; None for estimates
-    compiled: Compiled | None = None  # what the layers' times were computed from, where stages will be compiled
-    passes: Sequence[StepTimes] = ()  # whole steps of a first measurement, and of a second one if there was one
+    # the user's model as it is, or all layers compiled at once; None for estimates
+    whole: StepTimes | None = None
+    # what the layers' times were computed from, where stages will be compiled
+    compiled: Compiled | None = None
+    # whole steps of a first measurement, and of a second one if there was one
+    passes: Sequence[StepTimes] = ()
 
 
-def make_profile(model: str, graph: LayerGraph, extent: Extent, measured: Measurement, device: Device) -> Profile:
+def make_profile(
+    model: str, graph: LayerGraph, extent: Extent, measured: Measurement, device: Device
+) -> Profile:
     """Return the profile of a model, given the times of its layers for batches of this extent."""
     whole = None
     if measured.whole is not None:
@@ -61,7 +76,9 @@ def make_profile(model: str, graph: LayerGraph, extent: Extent, measured: Measur
         microbatch_size=extent if isinstance(extent, int) else extent[0],
         layers=tuple(_layers(graph, extent, measured.layers, update_share)),
         uncut=tuple(_uncut(graph)),
-        edges=tuple(Edge(source=edge.source, value=edge.value, target=edge.target) for edge in graph.edges),
+        edges=tuple(
+            Edge(source=edge.source, value=edge.value, target=edge.target) for edge in graph.edges
+        ),
         tied_parameters=tuple(group for group in graph.tied_parameters if group[0] in names),
         whole_step=whole,
         provenance=Provenance(
@@ -83,7 +100,9 @@ def _uncut(graph: LayerGraph) -> Iterator[Uncut]:
 
 
 def first_uses(names: Iterable[Sequence[str]]) -> list[list[str]]:
-    """Return by layer the names that no earlier layer has: what layers share counts in the first one that uses it."""
+    """Return by layer the names that no earlier layer has: what layers share counts in the first
+    one that uses it.
+    """
     seen: set[str] = set()
     new = []
     for layer in names:
@@ -93,7 +112,9 @@ def first_uses(names: Iterable[Sequence[str]]) -> list[list[str]]:
 
 
 def last_uses(names: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Return by layer the names that no later layer has: in its backward their gradients come into being."""
+    """Return by layer the names that no later layer has: in its backward their gradients come into
+    being.
+    """
     return first_uses(reversed(names))[::-1]
 
 
@@ -128,7 +149,9 @@ def _layers(
 def _outputs(graph: LayerGraph, layer: GraphLayer, extent: Extent) -> Iterator[Value]:
     for node in layer.nodes:
         if (spec := graph.values.get(node.name)) is not None:
-            coded = spec.requires_grad and (spec.dtype.itemsize != FLOAT_BYTES or graph.options.autocast is not None)
+            coded = spec.requires_grad and (
+                spec.dtype.itemsize != FLOAT_BYTES or graph.options.autocast is not None
+            )
             gradient_bytes = spec.of_gradient.size_bytes(extent) if spec.requires_grad else 0
             yield Value(
                 name=spec.name,

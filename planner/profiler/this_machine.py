@@ -1,4 +1,6 @@
-"""Describe this machine and its devices, check what is asked of them, and prepare a process to measure on them."""
+"""Describe this machine and its devices, check what is asked of them, and prepare a process to
+measure on them.
+"""
 
 import ctypes
 import math
@@ -28,39 +30,50 @@ _keeps_pages = False
 
 
 def keep_freed_pages(apart_bytes: int | None = None) -> None:
-    """Let this process keep the memory that it frees, because the next training step asks for the same sizes again.
+    """Let this process keep the memory that it frees, because the next training step asks for the
+    same sizes again.
 
-    glibc returns large blocks to the system at once. Getting them back costs a page fault per 4 KiB: 15% of the time of
-    VGG-16 on a CPU. Call this at the start of a process. It does nothing without glibc, or where the environment
-    already tells glibc how to allocate (`MALLOC_MMAP_THRESHOLD_` and the like). Blocks from `apart_bytes` on are
-    returned all the same, if it is given.
+    glibc returns large blocks to the system at once. Getting them back costs a page fault per 4
+    KiB: 15% of the time of VGG-16 on a CPU. Call this at the start of a process. It does nothing
+    without glibc, or where the environment already tells glibc how to allocate
+    (`MALLOC_MMAP_THRESHOLD_` and the like). Blocks from `apart_bytes` on are returned all the same,
+    if it is given.
     """
-    if any(name.startswith("MALLOC_") for name in os.environ) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
+    if any(name.startswith("MALLOC_") for name in os.environ) or "glibc.malloc" in os.environ.get(
+        "GLIBC_TUNABLES", ""
+    ):
         return
     global _keeps_pages
     _keeps_pages = True
-    # Blocks from mmap are returned when they are freed, whatever the trim threshold, so there must be no others.
+    # Blocks from mmap are returned when they are freed, whatever the trim threshold, so there must
+    # be no others.
     if apart_bytes is None:
         settings = {_M_MMAP_MAX: 0}
     else:
         settings = {_M_MMAP_MAX: _MOST_MAPPINGS, _M_MMAP_THRESHOLD: apart_bytes}
     if (mallopt := _glibc("mallopt")) is not None:
-        for parameter, value in (settings | {_M_TRIM_THRESHOLD: _NEVER, _M_TOP_PAD: _GROW_BYTES}).items():
+        for parameter, value in (
+            settings | {_M_TRIM_THRESHOLD: _NEVER, _M_TOP_PAD: _GROW_BYTES}
+        ).items():
             mallopt(parameter, value)
 
 
 def return_free_pages() -> None:
-    """Return the pages that are free now to the system; later ones are kept as before. Without glibc, do nothing."""
+    """Return the pages that are free now to the system; later ones are kept as before. Without
+    glibc, do nothing.
+    """
     if (trim := _glibc("malloc_trim")) is not None:
         trim(0)
 
 
 @contextmanager
 def large_blocks_apart() -> Iterator[None]:
-    """Give large blocks pages of their own within the context, which are returned when they are freed.
+    """Give large blocks pages of their own within the context, which are returned when they are
+    freed.
 
-    What lives long in small blocks, as the profiler's records do, otherwise comes to lie within the freed large ones,
-    which then fit no further tensor: a step of a recurrent scan took 12 times its memory.
+    What lives long in small blocks, as the profiler's records do, otherwise comes to lie within the
+    freed large ones, which then fit no further tensor: a step of a recurrent scan took 12 times its
+    memory.
     """
     global _keeps_pages
     before, _keeps_pages = _keeps_pages, False
@@ -78,7 +91,9 @@ def large_blocks_apart() -> Iterator[None]:
 
 
 def status_bytes(field: str) -> int:
-    """Return what the system says of this process's memory; outside of Linux its peak, whatever the field."""
+    """Return what the system says of this process's memory; outside of Linux its peak, whatever the
+    field.
+    """
     status = Path("/proc/self/status")
     if not status.exists():
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -87,7 +102,9 @@ def status_bytes(field: str) -> int:
 
 
 def free_memory_bytes() -> float:
-    """Return the host's memory that is free, or could be; infinity where the system does not tell."""
+    """Return the host's memory that is free, or could be; infinity where the system does
+    not tell.
+    """
     with suppress(OSError):
         for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("MemAvailable:"):
@@ -102,7 +119,8 @@ def _glibc(function: str) -> Any:
         return None
 
 
-# An assumption: no context is larger, so more than this is another process'. On an H200 a worker's is 2.0 GB.
+# An assumption: no context is larger, so more than this is another process'. On an H200 a worker's
+# is 2.0 GB.
 _MOST_CONTEXT_BYTES = 4 * 2**30
 
 
@@ -119,18 +137,22 @@ def parse_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         raise InputError(
-            f"'{name}' is not a device", hint="give a kind, as cpu or cuda, or one of them, as cuda:0"
+            f"'{name}' is not a device",
+            hint="give a kind, as cpu or cuda, or one of them, as cuda:0",
         ) from None
     if (device.index or 0) >= (count := runtime_of(device).count()):
         raise InputError(
             f"there is no device '{name}': PyTorch sees {count} GPUs",
-            hint=f"give `device=cpu`, or install PyTorch built for {device.type} on a machine with a GPU",
+            hint=f"give `device=cpu`, or install PyTorch built for {device.type} on a machine "
+            f"with a GPU",
         )
     return device
 
 
 def describe_device(device: torch.device, threads: int, processes: int) -> Device:
-    """Return what a profile says of `device`; on a GPU after the measurement, which loads the kernels."""
+    """Return what a profile says of `device`; on a GPU after the measurement, which loads the
+    kernels.
+    """
     if runtime_of(device).counts_memory:
         properties = runtime_of(device).properties(device)
         return Device(
@@ -149,9 +171,11 @@ def describe_device(device: torch.device, threads: int, processes: int) -> Devic
 
 
 def _context_bytes(device: torch.device) -> int | None:
-    """Return what this process takes of a GPU beside the allocator's segments: context, kernels, handles of libraries.
+    """Return what this process takes of a GPU beside the allocator's segments: context, kernels,
+    handles of libraries.
 
-    The device tells only what all processes take. None where that cannot be this one's context alone.
+    The device tells only what all processes take. None where that cannot be this one's context
+    alone.
     """
     free_bytes, total_bytes = runtime_of(device).free_and_total_bytes(device)
     context_bytes = total_bytes - free_bytes - runtime_of(device).reserved_bytes(device)
@@ -190,7 +214,8 @@ def describe_machine() -> str:
 def describe_software() -> str:
     """Return the versions of this package, Python, PyTorch and its libraries, and the system."""
     return (
-        f"planner {__version__}, Python {platform.python_version()}, torch {torch.__version__}, {library_versions()}, "
+        f"planner {__version__}, Python {platform.python_version()}, torch {torch.__version__}, "
+        f"{library_versions()}, "
         f"{platform.system()} {platform.release()}"
     )
 
@@ -204,13 +229,24 @@ def describe_processor() -> str:
 
 def gpus_of_kinds(kinds: Sequence[str]) -> list[torch.device]:
     """Return all devices of these kinds that PyTorch sees here, but for CPUs."""
-    return [torch.device(kind, index) for kind in kinds if kind != "cpu" for index in range(runtime_of(kind).count())]
+    return [
+        torch.device(kind, index)
+        for kind in kinds
+        if kind != "cpu"
+        for index in range(runtime_of(kind).count())
+    ]
 
 
 def describe_gpu(device: torch.device) -> str:
-    """Return a GPU's name and memory; of NVIDIA's and AMD's the compute capability, and NVIDIA's driver."""
+    """Return a GPU's name and memory; of NVIDIA's and AMD's the compute capability, and NVIDIA's
+    driver.
+    """
     gpu = runtime_of(device).properties(device)
-    more = f", compute capability {gpu.major}.{gpu.minor}, driver {_driver_version()}" if hasattr(gpu, "major") else ""
+    more = (
+        f", compute capability {gpu.major}.{gpu.minor}, driver {_driver_version()}"
+        if hasattr(gpu, "major")
+        else ""
+    )
     return f"{gpu.name}, {format_bytes(gpu.total_memory)}{more}"
 
 

@@ -1,4 +1,6 @@
-"""What records show of themselves; importing this module, and no table yet, is what makes them do so."""
+"""What records show of themselves; importing this module, and no table yet, is what makes them do
+so.
+"""
 
 from html import escape
 from importlib import import_module

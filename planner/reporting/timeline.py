@@ -1,4 +1,6 @@
-"""What the page and the trace show of a timeline: which workers, in which rows, in which colours and words."""
+"""What the page and the trace show of a timeline: which workers, in which rows, in which colours
+and words.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -11,7 +13,8 @@ OPENING = 6  # minibatches on show at first
 _UNITS = 48  # microbatches on show at first, at most: more than these are too narrow to read
 LANE_ORDER: tuple[Lane, ...] = ("compute", "send", "receive", "all-reduce")
 
-# Colours of a lane differ for colour-blind readers, too. All have a contrast of 3 on white and on near-black (WCAG 2).
+# Colours of a lane differ for colour-blind readers, too. All have a contrast of 3 on white and on
+# near-black (WCAG 2).
 _LOOKS: dict[EventKind, tuple[str, str]] = {
     "forward": ("#0072b2", "forward"),
     "recompute": ("#1f95ef", "recomputation"),
@@ -26,13 +29,16 @@ _LOOKS: dict[EventKind, tuple[str, str]] = {
     "all_reduce": ("#b0447d", "all-reduce"),
     "all_gather": ("#c080b0", "all-gather"),
 }
-_LIGHT = ("#1f95ef", "#cc8400", "#3b8fc4", "#c87420", "#c080b0")  # colours that black is easier to read on
+# colours that black is easier to read on
+_LIGHT = ("#1f95ef", "#cc8400", "#3b8fc4", "#c87420", "#c080b0")
 COLOURS = {kind: colour for kind, (colour, _) in _LOOKS.items()}
 TEXTS = {kind: text for kind, (_, text) in _LOOKS.items()}
 
 
 def shown_workers(timeline: Timeline) -> tuple[int, ...]:
-    """Choose the workers to draw: all, or if they are too many, one of every stage or of evenly spaced stages."""
+    """Choose the workers to draw: all, or if they are too many, one of every stage or of evenly
+    spaced stages.
+    """
     if len(timeline.workers) <= MOST_WORKERS:
         return timeline.workers
     first = sorted({ranks[0] for ranks in timeline.ranks})
@@ -41,7 +47,9 @@ def shown_workers(timeline: Timeline) -> tuple[int, ...]:
 
 
 def opening(summary: Summary, timeline: Timeline, span: float) -> tuple[float, float]:
-    """Return the stretch of time on show at first: about six steady minibatches, fewer of many microbatches each."""
+    """Return the stretch of time on show at first: about six steady minibatches, fewer of many
+    microbatches each.
+    """
     length = summary.seconds_per_minibatch * max(2, min(OPENING, _UNITS // timeline.microbatches))
     if not 0 < length < 0.75 * span:
         return 0.0, span
@@ -55,14 +63,17 @@ def colour_legend(kinds: Iterable[EventKind]) -> list[tuple[str, str]]:
     present = set(kinds)
     for kind in LANES:
         if kind in present:
-            # Both ends of a message have one colour: "activations sent" and "activations received" are "activations".
+            # Both ends of a message have one colour: "activations sent" and "activations received"
+            # are "activations".
             text = TEXTS[kind].split()[0] if LANES[kind] in ("send", "receive") else TEXTS[kind]
             found.setdefault(COLOURS[kind], {})[text] = None
     return [(colour, ", ".join(texts)) for colour, texts in found.items()]
 
 
 class Row(NamedTuple):
-    """A row of a picture: one lane of one worker, in a real run several with what overlaps in it."""
+    """A row of a picture: one lane of one worker, in a real run several with what overlaps
+    in it.
+    """
 
     run: int  # its place among the runs of the picture
     lane: Lane
@@ -70,7 +81,9 @@ class Row(NamedTuple):
 
 
 def rows_of(runs: Sequence[Timeline], workers: Sequence[int]) -> dict[int, list[Row]]:
-    """Arrange the events of each of these workers in rows from top to bottom, those of the first run above."""
+    """Arrange the events of each of these workers in rows from top to bottom, those of the first
+    run above.
+    """
     found: dict[int, list[Row]] = {rank: [] for rank in workers}
     for number, run in enumerate(runs):
         rows: dict[tuple[int, int, int], list[Event]] = {}
@@ -82,7 +95,8 @@ def rows_of(runs: Sequence[Timeline], workers: Sequence[int]) -> dict[int, list[
 
 
 def side_by_side(events: Iterable[Event]) -> Iterator[tuple[Event, int]]:
-    """Yield each event and its row: the first of its worker's lane that is free by then. `events` by their start.
+    """Yield each event and its row: the first of its worker's lane that is free by then. `events`
+    by their start.
 
     A lane needs one row, except in real runs, which have several messages in progress at once.
     """

@@ -1,8 +1,10 @@
-"""Write timelines as Chrome traces, which Perfetto (ui.perfetto.dev) and chrome://tracing open, and read them back.
+"""Write timelines as Chrome traces, which Perfetto (ui.perfetto.dev) and chrome://tracing open, and
+read them back.
 
-Source: "Trace Event Format", Google (the JSON object format). A worker is a process; compute, send, receive and
-all-reduce are its threads, several of each where slices overlap, as in real runs; memory is a counter. Times are in
-microseconds.
+Source: "Trace Event Format", Google (the JSON object format). A worker is a process; compute, send,
+    receive and
+all-reduce are its threads, several of each where slices overlap, as in real runs; memory is a
+counter. Times are in microseconds.
 """
 
 import json
@@ -43,7 +45,9 @@ def save_trace(timeline: Timeline, path: Path | str) -> None:
 
 
 def load_run(path: Path | str) -> Timeline:
-    """Read the timeline from a file that `save_trace` or `save_timeline` wrote; raise InputError for any other file."""
+    """Read the timeline from a file that `save_trace` or `save_timeline` wrote; raise InputError
+    for any other file.
+    """
     path = Path(path)
     try:
         content = read_json(path)
@@ -54,19 +58,30 @@ def load_run(path: Path | str) -> Timeline:
     try:
         head = content["otherData"]["timeline"]
         events = Events.of(_event(row) for row in content["traceEvents"] if row["ph"] == "X")
-        return Timeline.model_validate({**head, "events": events.model_dump(warnings=False)})  # validated here
+        # validated here
+        return Timeline.model_validate({**head, "events": events.model_dump(warnings=False)})
     except (KeyError, TypeError, AttributeError):  # whatever another program's rows lack
-        raise InputError(f"'{path}' is a trace of another program: it has no timeline", hint=_REMEDY) from None
+        raise InputError(
+            f"'{path}' is a trace of another program: it has no timeline", hint=_REMEDY
+        ) from None
     except ValidationError as cause:
         raise InputError(f"'{path}': {first_problem(cause)}", hint=_REMEDY) from None
 
 
 def _slices(timeline: Timeline, events: Iterable[Event]) -> Iterator[TraceEvent]:
-    """Yield a complete event for each event, on the first thread of its lane that is free by then."""
-    lengths = {row[:2]: dict(zip(timeline.length_names, row[2:], strict=True)) for row in timeline.lengths}
+    """Yield a complete event for each event, on the first thread of its lane that is free
+    by then.
+    """
+    lengths = {
+        row[:2]: dict(zip(timeline.length_names, row[2:], strict=True)) for row in timeline.lengths
+    }
     for event, row in side_by_side(events):
         start = _time(event.start_s)
-        args: dict[str, Any] = {"stage": event.stage, "minibatch": event.minibatch, "microbatch": event.microbatch}
+        args: dict[str, Any] = {
+            "stage": event.stage,
+            "minibatch": event.minibatch,
+            "microbatch": event.microbatch,
+        }
         if event.peer_rank is not None:
             args |= {"peer_rank": event.peer_rank, "peer_stage": event.peer_stage or 0}
         if event.kind not in ROUNDS and (found := lengths.get((event.minibatch, event.microbatch))):
@@ -100,7 +115,11 @@ def _names(timeline: Timeline, rows: Iterable[TraceEvent]) -> Iterator[TraceEven
     for rank, thread in sorted({(row["pid"], row["tid"]) for row in rows if row["ph"] == "X"}):
         lane, row = LANE_ORDER[thread // _THREADS], thread % _THREADS
         about = {"ph": "M", "pid": rank, "tid": thread}
-        yield {**about, "name": "thread_name", "args": {"name": lane if row == 0 else f"{lane} {row + 1}"}}
+        yield {
+            **about,
+            "name": "thread_name",
+            "args": {"name": lane if row == 0 else f"{lane} {row + 1}"},
+        }
         yield {**about, "name": "thread_sort_index", "args": {"sort_index": thread}}
 
 
@@ -109,7 +128,8 @@ def _time(seconds: float) -> float:
 
 
 def _event(row: TraceEvent) -> Event:
-    end = round(row["ts"] + row["dur"], 3)  # to the bit equal to the start of an event that follows at once
+    # to the bit equal to the start of an event that follows at once
+    end = round(row["ts"] + row["dur"], 3)
     times = {"start_s": row["ts"] / MICROSECONDS, "end_s": end / MICROSECONDS}
     args = {name: value for name, value in row["args"].items() if name in Event._fields}
     return Event(rank=row["pid"], kind=row["cat"], **times, **args)

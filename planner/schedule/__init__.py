@@ -1,1 +1,3 @@
-"""Schedules as data: one stream of instructions per worker, read by the simulator and the executor alike. No torch."""
+"""Schedules as data: one stream of instructions per worker, read by the simulator and the executor
+alike. No torch.
+"""

@@ -15,21 +15,32 @@ Work = Literal["F", "B", "I", "W"]
 
 
 class Chunked(Synchronous):
-    """Base of schedules with several stages per worker: streams and depths follow from `worker_of` and `order`."""
+    """Base of schedules with several stages per worker: streams and depths follow from `worker_of`
+    and `order`.
+    """
 
     formula = "chunked"
     placed = False
     unchunked = FLUSH
 
     @abstractmethod
-    def order(self, workers: int, chunks: int, position: int, units: int) -> Iterator[tuple[Work, int, int]]:
-        """Yield (work, chunk, unit) in the order in which the worker at `position` of the pipeline does it."""
+    def order(
+        self, workers: int, chunks: int, position: int, units: int
+    ) -> Iterator[tuple[Work, int, int]]:
+        """Yield (work, chunk, unit) in the order in which the worker at `position` of the pipeline
+        does it.
+        """
 
     def own_stages(self, position: int, workers: int, chunks: int) -> list[int]:
-        return [stage for stage in range(workers * chunks) if self.worker_of(stage, workers) == position]
+        return [
+            stage for stage in range(workers * chunks) if self.worker_of(stage, workers) == position
+        ]
 
-    def depths(self, replicas: Sequence[int], microbatches: int, chunks: int = 1) -> tuple[int, ...]:
-        # Where the copies of the pipeline cannot share the microbatches evenly, some have one more than others.
+    def depths(
+        self, replicas: Sequence[int], microbatches: int, chunks: int = 1
+    ) -> tuple[int, ...]:
+        # Where the copies of the pipeline cannot share the microbatches evenly, some have one more
+        # than others.
         shares = {-(-microbatches // replicas[0]), microbatches // replicas[0]} - {0}
         workers = len(replicas) // chunks
         # In groups of equally many, no later group has more in flight than the first ones.
@@ -37,7 +48,9 @@ class Chunked(Synchronous):
         each = [_in_flight(self, workers, chunks, units) for units in shares]
         return tuple(max(counts) for counts in zip(*each, strict=True))
 
-    def minibatch(self, shape: PipelineShape, stage: int, rank: int, minibatch: int) -> Iterator[Instruction]:
+    def minibatch(
+        self, shape: PipelineShape, stage: int, rank: int, minibatch: int
+    ) -> Iterator[Instruction]:
         workers = shape.pipeline_length
         chunks = len(shape.ranks) // workers
         position = self.worker_of(stage, workers)
@@ -49,12 +62,15 @@ class Chunked(Synchronous):
             if work == "F":
                 yield from forward(shape, number, unit)
                 continue
-            # The first stage sends no gradients, so nobody waits for the first part of its backwards.
+            # The first stage sends no gradients, so nobody waits for the first part of its
+            # backwards.
             split = shape.splits(number)
             if work in "BI":
                 left[number] -= work == "B" or not split
                 last = left[number] == 0
-                yield from backward(shape, number, unit, last_of_round=last, split=work == "I" and split)
+                yield from backward(
+                    shape, number, unit, last_of_round=last, split=work == "I" and split
+                )
             elif split:
                 left[number] -= 1
                 yield BackwardWeight(number, unit, last_of_round=left[number] == 0)
@@ -74,11 +90,13 @@ def _in_flight(schedule: Chunked, workers: int, chunks: int, units: int) -> tupl
 
 
 class Interleaved(Chunked):
-    """Megatron-LM's interleaved 1F1B (Narayanan et al., SC 2021, section 2.2): stage i of K·v on worker i mod K.
+    """Megatron-LM's interleaved 1F1B (Narayanan et al., SC 2021, section 2.2): stage i of K·v on
+    worker i mod K.
 
-    Microbatches go in groups of about K: a group passes a worker's first chunk, then its second, and so on, the
-    backwards from the last chunk to the first, so that the bubble is that of chunks, not of whole workers. Worker p
-    begins with (v-1)·K + 2·(K-1-p) forwards, and alternates from there on.
+    Microbatches go in groups of about K: a group passes a worker's first chunk, then its second,
+    and so on, the backwards from the last chunk to the first, so that the bubble is that of chunks,
+    not of whole workers. Worker p begins with (v-1)·K + 2·(K-1-p) forwards, and alternates from
+    there on.
     """
 
     name = "interleaved"
@@ -88,11 +106,18 @@ class Interleaved(Chunked):
     fixed_chunks = None
     torch_name = "ScheduleInterleaved1F1B"
 
-    def order(self, workers: int, chunks: int, position: int, units: int) -> Iterator[tuple[Work, int, int]]:
-        count = max(1, units // workers)  # of groups, some of which have a few more where that leaves a remainder
-        groups = [range(units * number // count, units * (number + 1) // count) for number in range(count)]
+    def order(
+        self, workers: int, chunks: int, position: int, units: int
+    ) -> Iterator[tuple[Work, int, int]]:
+        # of groups, some of which have a few more where that leaves a remainder
+        count = max(1, units // workers)
+        groups = [
+            range(units * number // count, units * (number + 1) // count) for number in range(count)
+        ]
         forwards = [(chunk, unit) for group in groups for chunk in range(chunks) for unit in group]
-        backwards = [(chunk, unit) for group in groups for chunk in reversed(range(chunks)) for unit in group]
+        backwards = [
+            (chunk, unit) for group in groups for chunk in reversed(range(chunks)) for unit in group
+        ]
         largest = max(len(group) for group in groups)
         ahead = min(len(forwards), (chunks - 1) * largest + 2 * (workers - 1 - position))
         for step in range(len(forwards) + ahead):

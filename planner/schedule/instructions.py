@@ -1,7 +1,8 @@
 """Instructions: what a worker does, as data.
 
-A *unit* of work is one microbatch of one minibatch. An instruction names its unit and stage; a message also names the
-stage and the rank at its other end. Nothing else is needed to run or to draw a pipeline.
+A *unit* of work is one microbatch of one minibatch. An instruction names its unit and stage; a
+message also names the stage and the rank at its other end. Nothing else is needed to run or to draw
+a pipeline.
 """
 
 from __future__ import annotations
@@ -10,17 +11,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, overload
 
-MICROBATCHES_PER_GPU = 4  # from which on GPipe (Huang et al. 2019, section 2.3) calls its bubble negligible
+# from which on GPipe (Huang et al. 2019, section 2.3) calls its bubble negligible
+MICROBATCHES_PER_GPU = 4
 CHUNKS = 2  # of the model on each GPU, where a schedule interleaves them
 LATE_UPDATES = 4  # gradients that are more updates late than this are worth a warning
 MOMENTUM_UPDATES = 3  # from so many on, large momentum has made losses larger by 10% and more
 POSTED = 2  # receives per channel that are open at once: one message in use and one on its way
-# Messages that a host may have taken and its GPU not passed yet. Until then their memory cannot be given out again:
-# without a bound the host's lead would decide how much memory messages take.
+# Messages that a host may have taken and its GPU not passed yet. Until then their memory cannot be
+# given out again: without a bound the host's lead would decide how much memory messages take.
 LEAD = 4
 
 
-class Unit(NamedTuple):  # a tuple hashes and compares in C: every instruction looks up several things by its unit
+# a tuple hashes and compares in C: every instruction looks up several things by its unit
+class Unit(NamedTuple):
     """Microbatch `microbatch` of minibatch `minibatch`, both counted from 0."""
 
     minibatch: int
@@ -62,12 +65,15 @@ class Backward:
 
     stage: int
     unit: Unit
-    last_of_round: bool = True  # gradients are complete as it proceeds, so their all-reduce may begin
+    # gradients are complete as it proceeds, so their all-reduce may begin
+    last_of_round: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class BackwardInput:
-    """Run the part of the backward of `unit` that earlier stages wait for: the gradients of the stage's inputs."""
+    """Run the part of the backward of `unit` that earlier stages wait for: the gradients of the
+    stage's inputs.
+    """
 
     stage: int
     unit: Unit
@@ -84,7 +90,9 @@ class BackwardWeight:
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """A message of `unit` between `stage`, on this worker, and `peer_stage` on `peer_rank`; sends never wait."""
+    """A message of `unit` between `stage`, on this worker, and `peer_stage` on `peer_rank`; sends
+    never wait.
+    """
 
     stage: int
     unit: Unit
@@ -109,7 +117,9 @@ class SendGradient(_Message):
 
 
 class SendShared(_Message):
-    """Send the stage's gradients, of round `unit.minibatch`, of the weights that it shares with `peer_stage`."""
+    """Send the stage's gradients, of round `unit.minibatch`, of the weights that it shares with
+    `peer_stage`.
+    """
 
     __slots__ = ()
 
@@ -120,9 +130,11 @@ class ReceiveShared(_Message):
 
 @dataclass(frozen=True, slots=True)
 class AllReduce:
-    """Wait until the stage's replicas have summed the gradients of round `round`, then divide by `divisor`.
+    """Wait until the stage's replicas have summed the gradients of round `round`, then divide by
+    `divisor`.
 
-    Where a round is of one minibatch, there is none; one of several on a single replica has only the division.
+    Where a round is of one minibatch, there is none; one of several on a single replica has only
+    the division.
     """
 
     stage: int
@@ -132,7 +144,9 @@ class AllReduce:
 
 @dataclass(frozen=True, slots=True)
 class AddShared:
-    """Sum the gradients of round `round` of all stages that share weights: the next update steps with the sums."""
+    """Sum the gradients of round `round` of all stages that share weights: the next update steps
+    with the sums.
+    """
 
     stage: int
     round: int
@@ -140,7 +154,9 @@ class AddShared:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """Step the optimizer with the gradients of round `round`: this makes weight version `round` + 1."""
+    """Step the optimizer with the gradients of round `round`: this makes weight version `round` +
+    1.
+    """
 
     stage: int
     round: int

@@ -1,4 +1,6 @@
-"""Schedules with one stage per worker: 1f1b and 2bw, and those that drain the pipeline before every update."""
+"""Schedules with one stage per worker: 1f1b and 2bw, and those that drain the pipeline before every
+update.
+"""
 
 from collections import deque
 from collections.abc import Iterator
@@ -12,23 +14,36 @@ from planner.schedule.pieces import (
     one_forward_one_backward,
     send_shared,
 )
-from planner.schedule.schedule import Count, PipelineShape, Schedule, Synchronous, warm_up_depth, warm_up_depths
+from planner.schedule.schedule import (
+    Count,
+    PipelineShape,
+    Schedule,
+    Synchronous,
+    warm_up_depth,
+    warm_up_depths,
+)
 
 
 class Flush(Synchronous):
-    """PipeDream-Flush: 1F1B within each minibatch (Narayanan et al., PipeDream-2BW, ICML 2021, section 3.2)."""
+    """PipeDream-Flush: 1F1B within each minibatch (Narayanan et al., PipeDream-2BW, ICML 2021,
+    section 3.2).
+    """
 
     name = "1f1b-flush"
     known_as = "Megatron's 1F1B, which drains"
     title = "1f1b-flush, {microbatches} microbatches per minibatch"
-    summary = "synchronous, the 1F1B of Megatron and PyTorch: the pipeline drains before each update"
+    summary = (
+        "synchronous, the 1F1B of Megatron and PyTorch: the pipeline drains before each update"
+    )
     deepens = True
 
     def in_flight(self, replicas: Count, gpus_after: Count, microbatches: int) -> Count:
         most, depth = -(-microbatches // replicas), warm_up_depth(replicas, gpus_after)
         return most + (depth - most) * (depth < most)  # the lesser of the two, also for arrays
 
-    def minibatch(self, shape: PipelineShape, stage: int, rank: int, minibatch: int) -> Iterator[Instruction]:
+    def minibatch(
+        self, shape: PipelineShape, stage: int, rank: int, minibatch: int
+    ) -> Iterator[Instruction]:
         mine = shape.units_of(stage, rank, minibatch)
         for is_forward, index in one_forward_one_backward(len(mine), shape.in_flight(stage)):
             if is_forward:
@@ -42,7 +57,9 @@ FLUSH = Flush()
 
 
 class DoubleBuffered(Schedule):
-    """PipeDream-2BW (Narayanan et al., ICML 2021, section 3.1): minibatch t runs at the version that t - 2 left."""
+    """PipeDream-2BW (Narayanan et al., ICML 2021, section 3.1): minibatch t runs at the version
+    that t - 2 left.
+    """
 
     name = "2bw"
     known_as = "PipeDream-2BW"
@@ -64,7 +81,9 @@ class DoubleBuffered(Schedule):
     def turn(self, shape: PipelineShape, unit: Unit) -> int:
         return unit.minibatch * shape.microbatches + unit.microbatch
 
-    def stream(self, shape: PipelineShape, stage: int, rank: int, minibatches: int) -> Iterator[Instruction]:
+    def stream(
+        self, shape: PipelineShape, stage: int, rank: int, minibatches: int
+    ) -> Iterator[Instruction]:
         replicas = shape.ranks[stage]
         assert len(replicas) <= shape.microbatches
         mine = range(replicas.index(rank), shape.microbatches * minibatches, len(replicas))
@@ -87,12 +106,17 @@ TWO_BW = DoubleBuffered()
 
 
 class OneForwardOneBackward(Schedule):
-    """PipeDream's schedule (Narayanan et al., SOSP 2019, section 3.2): the pipeline never drains."""
+    """PipeDream's schedule (Narayanan et al., SOSP 2019, section 3.2): the pipeline never
+    drains.
+    """
 
     name = "1f1b"
     known_as = "PipeDream 1F1B"
     title = "1f1b with weight stashing"
-    summary = "asynchronous (PipeDream, and so named, too): never drains, stashes weights, has stale gradients"
+    summary = (
+        "asynchronous (PipeDream, and so named, too): never drains, stashes weights, has "
+        "stale gradients"
+    )
     formula = "asynchronous"
     asynchronous = True
     divides = False
@@ -103,7 +127,9 @@ class OneForwardOneBackward(Schedule):
     def deepest(self, replicas: int, microbatches: int) -> int | None:
         return None  # minibatches follow one another without end
 
-    def stream(self, shape: PipelineShape, stage: int, rank: int, minibatches: int) -> Iterator[Instruction]:
+    def stream(
+        self, shape: PipelineShape, stage: int, rank: int, minibatches: int
+    ) -> Iterator[Instruction]:
         replicas = shape.ranks[stage]
         per_round = shape.minibatches_per_update(stage)
         mine = range(replicas.index(rank), minibatches, len(replicas))
@@ -116,7 +142,8 @@ class OneForwardOneBackward(Schedule):
             yield from backward(shape, stage, Unit(mine[index]), last_of_round=last_of_round)
             if last_of_round:
                 yield from _finish_round(shape, stage, rank, round_, minibatches)
-        # A last, partial round has no minibatch for this replica, but its weights must follow the others'.
+        # A last, partial round has no minibatch for this replica, but its weights must follow the
+        # others'.
         last_round = (minibatches - 1) // per_round
         if minibatches and (not mine or mine[-1] // per_round < last_round):
             yield from _finish_round(shape, stage, rank, last_round, minibatches)
@@ -126,7 +153,9 @@ class OneForwardOneBackward(Schedule):
             yield Update(stage, rounds + number)
 
 
-def _finish_round(shape: PipelineShape, stage: int, rank: int, round_: int, minibatches: int) -> Iterator[Instruction]:
+def _finish_round(
+    shape: PipelineShape, stage: int, rank: int, round_: int, minibatches: int
+) -> Iterator[Instruction]:
     per_round = shape.minibatches_per_update(stage)
     if per_round > 1:
         yield AllReduce(stage, round_, divisor=min(per_round, minibatches - round_ * per_round))
@@ -140,7 +169,9 @@ ONE_F_ONE_B = OneForwardOneBackward()
 
 
 class GPipe(Flush):
-    """All forwards of a minibatch, then all its backwards (Huang et al., GPipe, NeurIPS 2019, section 2.3)."""
+    """All forwards of a minibatch, then all its backwards (Huang et al., GPipe, NeurIPS 2019,
+    section 2.3).
+    """
 
     name = "gpipe"
     known_as = "GPipe"
@@ -159,11 +190,13 @@ GPIPE = GPipe()
 
 
 class ZeroBubble(Flush):
-    """1f1b-flush with backwards in two parts (Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, section 2).
+    """1f1b-flush with backwards in two parts (Qi et al., Zero Bubble Pipeline Parallelism, ICLR
+    2024, section 2).
 
-    Gradients of weights come some backwards after those of activations, which other stages wait for. A unit is in
-    flight until its second part is done: the later a stage, the longer that waits, so that all stages hold what the
-    first one does. Where the pipeline neither fills nor drains, a backward in one part computes less.
+    Gradients of weights come some backwards after those of activations, which other stages wait
+    for. A unit is in flight until its second part is done: the later a stage, the longer that
+    waits, so that all stages hold what the first one does. Where the pipeline neither fills nor
+    drains, a backward in one part computes less.
     """
 
     name = "zb-h1"
@@ -176,10 +209,18 @@ class ZeroBubble(Flush):
 
     def depths_of(self, shape: PipelineShape) -> tuple[int, ...]:
         depths = warm_up_depths(shape.replicas)
-        wanted = (max(depths[0], depth) if shape.splits(stage) else depth for stage, depth in enumerate(depths))
-        return tuple(min(-(-shape.microbatches // r), depth) for r, depth in zip(shape.replicas, wanted, strict=True))
+        wanted = (
+            max(depths[0], depth) if shape.splits(stage) else depth
+            for stage, depth in enumerate(depths)
+        )
+        return tuple(
+            min(-(-shape.microbatches // r), depth)
+            for r, depth in zip(shape.replicas, wanted, strict=True)
+        )
 
-    def minibatch(self, shape: PipelineShape, stage: int, rank: int, minibatch: int) -> Iterator[Instruction]:
+    def minibatch(
+        self, shape: PipelineShape, stage: int, rank: int, minibatch: int
+    ) -> Iterator[Instruction]:
         if not shape.splits(stage):
             yield from super().minibatch(shape, stage, rank, minibatch)
             return

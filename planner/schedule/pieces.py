@@ -1,4 +1,6 @@
-"""What streams are made of: 1F1B order, a unit's forward and backward with its messages, a round's end."""
+"""What streams are made of: 1F1B order, a unit's forward and backward with its messages, a round's
+end.
+"""
 
 from collections.abc import Iterator, Sequence
 
@@ -8,7 +10,9 @@ from planner.schedule.schedule import PipelineShape
 
 
 def one_forward_one_backward(units: int, in_flight: int) -> Iterator[tuple[bool, int]]:
-    """Yield (is it a forward, index of the unit), in order: for 4 units and 2 in flight F0 F1 B0 F2 B1 F3 B2 B3."""
+    """Yield (is it a forward, index of the unit), in order: for 4 units and 2 in flight F0 F1 B0 F2
+    B1 F3 B2 B3.
+    """
     for step in range(units + in_flight):
         if 0 <= step - in_flight < units:
             yield False, step - in_flight
@@ -16,7 +20,9 @@ def one_forward_one_backward(units: int, in_flight: int) -> Iterator[tuple[bool,
             yield True, step
 
 
-def forward(shape: PipelineShape, stage: int, unit: Unit, version: int | None = None) -> Iterator[Instruction]:
+def forward(
+    shape: PipelineShape, stage: int, unit: Unit, version: int | None = None
+) -> Iterator[Instruction]:
     for channel in shape.arriving(stage):
         yield do.ReceiveActivation(stage, unit, channel.source, shape.rank_of(channel.source, unit))
     yield do.Forward(stage, unit, version)
@@ -30,7 +36,9 @@ def backward(
     """Yield the backward of `unit`, or its first part, with the messages it needs and sends."""
     for channel in shape.leaving(stage):
         if channel.gradient:
-            yield do.ReceiveGradient(stage, unit, channel.target, shape.rank_of(channel.target, unit))
+            yield do.ReceiveGradient(
+                stage, unit, channel.target, shape.rank_of(channel.target, unit)
+            )
     yield do.BackwardInput(stage, unit) if split else do.Backward(stage, unit, last_of_round)
     for channel in shape.arriving(stage):
         if channel.gradient:
@@ -38,7 +46,9 @@ def backward(
 
 
 def send_shared(shape: PipelineShape, stage: int, rank: int, round_: int) -> Iterator[Instruction]:
-    """Yield what `rank` sends of shared weights' gradients: each replica of a peer receives from one of the stage."""
+    """Yield what `rank` sends of shared weights' gradients: each replica of a peer receives from
+    one of the stage.
+    """
     # After the all-reduce all replicas have the same gradients, so any of them can send.
     own = shape.ranks[stage]
     for peer in shape.sharers(stage):
@@ -50,20 +60,29 @@ def send_shared(shape: PipelineShape, stage: int, rank: int, round_: int) -> Ite
 def add_shared(shape: PipelineShape, stage: int, rank: int, round_: int) -> Iterator[Instruction]:
     number, peers = shape.ranks[stage].index(rank), shape.sharers(stage)
     for peer in peers:
-        yield do.ReceiveShared(stage, Unit(round_), peer, shape.ranks[peer][number % len(shape.ranks[peer])])
+        yield do.ReceiveShared(
+            stage, Unit(round_), peer, shape.ranks[peer][number % len(shape.ranks[peer])]
+        )
     if peers:
         yield do.AddShared(stage, round_)
 
 
 def finish_minibatch(
-    shape: PipelineShape, stages: Sequence[int], rank: int, minibatch: int, kept: tuple[int, ...] = ()
+    shape: PipelineShape,
+    stages: Sequence[int],
+    rank: int,
+    minibatch: int,
+    kept: tuple[int, ...] = (),
 ) -> Iterator[Instruction]:
-    """Yield the all-reduces and updates after a minibatch; its losses are scaled, so nothing is left to divide by."""
+    """Yield the all-reduces and updates after a minibatch; its losses are scaled, so nothing is
+    left to divide by.
+    """
     for stage in stages:
         if len(shape.ranks[stage]) > 1:
             yield do.AllReduce(stage, minibatch, divisor=1)
         yield from send_shared(shape, stage, rank, minibatch)
-    # All stages send before one of them waits for the others: two stages of a worker cannot block each other.
+    # All stages send before one of them waits for the others: two stages of a worker cannot block
+    # each other.
     for stage in stages:
         yield from add_shared(shape, stage, rank, minibatch)
         yield do.Update(stage, minibatch, kept)

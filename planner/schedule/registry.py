@@ -33,4 +33,6 @@ def find(schedule: Schedule | str) -> Schedule:
     for each in SCHEDULES:
         if wanted in (each, each.name):
             return each
-    raise InputError(f"unknown schedule '{schedule}'", hint=f"`schedule` is one of {', '.join(NAMES)}")
+    raise InputError(
+        f"unknown schedule '{schedule}'", hint=f"`schedule` is one of {', '.join(NAMES)}"
+    )

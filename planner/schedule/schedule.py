@@ -1,8 +1,8 @@
 """What a schedule is, and the pipeline that it runs on.
 
-A schedule is one object with everything that differs between schedules. A *unit* of work is one microbatch, and a
-*round* all units between two updates of a stage: a minibatch, or under 1f1b a minibatch on each of the stage's
-replicas.
+A schedule is one object with everything that differs between schedules. A *unit* of work is one
+microbatch, and a *round* all units between two updates of a stage: a minibatch, or under 1f1b a
+minibatch on each of the stage's replicas.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-# One number, or an array of them: the cost models ask about thousands of stages at once. No numpy at run time: the
-# command line lists the schedules in its help, which shows at once.
+# One number, or an array of them: the cost models ask about thousands of stages at once. No numpy
+# at run time: the command line lists the schedules in its help, which shows at once.
 Count = TypeVar("Count", int, "NDArray[np.int64]")
 # The cost formula that bounds a plan's time and memory; `planner.cost` has one class for each.
 Formula = Literal["asynchronous", "double-buffered", "synchronous", "chunked"]
@@ -32,7 +32,9 @@ Formula = Literal["asynchronous", "double-buffered", "synchronous", "chunked"]
 
 @dataclass(frozen=True)
 class Channel:
-    """Stage `source` sends activations to the later stage `target`, and may receive their gradients."""
+    """Stage `source` sends activations to the later stage `target`, and may receive their
+    gradients.
+    """
 
     source: int
     target: int
@@ -47,17 +49,22 @@ class Schedule(ABC):
     summary: ClassVar[str]  # half a line of help
     known_as: ClassVar[str]  # its name in papers and other programs
     formula: ClassVar[Formula]
-    asynchronous: ClassVar[bool] = False  # updates without draining the pipeline: training differs from one device's
+    # updates without draining the pipeline: training differs from one device's
+    asynchronous: ClassVar[bool] = False
     divides: ClassVar[bool] = True  # a minibatch is several microbatches
     stashes: ClassVar[bool] = False  # each unit in flight may have a weight version of its own
     splits_backward: ClassVar[bool] = False  # gradients of inputs first, gradients of weights later
-    placed: ClassVar[bool] = True  # the search knows which ranks a stage has, on clusters of several levels
-    deepens: ClassVar[bool] = False  # more units in flight may hide messages, so the search tries that
+    # the search knows which ranks a stage has, on clusters of several levels
+    placed: ClassVar[bool] = True
+    # more units in flight may hide messages, so the search tries that
+    deepens: ClassVar[bool] = False
     fixed_chunks: ClassVar[int | None] = 1  # stages per worker; None where the user chooses
-    alternates: ClassVar[bool] = True  # forward and backward in turn; False: all forwards of a minibatch first
+    # forward and backward in turn; False: all forwards of a minibatch first
+    alternates: ClassVar[bool] = True
     weight_versions: ClassVar[int] = 1  # of a stage; where `stashes`, one per unit in flight
     torch_name: ClassVar[str] = "Schedule1F1B"  # the nearest class in torch.distributed.pipelining
-    leaner: ClassVar[tuple[Schedule, ...]] = ()  # that need less memory, to propose where nothing fits
+    # that need less memory, to propose where nothing fits
+    leaner: ClassVar[tuple[Schedule, ...]] = ()
 
     def __str__(self) -> str:
         return self.name
@@ -66,8 +73,8 @@ class Schedule(ABC):
         return f"<schedule {self.name}>"
 
     def __reduce__(self) -> str:
-        # Schedules are compared by identity, so a copy or an unpickled one must be the same object: pickle looks up a
-        # string as a name in the module of the object's class.
+        # Schedules are compared by identity, so a copy or an unpickled one must be the same object:
+        # pickle looks up a string as a name in the module of the object's class.
         module = sys.modules[type(self).__module__]
         return next(name for name, value in vars(module).items() if value is self)
 
@@ -77,7 +84,9 @@ class Schedule(ABC):
 
     @property
     def solved_as(self) -> Schedule:
-        """The schedule whose best cuts this one uses: itself, unless it has no search of its own."""
+        """The schedule whose best cuts this one uses: itself, unless it has no search of
+        its own.
+        """
         return self
 
     @property
@@ -93,30 +102,51 @@ class Schedule(ABC):
         return in_flight if self.stashes else in_flight * 0 + self.weight_versions
 
     def staleness(self, in_flight: int) -> int:
-        """Return how many updates late a stage's gradients are with so many units in flight; 0 as on one device."""
-        # Where the schedule stashes, each unit but the oldest has an update between its forward and its backward.
+        """Return how many updates late a stage's gradients are with so many units in flight; 0 as
+        on one device.
+        """
+        # Where the schedule stashes, each unit but the oldest has an update between its forward and
+        # its backward.
         return (in_flight if self.stashes else self.weight_versions) - 1
 
     def versions_suffice(self, microbatches: int, replicas: int, in_flight: int) -> bool:
-        """Return whether a stage may have so many units in flight with the versions of weights that it holds."""
+        """Return whether a stage may have so many units in flight with the versions of weights that
+        it holds.
+        """
         return True
 
     def in_flight(self, replicas: Count, gpus_after: Count, microbatches: int) -> Count:
-        """Return how many units are between forward and backward on one replica, for schedules without chunks."""
+        """Return how many units are between forward and backward on one replica, for schedules
+        without chunks.
+        """
         return warm_up_depth(replicas, gpus_after)
 
-    def depths(self, replicas: Sequence[int], microbatches: int, chunks: int = 1) -> tuple[int, ...]:
+    def depths(
+        self, replicas: Sequence[int], microbatches: int, chunks: int = 1
+    ) -> tuple[int, ...]:
         after = gpus_after(replicas)
-        return tuple(self.in_flight(r, behind, microbatches) for r, behind in zip(replicas, after, strict=True))
+        return tuple(
+            self.in_flight(r, behind, microbatches)
+            for r, behind in zip(replicas, after, strict=True)
+        )
 
     def depths_of(self, shape: PipelineShape) -> tuple[int, ...]:
-        """Return how many units one replica of each stage of `shape` has in flight where its plan does not say."""
-        depths = self.depths(shape.replicas, shape.microbatches, len(shape.ranks) // shape.pipeline_length)
+        """Return how many units one replica of each stage of `shape` has in flight where its plan
+        does not say.
+        """
+        depths = self.depths(
+            shape.replicas, shape.microbatches, len(shape.ranks) // shape.pipeline_length
+        )
         most = [self.deepest(replicas, shape.microbatches) for replicas in shape.replicas]
-        return tuple(depth if limit is None else min(depth, limit) for depth, limit in zip(depths, most, strict=True))
+        return tuple(
+            depth if limit is None else min(depth, limit)
+            for depth, limit in zip(depths, most, strict=True)
+        )
 
     def deepest(self, replicas: int, microbatches: int) -> int | None:
-        """Return the most units that one replica can have in flight whatever its memory; None without a limit."""
+        """Return the most units that one replica can have in flight whatever its memory; None
+        without a limit.
+        """
         return -(-microbatches // replicas)
 
     def turn(self, shape: PipelineShape, unit: Unit) -> int:
@@ -124,8 +154,12 @@ class Schedule(ABC):
         return unit.minibatch if shape.microbatches == 1 else unit.microbatch
 
     @abstractmethod
-    def stream(self, shape: PipelineShape, stage: int, rank: int, minibatches: int) -> Iterator[Instruction]:
-        """Yield the instructions of worker `rank`, one of whose stages is `stage`, in the order it runs them."""
+    def stream(
+        self, shape: PipelineShape, stage: int, rank: int, minibatches: int
+    ) -> Iterator[Instruction]:
+        """Yield the instructions of worker `rank`, one of whose stages is `stage`, in the order it
+        runs them.
+        """
 
 
 class Synchronous(Schedule):
@@ -133,12 +167,16 @@ class Synchronous(Schedule):
 
     formula: ClassVar[Formula] = "synchronous"
 
-    def stream(self, shape: PipelineShape, stage: int, rank: int, minibatches: int) -> Iterator[Instruction]:
+    def stream(
+        self, shape: PipelineShape, stage: int, rank: int, minibatches: int
+    ) -> Iterator[Instruction]:
         for minibatch in range(minibatches):
             yield from self.minibatch(shape, stage, rank, minibatch)
 
     @abstractmethod
-    def minibatch(self, shape: PipelineShape, stage: int, rank: int, minibatch: int) -> Iterator[Instruction]:
+    def minibatch(
+        self, shape: PipelineShape, stage: int, rank: int, minibatch: int
+    ) -> Iterator[Instruction]:
         """Yield the instructions of worker `rank` for one minibatch, its update included."""
 
 
@@ -150,11 +188,14 @@ class PipelineShape:
     channels: tuple[Channel, ...]
     schedule: Schedule
     microbatches: int = 1  # per minibatch; 1 for schedules that do not divide minibatches
-    depths: tuple[int, ...] | None = None  # per stage, the most units in flight on a replica; None: the schedule's own
-    shared: tuple[tuple[int, int], ...] = ()  # pairs of stages that hold the same weights (`planner.schedule.versions`)
+    # per stage, the most units in flight on a replica; None: the schedule's own
+    depths: tuple[int, ...] | None = None
+    # pairs of stages that hold the same weights (`planner.schedule.versions`)
+    shared: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
-        # What users ask for is checked where they ask (`planner.plan.shape`, `planner.formats.plan`).
+        # What users ask for is checked where they ask (`planner.plan.shape`,
+        # `planner.formats.plan`).
         assert self.schedule.divides or self.microbatches == 1
 
     @property
@@ -167,8 +208,12 @@ class PipelineShape:
 
     @property
     def first_stages(self) -> dict[int, int]:
-        """The first stage of every worker: its only one, unless the schedule has several chunks per worker."""
-        return {rank: stage for stage, ranks in reversed(list(enumerate(self.ranks))) for rank in ranks}
+        """The first stage of every worker: its only one, unless the schedule has several chunks per
+        worker.
+        """
+        return {
+            rank: stage for stage, ranks in reversed(list(enumerate(self.ranks))) for rank in ranks
+        }
 
     @cached_property
     def pipeline_length(self) -> int:
@@ -198,7 +243,9 @@ class PipelineShape:
         return sharers(self.shared, stage) if self.shared else ()
 
     def lag(self, stage: int) -> int:
-        """Return by how many rounds gradients of shared weights are applied later than those of other weights."""
+        """Return by how many rounds gradients of shared weights are applied later than those of
+        other weights.
+        """
         if not self.schedule.stashes or not self.sharers(stage):
             return 0
         depths = [self.in_flight(other) for other in range(len(self.ranks))]
@@ -213,19 +260,28 @@ class PipelineShape:
         return self.schedule.staleness(self.in_flight(stage))
 
     def unsteady(self, rank: int) -> tuple[int, int]:
-        """Return how many of a worker's first units fill the pipeline, and how many of its last ones empty it."""
+        """Return how many of a worker's first units fill the pipeline, and how many of its last
+        ones empty it.
+        """
         stages, first = self.stages_of(rank), self.replicas[0]
         last = self.in_flight(stages[0])
         depth = max(last, -(-self.in_flight(0) * first // max(first, self.replicas[stages[0]])))
         if not self.asynchronous:
             return 2 * depth * len(stages), 0
-        # All stages are steady in the same time, in which later ones are ahead by what is in flight between.
+        # All stages are steady in the same time, in which later ones are ahead by what is in flight
+        # between.
         return (3 * depth - last) * len(stages), last * len(stages)
 
     def rank_of(self, stage: int, unit: Unit) -> int:
-        """Return the worker that runs `unit` at `stage`, forward and backward: replicas take turns (1F1B-RR)."""
+        """Return the worker that runs `unit` at `stage`, forward and backward: replicas take turns
+        (1F1B-RR).
+        """
         replicas = self.ranks[stage]
-        return replicas[0] if len(replicas) == 1 else replicas[self.schedule.turn(self, unit) % len(replicas)]
+        return (
+            replicas[0]
+            if len(replicas) == 1
+            else replicas[self.schedule.turn(self, unit) % len(replicas)]
+        )
 
     def units_of(self, stage: int, rank: int, minibatch: int) -> Units:
         # Turns grow by one with the microbatch.
@@ -234,9 +290,11 @@ class PipelineShape:
         return Units(minibatch, range(begin, self.microbatches, period))
 
     def shortened(self, least: int) -> PipelineShape:
-        """Return the same pipeline with few microbatches per minibatch: `least` or more, if it has as many.
+        """Return the same pipeline with few microbatches per minibatch: `least` or more, if it has
+        as many.
 
-        Replicas, and chunks of a worker, take turns as before, and what is left over at the end is the same.
+        Replicas, and chunks of a worker, take turns as before, and what is left over at the end is
+        the same.
         """
         period = math.lcm(*self.replicas, len(self.first_stages))
         least = max(least, period)
@@ -247,7 +305,9 @@ class PipelineShape:
         return replace(self, microbatches=microbatches, depths=depths)
 
     def splits(self, stage: int) -> bool:
-        return self.schedule.splits_backward and any(channel.gradient for channel in self.arriving(stage))
+        return self.schedule.splits_backward and any(
+            channel.gradient for channel in self.arriving(stage)
+        )
 
     def in_flight(self, stage: int) -> int:
         """Return the most units between forward and backward on one replica of `stage`."""
@@ -258,7 +318,9 @@ class PipelineShape:
         return self.schedule.depths_of(self) if self.depths is None else self.depths
 
     def versions(self, stage: int) -> int:
-        """Return the most versions of its weights that one replica of `stage` holds: what memory is planned for."""
+        """Return the most versions of its weights that one replica of `stage` holds: what memory is
+        planned for.
+        """
         return self.schedule.versions(self.in_flight(stage))
 
 
@@ -268,7 +330,9 @@ def gpus_after(replicas: Sequence[int]) -> list[int]:
 
 
 def warm_up_depth(replicas: Count, gpus_after: Count) -> Count:
-    """Return what a replica admits before its first backward under 1F1B (NOAM: PipeDream, SOSP 2019, section 3.2)."""
+    """Return what a replica admits before its first backward under 1F1B (NOAM: PipeDream, SOSP
+    2019, section 3.2).
+    """
     return 1 + -(-gpus_after // replicas)
 
 
@@ -278,6 +342,8 @@ def warm_up_depths(replicas: Sequence[int]) -> tuple[int, ...]:
 
 
 def stream(shape: PipelineShape, stage: int, rank: int, minibatches: int) -> Iterator[Instruction]:
-    """Yield all instructions of worker `rank`, one of whose stages is `stage`, in the order it runs them; lazily."""
+    """Yield all instructions of worker `rank`, one of whose stages is `stage`, in the order it runs
+    them; lazily.
+    """
     assert rank in shape.ranks[stage]
     yield from shape.schedule.stream(shape, stage, rank, minibatches)

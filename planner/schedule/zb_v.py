@@ -8,18 +8,25 @@ from planner.schedule.chunked import Chunked, Work
 
 
 class ZeroBubbleV(Chunked):
-    """The V-shaped zero-bubble schedule (Qi et al., Pipeline Parallelism with Controllable Memory, NeurIPS 2024).
+    """The V-shaped zero-bubble schedule (Qi et al., Pipeline Parallelism with Controllable Memory,
+    NeurIPS 2024).
 
-    Worker i of p runs the stages i and 2p-1-i, so a microbatch's backward begins where its forward ended. It warms up
-    with 2(p-i)-1 forwards of its first chunk, then i of both chunks in turn, then p-i forwards of its second chunk,
-    each with its backward. Forward and backward of both chunks alternate from there on; at the end the gradients of
-    activations go first, and those of weights fill the time in which others are waited for.
+    Worker i of p runs the stages i and 2p-1-i, so a microbatch's backward begins where its forward
+    ended. It warms up with 2(p-i)-1 forwards of its first chunk, then i of both chunks in turn,
+    then p-i forwards of its second chunk, each with its backward. Forward and backward of both
+    chunks alternate from there on; at the end the gradients of activations go first, and those of
+    weights fill the time in which others are waited for.
     """
 
     name = "zb-v"
     known_as = "zero bubble, ZB-V"
-    title = "zb-v, 2 chunks per GPU in a V, backwards in two parts, {microbatches} microbatches per minibatch"
-    summary = "synchronous, two chunks of the model per GPU in a V; weight gradients fill the bubble"
+    title = (
+        "zb-v, 2 chunks per GPU in a V, backwards in two parts, {microbatches} microbatches "
+        "per minibatch"
+    )
+    summary = (
+        "synchronous, two chunks of the model per GPU in a V; weight gradients fill the bubble"
+    )
     splits_backward = True
     fixed_chunks = 2
     torch_name = "ScheduleZBVZeroBubble"
@@ -27,9 +34,16 @@ class ZeroBubbleV(Chunked):
     def worker_of(self, stage: int, workers: int) -> int:
         return min(stage, 2 * workers - 1 - stage)
 
-    def order(self, workers: int, chunks: int, position: int, units: int) -> Iterator[tuple[Work, int, int]]:
-        # The order is that of enough microbatches to fill the pipeline; those that are not there are left out.
-        return (each for each in _full_order(workers, position, max(units, 2 * workers - 1)) if each[2] < units)
+    def order(
+        self, workers: int, chunks: int, position: int, units: int
+    ) -> Iterator[tuple[Work, int, int]]:
+        # The order is that of enough microbatches to fill the pipeline; those that are not there
+        # are left out.
+        return (
+            each
+            for each in _full_order(workers, position, max(units, 2 * workers - 1))
+            if each[2] < units
+        )
 
 
 def _full_order(workers: int, position: int, units: int) -> Iterator[tuple[Work, int, int]]:

@@ -25,7 +25,8 @@ from planner.model.stage.stage import build_stage
 from planner.profiler.this_machine import thread_count
 from planner.selfcheck.lab import SEED, Case, Lab, Outcome, judged, location
 
-MOST = 3.0  # times the error of the whole model; of 90 tensors of T5 and BERT in bfloat16 the largest was 1.2
+# times the error of the whole model; of 90 tensors of T5 and BERT in bfloat16 the largest was 1.2
+MOST = 3.0
 DTYPES: tuple[Literal["float32", "bfloat16", "float16"], ...] = ("float32", "bfloat16", "float16")
 
 Step = dict[str, Tensor]  # the loss, and the gradients by the parameters' names
@@ -52,15 +53,23 @@ def _in_all_types(lab: Lab, model: str) -> Outcome:
             try:
                 whole = whole_step(spec, graph.model, batch, options)
             except RuntimeError as error:
-                if lab.on_gpu:  # every GPU has all three types, and a CPU may lack some kernels in float16
+                # every GPU has all three types, and a CPU may lack some kernels in float16
+                if lab.on_gpu:
                     raise
-                said.append(f"{dtype} cannot run on this CPU even without cuts ({first_line(error)})")
+                said.append(
+                    f"{dtype} cannot run on this CPU even without cuts ({first_line(error)})"
+                )
                 continue
             cut = cut_step(graph, batch)
             leaves, tree = batch.flatten()
-            wide = [each.double() if isinstance(each, Tensor) and each.is_floating_point() else each for each in leaves]
+            wide = [
+                each.double() if isinstance(each, Tensor) and each.is_floating_point() else each
+                for each in leaves
+            ]
             exact = whole_step(spec, graph.model.double(), Batch(*tree.unflatten(wide)), PLAIN)
-        ratio, name = error_ratio(cut, whole, exact, torch.finfo(autocast_dtype(dtype) or torch.float32).eps)
+        ratio, name = error_ratio(
+            cut, whole, exact, torch.finfo(autocast_dtype(dtype) or torch.float32).eps
+        )
         if not ratio <= MOST:
             found = f"{dtype}: the error of {name} is {ratio:.2g} times that of the whole model"
             return judged(False, found, ratio, MOST)
@@ -70,10 +79,12 @@ def _in_all_types(lab: Lab, model: str) -> Outcome:
 
 
 def error_ratio(cut: Step, whole: Step, exact: Step, eps: float) -> tuple[float, str]:
-    """Return the largest error of the cut model's tensors relative to that of the whole model's, and which it is of.
+    """Return the largest error of the cut model's tensors relative to that of the whole model's,
+    and which it is of.
 
-    An error is the norm of the difference from `exact`. By chance the whole model may have next to none in a tensor of
-    few entries, so each tensor is allowed the model's usual share of its norm, too: the median, and at least `eps`.
+    An error is the norm of the difference from `exact`. By chance the whole model may have next to
+    none in a tensor of few entries, so each tensor is allowed the model's usual share of its norm,
+    too: the median, and at least `eps`.
     """
     if missing := cut.keys() ^ whole.keys():
         return math.inf, f"'{min(missing)}', whose gradient one of the two has not,"
@@ -83,7 +94,10 @@ def error_ratio(cut: Step, whole: Step, exact: Step, eps: float) -> tuple[float,
 
     norms = {name: float(exact[name].double().norm()) for name in whole}
     usual = max(eps, median(error(whole, name) / norm for name, norm in norms.items() if norm > 0))
-    ratios = {name: error(cut, name) / max(error(whole, name), usual * norm, eps**2) for name, norm in norms.items()}
+    ratios = {
+        name: error(cut, name) / max(error(whole, name), usual * norm, eps**2)
+        for name, norm in norms.items()
+    }
     worst = max(ratios, key=lambda name: (math.isnan(ratios[name]), ratios[name]))
     return ratios[worst], f"'{worst}'"
 
@@ -99,23 +113,37 @@ def cut_step(graph: LayerGraph, batch: Batch) -> Step:
     """Run the same step with a stage for each layer; values cross as messages carry them."""
     with _fresh(graph.model):
         known: dict[str, Tensor] = {}
-        for stage in (build_stage(graph, [layer.name]).to(batch.device_type) for layer in graph.layers):
+        for stage in (
+            build_stage(graph, [layer.name]).to(batch.device_type) for layer in graph.layers
+        ):
             received = {}
             for spec in stage.received:
-                message = spec.to_wire(known[spec.name]).clone(memory_format=torch.contiguous_format)
+                message = spec.to_wire(known[spec.name]).clone(
+                    memory_format=torch.contiguous_format
+                )
                 received[spec.name] = spec.from_wire(message, batch.size)
             results = stage(batch if stage.needs_batch else None, received)
             for spec in stage.sent:
-                value, wanted = results[spec.name], (spec.shape(batch.size), spec.dtype, spec.requires_grad)
+                value, wanted = (
+                    results[spec.name],
+                    (spec.shape(batch.size), spec.dtype, spec.requires_grad),
+                )
                 if (found := (tuple(value.shape), value.dtype, value.requires_grad)) != wanted:
-                    raise ValueError(f"'{spec.name}' has shape, type and need of a gradient {found}, captured {wanted}")
+                    raise ValueError(
+                        f"'{spec.name}' has shape, type and need of a gradient {found}, captured "
+                        f"{wanted}"
+                    )
             known.update(results)
         torch.autograd.backward(known["loss"])
         return _result(known["loss"], graph.model)
 
 
 def _result(loss: Tensor, model: nn.Module) -> Step:
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    gradients = {
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
     return {"loss": loss.detach()} | gradients
 
 

@@ -1,4 +1,6 @@
-"""What the checks share: what a case finds, the device and its workers, profiles and plans of the built-in models."""
+"""What the checks share: what a case finds, the device and its workers, profiles and plans of the
+built-in models.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -36,10 +38,13 @@ class Outcome(NamedTuple):
     limit: float | None = None
 
 
-Case: TypeAlias = tuple[str, Callable[[], Outcome]]  # its name, and what finds its outcome; an exception fails it
+# its name, and what finds its outcome; an exception fails it
+Case: TypeAlias = tuple[str, Callable[[], Outcome]]
 
 
-def judged(good: bool, found: str, value: float | None = None, limit: float | None = None) -> Outcome:
+def judged(
+    good: bool, found: str, value: float | None = None, limit: float | None = None
+) -> Outcome:
     return Outcome("passed" if good else "failed", found, value, limit)
 
 
@@ -51,7 +56,8 @@ class Lab:
     workers: int  # of the runs that have several
     folder: Path  # for temporary files
     models: tuple[str, ...] = ()  # of the user's, to cut beside the built-in ones
-    backend: Backend | None = None  # of the messages; None for the device's own where each worker has a GPU, else gloo
+    # of the messages; None for the device's own where each worker has a GPU, else gloo
+    backend: Backend | None = None
     _profiles: dict[tuple[str, int], Profile] = field(default_factory=dict)
 
     @property
@@ -61,11 +67,15 @@ class Lab:
     def profile(self, model: str, batch_size: int = BATCH_SIZE) -> Profile:
         """Profile a model with as few steps as there can be, once."""
         if (key := (model, batch_size)) not in self._profiles:
-            self._profiles[key] = profile(model, batch_size=batch_size, device=str(self.device), seconds=0.0)
+            self._profiles[key] = profile(
+                model, batch_size=batch_size, device=str(self.device), seconds=0.0
+            )
         return self._profiles[key]
 
     def train(self, model: str, plan: Plan, steps: int) -> TrainResult:
-        """Train in worker processes, as `plan train` does; unless told over gloo where they share GPUs."""
+        """Train in worker processes, as `plan train` does; unless told over gloo where they share
+        GPUs.
+        """
         shared = self.on_gpu and plan.workers > runtime_of(self.device).count()
         backend = self.backend or ("gloo" if shared else None)
         return train(model, plan, steps=steps, seed=SEED, device=self.device.type, backend=backend)
@@ -77,9 +87,15 @@ def location(builder: str) -> str:
 
 
 def even_plan(
-    profile: Profile, schedule: Schedule, replicas: Sequence[int], *, microbatches: int | None = None
+    profile: Profile,
+    schedule: Schedule,
+    replicas: Sequence[int],
+    *,
+    microbatches: int | None = None,
 ) -> Plan:
-    """Return a plan whose stages have equally many layers and these replicas, whatever a search would choose."""
+    """Return a plan whose stages have equally many layers and these replicas, whatever a search
+    would choose.
+    """
     workers = sum(replicas)
     counts = [*replicas] * ((schedule.fixed_chunks or CHUNKS) if schedule.chunked else 1)
     legal = [layer.name for layer in profile.layers if layer.name not in profile.no_cut_after]

@@ -1,7 +1,9 @@
-"""What listens for connections while a run trains on this host, and whether a stranger's word counts there.
+"""What listens for connections while a run trains on this host, and whether a stranger's word
+counts there.
 
-The sockets are those that the system lists (proc(5), "/proc/net/tcp") for this process and the workers that it starts.
-A stranger, who does not know the secret of the run, reports a failure in its store: the run must go on.
+The sockets are those that the system lists (proc(5), "/proc/net/tcp") for this process and the
+workers that it starts. A stranger, who does not know the secret of the run, reports a failure in
+its store: the run must go on.
 """
 
 import ipaddress
@@ -58,8 +60,13 @@ def _one_host(lab: Lab) -> Outcome:
 def _judged(watch: "_Watch", minibatches: int) -> Outcome:
     launcher = sorted({each.address for each in watch.sockets if each.process == os.getpid()})
     workers = sorted({each.address for each in watch.sockets if each.process != os.getpid()})
-    store = f"the store of the run at {' and '.join(launcher) or 'no address'}, which asks for the secret of the run"
-    links = f"workers for each other at {' and '.join(workers) or 'no address'}, without authentication"
+    store = (
+        f"the store of the run at {' and '.join(launcher) or 'no address'}, which asks for "
+        f"the secret of the run"
+    )
+    links = (
+        f"workers for each other at {' and '.join(workers) or 'no address'}, without authentication"
+    )
     found = f"listening while a run trains, at free ports: {store}; {links}"
 
     outside = [each for each in (*launcher, *workers) if not ipaddress.ip_address(each).is_loopback]
@@ -71,7 +78,9 @@ def _judged(watch: "_Watch", minibatches: int) -> Outcome:
 
 
 class _Watch:
-    """Lists the sockets of this process and its workers, again and again, and is a stranger to their store."""
+    """Lists the sockets of this process and its workers, again and again, and is a stranger to
+    their store.
+    """
 
     def __init__(self) -> None:
         self.sockets = set[Socket]()
@@ -96,7 +105,14 @@ class _Watch:
     def _lie(self, place: Socket) -> None:
         with suppress(RuntimeError):  # it is gone, or not there yet
             store = TCPStore(place.address, place.port, is_master=False, timeout=_ANSWERS_WITHIN)
-            failure = {"rank": 0, "stage": 0, "message": "a lie", "hint": "", "exit_code": 1, "consequence": False}
+            failure = {
+                "rank": 0,
+                "stage": 0,
+                "message": "a lie",
+                "hint": "",
+                "exit_code": 1,
+                "consequence": False,
+            }
             store.set(f"plan/0/{failure_key(0)}", json.dumps(failure))
             store.set(f"plan/0/{CAUSE}", "0")
             self.was_told = True
@@ -134,7 +150,9 @@ def _places() -> Iterator[tuple[str, tuple[str, int]]]:
 
 
 def _readable(address: str) -> str:
-    """Return an address of the table, whose words of four bytes are little-endian, as people write it."""
+    """Return an address of the table, whose words of four bytes are little-endian, as people write
+    it.
+    """
     words = [bytes.fromhex(address[at : at + 8])[::-1] for at in range(0, len(address), 8)]
     found = ipaddress.ip_address(b"".join(words))
     mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None

@@ -1,4 +1,6 @@
-"""Small models on random images in a file like a user's: convolutions with BatchNorm, and attention."""
+"""Small models on random images in a file like a user's: convolutions with BatchNorm, and
+attention.
+"""
 
 import os
 import signal
@@ -14,16 +16,22 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 
 SIZE, WIDTH, CLASSES = 12, 192, 10
-KILLED = "PLAN_SELFTEST_KILLED"  # in the environment: a file for the time at which worker 0 kills itself
+# in the environment: a file for the time at which worker 0 kills itself
+KILLED = "PLAN_SELFTEST_KILLED"
 KILLED_IN = 6  # this update
 
 
 class Convolution(nn.Module):
-    """A convolution, BatchNorm and an in-place ReLU with a skip around them, (batch, channels, size, size)."""
+    """A convolution, BatchNorm and an in-place ReLU with a skip around them, (batch, channels,
+    size, size).
+    """
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.conv, self.norm = nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels)
+        self.conv, self.norm = (
+            nn.Conv2d(channels, channels, 3, padding=1, bias=False),
+            nn.BatchNorm2d(channels),
+        )
         self.relu = nn.ReLU(inplace=True)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -34,11 +42,15 @@ class Convolution(nn.Module):
 def build_convolutional(blocks: int = 12, channels: int = 8) -> nn.Module:
     """Return residual blocks of convolutions, enough to leave each of many workers a few layers."""
     head = [nn.AvgPool2d(4), nn.Flatten(), nn.Linear(channels * (SIZE // 4) ** 2, CLASSES)]
-    return nn.Sequential(nn.Conv2d(3, channels, 3, padding=1), *(Convolution(channels) for _ in range(blocks)), *head)
+    return nn.Sequential(
+        nn.Conv2d(3, channels, 3, padding=1), *(Convolution(channels) for _ in range(blocks)), *head
+    )
 
 
 def build_transformer() -> nn.Module:
-    """Return blocks of attention over rows of the image, enough to measure memory by; two share a weight."""
+    """Return blocks of attention over rows of the image, enough to measure memory by; two share a
+    weight.
+    """
     encoder = partial(nn.TransformerEncoderLayer, dropout=0.0, batch_first=True, norm_first=True)
     layers = [encoder(WIDTH, 4, 4 * WIDTH) for _ in range(4)]
     layers[-1].linear1 = layers[0].linear1

@@ -38,7 +38,8 @@ from planner.workers.launch import environment
 from planner.workers.meeting import worker_variables
 from planner.workers.place import check_backend, kind_here
 
-# A GPU would multiply in TF32 in some kernels, which hides differences. The libraries read this when they are loaded.
+# A GPU would multiply in TF32 in some kernels, which hides differences. The libraries read this
+# when they are loaded.
 EXACT = {"NVIDIA_TF32_OVERRIDE": "0"}
 
 
@@ -64,7 +65,8 @@ class SelftestReport(Shown, Record):
 
     def __str__(self) -> str:
         rows = [
-            [row.check, row.name, row.result, textwrap.fill(row.found, 96), f"{row.seconds:.1f}"] for row in self.rows
+            [row.check, row.name, row.result, textwrap.fill(row.found, 96), f"{row.seconds:.1f}"]
+            for row in self.rows
         ]
         table = Table(["check", "case", "result", "found", "seconds"], rows, "llllr").text()
         results = [row.result for row in self.rows]
@@ -81,8 +83,15 @@ class SelftestReport(Shown, Record):
 def environment_cases(lab: Lab) -> Iterator[Case]:
     """Yield what this machine is; a case fails where that cannot be found out."""
     yield "software", lambda: Outcome("passed", describe_software())
-    yield "machine", lambda: Outcome("passed", f"{describe_processor()}, load {os.getloadavg()[0]:.1f}")
-    variables = [f"{name}={os.environ[name]}" for name in sorted(os.environ) if name.startswith(("GLOO_", "NCCL_"))]
+    yield (
+        "machine",
+        lambda: Outcome("passed", f"{describe_processor()}, load {os.getloadavg()[0]:.1f}"),
+    )
+    variables = [
+        f"{name}={os.environ[name]}"
+        for name in sorted(os.environ)
+        if name.startswith(("GLOO_", "NCCL_"))
+    ]
     network = ", ".join([*(name for _, name in socket.if_nameindex()), *variables])
     yield "network", lambda: Outcome("passed", network)
     for index, gpu in enumerate(gpus_of_kinds(kinds_here())):
@@ -99,10 +108,15 @@ def _link(lab: Lab, backend: Backend) -> Outcome:
     enough = lab.backend == backend or runtime_of(lab.device).count() > 1
     there = lab.on_gpu and dist.is_backend_available(backend) and enough
     if lab.workers < 2 or (backend != "gloo" and not there):
-        return Outcome("skipped", "two workers have a link; NCCL needs two GPUs, and a PyTorch that has it")
+        return Outcome(
+            "skipped", "two workers have a link; NCCL needs two GPUs, and a PyTorch that has it"
+        )
     (level,) = measure_host(2, lab.device.type, backend).levels
     sums, each_way = level.all_reduce_bandwidth_bytes_per_s or 0.0, level.bandwidth_bytes_per_s
-    found = f"{format_bandwidth(each_way)} each way at once, {format_seconds(level.latency_s)} of latency"
+    found = (
+        f"{format_bandwidth(each_way)} each way at once, {format_seconds(level.latency_s)} "
+        f"of latency"
+    )
     return Outcome("passed", f"{found}, {format_bandwidth(sums)} in all-reduces")
 
 
@@ -119,13 +133,18 @@ CHECKS: Mapping[str, Callable[[Lab], Iterator[Case]]] = {
 
 @keywords_of(SelftestOptions, arguments=0)
 def selftest(options: SelftestOptions) -> SelftestReport:
-    """Check on this host that planning and training work; all files are temporary, and no process is left."""
+    """Check on this host that planning and training work; all files are temporary, and no process
+    is left.
+    """
     for argument, names in (("only", options.only), ("skip", options.skip)):
         if unknown := [name for name in names if name not in CHECKS]:
-            raise InputError(f"`{argument}={unknown[0]}` is no check", hint=f"the checks are {', '.join(CHECKS)}")
+            raise InputError(
+                f"`{argument}={unknown[0]}` is no check", hint=f"the checks are {', '.join(CHECKS)}"
+            )
     if int({**os.environ, **worker_variables(os.environ)}.get("WORLD_SIZE", "1")) > 1:
         raise InputError(
-            "the self-test is for one host and starts its own workers, and this is one of several processes",
+            "the self-test is for one host and starts its own workers, and this is one of several "
+            "processes",
             hint="run it once on each host, without torchrun",
         )
     check_positive("workers", options.workers)
@@ -133,7 +152,9 @@ def selftest(options: SelftestOptions) -> SelftestReport:
     kind, rows, started = options.device or kind_here(), list[Row](), time.monotonic()
     date = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     with held_folder("selftest") as folder, environment(EXACT):
-        lab = Lab(parse_device(kind), options.workers, folder, tuple(options.model), options.backend)
+        lab = Lab(
+            parse_device(kind), options.workers, folder, tuple(options.model), options.backend
+        )
         for check, cases in CHECKS.items():
             if check in (options.only or CHECKS) and check not in options.skip:
                 for case in cases(lab):
@@ -142,7 +163,12 @@ def selftest(options: SelftestOptions) -> SelftestReport:
                         options.on_row(rows[-1])
     seconds = time.monotonic() - started
     return SelftestReport(
-        version=__version__, date=date, device=kind, workers=options.workers, rows=tuple(rows), seconds=seconds
+        version=__version__,
+        date=date,
+        device=kind,
+        workers=options.workers,
+        rows=tuple(rows),
+        seconds=seconds,
     )
 
 
@@ -152,7 +178,9 @@ def run_case(check: str, case: Case) -> Row:
     try:
         outcome = find()
     except Exception as error:
-        outcome = Outcome("failed", error.message if isinstance(error, PlannerError) else reason_of(error))
+        outcome = Outcome(
+            "failed", error.message if isinstance(error, PlannerError) else reason_of(error)
+        )
     if outcome.value is not None and not math.isfinite(outcome.value):
         outcome = outcome._replace(value=None)  # JSON has no NaN
     return Row(check=check, name=name, seconds=time.monotonic() - started, **outcome._asdict())

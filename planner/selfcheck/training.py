@@ -1,7 +1,9 @@
-"""Do runs over several workers compute what one process does, in the memory that was predicted, and fail as told?
+"""Do runs over several workers compute what one process does, in the memory that was predicted, and
+fail as told?
 
-Losses are compared with those of the unsplit model, trained in this process in plain PyTorch at the weight versions
-that the schedule's instructions name. Nothing of the executor takes part but the order of the data.
+Losses are compared with those of the unsplit model, trained in this process in plain PyTorch at the
+weight versions that the schedule's instructions name. Nothing of the executor takes part but the
+order of the data.
 """
 
 import math
@@ -34,13 +36,17 @@ from planner.workers.job import WorkerReport
 from planner.workers.launch import environment
 
 STEPS = 20
-# Sums are made in another order than in one process. An update at another version of the weights shows as 3e-4 or more.
+# Sums are made in another order than in one process. An update at another version of the weights
+# shows as 3e-4 or more.
 LIMIT_CPU, LIMIT_GPU = 1e-5, 1e-4
-FEW_STEPS = 5  # of attention, which multiplies differences in rounding by a hundred every four steps
+# of attention, which multiplies differences in rounding by a hundred every four steps
+FEW_STEPS = 5
 MEMORY_STEPS = 8
-MEMORY_BATCH_SIZE_CPU, MEMORY_BATCH_SIZE_GPU = 64, 512  # so that libraries' own memory on a GPU counts little
+# so that libraries' own memory on a GPU counts little
+MEMORY_BATCH_SIZE_CPU, MEMORY_BATCH_SIZE_GPU = 64, 512
 # A CPU has resident pages, of which libraries have a few percent more or less than a plan knows.
-# On a GPU the allocator counts to the byte, and a prediction must not be below it by more than small values take.
+# On a GPU the allocator counts to the byte, and a prediction must not be below it by more than
+# small values take.
 LEAST_CPU, LEAST_GPU, MOST = -0.05, -0.01, 0.10
 TOLD_S = 10.0  # from a worker's end to the message
 CONVOLUTIONAL, TRANSFORMER = location("build_convolutional"), location("build_transformer")
@@ -59,9 +65,14 @@ def _equals_one_process(
 ) -> Outcome:
     profile = lab.profile(model)
     if len(profile.layers) < len(replicas) * 2:
-        return Outcome("skipped", f"{len(profile.layers)} layers are too few for {lab.workers} workers")
+        return Outcome(
+            "skipped", f"{len(profile.layers)} layers are too few for {lab.workers} workers"
+        )
     plan = even_plan(profile, schedule, replicas)
-    found = [math.nan if entry.loss is None else entry.loss for entry in lab.train(model, plan, steps).losses]
+    found = [
+        math.nan if entry.loss is None else entry.loss
+        for entry in lab.train(model, plan, steps).losses
+    ]
     expected, _ = train_alone(load_model_file(model), profile, plan, SEED, lab.device, steps)
     what = "delayed updates in one process" if schedule.asynchronous else "one process"
     return compared(found, expected, what, LIMIT_GPU if lab.on_gpu else LIMIT_CPU)
@@ -70,20 +81,32 @@ def _equals_one_process(
 def compared(found: Sequence[float], expected: Sequence[float], what: str, limit: float) -> Outcome:
     if len(found) != len(expected):
         return judged(False, f"{len(found)} losses were told, and {what} has {len(expected)}")
-    differences = [abs(one - other) / abs(other) for one, other in zip(found, expected, strict=True)]
+    differences = [
+        abs(one - other) / abs(other) for one, other in zip(found, expected, strict=True)
+    ]
     worst = max(math.inf if math.isnan(each) else each for each in differences)
     close = "equal to the bit" if worst == 0 else f"within {worst:.0e} (limit {limit:.0e})"
     text = f"{len(found)} losses are those of {what}, {close}"
     if not worst <= limit:
         first = next(number for number, each in enumerate(differences) if not each <= limit)
-        text = f"the loss of minibatch {first} is {found[first]:.6g}, and {expected[first]:.6g} in {what}"
+        text = (
+            f"the loss of minibatch {first} is {found[first]:.6g}, and {expected[first]:.6g} "
+            f"in {what}"
+        )
     return judged(worst <= limit, text, worst, limit)
 
 
 def train_alone(
-    spec: TrainingSpec, profile: Profile, plan: Plan, seed: int, device: torch.device, minibatches: int
+    spec: TrainingSpec,
+    profile: Profile,
+    plan: Plan,
+    seed: int,
+    device: torch.device,
+    minibatches: int,
 ) -> tuple[list[float], nn.Module]:
-    """Train the unsplit model, without dropout, in this process as a plan says; return the losses, and the model."""
+    """Train the unsplit model, without dropout, in this process as a plan says; return the losses,
+    and the model.
+    """
     assert plan.microbatch_size is not None
     torch.manual_seed(seed)
     model = spec.build_model().to(device)
@@ -111,7 +134,9 @@ def train_alone(
 def _stages(
     spec: TrainingSpec, profile: Profile, plan: Plan, model: nn.Module, minibatches: int
 ) -> "list[_ReferenceStage]":
-    """Give each stage the parameters that it trains, a tied one to the first that uses it, and its units' versions."""
+    """Give each stage the parameters that it trains, a tied one to the first that uses it, and its
+    units' versions.
+    """
     layers, shape = {layer.name: layer.parameters for layer in profile.layers}, shape_of(plan)
     left = {id(each): name for name, each in model.named_parameters() if each.requires_grad}
     stages = []
@@ -145,9 +170,12 @@ class _ReferenceStage:
     parameters: list[nn.Parameter]
     optimizer: torch.optim.Optimizer
     used: dict[Unit, int] = field(default_factory=dict)  # the updates before a unit's forward
-    round_of: dict[Unit, int] = field(default_factory=dict)  # the update that a unit's gradient goes into
+    # the update that a unit's gradient goes into
+    round_of: dict[Unit, int] = field(default_factory=dict)
     versions: list[list[Tensor]] = field(default_factory=list)
-    gradients: defaultdict[int, list[list[Tensor | None]]] = field(default_factory=lambda: defaultdict(list))
+    gradients: defaultdict[int, list[list[Tensor | None]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
 
     def keep(self) -> None:
         self.versions.append([parameter.detach().clone() for parameter in self.parameters])
@@ -158,7 +186,9 @@ class _ReferenceStage:
             parameter.grad = None
 
     def take(self, unit: Unit) -> None:
-        """Keep a unit's gradients; update the newest weights with their mean when they are the round's last."""
+        """Keep a unit's gradients; update the newest weights with their mean when they are the
+        round's last.
+        """
         number = self.round_of[unit]
         self.gradients[number].append([parameter.grad for parameter in self.parameters])
         if len(self.gradients[number]) < list(self.round_of.values()).count(number):
@@ -176,7 +206,9 @@ def memory_cases(lab: Lab) -> Iterator[Case]:
     def compare(schedule: Schedule) -> Outcome:
         # glibc keeps what is freed. A worker that gives blocks back has the size of what it uses.
         with large_blocks_apart():
-            profile = lab.profile(TRANSFORMER, MEMORY_BATCH_SIZE_GPU if lab.on_gpu else MEMORY_BATCH_SIZE_CPU)
+            profile = lab.profile(
+                TRANSFORMER, MEMORY_BATCH_SIZE_GPU if lab.on_gpu else MEMORY_BATCH_SIZE_CPU
+            )
         plan = even_plan(profile, schedule, (1,) * lab.workers)
         with environment({"MALLOC_MMAP_THRESHOLD_": "65536"}):
             reports = lab.train(TRANSFORMER, plan, MEMORY_STEPS).reports
@@ -190,10 +222,20 @@ def memory_outcome(reports: Sequence[WorkerReport], least: float) -> Outcome:
     errors = [report.predicted_memory_bytes / report.peak_memory_bytes - 1 for report in reports]
     said = []
     for report, error in zip(reports, errors, strict=True):
-        predicted, measured = format_bytes(report.predicted_memory_bytes), format_bytes(report.peak_memory_bytes)
-        said.append(f"worker {report.rank}: {predicted} predicted, {measured} measured ({error:+.1%})")
+        predicted, measured = (
+            format_bytes(report.predicted_memory_bytes),
+            format_bytes(report.peak_memory_bytes),
+        )
+        said.append(
+            f"worker {report.rank}: {predicted} predicted, {measured} measured ({error:+.1%})"
+        )
     worst = min(errors) if min(errors) < least else max(errors)
-    return judged(least <= worst <= MOST, f"{', '.join(said)}; limits {least:+.0%} and {MOST:+.0%}", worst, MOST)
+    return judged(
+        least <= worst <= MOST,
+        f"{', '.join(said)}; limits {least:+.0%} and {MOST:+.0%}",
+        worst,
+        MOST,
+    )
 
 
 def failure_cases(lab: Lab) -> Iterator[Case]:
@@ -201,12 +243,24 @@ def failure_cases(lab: Lab) -> Iterator[Case]:
 
 
 def _killed(lab: Lab) -> Outcome:
-    plan, mark = even_plan(lab.profile(CONVOLUTIONAL), ONE_F_ONE_B, (1,) * lab.workers), lab.folder / "killed"
+    plan, mark = (
+        even_plan(lab.profile(CONVOLUTIONAL), ONE_F_ONE_B, (1,) * lab.workers),
+        lab.folder / "killed",
+    )
     with environment({KILLED: str(mark)}):
         try:
             lab.train(CONVOLUTIONAL, plan, 500 * STEPS)
         except PlannerError as error:
-            seconds = time.time() - float(mark.read_text(encoding="utf-8")) if mark.exists() else math.inf
-            told = seconds <= TOLD_S and all(words in error.message for words in ("worker 0 (stage 0)", "SIGKILL"))
-            return judged(told, f"told after {seconds:.1f} s (limit {TOLD_S:g} s): {error.message}", seconds, TOLD_S)
+            seconds = (
+                time.time() - float(mark.read_text(encoding="utf-8")) if mark.exists() else math.inf
+            )
+            told = seconds <= TOLD_S and all(
+                words in error.message for words in ("worker 0 (stage 0)", "SIGKILL")
+            )
+            return judged(
+                told,
+                f"told after {seconds:.1f} s (limit {TOLD_S:g} s): {error.message}",
+                seconds,
+                TOLD_S,
+            )
     return judged(False, "the run ended as if nothing had happened")

@@ -1,12 +1,12 @@
 """Simulate messages and all-reduces on their way over the links, sent as the executor sends them.
 
-Messages of one kind from one stage to another, on given workers, follow one another, as do the parts of a stage's
-all-reduce. The next message starts only if the receiver has posted a receive for it: `POSTED` receives are open from
-the first time that the receiver asks for one.
+Messages of one kind from one stage to another, on given workers, follow one another, as do the
+parts of a stage's all-reduce. The next message starts only if the receiver has posted a receive for
+it: `POSTED` receives are open from the first time that the receiver asks for one.
 
-A message crosses the links of all levels up to the one where its ends meet: outwards from its sender, inwards to its
-receiver. An all-reduce ring crosses the own links of all its replicas and, once each way, those of every group that it
-passes through.
+A message crosses the links of all levels up to the one where its ends meet: outwards from its
+sender, inwards to its receiver. An all-reduce ring crosses the own links of all its replicas and,
+once each way, those of every group that it passes through.
 """
 
 import math
@@ -18,7 +18,14 @@ from functools import partial
 from planner.cost.network.topology import Topology
 from planner.formats.cluster import Cluster
 from planner.formats.timeline import LinkUse
-from planner.schedule.instructions import POSTED, Receive, ReceiveShared, Send, SendActivation, SendShared
+from planner.schedule.instructions import (
+    POSTED,
+    Receive,
+    ReceiveShared,
+    Send,
+    SendActivation,
+    SendShared,
+)
 from planner.simulator.fair_network import FairNetwork, LinkDirection, LinkPath
 from planner.simulator.pipeline_costs import PipelineCosts
 
@@ -29,23 +36,32 @@ class ClusterLinks:
     def __init__(self, cluster: Cluster) -> None:
         self.topology = Topology(cluster)
         self._bandwidths = [level.bandwidth_bytes_per_s for level in cluster.joined]
-        self._sharers = [1] * len(self._bandwidths)  # per level, the number of ranks that share a link
+        # per level, the number of ranks that share a link
+        self._sharers = [1] * len(self._bandwidths)
         for number, size, _, _ in self.topology.shared:
             self._sharers[number] = size
-        # By level, number among the level's links, and whether it leads away from the workers that share it.
+        # By level, number among the level's links, and whether it leads away from the workers that
+        # share it.
         self._links: dict[tuple[int, int, bool], LinkDirection] = {}
 
     def message(self, rank: int, peer: int) -> tuple[LinkPath, float]:
         level = int(self.topology.level(rank, peer))
         ends = ((rank, True), (peer, False))
-        links = tuple(self._link(number, at, sends) for number in range(level + 1) for at, sends in ends)
-        return LinkPath(links, min(link.bytes_per_s for link in links)), float(self.topology.latency_s[level])
+        links = tuple(
+            self._link(number, at, sends) for number in range(level + 1) for at, sends in ends
+        )
+        return LinkPath(links, min(link.bytes_per_s for link in links)), float(
+            self.topology.latency_s[level]
+        )
 
     def ring(self, ranks: Sequence[int]) -> tuple[LinkPath, float]:
         span = self.topology.span(ranks)
         link = self.topology.link(span)
         links = dict.fromkeys(
-            self._link(number, rank, sends) for number in range(span + 1) for rank in ranks for sends in (True, False)
+            self._link(number, rank, sends)
+            for number in range(span + 1)
+            for rank in ranks
+            for sends in (True, False)
         )
         return LinkPath(tuple(links), link.ring_bytes_per_s), 2 * (len(ranks) - 1) * link.latency_s
 
@@ -60,7 +76,9 @@ class ClusterLinks:
             if level > 0 and link.busy:
                 size, does = self._sharers[level], "send" if sends else "receive"
                 name = f"workers {member * size}-{(member + 1) * size - 1} together {does}"
-                yield link.use(name if size > 1 else f"worker {member} beyond its group {does}s", None, sends)
+                yield link.use(
+                    name if size > 1 else f"worker {member} beyond its group {does}s", None, sends
+                )
 
     def _link(self, level: int, rank: int, sends: bool) -> LinkDirection:
         key = level, rank // self._sharers[level], sends
@@ -71,14 +89,19 @@ class ClusterLinks:
 
 @dataclass
 class _Queue:
-    """What follows one another over one path: messages of one kind between two stages, or parts of all-reduces."""
+    """What follows one another over one path: messages of one kind between two stages, or parts of
+    all-reduces.
+    """
 
     path: LinkPath
     latency_s: float
-    # How many may start: the receiver's posted receives, of which it has asked for none where this is None.
+    # How many may start: the receiver's posted receives, of which it has asked for none where this
+    # is None.
     room: float | None = math.inf
     # Bytes, seconds of latency, and who is told when they started and arrived.
-    waiting: deque[tuple[float, float, Callable[[float, float], None]]] = field(default_factory=deque)
+    waiting: deque[tuple[float, float, Callable[[float, float], None]]] = field(
+        default_factory=deque
+    )
     busy: bool = False
 
 
@@ -99,10 +122,12 @@ class Round:
 
 @dataclass
 class Collective:
-    """What the replicas of a stage do together once per round: an all-reduce or reduce-scatter, or an all-gather.
+    """What the replicas of a stage do together once per round: an all-reduce or reduce-scatter, or
+    an all-gather.
 
-    Replicas join an all-gather after their update, and an all-reduce with the backward that completes their gradients,
-    or, without a backward in the round, when they come to the all-reduce itself.
+    Replicas join an all-gather after their update, and an all-reduce with the backward that
+    completes their gradients, or, without a backward in the round, when they come to the all-reduce
+    itself.
     """
 
     stage: int
@@ -129,7 +154,9 @@ class Collective:
 
 
 class Communication:
-    """The messages and all-reduces of one simulation, which is told of arrived messages and of rounds that are over."""
+    """The messages and all-reduces of one simulation, which is told of arrived messages and of
+    rounds that are over.
+    """
 
     def __init__(
         self,
@@ -139,8 +166,10 @@ class Communication:
     ) -> None:
         self.network, self.links = FairNetwork(), ClusterLinks(costs.cluster)
         self._costs, self._on_arrival, self._on_round = costs, on_arrival, on_round
-        self.posted = False  # whether all receives are open from the beginning, as in every minibatch but the first
-        # By the sender's rank and stage, the receiver's rank and stage, and whether of shared weights.
+        # whether all receives are open from the beginning, as in every minibatch but the first
+        self.posted = False
+        # By the sender's rank and stage, the receiver's rank and stage, and whether of shared
+        # weights.
         self._queues: dict[tuple[int, int, int, int, bool], _Queue] = {}
         self._collectives: dict[tuple[int, bool], Collective] = {}
 
@@ -148,31 +177,51 @@ class Communication:
         if (stage, gathers) not in self._collectives:
             ranks, costs = self._costs.shape.ranks[stage], self._costs.stages[stage]
             path, latency_s = self.links.ring(ranks)
-            moved_bytes = 2 * (len(ranks) - 1) / len(ranks) * (costs.gathered_bytes if gathers else costs.reduced_bytes)
+            moved_bytes = (
+                2
+                * (len(ranks) - 1)
+                / len(ranks)
+                * (costs.gathered_bytes if gathers else costs.reduced_bytes)
+            )
             queue = _Queue(path, latency_s / (1 + costs.sharded))
-            self._collectives[stage, gathers] = Collective(stage, gathers, dict.fromkeys(ranks, 0), moved_bytes, queue)
+            self._collectives[stage, gathers] = Collective(
+                stage, gathers, dict.fromkeys(ranks, 0), moved_bytes, queue
+            )
         return self._collectives[stage, gathers]
 
     def gather_s(self, stage: int) -> float:
-        """Return the seconds of a stage's all-gather if nothing else is on its links; 0 if its optimizer is whole."""
+        """Return the seconds of a stage's all-gather if nothing else is on its links; 0 if its
+        optimizer is whole.
+        """
         if not self._costs.stages[stage].sharded:
             return 0.0
         gather = self.collective(stage, gathers=True)
         return gather.moved_bytes / gather.queue.path.bytes_per_s + gather.queue.latency_s
 
     def send(self, rank: int, send: Send, now_s: float) -> None:
-        ends = (send.stage, send.peer_stage) if isinstance(send, SendActivation) else (send.peer_stage, send.stage)
+        ends = (
+            (send.stage, send.peer_stage)
+            if isinstance(send, SendActivation)
+            else (send.peer_stage, send.stage)
+        )
         if isinstance(send, SendShared):
             size_bytes: float = self._costs.shared_bytes[ends]
         else:
             size_bytes = self._costs.transfer_bytes[ends][not isinstance(send, SendActivation)]
             size_bytes *= self._costs.factor(self._costs.transfer_shares.get(ends, ()), send.unit)
-        queue = self._queue(rank, send.stage, send.peer_rank, send.peer_stage, isinstance(send, SendShared))
+        queue = self._queue(
+            rank, send.stage, send.peer_rank, send.peer_stage, isinstance(send, SendShared)
+        )
         queue.waiting.append((size_bytes, queue.latency_s, partial(self._on_arrival, rank, send)))
         self._start(queue, now_s)
 
     def exchange(
-        self, rank: int, size_bytes: float, rate: float, now_s: float, on_end: Callable[[float], None]
+        self,
+        rank: int,
+        size_bytes: float,
+        rate: float,
+        now_s: float,
+        on_end: Callable[[float], None],
     ) -> None:
         """Exchange bytes between the ranks of a worker, each over its own link, both ways."""
         self.network.start(now_s, LinkPath(self.links.own(rank), rate), size_bytes, on_end)
@@ -211,7 +260,8 @@ class Communication:
 
         def ended(end_s: float) -> None:
             queue.busy = False
-            # Latency delays the arrival, but does not occupy the link: the next one can start at once.
+            # Latency delays the arrival, but does not occupy the link: the next one can start at
+            # once.
             arrived(now_s, end_s + latency_s)
             self._start(queue, end_s)
 
@@ -221,8 +271,12 @@ class Communication:
         shared = isinstance(receive, ReceiveShared)
         return self._queue(receive.peer_rank, receive.peer_stage, rank, receive.stage, shared)
 
-    def _queue(self, rank: int, stage: int, peer_rank: int, peer_stage: int, shared: bool) -> _Queue:
+    def _queue(
+        self, rank: int, stage: int, peer_rank: int, peer_stage: int, shared: bool
+    ) -> _Queue:
         key = rank, stage, peer_rank, peer_stage, shared
         if key not in self._queues:
-            self._queues[key] = _Queue(*self.links.message(rank, peer_rank), POSTED if self.posted else None)
+            self._queues[key] = _Queue(
+                *self.links.message(rank, peer_rank), POSTED if self.posted else None
+            )
         return self._queues[key]

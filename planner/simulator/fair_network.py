@@ -1,8 +1,10 @@
-"""A network whose links are shared as TCP flows share them: whatever crosses a link at the same time gets equal parts.
+"""A network whose links are shared as TCP flows share them: whatever crosses a link at the same
+time gets equal parts.
 
-Rates are max-min fair (Bertsekas & Gallager 1992, section 6.5.2): the link with the smallest equal part fixes the rates
-of its flows, and the rest of the network is shared among the other flows in the same way. Rates change whenever a flow
-starts or ends, and only for flows that share a link with it, directly or through other flows.
+Rates are max-min fair (Bertsekas & Gallager 1992, section 6.5.2): the link with the smallest equal
+part fixes the rates of its flows, and the rest of the network is shared among the other flows in
+the same way. Rates change whenever a flow starts or ends, and only for flows that share a link with
+it, directly or through other flows.
 """
 
 import heapq
@@ -15,8 +17,9 @@ from typing import Any, NamedTuple
 
 from planner.formats.timeline import LinkUse
 
-# When a flow starts or ends, at most this many flows, the nearest ones, get new rates. Those farther away keep theirs,
-# so a part of a link may be left over. Only pipelines with hundreds of busy links have more.
+# When a flow starts or ends, at most this many flows, the nearest ones, get new rates. Those
+# farther away keep theirs, so a part of a link may be left over. Only pipelines with hundreds of
+# busy links have more.
 NEAREST = 128
 
 
@@ -53,7 +56,9 @@ class LinkDirection:
     def use(self, name: str, rank: int | None, sends: bool) -> LinkUse:
         columns = zip(*self.busy, strict=True) if self.busy else ((), (), ())
         busy: dict[str, Any] = dict(zip(BusyPeriod._fields, columns, strict=True))
-        return LinkUse(name=name, rank=rank, sends=sends, bandwidth_bytes_per_s=self.bytes_per_s, **busy)
+        return LinkUse(
+            name=name, rank=rank, sends=sends, bandwidth_bytes_per_s=self.bytes_per_s, **busy
+        )
 
     def leave(self, flow: "_Flow", now_s: float) -> None:
         del self.flows[flow]
@@ -66,7 +71,8 @@ class LinkPath(NamedTuple):
     """The links that a flow crosses, all at once."""
 
     links: tuple[LinkDirection, ...]
-    bytes_per_s: float  # of a flow that shares none of them: the smallest bandwidth, or a limit of the path's own
+    # of a flow that shares none of them: the smallest bandwidth, or a limit of the path's own
+    bytes_per_s: float
 
 
 @dataclass(eq=False, slots=True)
@@ -84,15 +90,21 @@ class FairNetwork:
     """Flows in progress, and their rates."""
 
     def __init__(self) -> None:
-        self.next_s = math.inf  # when the next flow ends, if none starts before; infinite without flows
+        # when the next flow ends, if none starts before; infinite without flows
+        self.next_s = math.inf
         self.last_s = 0.0  # when the last flow has ended
-        # Expected ends, by time. A flow whose rate changes gets a new entry; the old one is recognised by its version.
-        # The number in between breaks ties by age, because flows themselves cannot be compared.
+        # Expected ends, by time. A flow whose rate changes gets a new entry; the old one is
+        # recognised by its version. The number in between breaks ties by age, because flows
+        # themselves cannot be compared.
         self._ends: list[tuple[float, int, int, _Flow]] = []
         self._number = count()
 
-    def start(self, now_s: float, path: LinkPath, size_bytes: float, on_end: Callable[[float], None]) -> None:
-        """Send `size_bytes` over the path from `now_s`, no later than `next_s`; call `on_end` with when it ends."""
+    def start(
+        self, now_s: float, path: LinkPath, size_bytes: float, on_end: Callable[[float], None]
+    ) -> None:
+        """Send `size_bytes` over the path from `now_s`, no later than `next_s`; call `on_end` with
+        when it ends.
+        """
         if size_bytes <= 0:
             on_end(now_s)
             return
@@ -114,7 +126,8 @@ class FairNetwork:
             affected.update(link.flows)
         if affected:
             self._share(affected, now_s)
-        # `on_end` may start the next flow at once, so the network must be consistent before it is called.
+        # `on_end` may start the next flow at once, so the network must be consistent before it is
+        # called.
         self._look_ahead()
         flow.on_end(now_s)
 
@@ -135,22 +148,28 @@ class FairNetwork:
     def _share(self, some: Iterable[_Flow], now_s: float) -> None:
         near, crowded = _connected(some)
         for flow, bytes_per_s in _fair_rates(near, crowded):
-            # A flow that keeps its rate keeps its entry, too: most changes reach few of the connected flows.
+            # A flow that keeps its rate keeps its entry, too: most changes reach few of the
+            # connected flows.
             if bytes_per_s != flow.bytes_per_s:
                 self._set_rate(flow, bytes_per_s, now_s)
 
 
 def _fair_rates(near: dict[_Flow, None], crowded: list[LinkDirection]) -> list[tuple[_Flow, float]]:
-    """Share the links `crowded` among the flows `near`: each step settles those of the tightest link, or a limit."""
+    """Share the links `crowded` among the flows `near`: each step settles those of the tightest
+    link, or a limit.
+    """
     if not crowded:
         return [(flow, flow.limit_bytes_per_s) for flow in near]
     for link in crowded:
         link.room, link.unsettled = link.bytes_per_s, len(link.flows)
         if len(near) >= NEAREST:
-            # Take what others use out of the link's room, but leave an equal part to each flow of `near`.
+            # Take what others use out of the link's room, but leave an equal part to each flow of
+            # `near`.
             others = [flow.bytes_per_s for flow in link.flows if flow not in near]
             link.unsettled -= len(others)
-            link.room = max(link.bytes_per_s - sum(others), link.bytes_per_s * link.unsettled / len(link.flows))
+            link.room = max(
+                link.bytes_per_s - sum(others), link.bytes_per_s * link.unsettled / len(link.flows)
+            )
     rates: list[tuple[_Flow, float]] = []
     left, by_limit, first = set(near), sorted(near, key=attrgetter("limit_bytes_per_s")), 0
     while left:

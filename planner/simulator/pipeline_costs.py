@@ -1,4 +1,6 @@
-"""What a simulation needs to know of a pipeline: seconds of its stages, bytes that they exchange, and the cluster."""
+"""What a simulation needs to know of a pipeline: seconds of its stages, bytes that they exchange,
+and the cluster.
+"""
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
@@ -26,17 +28,23 @@ class StageCosts:
     backward_s: float  # without the recomputation before it
     update_s: float
     recompute_s: float = 0.0  # the forward that is run once more before each backward
-    accumulate_s: float = 0.0  # more of a backward, or its part for the weights, that adds to existing gradients
-    # From the start of a backward that does not accumulate until each part of the gradients can be all-reduced, as in
-    # `planner.cost.network.link`, with `late_s`; empty for parts that are evenly spaced over the backward.
+    # more of a backward, or its part for the weights, that adds to existing gradients
+    accumulate_s: float = 0.0
+    # From the start of a backward that does not accumulate until each part of the gradients can be
+    # all-reduced, as in `planner.cost.network.link`, with `late_s`; empty for parts that are evenly
+    # spaced over the backward.
     ready_s: tuple[float, ...] = ()
-    ready_shares: tuple[float, ...] = ()  # of the gradients in each of these parts; empty for equal ones
-    late_s: float = 0.0  # of `recompute_s`, when there are gradients already, of layers behind those that recompute
+    # of the gradients in each of these parts; empty for equal ones
+    ready_shares: tuple[float, ...] = ()
+    # of `recompute_s`, when there are gradients already, of layers behind those that recompute
+    late_s: float = 0.0
     gradient_bytes: int = 0  # that the replicas all-reduce per round
     sharded: bool = False  # they only reduce-scatter these, and gather the weights after the update
-    whole_bytes: int = 0  # of `gradient_bytes`, all-reduced whole even so, because other stages share the weights
+    # of `gradient_bytes`, all-reduced whole even so, because other stages share the weights
+    whole_bytes: int = 0
     exchanged: Exchanged | None = None  # within the seconds above, between the ranks of a replica
-    # Where lengths vary, of the seconds above, which are means over microbatches: see `PipelineCosts.terms`.
+    # Where lengths vary, of the seconds above, which are means over microbatches: see
+    # `PipelineCosts.terms`.
     forward_shares: Shares = ()
     backward_shares: Shares = ()
 
@@ -51,7 +59,9 @@ class StageCosts:
         return self.gradient_bytes / 2 if self.sharded else 0.0
 
     def buckets(self, backward_s: float) -> Buckets:
-        """Return the buckets that a backward of this length fills, with what recomputes within it."""
+        """Return the buckets that a backward of this length fills, with what recomputes
+        within it.
+        """
         if not self.ready_s or self.backward_s <= 0:
             return Buckets.even(backward_s)
         # `ready_s` is for a backward that does not accumulate; this one may be longer.
@@ -79,8 +89,9 @@ class PipelineCosts:
     transfer_bytes: Mapping[StagePair, tuple[int, int]] = field(default_factory=dict)
     # Per round, gradients of the weights that two stages share, in either direction.
     shared_bytes: Mapping[StagePair, int] = field(default_factory=dict)
-    # Of microbatches whose lengths vary, one after the other and then again from the first (`planner.plan.lengths`): a
-    # cost is its mean times the sum of these terms with the cost's shares. Empty where all are alike.
+    # Of microbatches whose lengths vary, one after the other and then again from the first
+    # (`planner.plan.lengths`): a cost is its mean times the sum of these terms with the cost's
+    # shares. Empty where all are alike.
     terms: Terms = ()
     transfer_shares: Mapping[StagePair, Shares] = field(default_factory=dict)
 
@@ -97,8 +108,12 @@ class PipelineCosts:
         if not self.terms:
             return costs
         longer = self.factor(costs.forward_shares, unit)
-        seconds = {name: getattr(costs, name) * longer for name in ("forward_s", "recompute_s", "late_s")}
-        return replace(costs, backward_s=costs.backward_s * self.factor(costs.backward_shares, unit), **seconds)
+        seconds = {
+            name: getattr(costs, name) * longer for name in ("forward_s", "recompute_s", "late_s")
+        }
+        return replace(
+            costs, backward_s=costs.backward_s * self.factor(costs.backward_shares, unit), **seconds
+        )
 
     def with_depths(self, depths: tuple[int, ...]) -> "PipelineCosts":
         """Return the pipeline with so many units in flight at each stage."""
@@ -109,7 +124,14 @@ class PipelineCosts:
         """What a simulation depends on: the memory of the workers does not count."""
         by_stages = self.transfer_bytes, self.shared_bytes, self.transfer_shares
         exchanged = tuple(tuple(sorted(each.items())) for each in by_stages)
-        return self.shape, self.cluster.levels, self.cluster.overlap, self.stages, exchanged, self.terms
+        return (
+            self.shape,
+            self.cluster.levels,
+            self.cluster.overlap,
+            self.stages,
+            exchanged,
+            self.terms,
+        )
 
     @classmethod
     def of(
@@ -124,20 +146,28 @@ class PipelineCosts:
     ) -> "PipelineCosts":
         """Combine stages with the values that they exchange and the weights that they share.
 
-        The processor's time for messages is added to the stages. `degrees`: ranks of a group of each stage. To a larger
-        group, each rank of the smaller one sends as many copies as it takes to reach all.
+        The processor's time for messages is added to the stages. `degrees`: ranks of a group of
+        each stage. To a larger group, each rank of the smaller one sends as many copies as it takes
+        to reach all.
         """
         topology, whole = Topology(cluster), list[StageCosts]()
         slowest = topology.link(len(topology) - 1)
         for number, costs in enumerate(stages):
-            own = [transfer for transfer in transfers if number in (transfer.source, transfer.target)]
-            weights = {each.weights: each.gradient_bytes for each in shared if number in each.stages}  # each once
+            own = [
+                transfer for transfer in transfers if number in (transfer.source, transfer.target)
+            ]
+            # each once
+            weights = {
+                each.weights: each.gradient_bytes for each in shared if number in each.stages
+            }
             whole.append(
                 replace(
                     costs,
                     whole_bytes=min(sum(weights.values()), costs.gradient_bytes),
-                    forward_s=costs.forward_s + float(slowest.handling_s(sum(each.output_bytes for each in own))),
-                    backward_s=costs.backward_s + float(slowest.handling_s(sum(each.gradient_bytes for each in own))),
+                    forward_s=costs.forward_s
+                    + float(slowest.handling_s(sum(each.output_bytes for each in own))),
+                    backward_s=costs.backward_s
+                    + float(slowest.handling_s(sum(each.gradient_bytes for each in own))),
                 )
             )
         return cls(
@@ -151,7 +181,11 @@ class PipelineCosts:
                 )
                 for t in transfers
             },
-            shared_bytes={pair: each.gradient_bytes for each in shared for pair in (each.stages, each.stages[::-1])},
+            shared_bytes={
+                pair: each.gradient_bytes
+                for each in shared
+                for pair in (each.stages, each.stages[::-1])
+            },
             terms=terms,
             transfer_shares={(t.source, t.target): t.shares for t in transfers},
         )

@@ -1,9 +1,10 @@
 """Simulate the instruction streams that the executor runs, event by event.
 
-The worker that is furthest behind always moves next, so everything happens in the order of its time. Sends never make
-a worker wait; receives and all-reduces do. The parts of an all-reduce start while the backward that completes the
-gradients still runs. Where the optimizer of a stage is sharded, a worker waits after its update until all replicas have
-theirs and the weights are gathered.
+The worker that is furthest behind always moves next, so everything happens in the order of its
+time. Sends never make a worker wait; receives and all-reduces do. The parts of an all-reduce start
+while the backward that completes the gradients still runs. Where the optimizer of a stage is
+sharded, a worker waits after its update until all replicas have theirs and the weights are
+gathered.
 """
 
 import heapq
@@ -23,24 +24,31 @@ from planner.simulator.communication import Collective, Communication, Round
 from planner.simulator.pipeline_costs import PipelineCosts
 from planner.units import SLACK
 
-# A message at its receiver: rank, kind, stage, minibatch, microbatch, and the sender's rank and stage.
+# A message at its receiver: rank, kind, stage, minibatch, microbatch, and the sender's rank and
+# stage.
 _Message = tuple[int, int, int, int, int, int, int]
 Computation = do.Forward | do.Backward | do.BackwardInput | do.BackwardWeight
-# The bytes that ranks exchange within a computation, and the number of exchanges that stand for all of it.
+# The bytes that ranks exchange within a computation, and the number of exchanges that stand for all
+# of it.
 _EXCHANGED = {"forward": "forward_bytes", "recompute": "forward_bytes"}
 _EXCHANGED |= {"backward": "backward_bytes", "backward_input": "backward_bytes"}
 EXCHANGES = 4
 TURNS = 4096  # of a simulation, a tenth of a second, between two looks at the time
-_MESSAGE_KIND = {kind: number for ends in (Send, Receive) for number, kind in enumerate(get_args(ends))}
+_MESSAGE_KIND = {
+    kind: number for ends in (Send, Receive) for number, kind in enumerate(get_args(ends))
+}
 
 
 @dataclass(frozen=True)
 class Completions:
-    """When the stages of a run finished their units: microbatches, or minibatches that are not divided."""
+    """When the stages of a run finished their units: microbatches, or minibatches that are not
+    divided.
+    """
 
     shape: PipelineShape
     ends_s: list[list[float]]  # per stage, the ends of its backwards
-    forwards_s: list[list[float]]  # per stage, the ends of its forwards: after the last one an asynchronous run drains
+    # per stage, the ends of its forwards: after the last one an asynchronous run drains
+    forwards_s: list[list[float]]
 
     @cached_property
     def period(self) -> int:
@@ -50,7 +58,9 @@ class Completions:
 
 
 class Simulation:
-    """One run of a pipeline. `events` is filled if it is a list; it ends early once `late` says so."""
+    """One run of a pipeline. `events` is filled if it is a list; it ends early once `late`
+    says so.
+    """
 
     def __init__(
         self,
@@ -60,29 +70,46 @@ class Simulation:
         late: Callable[[], bool] | None = None,
     ) -> None:
         self._late = late
-        self.shape, self.stages, self.events, self._overlap = costs.shape, costs.stages, events, costs.cluster.overlap
+        self.shape, self.stages, self.events, self._overlap = (
+            costs.shape,
+            costs.stages,
+            events,
+            costs.cluster.overlap,
+        )
         self._costs_of = costs.stage
         self.communication = Communication(costs, self._arrive, self._finish_round)
-        self.completed = Completions(self.shape, [[] for _ in costs.stages], [[] for _ in costs.stages])
+        self.completed = Completions(
+            self.shape, [[] for _ in costs.stages], [[] for _ in costs.stages]
+        )
         self.executed = 0  # number of instructions so far
         self._streams: dict[int, Iterator[Instruction]] = {
-            rank: stream(self.shape, stage, rank, minibatches) for rank, stage in self.shape.first_stages.items()
+            rank: stream(self.shape, stage, rank, minibatches)
+            for rank, stage in self.shape.first_stages.items()
         }
-        self._next: dict[int, Instruction | None] = {rank: next(s, None) for rank, s in self._streams.items()}
-        # What moves next, by time: a worker, by its rank, or part n of all-reduces so far, as -n. At equal times parts
-        # come before workers, so that a worker never waits for a part that could have started.
+        self._next: dict[int, Instruction | None] = {
+            rank: next(s, None) for rank, s in self._streams.items()
+        }
+        # What moves next, by time: a worker, by its rank, or part n of all-reduces so far, as -n.
+        # At equal times parts come before workers, so that a worker never waits for a part that
+        # could have started.
         self._ready: list[tuple[float, int]] = [(0.0, rank) for rank in sorted(self._streams)]
         self._parts: list[tuple[Collective, Round, float]] = []  # with the size of each
         self._clock = dict.fromkeys(self._streams, 0.0)
         self._begun: dict[int, float] = {}  # when each worker had first work to do
-        self._gathering: set[tuple[int, int]] = set()  # replicas between their update and the next instruction
-        self._has_gradients: set[tuple[int, int]] = set()  # replicas with a backward since their last update
+        # replicas between their update and the next instruction
+        self._gathering: set[tuple[int, int]] = set()
+        # replicas with a backward since their last update
+        self._has_gradients: set[tuple[int, int]] = set()
         self._working: dict[int, Iterator[bool]] = {}  # what workers compute that wait within it
         self._arrived: dict[_Message, float] = {}
         self._awaited: set[_Message] = set()
 
-    def run(self, enough: Callable[[], bool] | None = None) -> Literal["done", "ended", "late", "deadlock"]:
-        """Run to the end, or until `enough` says so after a backward of the first stage, or all wait for ever."""
+    def run(
+        self, enough: Callable[[], bool] | None = None
+    ) -> Literal["done", "ended", "late", "deadlock"]:
+        """Run to the end, or until `enough` says so after a backward of the first stage, or all
+        wait for ever.
+        """
         network, ready = self.communication.network, self._ready
         backwards = 0
         turns = 0
@@ -91,12 +118,15 @@ class Simulation:
             if self._late is not None and turns % TURNS == 0 and self._late():
                 return "late"
             network_s = network.next_s
-            # At equal times the network goes first: a message that ends now is there for a worker that looks now.
+            # At equal times the network goes first: a message that ends now is there for a worker
+            # that looks now.
             if ready and ready[0][0] < network_s:
                 now_s, rank = heapq.heappop(ready)
                 if rank < 0:
                     self.communication.start_part(*self._parts[-rank - 1], now_s)
-                elif (instruction := self._next[rank]) is not None and self._execute(rank, instruction):
+                elif (instruction := self._next[rank]) is not None and self._execute(
+                    rank, instruction
+                ):
                     self.executed += 1
                     self._next[rank] = next(self._streams[rank], None)
                     heapq.heappush(ready, (self._clock[rank], rank))
@@ -115,9 +145,11 @@ class Simulation:
 
     @property
     def again_s(self) -> float | None:
-        """When a run that ended could begin anew just as it began; None if what is left of it would be in the way."""
-        # All workers that begin without waiting begin at once, no link is in use any more, and every other worker is
-        # done before its first work comes.
+        """When a run that ended could begin anew just as it began; None if what is left of it would
+        be in the way.
+        """
+        # All workers that begin without waiting begin at once, no link is in use any more, and
+        # every other worker is done before its first work comes.
         ends = {self._clock[rank] for rank, begun_s in self._begun.items() if begun_s == 0}
         end_s = max(ends)
         idle = self.communication.network.last_s <= end_s
@@ -158,7 +190,11 @@ class Simulation:
 
     def _work(self, rank: int, instruction: Computation) -> Iterator[bool]:
         """Compute, and yield true where the worker has to wait within it."""
-        stage, unit, costs = instruction.stage, instruction.unit, self._costs_of(instruction.stage, instruction.unit)
+        stage, unit, costs = (
+            instruction.stage,
+            instruction.unit,
+            self._costs_of(instruction.stage, instruction.unit),
+        )
         match instruction:
             case do.Forward():
                 yield from self._compute(rank, "forward", stage, unit, costs.forward_s)
@@ -170,8 +206,12 @@ class Simulation:
             case _:
                 yield from self._backward(rank, instruction)
 
-    def _compute(self, rank: int, kind: EventKind, stage: int, unit: Unit, seconds: float) -> Iterator[bool]:
-        """Compute, with exchanges between the ranks of the worker, which other traffic on their links may slow down."""
+    def _compute(
+        self, rank: int, kind: EventKind, stage: int, unit: Unit, seconds: float
+    ) -> Iterator[bool]:
+        """Compute, with exchanges between the ranks of the worker, which other traffic on their
+        links may slow down.
+        """
         start, costs = self._clock[rank], self.stages[stage]
         self._begun.setdefault(rank, start)
         if (exchanged := costs.exchanged) is not None and kind in _EXCHANGED:
@@ -183,14 +223,22 @@ class Simulation:
                 self._wake(rank, self._clock[rank] + seconds)
                 yield True
                 wake, part_bytes = partial(self._wake, rank), size_bytes / EXCHANGES
-                self.communication.exchange(rank, part_bytes, exchanged.bytes_per_s, self._clock[rank], wake)
+                self.communication.exchange(
+                    rank, part_bytes, exchanged.bytes_per_s, self._clock[rank], wake
+                )
                 yield True
         self._clock[rank] += seconds
         if self.events is not None:
-            self.events.append(Event(rank, kind, stage, unit.minibatch, unit.microbatch, start, self._clock[rank]))
+            self.events.append(
+                Event(rank, kind, stage, unit.minibatch, unit.microbatch, start, self._clock[rank])
+            )
 
     def _backward(self, rank: int, backward: do.Backward | do.BackwardWeight) -> Iterator[bool]:
-        stage, unit, costs = backward.stage, backward.unit, self._costs_of(backward.stage, backward.unit)
+        stage, unit, costs = (
+            backward.stage,
+            backward.unit,
+            self._costs_of(backward.stage, backward.unit),
+        )
         joins = backward.last_of_round and len(self.shape.ranks[stage]) > 1
         # The first backward after an update does not accumulate.
         accumulate_s = costs.accumulate_s if (rank, stage) in self._has_gradients else 0.0
@@ -202,7 +250,8 @@ class Simulation:
             yield from self._recompute(rank, backward, late_s)
             start_s, kind, seconds = self._clock[rank], "backward", costs.backward_s + late_s
         else:
-            # Parts are ready at times of a whole backward: count them as if one had run that ends with this part.
+            # Parts are ready at times of a whole backward: count them as if one had run that ends
+            # with this part.
             start_s = self._clock[rank] + costs.backward_weight_s - costs.backward_s
             kind, seconds = "backward_weight", costs.backward_weight_s
         if joins:
@@ -210,13 +259,16 @@ class Simulation:
         yield from self._compute(rank, kind, stage, unit, seconds + accumulate_s)
         self.completed.ends_s[stage].append(self._clock[rank])
 
-    def _recompute(self, rank: int, backward: do.Backward | do.BackwardInput, late_s: float = 0.0) -> Iterator[bool]:
+    def _recompute(
+        self, rank: int, backward: do.Backward | do.BackwardInput, late_s: float = 0.0
+    ) -> Iterator[bool]:
         whole_s = self._costs_of(backward.stage, backward.unit).recompute_s
         if (seconds := whole_s - late_s) > SLACK * whole_s:
             yield from self._compute(rank, "recompute", backward.stage, backward.unit, seconds)
 
     def _arrive(self, rank: int, send: Send, start_s: float, end_s: float) -> None:
-        # Gradients of shared weights belong to a round, not to a unit, so timelines do not draw them.
+        # Gradients of shared weights belong to a round, not to a unit, so timelines do not draw
+        # them.
         if self.events is not None and not isinstance(send, do.SendShared):
             forward, when = isinstance(send, do.SendActivation), (*send.unit, start_s, end_s)
             sends: EventKind = "send_activation" if forward else "send_gradient"
@@ -229,7 +281,15 @@ class Simulation:
 
     def _deliver(self, sender: int, send: Send, end_s: float) -> None:
         unit, kind = send.unit, _MESSAGE_KIND[type(send)]
-        message = send.peer_rank, kind, send.peer_stage, unit.minibatch, unit.microbatch, sender, send.stage
+        message = (
+            send.peer_rank,
+            kind,
+            send.peer_stage,
+            unit.minibatch,
+            unit.microbatch,
+            sender,
+            send.stage,
+        )
         self._arrived[message] = end_s
         if message in self._awaited:
             self._awaited.remove(message)
@@ -237,7 +297,15 @@ class Simulation:
 
     def _receive(self, rank: int, receive: Receive) -> bool:
         unit, kind, peer = receive.unit, _MESSAGE_KIND[type(receive)], receive.peer_rank
-        message = rank, kind, receive.stage, unit.minibatch, unit.microbatch, peer, receive.peer_stage
+        message = (
+            rank,
+            kind,
+            receive.stage,
+            unit.minibatch,
+            unit.microbatch,
+            peer,
+            receive.peer_stage,
+        )
         arrival_s = self._arrived.get(message)
         if arrival_s is None:
             self._awaited.add(message)
@@ -252,7 +320,9 @@ class Simulation:
             self.communication.take(rank, receive, self._clock[rank])
         return True
 
-    def _join(self, rank: int, stage: int, start_s: float, backward_s: float, arrived_s: float = 0.0) -> None:
+    def _join(
+        self, rank: int, stage: int, start_s: float, backward_s: float, arrived_s: float = 0.0
+    ) -> None:
         reduce = self.communication.collective(stage)
         if (joined := reduce.join(rank, start_s, backward_s, arrived_s)) is None:
             return
@@ -261,11 +331,14 @@ class Simulation:
             parts = list(zip(*self.stages[stage].buckets(joined.backward_s), strict=True))
         joined.parts_left = len(parts)
         for after_s, share in parts:
-            # Not before now, though the backward that ends last may have started earlier: time does not run back.
+            # Not before now, though the backward that ends last may have started earlier: time does
+            # not run back.
             ready_s = max(joined.backward_start_s + after_s, joined.arrived_s, self._clock[rank])
             self._start_part_at(ready_s, reduce, joined, share)
 
-    def _start_part_at(self, ready_s: float, collective: Collective, round_: Round, share: float) -> None:
+    def _start_part_at(
+        self, ready_s: float, collective: Collective, round_: Round, share: float
+    ) -> None:
         self._parts.append((collective, round_, share))
         heapq.heappush(self._ready, (ready_s, -len(self._parts)))
 

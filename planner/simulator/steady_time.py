@@ -101,7 +101,9 @@ def _drained_s(costs: PipelineCosts, stop: Stop) -> float | None:
 
 
 def _one_minibatch(costs: PipelineCosts, microbatches: int, stop: Stop) -> Simulation | None:
-    """Simulate a minibatch, not the first one of a run, of so many microbatches; None if stopped."""
+    """Simulate a minibatch, not the first one of a run, of so many microbatches; None if
+    stopped.
+    """
     shape = costs.shape
     depths = tuple(shape.in_flight(stage) for stage in range(len(shape.ranks)))
     shape = replace(shape, microbatches=microbatches, depths=depths)

@@ -79,7 +79,10 @@ def summarize(timeline: Timeline) -> Summary:
     """
     events, ranks, span = timeline.events, timeline.workers, timeline.span_s
     kinds, stage_of = np.array(events.kind, dtype=str), np.array(events.stage, dtype=np.int64)
-    starts_s, ends_s = np.array(events.start_s, dtype=np.float64), np.array(events.end_s, dtype=np.float64)
+    starts_s, ends_s = (
+        np.array(events.start_s, dtype=np.float64),
+        np.array(events.end_s, dtype=np.float64),
+    )
     row = np.searchsorted(ranks, np.array(events.rank, dtype=np.int64))
     lane = np.array([LANE_NAMES.index(LANES[kind]) for kind in events.kind], dtype=np.int64)
     recorded = len(set(np.array(events.minibatch)[kinds == "forward"].tolist()))
@@ -90,7 +93,9 @@ def summarize(timeline: Timeline) -> Summary:
         return found
 
     def busy_s(start: float, end: float) -> Floats:
-        """Sum the busy seconds between two times, by lane and worker; overlapping events both count."""
+        """Sum the busy seconds between two times, by lane and worker; overlapping events both
+        count.
+        """
         inside = np.clip(np.minimum(ends_s, end) - np.maximum(starts_s, start), 0.0, None)
         counted = np.bincount(lane * len(ranks) + row, inside, len(LANE_NAMES) * len(ranks))
         return np.asarray(counted.reshape(len(LANE_NAMES), len(ranks)))
@@ -98,13 +103,18 @@ def summarize(timeline: Timeline) -> Summary:
     stages = range(len(timeline.ranks))
     shape = PipelineShape(timeline.ranks, (), timeline.schedule, timeline.microbatches)
     forwards_s = [ends_of(stage, "forward") or [0.0] for stage in stages]
-    completed = Completions(shape, [ends_of(stage, "backward", "backward_weight") for stage in stages], forwards_s)
+    completed = Completions(
+        shape, [ends_of(stage, "backward", "backward_weight") for stage in stages], forwards_s
+    )
     steady = steady_state(completed, recorded)
-    if steady is not None and timeline.lengths:  # none is like another: all count but those at the ends of the run
+    # none is like another: all count but those at the ends of the run
+    if steady is not None and timeline.lengths:
         done_s, first, last = sorted(completed.ends_s[0]), timeline.microbatches - 1, -1
         if shape.asynchronous:
             last = bisect_right(done_s, max(forwards_s[0])) - len(done_s) - 1
-        pace_s = (done_s[last] - done_s[first]) / (len(done_s) + last - first) * timeline.microbatches
+        pace_s = (
+            (done_s[last] - done_s[first]) / (len(done_s) + last - first) * timeline.microbatches
+        )
         steady = Steady(done_s[first], done_s[last], pace_s)
     start, end, pace_s = 0.0, span, span / count
     if steady is not None:
@@ -125,11 +135,21 @@ def summarize(timeline: Timeline) -> Summary:
         )
         for number, rank in enumerate(ranks)
     )
-    samples = None if timeline.microbatch_size is None else timeline.microbatch_size * timeline.microbatches
+    samples = (
+        None
+        if timeline.microbatch_size is None
+        else timeline.microbatch_size * timeline.microbatches
+    )
     # A tie goes to the first, and computations come first.
-    found = [(f"the computation of worker {worker.rank}", worker.compute_share) for worker in workers]
-    found += [(f"the link of worker {worker.rank}, sending", worker.send_share) for worker in workers]
-    found += [(f"the link of worker {worker.rank}, receiving", worker.receive_share) for worker in workers]
+    found = [
+        (f"the computation of worker {worker.rank}", worker.compute_share) for worker in workers
+    ]
+    found += [
+        (f"the link of worker {worker.rank}, sending", worker.send_share) for worker in workers
+    ]
+    found += [
+        (f"the link of worker {worker.rank}, receiving", worker.receive_share) for worker in workers
+    ]
     found += [(f"the link that {link.name}", link.busy_share) for link in shared]
     busiest, busiest_share = max(found, key=lambda pair: round(pair[1], 6))
     return Summary(
@@ -157,17 +177,22 @@ def summarize(timeline: Timeline) -> Summary:
     )
 
 
-_WAITED_FOR = {"forward": "receive_activation", "update": "all_reduce"}  # and other computations for gradients
+# and other computations for gradients
+_WAITED_FOR = {"forward": "receive_activation", "update": "all_reduce"}
 _CAUSES = {"receive": "messages", "all-reduce": "all-reduces"}
 
 
 def _bubble_causes(timeline: Timeline, start: float, end: float) -> dict[str, float]:
     """Divide the time without computation by what came last before the computation that ended it.
 
-    Until its sender had computed it, a message counts as waiting for that worker, and an all-reduce until all had
-    joined. At the end of a run a worker waits for the others.
+    Until its sender had computed it, a message counts as waiting for that worker, and an all-reduce
+    until all had joined. At the end of a run a worker waits for the others.
     """
-    computed, made_s, came = defaultdict[int, list[Event]](list), dict[Any, float](), dict[Any, Event]()
+    computed, made_s, came = (
+        defaultdict[int, list[Event]](list),
+        dict[Any, float](),
+        dict[Any, Event](),
+    )
     for event in timeline.events.rows():
         unit = event.stage, event.minibatch, event.microbatch
         if event.lane in _CAUSES:
@@ -181,7 +206,10 @@ def _bubble_causes(timeline: Timeline, start: float, end: float) -> dict[str, fl
         free_s, gathered = start, None
         for event in events:
             unit = event.stage, event.minibatch, event.microbatch
-            found = gathered, came.get((rank, _WAITED_FOR.get(event.kind, "receive_gradient"), unit))
+            found = (
+                gathered,
+                came.get((rank, _WAITED_FOR.get(event.kind, "receive_gradient"), unit)),
+            )
             gathered = came.get((rank, "all_gather", unit)) if event.kind == "update" else None
             since_s, until_s = max(free_s, start), min(event.start_s, end)
             free_s = max(free_s, event.end_s)
@@ -190,7 +218,11 @@ def _bubble_causes(timeline: Timeline, start: float, end: float) -> dict[str, fl
             cause, left_s = "other", since_s
             last = max(filter(None, found), key=lambda each: each.end_s, default=None)
             if last is not None and last.end_s > since_s:
-                sent = last.peer_rank, last.kind == "receive_activation", (last.peer_stage, *unit[1:])
+                sent = (
+                    last.peer_rank,
+                    last.kind == "receive_activation",
+                    (last.peer_stage, *unit[1:]),
+                )
                 cause, left_s = _CAUSES[last.lane], made_s.get(sent, last.start_s)
             middle_s = min(max(left_s, since_s), until_s)
             waits["workers"] += middle_s - since_s
@@ -204,18 +236,28 @@ def stages_of(timeline: Timeline, rank: int) -> tuple[int, ...]:
     return tuple(number for number, ranks in enumerate(timeline.ranks) if rank in ranks)
 
 
-def _links(timeline: Timeline, start: float, end: float) -> tuple[dict[tuple[int, bool], float], tuple[LinkShare, ...]]:
+def _links(
+    timeline: Timeline, start: float, end: float
+) -> tuple[dict[tuple[int, bool], float], tuple[LinkShare, ...]]:
     own: dict[tuple[int, bool], float] = {}
     shared = []
     for link in timeline.links:
         starts, ends = np.array(link.start_s), np.array(link.end_s)
         used = np.array(link.share) if link.share else 1.0
-        busy = float((np.clip(np.minimum(ends, end) - np.maximum(starts, start), 0.0, None) * used).sum())
+        busy = float(
+            (np.clip(np.minimum(ends, end) - np.maximum(starts, start), 0.0, None) * used).sum()
+        )
         share = _share(busy, end - start)
         if link.rank is not None:
             own[link.rank, link.sends] = share
         else:
-            shared.append(LinkShare(name=link.name, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s, busy_share=share))
+            shared.append(
+                LinkShare(
+                    name=link.name,
+                    bandwidth_bytes_per_s=link.bandwidth_bytes_per_s,
+                    busy_share=share,
+                )
+            )
     return own, tuple(shared)
 
 

@@ -1,7 +1,8 @@
 """Find the fastest plan for a profile on a cluster.
 
-`solve.solve` is the one way from a question to its answer, which `planner.solve` calls. `find_plan` searches for the
-fastest plan under one schedule, and `fit` asks `solve` about several sizes of microbatches and several numbers of GPUs.
+`solve.solve` is the one way from a question to its answer, which `planner.solve` calls. `find_plan`
+searches for the fastest plan under one schedule, and `fit` asks `solve` about several sizes of
+microbatches and several numbers of GPUs.
 
     solve -> find_plan -> answer        the degrees of divided layers, and the places to cut
                             portfolio   attempts, proposers, evaluation in a pool, improvement
@@ -13,7 +14,8 @@ fastest plan under one schedule, and `fit` asks `solve` about several sizes of m
     propose/       candidate plans: regular ones, exact searches, mixed GPUs, interleaved, integer programs
     improve/       local search from the best candidates
     choose/        cuts that people make by hand, and which of nearly equal plans is the answer
-    alternatives/  what competes with a search's plan or stands beside it: schedules, usual ways, fewer hosts
+    alternatives/ what competes with a search's plan or stands beside it: schedules, usual ways,
+    fewer hosts
     tuning/        how far, how long and how precisely all of these look: one record, which the question carries
     sizes/         how many samples a minibatch and a microbatch have, where nobody says
 """

@@ -1,10 +1,12 @@
-"""Answer a question: the best plan over all degrees of divided layers and all places to cut, and a bound on all plans.
+"""Answer a question: the best plan over all degrees of divided layers and all places to cut, and a
+bound on all plans.
 
     answer         for each number of ranks that may divide the layers:
       _over_cuts     cuts between blocks, then inside blocks where that pays:
         best_plan      propose, evaluate, improve (`planner.solver.portfolio`)
 
-All stages of a plan have groups of one size, so a plan whose layers are divided is a plan for a cluster of groups.
+All stages of a plan have groups of one size, so a plan whose layers are divided is a plan for a
+cluster of groups.
 """
 
 import math
@@ -60,7 +62,8 @@ class _DegreeTrials:
     question: Problem
     answers: list[Answer] = field(default_factory=list)
     obstacles: list[PlannerError] = field(default_factory=list)
-    missed: list[int] = field(default_factory=list)  # degrees without a search, or whose search had too little time
+    # degrees without a search, or whose search had too little time
+    missed: list[int] = field(default_factory=list)
 
     @property
     def best_s(self) -> float:
@@ -112,7 +115,9 @@ class _DegreeTrials:
 
 
 def _obstacle(errors: Sequence[PlannerError]) -> PlannerError:
-    """Return the error that says most of why no degree has a plan: too little time, or what needs the least memory."""
+    """Return the error that says most of why no degree has a plan: too little time, or what needs
+    the least memory.
+    """
     for error in errors:
         if not isinstance(error, InfeasibleError):
             return error
@@ -130,8 +135,8 @@ def _obstacle(errors: Sequence[PlannerError]) -> PlannerError:
 def _over_cuts(question: Problem) -> Answer:
     """Find the best plan that cuts between blocks, or inside blocks where that makes it 2% faster.
 
-    Inside blocks it is sought among all cuts if those are few, and otherwise beside the cuts that were found. Raise
-    InputError where `granularity` asks for blocks, and the model has none.
+    Inside blocks it is sought among all cuts if those are few, and otherwise beside the cuts that
+    were found. Raise InputError where `granularity` asks for blocks, and the model has none.
     """
     profile = question.layer_costs.profile
     granularity = question.rules.granularity
@@ -140,7 +145,10 @@ def _over_cuts(question: Problem) -> Answer:
         ends = block_ends(profile)
     if not ends:
         if granularity == "block":
-            what = f"`granularity=block` is for models of repeated blocks, and '{profile.model}' has none"
+            what = (
+                f"`granularity=block` is for models of repeated blocks, and '{profile.model}' "
+                f"has none"
+            )
             raise InputError(what, hint="use `granularity=layer`")
         return best_plan(question)
 
@@ -159,8 +167,12 @@ def _over_cuts(question: Problem) -> Answer:
     return _inside_blocks(question, ends, between, few=few)
 
 
-def _inside_blocks(question: Problem, ends: frozenset[int], between: Answer, *, few: bool) -> Answer:
-    """Return the answer between blocks, or one that also cuts inside them; bound plans that cut anywhere."""
+def _inside_blocks(
+    question: Problem, ends: frozenset[int], between: Answer, *, few: bool
+) -> Answer:
+    """Return the answer between blocks, or one that also cuts inside them; bound plans that cut
+    anywhere.
+    """
     searched = searched_cuts(question)
     bound_s = relaxed_s(question, searched.space)
     bound_of = searched.bound_of
@@ -171,7 +183,11 @@ def _inside_blocks(question: Problem, ends: frozenset[int], between: Answer, *, 
 
     if may_pay and not question.clock.passed:
         layers = len(question.layer_costs.profile.layers)
-        cuts = frozenset(range(layers - 1)) if everywhere else ends | _beside(question, ends, between.best)
+        cuts = (
+            frozenset(range(layers - 1))
+            if everywhere
+            else ends | _beside(question, ends, between.best)
+        )
         if cuts != ends and len(cuts) <= _most_cuts(question):
             inside = best_plan(question if everywhere else cut_after(question, cuts))
             if everywhere:
@@ -182,7 +198,8 @@ def _inside_blocks(question: Problem, ends: frozenset[int], between: Answer, *, 
 
     anywhere_known = everywhere or question.schedule.asynchronous or best is not between
     if may_pay and not anywhere_known and between.bound_s > bound_s:
-        # Of plans that cut between blocks a search knows well how little the memory leaves to recompute.
+        # Of plans that cut between blocks a search knows well how little the memory leaves to
+        # recompute.
         bound_s = between.bound_s
         bound_of = _joined([BETWEEN, between.bound_of])
     if ALONG_ORDER in bound_of and not best.best.in_order:

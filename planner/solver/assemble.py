@@ -39,12 +39,15 @@ RATES = (
 
 
 def complete(problem: Problem, best: Evaluation, report: SolverReport) -> Plan:
-    """Return the plan of the chosen stages with what the searches leave out: copies of shared weights.
+    """Return the plan of the chosen stages with what the searches leave out: copies of shared
+    weights.
 
     Raise InfeasibleError when the copies do not fit the memory.
     """
     price = price_with_copies(problem.layer_costs, best.stages, best.price, problem.setting)
-    price = replace(price, memory=with_overheads(problem.layer_costs, best.stages, price.memory, price.workers))
+    price = replace(
+        price, memory=with_overheads(problem.layer_costs, best.stages, price.memory, price.workers)
+    )
     plan = assemble(problem, Evaluation(best.stages, price), report)
     before = plan.predicted
     if before.by != "simulation" or not plan.shared:
@@ -53,7 +56,9 @@ def complete(problem: Problem, best: Evaluation, report: SolverReport) -> Plan:
     seconds = simulated_s(plan)
     bound_s = min(report.lower_bound_s, seconds)
     predicted = _at_pace(before, seconds)
-    solver = plan.solver.model_copy(update={"lower_bound_s": bound_s, "gap": (seconds - bound_s) / seconds})
+    solver = plan.solver.model_copy(
+        update={"lower_bound_s": bound_s, "gap": (seconds - bound_s) / seconds}
+    )
     return plan.model_copy(update={"predicted": predicted, "solver": solver})
 
 
@@ -96,7 +101,8 @@ def assemble(problem: Problem, best: Evaluation, report: SolverReport = GIVEN) -
         stages=tuple(_stages(problem, best)),
         experts=max((max(costs.experts) for costs in used if costs.experts), default=None),
         by_samples=any(costs.by_samples for costs in used),
-        transfers=transfers(problem.in_groups(stages)[0].layer_costs, stages),  # of each rank of a group
+        # of each rank of a group
+        transfers=transfers(problem.in_groups(stages)[0].layer_costs, stages),
         shared=shared_between(layer_costs, stages),
         predicted=_predict(problem, best),
         solver=report.model_copy(update={"depth": problem.depth}),
@@ -123,7 +129,9 @@ def _stages(problem: Problem, best: Evaluation) -> Iterator[Stage]:
             sharding_level=stage.options.sharding.level_in_files,
             shard_group=stage.options.sharding.group or None,
             recompute=bool(groups) if whole else named,
-            recompute_s=costs.recompute_s if groups and (stage.options.shards_gradients or not whole) else None,
+            recompute_s=costs.recompute_s
+            if groups and (stage.options.shards_gradients or not whole)
+            else None,
             forward_s=costs.forward_s,
             backward_s=costs.backward_s,
             update_s=costs.update_s,
@@ -138,7 +146,8 @@ def _stages(problem: Problem, best: Evaluation) -> Iterator[Stage]:
 
 
 def _predict(problem: Problem, best: Evaluation) -> Prediction:
-    """Predict the plan's speed, and compare it with one GPU of the fastest kind and with data parallelism.
+    """Predict the plan's speed, and compare it with one GPU of the fastest kind and with data
+    parallelism.
 
     Both train the same minibatch in the same microbatches. Neither needs to fit the memory.
     """
@@ -158,15 +167,23 @@ def _predict(problem: Problem, best: Evaluation) -> Prediction:
         bottleneck=price.bottleneck,
         speedup_over_one_gpu=_one_gpu_s(problem) / seconds,
         speedup_over_data_parallel=parallel_s * microbatches / seconds,
-        communication_bytes_per_sample=None if samples is None else price.communication_bytes / samples,
-        data_parallel_communication_bytes_per_sample=None if size is None else parallel_bytes / size,
+        communication_bytes_per_sample=None
+        if samples is None
+        else price.communication_bytes / samples,
+        data_parallel_communication_bytes_per_sample=None
+        if size is None
+        else parallel_bytes / size,
         communication_cut=(
-            1 - price.communication_bytes / microbatches / parallel_bytes if parallel_bytes > 0 else None
+            1 - price.communication_bytes / microbatches / parallel_bytes
+            if parallel_bytes > 0
+            else None
         ),
         tokens_per_s=None if samples is None or tokens is None else samples * tokens / seconds,
         # Devices of several kinds have several peaks.
         flop_utilisation=(
-            None if problem.cluster.kinds else utilisation(profile, microbatches, seconds, best.gpus // price.chunks)
+            None
+            if problem.cluster.kinds
+            else utilisation(profile, microbatches, seconds, best.gpus // price.chunks)
         ),
     )
 
@@ -182,7 +199,9 @@ def _one_gpu_s(problem: Problem) -> float:
 
 
 def _data_parallel(problem: Problem, *, simulates: bool) -> tuple[float, float]:
-    """Return seconds and bytes per microbatch of data parallelism on as many GPUs as have a microbatch."""
+    """Return seconds and bytes per microbatch of data parallelism on as many GPUs as have a
+    microbatch.
+    """
     stage = replicated(problem)
     if problem.schedule.divides or problem.layer_costs.profile.lengths:
         return _divided(problem, stage, simulates)
@@ -192,8 +211,9 @@ def _data_parallel(problem: Problem, *, simulates: bool) -> tuple[float, float]:
 def _undivided(problem: Problem, stage: Candidate, simulates: bool) -> tuple[float, float]:
     """Return seconds and bytes per minibatch, of which each GPU has one per step.
 
-    If its gradient buckets are ready as late as in a simulation, the formula equals its simulation: nothing else uses
-    the links during its all-reduce. Where devices differ, it waits for the slowest.
+    If its gradient buckets are ready as late as in a simulation, the formula equals its simulation:
+    nothing else uses the links during its all-reduce. Where devices differ, it waits for the
+    slowest.
     """
     gpus = problem.cluster.gpus
     link = problem.link
@@ -212,7 +232,8 @@ def _undivided(problem: Problem, stage: Candidate, simulates: bool) -> tuple[flo
 def _divided(problem: Problem, stage: Candidate, simulates: bool) -> tuple[float, float]:
     """Return seconds and bytes per microbatch of a minibatch that is divided over the GPUs.
 
-    Where lengths vary this simulates schedules that do not divide minibatches, too: replicas wait for the longest.
+    Where lengths vary this simulates schedules that do not divide minibatches, too: replicas wait
+    for the longest.
     """
     # One stage has no chunks. Its simulation is not part of the search, so it does not count.
     unchunked = problem.with_schedule(problem.schedule.unchunked)
@@ -221,4 +242,7 @@ def _divided(problem: Problem, stage: Candidate, simulates: bool) -> tuple[float
     parallel = priced(alone, [stage])
     if simulates:
         parallel = simulated(alone, parallel)
-    return parallel.seconds / alone.microbatches, parallel.price.communication_bytes / alone.microbatches
+    return (
+        parallel.seconds / alone.microbatches,
+        parallel.price.communication_bytes / alone.microbatches,
+    )

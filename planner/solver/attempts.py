@@ -1,8 +1,9 @@
-"""What searches are asked in place of a question, because no search along the cuts can know all of it.
+"""What searches are asked in place of a question, because no search along the cuts can know all of
+it.
 
     room     How many communicators a worker has depends on the replicas of its neighbours. Searches count those that a
-             stage has in any plan. Room is kept for more, until the best candidate has it. The first question of this
-             series is a relaxation, whose bound holds for all plans.
+             stage has in any plan. Room is kept for more, until the best candidate has it. The
+             first question of this series is a relaxation, whose bound holds for all plans.
     copies   A tied weight is counted once. Where its copies do not fit, or cannot be trained, the best plan has all
              users of the weight in one stage, or counts the weight in every layer that uses it.
 
@@ -29,7 +30,8 @@ class Attempt:
     """A question whose plans are candidates for another one, and who proposes them.
 
     Attributes:
-        relaxation: whether all plans of the other question are plans of this one, and take no less there.
+        relaxation: whether all plans of the other question are plans of this one, and take no less
+            there.
     """
 
     question: Problem
@@ -38,7 +40,9 @@ class Attempt:
 
 
 def attempts(pool: Pool) -> Iterator[Attempt]:
-    """Yield attempts until the pool's best plan is as good as the best candidate that lacked something."""
+    """Yield attempts until the pool's best plan is as good as the best candidate that lacked
+    something.
+    """
     proposers = proposers_for(pool.question)
     searched_as = pool.question.schedule.solved_as
     for number, roomy in enumerate(_with_room(pool)):
@@ -54,7 +58,9 @@ def attempts(pool: Pool) -> Iterator[Attempt]:
 
 
 def _with_room(pool: Pool) -> Iterator[Problem]:
-    """Yield the question with room for no more communicators than searches count, then for ever more of them."""
+    """Yield the question with room for no more communicators than searches count, then for ever
+    more of them.
+    """
     question = pool.question
     if question.layer_costs.overheads is None:
         yield question
@@ -87,7 +93,9 @@ def _with_room(pool: Pool) -> Iterator[Problem]:
 
 
 def _uncounted_communicators(question: Problem, plan: Evaluation) -> int:
-    """Return how many communicators a worker of the plan has, at most, beyond those that searches count."""
+    """Return how many communicators a worker of the plan has, at most, beyond those that searches
+    count.
+    """
     costs = question.layer_costs
     beyond: Counter[int] = Counter()
     counts = communicators(costs, plan.stages)
@@ -126,7 +134,9 @@ def _in_one_stage(question: Problem, users: Sequence[tuple[int, ...]]) -> Proble
 
 
 def _copies_are_slow(pool: Pool) -> bool:
-    """Whether messages of copies take so much of the best plan's time that one without copies may be faster."""
+    """Whether messages of copies take so much of the best plan's time that one without copies may
+    be faster.
+    """
     if pool.best is None:
         return False
     question = pool.question
@@ -136,5 +146,7 @@ def _copies_are_slow(pool: Pool) -> bool:
 
 
 def _price_s(plan: Evaluation | None) -> float:
-    """Return the seconds of a plan by the cost model, which candidates are compared with; infinity without a plan."""
+    """Return the seconds of a plan by the cost model, which candidates are compared with; infinity
+    without a plan.
+    """
     return math.inf if plan is None else plan.price_s

@@ -15,7 +15,9 @@ from planner.solver.tuning.record import STANDARD
 
 
 def computed_s() -> float:
-    """Return the processor time of this thread, and of the programs that the process ran and waited for."""
+    """Return the processor time of this thread, and of the programs that the process ran and waited
+    for.
+    """
     return time.thread_time() + sum(os.times()[2:4])
 
 
@@ -25,10 +27,12 @@ class OutOfTimeError(Exception):
 
 @dataclass(frozen=True)
 class Clock:
-    """When a question must be answered; at no time where both times are None. Once it is stopped, no time is left.
+    """When a question must be answered; at no time where both times are None. Once it is stopped,
+    no time is left.
 
-    The whole ends on the wall clock, and its parts in processor time, so that beside other work on the machine a
-    search looks at what it would look at alone. A thread never computes for longer than what passes.
+    The whole ends on the wall clock, and its parts in processor time, so that beside other work on
+    the machine a search looks at what it would look at alone. A thread never computes for longer
+    than what passes.
 
     Attributes:
         at_s: when time is over, on the monotonic clock.
@@ -49,7 +53,9 @@ class Clock:
         progress: Progress | None = None,
         tuning: ClockTuning = STANDARD.clock,
     ) -> Clock:
-        """Return the clock for so many seconds from now; None or infinity is for as long as it takes."""
+        """Return the clock for so many seconds from now; None or infinity is for as long as it
+        takes.
+        """
         progress = progress or Progress()
         if time_limit_s is None or math.isinf(time_limit_s):
             return cls(progress=progress, tuning=tuning)
@@ -88,7 +94,8 @@ class Clock:
     def part(self, share: float) -> Clock:
         """Return the clock for this share of the processor time that is left.
 
-        On the wall clock a part may take longer, if what comes after it keeps a part of its own share.
+        On the wall clock a part may take longer, if what comes after it keeps a part of its own
+        share.
         """
         if self.at_s is None or self.computed_at_s is None:
             return self
@@ -102,7 +109,9 @@ class Clock:
         )
 
     def at_most(self, seconds: float) -> Clock:
-        """Return the clock for so many seconds of processor time, and a few times as many on the wall clock."""
+        """Return the clock for so many seconds of processor time, and a few times as many on the
+        wall clock.
+        """
         soon = Clock.of(seconds, self.progress, self.tuning)
         if self.at_s is None or self.computed_at_s is None or soon.computed_at_s is None:
             return soon
@@ -130,9 +139,12 @@ NO_LIMIT = Clock()
 
 
 def no_plan_yet(clock: Clock) -> PlannerError:
-    """Return the error for a search that ended before it had any plan: because time passed, or because of Ctrl-C."""
+    """Return the error for a search that ended before it had any plan: because time passed, or
+    because of Ctrl-C.
+    """
     if clock.stop.is_set():
         return StoppedError("interrupted before any plan was found")
     return PlannerError(
-        "the time limit passed before any plan was found", hint="give a longer `time_limit_s`, or leave it out"
+        "the time limit passed before any plan was found",
+        hint="give a longer `time_limit_s`, or leave it out",
     )

@@ -1,6 +1,7 @@
 """One question, one search: the fastest plan under one schedule, with nothing beside it.
 
-`planner.solver.solve` asks it for the candidates of an answer; `planner.solver.answer` has the search.
+`planner.solver.solve` asks it for the candidates of an answer; `planner.solver.answer` has the
+search.
 """
 
 import time
@@ -34,7 +35,8 @@ def find_plan(
     clock: Clock | None = None,
     tuning: Tuning = STANDARD,
 ) -> Plan:
-    """Find the fastest plan by the options; the `clock` of several searches takes the place of their time limit.
+    """Find the fastest plan by the options; the `clock` of several searches takes the place of
+    their time limit.
 
     Raises:
         UnexplainedError: if no plan fits the memory.
@@ -57,7 +59,8 @@ def find_plan(
 
 @keywords_of(SolveOptions)
 def search_plan(profile: Profile, cluster: Cluster, options: SolveOptions) -> Plan:
-    """Find the fastest plan under one schedule, with nothing beside it: `find_plan`, with options as keywords.
+    """Find the fastest plan under one schedule, with nothing beside it: `find_plan`, with options
+    as keywords.
 
     Raises:
         InfeasibleError: if no plan fits the memory, with the smallest change that makes one fit.
@@ -69,13 +72,16 @@ def search_plan(profile: Profile, cluster: Cluster, options: SolveOptions) -> Pl
 
 
 def last_budget(clock: Clock, tuning: Tuning) -> Budget:
-    """Return the budget for simulating an answer, which has some time even where the limit has passed."""
+    """Return the budget for simulating an answer, which has some time even where the limit has
+    passed.
+    """
     seconds = tuning.answer.last_simulation_s
     return Budget.unlimited(clock.at_least(seconds).at_most(seconds), tuning.budget)
 
 
 def _settled(problem: Problem, found: Answer, clock: Clock) -> Answer:
-    """Return the answer of a schedule that drains with its simulated time, and divided as little as is as fast.
+    """Return the answer of a schedule that drains with its simulated time, and divided as little as
+    is as fast.
 
     Without its waiting, which may be half of its time, nobody could compare the plan with others.
     """
@@ -88,11 +94,17 @@ def _settled(problem: Problem, found: Answer, clock: Clock) -> Answer:
 
 
 def plainest(problem: Problem, found: Answer) -> Answer:
-    """Return the answer with replicas of a single stage that divide as little as takes as long, by estimates."""
+    """Return the answer with replicas of a single stage that divide as little as takes as long, by
+    estimates.
+    """
     best = found.best
     indistinguishable_s = best.seconds * (1 + problem.tuning.answer.indistinguishable_share)
     stage = best.stages[0]
-    if len(best.stages) > 1 or stage.options.divides_layers or problem.rules.shard_optimizer == "always":
+    if (
+        len(best.stages) > 1
+        or stage.options.divides_layers
+        or problem.rules.shard_optimizer == "always"
+    ):
         return found
 
     for sharding in stage.options.sharding.less():

@@ -1,7 +1,8 @@
-"""Answer what a newcomer asks: does the model fit, how to split it, how fast is it, how few GPUs will do.
+"""Answer what a newcomer asks: does the model fit, how to split it, how fast is it, how few GPUs
+will do.
 
-The answer is that of `planner.solver.solve` for a few sizes of microbatches, of which the fastest counts, and then for
-other numbers of GPUs.
+The answer is that of `planner.solver.solve` for a few sizes of microbatches, of which the fastest
+counts, and then for other numbers of GPUs.
 """
 
 import math
@@ -25,7 +26,9 @@ from planner.solver.tuning.record import STANDARD, Tuning
 
 
 class FitRow(Record):
-    """The fastest plan on some number of GPUs, or why there is none; in full for the number that was asked about."""
+    """The fastest plan on some number of GPUs, or why there is none; in full for the number that
+    was asked about.
+    """
 
     gpus: int
     plan: Plan | None
@@ -41,14 +44,16 @@ class FitRow(Record):
 class Fit(Shown, Record):
     """The answer for the GPUs that were asked about, and for others, the largest first.
 
-    Where a model fits, those are half as many again and again, down to the first number at which it does not; where it
-    does not fit, twice as many, up to the first at which it does; as far as there is time.
+    Where a model fits, those are half as many again and again, down to the first number at which it
+    does not; where it does not fit, twice as many, up to the first at which it does; as far as
+    there is time.
     """
 
     model: str
     asked: FitRow
     others: tuple[FitRow, ...]
-    not_tried: tuple[str, ...] = ()  # what was not looked at because the time ended: "microbatches of 4, 8"
+    # what was not looked at because the time ended: "microbatches of 4, 8"
+    not_tried: tuple[str, ...] = ()
     folder: str = ""  # that has profile.json and plan.json
     model_file: str = ""  # as seen from there
     late_failures: tuple[LateFailure, ...] = ()  # which of these files could not be written
@@ -56,7 +61,9 @@ class Fit(Shown, Record):
 
 @dataclass(frozen=True)
 class FitQuestion:
-    """A model, by its profiles; GPUs, by the cluster that so many of them make; and the options of each plan."""
+    """A model, by its profiles; GPUs, by the cluster that so many of them make; and the options of
+    each plan.
+    """
 
     profiles: Profiles
     gpus: int
@@ -70,13 +77,17 @@ class FitQuestion:
         return self.cluster_of(self.gpus)
 
     def least_sample_s(self, profile: Profile) -> float:
-        """Return seconds of a sample that no plan for one of the profiles is below, divided layers or not."""
+        """Return seconds of a sample that no plan for one of the profiles is below, divided layers
+        or not.
+        """
         return least_sample_s(profile, self.cluster, self.options, self.profiles.ranks)
 
 
 @dataclass(frozen=True)
 class Best:
-    """The fastest answer so far for the GPUs that were asked about, and what the time did not suffice for."""
+    """The fastest answer so far for the GPUs that were asked about, and what the time did not
+    suffice for.
+    """
 
     row: FitRow
     profile: Profile
@@ -84,7 +95,8 @@ class Best:
 
 
 def fit(question: FitQuestion, clock: Clock | None = None) -> tuple[Fit, Profile]:
-    """Find the fastest plan for a number of GPUs and for others, each with the same minibatch, and its profile.
+    """Find the fastest plan for a number of GPUs and for others, each with the same minibatch, and
+    its profile.
 
     The `clock` of all answers together takes the place of the options' time limit.
     """
@@ -113,7 +125,9 @@ def fit(question: FitQuestion, clock: Clock | None = None) -> tuple[Fit, Profile
 
 
 def row_for(question: FitQuestion, profile: Profile, gpus: int, clock: Clock) -> FitRow:
-    """Solve for a number of GPUs; only for the one that was asked about is explained why nothing fits."""
+    """Solve for a number of GPUs; only for the one that was asked about is explained why nothing
+    fits.
+    """
     cluster = question.cluster_of(gpus)
     try:
         plan = solve_unexplained(profile, cluster, question.options, clock, question.tuning)
@@ -127,7 +141,9 @@ def row_for(question: FitQuestion, profile: Profile, gpus: int, clock: Clock) ->
 
 
 def _fastest_size(question: FitQuestion, sizes: Sizes, clock: Clock) -> Best:
-    """Solve for each size that is worth it until one is no faster than those before, or the time ends."""
+    """Solve for each size that is worth it until one is no faster than those before, or the time
+    ends.
+    """
     best: Best | None = None
     not_tried = []
     if sizes.unseen:
@@ -174,11 +190,14 @@ def _cannot_be_faster(question: FitQuestion, plan: Plan | None, profile: Profile
     return plan.predicted.seconds_per_minibatch <= (plan.minibatch_size or 0) * least_s
 
 
-def _worth_dividing(question: FitQuestion, sizes: Sizes, size: int, profile: Profile, best: Best | None) -> bool:
+def _worth_dividing(
+    question: FitQuestion, sizes: Sizes, size: int, profile: Profile, best: Best | None
+) -> bool:
     """Return whether ranks that divide layers may gain anything.
 
-    Where they did not for one size of microbatches, they do not for smaller ones. Nor do they where a usual way is as
-    good as perfect balance. Layers with experts are divided for microbatches that ranks share.
+    Where they did not for one size of microbatches, they do not for smaller ones. Nor do they where
+    a usual way is as good as perfect balance. Layers with experts are divided for microbatches that
+    ranks share.
     """
     if sizes.shared is not None:
         return size == sizes.shared
@@ -191,14 +210,17 @@ def _worth_dividing(question: FitQuestion, sizes: Sizes, size: int, profile: Pro
 
 
 def _with_rows_of(row: FitRow, best: Best) -> FitRow:
-    """Return the answer with the usual ways of another size, where ranks share the samples of a microbatch.
+    """Return the answer with the usual ways of another size, where ranks share the samples of a
+    microbatch.
 
     In the usual ways, a rank has as many samples as before.
     """
     plan = row.plan
     if plan is None or not plan.by_samples or best.row.plan is None:
         return row
-    scale = (plan.microbatch_size or 1) / (best.profile.microbatch_size or plan.microbatch_size or 1)
+    scale = (plan.microbatch_size or 1) / (
+        best.profile.microbatch_size or plan.microbatch_size or 1
+    )
     rows = []
     for way in best.row.plan.baselines:
         seconds = scale * way.seconds_per_microbatch
@@ -213,9 +235,11 @@ def _other_numbers(
     took_s: float,
     clock: Clock,
 ) -> tuple[list[FitRow], list[str]]:
-    """Solve for fewer GPUs down to those that do not do, or for more up to those that do, as far as there is time.
+    """Solve for fewer GPUs down to those that do not do, or for more up to those that do, as far as
+    there is time.
 
-    `took_s` is how long the number that was asked about took. Return the rows, and what was not tried.
+    `took_s` is how long the number that was asked about took. Return the rows, and what was not
+    tried.
     """
     tuning = question.tuning.fit
     if asked.plan is not None:

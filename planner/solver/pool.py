@@ -25,22 +25,26 @@ SEARCH = "search"  # the name of all methods but the integer program
 
 
 class Pool:
-    """Evaluates candidates for a question, and keeps the best plan that fits the memory and can be trained.
+    """Evaluates candidates for a question, and keeps the best plan that fits the memory and can be
+    trained.
 
-    A candidate is priced by the cost model, which knows no waiting. A simulation only adds to that, so a candidate is
-    simulated only while its price is below the time of the best plan.
+    A candidate is priced by the cost model, which knows no waiting. A simulation only adds to that,
+    so a candidate is simulated only while its price is below the time of the best plan.
 
     Attributes:
         question: what candidates are evaluated for, with all the memory that its devices have.
         best: the fastest plan so far; None while no candidate may be the answer.
         bound_s: seconds per minibatch that no plan with the searched cuts is below.
         cuts: which cuts are searched.
-        anywhere_s: seconds that no plan is below whatever its cuts, if others than those searched may be the answer.
+        anywhere_s: seconds that no plan is below whatever its cuts, if others than those searched
+            may be the answer.
         usable: the candidates that may be the answer, as they were priced.
         crowded: the fastest candidate that lacked room for its communicators.
-        untrained: the fastest candidate whose copies of tied weights do not fit, or cannot be kept equal.
+        untrained: the fastest candidate whose copies of tied weights do not fit, or cannot be kept
+            equal.
         room: communicators of each device for which the last search kept room.
-        relaxed: whether all plans of the question are plans of the one that is searched now, whose bound then holds.
+        relaxed: whether all plans of the question are plans of the one that is searched now, whose
+            bound then holds.
     """
 
     def __init__(
@@ -50,7 +54,9 @@ class Pool:
         cuts: SearchedCuts | None = None,
         anywhere_s: float = math.inf,
     ) -> None:
-        """Take a question, whose plans have cuts along the profile's order if no others are given."""
+        """Take a question, whose plans have cuts along the profile's order if no others are
+        given.
+        """
         self.question = question
         self.bound_s = bound_s
         self.cuts = cuts or SearchedCuts(Chain(question.layer_costs), complete=True)
@@ -75,7 +81,9 @@ class Pool:
         return self.best is not None and self._is_close_to(self._least_s(self.best))
 
     def _least_s(self, plan: Evaluation) -> float:
-        """Return seconds that no plan is below with the searched cuts, or whatever its cuts if the plan has others."""
+        """Return seconds that no plan is below with the searched cuts, or whatever its cuts if the
+        plan has others.
+        """
         if self.cuts.complete or plan.in_order:
             return self.bound_s
         return self.anywhere_s
@@ -116,17 +124,22 @@ class Pool:
                 return
             else:
                 self._simulate(plan, method)
-            # Nothing in the batch is faster by much than a plan that takes no longer than the least price.
+            # Nothing in the batch is faster by much than a plan that takes no longer than the least
+            # price.
             settled = self._is_close_to(ordered[0].seconds)
 
     def _is_close_to(self, seconds: float) -> bool:
-        """Whether the best plan takes so little more than these seconds that it needs no alternative."""
+        """Whether the best plan takes so little more than these seconds that it needs no
+        alternative.
+        """
         if self.best is None:
             return False
         return self.best.seconds <= seconds * (1 + self.question.tuning.evaluate.settled_share)
 
     def _is_promising(self, plan: Evaluation, *, settled: bool) -> bool:
-        """Whether a priced candidate may be faster than the best plan, or late by less and nearly as fast."""
+        """Whether a priced candidate may be faster than the best plan, or late by less and nearly
+        as fast.
+        """
         best = self.best
         if best is None:
             return True
@@ -200,7 +213,9 @@ class Pool:
         return Answer(self.best, bound_s, self._method, bound_of, self.cuts.words)
 
     def _usable(self, candidates: Batch) -> Iterator[Evaluation]:
-        """Yield the candidates that may be the answer, priced; those that lack room recompute more."""
+        """Yield the candidates that may be the answer, priced; those that lack room
+        recompute more.
+        """
         for stages in candidates:
             plan = priced(self.question, stages)
             if not self.question.allows(plan):
@@ -216,7 +231,9 @@ class Pool:
                 self.untrained = _faster(self.untrained, plan)
 
     def _recomputing_more(self, plan: Evaluation) -> Evaluation | None:
-        """Return a plan that recomputes as much as makes room for its communicators; None if nothing does."""
+        """Return a plan that recomputes as much as makes room for its communicators; None if
+        nothing does.
+        """
         question = self.question
         if question.layer_costs.overheads is None or question.schedule.chunked:
             return None
@@ -243,7 +260,9 @@ class Pool:
             self.keep(evaluation, method)
 
     def unhurried(self) -> Problem:
-        """Return the question with an allowance of its own, and some time, also where the time is over."""
+        """Return the question with an allowance of its own, and some time, also where the time is
+        over.
+        """
         budget = self.question.budget
         clock = budget.clock.at_least(budget.tuning.grace_s)
         longer = replace(budget.apart(), clock=clock, seen={})

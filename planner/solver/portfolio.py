@@ -1,4 +1,5 @@
-"""One question, one portfolio: proposers yield candidates, the pool evaluates them, local search improves the best.
+"""One question, one portfolio: proposers yield candidates, the pool evaluates them, local search
+improves the best.
 
 attempts    what searches are asked in place of the question, because they cannot know all of it
 proposers   `planner.solver.propose`: regular plans, the exact search along a chain, levels, mixed GPUs, ...
@@ -87,7 +88,9 @@ def _propose(pool: Pool, attempt: Attempt, proposer: Proposer) -> PlannerError |
 
 
 def _copies_obstacle(pool: Pool) -> InfeasibleError | None:
-    """Return the error for copies of tied weights that do not fit, with a schedule that has room for them."""
+    """Return the error for copies of tied weights that do not fit, with a schedule that has room
+    for them.
+    """
     question = pool.question
     plan = pool.untrained
     if plan is None:
@@ -98,14 +101,19 @@ def _copies_obstacle(pool: Pool) -> InfeasibleError | None:
         for other in question.leaner():
             with suppress(PlannerError):
                 best_plan(other)
-                hint = f"use `schedule={other.schedule}` `microbatches={other.microbatches}`, which fits"
+                hint = (
+                    f"use `schedule={other.schedule}` `microbatches={other.microbatches}`, "
+                    f"which fits"
+                )
                 return InfeasibleError(error.message, hint=hint)
         return error
     return None
 
 
 def _regular(question: Problem) -> Iterator[Evaluation]:
-    """Yield the regular plans, where they are of use: chunks lie apart, and a program that was asked for answers."""
+    """Yield the regular plans, where they are of use: chunks lie apart, and a program that was
+    asked for answers.
+    """
     if question.schedule.chunked or question.solver == "ilp":
         return
     yield from regular_plans(question)
@@ -118,7 +126,9 @@ def _take_first(pool: Pool, regular: Iterator[Evaluation]) -> None:
 
 
 def _bound_s(question: Problem, cuts: SearchedCuts) -> float:
-    """Return seconds per minibatch that no plan with the searched cuts is below, before anything is searched."""
+    """Return seconds per minibatch that no plan with the searched cuts is below, before anything is
+    searched.
+    """
     if question.schedule.chunked:
         return 0.0  # the search has a bound of its own
     if question.schedule.splits_backward:
@@ -127,5 +137,7 @@ def _bound_s(question: Problem, cuts: SearchedCuts) -> float:
 
 
 def _anywhere_s(question: Problem, cuts: SearchedCuts) -> float:
-    """Return seconds that no plan is below whatever its cuts, where it may have others than those searched."""
+    """Return seconds that no plan is below whatever its cuts, where it may have others than those
+    searched.
+    """
     return least_anywhere_s(question) if cuts.improved else math.inf

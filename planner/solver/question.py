@@ -1,4 +1,6 @@
-"""From what a user asks to the problem that a search answers, with the checks of what no plan keeps."""
+"""From what a user asks to the problem that a search answers, with the checks of what no plan
+keeps.
+"""
 
 from dataclasses import replace
 
@@ -31,7 +33,9 @@ def problem_of(
     budget: Budget | None = None,
     tuning: Tuning = STANDARD,
 ) -> Problem:
-    """Return the problem of pricing plans on this cluster; without a budget each takes what it takes."""
+    """Return the problem of pricing plans on this cluster; without a budget each takes what it
+    takes.
+    """
     return Problem(
         layer_costs,
         setting_of(options, layer_costs.profile, cluster),
@@ -85,7 +89,9 @@ def options_of(plan: Plan) -> SolveOptions:
 
 
 def options_asked(plan: Plan) -> SolveOptions:
-    """Return the options that `plan` was solved with, with what its user asked its stages to be like."""
+    """Return the options that `plan` was solved with, with what its user asked its stages to be
+    like.
+    """
     rules = plan.solver.rules or AskedRules()
     return replace(
         options_of(plan),
@@ -98,7 +104,8 @@ def options_asked(plan: Plan) -> SolveOptions:
 
 
 def with_one_optimizer(options: SolveOptions, profile: Profile) -> SolveOptions:
-    """Return the options for plans whose workers each step all parameters, where the optimizer combines them.
+    """Return the options for plans whose workers each step all parameters, where the optimizer
+    combines them.
 
     Raise InputError where `tensor` asks for ranks that divide them.
     """
@@ -106,8 +113,10 @@ def with_one_optimizer(options: SolveOptions, profile: Profile) -> SolveOptions:
         return options
     if options.tensor and 1 not in options.tensor:
         raise InputError(
-            f"the optimizer of '{profile.model}' combines parameters, which ranks of `tensor` would divide",
-            hint="leave `tensor` out, or take an optimizer that updates each parameter by itself, such as AdamW",
+            f"the optimizer of '{profile.model}' combines parameters, which ranks of `tensor` "
+            f"would divide",
+            hint="leave `tensor` out, or take an optimizer that updates each parameter by itself, "
+            "such as AdamW",
         )
     return replace(options, max_stages=1, tensor=(1,))
 
@@ -124,9 +133,11 @@ def _check_sharding(problem: Problem) -> None:
     profile = problem.layer_costs.profile
     if problem.rules.shard_optimizer == "always" and not profile.may_shard_optimizer:
         raise InputError(
-            f"`shard_optimizer=always` needs an optimizer that replicas can shard, and the profile of "
+            f"`shard_optimizer=always` needs an optimizer that replicas can shard, and the "
+            f"profile of "
             f"'{profile.model}' does not say so of its own",
-            hint="profile the model again if its optimizer is one, such as Adam; or use `shard_optimizer=never`",
+            hint="profile the model again if its optimizer is one, such as Adam; or use "
+            "`shard_optimizer=never`",
         )
 
 
@@ -134,7 +145,9 @@ def _check_degrees(problem: Problem) -> None:
     degrees = list(problem.rules.tensor)
     if min(degrees) < 1 or degrees != sorted(set(degrees)):
         numbers = ",".join(map(str, degrees))
-        raise InputError(f"`tensor={numbers}` are no ascending numbers of ranks", hint="write them as in 1,2,4,8")
+        raise InputError(
+            f"`tensor={numbers}` are no ascending numbers of ranks", hint="write them as in 1,2,4,8"
+        )
 
     for number, degree in enumerate(degrees):
         if number > 0 or degree > 1:
@@ -147,7 +160,8 @@ def _check_staleness(problem: Problem) -> None:
     late = problem.schedule.staleness(1)
     if most is not None and late > most:
         raise InputError(
-            f"`max_staleness={most}` is less than the {late} update by which gradients under {problem.schedule} "
+            f"`max_staleness={most}` is less than the {late} update by which gradients under "
+            f"{problem.schedule} "
             "are stale in every plan",
             hint="use a `schedule` that drains the pipeline, such as 1f1b-flush",
         )

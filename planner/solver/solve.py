@@ -6,7 +6,8 @@
     4. interleaved pipelines, where 1f1b-flush was nobody's wish
     5. the plans for fewer hosts
 
-Plans are compared at equal samples per update. Where they cannot have these, a note has both numbers.
+Plans are compared at equal samples per update. Where they cannot have these, a note has both
+numbers.
 """
 
 from planner.errors import InputError, PlannerError, StoppedError
@@ -38,7 +39,8 @@ def solve(
     clock: Clock | None = None,
     tuning: Tuning = STANDARD,
 ) -> Plan:
-    """Find the fastest plan, and what stands beside it, before the clock or else the options' time limit ends.
+    """Find the fastest plan, and what stands beside it, before the clock or else the options' time
+    limit ends.
 
     The question carries `tuning`: how far searches look, how long, and how near counts as equal.
 
@@ -59,7 +61,9 @@ def solve_unexplained(
     clock: Clock | None = None,
     tuning: Tuning = STANDARD,
 ) -> Plan:
-    """Do the same, and raise `UnexplainedError` if no plan fits the memory: an explanation takes searches."""
+    """Do the same, and raise `UnexplainedError` if no plan fits the memory: an explanation takes
+    searches.
+    """
     clock = clock or Clock.of(options.time_limit_s, options.progress, tuning.clock)
     cluster = cluster_for(profile, cluster)
 
@@ -90,7 +94,9 @@ def _searched(
     clock: Clock,
     tuning: Tuning,
 ) -> Plan:
-    """Return the fastest plan of a search; where that ends without any, the fastest usual way that fits."""
+    """Return the fastest plan of a search; where that ends without any, the fastest usual way that
+    fits.
+    """
     if options.schedule == AUTO:
         return under_every_schedule(profile, cluster, options, clock, tuning)
     try:

@@ -1,1 +1,3 @@
-"""What a stage may choose beside its layers, one file per choice, and the questions that others ask about it."""
+"""What a stage may choose beside its layers, one file per choice, and the questions that others ask
+about it.
+"""

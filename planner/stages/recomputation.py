@@ -1,9 +1,10 @@
-"""Layers of a stage that keep only what enters them, and run their forward again before their own backward.
+"""Layers of a stage that keep only what enters them, and run their forward again before their own
+backward.
 
-They do so in groups, runs of consecutive layers (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016).
-All others ask a stage the questions below. Which variants a stage has and what they cost is in
-`planner.cost.recomputation`, how a module is built in `planner.model.stage`, and how it is exported in
-`planner.exports`. No ranks are needed for it.
+They do so in groups, runs of consecutive layers (Chen et al., "Training Deep Nets with Sublinear
+Memory Cost", 2016). All others ask a stage the questions below. Which variants a stage has and what
+they cost is in `planner.cost.recomputation`, how a module is built in `planner.model.stage`, and
+how it is exported in `planner.exports`. No ranks are needed for it.
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,9 @@ NamedGroups = tuple[tuple[str, ...], ...]
 
 
 class Recomputes:
-    """What others ask of whatever has a `recompute`, which is empty or false where all activations are kept."""
+    """What others ask of whatever has a `recompute`, which is empty or false where all activations
+    are kept.
+    """
 
     if TYPE_CHECKING:  # pydantic would take this for a field
 
@@ -27,7 +30,9 @@ class Recomputes:
 
 
 class RecomputedLayers(Recomputes):
-    """The same of a stage whose layers have names: groups of these, or true for the whole stage as one group."""
+    """The same of a stage whose layers have names: groups of these, or true for the whole stage as
+    one group.
+    """
 
     if TYPE_CHECKING:
 
@@ -70,5 +75,8 @@ def why_no_groups(groups: NamedGroups, layers: Sequence[str]) -> str | None:
     for group in groups:
         first = layers.index(group[0]) if group[0] in layers else 0
         if group != tuple(layers[first : first + len(group)]):
-            return f"the recomputing group of '{group[0]}' is no run of consecutive layers of the stage"
+            return (
+                f"the recomputing group of '{group[0]}' is no run of consecutive layers of "
+                f"the stage"
+            )
     return None

@@ -1,7 +1,9 @@
-"""Replicas of a stage, each of which runs its share of a minibatch's microbatches, or minibatches in turn.
+"""Replicas of a stage, each of which runs its share of a minibatch's microbatches, or minibatches
+in turn.
 
-Which numbers are possible, and how many samples make an update. What replicas cost is in `planner.cost.models`, the
-groups that average gradients are made by `planner.executor.run.build_context`, and exports copy whole pipelines.
+Which numbers are possible, and how many samples make an update. What replicas cost is in
+`planner.cost.models`, the groups that average gradients are made by
+`planner.executor.run.build_context`, and exports copy whole pipelines.
 """
 
 from collections.abc import Sequence
@@ -23,10 +25,11 @@ def samples_per_update(
     microbatch_size: int | None,
     replicas: Sequence[int],
 ) -> tuple[int, int]:
-    """Return how many samples' gradients make an update, at the stage of the fewest and at that of the most.
+    """Return how many samples' gradients make an update, at the stage of the fewest and at that of
+    the most.
 
-    They are those of a minibatch, except under 1f1b: there, a stage updates after a minibatch on each of its replicas.
-    Counted in microbatches where the size of these is not known.
+    They are those of a minibatch, except under 1f1b: there, a stage updates after a minibatch on
+    each of its replicas. Counted in microbatches where the size of these is not known.
     """
     size = microbatch_size or 1
     if schedule.divides:
@@ -35,7 +38,9 @@ def samples_per_update(
 
 
 def update_words(samples: tuple[int, int], microbatch_size: int | None) -> str:
-    """Write samples per update: "128 samples", "4 to 28 samples"; or microbatches where their size is not known."""
+    """Write samples per update: "128 samples", "4 to 28 samples"; or microbatches where their size
+    is not known.
+    """
     least, most = samples
     numbers = f"{most}" if least == most else f"{least} to {most}"
     if microbatch_size is not None:

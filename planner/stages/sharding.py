@@ -1,4 +1,5 @@
-"""What the replicas of a stage divide: ZeRO's levels, by all replicas or by groups that repeat each other (HSDP).
+"""What the replicas of a stage divide: ZeRO's levels, by all replicas or by groups that repeat each
+other (HSDP).
 
 Rajbhandari et al. 2020, section 5, number what is divided, each with all before it:
 
@@ -7,14 +8,15 @@ Rajbhandari et al. 2020, section 5, number what is divided, each with all before
     2  the gradients, of a plan's only stage
     3  the weights, of a plan's only stage: FSDP
 
-All replicas divide it between them. At levels 2 and 3 groups of them may do so instead, each of which has the whole
-model: hybrid sharding (Zhao et al., "PyTorch FSDP", VLDB 2023, section 3.2.2). A group fills a server, so what is
-exchanged for every microbatch stays on its links, and between servers the parts of the gradients are all-reduced once
-per update.
+All replicas divide it between them. At levels 2 and 3 groups of them may do so instead, each of
+which has the whole model: hybrid sharding (Zhao et al., "PyTorch FSDP", VLDB 2023, section 3.2.2).
+A group fills a server, so what is exchanged for every microbatch stays on its links, and between
+servers the parts of the gradients are all-reduced once per update.
 
-Nobody else knows what a level's number means: all others ask a stage the questions of `ShardedReplicas`. What an option
-costs is in `planner.cost.fully_sharded` and `planner.cost.models`, how its module is built in
-`planner.executor.communication`, and how it is exported in `planner.exports`.
+Nobody else knows what a level's number means: all others ask a stage the questions of
+`ShardedReplicas`. What an option costs is in `planner.cost.fully_sharded` and
+`planner.cost.models`, how its module is built in `planner.executor.communication`, and how it is
+exported in `planner.exports`.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -87,12 +89,16 @@ class ShardedReplicas:
 
     @property
     def shards_gradients(self) -> bool:
-        """Whether each replica has a part of the gradients, too: such a stage is a plan's only one."""
+        """Whether each replica has a part of the gradients, too: such a stage is a plan's
+        only one.
+        """
         return self.sharding.divides_gradients
 
     @property
     def shards_weights(self) -> bool:
-        """Whether each replica has a part of the weights, too, and gathers them before it computes."""
+        """Whether each replica has a part of the weights, too, and gathers them before it
+        computes.
+        """
         return self.sharding.level >= _WEIGHTS
 
     @property
@@ -104,7 +110,9 @@ class ShardedReplicas:
 
     @property
     def copies(self) -> int:
-        """How many groups of replicas divide the same, each the whole of it; 1 where all divide it together."""
+        """How many groups of replicas divide the same, each the whole of it; 1 where all divide it
+        together.
+        """
         return self.replicas // self.shards if self.shards_optimizer else 1
 
     @property
@@ -128,9 +136,14 @@ class ShardedReplicas:
         return words
 
     def shard_groups(self, ranks: Iterable[int]) -> list[tuple[int, ...]]:
-        """Return the ranks of the stage in groups that divide what there is; ranks next to each other are in one."""
+        """Return the ranks of the stage in groups that divide what there is; ranks next to each
+        other are in one.
+        """
         ordered = sorted(ranks)
-        return [tuple(ordered[first : first + self.shards]) for first in range(0, len(ordered), self.shards)]
+        return [
+            tuple(ordered[first : first + self.shards])
+            for first in range(0, len(ordered), self.shards)
+        ]
 
 
 def why_no_group(sharding: Sharding, replicas: int) -> str | None:
@@ -148,16 +161,25 @@ def why_no_group(sharding: Sharding, replicas: int) -> str | None:
 def why_whole(
     schedule: Schedule, microbatches: int, replicas: Sequence[int], degrees: Sequence[int]
 ) -> tuple[str, str] | None:
-    """Return why replicas of these stages cannot divide gradients and weights, with a hint; None if they can."""
+    """Return why replicas of these stages cannot divide gradients and weights, with a hint; None if
+    they can.
+    """
     problem = None
     if len(replicas) > 1 or degrees[0] > 1 or replicas[0] == 1:
-        problem = "only replicas of the whole model divide gradients or weights", "give one stage of several replicas"
+        problem = (
+            "only replicas of the whole model divide gradients or weights",
+            "give one stage of several replicas",
+        )
     elif not schedule.divides or schedule.asynchronous or schedule.chunked:
-        problem = f"replicas do not divide gradients or weights under {schedule}", "use `schedule=1f1b-flush`"
+        problem = (
+            f"replicas do not divide gradients or weights under {schedule}",
+            "use `schedule=1f1b-flush`",
+        )
     elif microbatches % replicas[0]:
         each = -(-microbatches // replicas[0])
         problem = (
-            f"{replicas[0]} replicas that divide gradients or weights cannot share {microbatches} microbatches equally",
+            f"{replicas[0]} replicas that divide gradients or weights cannot share {microbatches} "
+            f"microbatches equally",
             f"give `microbatches={each * replicas[0]}`",
         )
     return problem
@@ -168,7 +190,8 @@ class PossibleSharding(NamedTuple):
 
     always: bool = False  # whether replicas must divide something
     optimizer: bool = False  # whether they may divide the optimizer's state
-    gradients: bool = False  # whether those of a plan's only stage may divide gradients and weights, too
+    # whether those of a plan's only stage may divide gradients and weights, too
+    gradients: bool = False
     groups: Sequence[int] = ()  # sizes in which they may do so, beside all together
 
     @property
@@ -185,7 +208,8 @@ class PossibleSharding(NamedTuple):
         """Yield what the replicas of a stage may divide.
 
         Args:
-            whole: whether the stage is a plan's only one, and gives its replicas equally many microbatches.
+            whole: whether the stage is a plan's only one, and gives its replicas equally many
+                microbatches.
         """
         if replicas == 1:
             yield UNSHARDED
@@ -200,7 +224,9 @@ class PossibleSharding(NamedTuple):
 
 
 def usual_shardings(replicas: int, server: int | None, *, whole: bool) -> Iterator[Sharding]:
-    """Yield what people let replicas divide, whatever a question allows: ZeRO-1 to 3, and HSDP inside a server."""
+    """Yield what people let replicas divide, whatever a question allows: ZeRO-1 to 3, and HSDP
+    inside a server.
+    """
     yield Sharding(_OPTIMIZER)
     if whole:
         yield Sharding(_GRADIENTS)

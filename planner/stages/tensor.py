@@ -1,9 +1,11 @@
-"""Ranks that divide every layer of a stage between them: each replica of the stage is a group of so many.
+"""Ranks that divide every layer of a stage between them: each replica of the stage is a group of so
+many.
 
-With one rank per replica nothing is divided. Nobody else compares the number of ranks with 1: all others ask a stage,
-or the stages of a plan, the questions below. What an option costs is in `planner.cost.tensor`, which groups of ranks a
-plan and its cluster have in `planner.plan.rank_groups`, how a module is divided in `planner.model.tensor`, and how it
-is exported in `planner.exports`.
+With one rank per replica nothing is divided. Nobody else compares the number of ranks with 1: all
+others ask a stage, or the stages of a plan, the questions below. What an option costs is in
+`planner.cost.tensor`, which groups of ranks a plan and its cluster have in
+`planner.plan.rank_groups`, how a module is divided in `planner.model.tensor`, and how it is
+exported in `planner.exports`.
 """
 
 from collections.abc import Iterable, Iterator
@@ -44,7 +46,9 @@ class RankGroups(DividedLayers):
         return self.ranks_at(0)
 
     def ranks_at(self, place: int) -> Ranks:
-        """Return the ranks at a place of their groups; where groups have fewer places, these repeat."""
+        """Return the ranks at a place of their groups; where groups have fewer places, these
+        repeat.
+        """
         return self.ranks[place % self.tensor :: self.tensor]
 
     def place_of(self, rank: int) -> int:

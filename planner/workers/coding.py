@@ -21,7 +21,9 @@ class Cast:
     dtype: torch.dtype
 
     def place(self, buffer: Tensor, start: int, shape: tuple[int, ...]) -> Tensor:
-        return buffer.view(self.dtype).as_strided(shape, _strides(shape), start // self.dtype.itemsize)
+        return buffer.view(self.dtype).as_strided(
+            shape, _strides(shape), start // self.dtype.itemsize
+        )
 
     def write(self, place: Tensor, value: Tensor) -> None:
         place.copy_(value)
@@ -32,9 +34,11 @@ class Cast:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Blocks of consecutive elements as int8, and then a float32 for each: its largest magnitude, over 127.
+    """Blocks of consecutive elements as int8, and then a float32 for each: its largest magnitude,
+    over 127.
 
-    The last block is filled up with zeros. Of a block with a NaN or an infinity, nothing that is read is finite.
+    The last block is filled up with zeros. Of a block with a NaN or an infinity, nothing that is
+    read is finite.
     """
 
     block: int
@@ -61,7 +65,9 @@ class Blocks:
     def _parts(self, place: Tensor) -> tuple[Tensor, Tensor]:
         blocks = len(place) // (self.block + torch.float32.itemsize)
         end = blocks * self.block
-        return place[:end].view(torch.int8).view(blocks, self.block), place[end:].view(torch.float32).view(blocks, 1)
+        return place[:end].view(torch.int8).view(blocks, self.block), place[end:].view(
+            torch.float32
+        ).view(blocks, 1)
 
 
 Coding = Cast | Blocks
@@ -73,7 +79,9 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:  # of a contiguous tens
 
 
 def coding_of(codec: Codec, size_bytes: int, dtype: torch.dtype) -> Coding:
-    """Return the coding of a value of this size and type that has a gradient, or of its gradient."""
+    """Return the coding of a value of this size and type that has a gradient, or of its
+    gradient.
+    """
     if codec.size_bytes(size_bytes, dtype.itemsize) == size_bytes:
         return Cast(dtype)
     return Blocks(codec.block) if codec.block else Cast(getattr(torch, codec.name))

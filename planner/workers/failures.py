@@ -1,4 +1,6 @@
-"""Say in one sentence why a worker failed: which one, what it was doing, where in the user's file, what took memory."""
+"""Say in one sentence why a worker failed: which one, what it was doing, where in the user's file,
+what took memory.
+"""
 
 import os
 import sys
@@ -15,7 +17,12 @@ from planner.model.spec import split_location
 from planner.workers.heartbeat import Beat, Heartbeat
 from planner.workers.job import Failure, Job
 
-_LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[1], Path(os.__file__).parent, Path(sys.prefix))
+_LIBRARIES = (
+    Path(torch.__file__).parent,
+    Path(__file__).parents[1],
+    Path(os.__file__).parent,
+    Path(sys.prefix),
+)
 _LOST = ("gloo", "Connection", "Socket", "NCCL")  # in errors of a lost connection
 TRACEBACK_HINT = "the whole traceback: plan -vv train ..."
 Frame = tuple[str, int, str]  # file, line, function
@@ -54,7 +61,9 @@ def failure_of(job: Job, error: BaseException, heartbeat: Heartbeat | None = Non
         message += _at(_resolve(known.place, job))
     elif memory or not known:
         frames = traceback.extract_tb(error.__traceback__)
-        place = innermost([[(frame.filename, frame.lineno or 0, frame.name) for frame in frames]], job)
+        place = innermost(
+            [[(frame.filename, frame.lineno or 0, frame.name) for frame in frames]], job
+        )
         message += _at(None if place is None else place.partition(" in ")[0])
     return Failure(
         rank=rank,
@@ -79,8 +88,12 @@ def error_of(failure: Failure) -> WorkersFailedError:
     # All workers meet a mistake in the input; only what happened to one of them names the worker.
     if failure.exit_code != InputError.exit_code:
         where = worker_name(failure.rank, failure.stage)
-        message = f"{where}, {failure.activity}: {message}" if failure.activity else f"{where}: {message}"
-    error = WorkersFailedError(message, hint=failure.hint, exit_code=failure.exit_code, again=failure.again)
+        message = (
+            f"{where}, {failure.activity}: {message}" if failure.activity else f"{where}: {message}"
+        )
+    error = WorkersFailedError(
+        message, hint=failure.hint, exit_code=failure.exit_code, again=failure.again
+    )
     if failure.traceback:
         error.__cause__ = WorkerTraceback("\n" + failure.traceback)
     return error
@@ -99,16 +112,22 @@ def stage_of(job: Job, rank: int, beat: Beat | None) -> int | None:
 
 
 def innermost(stacks: Sequence[Sequence[Frame]], job: Job) -> str | None:
-    """Return the innermost frame that tells the user most: in the user's folder, or outside all libraries, or any.
+    """Return the innermost frame that tells the user most: in the user's folder, or outside all
+    libraries, or any.
 
     Of the `stacks`, outermost frame first, the first thread's tells most.
     """
     frames = [frame for stack in stacks for frame in reversed(stack)]
     folder = split_location(job.model)[0].resolve().parent
-    # "<frozen runpy>" is no file, though as a path it would be one in the current folder, which may be the user's.
+    # "<frozen runpy>" is no file, though as a path it would be one in the current folder, which may
+    # be the user's.
     files = [frame for frame in frames if not frame[0].startswith("<")]
     own = (frame for frame in files if Path(frame[0]).resolve().parent == folder)
-    others = (frame for frame in files if not any(Path(frame[0]).is_relative_to(library) for library in _LIBRARIES))
+    others = (
+        frame
+        for frame in files
+        if not any(Path(frame[0]).is_relative_to(library) for library in _LIBRARIES)
+    )
     chosen = next(chain(own, others, frames), None)
     return None if chosen is None else _shorter(f"{chosen[0]}:{chosen[1]} in {chosen[2]}()")
 
@@ -132,15 +151,23 @@ def _resolve(place: str | None, job: Job) -> str | None:
 
 
 MEMORY_HINT = (
-    "profile with a smaller `batch_size`, or plan with less `memory_bytes`, with `recompute=always`, or for more GPUs, "
+    "profile with a smaller `batch_size`, or plan with less `memory_bytes`, with "
+    "`recompute=always`, or for more GPUs, "
     "which makes more stages"
 )
-# What raises no error type of its own: cuBLAS and NCCL when their own allocations fail, and the allocator of the CPU.
-_WORDS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "DefaultCPUAllocator: can't allocate memory")
+# What raises no error type of its own: cuBLAS and NCCL when their own allocations fail, and the
+# allocator of the CPU.
+_WORDS = (
+    "out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "DefaultCPUAllocator: can't allocate memory",
+)
 
 
 def memory_failure(error: BaseException) -> str | None:
-    """Return how memory was exhausted, in PyTorch's words, if that is what `error` says or was raised for."""
+    """Return how memory was exhausted, in PyTorch's words, if that is what `error` says or was
+    raised for.
+    """
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, (torch.OutOfMemoryError, MemoryError)) or (

@@ -1,7 +1,9 @@
-"""Process groups for data: made by all workers in one order, and used once in that order before training.
+"""Process groups for data: made by all workers in one order, and used once in that order before
+training.
 
-NCCL makes the communicator of a group at the group's first use, in a call that returns only when every member makes
-its own first call. Two workers whose first calls are on different groups would wait for each other for ever.
+NCCL makes the communicator of a group at the group's first use, in a call that returns only when
+every member makes its own first call. Two workers whose first calls are on different groups would
+wait for each other for ever.
 """
 
 import logging
@@ -17,8 +19,9 @@ from planner.runtime import runtime_of
 from planner.workers.place import Place
 
 GLOO = "gloo"  # the backend of control traffic, whatever device computes
-# NCCL's watchdog calls an operation lost that takes longer, and counts from when it was posted. A send whose receiver
-# evaluates first, or writes a checkpoint, may wait for hours. Workers that hang are found by their heartbeats.
+# NCCL's watchdog calls an operation lost that takes longer, and counts from when it was posted. A
+# send whose receiver evaluates first, or writes a checkpoint, may wait for hours. Workers that hang
+# are found by their heartbeats.
 _POSTED_FOR = timedelta(days=1)
 
 
@@ -26,8 +29,8 @@ def wait_for_device(device: torch.device) -> None:
     runtime_of(device).synchronize(device)
 
 
-# NCCL gives an operation up to 32 thread blocks, and a receive that waits holds them: on a GPU they are taken from the
-# computation. Messages between two workers need few of them to fill a link.
+# NCCL gives an operation up to 32 thread blocks, and a receive that waits holds them: on a GPU they
+# are taken from the computation. Messages between two workers need few of them to fill a link.
 MESSAGE_BLOCKS = 4
 # PyTorch has a pool of 32 streams. One is for computation, and two are for receives.
 STREAMS = 32 - 3
@@ -36,15 +39,21 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ShardGroups:
-    """The groups of a worker whose replicas divide weights or gradients: see `planner.stages.sharding`."""
+    """The groups of a worker whose replicas divide weights or gradients: see
+    `planner.stages.sharding`.
+    """
 
-    ranks: Sequence[Sequence[int]]  # of all groups that divide them; those of one place in each have the same part
+    # of all groups that divide them; those of one place in each have the same part
+    ranks: Sequence[Sequence[int]]
     dividing: dist.ProcessGroup  # of this worker and those with which it divides them
-    repeating: dist.ProcessGroup | None = None  # of those that have the same part, if there are others
+    # of those that have the same part, if there are others
+    repeating: dist.ProcessGroup | None = None
 
 
 class DataGroups:
-    """Makes a worker's process groups for data. All workers make the same, in the same order, members or not."""
+    """Makes a worker's process groups for data. All workers make the same, in the same order,
+    members or not.
+    """
 
     def __init__(self, place: Place, timeout: timedelta) -> None:
         self._place = place
@@ -63,7 +72,9 @@ class DataGroups:
         return group
 
     def for_shards(self, groups: Sequence[Sequence[int]]) -> ShardGroups:
-        """Make the groups in which all workers divide what they have, and those of the same places in each."""
+        """Make the groups in which all workers divide what they have, and those of the same places
+        in each.
+        """
         if len(groups) == 1:
             return ShardGroups(groups, self.for_collectives(None))
         rank = dist.get_rank()
@@ -75,10 +86,12 @@ class DataGroups:
 
     def for_messages(self, sender: int, receiver: int) -> dist.ProcessGroup:
         more: dict[str, Any] = {}
-        if self._place.backend == "nccl" and dist.is_nccl_available():  # or else NCCL says that it is not there
+        # or else NCCL says that it is not there
+        if self._place.backend == "nccl" and dist.is_nccl_available():
             more["pg_options"] = dist.ProcessGroupNCCL.Options()  # type: ignore[attr-defined, unused-ignore]
             more["pg_options"].config.max_ctas = MESSAGE_BLOCKS
-            more["pg_options"]._timeout = self._timeout  # new_group warns where it differs from its own argument
+            # new_group warns where it differs from its own argument
+            more["pg_options"]._timeout = self._timeout
         group = self._make([sender, receiver], **more)
         if dist.get_rank() == sender:
             self._unused.append(lambda token: dist.isend(token, receiver, group))
@@ -89,16 +102,18 @@ class DataGroups:
     def use_once(self) -> None:
         """Use each group that was not used yet, in the order of their making; all workers call it.
 
-        Before it the stages must have run once on the device, and nothing may be pending: to make a communicator NCCL
-        allocates memory, which may wait for the whole device.
+        Before it the stages must have run once on the device, and nothing may be pending: to make a
+        communicator NCCL allocates memory, which may wait for the whole device.
         """
         unused, self._unused = self._unused, []
         if self.tagged:
             return  # gloo has connected all members when a group is made
         if self._own > STREAMS:
             _log.warning(
-                f"rank {dist.get_rank()} has {self._own} groups of {self._place.backend}, and a device runs {STREAMS} "
-                "streams of them beside each other: messages may wait for others, perhaps for ever. Stages with fewer "
+                f"rank {dist.get_rank()} has {self._own} groups of {self._place.backend}, and a "
+                f"device runs {STREAMS} "
+                "streams of them beside each other: messages may wait for others, perhaps for "
+                "ever. Stages with fewer "
                 "replicas need fewer groups."
             )
         for use in unused:
@@ -109,5 +124,7 @@ class DataGroups:
 
     def _make(self, members: list[int], **more: Any) -> dist.ProcessGroup:
         self._own += dist.get_rank() in members
-        group: dist.ProcessGroup = dist.new_group(members, timeout=self._timeout, backend=self._place.backend, **more)
+        group: dist.ProcessGroup = dist.new_group(
+            members, timeout=self._timeout, backend=self._place.backend, **more
+        )
         return group

@@ -1,7 +1,8 @@
-"""A worker's heartbeat: what the worker is doing, which the main thread notes before each instruction.
+"""A worker's heartbeat: what the worker is doing, which the main thread notes before each
+instruction.
 
-Another thread reads it. A host that is ahead of its device may wait for it in any call, and the device for a message:
-so whoever reads also asks what the device is at, which is known from events.
+Another thread reads it. A host that is ahead of its device may wait for it in any call, and the
+device for a message: so whoever reads also asks what the device is at, which is known from events.
 """
 
 import time
@@ -21,7 +22,8 @@ class Beat(Record):
     """What a worker, or its device, was doing."""
 
     beats: int  # grows with every instruction and phase
-    # Outside of the schedule it prepares, and processor time counts as progress. Elsewhere is a script's own code.
+    # Outside of the schedule it prepares, and processor time counts as progress. Elsewhere is a
+    # script's own code.
     state: State
     doing: str  # in a sentence: "in the forward of minibatch 17"
     stage: int | None = None
@@ -45,12 +47,19 @@ class Heartbeat:
         self._slowest_s = 0.0
         self._began_s: float | None = None
         self._last_backward = 0  # minibatch
-        # Set at once, for threads that read: an instruction, and whether it is of an evaluation; or a phase.
-        self._now: tuple[int, Instruction | _Phase, bool] = 0, _Phase("starting", "preparing"), False
+        # Set at once, for threads that read: an instruction, and whether it is of an evaluation; or
+        # a phase.
+        self._now: tuple[int, Instruction | _Phase, bool] = (
+            0,
+            _Phase("starting", "preparing"),
+            False,
+        )
         self._device: Callable[[], tuple[int, Instruction | None]] | None = None
 
     def begin(self, instruction: Instruction, *, evaluating: bool = False) -> None:
-        """Record that the worker starts `instruction`; those of an evaluation count its minibatches, not training's."""
+        """Record that the worker starts `instruction`; those of an evaluation count its
+        minibatches, not training's.
+        """
         now_s = time.perf_counter()
         if self._began_s is not None and now_s - self._began_s > self._slowest_s:
             self._slowest_s = now_s - self._began_s
@@ -62,11 +71,15 @@ class Heartbeat:
         self._now = self._beats, instruction, evaluating
 
     def enter(self, activity: str, *, meeting: bool = False) -> None:
-        """Record a phase outside of the schedule, as "writing a checkpoint"; in a `meeting` all wait for the last."""
+        """Record a phase outside of the schedule, as "writing a checkpoint"; in a `meeting` all
+        wait for the last.
+        """
         self._enter(_Phase(activity, "waiting" if meeting else "preparing"))
 
     def leave_to_script(self) -> None:
-        """Record that the user's script goes on, for as long as it likes while no other worker waits for it."""
+        """Record that the user's script goes on, for as long as it likes while no other worker
+        waits for it.
+        """
         self._enter(_Phase("running the script's own code", "elsewhere"))
 
     def _enter(self, phase: _Phase) -> None:
@@ -77,13 +90,20 @@ class Heartbeat:
         self._now = self._beats, phase, False
 
     def follow(self, device: Callable[[], tuple[int, Instruction | None]]) -> None:
-        """Tell whoever reads what `device` says: how many computations it has passed, and what it is at."""
+        """Tell whoever reads what `device` says: how many computations it has passed, and what it
+        is at.
+        """
         self._device = device
 
     def read(self, *, device: bool = False) -> Beat:
         beats, what, evaluating = self._now
         if isinstance(what, _Phase):
-            beat = Beat(beats=beats, state=what.state, doing=f"while {what.activity}", slowest_s=self._slowest_s)
+            beat = Beat(
+                beats=beats,
+                state=what.state,
+                doing=f"while {what.activity}",
+                slowest_s=self._slowest_s,
+            )
         else:
             beat = self._beat(beats, what, self._slowest_s, evaluating=evaluating)
         if device and self._device is not None:
@@ -93,7 +113,14 @@ class Heartbeat:
                     return beat.model_copy(update={"device": self._beat(passed, instruction)})
         return beat
 
-    def _beat(self, beats: int, instruction: Instruction, slowest_s: float = 0.0, *, evaluating: bool = False) -> Beat:
+    def _beat(
+        self,
+        beats: int,
+        instruction: Instruction,
+        slowest_s: float = 0.0,
+        *,
+        evaluating: bool = False,
+    ) -> Beat:
         return Beat(
             beats=beats,
             state="waiting" if isinstance(instruction, Message | do.AllReduce) else "computing",
@@ -110,7 +137,8 @@ def _words(instruction: Instruction, last_backward: int, *, evaluating: bool) ->
         case do.AddShared():
             return f"adding up the shared weights' gradients of round {instruction.round}"
         case do.Update():
-            # A round has a minibatch for each replica: the worker's own last one tells more than the round's number.
+            # A round has a minibatch for each replica: the worker's own last one tells more than
+            # the round's number.
             return f"in the update after minibatch {last_backward}"
     minibatch, microbatch = instruction.unit
     unit = f"minibatch {minibatch}" + (" of the evaluation" if evaluating else "")
@@ -118,7 +146,11 @@ def _words(instruction: Instruction, last_backward: int, *, evaluating: bool) ->
     if not isinstance(instruction, Message):
         words = "".join(f" {c.lower()}" if c.isupper() else c for c in type(instruction).__name__)
         return f"in the{words} of {unit}"
-    what = f"activations of {unit}" if isinstance(instruction, do.ReceiveActivation | do.SendActivation) else None
+    what = (
+        f"activations of {unit}"
+        if isinstance(instruction, do.ReceiveActivation | do.SendActivation)
+        else None
+    )
     if isinstance(instruction, do.ReceiveShared | do.SendShared):
         what = f"shared weights' gradients of round {minibatch}"
     what = what or f"gradients of {unit}"

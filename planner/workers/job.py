@@ -11,19 +11,28 @@ from planner.formats.late import LateFailure
 from planner.formats.names import Backend, DeviceType
 from planner.formats.plan import Plan
 from planner.formats.shown import Shown
-from planner.options.training import BaselineName, CheckpointOptions, ElasticOptions, RunOptions, TrainingOptions
+from planner.options.training import (
+    BaselineName,
+    CheckpointOptions,
+    ElasticOptions,
+    RunOptions,
+    TrainingOptions,
+)
 
 TIMELINE_FILE = "timeline.json"  # in the job's folder, from rank 0
-LAUNCHER_VARIABLE = "PLAN_LAUNCHER_PID"  # in the environment of the workers: the process that launched them
-# In the environment of an elastic run's workers: a file that one makes whose run ended well, except that something
-# could not be written that was asked for. With an exit code of 1, torchrun's agent would start the workers again.
+# in the environment of the workers: the process that launched them
+LAUNCHER_VARIABLE = "PLAN_LAUNCHER_PID"
+# In the environment of an elastic run's workers: a file that one makes whose run ended well, except
+# that something could not be written that was asked for. With an exit code of 1, torchrun's agent
+# would start the workers again.
 LATE_VARIABLE = "PLAN_LATE_FAILURE"
 
 
 class Job(Record):
     """One training run, the same on every worker.
 
-    At most one of `steps` and `epochs` is set. `baseline` trains without the pipeline for comparison.
+    At most one of `steps` and `epochs` is set. `baseline` trains without the pipeline for
+    comparison.
     """
 
     model: str  # "model.py" or "model.py:builder"
@@ -36,10 +45,12 @@ class Job(Record):
     options: TrainingOptions = TrainingOptions()
     run_options: RunOptions = RunOptions()
     elastic: ElasticOptions = ElasticOptions()
-    left: str = ""  # how many GPUs the plan is for, and what speed they leave, where hosts may be lost
+    # how many GPUs the plan is for, and what speed they leave, where hosts may be lost
+    left: str = ""
     baseline: BaselineName | None = None
     save_weights: str | None = None
-    defer_weights: bool | None = None  # whether workers make the weights of their own stages only; None: where needed
+    # whether workers make the weights of their own stages only; None: where needed
+    defer_weights: bool | None = None
     checkpoints: CheckpointOptions = CheckpointOptions()
     show_progress: bool = False
     run: str = ""  # identifies the run; the same for all its restarts
@@ -62,7 +73,8 @@ class WorkerReport(Record):
     weight_versions: int
     deferred_weights: bool = False  # whether it made no other stage's weights
     reserved_memory_bytes: int | None = None  # by the allocator at the peak, on a GPU
-    used_memory_bytes: int | None = None  # of the GPU by all its processes, contexts and communicators included
+    # of the GPU by all its processes, contexts and communicators included
+    used_memory_bytes: int | None = None
 
 
 class Loss(Record):
@@ -78,17 +90,21 @@ class Evaluation(Record):
     minibatch: int  # minibatches trained before
     samples: int
     loss: float | None
-    metrics: Mapping[str, float | None] = Field(default_factory=dict)  # from metrics(output, target)
+    # from metrics(output, target)
+    metrics: Mapping[str, float | None] = Field(default_factory=dict)
 
     def __str__(self) -> str:
         found = {"loss": self.loss, **self.metrics}
-        return ", ".join(f"{name} {math.nan if value is None else value:.4f}" for name, value in found.items())
+        return ", ".join(
+            f"{name} {math.nan if value is None else value:.4f}" for name, value in found.items()
+        )
 
 
 class TrainResult(Shown, Record):
     """What a run measured, and what the plan predicted.
 
-    If workers were restarted, losses and evaluations are of the whole run, and measurements since the last restart.
+    If workers were restarted, losses and evaluations are of the whole run, and measurements since
+    the last restart.
     """
 
     config: str
@@ -98,7 +114,8 @@ class TrainResult(Shown, Record):
     schedule: str  # the plan's schedule, or "data-parallel"
     workers: int
     minibatches: int  # trained in this run
-    first_minibatch: int = 0  # earlier ones were trained by earlier runs, or before the last restart
+    # earlier ones were trained by earlier runs, or before the last restart
+    first_minibatch: int = 0
     minibatch_size: int
     samples: int
     seconds: float  # the whole run, start-up and drain included
@@ -112,7 +129,8 @@ class TrainResult(Shown, Record):
     resumed_from: str | None = None  # checkpoint
     restarts: tuple[str, ...] = ()  # why the workers were restarted, each time
     checkpoint: str | None = None  # the newest that this run wrote
-    checkpoint_s: float = 0.0  # seconds that worker 0 spent on checkpoints, waiting for the other workers included
+    # seconds that worker 0 spent on checkpoints, waiting for the other workers included
+    checkpoint_s: float = 0.0
     late_failures: tuple[LateFailure, ...] = ()  # what could not be written when all this was known
 
 
@@ -124,7 +142,8 @@ class Failure(Record):
     activity: str | None = None  # "in the forward of minibatch 17"
     message: str
     hint: str
-    exit_code: Annotated[int, Field(ge=1, le=255)]  # a failure never ends with 0, whoever wrote this
+    # a failure never ends with 0, whoever wrote this
+    exit_code: Annotated[int, Field(ge=1, le=255)]
     traceback: str = ""
     again: bool = True  # whether a restart may help
     consequence: bool  # whether another worker failed first, as a lost connection tells

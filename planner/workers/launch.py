@@ -1,7 +1,7 @@
 """Start the workers on this host through torchrun's launcher, and say why one failed.
 
-Workers and agents meet in a store that listens on one address and asks for the secret of the run: see
-`planner.workers.rendezvous`.
+Workers and agents meet in a store that listens on one address and asks for the secret of the run:
+see `planner.workers.rendezvous`.
 """
 
 import logging
@@ -20,7 +20,11 @@ from unittest.mock import patch
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # exported by a star import
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousError,
+    RendezvousTimeoutError,
+)
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from planner import hashes
@@ -31,7 +35,14 @@ from planner.formats.late import noting
 from planner.formats.timeline import Timeline, load_timeline
 from planner.workers.failures import WorkersFailedError, error_of, stage_of, worker_name
 from planner.workers.interfaces import LOOPBACK, VARIABLES, address_of, address_towards
-from planner.workers.job import LATE_VARIABLE, LAUNCHER_VARIABLE, TIMELINE_FILE, Failure, Job, TrainResult
+from planner.workers.job import (
+    LATE_VARIABLE,
+    LAUNCHER_VARIABLE,
+    TIMELINE_FILE,
+    Failure,
+    Job,
+    TrainResult,
+)
 from planner.workers.place import GPU_VARIABLES
 from planner.workers.rendezvous import HOSTS, JOIN_S, ONE_HOST
 from planner.workers.result import result_in
@@ -41,7 +52,8 @@ from planner.workers.signals import ended_by_signals, ending_signals
 from planner.workers.store_server import is_free, open_store
 from planner.workers.watch import MEMORY_HINT, cause_in, failure_key, last_beat, own_keys
 
-SHUTDOWN_S = "10"  # seconds from SIGTERM to SIGKILL, for the workers that are left when one has failed
+# seconds from SIGTERM to SIGKILL, for the workers that are left when one has failed
+SHUTDOWN_S = "10"
 END_S = 1  # how long workers have to end when a start does
 FAULTS = 100  # of its own workers that a host survives
 
@@ -50,12 +62,17 @@ def environment(variables: Mapping[str, str]) -> AbstractContextManager[object]:
     return cast("AbstractContextManager[object]", patch.dict(os.environ, variables))
 
 
-def run_workers(module: str, job: Job, on_timeline: Callable[[Timeline], None] | None = None) -> TrainResult:
-    """Start the workers of `job` on this host, one process each that runs `module`, and wait for their end.
+def run_workers(
+    module: str, job: Job, on_timeline: Callable[[Timeline], None] | None = None
+) -> TrainResult:
+    """Start the workers of `job` on this host, one process each that runs `module`, and wait for
+    their end.
 
     Raise WorkersFailedError with why the first worker failed; all others have ended by then.
     """
-    interface = job.run_options.interface or os.environ.get("GLOO_SOCKET_IFNAME", LOOPBACK).split(",")[0]
+    interface = (
+        job.run_options.interface or os.environ.get("GLOO_SOCKET_IFNAME", LOOPBACK).split(",")[0]
+    )
     store = open_store(address_of(interface), 0)
     with ended_by_signals(), held_folder("train") as folder:
         job = job.model_copy(update={"folder": str(folder)})
@@ -81,10 +98,11 @@ def run_workers(module: str, job: Job, on_timeline: Callable[[Timeline], None] |
 
 
 def start_workers(store: TCPStore, workers: int, command: Sequence[str], folder: str) -> None:
-    """Start `command`, a module and its arguments, as workers that meet in `store`, and wait for their end.
+    """Start `command`, a module and its arguments, as workers that meet in `store`, and wait for
+    their end.
 
-    Within `launching`, because PyTorch reads the time for shutting down from the environment. Raise ChildFailedError
-    when a worker failed; all others have ended by then.
+    Within `launching`, because PyTorch reads the time for shutting down from the environment. Raise
+    ChildFailedError when a worker failed; all others have ended by then.
     """
     config = LaunchConfig(
         min_nodes=1,
@@ -103,11 +121,13 @@ def start_workers(store: TCPStore, workers: int, command: Sequence[str], folder:
 
 
 def run_on_hosts(job: Job, command: Sequence[str], note: Callable[[str], None]) -> int:
-    """Start `command` as this host's workers of an elastic run, each time anew that hosts are lost or come.
+    """Start `command` as this host's workers of an elastic run, each time anew that hosts are lost
+    or come.
 
-    torchrun's agents, one of which this process becomes, agree on who is there. `note` is told which of this host's
-    workers were killed, and so left no reason. Return the exit code: 1 where something that was asked for could not be
-    written. Raise WorkerError when this host's part of the run ends without a reason.
+    torchrun's agents, one of which this process becomes, agree on who is there. `note` is told
+    which of this host's workers were killed, and so left no reason. Return the exit code: 1 where
+    something that was asked for could not be written. Raise WorkerError when this host's part of
+    the run ends without a reason.
     """
 
     def tell(exit_codes: Mapping[int, int]) -> None:
@@ -121,11 +141,15 @@ def run_on_hosts(job: Job, command: Sequence[str], note: Callable[[str], None]) 
     host, _, port = place.rpartition(":")
     own = address_of(interface) if interface else address_towards(host)
     if own is None:
-        raise InputError(f"no way leads to the host of `rendezvous={place}`", hint="is its name known here?")
+        raise InputError(
+            f"no way leads to the host of `rendezvous={place}`", hint="is its name known here?"
+        )
     variables = {
-        # All hosts have as many workers, so agents need not ask each other for these, and wait for one that is lost.
+        # All hosts have as many workers, so agents need not ask each other for these, and wait for
+        # one that is lost.
         "TORCH_ELASTIC_WORKER_IDENTICAL": "1",
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0",  # or else worker 0 opens a store that listens on all addresses
+        # or else worker 0 opens a store that listens on all addresses
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0",
         SECRET_VARIABLE: secret_of_hosts(secret_file(job)),
     }
     with ended_by_signals(), held_folder("train") as folder:
@@ -140,7 +164,9 @@ def run_on_hosts(job: Job, command: Sequence[str], note: Callable[[str], None]) 
                 run_id=job.run,
                 rdzv_backend=HOSTS,
                 rdzv_endpoint=place,
-                rdzv_configs={"is_host": own == socket.gethostbyname(host) and is_free(own, int(port))},
+                rdzv_configs={
+                    "is_host": own == socket.gethostbyname(host) and is_free(own, int(port))
+                },
                 local_addr=own,
                 logs_specs=DefaultLogsSpecs(log_dir=str(folder)),
                 max_restarts=FAULTS,
@@ -150,7 +176,9 @@ def run_on_hosts(job: Job, command: Sequence[str], note: Callable[[str], None]) 
             try:
                 elastic_launch(config, sys.executable)("-m", *command)
             except ChildFailedError:
-                raise WorkerError(f"this host's workers failed {FAULTS} times", hint="see their messages") from None
+                raise WorkerError(
+                    f"this host's workers failed {FAULTS} times", hint="see their messages"
+                ) from None
             except RendezvousError as cause:
                 raise _not_met(cause, job) from None
         return int(late.exists())
@@ -164,11 +192,15 @@ def _not_met(cause: RendezvousError, job: Job) -> WorkerError:
     if isinstance(cause, RendezvousClosedError):
         return WorkerError("the run has ended on the other hosts", hint="see their messages")
     if isinstance(cause, RendezvousTimeoutError):
-        return WorkerError(f"fewer than {least} hosts have come in {JOIN_S} s", hint="start more of them")
+        return WorkerError(
+            f"fewer than {least} hosts have come in {JOIN_S} s", hint="start more of them"
+        )
     return WorkerError(
-        f"the store at {job.elastic.rendezvous}, where hosts meet, is not reached: the run has ended, or that host is "
+        f"the store at {job.elastic.rendezvous}, where hosts meet, is not reached: the run has "
+        f"ended, or that host is "
         "lost",
-        hint=f"in its place name another host as `rendezvous`: all have copies in {job.elastic.copy_folder}",
+        hint=f"in its place name another host as `rendezvous`: all have copies in "
+        f"{job.elastic.copy_folder}",
     )
 
 
@@ -176,8 +208,11 @@ _close = PContext.close
 
 
 @contextmanager
-def _telling_first(tell: Callable[[Mapping[int, int]], None], most_s: int | None = None) -> Iterator[None]:
-    """Tell the exit codes, by rank, of the workers of a start that failed before the launcher ended the others.
+def _telling_first(
+    tell: Callable[[Mapping[int, int]], None], most_s: int | None = None
+) -> Iterator[None]:
+    """Tell the exit codes, by rank, of the workers of a start that failed before the launcher ended
+    the others.
 
     Args:
         tell: called once for a start, with no exit code where none has failed.
@@ -185,11 +220,18 @@ def _telling_first(tell: Callable[[Mapping[int, int]], None], most_s: int | None
     """
     closed: list[PContext] = []
 
-    def close(workers: PContext, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
+    def close(
+        workers: PContext, death_sig: signal.Signals | None = None, timeout: int = 30
+    ) -> None:
         if workers not in closed:  # later, those that were ended have failed, too
             closed[:] = [workers]
             failures = getattr(workers, "_failures", {})
-            tell({int(workers.envs[local]["RANK"]): failure.exitcode for local, failure in failures.items()})
+            tell(
+                {
+                    int(workers.envs[local]["RANK"]): failure.exitcode
+                    for local, failure in failures.items()
+                }
+            )
         _close(workers, death_sig, timeout if most_s is None else min(timeout, most_s))
 
     with patch.object(PContext, "close", close):
@@ -197,27 +239,35 @@ def _telling_first(tell: Callable[[Mapping[int, int]], None], most_s: int | None
 
 
 def _signals() -> dict[str, Any]:
-    """Return the argument of LaunchConfig for the signals that end a run, where this PyTorch has it."""
+    """Return the argument of LaunchConfig for the signals that end a run, where this PyTorch has
+    it.
+    """
     if "signals_to_handle" not in {field.name for field in fields(LaunchConfig)}:
         return {}
     return {"signals_to_handle": ",".join(number.name for number in ending_signals())}
 
 
 def _ended_by(exit_code: int) -> str:
-    """Say which signal ended a process with this exit code: SIGTERM asks for an end, and others leave no choice."""
+    """Say which signal ended a process with this exit code: SIGTERM asks for an end, and others
+    leave no choice.
+    """
     name = signal.Signals(-exit_code).name
     return f"ended by signal {name}" if exit_code == -signal.SIGTERM else f"killed by {name}"
 
 
 def secret_file(job: Job) -> Path:
-    """Return the file from which the hosts of a run get its secret, unless their environment has one."""
+    """Return the file from which the hosts of a run get its secret, unless their environment has
+    one.
+    """
     chosen = job.elastic.secret_file
     return default_file(job.run, str(job.elastic.rendezvous)) if chosen is None else Path(chosen)
 
 
 @contextmanager
 def launching(interface: str | None, **more: str) -> Iterator[None]:
-    """Let workers inherit one thread and one way to hash, unless the environment says otherwise, and one interface."""
+    """Let workers inherit one thread and one way to hash, unless the environment says otherwise,
+    and one interface.
+    """
     defaults = {
         "OMP_NUM_THREADS": "1",
         hashes.VARIABLE: hashes.SEED,
@@ -226,17 +276,22 @@ def launching(interface: str | None, **more: str) -> Iterator[None]:
     }
     variables = {name: value for name, value in defaults.items() if name not in os.environ}
     chosen = {} if interface is None else dict.fromkeys(VARIABLES, interface)
-    with _quiet_launcher(), environment({**variables, **chosen, LAUNCHER_VARIABLE: str(os.getpid()), **more}):
+    with (
+        _quiet_launcher(),
+        environment({**variables, **chosen, LAUNCHER_VARIABLE: str(os.getpid()), **more}),
+    ):
         yield
 
 
 def explain(
     exit_codes: Mapping[int, int], store: Store, job: Job, first: Mapping[int, int] | None = None
 ) -> WorkersFailedError:
-    """Return the first cause of a failed run, from what the workers wrote and their exit codes by rank.
+    """Return the first cause of a failed run, from what the workers wrote and their exit codes by
+    rank.
 
-    Candidates, in this order: the first worker's own error; a signal; a lost connection; an exit code alone. The
-    launcher itself ends the remaining workers with SIGTERM, which counts for the `first` alone.
+    Candidates, in this order: the first worker's own error; a signal; a lost connection; an exit
+    code alone. The launcher itself ends the remaining workers with SIGTERM, which counts for the
+    `first` alone.
     """
     if (cause := cause_in(store)) is not None:
         return error_of(cause)
@@ -254,10 +309,14 @@ def explain(
     hint = "look for the reason in its last messages"
     ended = f"ended with exit code {exit_codes[rank]} and left no reason"
     if signals:
-        ended = f"was {_ended_by(exit_codes[rank])}, last heard of {'while starting' if beat is None else beat.doing}"
+        ended = (
+            f"was {_ended_by(exit_codes[rank])}, last heard of "
+            f"{'while starting' if beat is None else beat.doing}"
+        )
         hints = {
             -signal.SIGKILL: MEMORY_HINT,
-            -signal.SIGTERM: "it was sent from outside, by whoever manages this machine or its jobs",
+            -signal.SIGTERM: "it was sent from outside, by whoever manages this machine or its "
+            "jobs",
         }
         hint = hints.get(exit_codes[rank], hint)
     message = f"{worker_name(rank, stage_of(job, rank, beat))} {ended}"
@@ -267,7 +326,11 @@ def explain(
 @contextmanager
 def _quiet_launcher() -> Iterator[None]:
     # Each of its loggers, because some have a level of their own.
-    names = [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]
+    names = [
+        name
+        for name in logging.root.manager.loggerDict
+        if name.startswith("torch.distributed.elastic")
+    ]
     silenced = [logger for name in names if not (logger := logging.getLogger(name)).disabled]
     for logger in silenced:
         logger.disabled = True

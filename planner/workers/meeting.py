@@ -1,8 +1,9 @@
-"""How workers meet: through a store, before they choose a GPU, build a model on it, and make process groups.
+"""How workers meet: through a store, before they choose a GPU, build a model on it, and make
+process groups.
 
-Under Slurm without torchrun srun numbers its tasks as torchrun does, and its variables are translated (see srun(1),
-"OUTPUT ENVIRONMENT VARIABLES"). There, and where mpirun or an operator sets RANK, WORLD_SIZE and MASTER_*, the first
-worker holds the store that torchrun would.
+Under Slurm without torchrun srun numbers its tasks as torchrun does, and its variables are
+translated (see srun(1), "OUTPUT ENVIRONMENT VARIABLES"). There, and where mpirun or an operator
+sets RANK, WORLD_SIZE and MASTER_*, the first worker holds the store that torchrun would.
 """
 
 import os
@@ -25,7 +26,8 @@ from planner.workers.place import Seat
 from planner.workers.secret_store import Part, group_keys, protected, read_record
 from planner.workers.store_server import open_store
 
-# Below the ports that Linux gives to outgoing connections (32768 and up), so that none of those is in the way.
+# Below the ports that Linux gives to outgoing connections (32768 and up), so that none of those is
+# in the way.
 _FIRST_PORT, _PORTS = 12000, 20000
 _TIMEOUT = timedelta(minutes=10)
 _TASKS = re.compile(r"(?P<tasks>\d+)(\(x(?P<nodes>\d+)\))?")
@@ -34,16 +36,20 @@ _ANSWERS_EVERY_S = 0.05
 
 
 def worker_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return torchrun's variables for a task of Slurm; none outside Slurm, and none for a single task."""
+    """Return torchrun's variables for a task of Slurm; none outside Slurm, and none for a single
+    task.
+    """
     rank = environment.get("SLURM_PROCID")
     tasks = _first(environment, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
-    # A batch script has the variables of task 0, but is not one of the tasks: those are of the steps that it starts.
+    # A batch script has the variables of task 0, but is not one of the tasks: those are of the
+    # steps that it starts.
     batch_script = environment.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in environment
     if rank is None or tasks is None or int(tasks) < 2 or batch_script:
         return {}
     node = environment.get("SLURM_NODEID", "0")
     job, step = environment.get("SLURM_JOB_ID", "0"), environment.get("SLURM_STEP_ID", "0")
-    port = _FIRST_PORT + (int(job) * 7 + int(step)) % _PORTS  # steps of one job may run at the same time
+    # steps of one job may run at the same time
+    port = _FIRST_PORT + (int(job) * 7 + int(step)) % _PORTS
     nodes = _first(environment, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
     return {
         "RANK": rank,
@@ -51,9 +57,11 @@ def worker_variables(environment: Mapping[str, str]) -> dict[str, str]:
         "LOCAL_RANK": environment.get("SLURM_LOCALID", "0"),
         "LOCAL_WORLD_SIZE": str(_local_tasks(environment, int(node), int(tasks))),
         "GROUP_RANK": node,
-        "MASTER_ADDR": environment.get("MASTER_ADDR") or (first_node(nodes) if nodes else "127.0.0.1"),
+        "MASTER_ADDR": environment.get("MASTER_ADDR")
+        or (first_node(nodes) if nodes else "127.0.0.1"),
         "MASTER_PORT": environment.get("MASTER_PORT") or str(port),
-        # A job that Slurm requeues continues from its checkpoints, as workers do that torchrun restarts.
+        # A job that Slurm requeues continues from its checkpoints, as workers do that torchrun
+        # restarts.
         "TORCHELASTIC_RUN_ID": f"slurm-{job}",
         _COUNT: environment.get("SLURM_RESTART_COUNT", "0"),
     }
@@ -65,11 +73,16 @@ def first_node(nodes: str) -> str:
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0]) if first else nodes
 
 
-def _local_tasks(environment: Mapping[str, str], node: int, tasks: int) -> int:  # of a list such as "4(x2),1"
+# of a list such as "4(x2),1"
+def _local_tasks(environment: Mapping[str, str], node: int, tasks: int) -> int:
     listed = _first(environment, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     if listed is None:
         return int(environment.get("SLURM_NTASKS_PER_NODE", tasks))
-    counts = [int(found["tasks"]) for found in _TASKS.finditer(listed) for _ in range(int(found["nodes"] or 1))]
+    counts = [
+        int(found["tasks"])
+        for found in _TASKS.finditer(listed)
+        for _ in range(int(found["nodes"] or 1))
+    ]
     return counts[node] if node < len(counts) else counts[-1]
 
 
@@ -79,22 +92,34 @@ def _first(environment: Mapping[str, str], *names: str) -> str | None:
 
 
 def started_as_worker() -> bool:
-    """Return whether this process is one of several workers; Slurm's environment then becomes torchrun's."""
+    """Return whether this process is one of several workers; Slurm's environment then becomes
+    torchrun's.
+    """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         os.environ.update(worker_variables(os.environ))
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return False
-    if (missing := {"MASTER_ADDR", "MASTER_PORT"} - os.environ.keys()) and not dist.is_initialized():
-        problem = f"the environment has RANK and WORLD_SIZE of a worker, and no {' and no '.join(sorted(missing))}"
-        raise InputError(problem, hint="set worker 0's host and a free port of it for all; or start with torchrun")
-    if LAUNCHER_VARIABLE in os.environ:  # an agent of ours, which has opened a store for this start alone
+    if (
+        missing := {"MASTER_ADDR", "MASTER_PORT"} - os.environ.keys()
+    ) and not dist.is_initialized():
+        problem = (
+            f"the environment has RANK and WORLD_SIZE of a worker, and no "
+            f"{' and no '.join(sorted(missing))}"
+        )
+        raise InputError(
+            problem,
+            hint="set worker 0's host and a free port of it for all; or start with torchrun",
+        )
+    # an agent of ours, which has opened a store for this start alone
+    if LAUNCHER_VARIABLE in os.environ:
         os.environ[_COUNT] = "0"
     elif not missing:
         _open_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     return True
 
 
-_own_store: TCPStore | None = None  # which ends with this process, where no agent of torchrun outlives it
+# which ends with this process, where no agent of torchrun outlives it
+_own_store: TCPStore | None = None
 
 
 @cache  # once for a store, however many pipelines are trained by it
@@ -103,37 +128,53 @@ def _open_store(host: str, port: int) -> None:
     rank = int(os.environ["RANK"])
     opens = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
     try:
-        store = _listen(host, port) if opens else TCPStore(host, port, wait_for_workers=False, timeout=_TIMEOUT)
+        store = (
+            _listen(host, port)
+            if opens
+            else TCPStore(host, port, wait_for_workers=False, timeout=_TIMEOUT)
+        )
         _agree_on_start(Part("planner", protected(store)), rank, int(os.environ["WORLD_SIZE"]))
     except RuntimeError as cause:
         done = "opened" if opens else "reached"
         raise WorkerError(
-            f"the store at {host}:{port}, where worker {rank} meets others, cannot be {done}: {first_line(cause)}",
-            hint="did worker 0 start? MASTER_ADDR and MASTER_PORT choose another address of its host, and another port",
+            f"the store at {host}:{port}, where worker {rank} meets others, cannot be {done}: "
+            f"{first_line(cause)}",
+            hint="did worker 0 start? MASTER_ADDR and MASTER_PORT choose another address of its "
+            "host, and another port",
         ) from cause
     if opens:
         _own_store = store
 
 
 def _listen(host: str, port: int) -> TCPStore:
-    """Open the store that others reach at `host`: on that address alone, where this machine has it."""
-    address = listening_address(host, elsewhere=os.environ.get("LOCAL_WORLD_SIZE") != os.environ["WORLD_SIZE"])
+    """Open the store that others reach at `host`: on that address alone, where this machine
+    has it.
+    """
+    address = listening_address(
+        host, elsewhere=os.environ.get("LOCAL_WORLD_SIZE") != os.environ["WORLD_SIZE"]
+    )
     if address is not None:
-        with suppress(OSError):  # in use: by this process, perhaps, which has met others there before
+        # in use: by this process, perhaps, which has met others there before
+        with suppress(OSError):
             return open_store(address, port, _TIMEOUT)
     # Multi-tenant: what else worker 0 opens at this address is the same store.
-    return TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=_TIMEOUT, multi_tenant=True)
+    return TCPStore(
+        host, port, is_master=True, wait_for_workers=False, timeout=_TIMEOUT, multi_tenant=True
+    )
 
 
 def _agree_on_start(store: Store, rank: int, world: int) -> None:
-    """Set torchrun's number of restarts to one that all workers of this start have, and no earlier start had.
+    """Set torchrun's number of restarts to one that all workers of this start have, and no earlier
+    start had.
 
-    Each of torchrun's agents counts the failures of its own workers alone. So worker 0 counts in the store, which keeps
-    what earlier starts have written, and tells its number to whoever arrives.
+    Each of torchrun's agents counts the failures of its own workers alone. So worker 0 counts in
+    the store, which keeps what earlier starts have written, and tells its number to whoever
+    arrives.
     """
     if rank == 0:
         number = store.add("starts", 1) - 1
-        if (own := int(os.environ.get(_COUNT, "0"))) > number:  # of an agent or a job whose store is new
+        # of an agent or a job whose store is new
+        if (own := int(os.environ.get(_COUNT, "0"))) > number:
             number = store.add("starts", own - number) - 1
         threading.Thread(target=_answer, args=(store, number, world), daemon=True).start()
     else:
@@ -153,13 +194,17 @@ def _answer(store: Store, number: int, world: int) -> None:
 
 
 def hold_store(seconds: float) -> None:
-    """Let the others read for so long why this worker ends, if it holds the store that tells them."""
+    """Let the others read for so long why this worker ends, if it holds the store that
+    tells them.
+    """
     if _own_store is not None:
         time.sleep(seconds)
 
 
 def worker_store(timeout: timedelta) -> Store:
-    """Return the store by which the workers meet: that of the process group, where there is one already."""
+    """Return the store by which the workers meet: that of the process group, where there is one
+    already.
+    """
     if dist.is_initialized():
         store: Store = dist.distributed_c10d._get_default_store()
         return protected(store)
@@ -183,13 +228,15 @@ def _rendezvous(address: str) -> Store:
 
 
 def _of_this_start(store: Store) -> Store:
-    # torchrun keeps its store when it restarts the workers, and in it the addresses of those that have ended. So each
-    # start uses its own keys.
+    # torchrun keeps its store when it restarts the workers, and in it the addresses of those that
+    # have ended. So each start uses its own keys.
     return Part(f"start_{os.environ.get(_COUNT, '0')}", store)
 
 
 def exchange(store: Store, mine: Seat) -> list[Seat]:
-    """Tell all workers about this one, choose a network interface by what all say, and return that by rank."""
+    """Tell all workers about this one, choose a network interface by what all say, and return that
+    by rank.
+    """
     prefix, seats = f"seat/{nth_time(store, 'seat')}", list[Seat]()
     store.set(f"{prefix}/{mine.rank}", mine.model_dump_json())
     try:
@@ -197,19 +244,24 @@ def exchange(store: Store, mine: Seat) -> list[Seat]:
             seats.append(read_record(store, f"{prefix}/{rank}", Seat))
     except dist.DistStoreError as cause:  # a time-out; a store that is lost raises DistNetworkError
         raise WorkerError(
-            f"worker {len(seats)} did not come in time", hint="is the command started on all hosts, with the same plan?"
+            f"worker {len(seats)} did not come in time",
+            hint="is the command started on all hosts, with the same plan?",
         ) from cause
     choose_interface([seat.address for seat in seats], mine.rank)
     return seats
 
 
 def nth_time(store: Store, what: str) -> int:
-    """Count how often this worker has done `what` by this store, now included, for keys that are not used again."""
+    """Count how often this worker has done `what` by this store, now included, for keys that are
+    not used again.
+    """
     return int(store.add(f"{what}/times/{os.environ['RANK']}", 1))
 
 
 def await_all(what: str) -> None:
-    """Wait until all workers have called this, however long that takes: a hang shows in their heartbeats."""
+    """Wait until all workers have called this, however long that takes: a hang shows in their
+    heartbeats.
+    """
     world = int(os.environ["WORLD_SIZE"])
     store = worker_store(_TIMEOUT)
     key = f"{what}/{nth_time(store, what)}"

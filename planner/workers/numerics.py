@@ -1,4 +1,5 @@
-"""How exactly numbers are computed, in the whole process: TF32 in products, and deterministic algorithms.
+"""How exactly numbers are computed, in the whole process: TF32 in products, and deterministic
+algorithms.
 
 Both change a profile's times, so training does what the profile was measured with.
 """
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
     from planner.formats.plan import Plan
     from planner.formats.profile import Profile
 
-# Two buffers of fixed size for cuBLAS, which otherwise may choose another algorithm per call: see its manual,
-# "Results reproducibility". Read when the first handle is made.
+# Two buffers of fixed size for cuBLAS, which otherwise may choose another algorithm per call: see
+# its manual, "Results reproducibility". Read when the first handle is made.
 _WORKSPACE = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
@@ -28,13 +29,16 @@ class Numerics:
     """What is set, beside PyTorch's own settings."""
 
     tf32: bool = False  # products of float32 matrices in TF32
-    deterministic: bool = False  # only algorithms that give the same bits in every run; others raise
+    # only algorithms that give the same bits in every run; others raise
+    deterministic: bool = False
 
     def check(self, device_type: str) -> None:
         """Raise InputError for TF32 elsewhere than on CUDA."""
         if self.tf32 and device_type != "cuda":
             hint = "give `dtype=float32`, or `device=cuda`"
-            raise InputError(f"TF32 is a mode of CUDA's GPUs, and `device={device_type}` has none", hint=hint)
+            raise InputError(
+                f"TF32 is a mode of CUDA's GPUs, and `device={device_type}` has none", hint=hint
+            )
 
     def set(self) -> None:
         if self.tf32:
@@ -43,7 +47,8 @@ class Numerics:
             os.environ.setdefault(*_WORKSPACE)
             torch.use_deterministic_algorithms(True)
             torch.backends.cudnn.deterministic = True
-            torch.backends.cudnn.benchmark = False  # it would choose the fastest algorithm, another one in each run
+            # it would choose the fastest algorithm, another one in each run
+            torch.backends.cudnn.benchmark = False
 
 
 def numerics_of(record: "Profile | Plan") -> Numerics:
@@ -56,10 +61,14 @@ def computing(numerics: Numerics) -> Iterator[None]:
         restore: Callable[[], object] = partial(
             torch.set_float32_matmul_precision, torch.get_float32_matmul_precision()
         )
-    except RuntimeError:  # a model file has set it by the names of PyTorch 2.9, which the older name does not read
+    # a model file has set it by the names of PyTorch 2.9, which the older name does not read
+    except RuntimeError:
         matmul: Any = torch.backends.cuda.matmul
         restore = partial(setattr, matmul, "fp32_precision", matmul.fp32_precision)
-    strict, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    strict, warns = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
     cudnn = torch.backends.cudnn
     before = cudnn.deterministic, cudnn.benchmark
     numerics.set()

@@ -1,8 +1,9 @@
-"""Where a worker computes and sends from: one rule, which every worker applies to what all of them said of themselves.
+"""Where a worker computes and sends from: one rule, which every worker applies to what all of them
+said of themselves.
 
-NCCL sends from a GPU and needs one for each worker. gloo sends from the CPU, so that several workers may share a GPU;
-that is slower and never chosen unasked. Workers that share one over NCCL, to try on one GPU what runs on several, must
-look to it like hosts of their own.
+NCCL sends from a GPU and needs one for each worker. gloo sends from the CPU, so that several
+workers may share a GPU; that is slower and never chosen unasked. Workers that share one over NCCL,
+to try on one GPU what runs on several, must look to it like hosts of their own.
 """
 
 import os
@@ -25,21 +26,26 @@ from planner.workers.interfaces import address_towards
 
 # What CUDA and NCCL read at their start, where a pipeline needs other values than their defaults.
 GPU_VARIABLES = {
-    # Hardware queues, 8 unless set. Streams that share one wait for each other's launches: a send whose peer is not
-    # ready would hold back the receive behind it, and the peer may be waiting for that very worker.
+    # Hardware queues, 8 unless set. Streams that share one wait for each other's launches: a send
+    # whose peer is not ready would hold back the receive behind it, and the peer may be waiting for
+    # that very worker.
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
     "GPU_MAX_HW_QUEUES": "32",  # the same for GPUs of ROCm
-    # All kernels are loaded at the start: at its first use one may wait for a message that waits for this worker.
+    # All kernels are loaded at the start: at its first use one may wait for a message that waits
+    # for this worker.
     "CUDA_MODULE_LOADING": "EAGER",
     # All connections of a communicator are made with it, and not in the middle of training.
     "NCCL_RUNTIME_CONNECT": "0",
-    # Otherwise PyTorch warns on each worker that messages get communicators of their own, which is what is wanted.
+    # Otherwise PyTorch warns on each worker that messages get communicators of their own, which is
+    # what is wanted.
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
 
 
 def set_gpu_variables() -> None:
-    """Set those that the user has not set, for this process; before anything is done on a GPU in it."""
+    """Set those that the user has not set, for this process; before anything is done on a GPU in
+    it.
+    """
     for name, value in GPU_VARIABLES.items():
         os.environ.setdefault(name, value)
 
@@ -47,7 +53,8 @@ def set_gpu_variables() -> None:
 class Gpu(Record):
     uuid: str  # the same in every process that sees this GPU
     name: str
-    board: str | None = None  # its place on the PCI bus, if PyTorch tells: slices of one GPU (MIG) have one place
+    # its place on the PCI bus, if PyTorch tells: slices of one GPU (MIG) have one place
+    board: str | None = None
 
 
 class Seat(Record):
@@ -59,11 +66,14 @@ class Seat(Record):
     gpus: tuple[Gpu, ...]  # that it sees, in the order of its indices
     kind: DeviceType = "cuda"  # of these
     address: str | None = None  # that it sends from to worker 0's host
-    same: Mapping[str, str] = Field(default_factory=dict)  # what must be the same for all workers, by what it is
+    # what must be the same for all workers, by what it is
+    same: Mapping[str, str] = Field(default_factory=dict)
 
 
 def own_seat(same: Mapping[str, str] | None = None, device: DeviceType | None = None) -> Seat:
-    """Describe this worker, in the environment that torchrun sets, and the GPUs of the kind `device` that it sees."""
+    """Describe this worker, in the environment that torchrun sets, and the GPUs of the kind
+    `device` that it sees.
+    """
     host, kind = socket.gethostname(), device if device not in (None, "cpu") else kind_here()
     return Seat(
         rank=int(os.environ["RANK"]),
@@ -77,13 +87,16 @@ def own_seat(same: Mapping[str, str] | None = None, device: DeviceType | None = 
 
 
 def visible_gpus(kind: DeviceType) -> tuple[Gpu, ...]:
-    """Return the devices of a kind that this process sees, none of the kind "cpu"; makes no context on them."""
+    """Return the devices of a kind that this process sees, none of the kind "cpu"; makes no context
+    on them.
+    """
     if kind == "cpu":
         return ()
     found = []
     for device in (torch.device(kind, index) for index in range(runtime_of(kind).count())):
         properties = runtime_of(kind).properties(device)
-        # Without one, a device is told apart by its index, which holds where all processes see the same devices.
+        # Without one, a device is told apart by its index, which holds where all processes see the
+        # same devices.
         uuid = str(getattr(properties, "uuid", f"{socket.gethostname()} {device}"))
         bus = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
         board = None if None in bus else ":".join(f"{part:02x}" for part in bus)
@@ -102,7 +115,9 @@ def available_cores() -> int:
 
 
 def cores_to_send(workers: int) -> bool:
-    """Return whether this host has a core for gloo's threads beside the one that each worker computes on."""
+    """Return whether this host has a core for gloo's threads beside the one that each worker
+    computes on.
+    """
     return available_cores() >= 2 * workers
 
 
@@ -131,7 +146,9 @@ CPU = Place(torch.device("cpu"), torch.device("cpu"))
 
 
 def kind_here() -> DeviceType:
-    """Return the kind of device to use where nobody says which: that of GPUs if PyTorch sees any, else "cpu"."""
+    """Return the kind of device to use where nobody says which: that of GPUs if PyTorch sees any,
+    else "cpu".
+    """
     return kinds_here()[0]
 
 
@@ -139,11 +156,15 @@ def gpus_here() -> int:
     return 0 if (kind := kind_here()) == "cpu" else runtime_of(kind).count()
 
 
-def choose_place(seats: Sequence[Seat], rank: int, device: DeviceType | None, backend: Backend | None) -> Place:
-    """Choose the place of worker `rank`; all workers choose alike, because they decide by the same seats.
+def choose_place(
+    seats: Sequence[Seat], rank: int, device: DeviceType | None, backend: Backend | None
+) -> Place:
+    """Choose the place of worker `rank`; all workers choose alike, because they decide by the same
+    seats.
 
     Raises:
-        InputError: when some workers see no GPU, or when NCCL would have to serve several workers on one.
+        InputError: when some workers see no GPU, or when NCCL would have to serve several workers
+            on one.
     """
     if device is None:
         device = next((seat.kind for seat in seats if seat.gpus), "cpu")
@@ -153,8 +174,13 @@ def choose_place(seats: Sequence[Seat], rank: int, device: DeviceType | None, ba
     without = [seat for seat in seats if not seat.gpus or seat.kind != device]
     if without:
         others = "" if len(without) == len(seats) else ", but others do"
-        hint = f"is PyTorch there built for {device}, and is CUDA_VISIBLE_DEVICES, or its like, right?"
-        raise InputError(f"PyTorch sees no GPU in {names_of(without)}{others}", hint=f"{hint} Or use `device=cpu`")
+        hint = (
+            f"is PyTorch there built for {device}, and is CUDA_VISIBLE_DEVICES, or its like, right?"
+        )
+        raise InputError(
+            f"PyTorch sees no GPU in {names_of(without)}{others}",
+            hint=f"{hint} Or use `device=cpu`",
+        )
     chosen = assign_gpus(seats)
     compute = torch.device(device, chosen[rank])
     own = runtime_of(device).backend
@@ -166,32 +192,51 @@ def choose_place(seats: Sequence[Seat], rank: int, device: DeviceType | None, ba
     gpus = [seat.gpus[index] for seat, index in zip(seats, chosen, strict=True)]
     # NCCL tells GPUs apart by their place on the bus, which slices of one GPU have in common.
     places = [
-        gpu.uuid if gpu.board is None else f"{seat.host} {gpu.board}" for seat, gpu in zip(seats, gpus, strict=True)
+        gpu.uuid if gpu.board is None else f"{seat.host} {gpu.board}"
+        for seat, gpu in zip(seats, gpus, strict=True)
     ]
     if (shared := next((each for each in places if places.count(each) > 1), None)) is not None:
         sharing = [seat for seat, each in zip(seats, places, strict=True) if each == shared]
-        slices = len({gpu.uuid for gpu, each in zip(gpus, places, strict=True) if each == shared}) > 1
+        slices = (
+            len({gpu.uuid for gpu, each in zip(gpus, places, strict=True) if each == shared}) > 1
+        )
         what = "have slices of" if slices else "share"
         if own != "nccl" or backend != "nccl":
-            hint = "start as many workers on each host as it has GPUs, or let them share with `backend=gloo`"
-            hint += "; `backend=nccl` shares, too, and is for trying NCCL on one GPU" if own == "nccl" else ""
-            raise InputError(f"{names_of(sharing)} would {what} one GPU, and {name} needs one for each", hint=hint)
+            hint = (
+                "start as many workers on each host as it has GPUs, or let them share with "
+                "`backend=gloo`"
+            )
+            hint += (
+                "; `backend=nccl` shares, too, and is for trying NCCL on one GPU"
+                if own == "nccl"
+                else ""
+            )
+            raise InputError(
+                f"{names_of(sharing)} would {what} one GPU, and {name} needs one for each",
+                hint=hint,
+            )
         return Place(compute, compute, nccl_host=f"{seats[rank].host} {rank}")
     return Place(compute, compute)
 
 
 def check_backend(device: DeviceType, backend: Backend | None) -> None:
-    """Raise InputError for a backend that does not send from this kind of device, as NCCL from CPUs."""
+    """Raise InputError for a backend that does not send from this kind of device, as NCCL from
+    CPUs.
+    """
     if backend not in (None, "gloo", runtime_of(device).backend):
-        where = "`device=cpu` computes on none" if device == "cpu" else f"`device={device}` on others"
-        raise InputError(f"`backend={backend}` sends from GPUs, and {where}", hint="leave out `backend`")
+        where = (
+            "`device=cpu` computes on none" if device == "cpu" else f"`device={device}` on others"
+        )
+        raise InputError(
+            f"`backend={backend}` sends from GPUs, and {where}", hint="leave out `backend`"
+        )
 
 
 def assign_gpus(seats: Sequence[Seat]) -> list[int]:
     """Return the index of each worker's GPU among those that it sees.
 
-    Each takes the GPU that the fewest have taken, the first of these. GPUs are told apart by their UUIDs, because an
-    index means another GPU in another process.
+    Each takes the GPU that the fewest have taken, the first of these. GPUs are told apart by their
+    UUIDs, because an index means another GPU in another process.
     """
     taken: Counter[str] = Counter()
     chosen = [0] * len(seats)
@@ -204,7 +249,9 @@ def assign_gpus(seats: Sequence[Seat]) -> list[int]:
 
 
 def take(place: Place) -> None:
-    """Make the GPU of `place` the current device: otherwise each process would make a context on GPU 0 as well."""
+    """Make the GPU of `place` the current device: otherwise each process would make a context on
+    GPU 0 as well.
+    """
     if place.nccl_host is not None:
         os.environ["NCCL_HOSTID"] = place.nccl_host
     runtime_of(place.compute).set_device(place.compute)

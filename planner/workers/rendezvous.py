@@ -1,8 +1,9 @@
-"""How torchrun's agents meet: in a store of ours, which listens on one address and asks for the secret of the run.
+"""How torchrun's agents meet: in a store of ours, which listens on one address and asks for the
+secret of the run.
 
-torchrun's own rendezvous opens a store that listens on all addresses of the host, and its agents unpickle what they
-read there: whoever reached the port could run code on all hosts. Here they get a `SecretStore`, which checks the HMAC
-of all that is read before PyTorch sees it.
+torchrun's own rendezvous opens a store that listens on all addresses of the host, and its agents
+unpickle what they read there: whoever reached the port could run code on all hosts. Here they get a
+`SecretStore`, which checks the HMAC of all that is read before PyTorch sees it.
 """
 
 import hmac
@@ -23,16 +24,20 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    RendezvousTimeout,
+)
 
 from planner.errors import InputError
 from planner.workers.secret import SECRET_VARIABLE, run_secret
 from planner.workers.secret_store import Part, SecretStore
 from planner.workers.store_server import open_store
 
-ONE_HOST, HOSTS = "planner-host", "planner-hosts"  # names of the two ways to meet, in torchrun's registry
-# How long a start waits for further hosts once the fewest have come, after how many seconds a silent one counts as
-# gone, and how long the fewest are waited for.
+# names of the two ways to meet, in torchrun's registry
+ONE_HOST, HOSTS = "planner-host", "planner-hosts"
+# How long a start waits for further hosts once the fewest have come, after how many seconds a
+# silent one counts as gone, and how long the fewest are waited for.
 LAST_CALL_S, SILENT_S, JOIN_S = 3, 5, 600
 _TIMEOUT = timedelta(minutes=1)  # for an answer of a store
 
@@ -89,8 +94,8 @@ class Agent(DynamicRendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """See base class; each start has a store of its own.
 
-        The agent of its first worker opens it before any worker begins. Otherwise agents would look for the first
-        start's for ever, whose host may be the one that is lost.
+        The agent of its first worker opens it before any worker begins. Otherwise agents would look
+        for the first start's for ever, whose host may be the one that is lost.
         """
         while True:
             self._bootstrap_store_info = None
@@ -139,7 +144,9 @@ def _hosts(params: RendezvousParameters) -> RendezvousHandler:
 
 
 def _compare_secrets(store: Store, run: str, endpoint: str) -> None:
-    """Raise InputError where this host has another secret: it would wait alone, because it would read other keys."""
+    """Raise InputError where this host has another secret: it would wait alone, because it would
+    read other keys.
+    """
     secret = run_secret()
     assert secret is not None, f"a launcher of ours sets {SECRET_VARIABLE}"
     mine = hmac.new(secret, f"run {run}".encode(), "sha256").hexdigest()
@@ -147,7 +154,8 @@ def _compare_secrets(store: Store, run: str, endpoint: str) -> None:
     if not hmac.compare_digest(first.encode(), mine.encode()):
         raise InputError(
             f"the hosts that meet at {endpoint} have another secret than this one",
-            hint=f"give all the same file with `secret_file`, or set {SECRET_VARIABLE} to the same text on all hosts",
+            hint=f"give all the same file with `secret_file`, or set {SECRET_VARIABLE} to the "
+            f"same text on all hosts",
         )
 
 

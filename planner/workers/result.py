@@ -1,4 +1,6 @@
-"""The result of a run, from the first worker to the launcher: through their store, which needs no room on a disk."""
+"""The result of a run, from the first worker to the launcher: through their store, which needs no
+room on a disk.
+"""
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # exported by a star import
 

@@ -1,7 +1,7 @@
 """The store of a run on several hosts, as its workers reach it: it outlives every start of theirs.
 
-Each start has a store of its own, by which its workers meet. The store at `rendezvous`, where the hosts meet, stays for
-as long as the run does, so what one start tells another one stands there.
+Each start has a store of its own, by which its workers meet. The store at `rendezvous`, where the
+hosts meet, stays for as long as the run does, so what one start tells another one stands there.
 """
 
 from datetime import timedelta
@@ -16,7 +16,9 @@ _TIMEOUT = timedelta(minutes=1)  # for an answer
 
 
 def run_store(job: Job) -> Store:
-    """Return the part of the store at `rendezvous` that the workers of a run have; raise WorkerError without one."""
+    """Return the part of the store at `rendezvous` that the workers of a run have; raise
+    WorkerError without one.
+    """
     place = str(job.elastic.rendezvous)
     host, _, port = place.rpartition(":")
     try:

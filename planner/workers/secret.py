@@ -1,7 +1,8 @@
 """The secret of a run: whoever knows it is a process of the run, and nobody else is believed.
 
-The first host makes it. The others get it through a file that only the user can read, or through the environment,
-which other users cannot read either. It is never an argument: every user sees the arguments of all processes.
+The first host makes it. The others get it through a file that only the user can read, or through
+the environment, which other users cannot read either. It is never an argument: every user sees the
+arguments of all processes.
 """
 
 import os
@@ -42,7 +43,9 @@ def run_secret() -> bytes | None:
 
 
 def secret_of_hosts(path: Path) -> str:
-    """Return the secret of a run on several hosts: that of the environment, or else that of the file at `path`."""
+    """Return the secret of a run on several hosts: that of the environment, or else that of the
+    file at `path`.
+    """
     secret = run_secret()
     return secret_in(path) if secret is None else secret.decode()
 
@@ -56,14 +59,20 @@ def default_file(run: str, rendezvous: str) -> Path:
     try:
         return Path.home() / ".planner" / f"secret-{run}-{place}"
     except RuntimeError:
-        hint = f"name a file with `secret_file`, or set {SECRET_VARIABLE} to the same text on all hosts"
-        raise InputError("there is no home folder to keep the secret of the run in", hint=hint) from None
+        hint = (
+            f"name a file with `secret_file`, or set {SECRET_VARIABLE} to the same text on "
+            f"all hosts"
+        )
+        raise InputError(
+            "there is no home folder to keep the secret of the run in", hint=hint
+        ) from None
 
 
 def secret_in(path: Path) -> str:
     """Return the secret in a file of this user's; whoever comes first makes the file.
 
-    Raise InputError where the file cannot be made or read, belongs to another user, or can be read by others.
+    Raise InputError where the file cannot be made or read, belongs to another user, or can be read
+    by others.
     """
     try:
         check_regular(path)
@@ -73,11 +82,18 @@ def secret_in(path: Path) -> str:
             status = os.fstat(file.fileno())
             text = file.read().strip()
     except (OSError, UnicodeDecodeError) as cause:
-        hint = f"name another file with `secret_file`, or set {SECRET_VARIABLE} to the same text on all hosts"
-        raise InputError(f"the secret of the run cannot be kept in '{path}': {cause}", hint=hint) from cause
+        hint = (
+            f"name another file with `secret_file`, or set {SECRET_VARIABLE} to the same text "
+            f"on all hosts"
+        )
+        raise InputError(
+            f"the secret of the run cannot be kept in '{path}': {cause}", hint=hint
+        ) from cause
 
     if status.st_uid != os.geteuid():
-        raise InputError(f"'{path}' belongs to another user, who knows the secret", hint="name another file")
+        raise InputError(
+            f"'{path}' belongs to another user, who knows the secret", hint="name another file"
+        )
     if status.st_mode & _OTHERS:
         raise InputError(f"other users can read the secret in '{path}'", hint=f"chmod 600 {path}")
     _check_length(text, str(path))
@@ -86,11 +102,13 @@ def secret_in(path: Path) -> str:
 
 def _make(path: Path) -> None:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    descriptor, written = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)  # for this user alone
+    # for this user alone
+    descriptor, written = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(f"{new_secret()}\n")
-        # A link, because it fails where another host was faster, whose secret then counts, and is whole when it shows.
+        # A link, because it fails where another host was faster, whose secret then counts, and is
+        # whole when it shows.
         os.link(written, path)
     except FileExistsError:
         pass
@@ -101,4 +119,6 @@ def _make(path: Path) -> None:
 def _check_length(text: str, place: str) -> None:
     if len(text) < LEAST_CHARACTERS:
         hint = f"give it {LEAST_CHARACTERS} characters or more, as from: openssl rand -hex 32"
-        raise InputError(f"the secret in {place} has {len(text)} characters, which can be guessed", hint=hint)
+        raise InputError(
+            f"the secret in {place} has {len(text)} characters, which can be guessed", hint=hint
+        )

@@ -1,16 +1,18 @@
 """A store whose values are believed only when a process of the run wrote them.
 
-PyTorch's store asks nobody who he is. Whoever reaches its port can read, write and delete. So what this package writes
-there carries an HMAC by the secret of the run (RFC 2104), and nothing is parsed before its HMAC was checked:
+PyTorch's store asks nobody who he is. Whoever reaches its port can read, write and delete. So what
+this package writes there carries an HMAC by the secret of the run (RFC 2104), and nothing is parsed
+before its HMAC was checked:
 
     key                 "planner/" + HMAC(names, key)
     value               HMAC(values, hashed key + text) + text
 
-Keys are hashed, so that nobody can make one before its writer does: that a key is there is a message, too. The HMAC of
-a value includes its key, so no value can be moved to another key. Counters are values like all others.
+Keys are hashed, so that nobody can make one before its writer does: that a key is there is a
+message, too. The HMAC of a value includes its key, so no value can be moved to another key.
+Counters are values like all others.
 
-Whoever reaches the port can still delete a value, or put back an earlier one of the same key: that can make a run hang
-or fail, and says so in docs/threat-model.md.
+Whoever reaches the port can still delete a value, or put back an earlier one of the same key: that
+can make a run hang or fail, and says so in docs/threat-model.md.
 """
 
 import hmac
@@ -32,12 +34,16 @@ RecordT = TypeVar("RecordT", bound=Record)
 
 
 class ForgedValueError(WorkerError, RuntimeError):
-    """The store holds a value that no process of this run wrote; a RuntimeError, as all errors of stores are."""
+    """The store holds a value that no process of this run wrote; a RuntimeError, as all errors of
+    stores are.
+    """
 
     def __init__(self, key: str) -> None:
         super().__init__(
-            f"what the store of this run holds as '{key}' was written by nobody who belongs to the run",
-            hint=f"another process reaches the store; or {SECRET_VARIABLE} is not the same for all workers",
+            f"what the store of this run holds as '{key}' was written by nobody who belongs to "
+            f"the run",
+            hint=f"another process reaches the store; or {SECRET_VARIABLE} is not the same for "
+            f"all workers",
         )
 
 
@@ -76,7 +82,9 @@ class SecretStore(Store):
             if value == 0:
                 return count
 
-    def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
+    def compare_set(
+        self, key: str, expected_value: str | bytes, desired_value: str | bytes
+    ) -> bytes:
         name = self._name(key)
         # An empty value stands for none, as in PyTorch's stores.
         expected = self._sealed(name, expected_value) if expected_value else b""
@@ -105,7 +113,8 @@ class SecretStore(Store):
         return self._store.compare_set(name, expected, desired)  # type: ignore[arg-type]  # as above
 
     def _limit_wait(self) -> None:
-        # PyTorch sets the time-out of this object, which the other store must learn before it waits.
+        # PyTorch sets the time-out of this object, which the other store must learn before it
+        # waits.
         self._store.set_timeout(self.timeout)  # type: ignore[attr-defined]  # missing in PyTorch's stub
 
     def _name(self, key: str) -> str:
@@ -129,7 +138,8 @@ class SecretStore(Store):
 class Part(PrefixStore):
     """The keys of a store under a prefix.
 
-    It keeps the other store, too: PyTorch's PrefixStore keeps only what is in C++, and loses the methods in Python.
+    It keeps the other store, too: PyTorch's PrefixStore keeps only what is in C++, and loses the
+    methods in Python.
     """
 
     def __init__(self, prefix: str, store: Store) -> None:
@@ -138,15 +148,19 @@ class Part(PrefixStore):
 
 
 def protected(store: Store) -> Store:
-    """Return a store in which only processes of this run are believed; the same store where the run has no secret."""
+    """Return a store in which only processes of this run are believed; the same store where the run
+    has no secret.
+    """
     secret = run_secret()
     return store if secret is None else SecretStore(store, secret)
 
 
 def group_keys(store: Store) -> Store:
-    """Return the part of a store in which PyTorch's process groups find each other, under a prefix from the secret.
+    """Return the part of a store in which PyTorch's process groups find each other, under a prefix
+    from the secret.
 
-    What they write there, addresses and the ids of NCCL, is read by C++ without an HMAC: see docs/threat-model.md.
+    What they write there, addresses and the ids of NCCL, is read by C++ without an HMAC: see
+    docs/threat-model.md.
     """
     secret = run_secret()
     if secret is None:
@@ -155,7 +169,9 @@ def group_keys(store: Store) -> Store:
 
 
 def read_record(store: Store, key: str, kind: type[RecordT]) -> RecordT:
-    """Return the record that a worker wrote under `key`; raise ForgedValueError for anything else."""
+    """Return the record that a worker wrote under `key`; raise ForgedValueError for
+    anything else.
+    """
     return record_in(store.get(key), key, kind)
 
 

@@ -1,7 +1,8 @@
-"""Signals that end a run while its launcher lives, from the first file that it makes to the last one it removes.
+"""Signals that end a run while its launcher lives, from the first file that it makes to the last
+one it removes.
 
-torchrun's launcher handles signals only once it starts workers, and keeps its handlers when they have ended. So the
-same are set for the whole run, and those from before are put back.
+torchrun's launcher handles signals only once it starts workers, and keeps its handlers when they
+have ended. So the same are set for the whole run, and those from before are put back.
 """
 
 import signal
@@ -19,13 +20,17 @@ _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 def ending_signals() -> list[signal.Signals]:
-    """Return the signals that end a run: not those that whoever started this process has it ignore, as nohup does."""
+    """Return the signals that end a run: not those that whoever started this process has it ignore,
+    as nohup does.
+    """
     return [number for number in _ENDING if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Let the block be ended by a signal; raise KeyboardInterrupt for Ctrl-C then, and WorkerError for others."""
+    """Let the block be ended by a signal; raise KeyboardInterrupt for Ctrl-C then, and WorkerError
+    for others.
+    """
     # Python lets no other thread handle signals.
     in_main = threading.current_thread() is threading.main_thread()
     before = {number: signal.getsignal(number) for number in ending_signals()} if in_main else {}

@@ -1,9 +1,9 @@
 """Where the threads of this process are in their code, read without a trace in them.
 
-`sys._current_frames` makes objects of frames that otherwise have none. Such an object keeps what its function's
-variables held for as long as another thread has it. `torch.export` looks for tensors that outlive its tracing, so a
-capture that is looked at in this way fails, or gives another graph. `faulthandler` writes down files and lines in C,
-and makes no object of a frame.
+`sys._current_frames` makes objects of frames that otherwise have none. Such an object keeps what
+its function's variables held for as long as another thread has it. `torch.export` looks for tensors
+that outlive its tracing, so a capture that is looked at in this way fails, or gives another graph.
+`faulthandler` writes down files and lines in C, and makes no object of a frame.
 """
 
 import faulthandler
@@ -21,7 +21,8 @@ _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>
 
 
 def stacks_of_others() -> list[list[Frame]]:
-    """Return the frames of all threads but the calling one, outermost first; the main thread comes first.
+    """Return the frames of all threads but the calling one, outermost first; the main thread comes
+    first.
 
     Of each stack the innermost 100 frames are known, which is what `faulthandler` writes.
     """
@@ -33,8 +34,8 @@ def stacks_of_others() -> list[list[Frame]]:
 
 
 def _dump() -> str:
-    # A file, because a pipe may be full, and nobody else runs meanwhile who could read it. In memory, because a disk
-    # may be full, too.
+    # A file, because a pipe may be full, and nobody else runs meanwhile who could read it. In
+    # memory, because a disk may be full, too.
     with _file() as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)

@@ -1,6 +1,8 @@
-"""Start workers on this host: `python -m planner.workers.start_here FOLDER WORKERS MODULE ARGUMENT...`.
+"""Start workers on this host: `python -m planner.workers.start_here FOLDER WORKERS MODULE
+ARGUMENT...`.
 
-A process of its own, for who must end it and its workers after a time. The folder is for torchrun's files.
+A process of its own, for who must end it and its workers after a time. The folder is for torchrun's
+files.
 """
 
 import sys
@@ -17,7 +19,9 @@ from planner.workers.store_server import open_store
 
 
 def main(folder: str, workers: int, command: Sequence[str]) -> int:
-    """Start `command`, a module and its arguments, as `workers` processes; return 1 if one of them failed."""
+    """Start `command`, a module and its arguments, as `workers` processes; return 1 if one of them
+    failed.
+    """
     store = open_store(address_of(LOOPBACK), 0)
     try:
         with ended_by_signals(), launching(None, **{SECRET_VARIABLE: new_secret()}):

@@ -1,12 +1,14 @@
-"""Watch over a run from within its workers: each says through a store what it does and why it fails.
+"""Watch over a run from within its workers: each says through a store what it does and why it
+fails.
 
-A thread of each worker writes the worker's page to the store of its launcher every second or two, over a connection of
-its own, because the training's may hang. The first and the last worker read the pages of all and judge them; two,
-because one of them may be what hangs. A worker that reads the cause of a failure ends from that thread, and each host
-reports it once: under NCCL the main thread waits in calls of CUDA that nothing can interrupt.
+A thread of each worker writes the worker's page to the store of its launcher every second or two,
+over a connection of its own, because the training's may hang. The first and the last worker read
+the pages of all and judge them; two, because one of them may be what hangs. A worker that reads the
+cause of a failure ends from that thread, and each host reports it once: under NCCL the main thread
+waits in calls of CUDA that nothing can interrupt.
 
-Pages would tell only after a time-out that a process is gone. Where no launcher of ours sees all processes, each worker
-also watches the next one's.
+Pages would tell only after a time-out that a process is gone. Where no launcher of ours sees all
+processes, each worker also watches the next one's.
 """
 
 import logging
@@ -25,8 +27,23 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # e
 
 from planner.errors import PlannerError, WorkerError, first_line
 from planner.terminal import printable
-from planner.workers.ending import ABORT_S, END_S, GRACE_S, bound_exit, end_process, end_within, within
-from planner.workers.failures import TRACEBACK_HINT, error_of, failure_of, innermost, stage_of, worker_name
+from planner.workers.ending import (
+    ABORT_S,
+    END_S,
+    GRACE_S,
+    bound_exit,
+    end_process,
+    end_within,
+    within,
+)
+from planner.workers.failures import (
+    TRACEBACK_HINT,
+    error_of,
+    failure_of,
+    innermost,
+    stage_of,
+    worker_name,
+)
 from planner.workers.heartbeat import Beat, Heartbeat
 from planner.workers.job import Failure, Job, TrainResult
 from planner.workers.result import leave_result
@@ -49,21 +66,25 @@ from planner.workers.watch import (
 _CONNECT_S = 20.0  # to a store that is there before any worker
 _FIRST_ENDS_S = ABORT_S + 1.0  # for a worker that failed to abort its groups and end
 _FOR_SCRIPTS = "planner.pipeline(..., hang_timeout=SECONDS)"  # what allows for more time there
-_OVERDUE_SHARE = 0.5  # of the time-out without a beat, after which the page has the place in the code
+# of the time-out without a beat, after which the page has the place in the code
+_OVERDUE_SHARE = 0.5
 _LAST_WORDS_S = 1.0  # until the report of a worker that failed can be read in the store
 _log = logging.getLogger(__name__)
 
 
 class Supervisor:
-    """Tells the others what this worker does and why it fails, and ends it when another one has failed.
+    """Tells the others what this worker does and why it fails, and ends it when another one has
+    failed.
 
     Args:
         own_process: whether the process is a worker's alone, and so may be ended after a failure.
-        script: whether it runs a user's loop. A failure must end all workers there, too: its cause is logged before the
-            script sees the error, and the interpreter's shutdown is bounded.
+        script: whether it runs a user's loop. A failure must end all workers there, too: its cause
+            is logged before the script sees the error, and the interpreter's shutdown is bounded.
     """
 
-    def __init__(self, job: Job, heartbeat: Heartbeat, *, own_process: bool = False, script: bool = False) -> None:
+    def __init__(
+        self, job: Job, heartbeat: Heartbeat, *, own_process: bool = False, script: bool = False
+    ) -> None:
         self._job, self._heartbeat = job, heartbeat
         self._own_process, self._script = own_process, script
         self._rank = int(os.environ.get("RANK", "0"))
@@ -94,7 +115,9 @@ class Supervisor:
             self._detector = HangDetector(self._job, self._timeout_s, age_s(), allows_more)
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         timeout = timedelta(seconds=_CONNECT_S)
-        connect = partial(TCPStore, host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+        connect = partial(
+            TCPStore, host, port, is_master=False, wait_for_workers=False, timeout=timeout
+        )
         reached = within(_CONNECT_S, connect)
         if not reached:
             raise self._lost(f"not reached in {_CONNECT_S:.0f} s")
@@ -108,13 +131,17 @@ class Supervisor:
 
     def enter(self) -> None:
         """Begin to watch the next worker's process; all workers call it once they have joined."""
-        if self._script and "MASTER_PORT" in os.environ:  # or the script has met the others by means of its own
+        # or the script has met the others by means of its own
+        if self._script and "MASTER_PORT" in os.environ:
             self.watch(_log_and_end)
-        if self._store is not None and self._job.folder is None:  # or else the launcher sees every process
+        # or else the launcher sees every process
+        if self._store is not None and self._job.folder is None:
             self._next = NextWorker(partial(self._gone, self._store))
 
     def fail(self, error: Exception) -> Failure:
-        """Leave the reason why this worker ends, once, before anything that may block; return it."""
+        """Leave the reason why this worker ends, once, before anything that may block;
+        return it.
+        """
         if self._failure is None:
             if self._own_process:
                 end_within(END_S)
@@ -125,7 +152,8 @@ class Supervisor:
             if (store := self._store) is not None:
                 self._ending.acquire()  # waits for ever where another thread is ending this process
                 self._stopped.set()
-                within(GRACE_S, lambda: _post(store, failure))  # bounded: the store's host may be what failed
+                # bounded: the store's host may be what failed
+                within(GRACE_S, lambda: _post(store, failure))
             if self._script:
                 bound_exit()
                 if (told := self.error()) is not None:
@@ -133,7 +161,9 @@ class Supervisor:
         return self._failure
 
     def error(self) -> PlannerError | None:
-        """Return the error of the worker that failed first, to end with; None where this host has told it already."""
+        """Return the error of the worker that failed first, to end with; None where this host has
+        told it already.
+        """
         failure, store = self._failure, self._store
         assert failure is not None
         if store is None:
@@ -153,7 +183,9 @@ class Supervisor:
 
     def leave_result(self, result: TrainResult) -> None:
         """Leave the result of the run to the launcher."""
-        assert self._store is not None, "the launcher starts as many workers as the plan has, and all are watched"
+        assert self._store is not None, (
+            "the launcher starts as many workers as the plan has, and all are watched"
+        )
         leave_result(self._store, result)
 
     def leave(self) -> None:
@@ -181,20 +213,27 @@ class Supervisor:
             if answers == [None]:
                 continue
             if answers and isinstance(answers[0], Failure):
-                # The worker that failed ends first: torchrun ends all of a host with the first that does.
+                # The worker that failed ends first: torchrun ends all of a host with the first that
+                # does.
                 if not self._stopped.wait(_FIRST_ENDS_S) and self._ending.acquire(blocking=False):
                     tells = within(GRACE_S, partial(_is_first_here, store))
                     self._end_process(error_of(answers[0]) if tells != [False] else None)
             # Unless the main thread ends with an error of its own first.
             elif not self._stopped.wait(GRACE_S) and self._ending.acquire(blocking=False):
-                self._end_process(self._lost(str(answers[0]) if answers else f"no answer for {self._timeout_s:.0f} s"))
+                self._end_process(
+                    self._lost(
+                        str(answers[0]) if answers else f"no answer for {self._timeout_s:.0f} s"
+                    )
+                )
             return
 
     def _tell_and_ask(self, store: Store, sequence: int) -> Failure | str | None:
         try:
             store.set(f"page/{self._rank}", self._own(sequence).model_dump_json())
             if self._detector is not None:
-                unknown = [rank for rank in range(self._job.plan.workers) if rank not in self._known]
+                unknown = [
+                    rank for rank in range(self._job.plan.workers) if rank not in self._known
+                ]
                 self._known += [rank for rank in unknown if store.check([f"page/{rank}"])]
                 texts = store.multi_get([f"page/{rank}" for rank in self._known])
                 read = [record_in(text, "page", Page) for text in texts]
@@ -208,7 +247,8 @@ class Supervisor:
     def _own(self, sequence: int) -> Page:
         beat = self._heartbeat.read(device=True)
         starved_s = 0.0
-        with suppress(OSError, ValueError):  # the second number: for how long the main thread waited for a core
+        # the second number: for how long the main thread waited for a core
+        with suppress(OSError, ValueError):
             starved_s = int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
         return Page(
             beat=beat,
@@ -219,7 +259,9 @@ class Supervisor:
         )
 
     def _is_overdue(self, beat: Beat) -> bool:
-        """Return whether the worker may soon be judged to hang: only then does anybody ask where in its code it is."""
+        """Return whether the worker may soon be judged to hang: only then does anybody ask where in
+        its code it is.
+        """
         moment = beat.beats, beat.device
         now_s = time.monotonic()
         if moment != self._newest_beat:
@@ -228,8 +270,8 @@ class Supervisor:
 
     def _gone(self, store: Store, rank: int) -> None:
         with suppress(RuntimeError):  # the store is gone, too: then `_exchange` tells
-            # When a worker dies, torchrun ends the other workers of its host, and their connections break as well:
-            # the first one of which that was recorded counts.
+            # When a worker dies, torchrun ends the other workers of its host, and their connections
+            # break as well: the first one of which that was recorded counts.
             first = store.compare_set("gone", "", str(rank))
             rank = int(first) if first.isdigit() else rank
             time.sleep(_LAST_WORDS_S)
@@ -252,7 +294,8 @@ class Supervisor:
         name = worker_name(self._rank, stage_of(self._job, self._rank, None))
         return WorkerError(
             f"{name}, {self._heartbeat.read().doing}: lost torchrun's store at {place}: {reason}",
-            hint="its host or the link to it is down, or another worker failed first: see the first host",
+            hint="its host or the link to it is down, or another worker failed first: see the "
+            "first host",
         )
 
 

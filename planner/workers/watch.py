@@ -1,8 +1,10 @@
-"""What workers write of themselves into the store of their launcher, and who hangs or is gone by that.
+"""What workers write of themselves into the store of their launcher, and who hangs or is gone by
+that.
 
-A worker that waits is only a consequence as long as the peer that it waits for has not done its part. So the cause of a
-hang is, in this order: a worker that does not respond at all; a worker whose own work does not end; a link that does
-not deliver what was sent, when all workers wait. The streams of a checked plan cannot stop in any other way.
+A worker that waits is only a consequence as long as the peer that it waits for has not done its
+part. So the cause of a hang is, in this order: a worker that does not respond at all; a worker
+whose own work does not end; a link that does not deliver what was sent, when all workers wait. The
+streams of a checked plan cannot stop in any other way.
 """
 
 import os
@@ -31,7 +33,8 @@ CAUSE = "cause"  # under which key stands who failed first
 Ending = Callable[[PlannerError | None], NoReturn]
 FOR_EVER = timedelta(days=365)
 MEMORY_HINT = "the system ends processes that exhaust its memory; see the kernel's log"
-# A worker that uses more than this share of the time that it had a core to run on makes progress while it prepares.
+# A worker that uses more than this share of the time that it had a core to run on makes progress
+# while it prepares.
 BUSY_SHARE = 0.05
 _LEAST_S = 0.1  # below this, what it ran and waited for a core tells nothing
 
@@ -62,20 +65,23 @@ class _Seen:
         if (beat.beats, beat.device) != (old.beats, old.device):
             return True
         ran_s, starved_s = page.cpu_s - self.before.cpu_s, page.starved_s - self.before.starved_s
-        enough = ran_s + starved_s > _LEAST_S and ran_s > BUSY_SHARE * (now_s - self.moved_s - starved_s)
+        enough = ran_s + starved_s > _LEAST_S and ran_s > BUSY_SHARE * (
+            now_s - self.moved_s - starved_s
+        )
         return beat.state == "preparing" and enough
 
 
 class HangDetector:
     """Decides from the workers' pages whether a job hangs.
 
-    A worker that is in a script's own code may be there for as long as it likes, until another one has waited in a call
-    for the time-out, and it has not come back for as long.
+    A worker that is in a script's own code may be there for as long as it likes, until another one
+    has waited in a call for the time-out, and it has not come back for as long.
 
     Args:
-        timeout_s: how long a worker may do nothing new, in addition to the slowest instruction so far. One that has
-            written no page for half of it does not respond.
-        started_s: how long this process took to start. One that has written nothing yet may take twice as long.
+        timeout_s: how long a worker may do nothing new, in addition to the slowest instruction so
+            far. One that has written no page for half of it does not respond.
+        started_s: how long this process took to start. One that has written nothing yet may take
+            twice as long.
         allows_more: what allows for more time, as a hint says it.
     """
 
@@ -93,7 +99,9 @@ class HangDetector:
         self._seen: dict[int, _Seen] = {}
 
     def look(self, pages: Mapping[int, Page], now_s: float) -> Failure | None:
-        """Record the pages, by rank, that are there at `now_s`; return the cause once one has not moved for long."""
+        """Record the pages, by rank, that are there at `now_s`; return the cause once one has not
+        moved for long.
+        """
         for rank in range(self._job.plan.workers):
             page, seen = pages.get(rank, _NONE_YET), self._seen.get(rank)
             if seen is None or seen.has_moved(page, now_s):
@@ -112,9 +120,9 @@ class HangDetector:
         late = [rank for rank in longest if stuck[rank] > limit_s]
         if not any(self._seen[rank].page.beat.state != "elsewhere" for rank in late):
             return None
-        # A worker that waits may have stopped up to a step before the cause did, which may not be late yet. So it is
-        # looked for among all that have not moved for half the time: first one that does not respond, then one whose
-        # own work does not end, which must be late itself.
+        # A worker that waits may have stopped up to a step before the cause did, which may not be
+        # late yet. So it is looked for among all that have not moved for half the time: first one
+        # that does not respond, then one whose own work does not end, which must be late itself.
         still = [rank for rank in longest if stuck[rank] > limit_s / 2]
         for rank in still:
             seen = self._seen[rank]
@@ -123,16 +131,24 @@ class HangDetector:
                 return self._failure(rank, f"{self._found(rank, stuck[rank])}: {why}")
         for rank in still:
             page = self._seen[rank].page
-            # A host that is ahead waits for its device in any call: what the device is at is what the worker is at.
+            # A host that is ahead waits for its device in any call: what the device is at is what
+            # the worker is at.
             if (page.beat.device or page.beat).state != "waiting":
                 at = f", at {page.place}" if page.place else ""
-                return self._failure(rank, self._found(rank, stuck[rank]) + at) if rank in late else None
+                return (
+                    self._failure(rank, self._found(rank, stuck[rank]) + at)
+                    if rank in late
+                    else None
+                )
         if len(late) < self._job.plan.workers:
             return None
-        # All wait, the first one for what another one has sent: the streams of a checked plan cannot stop otherwise.
+        # All wait, the first one for what another one has sent: the streams of a checked plan
+        # cannot stop otherwise.
         waited = f"has waited for {stuck[late[0]]:.0f} s {self._seen[late[0]].page.beat.doing}"
         waited = waited.replace(" s waiting for", " s for")
-        return self._failure(late[0], f"{waited}, and all others wait too: a link carries nothing, or lost a message")
+        return self._failure(
+            late[0], f"{waited}, and all others wait too: a link carries nothing, or lost a message"
+        )
 
     def _found(self, rank: int, stuck_s: float) -> str:
         beat = self._seen[rank].page.beat
@@ -153,7 +169,8 @@ class HangDetector:
 def age_s() -> float:
     """Return for how long this process has run; 0 where the system does not tell."""
     with suppress(OSError):
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # proc_pid_stat(5): starttime
+        # proc_pid_stat(5): starttime
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     return 0.0
 
@@ -185,9 +202,11 @@ def last_beat(store: Store, rank: int) -> Beat | None:
 
 
 class NextWorker:
-    """Watches the process of the next worker, the first one's for the last, until that worker says goodbye.
+    """Watches the process of the next worker, the first one's for the last, until that worker says
+    goodbye.
 
-    All workers make one, once they have joined. `on_gone` is told in a thread whose process is gone.
+    All workers make one, once they have joined. `on_gone` is told in a thread whose process is
+    gone.
     """
 
     def __init__(self, on_gone: Callable[[int], None]) -> None:
@@ -195,8 +214,8 @@ class NextWorker:
         self._next, self._previous = (rank + 1) % self._workers, (rank - 1) % self._workers
         self._on_gone = on_gone
         self._left = False
-        # gloo, whose connections break with the process, and of its own: when an operation on a group runs out of
-        # time, gloo closes all the group's connections.
+        # gloo, whose connections break with the process, and of its own: when an operation on a
+        # group runs out of time, gloo closes all the group's connections.
         self._group = dist.new_group(backend="gloo", timeout=FOR_EVER)
         self._thread = threading.Thread(target=self._wait, name="next worker", daemon=True)
         if self._workers > 1:
@@ -206,8 +225,8 @@ class NextWorker:
         self._left = True
         if self._workers > 1:
             within(ABORT_S, lambda: dist.send(torch.zeros(1), self._previous, self._group))
-            # Until the next one has said goodbye, too: an interpreter that ends while a thread is in a library's call
-            # aborts the process.
+            # Until the next one has said goodbye, too: an interpreter that ends while a thread is
+            # in a library's call aborts the process.
             self._thread.join(ABORT_S)
 
     def leave(self) -> None:

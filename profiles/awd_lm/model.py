@@ -47,7 +47,9 @@ class AWDLanguageModel(nn.Module):
         widths = [embedded, *[width] * (layers - 1), embedded]
         self.embedding = nn.Embedding(VOCABULARY, embedded)
         self.input_dropout = LockedDropout(0.4)
-        self.lstms = nn.ModuleList(nn.LSTM(before, after, batch_first=True) for before, after in pairwise(widths))
+        self.lstms = nn.ModuleList(
+            nn.LSTM(before, after, batch_first=True) for before, after in pairwise(widths)
+        )
         self.dropouts = nn.ModuleList(LockedDropout(0.25) for _ in range(layers))
         self.decoder = nn.Linear(embedded, VOCABULARY)
 

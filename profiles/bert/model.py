@@ -39,7 +39,11 @@ def example_batch(batch_size: int) -> tuple[tuple[()], dict[str, Tensor], None]:
     tokens = torch.randint(0, VOCABULARY, (batch_size, LENGTH))
     # The model guesses one word in seven; -100 marks words that are no target.
     labels = tokens.where(torch.rand(tokens.shape) < 0.15, torch.tensor(-100))
-    return (), {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": labels}, None
+    return (
+        (),
+        {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": labels},
+        None,
+    )
 
 
 def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

@@ -43,7 +43,11 @@ class Attention(nn.Module):
         self.normalize_bias = nn.Parameter(torch.zeros(width))
 
     def forward(self, queries: Tensor, keys: Tensor) -> Tensor:
-        sums = self.linear_q(queries).unsqueeze(2) + self.linear_k(keys).unsqueeze(1) + self.normalize_bias
+        sums = (
+            self.linear_q(queries).unsqueeze(2)
+            + self.linear_k(keys).unsqueeze(1)
+            + self.normalize_bias
+        )
         weights = self.linear_att / self.linear_att.norm() * self.normalize_scalar
         scores = (torch.tanh(sums) @ weights).softmax(-1)
         found: Tensor = scores @ keys
@@ -60,7 +64,9 @@ class GNMT(nn.Module):
     def __init__(self, layers: int, width: int, vocabulary: int) -> None:
         super().__init__()
         self.source_embedding = nn.Embedding(vocabulary, width)
-        self.encoder = nn.ModuleList([Recurrent(width, width, bidirectional=True), Recurrent(2 * width, width)])
+        self.encoder = nn.ModuleList(
+            [Recurrent(width, width, bidirectional=True), Recurrent(2 * width, width)]
+        )
         self.encoder.extend(Recurrent(width, width) for _ in range(layers - 2))
         self.target_embedding = nn.Embedding(vocabulary, width)
         self.first = Recurrent(width, width)

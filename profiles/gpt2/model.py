@@ -39,7 +39,9 @@ class Attention(nn.Module):
             part.view(batch, tokens, self.heads, width // self.heads).transpose(1, 2)
             for part in self.c_attn(x).split(width, dim=2)
         )
-        y = F.scaled_dot_product_attention(q, k, v, dropout_p=DROPOUT if self.training else 0.0, is_causal=True)
+        y = F.scaled_dot_product_attention(
+            q, k, v, dropout_p=DROPOUT if self.training else 0.0, is_causal=True
+        )
         result: Tensor = self.dropout(self.c_proj(y.transpose(1, 2).reshape(batch, tokens, width)))
         return result
 

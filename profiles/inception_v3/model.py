@@ -19,7 +19,13 @@ class Conv(nn.Module):
     """Convolution, batch normalisation and ReLU."""
 
     def __init__(
-        self, before: int, width: int, kernel: int | Pair, *, stride: int = 1, padding: int | Pair = 0
+        self,
+        before: int,
+        width: int,
+        kernel: int | Pair,
+        *,
+        stride: int = 1,
+        padding: int | Pair = 0,
     ) -> None:
         super().__init__()
         self.conv = nn.Conv2d(before, width, kernel, stride, padding, bias=False)
@@ -45,7 +51,9 @@ class InceptionA(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         double = self.branch3x3dbl_3(self.branch3x3dbl_2(self.branch3x3dbl_1(x)))
         pooled = self.branch_pool(F.avg_pool2d(x, 3, 1, 1))
-        return torch.cat([self.branch1x1(x), self.branch5x5_2(self.branch5x5_1(x)), double, pooled], 1)
+        return torch.cat(
+            [self.branch1x1(x), self.branch5x5_2(self.branch5x5_1(x)), double, pooled], 1
+        )
 
 
 class InceptionB(nn.Module):
@@ -165,7 +173,9 @@ class InceptionV3(nn.Module):
         )
         self.mixed_5 = nn.Sequential(InceptionA(192, 32), InceptionA(256, 64), InceptionA(288, 64))
         self.mixed_6a = InceptionB(288)
-        self.mixed_6 = nn.Sequential(*(InceptionC(width) for width in (128, 160, 160, 192)[:blocks]))
+        self.mixed_6 = nn.Sequential(
+            *(InceptionC(width) for width in (128, 160, 160, 192)[:blocks])
+        )
         self.auxiliary = Auxiliary()
         self.mixed_7a = InceptionD()
         self.mixed_7 = nn.Sequential(InceptionE(1280), InceptionE(2048))

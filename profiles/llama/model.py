@@ -18,14 +18,22 @@ VOCABULARY = 32000
 def build_model() -> nn.Module:
     """Return the model with random weights."""
     return _build(
-        hidden_size=768, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=12, num_key_value_heads=4
+        hidden_size=768,
+        intermediate_size=2048,
+        num_hidden_layers=12,
+        num_attention_heads=12,
+        num_key_value_heads=4,
     )
 
 
 def build_tiny() -> nn.Module:
     """Return a model of two layers, for experiments."""
     return _build(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
     )
 
 
@@ -33,7 +41,9 @@ def _build(**sizes: Any) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     # Named, so that the same attention kernel runs whether the model is traced or not.
-    config = LlamaConfig(vocab_size=VOCABULARY, use_cache=False, attn_implementation="eager", **sizes)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, use_cache=False, attn_implementation="eager", **sizes
+    )
     model: nn.Module = LlamaForCausalLM(config)
     return model
 

@@ -59,7 +59,9 @@ class ResNet50(nn.Module):
             width = 64 * 2**stage
             blocks: list[nn.Module] = []
             for index in range(count):
-                blocks.append(Bottleneck(channels, width, stride=2 if index == 0 and stage > 0 else 1))
+                blocks.append(
+                    Bottleneck(channels, width, stride=2 if index == 0 and stage > 0 else 1)
+                )
                 channels = width * EXPANSION
             stages.append(nn.Sequential(*blocks))
         self.layer1, self.layer2, self.layer3, self.layer4 = stages

@@ -30,7 +30,11 @@ def _build(**sizes: Any) -> nn.Module:
 
     # Named, so that the same attention kernel runs whether the model is traced or not.
     config = T5Config(
-        vocab_size=VOCABULARY, decoder_start_token_id=0, use_cache=False, attn_implementation="eager", **sizes
+        vocab_size=VOCABULARY,
+        decoder_start_token_id=0,
+        use_cache=False,
+        attn_implementation="eager",
+        **sizes,
     )
     model: nn.Module = T5ForConditionalGeneration(config)
     return model

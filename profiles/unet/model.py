@@ -37,7 +37,9 @@ class UNet(nn.Module):
 
     def __init__(self, widths: tuple[int, ...], bottom: int) -> None:
         super().__init__()
-        self.down = nn.ModuleList([Double(*pair) for pair in zip((3, *widths), widths, strict=False)])
+        self.down = nn.ModuleList(
+            [Double(*pair) for pair in zip((3, *widths), widths, strict=False)]
+        )
         self.bottom = Double(widths[-1], bottom)
         above = (bottom, *reversed(widths))
         self.up = nn.ModuleList([nn.ConvTranspose2d(a, b, 2, 2) for a, b in pairwise(above)])
@@ -70,7 +72,9 @@ def build_tiny() -> nn.Module:
 
 def example_batch(batch_size: int) -> tuple[tuple[Tensor], Tensor]:
     """Return random images and a class for each pixel."""
-    return (torch.randn(batch_size, 3, SIZE, SIZE),), torch.randint(0, CLASSES, (batch_size, SIZE, SIZE))
+    return (torch.randn(batch_size, 3, SIZE, SIZE),), torch.randint(
+        0, CLASSES, (batch_size, SIZE, SIZE)
+    )
 
 
 def loss(output: Tensor, target: Tensor) -> Tensor:

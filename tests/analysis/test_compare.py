@@ -1,4 +1,6 @@
-"""The chosen plan beside the baselines: priced like any plan, on measured and on published profiles."""
+"""The chosen plan beside the baselines: priced like any plan, on measured and on published
+profiles.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def test_rows_by_hand() -> None:
     comparison = compared(MODEL, flat_cluster(2, 10.0, 2500))
     chosen, parallel = comparison.rows[0], row(comparison, "data parallel")
     assert (chosen.name, chosen.config) == ("chosen plan", "1-1")
-    assert chosen.speedup == pytest.approx(parallel.seconds_per_microbatch / chosen.seconds_per_microbatch)
+    assert chosen.speedup == pytest.approx(
+        parallel.seconds_per_microbatch / chosen.seconds_per_microbatch
+    )
     # Two replicas: 2·(1/2)·1040 bytes each per round of two, of 4 samples each.
     assert parallel.communication_bytes_per_sample == pytest.approx(1040 / 4)
     assert chosen.communication_bytes_per_sample == pytest.approx(2 / 4)
@@ -71,31 +75,42 @@ def test_what_does_not_fit_says_by_how_much() -> None:
     assert comparison.rows[0].over_memory_bytes == 0
 
 
-@pytest.mark.parametrize(("name", "gpus"), [("vgg16", 6), ("gpt2", 2), ("lstm_lm", 6), ("resnet50", 2)])
+@pytest.mark.parametrize(
+    ("name", "gpus"), [("vgg16", 6), ("gpt2", 2), ("lstm_lm", 6), ("resnet50", 2)]
+)
 def test_no_baseline_beats_the_plan_on_measured_profiles(name: str, gpus: int) -> None:
     model = load_profile(PROFILES / name / "cpu.json")
     comparison = compared(model, flat_cluster(gpus, 1.25e8))
     chosen = comparison.rows[0]
     for other in comparison.rows[1:]:
-        # Pipelines that drain reduce gradients once for all microbatches, so that they may be faster. Sharding is no
-        # choice for these profiles, whose optimizers may not be elementwise.
+        # Pipelines that drain reduce gradients once for all microbatches, so that they may be
+        # faster. Sharding is no choice for these profiles, whose optimizers may not be elementwise.
         if other.schedule == chosen.schedule and "ZeRO" not in other.name:
-            assert other.seconds_per_microbatch >= chosen.seconds_per_microbatch * (1 - 1e-9), other.name
+            assert other.seconds_per_microbatch >= chosen.seconds_per_microbatch * (1 - 1e-9), (
+                other.name
+            )
         assert 0 <= other.idle_share < 1, other.name
     text = comparison_report(comparison)
     assert all(other.name in text for other in comparison.rows)
     assert max(map(len, text.splitlines())) <= 120
 
 
-@pytest.mark.parametrize(("schedule", "microbatches"), [("gpipe", 8), ("1f1b-flush", 8), ("2bw", 8)])
+@pytest.mark.parametrize(
+    ("schedule", "microbatches"), [("gpipe", 8), ("1f1b-flush", 8), ("2bw", 8)]
+)
 def test_other_schedules(schedule: str, microbatches: int) -> None:
-    comparison = compared(MODEL, flat_cluster(2, 10.0), schedule=schedule, microbatches=microbatches)
+    comparison = compared(
+        MODEL, flat_cluster(2, 10.0), schedule=schedule, microbatches=microbatches
+    )
     chosen, parallel = comparison.rows[0], row(comparison, "data parallel")
     assert {chosen.schedule.name, parallel.schedule.name} == {schedule}
     assert ("gpipe, same cut" in [row.name for row in comparison.rows]) == (schedule != "gpipe")
     stages = candidates([range(len(MODEL.layers))], [2])
-    cost = price(LayerCosts(MODEL), stages, Setting(flat_cluster(2, 10.0), find(schedule), microbatches))
-    # So few gradients are one bucket, full after the backwards of c and b; the formula has six equal parts.
+    cost = price(
+        LayerCosts(MODEL), stages, Setting(flat_cluster(2, 10.0), find(schedule), microbatches)
+    )
+    # So few gradients are one bucket, full after the backwards of c and b; the formula has six
+    # equal parts.
     late_s = (2 + 2) - 8 / 6
     expected_s = (cost.seconds_per_minibatch + late_s) / microbatches
     assert parallel.seconds_per_microbatch == pytest.approx(expected_s, rel=0.01)

@@ -1,6 +1,8 @@
-"""Runs compared with their simulations: timing errors by hand, and stage times told from everything else.
+"""Runs compared with their simulations: timing errors by hand, and stage times told from everything
+else.
 
-The timing errors are those of `benchmarks.timeline`: other tests of the simulator compare runs by them, too.
+The timing errors are those of `benchmarks.timeline`: other tests of the simulator compare runs by
+them, too.
 """
 
 from __future__ import annotations
@@ -27,7 +29,10 @@ def three_stages(schedule: str = "1f1b", microbatches: int = 1) -> Plan:
 
 def slower_stage(plan: Plan, stage: int, factor: float) -> Plan:
     """The plan as it would really run."""
-    times = [MeanStageTimes(forward_s=s.forward_s, backward_s=s.backward_s, update_s=s.update_s) for s in plan.stages]
+    times = [
+        MeanStageTimes(forward_s=s.forward_s, backward_s=s.backward_s, update_s=s.update_s)
+        for s in plan.stages
+    ]
     times[stage] = MeanStageTimes(
         forward_s=times[stage].forward_s * factor,
         backward_s=times[stage].backward_s * factor,
@@ -44,10 +49,14 @@ def as_planned_and_as_run(plan: Plan, measured: Timeline) -> tuple[TimingError, 
 
 
 def run_of(plan: Plan, minibatches: int) -> Timeline:
-    return simulate(plan, minibatches).model_copy(update={"source": "measured", "memory": (), "links": ()})
+    return simulate(plan, minibatches).model_copy(
+        update={"source": "measured", "memory": (), "links": ()}
+    )
 
 
-@pytest.mark.parametrize(("schedule", "microbatches"), [("1f1b", 1), ("gpipe", 4), ("1f1b-flush", 4), ("zb-h1", 4)])
+@pytest.mark.parametrize(
+    ("schedule", "microbatches"), [("1f1b", 1), ("gpipe", 4), ("1f1b-flush", 4), ("zb-h1", 4)]
+)
 def test_a_slower_stage_is_found(schedule: str, microbatches: int) -> None:
     plan = three_stages(schedule, microbatches)
     measured = run_of(slower_stage(plan, 1, 1.2), 20)
@@ -55,7 +64,9 @@ def test_a_slower_stage_is_found(schedule: str, microbatches: int) -> None:
     assert planned.worst_share > 0.02
     assert own.worst_share < 1e-9
     found = compare_runs(simulate_recorded(plan, measured), measured)
-    assert found.stages[1].measured.forward_s == pytest.approx(1.2 * found.stages[1].simulated.forward_s)
+    assert found.stages[1].measured.forward_s == pytest.approx(
+        1.2 * found.stages[1].simulated.forward_s
+    )
     assert found.stages[0].measured.forward_s == pytest.approx(found.stages[0].simulated.forward_s)
     text = run_comparison_report(found, plan)
     assert "(-16.7%)" in text
@@ -113,8 +124,12 @@ def changed(*events: Event) -> Timeline:
 
 
 def test_distances_are_shares_of_the_measured_run() -> None:
-    # The backward of stage 1 takes 1 s more, and all after it is as much later; the run now ends at 7.875 s.
-    later = [e if e.start_s < 4.5 else e._replace(start_s=e.start_s + 1, end_s=e.end_s + 1) for e in EVENTS]
+    # The backward of stage 1 takes 1 s more, and all after it is as much later; the run now ends at
+    # 7.875 s.
+    later = [
+        e if e.start_s < 4.5 else e._replace(start_s=e.start_s + 1, end_s=e.end_s + 1)
+        for e in EVENTS
+    ]
     later[4] = later[4]._replace(end_s=5.5)
     apart = timing_error(by_hand(), changed(*later))
     assert apart.events == 4
@@ -129,7 +144,9 @@ def test_distances_are_shares_of_the_measured_run() -> None:
 def test_the_worst_is_named() -> None:
     late = EVENTS[3]._replace(start_s=2.0)
     found = timing_error(by_hand(), changed(*EVENTS[:3], late, *EVENTS[4:]))
-    assert found.worst == Moment(name="F0", at="start", rank=1, stage=1, predicted_s=1.5, measured_s=2.0)
+    assert found.worst == Moment(
+        name="F0", at="start", rank=1, stage=1, predicted_s=1.5, measured_s=2.0
+    )
     assert found.worst_share == pytest.approx(0.5 / 6.875)
     nothing = timing_error(by_hand(), changed())
     assert (nothing.events, nothing.worst_share, nothing.worst) == (0, 0.0, None)
@@ -144,9 +161,9 @@ def test_a_backward_begins_with_the_forward_that_runs_again() -> None:
     """A worker notes both as one; the simulator draws two."""
     first = EVENTS[8]
     apart_of = [first._replace(kind="recompute", end_s=5.75), first._replace(start_s=5.75)]
-    assert timing_error(by_hand().model_copy(update={"events": Events.of([*EVENTS[:8], *apart_of])}), by_hand()) == (
-        timing_error(by_hand(), by_hand())
-    )
+    assert timing_error(
+        by_hand().model_copy(update={"events": Events.of([*EVENTS[:8], *apart_of])}), by_hand()
+    ) == (timing_error(by_hand(), by_hand()))
     means = mean_stage_times(changed(*EVENTS[:8], *apart_of, EVENTS[9]))
     assert means == mean_stage_times(by_hand())
     assert means[0] == MeanStageTimes(forward_s=1.0, backward_s=2.0, update_s=0.125)

@@ -72,12 +72,19 @@ def test_what_if_is_what_solving_again_gives_or_the_plan_itself() -> None:
         again_s = solve(model, cluster).predicted.seconds_per_minibatch
         seconds = alternative.seconds_per_minibatch
         assert seconds is not None
-        assert seconds == pytest.approx(min(again_s, plan.predicted.seconds_per_minibatch), rel=1e-3)
+        assert seconds == pytest.approx(
+            min(again_s, plan.predicted.seconds_per_minibatch), rel=1e-3
+        )
         gain = plan.predicted.seconds_per_minibatch / seconds - 1
         assert alternative.gain == pytest.approx(gain, abs=1e-5)
-    assert [alternative.what for alternative in coded] == ["activations sent as bfloat16", "activations sent as int8"]
+    assert [alternative.what for alternative in coded] == [
+        "activations sent as bfloat16",
+        "activations sent as int8",
+    ]
     for alternative, codec in zip(coded, ("bfloat16", "int8"), strict=True):
-        again = solve(model, plan.cluster.model_copy(update={"compress": codec})).predicted.seconds_per_minibatch
+        again = solve(
+            model, plan.cluster.model_copy(update={"compress": codec})
+        ).predicted.seconds_per_minibatch
         assert alternative.seconds_per_minibatch == pytest.approx(again, rel=0.01)
 
 
@@ -125,5 +132,10 @@ def test_a_plan_of_the_published_depth_is_priced_at_it() -> None:
     deeper = GivenPlan.of(MODEL, plan, SolveOptions())
     given = GivenPlan.of(MODEL, Plan.model_validate_json(plan.model_dump_json()))
     assert len(plan.stages) > 1
-    assert evaluate(given.problem, given.stages).seconds == pytest.approx(plan.predicted.seconds_per_minibatch)
-    assert evaluate(deeper.problem, given.stages).seconds < evaluate(given.problem, given.stages).seconds
+    assert evaluate(given.problem, given.stages).seconds == pytest.approx(
+        plan.predicted.seconds_per_minibatch
+    )
+    assert (
+        evaluate(deeper.problem, given.stages).seconds
+        < evaluate(given.problem, given.stages).seconds
+    )

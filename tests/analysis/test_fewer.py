@@ -25,7 +25,10 @@ def test_each_smaller_plan_is_that_of_the_smaller_cluster(tmp_path: Path) -> Non
     assert [left.cluster.gpus for left in plan.smaller] == [3, 2]
     for left in plan.smaller:
         alone = planner.solve(
-            MODEL, planner.flat_cluster(left.cluster.gpus, 1e3), schedule="1f1b-flush", microbatches=plan.microbatches
+            MODEL,
+            planner.flat_cluster(left.cluster.gpus, 1e3),
+            schedule="1f1b-flush",
+            microbatches=plan.microbatches,
         )
         assert left.stages == alone.stages
         assert left.predicted.seconds_per_minibatch == alone.predicted.seconds_per_minibatch
@@ -47,15 +50,26 @@ def test_a_plan_without_smaller_ones_is_written_as_before() -> None:
 def test_whole_servers_are_lost() -> None:
     cluster = planner.hierarchical_cluster((2, 3), (1e5, 1e3))
     plan = planner.solve(MODEL, cluster, schedule="1f1b-flush", survive=2)
-    assert [[level.size for level in left.cluster.levels] for left in plan.smaller] == [[2, 2], [2, 1]]
+    assert [[level.size for level in left.cluster.levels] for left in plan.smaller] == [
+        [2, 2],
+        [2, 1],
+    ]
 
 
 def test_what_cannot_be_survived_is_noted() -> None:
     held = planner.solve(MODEL, planner.flat_cluster(3, 1e3), schedule="1f1b-flush", microbatches=4)
     memory = max(map(held.memory_bytes, range(len(held.stages))))
-    plan = planner.solve(MODEL, planner.flat_cluster(3, 1e3, memory), schedule="1f1b-flush", microbatches=4, survive=2)
+    plan = planner.solve(
+        MODEL,
+        planner.flat_cluster(3, 1e3, memory),
+        schedule="1f1b-flush",
+        microbatches=4,
+        survive=2,
+    )
     assert len(plan.smaller) < 2
-    assert any(note.startswith("The loss of ") and "cannot be survived" in note for note in plan.notes)
+    assert any(
+        note.startswith("The loss of ") and "cannot be survived" in note for note in plan.notes
+    )
 
 
 def test_where_it_depends_on_the_host_there_is_no_answer() -> None:
@@ -75,23 +89,30 @@ def test_only_plans_of_the_same_minibatches_go_together() -> None:
     plan = planner.solve(MODEL, planner.flat_cluster(3, 1e3), schedule="1f1b-flush", survive=1)
     content = json.loads(plan.model_dump_json())
     content["smaller"][0]["microbatches"] += 1
-    with pytest.raises(ValueError, match="is no smaller plan of the same model, schedule and minibatch"):
+    with pytest.raises(
+        ValueError, match="is no smaller plan of the same model, schedule and minibatch"
+    ):
         type(plan).model_validate_json(json.dumps(content))
 
 
 def lone_stages(gpus: int) -> Plan:
-    return planner.price(MODEL, planner.flat_cluster(gpus, 1e3), gpus, schedule="1f1b-flush", microbatches=4)
+    return planner.price(
+        MODEL, planner.flat_cluster(gpus, 1e3), gpus, schedule="1f1b-flush", microbatches=4
+    )
 
 
 def test_the_cost_of_losing_a_lone_stage() -> None:
-    """Hosts hold stages 0 and 2, 1 and 0, 2 and 1; stages of three layers then each need two of them."""
+    """Hosts hold stages 0 and 2, 1 and 0, 2 and 1; stages of three layers then each need two of
+    them.
+    """
     plan = lone_stages(3).model_copy(update={"smaller": (lone_stages(2),)})
     memory = plan.stages[0].memory
     stage = memory.weights_bytes + memory.optimizer_bytes
     cost = cost_of_loss(plan)
     assert cost.memory_bytes == 2 * 2 * stage
     assert cost.copy_s == stage / 1e3
-    # Without host 0 the others have what they need. Without host 2, hosts 0 and 1 lack stages 1 and 2.
+    # Without host 0 the others have what they need. Without host 2, hosts 0 and 1 lack stages 1 and
+    # 2.
     assert cost.restore_s == stage / 1e3
     assert "a loss" in plan_report(plan)
 

@@ -1,4 +1,6 @@
-"""Plans and configurations that are given: priced as the solver prices the same stages, or refused."""
+"""Plans and configurations that are given: priced as the solver prices the same stages, or
+refused.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from planner.analysis.given_plan import GivenPlan, equal_stages, missing_memory, price, priced_plan, stages_ending_at
+from planner.analysis.given_plan import (
+    GivenPlan,
+    equal_stages,
+    missing_memory,
+    price,
+    priced_plan,
+    stages_ending_at,
+)
 from planner.cost.candidate import candidates
 from planner.cost.layer_costs import LayerCosts
 from planner.errors import InputError, PlanError
@@ -26,7 +35,9 @@ from tests.solver.search.levels.test_columns import in_all_orders
 PROFILES = Path(__file__).resolve().parents[2] / "profiles"
 FLAT = flat_cluster(4, 1.25e8)
 TWO_LEVELS = hierarchical_cluster([2, 2], [1.25e9, 1.25e8])
-MODEL = profile(layer("a", 1, 2), layer("b", 1, 2), layer("c", 1, 2), layer("d", 1, 2), no_cut_after=("b",))
+MODEL = profile(
+    layer("a", 1, 2), layer("b", 1, 2), layer("c", 1, 2), layer("d", 1, 2), no_cut_after=("b",)
+)
 
 
 def measured(name: str) -> Profile:
@@ -45,7 +56,10 @@ def same_as(plan: Plan) -> OwnPlan:
         for s in plan.stages
     ]
     return OwnPlan(
-        stages=tuple(stages), schedule=plan.schedule, microbatches=plan.microbatches, chunks=max(1, plan.chunks)
+        stages=tuple(stages),
+        schedule=plan.schedule,
+        microbatches=plan.microbatches,
+        chunks=max(1, plan.chunks),
     )
 
 
@@ -53,25 +67,39 @@ def same_as(plan: Plan) -> OwnPlan:
 @pytest.mark.parametrize("cluster", [FLAT, TWO_LEVELS], ids=["flat", "two levels"])
 @pytest.mark.parametrize("model", ["vgg16", "gpt2"])
 @pytest.mark.parametrize("schedule", NAMES)
-def test_the_solvers_stages_have_the_solvers_price(schedule: str, model: str, cluster: Cluster) -> None:
+def test_the_solvers_stages_have_the_solvers_price(
+    schedule: str, model: str, cluster: Cluster
+) -> None:
     known = measured(model)
     microbatches = 8 if find(schedule).divides else 1
     solved = solve(known, cluster, schedule=schedule, microbatches=microbatches, depth="published")
     own = price(known, cluster, same_as(solved))
-    assert own.predicted.seconds_per_minibatch == pytest.approx(solved.predicted.seconds_per_minibatch, rel=1e-12)
+    assert own.predicted.seconds_per_minibatch == pytest.approx(
+        solved.predicted.seconds_per_minibatch, rel=1e-12
+    )
     left_out = {"solver", "predicted"}
     assert own.model_dump(exclude=left_out) == solved.model_dump(exclude=left_out)
 
 
 @pytest.mark.parametrize(
     ("memory_bytes", "config", "level", "recomputes"),
-    [(1300, "1-1-1-1", 0, True), (1450, "4", 3, True), (2050, "4", 3, False), (3000, "4", 1, False)],
+    [
+        (1300, "1-1-1-1", 0, True),
+        (1450, "4", 3, True),
+        (2050, "4", 3, False),
+        (3000, "4", 1, False),
+    ],
 )
 def test_what_memory_demands_has_the_solvers_price(
     memory_bytes: int, config: str, level: int, recomputes: bool
 ) -> None:
-    """Eight equal blocks: with less memory the state is divided, then all is, then units recompute, then stages."""
-    layers = [layer(f"h.{n}", 1, 2, output_bytes=10, weight_bytes=100, update_s=0.5, saved_bytes=100) for n in range(8)]
+    """Eight equal blocks: with less memory the state is divided, then all is, then units recompute,
+    then stages.
+    """
+    layers = [
+        layer(f"h.{n}", 1, 2, output_bytes=10, weight_bytes=100, update_s=0.5, saved_bytes=100)
+        for n in range(8)
+    ]
     model = profile(*(each.model_copy(update={"optimizer_bytes": 200}) for each in layers))
     model = model.model_copy(update={"optimizer_elementwise": True})
     cluster = flat_cluster(4, 1e4, memory_bytes)
@@ -81,20 +109,28 @@ def test_what_memory_demands_has_the_solvers_price(
     assert any(stage.recomputes for stage in solved.stages) == recomputes
     own = price(model, cluster, same_as(solved))
     assert own.stages == solved.stages
-    assert own.predicted.seconds_per_minibatch == pytest.approx(solved.predicted.seconds_per_minibatch, rel=1e-12)
+    assert own.predicted.seconds_per_minibatch == pytest.approx(
+        solved.predicted.seconds_per_minibatch, rel=1e-12
+    )
 
 
 def test_recomputing_stages_cost_a_forward_and_save_memory() -> None:
     known = measured("vgg16")
     stages = equal_stages(known, 2)
     kept = price(known, FLAT, OwnPlan(stages=tuple(stages)))
-    again = price(known, FLAT, OwnPlan(stages=tuple(s.model_copy(update={"recompute": True}) for s in stages)))
-    assert again.stages[0].compute_s == pytest.approx(kept.stages[0].compute_s + kept.stages[0].forward_s)
+    again = price(
+        known, FLAT, OwnPlan(stages=tuple(s.model_copy(update={"recompute": True}) for s in stages))
+    )
+    assert again.stages[0].compute_s == pytest.approx(
+        kept.stages[0].compute_s + kept.stages[0].forward_s
+    )
     assert again.memory_bytes(0) < kept.memory_bytes(0)
 
 
 def test_units_recompute_and_replicas_divide_the_state() -> None:
-    """The first two of six blocks; the plan says which layers, and is priced again from what it says."""
+    """The first two of six blocks; the plan says which layers, and is priced again from what it
+    says.
+    """
     known = measured("gpt2")
     cluster = flat_cluster(4, 1.25e8)
     first = OwnStage(blocks=6, replicas=2, recompute=2, sharded=True)
@@ -102,7 +138,9 @@ def test_units_recompute_and_replicas_divide_the_state() -> None:
     own = OwnPlan(stages=(first, OwnStage(blocks=6, replicas=2)), schedule=schedule, microbatches=8)
     plan = price(known, cluster, own)
     blocks = blocks_of(known)[:2]
-    assert plan.stages[0].recompute_groups == tuple(tuple(known.layers[n].name for n in block) for block in blocks)
+    assert plan.stages[0].recompute_groups == tuple(
+        tuple(known.layers[n].name for n in block) for block in blocks
+    )
     again_s = sum(known.layers[n].forward_s for block in blocks for n in block)
     assert plan.stages[0].again_s == pytest.approx(again_s)
     bare = (OwnStage(blocks=6, replicas=2),) * 2
@@ -127,7 +165,9 @@ def test_units_recompute_and_replicas_divide_the_state() -> None:
         ("llama", 12, ("model.embed_tokens", "model.layers.0.mlp.down_proj")),
     ],
 )
-def test_blocks_are_the_elements_of_lists_of_modules(model: str, count: int, first: tuple[str, str]) -> None:
+def test_blocks_are_the_elements_of_lists_of_modules(
+    model: str, count: int, first: tuple[str, str]
+) -> None:
     known = measured(model)
     blocks = blocks_of(known)
     assert len(blocks) == count
@@ -167,9 +207,18 @@ def test_what_does_not_fit_is_priced_and_said() -> None:
             "the layer 'c' where the profile",
         ),
         ([OwnStage(layers=("a",))], "the layer 'None' where the profile of 'sample' has 'b'"),
-        ([OwnStage(layers=("a", "b")), OwnStage(layers=("c", "d"))], "no stage can end after layer 'b'"),
-        ([OwnStage(blocks=1), OwnStage(layers=("c", "d"))], "some stages are described by blocks and some by layers"),
-        ([OwnStage(blocks=4, recompute=2)], "2 blocks are to recompute in the stage from 'a' to 'd', which has 1"),
+        (
+            [OwnStage(layers=("a", "b")), OwnStage(layers=("c", "d"))],
+            "no stage can end after layer 'b'",
+        ),
+        (
+            [OwnStage(blocks=1), OwnStage(layers=("c", "d"))],
+            "some stages are described by blocks and some by layers",
+        ),
+        (
+            [OwnStage(blocks=4, recompute=2)],
+            "2 blocks are to recompute in the stage from 'a' to 'd', which has 1",
+        ),
         ([OwnStage(blocks=2)], "the stages have 2 blocks, and 'sample' has 4"),
         ([OwnStage(layers=("a", "b", "c", "d"), replicas=5)], "need 5 GPUs, and the cluster has 4"),
     ],
@@ -211,11 +260,16 @@ def test_stages_take_the_pace_of_the_slowest_kind_of_their_gpus() -> None:
     fast, both = plan.stages
     assert fast.forward_s == alike.stages[0].forward_s / 2
     assert both.forward_s == alike.stages[1].forward_s
-    assert [plan.cluster.kinds_on(stage.ranks) for stage in plan.stages] == ["speed 2", "speed 2 + speed 1"]
+    assert [plan.cluster.kinds_on(stage.ranks) for stage in plan.stages] == [
+        "speed 2",
+        "speed 2 + speed 1",
+    ]
 
 
 def test_2bw_with_too_few_microbatches_says_how_many_it_takes() -> None:
-    """Four stages have up to 4 in flight: with m = 2 that is minibatches t - 1 to t, and t - 2 is not done."""
+    """Four stages have up to 4 in flight: with m = 2 that is minibatches t - 1 to t, and t - 2 is
+    not done.
+    """
     own = OwnPlan(stages=tuple(equal_stages(measured("vgg16"), 4)), schedule=TWO_BW, microbatches=2)
     with pytest.raises(PlanError, match=r"^2 microbatches .* more than its 2 versions") as caught:
         price(measured("vgg16"), FLAT, own)
@@ -229,9 +283,13 @@ def test_the_ranks_of_a_plan_are_kept() -> None:
     prices = []
     model = profile(*(layer(name, 1, 2, output_bytes=4, weight_bytes=2) for name in "abcd"))
     for order in in_all_orders(stages):
-        plan = priced_plan(options, LayerCosts(model), hierarchical_cluster((2, 2), (64.0, 1.0)), order)
+        plan = priced_plan(
+            options, LayerCosts(model), hierarchical_cluster((2, 2), (64.0, 1.0)), order
+        )
         given = GivenPlan.of(model, plan)
-        assert evaluate(given.problem, given.stages).seconds == pytest.approx(plan.predicted.seconds_per_minibatch)
+        assert evaluate(given.problem, given.stages).seconds == pytest.approx(
+            plan.predicted.seconds_per_minibatch
+        )
         prices.append((plan.stages[0].ranks, plan.predicted.seconds_per_minibatch))
     assert [ranks for ranks, _ in prices] == [(0, 1), (0, 2)]
     assert prices[0][1] != pytest.approx(prices[1][1])

@@ -1,4 +1,6 @@
-"""ZeRO priced: the paper's bytes, memory and times by hand, and what people's pipelines look like."""
+"""ZeRO priced: the paper's bytes, memory and times by hand, and what people's pipelines
+look like.
+"""
 
 from __future__ import annotations
 
@@ -27,18 +29,21 @@ from tests.samples import layer, profile
 GPUS = 4
 SIZE = 400 * 10**6  # bytes of weights: several buckets of gradients
 LAYERS = [
-    layer(f"h.{n}", 1, 2, output_bytes=10, weight_bytes=SIZE // 8, update_s=0.5, saved_bytes=100).model_copy(
-        update={"optimizer_bytes": SIZE // 4}
-    )
+    layer(
+        f"h.{n}", 1, 2, output_bytes=10, weight_bytes=SIZE // 8, update_s=0.5, saved_bytes=100
+    ).model_copy(update={"optimizer_bytes": SIZE // 4})
     for n in range(8)
 ]
 ON_CPUS = profile(*LAYERS)
 MODEL = ON_CPUS.model_copy(update={"device": Device(kind="cuda", name="imagined")})
-SLOW = flat_cluster(GPUS, 1e8)  # an all-reduce takes 6 s, beside 8 s of forward and 16 s of backward
+# an all-reduce takes 6 s, beside 8 s of forward and 16 s of backward
+SLOW = flat_cluster(GPUS, 1e8)
 
 
 def problem(microbatches: int, cluster: Cluster = SLOW, model: Profile = MODEL) -> Problem:
-    return problem_of(SolveOptions(schedule=FLUSH, microbatches=microbatches), LayerCosts(model), cluster)
+    return problem_of(
+        SolveOptions(schedule=FLUSH, microbatches=microbatches), LayerCosts(model), cluster
+    )
 
 
 def everywhere(gpus: int) -> list[Candidate]:
@@ -73,21 +78,28 @@ def test_gradients_and_weights_move_for_every_microbatch() -> None:
 
 
 def test_each_gpu_holds_its_share_of_the_state() -> None:
-    whole, second, third = (each.price.memory[0] for each in (plain(GPUS), zero(2, GPUS), zero(3, GPUS)))
+    whole, second, third = (
+        each.price.memory[0] for each in (plain(GPUS), zero(2, GPUS), zero(3, GPUS))
+    )
     assert second.optimizer_bytes == third.optimizer_bytes == whole.optimizer_bytes // GPUS
     # Of `fully_shard`, which keeps the parts beside the gathered weights: of all blocks, or of two.
     assert second.weights_bytes == SIZE // GPUS + SIZE
     assert third.weights_bytes == SIZE // GPUS + 2 * SIZE // 8
     # A block's gradients, and what sends them.
-    assert second.gradients_bytes == third.gradients_bytes == whole.gradients_bytes // GPUS + 2 * SIZE // 8
+    assert (
+        second.gradients_bytes
+        == third.gradients_bytes
+        == whole.gradients_bytes // GPUS + 2 * SIZE // 8
+    )
     assert second.activations_bytes == third.activations_bytes == whole.activations_bytes
 
 
 def test_times_by_hand() -> None:
     half_s = (GPUS - 1) / GPUS * SIZE / 1e8  # 3 s
     update_s = 8 * 0.5 / GPUS
-    # All of a backward's buckets but the last, that of the first of eight layers, are reduced beside it. A forward
-    # waits for the first of six equal parts of the weights, as in the cost model.
+    # All of a backward's buckets but the last, that of the first of eight layers, are reduced
+    # beside it. A forward waits for the first of six equal parts of the weights, as in the cost
+    # model.
     last_s, first_s = half_s / 8, half_s / 6
     assert zero(2, GPUS).seconds == pytest.approx(8 + 16 + last_s + update_s + half_s)
     assert zero(3, GPUS).seconds == pytest.approx(8 + first_s + 16 + 2 * last_s + update_s)
@@ -101,7 +113,8 @@ def test_without_overlap_all_exchanges_are_waited_for() -> None:
 
 def test_on_cpus_nothing_overlaps() -> None:
     half_s, asked = 3.0, problem(GPUS, model=ON_CPUS)
-    # Where nobody has measured what sums and gathers take between computations, each takes half an all-reduce.
+    # Where nobody has measured what sums and gathers take between computations, each takes half an
+    # all-reduce.
     assert at_level(asked, 2).seconds == pytest.approx(24 + half_s + half_s + 1)
     assert at_level(asked, 3).seconds == pytest.approx(24 + half_s + 2 * half_s + 1)
 
@@ -115,15 +128,27 @@ def test_stage_2_of_one_microbatch_is_a_stage_whose_optimizer_is_sharded() -> No
 
 
 def names(model: Profile, cluster: Cluster) -> list[str]:
-    return [way.name for way in usual_ways(SolveOptions(), LayerCosts(model), cluster, Budget.unlimited(), STANDARD)]
+    return [
+        way.name
+        for way in usual_ways(
+            SolveOptions(), LayerCosts(model), cluster, Budget.unlimited(), STANDARD
+        )
+    ]
 
 
 def test_equal_stages_are_those_that_divide_the_gpus() -> None:
     replicated = ["data parallel", "one GPU", "ZeRO-1", "ZeRO-2", "ZeRO-3, FSDP"]
-    assert names(MODEL, flat_cluster(8, 1e8)) == [*replicated, "2 equal stages", "4 equal stages", "8 equal stages"]
+    assert names(MODEL, flat_cluster(8, 1e8)) == [
+        *replicated,
+        "2 equal stages",
+        "4 equal stages",
+        "8 equal stages",
+    ]
     assert names(MODEL, flat_cluster(6, 1e8)) == [*replicated, "2 equal stages", "6 equal stages"]
     assert names(MODEL, flat_cluster(1, 1e8)) == ["data parallel", "one GPU"]
-    (*_, ways) = usual_ways(SolveOptions(), LayerCosts(MODEL), flat_cluster(16, 1e8), Budget.unlimited(), STANDARD)
+    (*_, ways) = usual_ways(
+        SolveOptions(), LayerCosts(MODEL), flat_cluster(16, 1e8), Budget.unlimited(), STANDARD
+    )
     assert [(len(stage.layers), stage.replicas) for stage in ways.plan.stages] == [(1, 2)] * 8
 
 
@@ -135,7 +160,9 @@ def test_where_data_parallelism_does_not_fit_another_way_is_the_measure() -> Non
     assert rows[comparison.over].over_memory_bytes == 0
     assert rows[comparison.over].speedup == 1
     assert f"speed-up: over {comparison.over}; sent vs DP" in comparison_report(comparison)
-    over_chosen = rows[comparison.over].seconds_per_microbatch / comparison.rows[0].seconds_per_microbatch
+    over_chosen = (
+        rows[comparison.over].seconds_per_microbatch / comparison.rows[0].seconds_per_microbatch
+    )
     assert comparison.rows[0].speedup == pytest.approx(over_chosen)
 
 
@@ -145,7 +172,9 @@ def test_what_is_as_fast_is_divided_as_little_as_can_be() -> None:
     known = MODEL.model_copy(update={"layers": layers, "optimizer_elementwise": True})
     asked = problem(GPUS, flat_cluster(GPUS, 1e10), known)
     seconds = [at_level(asked, level).seconds for level in range(4)]
-    assert min(seconds[2:]) < seconds[0] < min(seconds) * (1 + STANDARD.answer.indistinguishable_share)
+    assert (
+        min(seconds[2:]) < seconds[0] < min(seconds) * (1 + STANDARD.answer.indistinguishable_share)
+    )
     rules: dict[ShardRule, set[int]] = {"auto": {0}, "always": {1, 2, 3}}
     for rule, levels in rules.items():
         plan = solve(known, asked.cluster, schedule=FLUSH, microbatches=GPUS, shard_optimizer=rule)

@@ -50,7 +50,9 @@ def test_one_replica_trains_as_one_process(monkeypatch: pytest.MonkeyPatch) -> N
     assert replicas.train(asdict(asked))["losses"] == pytest.approx(losses, rel=1e-6)
 
 
-def test_local_updates_move_the_shared_weights_as_the_paper_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_updates_move_the_shared_weights_as_the_paper_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("torch.distributed.all_reduce", lambda tensor: tensor)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 1)
     model = torch.nn.Linear(1, 1, bias=False)

@@ -31,7 +31,12 @@ def test_workers_0_and_2_are_a_pipeline_and_1_and_3_another(plan: Plan) -> None:
     assert computed[0] == ["F0", "F2", "B0", "F4", "B2", "F6", "B4", "B6"]
     assert computed[2] == ["F0", "B0", "F2", "B2", "F4", "B4", "F6", "B6"]
     assert computed[1] == ["F1", "F3", "B1", "F5", "B3", "F7", "B5", "B7"]
-    assert [event.rank for event in timeline.events.rows() if event.kind == "all_reduce"] == [2, 3, 0, 1]
+    assert [event.rank for event in timeline.events.rows() if event.kind == "all_reduce"] == [
+        2,
+        3,
+        0,
+        1,
+    ]
     drawn = "".join(ElementTree.fromstring(timeline_svg([timeline])).itertext())
     assert "B0.7" in drawn
 

@@ -1,4 +1,6 @@
-"""The max-load objective: against every plan there is, and the published optima of the workloads."""
+"""The max-load objective: against every plan there is, and the published optima of the
+workloads.
+"""
 
 from __future__ import annotations
 
@@ -71,14 +73,23 @@ def test_the_cuts_are_all_sets_of_layers_with_what_they_need(model: Profile) -> 
     through_ilp=st.integers(0, 4),
 )
 def test_search_and_integer_program_find_the_best_chain_of_cuts(
-    model: Profile, gpus: int, bandwidth: float, latency: float, memory: int | None, host: bool, through_ilp: int
+    model: Profile,
+    gpus: int,
+    bandwidth: float,
+    latency: float,
+    memory: int | None,
+    host: bool,
+    through_ilp: int,
 ) -> None:
     level = Level(size=gpus + host, bandwidth_bytes_per_s=bandwidth, latency_s=latency)
     kinds = (DeviceKind(count=gpus), HOST) if host else ()
     cluster = Cluster(levels=(level,), memory_bytes=memory, kinds=kinds)
     request = LoadProblem(LayerCosts(model), Setting(cluster))
     expected = fastest(request)
-    for answer in (solve_loads(request, NO_LIMIT), solve_ilp(request, NO_LIMIT) if through_ilp == 0 else None):
+    for answer in (
+        solve_loads(request, NO_LIMIT),
+        solve_ilp(request, NO_LIMIT) if through_ilp == 0 else None,
+    ):
         if answer is None:
             assert expected == math.inf or through_ilp
             continue
@@ -87,7 +98,8 @@ def test_search_and_integer_program_find_the_best_chain_of_cuts(
         assert request.longest_s(answer.stages) == pytest.approx(expected, rel=1e-9)
 
 
-# maxFPGAs devices of the file alone, and with its one CPU, ten times slower, which pays for no transfers.
+# maxFPGAs devices of the file alone, and with its one CPU, ten times slower, which pays for no
+# transfers.
 PUBLISHED = [
     ("bert24", False, 41.7458),
     ("bert24", True, 41.7458),
@@ -107,7 +119,11 @@ def test_published_workloads(name: str, host: bool, milliseconds: float) -> None
     cluster = flat_cluster(6, BYTES_PER_S, model.device.memory_bytes)
     if host:
         level = Level(size=7, bandwidth_bytes_per_s=BYTES_PER_S)
-        cluster = Cluster(levels=(level,), memory_bytes=model.device.memory_bytes, kinds=(DeviceKind(count=6), HOST))
+        cluster = Cluster(
+            levels=(level,),
+            memory_bytes=model.device.memory_bytes,
+            kinds=(DeviceKind(count=6), HOST),
+        )
     request = LoadProblem(LayerCosts(model), Setting(cluster))
     answer = solve_loads(request, NO_LIMIT)
     assert answer is not None
@@ -120,11 +136,25 @@ def workload(**changes: object) -> dict[str, object]:
     """Two operations, forward and backward."""
     node = {"supportedOnFpga": 1, "cpuLatency": 1.0, "size": 5.0}
     nodes = [
-        {"id": n, "name": f"n{n}", "fpgaLatency": 1.0 + n, "isBackwardNode": n // 2, "colorClass": n % 2, **node}
+        {
+            "id": n,
+            "name": f"n{n}",
+            "fpgaLatency": 1.0 + n,
+            "isBackwardNode": n // 2,
+            "colorClass": n % 2,
+            **node,
+        }
         for n in range(4)
     ]
     edges = [{"sourceId": 0, "destId": 1, "cost": 0.5}, {"sourceId": 2, "destId": 3, "cost": 0.25}]
-    return {"maxSizePerFPGA": 100.0, "maxFPGAs": 2, "maxCPUs": 0, "nodes": nodes, "edges": edges, **changes}
+    return {
+        "maxSizePerFPGA": 100.0,
+        "maxFPGAs": 2,
+        "maxCPUs": 0,
+        "nodes": nodes,
+        "edges": edges,
+        **changes,
+    }
 
 
 def test_a_workload_becomes_a_profile(tmp_path: Path) -> None:
@@ -132,11 +162,18 @@ def test_a_workload_becomes_a_profile(tmp_path: Path) -> None:
     file.write_text(json.dumps(workload()))
     model = load_workload(file)
     first, second = model.layers
-    assert (first.forward_s, first.backward_s, second.forward_s, second.backward_s) == (1e-3, 3e-3, 2e-3, 4e-3)
+    assert (first.forward_s, first.backward_s, second.forward_s, second.backward_s) == (
+        1e-3,
+        3e-3,
+        2e-3,
+        4e-3,
+    )
     assert first.outputs[0].output_bytes == 0.5 * 2**31
     assert first.outputs[0].gradient_bytes == 0.25 * 2**31
     assert first.buffer_bytes == 10
-    answer = solve_loads(LoadProblem(LayerCosts(model), Setting(flat_cluster(2, BYTES_PER_S))), NO_LIMIT)
+    answer = solve_loads(
+        LoadProblem(LayerCosts(model), Setting(flat_cluster(2, BYTES_PER_S))), NO_LIMIT
+    )
     assert answer is not None
     assert answer.seconds == pytest.approx(6.75e-3)
 
@@ -145,7 +182,10 @@ def test_a_workload_becomes_a_profile(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"edges": [{"sourceId": 0, "destId": 9, "cost": 1.0}]}, "unknown node 9"),
-        ({"edges": [{"sourceId": 0, "destId": 3, "cost": 1.0}]}, "joins a forward and a backward node"),
+        (
+            {"edges": [{"sourceId": 0, "destId": 3, "cost": 1.0}]},
+            "joins a forward and a backward node",
+        ),
         ({"edges": [{"sourceId": 2, "destId": 3, "cost": 1.0}]}, "where no activation does"),
         ({"nodes": [{"id": 0}]}, "missing"),
     ],
@@ -207,7 +247,10 @@ def test_placements_that_are_not_contiguous_against_all_of_them(
 
 
 def test_when_time_runs_out_the_plan_comes_with_a_bound() -> None:
-    layers = [layer(f"l{n}", 1 + n * 37 % 11, 2 + n * 53 % 13, output_bytes=1 + n * 29 % 7) for n in range(24)]
+    layers = [
+        layer(f"l{n}", 1 + n * 37 % 11, 2 + n * 53 % 13, output_bytes=1 + n * 29 % 7)
+        for n in range(24)
+    ]
     model = profile(*layers).model_copy(update={"graph_hash": None})
     request = LoadProblem(LayerCosts(model), Setting(flat_cluster(6, 5.0)), contiguous=False)
     answer = solve_ilp(request, Clock.of(1.0))
@@ -217,7 +260,9 @@ def test_when_time_runs_out_the_plan_comes_with_a_bound() -> None:
     assert answer.optimal == (answer.bound_s == answer.seconds)
 
 
-def test_without_a_solution_in_time_the_contiguous_plan_stands_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_solution_in_time_the_contiguous_plan_stands_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def nothing(problem: object, limit_s: float | None) -> Status:
         return "unknown"
 
@@ -233,7 +278,9 @@ def test_without_a_solution_in_time_the_contiguous_plan_stands_in(monkeypatch: p
 
 def test_a_placement_that_is_not_contiguous_balances_the_load() -> None:
     chain = profile(*(layer(name, output_bytes=4, weight_bytes=100) for name in "abcd"))
-    answer = solve_ilp(LoadProblem(LayerCosts(chain), Setting(flat_cluster(2, 1e9)), contiguous=False), NO_LIMIT)
+    answer = solve_ilp(
+        LoadProblem(LayerCosts(chain), Setting(flat_cluster(2, 1e9)), contiguous=False), NO_LIMIT
+    )
     assert answer is not None
     assert answer.seconds == pytest.approx(6.0)
 

@@ -31,7 +31,9 @@ def run(cases: Sequence[str], chosen: Sequence[int], seconds: float) -> Iterator
 
 
 def table(rows: Sequence[Row], about: str) -> str:
-    return f"{about.rpartition(', ')[2]}: {' '.join(f'{row.name} {row.error:+.0%}' for row in rows)}"
+    return (
+        f"{about.rpartition(', ')[2]}: {' '.join(f'{row.name} {row.error:+.0%}' for row in rows)}"
+    )
 
 
 @pytest.fixture
@@ -84,9 +86,16 @@ def test_rows_that_are_kept_are_tabulated_by_seed_and_others_alone(
     assert "1/2 -50%" in toy.read_text()
 
 
-def test_a_page_of_one_seed_waits_for_all_of_its_cases(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_of_one_seed_waits_for_all_of_its_cases(
+    toy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert written("--seed 1 --until 2 --save", monkeypatch, whole=True) is None
     assert "old" in toy.read_text()
-    assert written("--seed 1 --first 2 --save", monkeypatch, whole=True) == "seed 1: 1/0 -50% 1/1 -50% 1/2 -50%"
-    assert written("--seed 2 --save", monkeypatch, whole=True) == "seed 2: 2/0 -50% 2/1 -50% 2/2 -50%"
+    assert (
+        written("--seed 1 --first 2 --save", monkeypatch, whole=True)
+        == "seed 1: 1/0 -50% 1/1 -50% 1/2 -50%"
+    )
+    assert (
+        written("--seed 2 --save", monkeypatch, whole=True) == "seed 2: 2/0 -50% 2/1 -50% 2/2 -50%"
+    )
     assert "old" not in toy.read_text()

@@ -39,7 +39,9 @@ def test_transformers_have_the_published_sizes() -> None:
         four = sum(parameter.numel() for parameter in Transformer(4).parameters())
     for column in largest.TRANSFORMERS:
         said = float(column.parameters[:-1]) * (1e9 if column.parameters.endswith("B") else 1e6)
-        assert three + (column.size[0] - 3) * (four - three) == pytest.approx(said, rel=0.005), column
+        assert three + (column.size[0] - 3) * (four - three) == pytest.approx(said, rel=0.005), (
+            column
+        )
 
 
 @pytest.mark.parametrize(("partitions", "microbatches"), [(2, 1), (2, 4), (4, 4), (4, 32)])
@@ -56,7 +58,10 @@ def test_the_formula() -> None:
 
 
 def test_the_leanest_cuts_are_those_of_trying_all() -> None:
-    layers = [layer(f"l{k}", 1, 2, 100 * (k % 3 + 1), 1000 * (7 * k % 5), saved_bytes=500) for k in range(7)]
+    layers = [
+        layer(f"l{k}", 1, 2, 100 * (k % 3 + 1), 1000 * (7 * k % 5), saved_bytes=500)
+        for k in range(7)
+    ]
     layer_costs = LayerCosts(profile(*layers, layer("end")))
     for count in (1, 2, 3):
         tried = (
@@ -75,7 +80,9 @@ def test_the_memory_of_transformers_adds_up() -> None:
     alone = largest.stage(LayerCosts(whole), 0, len(whole.layers))
     assert alone.weights_bytes == 4 * parameters_of(whole)
     blocks = largest.Blocks(whole, 3)
-    assert blocks.middle(1).weights_bytes == 4 * (parameters_of(whole) - parameters_of(transformer_profile(2, samples)))
+    assert blocks.middle(1).weights_bytes == 4 * (
+        parameters_of(whole) - parameters_of(transformer_profile(2, samples))
+    )
     parts = blocks.first(1), blocks.middle(1), blocks.last(1)
     assert sum(part.weights_bytes for part in parts) == alone.weights_bytes
     assert sum(part.optimizer_bytes for part in parts) == alone.optimizer_bytes
@@ -84,7 +91,9 @@ def test_the_memory_of_transformers_adds_up() -> None:
 @pytest.mark.usefixtures("namespaces")
 @pytest.mark.slow
 def test_a_setting_runs(tmp_path: Path) -> None:
-    """The machine may be busy, so the bound is loose; without sleeping it would be many times faster."""
+    """The machine may be busy, so the bound is loose; without sleeping it would be many times
+    faster.
+    """
     with testbed(2) as bed:
         ran = run_setting(bed, EQUAL, 2, 4, tmp_path, minibatch_s=0.4)
     work_s = 8 * (0.01 + 0.03) * 4

@@ -9,7 +9,10 @@ import pytest
 from benchmarks.graph_txt import load_graph_txt
 from planner.errors import ProfileError
 
-LINE = "{} -- {} -- forward_compute_time={}, backward_compute_time={}, activation_size={}, parameter_size={}"
+LINE = (
+    "{} -- {} -- forward_compute_time={}, backward_compute_time={}, activation_size={}, "
+    "parameter_size={}"
+)
 GRAPH = "\n".join(
     [
         LINE.format("node3", "LSTM(4, 4)", "3.0", "4.0", "[6.0; 1.0; 1.0]", "7.0"),
@@ -17,7 +20,9 @@ GRAPH = "\n".join(
         LINE.format("node2", "Embedding(3, 4, padding_idx=0)", "1.5", "2.5", "5.0", "2.0"),
         LINE.format("node4", "__getitem__(0)", "0.0", "0.0", "6.0", "0.0") + " -- stage_id=1",
         LINE.format("node5", "__getitem__(1)", "0.0", "0.0", "1.0", "0.0"),
-        LINE.format("node6", "Linear(in_features=4, out_features=2, bias=True)", "1.0", "1.0", "2.0", "3.0"),
+        LINE.format(
+            "node6", "Linear(in_features=4, out_features=2, bias=True)", "1.0", "1.0", "2.0", "3.0"
+        ),
         "\tnode3 -- node4",
         "\tnode3 -- node5",
         "\tnode1 -- node2",
@@ -57,8 +62,16 @@ def test_nodes_become_layers_in_execution_order_without_bookkeeping(path: Path) 
 @pytest.mark.parametrize(
     ("old", "new", "complaint"),
     [
-        ("forward_compute_time=1.5", "forward_compute_time=-1.5", "line 3: forward_compute_time=-1.5 is not a number"),
-        ("forward_compute_time=1.5", "forward_compute_time=nan", "line 3: forward_compute_time=nan is not a number"),
+        (
+            "forward_compute_time=1.5",
+            "forward_compute_time=-1.5",
+            "line 3: forward_compute_time=-1.5 is not a number",
+        ),
+        (
+            "forward_compute_time=1.5",
+            "forward_compute_time=nan",
+            "line 3: forward_compute_time=nan is not a number",
+        ),
         ("[6.0; 1.0; 1.0]", "[6.0; x]", "line 1: activation_size=[6.0; x] is not a number"),
         ("forward_compute_time=1.5", "time=1.5", "line 3: forward_compute_time is missing"),
         ("\tnode1 -- node2", "\tnode1 -- node9", "line 9: the edge names the unknown node 'node9'"),

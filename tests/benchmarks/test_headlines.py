@@ -44,7 +44,10 @@ def test_times_are_scaled_to_the_machine_and_ratios_are_not() -> None:
     """Code that takes twice as long on a machine of half the speed is as fast as it was."""
     time_s = Number("a.time", "a time", "measured", ".1f", of_machine=True)
     ratio = Number("a.ratio", "a ratio", "measured", ".1f")
-    known = {name: Stated(3.0, "2026-11-23", "a machine", yardstick_s=0.1) for name in ("a.time", "a.ratio")}
+    known = {
+        name: Stated(3.0, "2026-11-23", "a machine", yardstick_s=0.1)
+        for name in ("a.time", "a.ratio")
+    }
     found = {"a.time": 6.0, "a.ratio": 6.0}
     verdicts = [each.verdict for each in compared([time_s, ratio], known, found, yardstick_s=0.2)]
     assert verdicts == ["holds", "worse"]
@@ -54,4 +57,7 @@ def test_numbers_that_were_not_measured_stay_stated(tmp_path: Path) -> None:
     path = tmp_path / "headlines.json"
     write_stated({"a.one": 1.0, "a.two": 2.0}, 0.1, path)
     write_stated({"a.one": 3.0}, 0.2, path)
-    assert {name: each.value for name, each in read_stated(path).items()} == {"a.one": 3.0, "a.two": 2.0}
+    assert {name: each.value for name, each in read_stated(path).items()} == {
+        "a.one": 3.0,
+        "a.two": 2.0,
+    }

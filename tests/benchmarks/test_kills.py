@@ -1,4 +1,6 @@
-"""Runs whose workers are killed and stopped at random moments end as the one that nobody touched."""
+"""Runs whose workers are killed and stopped at random moments end as the one that nobody
+touched.
+"""
 
 from __future__ import annotations
 

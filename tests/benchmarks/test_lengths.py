@@ -21,8 +21,12 @@ from planner.model.stage.stage import build_stage
 
 PROFILE = Path(__file__).parents[2] / "benchmarks" / "lengths" / "gnmt8-v100.json"
 BLOCKS = (
-    Block((0.1, 0.4, 0.0, 0.0, 0.0, 0.0), (0.0, 2.0, 0.0, 0.0, 0.0, 0.0), 0.5, 40, (0, 3, 0, 0, 0, 0)),
-    Block((0.0, 0.0, 1.0, 0.0, 2.0, 0.0), (0.0, 0.0, 4.0, 0.0, 0.0, 0.0), 0.5, 40, (2, 0, 1, 0, 1, 0)),
+    Block(
+        (0.1, 0.4, 0.0, 0.0, 0.0, 0.0), (0.0, 2.0, 0.0, 0.0, 0.0, 0.0), 0.5, 40, (0, 3, 0, 0, 0, 0)
+    ),
+    Block(
+        (0.0, 0.0, 1.0, 0.0, 2.0, 0.0), (0.0, 0.0, 4.0, 0.0, 0.0, 0.0), 0.5, 40, (2, 0, 1, 0, 1, 0)
+    ),
 )
 
 
@@ -33,13 +37,16 @@ def test_sentences_have_the_means_of_their_distribution(name: str) -> None:
     assert len(found) == 4000
     assert found == pairs(of, 4000)
     assert all(SHORTEST <= words <= of.longest for pair in found for words in pair)
-    # Sentences that are too long are left out, so means are somewhat below those of the distribution.
+    # Sentences that are too long are left out, so means are somewhat below those of the
+    # distribution.
     for number, expected in enumerate((of.source_mean, of.target_mean)):
         assert 0.8 * expected < mean(pair[number] for pair in found) < 1.05 * expected
 
 
 @pytest.mark.parametrize("order", ["buckets", "padded"])
-def test_layers_sleep_for_the_lengths_of_a_batch_and_carry_its_bytes(order: str, tmp_path: Path) -> None:
+def test_layers_sleep_for_the_lengths_of_a_batch_and_carry_its_bytes(
+    order: str, tmp_path: Path
+) -> None:
     path = write_model(Run(BLOCKS, (4, 4), (50, 20), ((10, 5), (25, 10)), order), tmp_path)
     spec = load_model_file(str(path))
     graph = capture_file(spec, spec.example_batch(2))
@@ -63,13 +70,19 @@ def test_layers_sleep_for_the_lengths_of_a_batch_and_carry_its_bytes(order: str,
 
 def test_the_emulated_profile_is_that_of_the_layers(tmp_path: Path) -> None:
     profile = load_profile(PROFILE)
-    emulated = emulate(profile, Scale(10.0, 0.01), pairs(DISTRIBUTIONS["wmt"], 640), "buckets", tmp_path).profile
+    emulated = emulate(
+        profile, Scale(10.0, 0.01), pairs(DISTRIBUTIONS["wmt"], 640), "buckets", tmp_path
+    ).profile
     assert emulated.lengths is not None
     for what in ("forward_s", "backward_s", "update_s"):
         whole = sum(getattr(layer, what) for layer in profile.layers)
-        assert sum(getattr(layer, what) for layer in emulated.layers) == pytest.approx(10 * whole, rel=0.02)
+        assert sum(getattr(layer, what) for layer in emulated.layers) == pytest.approx(
+            10 * whole, rel=0.02
+        )
     sizes = sum(layer.gradient_bytes for layer in profile.layers)
-    assert sum(layer.gradient_bytes for layer in emulated.layers) == pytest.approx(sizes / 100, rel=0.001)
+    assert sum(layer.gradient_bytes for layer in emulated.layers) == pytest.approx(
+        sizes / 100, rel=0.001
+    )
     for layer, fits in zip(emulated.layers, emulated.lengths.layers, strict=True):
         assert sum(fits.forward_s.shares) == pytest.approx(1.0) or layer.forward_s == 0
         assert len(fits.outputs) == len(layer.outputs)

@@ -16,7 +16,9 @@ def test_cuts_are_nearest_to_each_stages_share() -> None:
 
 @pytest.mark.parametrize("shape", [Shape((2, 1)), Shape((1, 1), "gpipe", 4, recompute=True)])
 def test_plans_have_the_shape_asked_for(shape: Shape) -> None:
-    model = profile(*(layer(f"l{i}", output_bytes=10, saved_bytes=20, weight_bytes=5) for i in range(6)))
+    model = profile(
+        *(layer(f"l{i}", output_bytes=10, saved_bytes=20, weight_bytes=5) for i in range(6))
+    )
     plan = shaped_plan(model, shape)
     assert plan.replicas == shape.replicas
     assert (plan.schedule.name, plan.microbatches) == (shape.schedule, shape.microbatches)

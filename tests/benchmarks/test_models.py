@@ -25,7 +25,9 @@ def test_every_profiled_model_has_a_batch_size() -> None:
 
 def test_the_split_by_time_is_balanced() -> None:
     profile = load_profile(PROFILES / "resnet50" / "cpu.json")
-    times = {layer.name: layer.forward_s + layer.backward_s + layer.update_s for layer in profile.layers}
+    times = {
+        layer.name: layer.forward_s + layer.backward_s + layer.update_s for layer in profile.layers
+    }
     cut = cut_by_time(profile, 4)
     assert [name for names in cut for name in names] == list(times)
     assert len(cut) == 4

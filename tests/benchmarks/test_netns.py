@@ -1,4 +1,6 @@
-"""Real bytes between real network namespaces: shaped, removed on every way out, and found again after a kill."""
+"""Real bytes between real network namespaces: shaped, removed on every way out, and found again
+after a kill.
+"""
 
 from __future__ import annotations
 
@@ -61,14 +63,22 @@ def transfer_s(source: Host, target: Host, count: int) -> float:
 
 def names(pid: int | str = "*") -> set[str]:
     """Return the names of all namespaces of testbeds, or of those that one process made."""
-    return {path.name for path in NAMESPACES.glob(f"plan-bench-{pid}-*")} if NAMESPACES.is_dir() else set()
+    return (
+        {path.name for path in NAMESPACES.glob(f"plan-bench-{pid}-*")}
+        if NAMESPACES.is_dir()
+        else set()
+    )
 
 
 @contextmanager
 def holder() -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A process that keeps a network open, and the run part of its namespaces' names."""
     with subprocess.Popen(
-        [sys.executable, "-c", HOLD], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=ROOT
+        [sys.executable, "-c", HOLD],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        cwd=ROOT,
     ) as process:
         assert process.stdout is not None
         name = process.stdout.readline().strip()
@@ -82,7 +92,8 @@ def test_shaper_limits_what_arrives() -> None:
         free_s = transfer_s(first, second, count)
     with network(2, "100mbit") as (first, second):
         shaped_s = transfer_s(first, second, count)
-        # A loaded machine can only make it slower; 1 MB may pass at once at each of the two shapers.
+        # A loaded machine can only make it slower; 1 MB may pass at once at each of the two
+        # shapers.
         assert (count - 2_000_000) * 8 / shaped_s < 100e6
     assert shaped_s > 5 * free_s
 
@@ -93,7 +104,9 @@ def test_the_way_back_is_shaped_too() -> None:
 
 
 def carried(host: Host) -> dict[str, int]:
-    """Bytes that left the host by each queue that carried more than what devices say when they come up."""
+    """Bytes that left the host by each queue that carried more than what devices say when they come
+    up.
+    """
     command = ["tc", "-s", "class", "show", "dev", "eth0"]
     shown = subprocess.run(host.command(command), capture_output=True, text=True, check=True).stdout
     found = re.findall(r"class htb (\S+) parent .*\n Sent (\d+) bytes", shown)
@@ -117,13 +130,17 @@ def test_each_stream_has_a_queue_and_acknowledgements_go_before_them() -> None:
 
 def test_hosts_share_links_by_loss_whatever_the_machine_does() -> None:
     with network(1) as (host,):
-        read = host.popen(["cat", "/proc/sys/net/ipv4/tcp_congestion_control"], stdout=subprocess.PIPE)
+        read = host.popen(
+            ["cat", "/proc/sys/net/ipv4/tcp_congestion_control"], stdout=subprocess.PIPE
+        )
         assert read.communicate(timeout=10)[0] == "reno\n"
 
 
 def test_hosts_are_apart_from_the_machine_and_its_network_stays_clean() -> None:
     def links(prefix: list[str]) -> set[str]:
-        shown = subprocess.run([*prefix, "ip", "-o", "link"], capture_output=True, text=True, check=True)
+        shown = subprocess.run(
+            [*prefix, "ip", "-o", "link"], capture_output=True, text=True, check=True
+        )
         return {line.split(": ")[1].split("@")[0] for line in shown.stdout.splitlines()}
 
     before = links([])
@@ -149,7 +166,9 @@ def test_an_exception_removes_everything_with_what_runs_inside() -> None:
     assert names(os.getpid()) == before
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, -signal.SIGINT)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, -signal.SIGINT)]
+)
 def test_signals_remove_everything(number: signal.Signals, code: int) -> None:
     with holder() as (process, run):
         process.send_signal(number)
@@ -174,7 +193,9 @@ def test_a_refused_shaper_says_what_was_refused_and_leaves_nothing() -> None:
     assert names(os.getpid()) == before
 
 
-def test_without_the_tools_the_error_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_the_tools_the_error_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(NetworkUnavailableError, match="'ip' is not installed"), network(1):
         pass

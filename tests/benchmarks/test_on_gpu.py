@@ -15,7 +15,9 @@ from benchmarks.on_gpu.__main__ import NO_GPU, main
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: it would be measured")
-def test_without_a_gpu_it_says_so_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu_it_says_so_in_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["models", "--output", str(tmp_path)]) == 2
     assert capsys.readouterr().err == f"{NO_GPU}\n"
     assert list(tmp_path.iterdir()) == []
@@ -41,6 +43,11 @@ def test_kernels_come_back_as_they_were_written(tmp_path: Path) -> None:
 def test_a_model_is_measured() -> None:
     """On a CPU, in a process of its own, because it becomes a worker."""
     case = 'Case("gpt2", 2, "bfloat16", 12, builder="build_tiny")'
-    code = f'from benchmarks.on_gpu.models import Case, measure; print(measure({case}, "cpu").measured_per_s)'
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    code = (
+        f"from benchmarks.on_gpu.models import Case, measure; print(measure({case}, "
+        f'"cpu").measured_per_s)'
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
+    )
     assert float(run.stdout.split()[-1]) > 0

@@ -33,7 +33,9 @@ def test_a_part_has_its_own_time_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", [CASES[0], *(pytest.param(case, marks=pytest.mark.slow) for case in CASES[1:])], ids=lambda case: case.name
+    "case",
+    [CASES[0], *(pytest.param(case, marks=pytest.mark.slow) for case in CASES[1:])],
+    ids=lambda case: case.name,
 )
 def test_every_case_is_measured(case: Case) -> None:
     result = measure(case, pairs=2, units=8)

@@ -12,7 +12,9 @@ from benchmarks.testbed.predict import given_plan, simulated_s
 from planner.formats.cluster import flat_cluster
 from tests.samples import layer, profile
 
-CHAIN = profile(*(layer(f"l{k}", 0.01, 0.02, 4_000, 8_000) for k in range(4)), layer("end", 0.01, 0.02))
+CHAIN = profile(
+    *(layer(f"l{k}", 0.01, 0.02, 4_000, 8_000) for k in range(4)), layer("end", 0.01, 0.02)
+)
 
 
 def test_a_straight_pipeline_at_its_depth_is_faster_than_one_that_drains_and_recomputes() -> None:
@@ -24,6 +26,7 @@ def test_a_straight_pipeline_at_its_depth_is_faster_than_one_that_drains_and_rec
     assert [stage.in_flight for stage in straight.stages] == [4, 3, 2, 1]
     layers = [len(stage.layers) for stage in straight.stages]
     drained = recomputing(given_plan(CHAIN, links, layers, row.replicas, "gpipe", 4))
-    # Stages of 1, 1, 1 and 2 layers: 4 x 60 ms, against three more times 30 ms to fill, and a third more for forwards.
+    # Stages of 1, 1, 1 and 2 layers: 4 x 60 ms, against three more times 30 ms to fill, and a third
+    # more for forwards.
     assert 4 * simulated_s(straight) == pytest.approx(0.24, rel=0.02)
     assert simulated_s(drained) == pytest.approx(4 / 3 * (0.24 + 0.09), rel=0.05)

@@ -30,9 +30,13 @@ def test_formulas_say_what_the_program_printed() -> None:
     for run in anchors("piper.json")["runs"]:
         if not run["feasible"] or run["input"] != "bert32a100":
             continue
-        graph = json.loads((ANCHORS / "piper-inputs" / f"{run['input']}.json").read_text(encoding="utf-8"))
+        graph = json.loads(
+            (ANCHORS / "piper-inputs" / f"{run['input']}.json").read_text(encoding="utf-8")
+        )
         stages = [
-            PiperStage(frozenset(each["nodes"]), each["dp"], each["tp"], frozenset(each["recomputed"]))
+            PiperStage(
+                frozenset(each["nodes"]), each["dp"], each["tp"], frozenset(each["recomputed"])
+            )
             for each in run["stages"]
         ]
         formulas = Formulas(graph, run["bandwidth"], run["microbatches"])
@@ -65,19 +69,29 @@ def random_graph(rng: np.random.Generator) -> dict[str, Any]:
         plain = costs("vanilla", node, degree, again=False)
         again = costs("activation recomp", node, degree, again=True)
         again["timePerSample"] = plain["timePerSample"] + float(rng.integers(1, 4))
-        return [plain, again | {"syncTimeFw": plain["syncTimeFw"], "syncTimeBw": plain["syncTimeBw"]}]
+        return [
+            plain,
+            again | {"syncTimeFw": plain["syncTimeFw"], "syncTimeBw": plain["syncTimeBw"]},
+        ]
 
     return {
         "maxMemoryPerDevice": 1000.0,
         "maxDevices": 3,
         "mbsInBatch": MICROBATCHES,
-        "nodes": [{"id": n, "name": "", "TMPCs": {str(t): both(n, t) for t in (1, 2)}} for n in range(4)],
-        "edges": [{"sourceId": a, "destId": b, "communicationCost": float(rng.integers(1, 30))} for a, b in pairs],
+        "nodes": [
+            {"id": n, "name": "", "TMPCs": {str(t): both(n, t) for t in (1, 2)}} for n in range(4)
+        ],
+        "edges": [
+            {"sourceId": a, "destId": b, "communicationCost": float(rng.integers(1, 30))}
+            for a, b in pairs
+        ],
     }
 
 
 def fastest_s(order: list[int], gpus: int, memory_bytes: int, formulas: Formulas) -> float:
-    """Try every plan of one degree whose stages are consecutive nodes of the order, from the last to the first."""
+    """Try every plan of one degree whose stages are consecutive nodes of the order, from the last
+    to the first.
+    """
 
     @cache
     def least(end: int, degree: int, behind: tuple[PiperStage, ...]) -> float:
@@ -86,7 +100,9 @@ def fastest_s(order: list[int], gpus: int, memory_bytes: int, formulas: Formulas
         room, best = gpus - sum(stage.replicas * stage.tensor for stage in behind), math.inf
         for start in range(end):
             nodes = frozenset(order[start:end])
-            for again in map(frozenset, chain(*(combinations(nodes, n) for n in range(len(nodes) + 1)))):
+            for again in map(
+                frozenset, chain(*(combinations(nodes, n) for n in range(len(nodes) + 1)))
+            ):
                 for replicas in range(1, room // degree + 1):
                     stages = (PiperStage(nodes, replicas, degree, again), *behind)
                     if formulas.memory_bytes(stages) <= memory_bytes:
@@ -105,7 +121,9 @@ def test_the_question_of_the_program_is_answered_as_by_every_plan(tmp_path: Path
         cluster = flat_cluster(3, 100.0 / 2, memory_bytes, overlap=False)
         rules = StageRules(shard_optimizer="never", tensor=(1, 2))
         graph = load_piper(path)
-        problem = Problem(layer_costs_on(graph, cluster), Setting(cluster, TWO_BW, MICROBATCHES), rules)
+        problem = Problem(
+            layer_costs_on(graph, cluster), Setting(cluster, TWO_BW, MICROBATCHES), rules
+        )
         formulas = Formulas(content, 100.0, MICROBATCHES)
         order = [int(layer.name) for layer in graph.layers]
         expected, stages = fastest_s(order, 3, memory_bytes, formulas), answered(problem, content)

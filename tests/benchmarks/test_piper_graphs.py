@@ -26,8 +26,14 @@ def ways(seconds: float, degree: int) -> list[dict[str, Any]]:
 
 
 def graph() -> dict[str, Any]:
-    nodes = [{"id": n, "name": "layer", "TMPCs": {str(t): ways(4.0, t) for t in (1, 2)}} for n in (3, 1, 2)]
-    edges = [{"sourceId": a, "destId": b, "communicationCost": size} for a, b, size in ((1, 2, 5.0), (2, 3, 7.0))]
+    nodes = [
+        {"id": n, "name": "layer", "TMPCs": {str(t): ways(4.0, t) for t in (1, 2)}}
+        for n in (3, 1, 2)
+    ]
+    edges = [
+        {"sourceId": a, "destId": b, "communicationCost": size}
+        for a, b, size in ((1, 2, 5.0), (2, 3, 7.0))
+    ]
     return {
         "maxMemoryPerDevice": 1000.0,
         "maxDevices": 4,
@@ -44,7 +50,9 @@ def test_a_graph_is_a_profile_with_degrees(tmp_path: Path) -> None:
     profile = load_piper(path)
     assert [layer.name for layer in profile.layers] == ["1", "2", "3"]
     assert [(layer.forward_s, layer.backward_s) for layer in profile.layers] == [(1.0, 3.0)] * 3
-    assert [(layer.gradient_bytes, layer.buffer_bytes) for layer in profile.layers] == [(80, 80)] * 3
+    assert [(layer.gradient_bytes, layer.buffer_bytes) for layer in profile.layers] == [
+        (80, 80)
+    ] * 3
     assert [value.output_bytes for layer in profile.layers for value in layer.outputs] == [5, 7]
     assert profile.tensor is not None
     assert [(costs.degree, costs.backward_s, costs.gradient_bytes) for costs in profile.tensor] == [
@@ -60,12 +68,16 @@ def test_what_is_wrong_is_named(tmp_path: Path) -> None:
     path.write_text(json.dumps(wrong))
     with pytest.raises(ProfileError, match="timePerSample"):
         load_piper(path)
-    path.write_text(json.dumps(graph() | {"edges": [{"sourceId": 1, "destId": 9, "communicationCost": 1.0}]}))
+    path.write_text(
+        json.dumps(graph() | {"edges": [{"sourceId": 1, "destId": 9, "communicationCost": 1.0}]})
+    )
     with pytest.raises(ProfileError, match="unknown node 9"):
         load_piper(path)
 
 
-@pytest.mark.parametrize(("name", "layers", "degrees"), [("bert32a100", 37, [2, 4, 8]), ("gnmt", 78, [])])
+@pytest.mark.parametrize(
+    ("name", "layers", "degrees"), [("bert32a100", 37, [2, 4, 8]), ("gnmt", 78, [])]
+)
 def test_published_graphs_are_read(name: str, layers: int, degrees: list[int]) -> None:
     if not INPUTS.exists():
         pytest.skip("the published graphs are not here")

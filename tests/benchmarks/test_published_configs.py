@@ -51,4 +51,6 @@ def test_rank_correlation() -> None:
     assert rank_correlation(values, values**3) == pytest.approx(1)
     assert rank_correlation(values, -values) == pytest.approx(-1)
     # With a tie: ranks 1, 2.5, 2.5, 4 against 1, 2, 3, 4.
-    assert rank_correlation(np.array([0.0, 5.0, 5.0, 9.0]), values) == pytest.approx(4.5 / (4.5 * 5.0) ** 0.5)
+    assert rank_correlation(np.array([0.0, 5.0, 5.0, 9.0]), values) == pytest.approx(
+        4.5 / (4.5 * 5.0) ** 0.5
+    )

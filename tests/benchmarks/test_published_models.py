@@ -1,4 +1,6 @@
-"""The published cost models: numbers by hand, every plan there is, and the published optimizer's own answers."""
+"""The published cost models: numbers by hand, every plan there is, and the published optimizer's
+own answers.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.graph_txt import load_graph_txt
-from benchmarks.published_models import CutChain, CutDownsets, CutWork, PaperModel, PipedreamModel, solve_published
+from benchmarks.published_models import (
+    CutChain,
+    CutDownsets,
+    CutWork,
+    PaperModel,
+    PipedreamModel,
+    solve_published,
+)
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.network.link import Link
 from planner.formats.profile import Profile
@@ -28,7 +37,9 @@ PUBLISHED_BYTES_PER_S = 1.25e9
 
 
 def test_the_models_by_hand() -> None:
-    example = CutWork(**vars(EXAMPLE), cut_before_bytes=np.array([40.0]), cut_after_bytes=np.array([50.0]))
+    example = CutWork(
+        **vars(EXAMPLE), cut_before_bytes=np.array([40.0]), cut_after_bytes=np.array([50.0])
+    )
     published = PipedreamModel(Link(10.0)).resources_s(example, 2)
     assert published["compute"][0] == pytest.approx((7 + 4 * 60 / (10 * 2)) / 2)
     assert published["receive"][0] == pytest.approx(2 * 40 / (10 * 2))
@@ -40,7 +51,10 @@ def test_the_models_by_hand() -> None:
 
 def test_cuts_are_charged_for_what_passes_by_and_the_first_stage_sends_for_nothing() -> None:
     passing = profile(
-        layer("a", output_bytes=10), layer("b", output_bytes=20), layer("c"), edges=[("a", "c"), ("b", "c")]
+        layer("a", output_bytes=10),
+        layer("b", output_bytes=20),
+        layer("c"),
+        edges=[("a", "c"), ("b", "c")],
     )
     space = CutChain(LayerCosts(passing))
     middle, first = space.work(1, np.array([2])), space.work(0, np.array([1]))
@@ -74,19 +88,27 @@ def by_trying(profile: Profile, gpus: int, published: Bounds) -> float:
 
 @pytest.mark.parametrize("model", [PipedreamModel, PaperModel])
 @settings(max_examples=examples(100), deadline=None)
-@given(profile=profiles(most_layers=4), gpus=st.integers(1, 4), bandwidth=st.sampled_from([0.5, 1.0, 2.0, 8.0, 1e4]))
+@given(
+    profile=profiles(most_layers=4),
+    gpus=st.integers(1, 4),
+    bandwidth=st.sampled_from([0.5, 1.0, 2.0, 8.0, 1e4]),
+)
 def test_the_search_finds_the_best_of_all_plans(
     model: type[Bounds], profile: Profile, gpus: int, bandwidth: float
 ) -> None:
     found = solve_published(profile, gpus, bandwidth, model)
     assert found.optimal
-    assert found.seconds == pytest.approx(by_trying(profile, gpus, model(Link(bandwidth))), rel=1e-9)
+    assert found.seconds == pytest.approx(
+        by_trying(profile, gpus, model(Link(bandwidth))), rel=1e-9
+    )
 
 
 def reference(name: str, gpus: int) -> dict[str, Any]:
     """The published optimizer's answer."""
     runs = json.loads((PUBLISHED / "reference.json").read_text(encoding="utf-8"))["runs"]
-    answer: dict[str, Any] = next(r for r in runs if r["profile"] == name and r["gpus_per_level"] == [gpus])
+    answer: dict[str, Any] = next(
+        r for r in runs if r["profile"] == name and r["gpus_per_level"] == [gpus]
+    )
     return answer
 
 
@@ -98,7 +120,8 @@ def reference(name: str, gpus: int) -> dict[str, Any]:
         ("vgg16", 16, "13-2-1"),
         ("alexnet", 4, "3-1"),
         ("alexnet", 8, "7-1"),
-        ("alexnet", 16, "7-1"),  # the reference's 15-1 takes the same time: the cut's transfer limits both
+        # the reference's 15-1 takes the same time: the cut's transfer limits both
+        ("alexnet", 16, "7-1"),
     ],
 )
 def test_published_answers_on_chains(name: str, gpus: int, config: str) -> None:

@@ -15,7 +15,11 @@ from benchmarks.same_answers.questions import without_times
 def test_differences_name_the_place() -> None:
     before = {"a": 1, "b": [1, {"c": 2}], "gone": 0}
     now = {"a": 1, "b": [1, {"c": 3}], "new": 0}
-    assert list(differences(before, now)) == [".b[1].c was 2, is 3", ".gone only before", ".new only now"]
+    assert list(differences(before, now)) == [
+        ".b[1].c was 2, is 3",
+        ".gone only before",
+        ".new only now",
+    ]
     assert not list(differences(before, before))
 
 
@@ -25,7 +29,9 @@ def test_what_differs_between_two_runs_is_left_out() -> None:
     }
 
 
-def test_an_answer_equals_itself_and_a_changed_one_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_answer_equals_itself_and_a_changed_one_is_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     saved = tmp_path / "answers.gz"
     arguments = [str(saved), "--only", "alexnet/flat4", "--processes", "1"]
     assert main([*arguments, "--save"]) == 0

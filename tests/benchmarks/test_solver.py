@@ -1,4 +1,6 @@
-"""The solver's benchmarks: their models are what they say, and the published programme is the published one."""
+"""The solver's benchmarks: their models are what they say, and the published programme is the
+published one.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +29,22 @@ def test_the_graphs_have_the_sizes_of_their_models() -> None:
 def test_the_published_programme_and_the_search_agree(seed: int) -> None:
     draw = random.Random(seed)
     layers = [
-        layer(f"l{i}", draw.uniform(1, 5), draw.uniform(1, 9), draw.randint(1, 90), draw.randint(0, 99))
+        layer(
+            f"l{i}",
+            draw.uniform(1, 5),
+            draw.uniform(1, 9),
+            draw.randint(1, 90),
+            draw.randint(0, 99),
+        )
         for i in range(12)
     ]
     model = profile(*layers)
     described = [
-        ChainLayer(each.forward_s + each.backward_s, each.outputs[0].output_bytes, each.gradient_bytes)
+        ChainLayer(
+            each.forward_s + each.backward_s, each.outputs[0].output_bytes, each.gradient_bytes
+        )
         for each in model.layers
     ]
-    assert solve_published(model, 5, 20.0).seconds == pytest.approx(best_time_s(described, 5, 20.0), rel=1e-9)
+    assert solve_published(model, 5, 20.0).seconds == pytest.approx(
+        best_time_s(described, 5, 20.0), rel=1e-9
+    )

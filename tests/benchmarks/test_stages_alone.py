@@ -45,7 +45,8 @@ def _file(folder: Path, width: int) -> Path:
 def test_every_stage_is_measured(tmp_path: Path) -> None:
     file = load_model_file(_file(tmp_path, 256))
     profile = profile_model(file, 32, ProfilingOptions(repeats=5, seconds=1))
-    plan = solve(profile, flat_cluster(3, 1e12), shard_optimizer="never")  # each stage is measured by itself
+    # each stage is measured by itself
+    plan = solve(profile, flat_cluster(3, 1e12), shard_optimizer="never")
     times = verify(file, profile, [stage.layers for stage in plan.stages], seconds=0.5)
     assert len(times) == len(plan.stages)
     for time, stage in zip(times, plan.stages, strict=True):
@@ -60,7 +61,8 @@ def test_skips_integers_and_blocks(model: str, tmp_path: Path) -> None:
     profile = profile_model(file, 4, ProfilingOptions(repeats=2, seconds=0.2))
     plan = solve(profile, flat_cluster(2, 1e12), depth="published")
     assert all(
-        time.measured_s > 0 for time in verify(file, profile, [stage.layers for stage in plan.stages], seconds=0.1)
+        time.measured_s > 0
+        for time in verify(file, profile, [stage.layers for stage in plan.stages], seconds=0.1)
     )
 
 
@@ -106,10 +108,16 @@ def test_stages_get_the_gradients_that_they_get_in_training(tmp_path: Path) -> N
 
 
 def test_another_model_is_refused(tmp_path: Path) -> None:
-    profile = profile_model(load_model_file(_file(tmp_path, 16)), 4, ProfilingOptions(repeats=1, seconds=0.1))
+    profile = profile_model(
+        load_model_file(_file(tmp_path, 16)), 4, ProfilingOptions(repeats=1, seconds=0.1)
+    )
     plan = solve(profile, flat_cluster(2, 1e9))
     with pytest.raises(PlanError, match="another model"):
-        verify(load_model_file(_file(tmp_path, 8)), profile, [stage.layers for stage in plan.stages])
+        verify(
+            load_model_file(_file(tmp_path, 8)), profile, [stage.layers for stage in plan.stages]
+        )
     imported = profile.model_copy(update={"graph_hash": None})
     with pytest.raises(InputError, match="imported"):
-        verify(load_model_file(_file(tmp_path, 16)), imported, [stage.layers for stage in plan.stages])
+        verify(
+            load_model_file(_file(tmp_path, 16)), imported, [stage.layers for stage in plan.stages]
+        )

@@ -1,4 +1,6 @@
-"""The testbed: profiles become sleeping models, and plans run on them over hosts and links that are made for it."""
+"""The testbed: profiles become sleeping models, and plans run on them over hosts and links that are
+made for it.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,10 @@ from planner.units import parse_bandwidth
 from tests.benchmarks.test_netns import NAMESPACES, transfer_s
 from tests.samples import layer, profile
 
-CHAIN = profile(*(layer(f"l{k}", 0.01 * (k + 1), 0.02 * (k + 1), 4_000, 8_000) for k in range(5)), layer("end", 0.01))
+CHAIN = profile(
+    *(layer(f"l{k}", 0.01 * (k + 1), 0.02 * (k + 1), 4_000, 8_000) for k in range(5)),
+    layer("end", 0.01),
+)
 
 
 def total_s(of: Profile) -> float:
@@ -45,15 +50,23 @@ def test_a_branching_profile_becomes_a_chain_of_what_crosses_its_cuts() -> None:
     assert [block.output_bytes for block in as_chain(branching)] == [100, 110, 0]
     uncut = branching.model_copy(update={"no_cut_after": ("a",)})
     first, last = as_chain(uncut)
-    assert (first.forward_s, first.backward_s, first.weight_bytes, first.output_bytes) == (2.0, 4.0, 8, 110)
+    assert (first.forward_s, first.backward_s, first.weight_bytes, first.output_bytes) == (
+        2.0,
+        4.0,
+        8,
+        110,
+    )
     assert last.forward_s == 1.0
 
 
 def test_small_neighbours_are_joined_first() -> None:
     blocks = joined(as_chain(CHAIN), 3)
     assert len(blocks) == 3
-    assert sum(block.forward_s for block in blocks) == pytest.approx(sum(each.forward_s for each in CHAIN.layers))
-    assert max(block.forward_s for block in blocks) == pytest.approx(0.09)  # not 0.05 with all behind it
+    assert sum(block.forward_s for block in blocks) == pytest.approx(
+        sum(each.forward_s for each in CHAIN.layers)
+    )
+    # not 0.05 with all behind it
+    assert max(block.forward_s for block in blocks) == pytest.approx(0.09)
 
 
 def test_the_emulated_profile_has_the_scaled_times_and_bytes(tmp_path: Path) -> None:
@@ -68,7 +81,9 @@ def test_links_are_scaled_like_bytes_and_times() -> None:
     there = hierarchical_cluster((2, 2), (4e9, 1e9))
     scale = fitting_scale(CHAIN, there, 1e6)
     assert scale.time_factor * total_s(CHAIN) == pytest.approx(1.0)
-    assert [level.bandwidth_bytes_per_s for level in scale.cluster(there).levels] == pytest.approx([4e6, 1e6])
+    assert [level.bandwidth_bytes_per_s for level in scale.cluster(there).levels] == pytest.approx(
+        [4e6, 1e6]
+    )
     assert scale.byte_factor / scale.time_factor == pytest.approx(1e6 / 1e9)
 
 
@@ -117,7 +132,9 @@ def test_servers_share_their_uplink() -> None:
 @pytest.mark.usefixtures("namespaces")
 @pytest.mark.slow
 def test_a_plan_and_data_parallelism_run_about_as_fast_as_predicted(tmp_path: Path) -> None:
-    """The machine may be busy, so the bound is loose; without sleeping, the run would be many times faster."""
+    """The machine may be busy, so the bound is loose; without sleeping, the run would be many times
+    faster.
+    """
     with testbed(2) as bed:
         there = flat_cluster(2, 1e6)
         emulated = emulate(CHAIN, fitting_scale(CHAIN, there, 4e6), tmp_path)
@@ -132,12 +149,16 @@ def test_a_plan_and_data_parallelism_run_about_as_fast_as_predicted(tmp_path: Pa
 
 @contextmanager
 def running_testbed() -> Iterator[tuple[subprocess.Popen[str], str, int]]:
-    """A process that keeps a testbed open, the beginning of its hosts' names, and its nursery's number."""
+    """A process that keeps a testbed open, the beginning of its hosts' names, and its nursery's
+    number.
+    """
     code = (
         "import time\nfrom benchmarks.testbed.bed import testbed\nwith testbed(2) as bed:\n"
         "    print(bed.network.hosts[0].name, bed.nursery.pid, flush=True)\n    time.sleep(120)\n"
     )
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    ) as process:
         assert process.stdout is not None
         name, nursery = process.stdout.readline().split()
         yield process, name.removesuffix("-host0"), int(nursery)
@@ -154,13 +175,17 @@ def test_a_killed_testbed_leaves_no_process_and_the_next_one_removes_its_hosts()
         assert not list(NAMESPACES.glob(f"{run}-*"))
     for number in (nursery, *map(int, children)):
         state = Path(f"/proc/{number}/stat")
-        assert not state.exists() or state.read_text().split()[2] == "Z"  # ended; its parent has not looked yet
+        # ended; its parent has not looked yet
+        assert not state.exists() or state.read_text().split()[2] == "Z"
 
 
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--gpus", "2", "--bandwidth", "1Gbps", "--config", "2-1"], "needs 3 devices, and there are 2"),
+        (
+            ["--gpus", "2", "--bandwidth", "1Gbps", "--config", "2-1"],
+            "needs 3 devices, and there are 2",
+        ),
         (["--gpus", "2", "--bandwidth", "1Gbps", "--config", "1-x"], "'1-x' is no config"),
         (["--bandwidth", "1Gbps"], "by --gpus or by --topology"),
         (["--topology", "2by2", "--bandwidth", "1Gbps"], "'2by2' is no topology"),
@@ -169,7 +194,10 @@ def test_a_killed_testbed_leaves_no_process_and_the_next_one_removes_its_hosts()
     ],
 )
 def test_wrong_input_is_a_sentence(
-    arguments: list[str], complaint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    complaint: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     profile_file = ROOT / "profiles" / "alexnet" / "cpu.json"
     monkeypatch.setattr("sys.argv", ["testbed", "--profile", str(profile_file), *arguments])
@@ -185,17 +213,22 @@ def test_wrong_input_is_a_sentence(
 def test_a_split_backward_takes_as_long_as_a_whole_one(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[float] = []
     monkeypatch.setattr(layers.DEVICE, "compute", taken.append)
-    model = layers.build_model([layers.Block(1.0, 8.0, 0.0, 40, 40), layers.Block(2.0, 20.0, 0.0, 40, 40)], 1)
+    model = layers.build_model(
+        [layers.Block(1.0, 8.0, 0.0, 40, 40), layers.Block(2.0, 20.0, 0.0, 40, 40)], 1
+    )
     received = torch.zeros(1, 10, requires_grad=True)
     whole = model(received)
     assert taken == [1.0, 2.0]
     taken.clear()
     whole.sum().backward()
-    assert taken == [10.0, 10.0, 4.0, 4.0]  # each layer's weight before the next layer, as buckets expect
+    # each layer's weight before the next layer, as buckets expect
+    assert taken == [10.0, 10.0, 4.0, 4.0]
     taken.clear()
     received = torch.zeros(1, 10, requires_grad=True)
     output = model(received)
-    rest = input_gradients([get_gradient_edge(output)], [torch.ones_like(output)], [received], model.parameters())
+    rest = input_gradients(
+        [get_gradient_edge(output)], [torch.ones_like(output)], [received], model.parameters()
+    )
     assert taken[2:] == [10.0, 4.0]
     taken.clear()
     rest.run()
@@ -212,5 +245,8 @@ def test_drawn_cases_that_compress_have_stages_that_send_over_slow_links() -> No
     assert all(case.chunks > 1 or len(case.config or ()) > 1 for case in cases)
     assert {case.bandwidths[-1] for case in cases} == {"80Mbps", "100Mbps", "200Mbps", "300Mbps"}
     two_levels = [case for case in cases if len(case.sizes) == 2]
-    ratios = {parse_bandwidth(case.bandwidths[0]) / parse_bandwidth(case.bandwidths[1]) for case in two_levels}
+    ratios = {
+        parse_bandwidth(case.bandwidths[0]) / parse_bandwidth(case.bandwidths[1])
+        for case in two_levels
+    }
     assert ratios == {2.0, 4.0}

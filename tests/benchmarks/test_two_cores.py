@@ -35,7 +35,9 @@ while True:
 """
 
 
-def cycles(contender: str, *rates: float, first_stage_s: float = 0.1, predicted: float | None = None) -> list[Sample]:
+def cycles(
+    contender: str, *rates: float, first_stage_s: float = 0.1, predicted: float | None = None
+) -> list[Sample]:
     """Samples of consecutive cycles on vgg_like over 1 Gbit/s."""
     return [
         Sample("vgg_like", "1gbit", "all", contender, cycle, rate, predicted, first_stage_s)
@@ -47,7 +49,9 @@ def test_a_ratio_is_of_the_same_cycle_so_that_a_drift_cancels() -> None:
     samples = [*cycles("ours", 105.0, 210.0, 52.5), *cycles("theirs", 100.0, 200.0, 50.0, 70.0)]
     assert ratios(samples, "ours", "theirs") == pytest.approx([1.05, 1.05, 1.05])
     assert Spread.of(ratios(samples, "ours", "theirs")).text(".2f") == "1.05 (1.05 to 1.05)"
-    elsewhere = [replace(sample, group="others") for sample in samples if sample.contender == "theirs"]
+    elsewhere = [
+        replace(sample, group="others") for sample in samples if sample.contender == "theirs"
+    ]
     assert ratios([*samples[:3], *elsewhere], "ours", "theirs") == []
 
 
@@ -84,7 +88,9 @@ def test_a_contender_that_fails_is_an_error_with_its_last_words(tmp_path: Path) 
 
 
 def test_the_deep_plan_has_most_weights_in_the_first_stage() -> None:
-    layers = [layer(f"l{i}", 1, 2, output_bytes=8, weight_bytes=1000, saved_bytes=100) for i in range(10)]
+    layers = [
+        layer(f"l{i}", 1, 2, output_bytes=8, weight_bytes=1000, saved_bytes=100) for i in range(10)
+    ]
     plan = deep_plan(profile(*layers))
     assert [len(stage.layers) for stage in plan.stages] == [9, 1]
     assert [stage.in_flight for stage in plan.stages] == [IN_FLIGHT, 1]
@@ -106,7 +112,9 @@ def test_without_stashing_weights_change_under_a_forward_in_flight() -> None:
     assert torch.equal(weight.grad, torch.full((2,), 6.0))
 
 
-@pytest.mark.parametrize("text", ['{"a": 1}', 'gloo says hello\n{"a": 1}\n', 'hello\n{\n "a": 1\n}\n'])
+@pytest.mark.parametrize(
+    "text", ['{"a": 1}', 'gloo says hello\n{"a": 1}\n', 'hello\n{\n "a": 1\n}\n']
+)
 def test_the_result_is_found_behind_other_output(text: str) -> None:
     assert last_object(text) == {"a": 1}
 

@@ -1,4 +1,6 @@
-"""Models by name: the folder that is written builds them, and what is no model is named in one sentence."""
+"""Models by name: the folder that is written builds them, and what is no model is named in one
+sentence.
+"""
 
 from __future__ import annotations
 
@@ -88,22 +90,37 @@ def test_every_built_in_model_says_what_transformers_needs(name: str) -> None:
 
 def test_a_folder_trains_a_batch(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason=HF)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 50, **sizes}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 50,
+        **sizes,
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
     model = find_model(str(tmp_path / "config.json"))
     assert model.name == tmp_path.name
     assert model.tokens(None) == 2048
     spec = load_model_file(str(model.write(tmp_path / "folder", tokens=16)))
     inputs = spec.example_batch(3).kwargs
-    assert {key: tuple(value.shape) for key, value in inputs.items()} == {"input_ids": (3, 16), "labels": (3, 16)}
+    assert {key: tuple(value.shape) for key, value in inputs.items()} == {
+        "input_ids": (3, 16),
+        "labels": (3, 16),
+    }
     spec.build_model()(**inputs).loss.backward()
 
 
 def test_a_function_that_cannot_be_captured_is_pytorchs_own(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason=HF)
     sizes = {"hidden_size": 32, "n_layer": 1, "n_head": 2, "vocab_size": 50}
-    named = NamedModel("bloom", {"architectures": ["BloomForCausalLM"], "model_type": "bloom", **sizes})
+    named = NamedModel(
+        "bloom", {"architectures": ["BloomForCausalLM"], "model_type": "bloom", **sizes}
+    )
     profile = planner.estimate(named.write(tmp_path, tokens=16), batch_size=1, device="l4")
     [own] = [layer for layer in profile.layers if layer.name.endswith("gelu_impl")]
     inputs = torch.randn(9, requires_grad=True)
@@ -112,7 +129,9 @@ def test_a_function_that_cannot_be_captured_is_pytorchs_own(tmp_path: Path) -> N
     theirs, ours = BloomGelu()(inputs), torch.nn.GELU(approximate="tanh")(inputs)
     assert own.forward_s > 0
     torch.testing.assert_close(ours, theirs)
-    torch.testing.assert_close(*(torch.autograd.grad(each.sum(), inputs)[0] for each in (ours, theirs)))
+    torch.testing.assert_close(
+        *(torch.autograd.grad(each.sum(), inputs)[0] for each in (ours, theirs))
+    )
 
 
 def test_a_folder_of_another_model_is_kept(tmp_path: Path) -> None:
@@ -131,11 +150,21 @@ def test_a_folder_of_another_model_is_kept(tmp_path: Path) -> None:
         ("absent.json", None, "'absent.json' cannot be read as JSON: No such file", "config.json"),
         ("bad.json", "{", "'bad.json' cannot be read as JSON", "config.json"),
         ("list.json", "[]", "'list.json' has no field 'architectures'", "LlamaForCausalLM"),
-        ("half.json", '{"architectures": ["X"]}', "'half.json' has no field 'model_type'", "LlamaForCausalLM"),
+        (
+            "half.json",
+            '{"architectures": ["X"]}',
+            "'half.json' has no field 'model_type'",
+            "LlamaForCausalLM",
+        ),
     ],
 )
 def test_what_is_no_model_is_told(
-    name: str, content: str | None, message: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    content: str | None,
+    message: str,
+    hint: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     if content is not None:
@@ -149,8 +178,16 @@ def test_what_is_no_model_is_told(
 @pytest.mark.parametrize(
     ("architecture", "model_type", "told"),
     [
-        ("FooForCausalLM", "llama", "transformers cannot load 'strange': it has no class FooForCausalLM"),
-        ("LlamaForCausalLM", "foo", "transformers cannot load 'strange': Unrecognized model identifier: foo"),
+        (
+            "FooForCausalLM",
+            "llama",
+            "transformers cannot load 'strange': it has no class FooForCausalLM",
+        ),
+        (
+            "LlamaForCausalLM",
+            "foo",
+            "transformers cannot load 'strange': Unrecognized model identifier: foo",
+        ),
     ],
 )
 def test_a_model_that_transformers_does_not_have_is_named(

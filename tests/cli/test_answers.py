@@ -48,7 +48,9 @@ def test_compressed_messages_are_an_axis_of_the_cluster(folder: Path) -> None:
     plain = plan("solve", "--cluster", "cluster.json", "--compress", "none", cwd=folder)
     assert "cluster" in plain.stdout
     assert "sent as" not in plain.stdout
-    priced = plan("price", "--stages", "a", "--cluster", "cluster.json", "--sequence-parallel", cwd=folder)
+    priced = plan(
+        "price", "--stages", "a", "--cluster", "cluster.json", "--sequence-parallel", cwd=folder
+    )
     assert priced.returncode == 2
     assert "--sequence-parallel is for groups of ranks, of which the profile" in priced.stderr
     wrong = plan("solve", *CLUSTER, "--compress", "int4", cwd=folder)
@@ -56,10 +58,14 @@ def test_compressed_messages_are_an_axis_of_the_cluster(folder: Path) -> None:
     assert "int4" in wrong.stderr
 
 
-@pytest.mark.parametrize("arguments", [("solve", *CLUSTER), ("solve", *CLUSTER, "--memory", "1kB", "--json")])
+@pytest.mark.parametrize(
+    "arguments", [("solve", *CLUSTER), ("solve", *CLUSTER, "--memory", "1kB", "--json")]
+)
 def test_a_reader_that_leaves_ends_it_quietly(folder: Path, arguments: tuple[str, ...]) -> None:
     verb = [sys.executable, "-m", "planner", *arguments]
-    with subprocess.Popen(verb, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+    with subprocess.Popen(
+        verb, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as running:
         assert running.stdout is not None
         assert running.stderr is not None
         running.stdout.close()
@@ -73,14 +79,22 @@ def test_explain(folder: Path) -> None:
     explained = plan("explain", cwd=folder)
     assert explained.returncode == 0, explained.stderr
     assert "limited by the computation of stage 0" in explained.stdout
-    assert json.loads(plan("explain", "--plan", "plan.json", "--json", cwd=folder).stdout)["config"] == "2-1"
+    assert (
+        json.loads(plan("explain", "--plan", "plan.json", "--json", cwd=folder).stdout)["config"]
+        == "2-1"
+    )
     assert plan("price", "--stages", "a", *CLUSTER, cwd=folder).returncode == 0
     assert "The stages were given" in plan("explain", cwd=folder).stdout
 
 
 def test_a_profile_without_a_batch_size_knows_no_samples(tmp_path: Path) -> None:
-    layers = [layer(f"node{i}", 0.001 * i, 0.001 * i, output_bytes=1000, weight_bytes=1_000_000) for i in (1, 2, 3)]
-    save_profile(profile(*layers).model_copy(update={"microbatch_size": None}), tmp_path / "profile.json")
+    layers = [
+        layer(f"node{i}", 0.001 * i, 0.001 * i, output_bytes=1000, weight_bytes=1_000_000)
+        for i in (1, 2, 3)
+    ]
+    save_profile(
+        profile(*layers).model_copy(update={"microbatch_size": None}), tmp_path / "profile.json"
+    )
     assert plan("solve", "--gpus", "2", "--bandwidth", "1Gbps", cwd=tmp_path).returncode == 0
     for verb in ("compare", "explain"):
         done = plan(verb, cwd=tmp_path)
@@ -123,7 +137,16 @@ def test_a_plan_of_another_profile_is_refused(folder: Path) -> None:
 
 
 def test_price_takes_stages_as_flags(folder: Path) -> None:
-    options = ("--stages", "a", "--replicas", "2,1", "--recompute", "0:1", "--shard-optimizer", "all")
+    options = (
+        "--stages",
+        "a",
+        "--replicas",
+        "2,1",
+        "--recompute",
+        "0:1",
+        "--shard-optimizer",
+        "all",
+    )
     flags = plan("price", *options, *CLUSTER, "--json", cwd=folder)
     assert flags.returncode == 0, flags.stderr
     first = planner.OwnStage(layers=("a",), replicas=2, recompute=1, sharded=True)
@@ -141,21 +164,35 @@ def test_price_takes_stages_as_flags(folder: Path) -> None:
     ("arguments", "message"),
     [
         ((), "the following arguments are required: --stages"),
-        (("--stages", "a", "--replicas", "1,1,1"), "does not say how many replicas each of 2 stages has"),
+        (
+            ("--stages", "a", "--replicas", "1,1,1"),
+            "does not say how many replicas each of 2 stages has",
+        ),
         (("--stages", "a", "--replicas", "x"), "--replicas x does not say"),
         (("--stages", "a", "--replicas", "0"), "or one for each, 1 or more: --replicas 2,1"),
-        (("--stages", "a", "--recompute", "2"), "--recompute 2 names none of the stages, which count from 0 to 1"),
+        (
+            ("--stages", "a", "--recompute", "2"),
+            "--recompute 2 names none of the stages, which count from 0 to 1",
+        ),
         (
             ("--stages", "a", "--recompute", "0:3"),
             "3 blocks are to recompute in the stage from 'a'",
         ),
-        (("--stages", "a", "--recompute", "0:x"), "--recompute 0:x does not end with a number of blocks"),
-        (("--stages", "a", "--shard-optimizer", "all:4"), "--shard-optimizer all:4 does not end with 1, 2 or 3"),
+        (
+            ("--stages", "a", "--recompute", "0:x"),
+            "--recompute 0:x does not end with a number of blocks",
+        ),
+        (
+            ("--stages", "a", "--shard-optimizer", "all:4"),
+            "--shard-optimizer all:4 does not end with 1, 2 or 3",
+        ),
         (("--stages", "1,0"), "has a stage without blocks"),
         (("--stages", "x"), "has no layer 'x'"),
     ],
 )
-def test_stages_that_cannot_be_priced(folder: Path, arguments: tuple[str, ...], message: str) -> None:
+def test_stages_that_cannot_be_priced(
+    folder: Path, arguments: tuple[str, ...], message: str
+) -> None:
     refused = plan("price", *arguments, *CLUSTER, cwd=folder)
     assert refused.returncode == 2, refused.stdout + refused.stderr
     assert message in refused.stderr

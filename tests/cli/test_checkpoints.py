@@ -1,4 +1,6 @@
-"""Checkpoints as people use them: stop, go on, on fewer workers, after a crash, with a full disk."""
+"""Checkpoints as people use them: stop, go on, on fewer workers, after a crash, with a full
+disk.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_profile(profile, folder / "profile.json")
     save_plan(make_plan(profile, (1, 1, 1)), folder / "three.json")
     save_plan(make_plan(profile, (1, 1)), folder / "two.json")
-    save_plan(make_plan(structural_profile(write_model(folder, "language", "sgd"), 4), (1, 1)), folder / "other.json")
+    save_plan(
+        make_plan(structural_profile(write_model(folder, "language", "sgd"), 4), (1, 1)),
+        folder / "other.json",
+    )
     return folder
 
 
@@ -96,21 +101,51 @@ def losses(process: subprocess.CompletedProcess[str]) -> dict[int, float]:
 
 @pytest.mark.slow
 def test_with_a_worker_less_one_solves_again_and_goes_on(folder: Path) -> None:
-    """Three workers, then two, over the end of an epoch, whose last minibatch is smaller; then the unsplit model."""
-    run = ("train", "model.py", "--checkpoint-every", "4", "--checkpoint-folder", "smaller", "--keep", "2", "--json")
+    """Three workers, then two, over the end of an epoch, whose last minibatch is smaller; then the
+    unsplit model.
+    """
+    run = (
+        "train",
+        "model.py",
+        "--checkpoint-every",
+        "4",
+        "--checkpoint-folder",
+        "smaller",
+        "--keep",
+        "2",
+        "--json",
+    )
     first = plan(folder, *run, "--plan", "three.json", "--steps", "8", "--seed", "5")
     assert list(losses(first)) == list(range(8))
     solved = plan(folder, "solve", "--gpus", "2", "--bandwidth", "1Gbps", "-o", "fewer.json")
     assert solved.returncode == 0, solved.stderr
-    second = plan(folder, *run, "--plan", "fewer.json", "--epochs", "2", "--resume", "--save-weights", "weights.pt")
+    second = plan(
+        folder,
+        *run,
+        "--plan",
+        "fewer.json",
+        "--epochs",
+        "2",
+        "--resume",
+        "--save-weights",
+        "weights.pt",
+    )
     assert list(losses(second)) == list(range(8, 20))
     result = json.loads(second.stdout)
     assert result["resumed_from"] == "smaller/step-00000008"
     assert result["checkpoint"] == "smaller/step-00000020"
-    assert [path.name for path in complete(folder / "smaller")] == ["step-00000016", "step-00000020"]
+    assert [path.name for path in complete(folder / "smaller")] == [
+        "step-00000016",
+        "step-00000020",
+    ]
     index = load_checkpoint(folder / "smaller" / "step-00000020").index
     assert (index.seed, index.minibatches_per_epoch) == (5, 10)
-    rates = {group.hyperparameters["lr"] for part in index.parts if part.optimizer for group in part.optimizer.groups}
+    rates = {
+        group.hyperparameters["lr"]
+        for part in index.parts
+        if part.optimizer
+        for group in part.optimizer.groups
+    }
     assert list(rates) == [pytest.approx(0.02 * 0.7**6)]
     saved = torch.load(folder / "weights.pt", weights_only=True)
     for path in ("smaller", "weights.pt"):
@@ -120,9 +155,16 @@ def test_with_a_worker_less_one_solves_again_and_goes_on(folder: Path) -> None:
             assert torch.equal(tensor, saved[name]), (path, name)
 
 
-def test_wrong_input_is_told_before_any_worker_starts(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_input_is_told_before_any_worker_starts(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def refused(*arguments: str) -> str:
-        assert main(["train", str(folder / "model.py"), "--plan", str(folder / "two.json"), *arguments]) == 2
+        assert (
+            main(
+                ["train", str(folder / "model.py"), "--plan", str(folder / "two.json"), *arguments]
+            )
+            == 2
+        )
         return capsys.readouterr().err
 
     made = folder / "made"
@@ -130,22 +172,30 @@ def test_wrong_input_is_told_before_any_worker_starts(folder: Path, capsys: pyte
     assert "there is no checkpoint 'nowhere'" in refused("--resume", "nowhere")
     assert "there is no checkpoint" in refused("--resume", str(folder / "model.py"))
     assert "there is no file" in refused("--resume", str(made))
-    assert "has checkpoints of an earlier run" in refused("--checkpoint-every", "5", "--checkpoint-folder", str(made))
+    assert "has checkpoints of an earlier run" in refused(
+        "--checkpoint-every", "5", "--checkpoint-folder", str(made)
+    )
     assert "is a file, not a folder" in refused(
         "--checkpoint-every", "5", "--checkpoint-folder", str(folder / "model.py")
     )
     assert "--checkpoint-every 0 is too small" in refused("--checkpoint-every", "0")
     assert "--keep 0 is too small" in refused("--keep", "0")
     assert "argument --checkpoint-every: invalid" in refused("--checkpoint-every", "often")
-    assert "checkpoints are of plans" in refused("--checkpoint-every", "5", "--baseline", "data-parallel")
+    assert "checkpoints are of plans" in refused(
+        "--checkpoint-every", "5", "--baseline", "data-parallel"
+    )
 
 
 @pytest.mark.slow
 def test_another_model_or_seed_or_a_shorter_run_is_refused(folder: Path) -> None:
     common = ("train", "model.py", "--plan", "two.json", "--checkpoint-folder", "refused")
     assert plan(folder, *common, "--steps", "6", "--checkpoint-every", "3").returncode == 0
-    assert_one_sentence(plan(folder, *common, "--resume", "--seed", "1"), 2, "of a run with seed 0, not 1")
-    assert_one_sentence(plan(folder, *common, "--resume", "--steps", "3"), 2, "of a run of 6 minibatches", "have 3")
+    assert_one_sentence(
+        plan(folder, *common, "--resume", "--seed", "1"), 2, "of a run with seed 0, not 1"
+    )
+    assert_one_sentence(
+        plan(folder, *common, "--resume", "--steps", "3"), 2, "of a run of 6 minibatches", "have 3"
+    )
     other = plan(folder, "train", "language_sgd.py", "--plan", "other.json", "--resume", "refused")
     assert_one_sentence(other, 2, "is of another model")
     done = plan(folder, *common, "--resume", "--steps", "6")
@@ -153,14 +203,27 @@ def test_another_model_or_seed_or_a_shorter_run_is_refused(folder: Path) -> None
     assert "No minibatch was left to train" in done.stdout
     file = next((folder / "refused" / "step-00000006").glob("*.optimizer.*"))
     file.write_bytes(file.read_bytes()[:-1] + b"?")
-    assert_one_sentence(plan(folder, *common, "--resume", "--steps", "9"), 2, "is corrupt", file.name)
+    assert_one_sentence(
+        plan(folder, *common, "--resume", "--steps", "9"), 2, "is corrupt", file.name
+    )
 
 
 @pytest.mark.slow
 def test_a_run_killed_again_and_again_ends_as_one_that_was_not(folder: Path) -> None:
     """SIGKILL to everything at random moments, with a checkpoint after every minibatch."""
     rng = random.Random(4)
-    common = ["train", "model.py", "--plan", "two.json", "--steps", "400", "--checkpoint-every", "2", "--keep", "2"]
+    common = [
+        "train",
+        "model.py",
+        "--plan",
+        "two.json",
+        "--steps",
+        "400",
+        "--checkpoint-every",
+        "2",
+        "--keep",
+        "2",
+    ]
     kills = 0
     while kills < 6:
         process = subprocess.Popen(
@@ -187,7 +250,9 @@ def test_a_run_killed_again_and_again_ends_as_one_that_was_not(folder: Path) -> 
     last = plan(folder, *common, "--checkpoint-folder", "killed", "--resume", "--json")
     whole = plan(folder, *common, "--checkpoint-folder", "whole", "--json")
     tail = losses(last)
-    assert tail == {minibatch: loss for minibatch, loss in losses(whole).items() if minibatch in tail}
+    assert tail == {
+        minibatch: loss for minibatch, loss in losses(whole).items() if minibatch in tail
+    }
     one, other = (planner.load_weights for _ in range(2))
     models = [load_model_file(folder / "model.py").build_model() for _ in range(2)]
     one(models[0], folder / "killed")
@@ -199,8 +264,19 @@ def test_a_run_killed_again_and_again_ends_as_one_that_was_not(folder: Path) -> 
 
 @pytest.mark.slow
 def test_a_disk_that_takes_no_more_stops_no_training(folder: Path) -> None:
-    """A limit on the size of files stands for the full disk: the weights fit, the optimizer's state does not."""
-    common = ("train", "model.py", "--plan", "two.json", "--checkpoint-every", "3", "--checkpoint-folder", "full")
+    """A limit on the size of files stands for the full disk: the weights fit, the optimizer's state
+    does not.
+    """
+    common = (
+        "train",
+        "model.py",
+        "--plan",
+        "two.json",
+        "--checkpoint-every",
+        "3",
+        "--checkpoint-folder",
+        "full",
+    )
     assert plan(folder, *common, "--steps", "3").returncode == 0
     limited = subprocess.run(
         [sys.executable, "-m", "planner", *common, "--steps", "9", "--resume"],
@@ -209,23 +285,49 @@ def test_a_disk_that_takes_no_more_stops_no_training(folder: Path) -> None:
     )  # fmt: skip
     assert limited.returncode == 1, limited.stderr
     for minibatch in (6, 9):
-        assert f"warning: the checkpoint after minibatch {minibatch} could not be written to 'full'" in limited.stderr
+        assert (
+            f"warning: the checkpoint after minibatch {minibatch} could not be written to 'full'"
+            in limited.stderr
+        )
     assert "error: " in limited.stderr
     assert "the last checkpoint could not be written" in limited.stderr
-    assert sorted(path.name for path in (folder / "full").iterdir()) == [".lock", "losses.jsonl", "step-00000003"]
+    assert sorted(path.name for path in (folder / "full").iterdir()) == [
+        ".lock",
+        "losses.jsonl",
+        "step-00000003",
+    ]
     assert plan(folder, *common, "--steps", "9", "--resume").returncode == 0
 
 
 @pytest.mark.slow
-def test_a_file_system_that_is_full_stops_no_training_either(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_file_system_that_is_full_stops_no_training_either(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """The same on a small file system of its own, which has room for one checkpoint and a half."""
     small = folder / "small"
-    common = ("train", "model.py", "--plan", "two.json", "--checkpoint-every", "3", "--checkpoint-folder", "small")
+    common = (
+        "train",
+        "model.py",
+        "--plan",
+        "two.json",
+        "--checkpoint-every",
+        "3",
+        "--checkpoint-folder",
+        "small",
+    )
     assert plan(folder, *common, "--steps", "3").returncode == 0
     whole = sum(path.stat().st_size for path in small.rglob("*"))
     shutil.rmtree(small)
     small.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={whole * 3 // 2 + (1 << 15)}", "small", str(small)]
+    mount = [
+        "mount",
+        "-t",
+        "tmpfs",
+        "-o",
+        f"size={whole * 3 // 2 + (1 << 15)}",
+        "small",
+        str(small),
+    ]
     if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode != 0:
         pytest.skip("file systems cannot be mounted here")
     try:
@@ -236,14 +338,18 @@ def test_a_file_system_that_is_full_stops_no_training_either(folder: Path, capfd
             place = f"the checkpoint after minibatch {minibatch} could not be written to 'small'"
             assert f"warning: {place} (worker" in warnings
         assert "No space left on device" in done.stderr
-        assert sorted(path.name for path in small.iterdir()) == [".lock", "losses.jsonl", "step-00000003"]
+        assert sorted(path.name for path in small.iterdir()) == [
+            ".lock",
+            "losses.jsonl",
+            "step-00000003",
+        ]
         planner.load_weights(load_model_file(folder / "model.py").build_model(), small)
     finally:
         subprocess.run(["umount", str(small)], check=True)
 
 
-# What a worker of another host sees on NFS: it remembers for a while that a file was missing, and a file that another
-# host has open cannot be removed.
+# What a worker of another host sees on NFS: it remembers for a while that a file was missing, and a
+# file that another host has open cannot be removed.
 NFS = """
 import errno, os, time
 
@@ -279,7 +385,15 @@ def test_nfs_may_show_a_folder_late_and_keep_a_removed_one(folder: Path) -> None
     names = {path.name for path in (folder / "nfs").iterdir()}
     assert names == {".lock", "losses.jsonl", "step-00000012", ".step-00000004.removed"}
     # The next run removes what is left.
-    (folder / "nfs" / ".step-00000004.removed" / ".nfs0001").rename(folder / "nfs" / ".step-00000004.removed" / "free")
-    again = plan(folder, "train", "on_nfs.py", "--plan", "two.json", "--steps", "16", "--resume", *options)
+    (folder / "nfs" / ".step-00000004.removed" / ".nfs0001").rename(
+        folder / "nfs" / ".step-00000004.removed" / "free"
+    )
+    again = plan(
+        folder, "train", "on_nfs.py", "--plan", "two.json", "--steps", "16", "--resume", *options
+    )
     assert len(losses(again)) == 4
-    assert {path.name for path in (folder / "nfs").iterdir()} == {".lock", "losses.jsonl", "step-00000016"}
+    assert {path.name for path in (folder / "nfs").iterdir()} == {
+        ".lock",
+        "losses.jsonl",
+        "step-00000016",
+    }

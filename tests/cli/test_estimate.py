@@ -18,7 +18,17 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_an_estimate_is_made_shown_and_solved_within_the_devices_memory(folder: Path) -> None:
-    made = plan("profile", "model.py", "--estimate", "--device", "titan-x", "--batch-size", "8", "--json", cwd=folder)
+    made = plan(
+        "profile",
+        "model.py",
+        "--estimate",
+        "--device",
+        "titan-x",
+        "--batch-size",
+        "8",
+        "--json",
+        cwd=folder,
+    )
     assert made.returncode == 0, made.stderr
     assert made.stderr.startswith("estimating model.py for ")
     assert made.stderr.endswith("written to profile.json\n")
@@ -35,7 +45,10 @@ def test_an_estimate_is_made_shown_and_solved_within_the_devices_memory(folder: 
 
 
 def test_it_is_calibrated(folder: Path) -> None:
-    assert plan("profile", "model.py", "--batch-size", "8", "-o", "cpu.json", cwd=folder).returncode == 0
+    assert (
+        plan("profile", "model.py", "--batch-size", "8", "-o", "cpu.json", cwd=folder).returncode
+        == 0
+    )
     arguments = ("--estimate", "--calibrate", "cpu.json", "--batch-size", "64", "--json")
     made = plan("profile", "model.py", *arguments, cwd=folder)
     assert made.returncode == 0, made.stderr
@@ -68,7 +81,10 @@ def test_a_device_of_ones_own_with_master_weights(folder: Path) -> None:
         (("none.py", "--estimate", "--device", "v100"), "there is no model file 'none.py'"),
         (("model.py", "--estimate", "--device", "tpu"), "no estimate for device 'tpu'"),
         (("model.py", "--estimate", "--dtype", "int8"), "'int8' is not a data type"),
-        (("model.py", "--estimate", "--device", "p100", "--dtype", "bf16"), "no bfloat16 arithmetic"),
+        (
+            ("model.py", "--estimate", "--device", "p100", "--dtype", "bf16"),
+            "no bfloat16 arithmetic",
+        ),
         (
             ("model.py", "--estimate", "--threads", "2"),
             "--deterministic are for measurements",
@@ -77,8 +93,14 @@ def test_a_device_of_ones_own_with_master_weights(folder: Path) -> None:
         (("model.py", "--estimate", "--calibrate", "none.json"), "none.json"),
         (("model.py", "--calibrate", "cpu.json"), "--calibrate is for estimates"),
         (("model.py", "--master-weights"), "--dtype float32 needs no master weights"),
-        (("model.py", "--estimate", "--master-weights"), "master weights in float32 belong to weights in half"),
-        (("model.py", "--estimate", "--device", "a100", "--device-file", "my.json"), "an estimate is for one device"),
+        (
+            ("model.py", "--estimate", "--master-weights"),
+            "master weights in float32 belong to weights in half",
+        ),
+        (
+            ("model.py", "--estimate", "--device", "a100", "--device-file", "my.json"),
+            "an estimate is for one device",
+        ),
         (("model.py", "--estimate", "--device-file", "none.json"), "there is no file 'none.json'"),
     ],
 )

@@ -1,4 +1,6 @@
-"""Every verb that reads a plan, on the answers of `plan fit` to many questions: none ends in an error of our own."""
+"""Every verb that reads a plan, on the answers of `plan fit` to many questions: none ends in an
+error of our own.
+"""
 
 from __future__ import annotations
 
@@ -75,13 +77,52 @@ QUESTIONS = {
     "blocks": (*TIGHT, "--recompute", "blocks"),
     "whole": (*TIGHT, "--recompute", "always"),
     "coded": (*TIGHT, "--compress", "int8"),
-    "stashing": ("--gpus", "4", "--bandwidth", "10Gbps", "--schedule", "1f1b", "--batch-size", "16"),
+    "stashing": (
+        "--gpus",
+        "4",
+        "--bandwidth",
+        "10Gbps",
+        "--schedule",
+        "1f1b",
+        "--batch-size",
+        "16",
+    ),
     "layers": (*TIGHT, "--granularity", "layer", "--memory", "3013MB"),
-    "servers": ("--gpus", "8", "--servers", "2", "--bandwidth", "nvlink3,10Gbps", "--memory", "2950MB", "--autocast"),
+    "servers": (
+        "--gpus",
+        "8",
+        "--servers",
+        "2",
+        "--bandwidth",
+        "nvlink3,10Gbps",
+        "--memory",
+        "2950MB",
+        "--autocast",
+    ),
     "split": (*TIGHT, "--schedule", "zb-h1", "--memory", "3463MB"),
     "gpipe": (*TIGHT, "--schedule", "gpipe", "--gpus", "3", "--minibatch", "48"),
-    "sharded": ("--gpus", "4", "--shard-optimizer", "always", "--minibatch", "64", "--batch-size", "4"),
-    "half": ("--gpus", "6", "--gpu", "v100", "--dtype", "float16", "--bandwidth", "10Gbps", "--memory", "2963MB"),
+    "sharded": (
+        "--gpus",
+        "4",
+        "--shard-optimizer",
+        "always",
+        "--minibatch",
+        "64",
+        "--batch-size",
+        "4",
+    ),
+    "half": (
+        "--gpus",
+        "6",
+        "--gpu",
+        "v100",
+        "--dtype",
+        "float16",
+        "--bandwidth",
+        "10Gbps",
+        "--memory",
+        "2963MB",
+    ),
 }
 QUICK = ("recomputing", "wide")
 VERBS = (
@@ -99,7 +140,8 @@ SYSTEMS = ("megatron", "torchtitan")
 
 
 @pytest.mark.parametrize(
-    "question", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in QUESTIONS]
+    "question",
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in QUESTIONS],
 )
 def test_every_verb_on_an_answer_of_fit(question: str, tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(MODEL)
@@ -108,7 +150,13 @@ def test_every_verb_on_an_answer_of_fit(question: str, tmp_path: Path) -> None:
     found = load_plan(tmp_path / "plan.json")
     assert question != "recomputing" or all(stage.recompute_groups for stage in found.stages)
     ends = ["--stages", ",".join(stage.layers[-1] for stage in found.stages[:-1]) or "1"]
-    chosen = [*ends, "--replicas", ",".join(map(str, found.replicas)), "--schedule", found.schedule.name]
+    chosen = [
+        *ends,
+        "--replicas",
+        ",".join(map(str, found.replicas)),
+        "--schedule",
+        found.schedule.name,
+    ]
     price = ("price", "--gpus", "8", "--bandwidth", "10Gbps", *chosen, "-o", "priced.json")
     for verb in (*VERBS, price):
         limit = ("--time-limit", "2s") if verb[0] in LIMITED else ()
@@ -117,4 +165,7 @@ def test_every_verb_on_an_answer_of_fit(question: str, tmp_path: Path) -> None:
     for system in SYSTEMS:
         done = plan("export", "--to", system, cwd=tmp_path)
         # What a system cannot express is wrong input, with a hint.
-        assert done.returncode == 0 or (done.returncode == 2 and "hint:" in done.stderr), (system, done.stderr)
+        assert done.returncode == 0 or (done.returncode == 2 and "hint:" in done.stderr), (
+            system,
+            done.stderr,
+        )

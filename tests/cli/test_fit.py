@@ -51,22 +51,35 @@ def test_fewer_gpus_than_fill_the_servers_are_all_in_the_cluster(tmp_path: Path)
     (tmp_path / "model.py").write_text(MODEL)
     fitted = plan("fit", "model.py", "--gpus", "18", "--servers", "3", "--json", cwd=tmp_path)
     rows = json.loads(fitted.stdout)["others"]
-    sizes = {row["gpus"]: [level["size"] for level in row["plan"]["cluster"]["levels"]] for row in rows}
+    sizes = {
+        row["gpus"]: [level["size"] for level in row["plan"]["cluster"]["levels"]] for row in rows
+    }
     assert sizes == {9: [3, 3], 4: [4], 2: [2], 1: [1]}
 
 
 @pytest.mark.parametrize("links", [(), ("--bandwidth", "nvlink3")], ids=["usual", "given"])
-def test_more_gpus_than_were_asked_about_are_in_several_servers(links: tuple[str, ...], tmp_path: Path) -> None:
-    """Where a model does not fit the GPUs of one server, more of them have the usual links between servers."""
+def test_more_gpus_than_were_asked_about_are_in_several_servers(
+    links: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Where a model does not fit the GPUs of one server, more of them have the usual links between
+    servers.
+    """
     wide = "nn.Linear(8, 2048), *[nn.Linear(2048, 2048) for _ in range(8)]"
     text = MODEL.replace("nn.Linear(8, 16)", wide).replace("nn.Linear(16, 4)", "nn.Linear(2048, 4)")
     (tmp_path / "model.py").write_text(text)
-    fitted = plan("fit", "model.py", "--gpus", "1", "--memory", "2.3GB", "--json", *links, cwd=tmp_path)
+    fitted = plan(
+        "fit", "model.py", "--gpus", "1", "--memory", "2.3GB", "--json", *links, cwd=tmp_path
+    )
     answer = json.loads(fitted.stdout)
     assert answer["asked"]["plan"] is None
-    found = {row["gpus"]: row["plan"]["cluster"]["levels"] for row in answer["others"] if row["plan"] is not None}
+    found = {
+        row["gpus"]: row["plan"]["cluster"]["levels"]
+        for row in answer["others"]
+        if row["plan"] is not None
+    }
     rates = {
-        gpus: [(level["size"], level["bandwidth_bytes_per_s"]) for level in levels] for gpus, levels in found.items()
+        gpus: [(level["size"], level["bandwidth_bytes_per_s"]) for level in levels]
+        for gpus, levels in found.items()
     }
     assert rates
     assert rates == {gpus: [(1, 228e9), (gpus, 12.5e9)] for gpus in rates}
@@ -82,7 +95,18 @@ def test_servers_nobody_counted_have_equally_many_gpus(tmp_path: Path) -> None:
 
 def test_servers_of_one_gpu_have_one_link(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(MODEL)
-    fitted = plan("fit", "model.py", "--gpus", "4", "--servers", "4", "--bandwidth", "1Gbps", "--json", cwd=tmp_path)
+    fitted = plan(
+        "fit",
+        "model.py",
+        "--gpus",
+        "4",
+        "--servers",
+        "4",
+        "--bandwidth",
+        "1Gbps",
+        "--json",
+        cwd=tmp_path,
+    )
     levels = json.loads(fitted.stdout)["asked"]["plan"]["cluster"]["levels"]
     assert [(level["size"], level["bandwidth_bytes_per_s"]) for level in levels] == [(4, 125e6)]
 
@@ -94,17 +118,29 @@ def test_servers_of_one_gpu_have_one_link(tmp_path: Path) -> None:
         (("absent.py", "--gpus", "2"), "absent.py"),
         (
             ("model.py", "--gpus", "6", "--servers", "4"),
-            "6 GPUs are not divided evenly over 4 servers\nhint: give --servers as one of 1, 2, 3, 6",
+            "6 GPUs are not divided evenly over 4 servers\nhint: give --servers as one of 1, 2, "
+            "3, 6",
         ),
-        (("model.py", "--gpus", "4", "--servers", "2", "--bandwidth", "1Gbps"), "--bandwidth has 1 rate for 2 servers"),
-        (("model.py", "--gpus", "4", "--bandwidth", "1Gbps,1Gbps"), "--bandwidth has 2 rates for 1 server"),
-        (("model.py", "--gpus", "2", "--length", "64"), "'model.py' says itself how long its samples are"),
+        (
+            ("model.py", "--gpus", "4", "--servers", "2", "--bandwidth", "1Gbps"),
+            "--bandwidth has 1 rate for 2 servers",
+        ),
+        (
+            ("model.py", "--gpus", "4", "--bandwidth", "1Gbps,1Gbps"),
+            "--bandwidth has 2 rates for 1 server",
+        ),
+        (
+            ("model.py", "--gpus", "2", "--length", "64"),
+            "'model.py' says itself how long its samples are",
+        ),
         (("model.py", "--gpus", str(10**12)), "a cluster of 1000000000000 GPUs is beyond"),
         (("model.py", "--gpus", "0"), "'0' is not a number of 1 or more"),
         (("model.py",), "--gpus"),
     ],
 )
-def test_wrong_questions_are_told_in_a_sentence(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
+def test_wrong_questions_are_told_in_a_sentence(
+    arguments: tuple[str, ...], message: str, tmp_path: Path
+) -> None:
     (tmp_path / "model.py").write_text(MODEL)
     asked = plan("fit", *arguments, cwd=tmp_path)
     assert asked.returncode == 2

@@ -31,12 +31,16 @@ def test_arguments_become_flags_and_other_text_stays(text: str, shown: str | Non
 
 
 def _verbs(parser: argparse.ArgumentParser) -> Iterable[argparse.ArgumentParser]:
-    return next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction)).choices.values()
+    return next(
+        action for action in parser._actions if isinstance(action, argparse._SubParsersAction)
+    ).choices.values()
 
 
 def test_the_names_are_those_of_all_flags() -> None:
     actions = [action for verb in _verbs(build_parser()) for action in verb._actions]
-    given = {option for action in actions for option in action.option_strings if option.startswith("--")}
+    given = {
+        option for action in actions for option in action.option_strings if option.startswith("--")
+    }
     own = {"--help", "--help-all"}
     assert {flag for flag, _ in FLAGS.values()} | set(NEGATIONS.values()) == given - own - ALIASES
     named = {action.dest for action in actions if action.option_strings}
@@ -51,10 +55,14 @@ def test_a_hint_is_part_of_the_text() -> None:
     assert str(PlannerError("it failed")) == "it failed"
 
 
-def test_the_command_shows_flags(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_shows_flags(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def fails(args: object) -> int:
         raise InputError("`steps=0` trains nothing", hint="give `steps` 1 or more")
 
     monkeypatch.setattr("planner.cli.views.simulate", fails)
     assert main(["simulate"]) == 2
-    assert capsys.readouterr().err == "error: --steps 0 trains nothing\nhint: give --steps 1 or more\n"
+    assert (
+        capsys.readouterr().err == "error: --steps 0 trains nothing\nhint: give --steps 1 or more\n"
+    )

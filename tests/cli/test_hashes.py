@@ -1,4 +1,6 @@
-"""A model that makes its operations in the order of a set: every process of ours has the same order."""
+"""A model that makes its operations in the order of a set: every process of ours has the same
+order.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`--help` shows the options of a first week, `--help-all` all of them; names of other programs are understood."""
+"""`--help` shows the options of a first week, `--help-all` all of them; names of other programs are
+understood.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,11 @@ def folder(tmp_path: Path) -> Path:
 
 def verbs() -> dict[str, argparse.ArgumentParser]:
     parser = build_parser()
-    return dict(next(each for each in parser._actions if isinstance(each, argparse._SubParsersAction)).choices)
+    return dict(
+        next(
+            each for each in parser._actions if isinstance(each, argparse._SubParsersAction)
+        ).choices
+    )
 
 
 def actions() -> Iterator[tuple[str, argparse.Action]]:
@@ -70,7 +76,9 @@ def test_the_rest_is_shown_on_demand(verb: str, capsys: pytest.CaptureFixture[st
 
     everything = declared(shown([verb, "--help-all"], capsys))
     options = [action for name, action in actions() if name == verb]
-    assert everything == {name for each in options for name in each.option_strings if name.startswith("--")}
+    assert everything == {
+        name for each in options for name in each.option_strings if name.startswith("--")
+    }
     hidden = {name for each in options if is_advanced(each) for name in each.option_strings}
     assert declared(usual).isdisjoint(hidden)
     assert all(name not in usual.partition("\n\n")[0] for name in hidden), "in the usage"
@@ -92,7 +100,16 @@ def test_every_verb_is_in_a_group(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (("--nnodes", "2", "--nproc-per-node", "2"), ("--servers", "2", "--gpus-per-server", "2")),
         (
-            ("--gpus", "4", "--servers", "2", "--schedule", "1f1b-flush", "--global-batch-size", "32"),
+            (
+                "--gpus",
+                "4",
+                "--servers",
+                "2",
+                "--schedule",
+                "1f1b-flush",
+                "--global-batch-size",
+                "32",
+            ),
             ("--gpus", "4", "--servers", "2", "--schedule", "1f1b-flush", "--minibatch", "32"),
         ),
         (

@@ -46,5 +46,10 @@ def test_a_huge_quantity_is_a_sentence(arguments: tuple[str, ...], tmp_path: Pat
 
 def test_python_users_get_the_same_sentence() -> None:
     with pytest.raises(InputError, match="the answer has a number that cannot be") as error:
-        planner.solve(TWO_LAYERS, planner.flat_cluster(2, "1Gbps", latency_s=1e15), max_stages=2, schedule="gpipe")
+        planner.solve(
+            TWO_LAYERS,
+            planner.flat_cluster(2, "1Gbps", latency_s=1e15),
+            max_stages=2,
+            schedule="gpipe",
+        )
     assert "far too large" in error.value.hint

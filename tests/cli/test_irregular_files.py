@@ -1,4 +1,6 @@
-"""A FIFO, a socket, an endless device or a folder in place of a file: a sentence at once, from whatever reads it."""
+"""A FIFO, a socket, an endless device or a folder in place of a file: a sentence at once, from
+whatever reads it.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,18 @@ from tests.cli.in_process import plan
 pytestmark = pytest.mark.timeout(240)  # a FIFO that is opened waits for ever
 
 PROFILE = Path(__file__).parents[2] / "profiles" / "vgg16" / "cpu.json"
-KINDS = {"fifo": "it is a FIFO, and no file", "socket": "it is a socket, and no file", "zero": "it is a device"}
+KINDS = {
+    "fifo": "it is a FIFO, and no file",
+    "socket": "it is a socket, and no file",
+    "zero": "it is a device",
+}
 
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """A folder with one irregular file of each kind; its path is short, as those of sockets must be."""
+    """A folder with one irregular file of each kind; its path is short, as those of sockets must
+    be.
+    """
     folder = Path(f"/tmp/irregular-{os.getpid()}")
     folder.mkdir()
     os.mkfifo(folder / "fifo")
@@ -51,7 +59,17 @@ VERBS = {
     "against": ["simulate", "--plan", "plan.json", "--against", "{}"],
     "run": ["report", "--plan", "plan.json", "--run", "{}"],
     "solve": ["solve", "--profile", "{}", "--gpus", "2", "--bandwidth", "1GB/s"],
-    "kinds": ["solve", "--profile", "a={},b={}", "--gpus", "2", "--kinds", "a=1,b=1", "--bandwidth", "1GB/s"],
+    "kinds": [
+        "solve",
+        "--profile",
+        "a={},b={}",
+        "--gpus",
+        "2",
+        "--kinds",
+        "a=1,b=1",
+        "--bandwidth",
+        "1GB/s",
+    ],
     "cluster": ["solve", "--profile", "profile.json", "--cluster", "{}"],
     "explain": ["explain", "--plan", "plan.json", "--profile", "{}"],
     "compare": ["compare", "--plan", "{}", "--profile", "profile.json"],
@@ -64,7 +82,17 @@ VERBS = {
     "device": ["profile", "model.py", "--estimate", "--device-file", "{}"],
     "calibration": ["profile", "model.py", "--estimate", "--calibrate", "{}"],
     "fit": ["fit", "{}", "--gpus", "2"],
-    "output": ["solve", "--profile", "profile.json", "--gpus", "2", "--bandwidth", "1GB/s", "-o", "{}"],
+    "output": [
+        "solve",
+        "--profile",
+        "profile.json",
+        "--gpus",
+        "2",
+        "--bandwidth",
+        "1GB/s",
+        "-o",
+        "{}",
+    ],
     "trace": ["simulate", "--plan", "plan.json", "--trace", "{}"],
     "priced": ["price", "--gpus", "2", "--bandwidth", "1GB/s", "--stages", "2", "-o", "{}"],
     "profiled": ["profile", "model.py", "--estimate", "-o", "{}"],

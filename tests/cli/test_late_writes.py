@@ -1,4 +1,6 @@
-"""A disk that is full when the work is done: the answer is printed all the same, and then what is missing."""
+"""A disk that is full when the work is done: the answer is printed all the same, and then what is
+missing.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ from tests.small_disk import small_disk
 TIMEOUT_S = 200
 STEPS = 6
 PROFILE = Path(__file__).parents[2] / "profiles" / "vgg16" / "cpu.json"
-ROOM_BYTES = 4096  # enough for the file that is tried out beforehand, and for no plan or profile of VGG-16
+# enough for the file that is tried out beforehand, and for no plan or profile of VGG-16
+ROOM_BYTES = 4096
 
 # Fills the disk that FULL names, at the last update.
 FILLS = f"""
@@ -61,8 +64,24 @@ def disk(folder: Path) -> Iterator[Path]:
 def train(
     folder: Path, *arguments: str, launcher: tuple[str, ...] = (), **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", *launcher, "planner", "train", "model.py", "--steps", str(STEPS), "--json"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd()), "FULL": "small", **variables}
+    command = [
+        sys.executable,
+        "-m",
+        *launcher,
+        "planner",
+        "train",
+        "model.py",
+        "--steps",
+        str(STEPS),
+        "--json",
+    ]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(Path.cwd()),
+        "FULL": "small",
+        **variables,
+    }
     return subprocess.run(
         [*command, *arguments],
         cwd=folder,
@@ -75,7 +94,9 @@ def train(
 
 
 def assert_result(done: subprocess.CompletedProcess[str], code: int, *missing: str) -> None:
-    """The whole result on stdout, the exit code, and one sentence with a hint where something is missing."""
+    """The whole result on stdout, the exit code, and one sentence with a hint where something is
+    missing.
+    """
     assert done.stdout, done.stderr
     result = json.loads(done.stdout)
     assert [entry["minibatch"] for entry in result["losses"]] == list(range(STEPS))
@@ -114,7 +135,12 @@ def test_weights_are_rescued_and_the_result_is_printed(folder: Path) -> None:
     elsewhere = folder / "elsewhere"
     elsewhere.mkdir()
     done = train(folder, "--save-weights", "small/weights.pt", TMPDIR=str(elsewhere))
-    assert_result(done, 1, "error: the weights cannot be written to 'small/weights.pt'", f"they are in '{elsewhere}/")
+    assert_result(
+        done,
+        1,
+        "error: the weights cannot be written to 'small/weights.pt'",
+        f"they are in '{elsewhere}/",
+    )
     assert json.loads(done.stdout)["saved_weights"] is None
     assert list(elsewhere.glob("weights-*.pt"))
 
@@ -140,7 +166,14 @@ def test_the_last_checkpoint_finds_no_room(folder: Path) -> None:
 def test_an_elastic_run_is_not_started_again_for_a_trace(folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    elastic = ("--elastic", "1:1", "--rendezvous", f"127.0.0.1:{port}", "--copy-folder", str(folder / "copies"))
+    elastic = (
+        "--elastic",
+        "1:1",
+        "--rendezvous",
+        f"127.0.0.1:{port}",
+        "--copy-folder",
+        str(folder / "copies"),
+    )
     done = train(folder, "--trace", "small/run.json", *elastic, HOME=str(folder))
     assert_result(done, 1, "error: 'small/run.json' cannot be written: No space left on device")
 
@@ -149,8 +182,24 @@ CLUSTER = ("--gpus", "4", "--bandwidth", "1Gbps")
 VERBS = {
     "solve": ("solve", *CLUSTER, "--output", "small/plan.json"),
     "price": ("price", *CLUSTER, "--stages", "4", "--output", "small/plan.json"),
-    "simulate": ("simulate", "--plan", "plan.json", "--trace", "small/trace.json", "--minibatches", "50"),
-    "profile": ("profile", "vgg.py", "--batch-size", "8", "--estimate", "--output", "small/profile.json"),
+    "simulate": (
+        "simulate",
+        "--plan",
+        "plan.json",
+        "--trace",
+        "small/trace.json",
+        "--minibatches",
+        "50",
+    ),
+    "profile": (
+        "profile",
+        "vgg.py",
+        "--batch-size",
+        "8",
+        "--estimate",
+        "--output",
+        "small/profile.json",
+    ),
     "fit": ("fit", "vgg.py", "--gpus", "2", "--batch-size", "8", "--output", "small"),
 }
 

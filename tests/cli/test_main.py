@@ -27,7 +27,12 @@ SOLVE = ("solve", "--gpus", "3", "--bandwidth", "1Gbps")
 def own_process(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """Run the command in a process of its own."""
     return subprocess.run(
-        [sys.executable, "-m", "planner", *arguments], cwd=cwd, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-m", "planner", *arguments],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
 
 
@@ -52,16 +57,25 @@ def test_json_is_all_there_is_on_stdout(folder: Path) -> None:
     assert solved["config"] == "2-1"
     assert json.loads((folder / "plan.json").read_text()) == solved
     assert json.loads(plan("show", "--json", cwd=folder).stdout) == solved
-    assert json.loads(plan("show", "profile.json", "--json", cwd=folder).stdout)["layers"][0]["name"] == "a"
+    assert (
+        json.loads(plan("show", "profile.json", "--json", cwd=folder).stdout)["layers"][0]["name"]
+        == "a"
+    )
 
 
 def test_schedules(folder: Path) -> None:
     gpipe = json.loads(plan(*SOLVE, "--json", "--schedule", "gpipe", cwd=folder).stdout)
     assert (gpipe["schedule"], gpipe["microbatches"]) == ("gpipe", 12)
-    one = json.loads(plan(*SOLVE, "--json", "--schedule", "gpipe", "--microbatches", "1", cwd=folder).stdout)
+    one = json.loads(
+        plan(*SOLVE, "--json", "--schedule", "gpipe", "--microbatches", "1", cwd=folder).stdout
+    )
     assert one["config"] == "1"
     every = plan(*SOLVE, "--schedule", "auto", cwd=folder)
-    rows = [line for line in every.stdout.splitlines() if line.startswith(("1f1b ", "2bw ", "1f1b-flush ", "gpipe "))]
+    rows = [
+        line
+        for line in every.stdout.splitlines()
+        if line.startswith(("1f1b ", "2bw ", "1f1b-flush ", "gpipe "))
+    ]
     assert len(rows) == 4
     assert not load_plan(folder / "plan.json").schedule.asynchronous
 
@@ -77,31 +91,66 @@ def with_change(old: str, new: str) -> str:
     [
         (SOLVE, None, 2, "there is no file 'profile.json'"),
         ((*SOLVE, "--profile", "."), None, 2, "cannot be read"),
-        (SOLVE, with_change('"forward_s":0.2', '"forward_s":-0.2'), 2, "layers[0].forward_s = -0.2"),
+        (
+            SOLVE,
+            with_change('"forward_s":0.2', '"forward_s":-0.2'),
+            2,
+            "layers[0].forward_s = -0.2",
+        ),
         (SOLVE, with_change('"forward_s":0.2', '"forward_s":NaN'), 2, "layers[0].forward_s = nan"),
         (SOLVE, with_change('"op":', '"colour":1,"op":'), 2, "layers[0].colour = 1: unknown field"),
         (SOLVE, with_change('"schema_version":1', '"schema_version":2'), 2, "schema_version 2"),
         (SOLVE, "{", 2, "is not JSON"),
         (("solve", "--gpus", "8", "--bandwidth", "10Gb"), "", 2, "bandwidth '10Gb' is not a rate"),
-        (("solve", "--topology", "4x", "--bandwidth", "1Gbps"), "", 2, "'4x' lacks a value before or after 'x'"),
+        (
+            ("solve", "--topology", "4x", "--bandwidth", "1Gbps"),
+            "",
+            2,
+            "'4x' lacks a value before or after 'x'",
+        ),
         (
             ("solve", "--gpus", "8", "--bandwidth", "-1Gbps"),
             "",
             2,
             "bandwidth '-1Gbps' is not a positive, finite quantity",
         ),
-        (("solve", "--gpus", "0", "--bandwidth", "1Gbps"), MODEL.model_dump_json(), 2, "a cluster of 0 GPUs"),
-        (("solve", "--gpus", "-3", "--bandwidth", "1Gbps"), MODEL.model_dump_json(), 2, "a cluster of -3 GPUs"),
+        (
+            ("solve", "--gpus", "0", "--bandwidth", "1Gbps"),
+            MODEL.model_dump_json(),
+            2,
+            "a cluster of 0 GPUs",
+        ),
+        (
+            ("solve", "--gpus", "-3", "--bandwidth", "1Gbps"),
+            MODEL.model_dump_json(),
+            2,
+            "a cluster of -3 GPUs",
+        ),
         (("solve", "--gpus", "two", "--bandwidth", "1Gbps"), "", 2, "invalid int value: 'two'"),
         (("solve", "--gpus", "8"), MODEL.model_dump_json(), 2, "the cluster has no bandwidth"),
         ((*SOLVE, "--memory", "16"), "", 2, "size '16' is not a number of bytes"),
         ((*SOLVE, "--latency", "50"), "", 2, "time '50' has no unit"),
         ((*SOLVE, "--memory", "1GB"), MODEL.model_dump_json(), 3, "no plan fits 3 GPUs of 1 GB"),
         ((*SOLVE, "-o", "profile.json/plan.json"), MODEL.model_dump_json(), 1, "cannot be written"),
-        (("simulate", "--trace", "profile.json/trace.json"), MODEL.model_dump_json(), 1, "cannot be written"),
-        ((*SOLVE, "--microbatches", "4"), MODEL.model_dump_json(), 2, "4 microbatches have no meaning"),
+        (
+            ("simulate", "--trace", "profile.json/trace.json"),
+            MODEL.model_dump_json(),
+            1,
+            "cannot be written",
+        ),
+        (
+            (*SOLVE, "--microbatches", "4"),
+            MODEL.model_dump_json(),
+            2,
+            "4 microbatches have no meaning",
+        ),
         (("show",), "", 2, "there is no file 'plan.json'"),
-        (("show", "profile.json"), '{"schema_version": 2, "stages": []}', 2, "schema_version 2, this version reads 1"),
+        (
+            ("show", "profile.json"),
+            '{"schema_version": 2, "stages": []}',
+            2,
+            "schema_version 2, this version reads 1",
+        ),
         (("frobnicate",), "", 2, "invalid choice: 'frobnicate'"),
         (("solve", "more"), "", 2, "`plan solve` does not know more"),
         ((), "", 2, "required: VERB"),
@@ -127,7 +176,8 @@ def test_an_unknown_option_names_those_that_could_be_meant(tmp_path: Path) -> No
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
         "error: `plan solve` does not know --stages 2",
-        "hint: did you mean --max-stages? --stages is an option of `plan price`; see: plan solve --help",
+        "hint: did you mean --max-stages? --stages is an option of `plan price`; see: plan solve "
+        "--help",
     ]
 
 
@@ -145,7 +195,9 @@ def test_a_traceback_is_shown_only_on_demand(tmp_path: Path) -> None:
 
 
 def test_version_and_help(tmp_path: Path) -> None:
-    assert own_process("--version", cwd=tmp_path).stdout.startswith(f"planner {__version__}, Python 3.")
+    assert own_process("--version", cwd=tmp_path).stdout.startswith(
+        f"planner {__version__}, Python 3."
+    )
     shown = own_process("solve", "--help", cwd=tmp_path)
     assert shown.returncode == 0
     assert "--bandwidth RATE" in shown.stdout
@@ -154,7 +206,12 @@ def test_version_and_help(tmp_path: Path) -> None:
 def test_the_shell_completes_verbs_and_options(tmp_path: Path) -> None:
     def completed(line: str) -> list[str]:
         found = tmp_path / "found"
-        asked = {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE_IFS": "\n"}
+        asked = {
+            "_ARGCOMPLETE": "1",
+            "COMP_LINE": line,
+            "COMP_POINT": str(len(line)),
+            "_ARGCOMPLETE_IFS": "\n",
+        }
         process = subprocess.run(
             [sys.executable, "-m", "planner"],
             env={**os.environ, **asked, "_ARGCOMPLETE_STDOUT_FILENAME": str(found)},
@@ -192,8 +249,16 @@ def test_a_reader_that_leaves_is_no_mistake(folder: Path) -> None:
     ("failure", "code", "said"),
     [
         (KeyboardInterrupt(), 130, "error: interrupted\n"),
-        (ZeroDivisionError("x"), 1, "error: unexpected ZeroDivisionError: x\nhint: this is a bug in plan"),
-        (OSError(28, "No space left on device"), 1, "error: the system refused: [Errno 28] No space left on device"),
+        (
+            ZeroDivisionError("x"),
+            1,
+            "error: unexpected ZeroDivisionError: x\nhint: this is a bug in plan",
+        ),
+        (
+            OSError(28, "No space left on device"),
+            1,
+            "error: the system refused: [Errno 28] No space left on device",
+        ),
     ],
 )
 def test_other_failures(
@@ -212,14 +277,28 @@ def test_other_failures(
 
 
 def test_help_and_solve_do_not_import_what_is_slow(folder: Path) -> None:
-    check = "import sys; from planner.cli.main import main; code = main({}); print(*sys.modules, file=sys.stderr)"
-    for arguments, absent in [(["show", "none"], {"torch"}), ([*SOLVE], {"torch", "networkx", "pulp"})]:
+    check = (
+        "import sys; from planner.cli.main import main; code = main({}); print(*sys.modules, "
+        "file=sys.stderr)"
+    )
+    for arguments, absent in [
+        (["show", "none"], {"torch"}),
+        ([*SOLVE], {"torch", "networkx", "pulp"}),
+    ]:
         done = subprocess.run(
-            [sys.executable, "-c", check.format(arguments)], cwd=folder, capture_output=True, text=True, check=False
+            [sys.executable, "-c", check.format(arguments)],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         assert absent.isdisjoint(done.stderr.split())
-    built = "import sys; from planner.cli.main import build_parser; build_parser(); print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", built], cwd=folder, capture_output=True, text=True, check=True)
+    built = (
+        "import sys; from planner.cli.main import build_parser; build_parser(); print(*sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", built], cwd=folder, capture_output=True, text=True, check=True
+    )
     assert {"torch", "numpy", "pydantic"}.isdisjoint(done.stdout.split())
 
 

@@ -56,7 +56,14 @@ def test_profiles_of_several_batch_sizes_make_the_same_minibatch(folder: Path) -
         arguments = ("--batch-size", size, "--seconds", "0", "-o", f"profile-b{size}.json")
         made = plan("profile", "model.py", *arguments, cwd=folder)
         assert made.returncode == 0, made.stderr
-        asked = ("--profile", f"profile-b{size}.json", "--schedule", "1f1b-flush", "--minibatch", "32")
+        asked = (
+            "--profile",
+            f"profile-b{size}.json",
+            "--schedule",
+            "1f1b-flush",
+            "--minibatch",
+            "32",
+        )
         solved = plan("solve", "--gpus", "2", "--bandwidth", "10Gbps", *asked, "--json", cwd=folder)
         found = json.loads(solved.stdout)
         assert found["microbatches"] * found["microbatch_size"] == 32
@@ -88,8 +95,15 @@ def test_a_profile_of_another_model_is_kept(folder: Path) -> None:
     first = (folder / "profile.json").read_text()
     replaced = own_process("profile", "other.py", *short, cwd=folder)
     kept = folder / f"profile-{folder.name}-measured.json"
-    assert f"profile.json was the measured profile of '{folder.name}': it is {kept.name} now" in replaced.stderr
+    assert (
+        f"profile.json was the measured profile of '{folder.name}': it is {kept.name} now"
+        in replaced.stderr
+    )
     assert kept.read_text() == first
     assert planner.load_profile(folder / "profile.json").model == "other"
-    assert own_process("fit", "other.py", "--gpus", "2", cwd=folder).stderr.startswith("estimating other.py ...")
-    assert planner.load_profile(folder / "profile-other-measured.json").provenance.source == "measured"
+    assert own_process("fit", "other.py", "--gpus", "2", cwd=folder).stderr.startswith(
+        "estimating other.py ..."
+    )
+    assert (
+        planner.load_profile(folder / "profile-other-measured.json").provenance.source == "measured"
+    )

@@ -17,7 +17,9 @@ from planner.formats.profile import load_profile
 def plan(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the command in `folder`."""
     command = [sys.executable, "-m", "planner", *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=280, check=False)
+    return subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=280, check=False
+    )
 
 
 @pytest.mark.slow
@@ -32,7 +34,10 @@ def test_the_tour_leaves_what_the_next_commands_need(tmp_path: Path) -> None:
         losses = [entry["loss"] for entry in run["losses"]]
         assert all(loss > 0 for loss in losses)
     folder = tmp_path / "quickstart"
-    assert load_plan(folder / "plan.json").profile_digest == load_profile(folder / "profile.json").digest
+    assert (
+        load_plan(folder / "plan.json").profile_digest
+        == load_profile(folder / "profile.json").digest
+    )
     shown = plan(folder, "show", "plan.json")
     assert shown.returncode == 0
     assert result["plan"]["config"] in shown.stdout
@@ -52,7 +57,11 @@ def test_numbers_that_make_no_sense_are_refused_before_anything_starts(tmp_path:
 
 @pytest.mark.parametrize(
     ("error", "words"),
-    [(-0.09, "The prediction for plan is 9% too low: runs this short vary"), (0.2, "is 20% too high"), (0.04, "")],
+    [
+        (-0.09, "The prediction for plan is 9% too low: runs this short vary"),
+        (0.2, "is 20% too high"),
+        (0.04, ""),
+    ],
 )
 def test_a_prediction_that_misses_is_said(error: float, words: str) -> None:
     assert words in (told := miss_words("plan", error))
@@ -61,4 +70,6 @@ def test_a_prediction_that_misses_is_said(error: float, words: str) -> None:
 
 def test_the_folder_of_an_earlier_tour_is_used_again(tmp_path: Path) -> None:
     (tmp_path / "quickstart").mkdir()
-    assert plan(tmp_path, "quickstart", "--gpus", "0").stderr.startswith("error: --gpus 0 is too small")
+    assert plan(tmp_path, "quickstart", "--gpus", "0").stderr.startswith(
+        "error: --gpus 0 is too small"
+    )

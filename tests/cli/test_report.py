@@ -36,7 +36,8 @@ def test_all_of_it_with_the_defaults(folder: Path) -> None:
     done = plan("report", cwd=folder)
     assert done.returncode == 0, done.stderr
     assert done.stdout == ""
-    assert done.stderr.splitlines()[-1] == "written to report.html"  # a slow machine shows its progress before
+    # a slow machine shows its progress before
+    assert done.stderr.splitlines()[-1] == "written to report.html"
     assert headings(folder / "report.html") == {
         "summary",
         "limits",

@@ -37,4 +37,6 @@ def test_the_chosen_checks_are_run_and_told() -> None:
 def test_an_unknown_check_is_refused_with_those_there_are() -> None:
     done = plan("--skip", "everything")
     assert done.returncode == 2
-    assert done.stderr.startswith("error: --skip everything is no check\nhint: the checks are environment, links, ")
+    assert done.stderr.startswith(
+        "error: --skip everything is no check\nhint: the checks are environment, links, "
+    )

@@ -29,7 +29,10 @@ def levels(folder: Path, *arguments: str) -> list[tuple[int, float]]:
     """Return the sizes and the rates of the cluster that the arguments describe."""
     priced = plan(*PRICE, *arguments, cwd=folder)
     assert priced.returncode == 0, priced.stderr
-    return [(level["size"], level["bandwidth_bytes_per_s"]) for level in json.loads(priced.stdout)["cluster"]["levels"]]
+    return [
+        (level["size"], level["bandwidth_bytes_per_s"])
+        for level in json.loads(priced.stdout)["cluster"]["levels"]
+    ]
 
 
 @pytest.mark.parametrize(
@@ -72,12 +75,22 @@ def test_one_level_has_one_rate(folder: Path, counted: tuple[str, ...]) -> None:
             "9 GPUs are not servers of 4 GPUs each",
         ),
         (
-            ("--servers", "2", "--gpus-per-server", "4", "--gpus", "9", "--bandwidth", "16GB/s,10Gbps"),
+            (
+                "--servers",
+                "2",
+                "--gpus-per-server",
+                "4",
+                "--gpus",
+                "9",
+                "--bandwidth",
+                "16GB/s,10Gbps",
+            ),
             "2 servers of 4 GPUs are 8 GPUs, not --gpus 9\nhint: leave out --gpus",
         ),
         (
             ("--servers", "2", "--gpus-per-server", "4", "--bandwidth", "10Gbps"),
-            "--bandwidth has 1 rate for 2 servers\nhint: give one for GPUs in one server, or for servers of one GPU",
+            "--bandwidth has 1 rate for 2 servers\nhint: give one for GPUs in one server, or for "
+            "servers of one GPU",
         ),
         (
             ("--servers", "2", "--bandwidth", "10Gbps"),
@@ -85,7 +98,8 @@ def test_one_level_has_one_rate(folder: Path, counted: tuple[str, ...]) -> None:
         ),
         (
             ("--gpus", "8", "--bandwidth", "16GB/s,10Gbps"),
-            "--bandwidth has 2 values for one level\nhint: say how many servers there are: --servers 2",
+            "--bandwidth has 2 values for one level\nhint: say how many servers there are: "
+            "--servers 2",
         ),
         (
             ("--topology", "4x2", "--servers", "2", "--bandwidth", "16GB/s,10Gbps"),

@@ -1,4 +1,6 @@
-"""A weight that two stages share: said when solving, trained as one, refused where its copies would differ."""
+"""A weight that two stages share: said when solving, trained as one, refused where its copies would
+differ.
+"""
 
 from __future__ import annotations
 
@@ -41,13 +43,18 @@ def loss(output, target):
 
 def test_a_weight_of_two_stages_is_named_when_solving_and_trained(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(MODEL)
-    assert plan("profile", "model.py", "--batch-size", "4", "--repeats", "3", cwd=tmp_path).returncode == 0
+    assert (
+        plan("profile", "model.py", "--batch-size", "4", "--repeats", "3", cwd=tmp_path).returncode
+        == 0
+    )
     cluster = ("--gpus", "2", "--bandwidth", "100Gbps")
     priced = plan("price", *cluster, "--stages", "middle.1", cwd=tmp_path)
     assert priced.returncode == 0, priced.stderr
     (note,) = (
         text
-        for kind, text, _ in complaints(load_plan(tmp_path / "plan.json"), load_profile(tmp_path / "profile.json"))
+        for kind, text, _ in complaints(
+            load_plan(tmp_path / "plan.json"), load_profile(tmp_path / "profile.json")
+        )
         if kind == "note" and "share the weight" in text
     )
     assert note.startswith("stages 0 and 1 share the weight 'embedding.weight'")

@@ -53,7 +53,9 @@ def test_against_a_run(folder: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "time, relative to measured" in done.stdout
     assert load_run(folder / "beside.json").minibatches == 30
-    found = RunComparison.model_validate_json(plan("simulate", "--against", "run.json", "--json", cwd=folder).stdout)
+    found = RunComparison.model_validate_json(
+        plan("simulate", "--against", "run.json", "--json", cwd=folder).stdout
+    )
     assert found.measured.minibatches == found.simulated.minibatches == 30
     for stage in found.stages:  # but for the digits of a trace
         assert stage.measured.model_dump() == pytest.approx(stage.simulated.model_dump(), rel=1e-6)
@@ -66,7 +68,10 @@ def test_against_a_run(folder: Path) -> None:
         (("--minibatches", "0"), "--minibatches 0 is no run"),
         (("--minibatches", "many"), "invalid int value"),
         (("--against", "none.json"), "there is no file 'none.json'"),
-        (("--against", "plan.json", "--minibatches", "3"), "--minibatches has no meaning with --against"),
+        (
+            ("--against", "plan.json", "--minibatches", "3"),
+            "--minibatches has no meaning with --against",
+        ),
     ],
 )
 def test_wrong_input(

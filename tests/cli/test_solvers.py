@@ -36,7 +36,11 @@ def solve(*arguments: str) -> int:
     ],
 )
 def test_what_cannot_be_is_said(
-    folder: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], code: int, message: str
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...],
+    code: int,
+    message: str,
 ) -> None:
     assert solve(*arguments) == code
     assert message in capsys.readouterr().err
@@ -45,7 +49,8 @@ def test_what_cannot_be_is_said(
 def test_a_cluster_of_different_gpus(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     level = Level(size=3, bandwidth_bytes_per_s=1e9)
     save_cluster(
-        Cluster(levels=(level,), kinds=(DeviceKind(count=2), DeviceKind(count=1, speed=4.0))), folder / "cluster.json"
+        Cluster(levels=(level,), kinds=(DeviceKind(count=2), DeviceKind(count=1, speed=4.0))),
+        folder / "cluster.json",
     )
     assert main(["solve", "--cluster", "cluster.json"]) == 0
     printed = capsys.readouterr().out
@@ -56,7 +61,8 @@ def test_a_cluster_of_different_gpus(folder: Path, capsys: pytest.CaptureFixture
 def test_plans_that_cannot_be_trained_are_refused(folder: Path) -> None:
     level = Level(size=2, bandwidth_bytes_per_s=1.0)
     save_cluster(
-        Cluster(levels=(level,), kinds=(DeviceKind(count=1), DeviceKind(count=1, speed=9.0))), folder / "cluster.json"
+        Cluster(levels=(level,), kinds=(DeviceKind(count=1), DeviceKind(count=1, speed=9.0))),
+        folder / "cluster.json",
     )
     assert main(["solve", "--cluster", "cluster.json"]) == 0
     with pytest.raises(PlanError, match="leaves GPU 0 idle"):

@@ -31,7 +31,12 @@ def folder(tmp_path: Path) -> Path:
 
 def run(folder: Path, line: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run a line of the shell, in which $PLAN is the command."""
-    environment = {**os.environ, "PYTHONPATH": str(Path.cwd()), "PLAN": f"{sys.executable} -m planner", **variables}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(Path.cwd()),
+        "PLAN": f"{sys.executable} -m planner",
+        **variables,
+    }
     return subprocess.run(
         ["bash", "-c", line],
         cwd=folder,
@@ -49,12 +54,16 @@ def run(folder: Path, line: str, **variables: str) -> subprocess.CompletedProces
     [("solve --gpus 2 --bandwidth 1Gbps --json", 0), ("show none.json", 2), ("--help", 0)],
     ids=["answer", "error", "help"],
 )
-def test_a_closed_stream_leads_nowhere(folder: Path, closed: str, arguments: str, code: int) -> None:
+def test_a_closed_stream_leads_nowhere(
+    folder: Path, closed: str, arguments: str, code: int
+) -> None:
     done = run(folder, f"$PLAN {arguments} {closed}")
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr
     if arguments.startswith("solve"):
-        assert json.loads((folder / "plan.json").read_text("utf-8"))["model"] == NAME, "and no other text"
+        assert json.loads((folder / "plan.json").read_text("utf-8"))["model"] == NAME, (
+            "and no other text"
+        )
 
 
 # Says which streams a worker has, in a file: none may be a connection or a file of the run.
@@ -69,7 +78,9 @@ SCRIPT = "import planner; planner.train('model.py', planner.load_plan('plan.json
 
 
 @pytest.mark.parametrize("closed", ["2>&-", "<&- 2>&-"])
-def test_what_a_model_file_starts_prints_nothing_amid_an_answer(tmp_path: Path, closed: str) -> None:
+def test_what_a_model_file_starts_prints_nothing_amid_an_answer(
+    tmp_path: Path, closed: str
+) -> None:
     prints = "import os\nos.system('echo printed')\n"
     write_model(tmp_path, "convolutional", "sgd", more=prints).rename(tmp_path / "model.py")
     done = run(tmp_path, f"$PLAN profile model.py --estimate --batch-size 4 --json {closed}")
@@ -80,7 +91,10 @@ def test_what_a_model_file_starts_prints_nothing_amid_an_answer(tmp_path: Path, 
 @pytest.mark.timeout(4 * TIMEOUT_S)
 @pytest.mark.parametrize(
     "command",
-    ["$PLAN train model.py --steps 2", pytest.param(f'{sys.executable} -c "{SCRIPT}"', marks=pytest.mark.slow)],
+    [
+        "$PLAN train model.py --steps 2",
+        pytest.param(f'{sys.executable} -c "{SCRIPT}"', marks=pytest.mark.slow),
+    ],
 )
 def test_workers_of_a_process_with_closed_streams_train(tmp_path: Path, command: str) -> None:
     path = write_model(tmp_path, "convolutional", "sgd", more=STREAMS).rename(tmp_path / "model.py")
@@ -93,8 +107,12 @@ def test_workers_of_a_process_with_closed_streams_train(tmp_path: Path, command:
     assert stdout in (os.devnull, stderr), "while `plan` runs, stdout leads to stderr"
 
 
-@pytest.mark.parametrize("variables", [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONUTF8": "0"}])
-def test_characters_that_a_stream_lacks_are_escaped(folder: Path, variables: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    "variables", [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONUTF8": "0"}]
+)
+def test_characters_that_a_stream_lacks_are_escaped(
+    folder: Path, variables: dict[str, str]
+) -> None:
     shown = run(folder, "$PLAN show profile.json", PYTHONCOERCECLOCALE="0", **variables)
     assert shown.returncode == 0, shown.stderr
     assert NAME.encode("ascii", "backslashreplace").decode() in shown.stdout
@@ -112,7 +130,9 @@ def test_an_answer_that_finds_no_room_is_an_error(folder: Path) -> None:
     assert (folder / "plan.json").exists()
 
 
-@pytest.mark.parametrize("arguments", ["show profile.json --json", "show none.json --json"], ids=["answer", "error"])
+@pytest.mark.parametrize(
+    "arguments", ["show profile.json --json", "show none.json --json"], ids=["answer", "error"]
+)
 def test_a_failure_is_told_where_stdout_takes_no_json(folder: Path, arguments: str) -> None:
     code = 2 if "none" in arguments else 1
     full = run(folder, f"$PLAN {arguments} > /dev/full")
@@ -141,4 +161,6 @@ def test_no_thread_can_be_started(folder: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("threading.Thread.start", refuse)
     done = plan("solve", "--gpus", "2", "--bandwidth", "1Gbps", cwd=folder)
     assert done.returncode == 1
-    assert done.stderr.startswith("error: the system refused: no more threads can be started\nhint: ")
+    assert done.stderr.startswith(
+        "error: the system refused: no more threads can be started\nhint: "
+    )

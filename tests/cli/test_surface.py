@@ -1,4 +1,5 @@
-"""The command line's surface, frozen: verbs, flags, choices and defaults change only together with `surface.txt`.
+"""The command line's surface, frozen: verbs, flags, choices and defaults change only together with
+`surface.txt`.
 
 After a change on purpose, write the file anew: `python -m tests.cli.test_surface`.
 """
@@ -16,9 +17,13 @@ FILE = Path(__file__).with_name("surface.txt")
 
 
 def surface() -> str:
-    """Each verb's arguments as lines: names, how many values, choices, and the default that its help states."""
+    """Each verb's arguments as lines: names, how many values, choices, and the default that its
+    help states.
+    """
     parser = build_parser()
-    verbs = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction)).choices
+    verbs = next(
+        action for action in parser._actions if isinstance(action, argparse._SubParsersAction)
+    ).choices
     return "\n".join(f"plan {name}\n{_arguments(verb)}\n" for name, verb in verbs.items())
 
 

@@ -1,4 +1,6 @@
-"""What an answer looks like on a terminal: colours, more with -v, and the next command at its end."""
+"""What an answer looks like on a terminal: colours, more with -v, and the next command at
+its end.
+"""
 
 from __future__ import annotations
 
@@ -42,11 +44,16 @@ def test_colours_are_for_terminals_that_want_them(monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_is_coloured_and_what_is_not() -> None:
-    text = "asynchronous (PipeDream 1F1B, gradients up to 2 updates stale)\nlimited by  stage 1\nplan  2-1"
+    text = (
+        "asynchronous (PipeDream 1F1B, gradients up to 2 updates stale)\nlimited by  stage "
+        "1\nplan  2-1"
+    )
     shown = coloured(text)
     assert "\x1b[33mgradients up to 2 updates stale\x1b[0m" in shown
     assert "\x1b[1mlimited by  stage 1\x1b[0m\n" in shown
-    assert "\x1b[31mdoes not fit (1 GB too many)\x1b[0m" in coloured("one GPU does not fit (1 GB too many)")
+    assert "\x1b[31mdoes not fit (1 GB too many)\x1b[0m" in coloured(
+        "one GPU does not fit (1 GB too many)"
+    )
     assert coloured("plan  2-1") == "plan  2-1"
 
 
@@ -69,10 +76,15 @@ def test_more_is_shown_on_demand(folder: Path) -> None:
     ("arguments", "last"),
     [
         ((), "next: plan report, or plan train MODEL.py"),
-        (("-o", "a b.json"), "next: plan report --plan 'a b.json', or plan train MODEL.py --plan 'a b.json'"),
+        (
+            ("-o", "a b.json"),
+            "next: plan report --plan 'a b.json', or plan train MODEL.py --plan 'a b.json'",
+        ),
     ],
 )
-def test_an_answer_ends_with_the_next_command(folder: Path, arguments: tuple[str, ...], last: str) -> None:
+def test_an_answer_ends_with_the_next_command(
+    folder: Path, arguments: tuple[str, ...], last: str
+) -> None:
     for verb in (("solve",), ("price", "--stages", "2")):
         done = plan(*verb, *CLUSTER, *arguments, cwd=folder)
         assert done.returncode == 0, done.stderr
@@ -82,5 +94,7 @@ def test_an_answer_ends_with_the_next_command(folder: Path, arguments: tuple[str
 
 def test_equal_workers_share_a_row(folder: Path) -> None:
     assert plan("price", "--stages", "2", "--replicas", "2", *CLUSTER, cwd=folder).returncode == 0
-    rows = [line.split()[0] for line in plan("simulate", cwd=folder).stdout.splitlines() if "%" in line]
+    rows = [
+        line.split()[0] for line in plan("simulate", cwd=folder).stdout.splitlines() if "%" in line
+    ]
     assert {"0-1", "2-3"} <= set(rows)

@@ -28,7 +28,10 @@ def test_progress_says_what_is_known() -> None:
     progress.begin(time.monotonic() + 30.5, 0.5)
     progress.meet("2-2", 2.0)
     progress.meet("4", 3.0)  # slower
-    assert progress_text(progress) == "best so far 2-2, 2 s per minibatch; no plan takes less than 500 ms; 30 s left"
+    assert (
+        progress_text(progress)
+        == "best so far 2-2, 2 s per minibatch; no plan takes less than 500 ms; 30 s left"
+    )
 
 
 def test_progress_is_shown_while_the_search_runs(
@@ -66,15 +69,21 @@ def test_an_answer_without_time_is_no_slower_than_data_parallelism(
 
 
 @pytest.mark.parametrize(
-    "verb", ["explain", *(pytest.param(verb, marks=pytest.mark.slow) for verb in ("compare", "report"))]
+    "verb",
+    ["explain", *(pytest.param(verb, marks=pytest.mark.slow) for verb in ("compare", "report"))],
 )
 def test_every_verb_answers_when_the_time_is_over(
     verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """All that a verb does has one clock, so that each of its searches meets a deadline that has passed."""
+    """All that a verb does has one clock, so that each of its searches meets a deadline that has
+    passed.
+    """
     monkeypatch.chdir(tmp_path)
     save_profile(transformer(8, "h.{block}.part{part}"), tmp_path / "profile.json")
-    assert main(["solve", "--topology", "4x4", "--bandwidth", "1kB/s,500B/s", "--memory", "100GB"]) == 0
+    assert (
+        main(["solve", "--topology", "4x4", "--bandwidth", "1kB/s,500B/s", "--memory", "100GB"])
+        == 0
+    )
     assert main([verb, "--time-limit", "1ns"]) == 0
     said = {"explain": "The time limit ended this", "compare": "waiting for messages is left out"}
     assert said.get(verb, "") in capsys.readouterr().out
@@ -90,7 +99,9 @@ def test_parts_of_the_time_end_with_it() -> None:
 
 
 def test_a_part_of_the_time_is_spent_by_computing_and_the_whole_by_waiting_too() -> None:
-    """Beside other work on the machine a search computes as long as alone, as long as the whole is not over."""
+    """Beside other work on the machine a search computes as long as alone, as long as the whole is
+    not over.
+    """
     whole = Clock.of(30.0)
     parts = [whole.part(0.001), whole.at_most(0.03)]
     time.sleep(0.06)
@@ -106,14 +117,18 @@ def test_a_part_of_the_time_is_spent_by_computing_and_the_whole_by_waiting_too()
 
 
 def test_what_comes_after_a_part_of_the_time_has_some_left() -> None:
-    """A part that takes three times as long as it computes leaves a third of their share to those after it."""
+    """A part that takes three times as long as it computes leaves a third of their share to those
+    after it.
+    """
     whole = Clock.of(30.0)
     ends_s = [each.at_s or 0.0 for each in (whole.part(0.4), whole.at_most(2.0), whole)]
     assert ends_s[2] - ends_s[0] == pytest.approx(6, abs=0.1)
     assert ends_s[2] - ends_s[1] == pytest.approx(24, abs=0.1)
 
 
-def test_the_first_interrupt_ends_the_search_and_the_second_one_all(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_first_interrupt_ends_the_search_and_the_second_one_all(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     before, stop = signal.getsignal(signal.SIGINT), threading.Event()
     with stopped_by_interrupt(stop):
         signal.raise_signal(signal.SIGINT)

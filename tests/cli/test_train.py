@@ -41,7 +41,9 @@ def plan_train(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str
 
 
 def assert_one_sentence(process: subprocess.CompletedProcess[str], code: int, *parts: str) -> None:
-    """The documented exit code, one `error:` line with `parts`, a hint, no traceback, nothing on stdout."""
+    """The documented exit code, one `error:` line with `parts`, a hint, no traceback, nothing on
+    stdout.
+    """
     assert process.returncode == code, process.stderr
     assert "Traceback" not in process.stderr
     lines = process.stderr.strip().splitlines()
@@ -55,7 +57,14 @@ def assert_one_sentence(process: subprocess.CompletedProcess[str], code: int, *p
 
 def test_a_run_reports_prediction_and_measurement(folder: Path) -> None:
     process = plan_train(
-        folder, "model.py", "--steps", "40", "--deterministic", "--save-weights", "weights.pt", "--json"
+        folder,
+        "model.py",
+        "--steps",
+        "40",
+        "--deterministic",
+        "--save-weights",
+        "weights.pt",
+        "--json",
     )
     assert process.returncode == 0, process.stderr
     result = json.loads(process.stdout)
@@ -85,14 +94,22 @@ def test_checks_of_every_collective_are_worth_a_warning(folder: Path) -> None:
     command = [sys.executable, "-m", "planner", "train", "model.py", "--steps", "4"]
     environment = {**os.environ, "TORCH_DISTRIBUTED_DEBUG": "DETAIL", "PYTHONPATH": str(Path.cwd())}
     process = subprocess.run(
-        command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env=environment, cwd=folder
+        command,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+        env=environment,
+        cwd=folder,
     )
     assert process.returncode == 0, process.stderr
     assert process.stderr.count("TORCH_DISTRIBUTED_DEBUG=DETAIL checks every collective first") == 1
 
 
 def test_the_data_parallel_baseline_runs_on_as_many_workers(folder: Path) -> None:
-    process = plan_train(folder, "model.py", "--steps", "21", "--baseline", "data-parallel", "--json")
+    process = plan_train(
+        folder, "model.py", "--steps", "21", "--baseline", "data-parallel", "--json"
+    )
     assert process.returncode == 0, process.stderr
     result = json.loads(process.stdout)
     assert result["schedule"] == "data-parallel"
@@ -112,13 +129,17 @@ def test_missing_files(folder: Path) -> None:
 
 def test_a_plan_for_another_model_is_refused(folder: Path) -> None:
     other = write_model(folder, "language", "sgd")
-    assert_one_sentence(plan_train(folder, other.name, "--steps", "3"), 2, "another model", other.name)
+    assert_one_sentence(
+        plan_train(folder, other.name, "--steps", "3"), 2, "another model", other.name
+    )
 
 
 def test_a_plan_without_a_model_is_refused(folder: Path) -> None:
     plan = load_plan(folder / "plan.json").model_copy(update={"graph_hash": None})
     save_plan(plan, folder / "imported.json")
-    assert_one_sentence(plan_train(folder, "model.py", "--plan", "imported.json"), 2, "imported profile")
+    assert_one_sentence(
+        plan_train(folder, "model.py", "--plan", "imported.json"), 2, "imported profile"
+    )
 
 
 def test_a_plan_for_another_kind_of_device_is_refused(folder: Path) -> None:
@@ -130,32 +151,52 @@ def test_a_plan_for_another_kind_of_device_is_refused(folder: Path) -> None:
     device = plan.device.model_copy(update={"kind": "cuda", "name": "NVIDIA L4"})
     save_plan(plan.model_copy(update={"device": device}), folder / "cuda.json")
     done = plan_train(folder, "model.py", "--plan", "cuda.json")
-    assert_one_sentence(done, 2, "the plan was made for GPUs (NVIDIA L4), and PyTorch sees none here")
+    assert_one_sentence(
+        done, 2, "the plan was made for GPUs (NVIDIA L4), and PyTorch sees none here"
+    )
     done = plan_train(folder, "model.py", "--plan", "cuda.json", "--device", "cpu")
-    assert_one_sentence(done, 2, "the plan was made for cuda (NVIDIA L4), and its times mean nothing for --device cpu")
+    assert_one_sentence(
+        done,
+        2,
+        "the plan was made for cuda (NVIDIA L4), and its times mean nothing for --device cpu",
+    )
 
 
 def test_nccl_between_cpus_is_refused(folder: Path) -> None:
-    assert_one_sentence(plan_train(folder, "model.py", "--backend", "nccl"), 2, "--backend nccl sends from GPUs")
+    assert_one_sentence(
+        plan_train(folder, "model.py", "--backend", "nccl"), 2, "--backend nccl sends from GPUs"
+    )
 
 
 def test_a_plan_edited_into_a_deadlock_is_refused(folder: Path) -> None:
     plan = load_plan(folder / "plan.json")
     starving = plan.stages[1].model_copy(update={"in_flight": 5})
-    save_plan(plan.model_copy(update={"stages": (plan.stages[0], starving)}), folder / "deadlock.json")
-    assert_one_sentence(plan_train(folder, "model.py", "--plan", "deadlock.json"), 2, "in_flight [2, 5]")
+    save_plan(
+        plan.model_copy(update={"stages": (plan.stages[0], starving)}), folder / "deadlock.json"
+    )
+    assert_one_sentence(
+        plan_train(folder, "model.py", "--plan", "deadlock.json"), 2, "in_flight [2, 5]"
+    )
 
 
 def test_lengths_that_mean_nothing_are_refused(folder: Path) -> None:
     assert_one_sentence(plan_train(folder, "model.py", "--steps", "0"), 2, "--steps 0 is too small")
-    assert_one_sentence(plan_train(folder, "model.py", "--epochs", "2"), 2, "--epochs needs a dataset()")
+    assert_one_sentence(
+        plan_train(folder, "model.py", "--epochs", "2"), 2, "--epochs needs a dataset()"
+    )
 
 
 def test_torchrun_with_another_number_of_workers_is_refused(folder: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
     command += ["-m", "planner", "train", "model.py", "--steps", "3"]
     process = subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env=os.environ
+        command,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+        env=os.environ,
     )
     assert process.returncode != 0
     assert "error: plan '1-1' needs 2 workers, but 1 were started" in process.stderr
@@ -165,7 +206,13 @@ def test_plain_torchrun_runs_the_same_plan(folder: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += ["-m", "planner", "train", "model.py", "--steps", "12", "--json"]
     process = subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env=os.environ
+        command,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+        env=os.environ,
     )
     assert process.returncode == 0, process.stderr
     assert json.loads(process.stdout)["config"] == "1-1"
@@ -196,7 +243,9 @@ def end_long_runs() -> Iterator[None]:
 def start_long_run(
     folder: Path, *arguments: str, plan: str = "plan.json", until: int = 3
 ) -> tuple[subprocess.Popen[str], list[int]]:
-    """A run that would take hours, and its workers by rank once all have come to minibatch `until`."""
+    """A run that would take hours, and its workers by rank once all have come to minibatch
+    `until`.
+    """
     process = subprocess.Popen(
         [sys.executable, "-m", "planner", "train", "model.py", "--plan", plan, "--steps", "100000000", *arguments],
         cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -217,7 +266,9 @@ def start_long_run(
 
 
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_a_killed_worker_ends_the_run_with_its_name_and_leaves_no_process(folder: Path, victim: int) -> None:
+def test_a_killed_worker_ends_the_run_with_its_name_and_leaves_no_process(
+    folder: Path, victim: int
+) -> None:
     process, workers = start_long_run(folder)
     os.kill(workers[victim], signal.SIGKILL)
     out, err = process.communicate(timeout=30)
@@ -243,7 +294,10 @@ def test_interrupting_ends_everything_with_code_130(folder: Path) -> None:
     _, err = process.communicate(timeout=30)
     assert process.returncode == 130
     assert "Traceback" not in err
-    assert "nothing was saved: with --checkpoint-every N a run writes checkpoints, and --resume continues it" in err
+    assert (
+        "nothing was saved: with --checkpoint-every N a run writes checkpoints, and --resume "
+        "continues it" in err
+    )
     assert not any(is_alive(worker) for worker in workers)
 
 
@@ -258,7 +312,9 @@ def test_an_interrupted_run_says_how_it_continues(folder: Path) -> None:
 
 
 def listening(pid: int) -> set[str]:
-    """Local addresses, in hexadecimal as the kernel writes them, of the ports that the process listens on."""
+    """Local addresses, in hexadecimal as the kernel writes them, of the ports that the process
+    listens on.
+    """
     sockets = set()
     for link in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(FileNotFoundError):  # closed meanwhile
@@ -272,19 +328,25 @@ def listening(pid: int) -> set[str]:
     return found
 
 
-def test_ports_listen_on_the_loopback_alone_and_a_stopped_worker_ends_the_run_in_time(folder: Path) -> None:
+def test_ports_listen_on_the_loopback_alone_and_a_stopped_worker_ends_the_run_in_time(
+    folder: Path,
+) -> None:
     process, workers = start_long_run(folder, "--hang-timeout", "3")
     loopback = {"0100007F"}
     assert set().union(*map(listening, (process.pid, *workers))) == loopback
     os.kill(workers[1], signal.SIGSTOP)
     out, err = process.communicate(timeout=TIMEOUT_S)
     done = subprocess.CompletedProcess(process.args, process.returncode, out, err)
-    assert_one_sentence(done, 1, "worker 1 (stage 1): has not moved for ", "minibatch ", "it does not respond")
+    assert_one_sentence(
+        done, 1, "worker 1 (stage 1): has not moved for ", "minibatch ", "it does not respond"
+    )
     assert not any(is_alive(worker) for worker in workers)
 
 
 def test_an_unknown_interface_is_refused(folder: Path) -> None:
-    assert_one_sentence(plan_train(folder, "model.py", "--interface", "none7"), 2, "'none7' is no network interface")
+    assert_one_sentence(
+        plan_train(folder, "model.py", "--interface", "none7"), 2, "'none7' is no network interface"
+    )
 
 
 def test_the_trace_has_what_every_worker_did_in_the_last_minibatches(folder: Path) -> None:
@@ -298,7 +360,8 @@ def test_the_trace_has_what_every_worker_did_in_the_last_minibatches(folder: Pat
     for rank in (0, 1):
         for kind in ("forward", "backward"):
             assert sum((event.rank, event.kind) == (rank, kind) for event in events) == 4
-        # The first worker's update by an earlier minibatch comes after its forward of the first one that is kept.
+        # The first worker's update by an earlier minibatch comes after its forward of the first one
+        # that is kept.
         assert sum((event.rank, event.kind) == (rank, "update") for event in events) == 5 - rank
     forwards = {(event.rank, event.minibatch): event for event in events if event.kind == "forward"}
     assert min(event.start_s for event in forwards.values()) == 0.0

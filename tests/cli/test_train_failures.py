@@ -99,7 +99,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def failing(folder: Path, fault: str, *arguments: str, launcher: tuple[str, ...] = ()) -> tuple[int, list[str]]:
+def failing(
+    folder: Path, fault: str, *arguments: str, launcher: tuple[str, ...] = ()
+) -> tuple[int, list[str]]:
     """Exit code and stderr's lines of a run with `fault` in the user's code."""
     done = subprocess.run(
         [sys.executable, "-m", *launcher, "planner", "train", "model.py", "--epochs", "1", *arguments],
@@ -124,8 +126,18 @@ def srun(folder: Path, fault: str) -> list[tuple[int, str, str]]:
     """Exit code, stdout and stderr of two processes with the variables that srun sets for two tasks on one node."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    job = {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "2", "SLURM_TASKS_PER_NODE": "2", "SLURM_JOB_NODELIST": "localhost"}
-    job |= {"MASTER_PORT": str(port), "FAULT": fault, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    job = {
+        "SLURM_JOB_ID": "1",
+        "SLURM_NTASKS": "2",
+        "SLURM_TASKS_PER_NODE": "2",
+        "SLURM_JOB_NODELIST": "localhost",
+    }
+    job |= {
+        "MASTER_PORT": str(port),
+        "FAULT": fault,
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", "planner", "train", "model.py", "--epochs", "1", "--json"],
@@ -139,7 +151,9 @@ def srun(folder: Path, fault: str) -> list[tuple[int, str, str]]:
     finally:
         for process in processes:
             process.kill()
-    return [(process.returncode, *output) for process, output in zip(processes, outputs, strict=True)]
+    return [
+        (process.returncode, *output) for process, output in zip(processes, outputs, strict=True)
+    ]
 
 
 @pytest.mark.slow
@@ -154,7 +168,9 @@ def test_tasks_of_slurm_train_as_workers_of_torchrun(folder: Path) -> None:
 def test_a_failing_task_of_slurm_ends_all_with_one_reason(folder: Path) -> None:
     tasks = srun(folder, "data")  # of worker 0, which holds the store
     assert [code for code, _, _ in tasks] == [1, 1]
-    (told,) = (line for _, _, text in tasks for line in text.splitlines() if line.startswith("error: "))
+    (told,) = (
+        line for _, _, text in tasks for line in text.splitlines() if line.startswith("error: ")
+    )
     assert told.startswith("error: worker 0 (stage 0), in the forward of minibatch ")
 
 
@@ -179,7 +195,9 @@ def test_under_torchrun_a_failing_dataset_is_told_once_with_its_line(folder: Pat
         ("nan", "worker 1 (stage 1), in the backward of minibatch ", " is nan"),
     ],
 )  # fmt: skip
-def test_the_first_failure_is_named_in_one_sentence(folder: Path, fault: str, start: str, end: str) -> None:
+def test_the_first_failure_is_named_in_one_sentence(
+    folder: Path, fault: str, start: str, end: str
+) -> None:
     code, lines = failing(folder, fault, "--stop-on-nan")
     assert code == 1
     assert len(lines) == 2, lines
@@ -201,7 +219,9 @@ def test_under_torchrun_code_that_blocks_is_named_with_its_line(folder: Path) ->
 def test_under_torchrun_the_next_worker_names_the_first_which_judges_all_and_is_stopped(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "2")  # a stopped process does not end when it is asked to
+    monkeypatch.setenv(
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "2"
+    )  # a stopped process does not end when it is asked to
     torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m")
     code, lines = failing(folder, "stopped", "--hang-timeout", "5", launcher=torchrun)
     assert code == 1
@@ -214,11 +234,16 @@ def test_under_torchrun_the_next_worker_names_the_first_which_judges_all_and_is_
 @pytest.mark.parametrize(
     ("fault", "told"),
     [
-        ("raised", f", in the update after minibatch 4: ValueError: fifth (model.py:{line_of('fifth')})"),
+        (
+            "raised",
+            f", in the update after minibatch 4: ValueError: fifth (model.py:{line_of('fifth')})",
+        ),
         ("killed", ": its process is gone and left no reason; last heard of "),
     ],
 )
-def test_a_worker_that_waits_ends_with_the_cause_that_another_host_reports(folder: Path, fault: str, told: str) -> None:
+def test_a_worker_that_waits_ends_with_the_cause_that_another_host_reports(
+    folder: Path, fault: str, told: str
+) -> None:
     """Each torchrun stands for a host. Nothing but the watch's thread can end the first worker before the time-out."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
@@ -239,14 +264,18 @@ def test_a_worker_that_waits_ends_with_the_cause_that_another_host_reports(folde
         for host in hosts:
             host.terminate()
     assert all(host.returncode for host in hosts)
-    errors = [[line for line in err.splitlines() if line.startswith("error: ")] for _, err in outputs]
+    errors = [
+        [line for line in err.splitlines() if line.startswith("error: ")] for _, err in outputs
+    ]
     said = f"error: worker 1 (stage 1){told}"
     assert [len(told) for told in errors] == [1, 1 if fault == "raised" else 0], outputs
     assert all(line.startswith(said) for lines in errors for line in lines), outputs
 
 
 @pytest.mark.slow
-def test_torchruns_restarts_go_on_from_checkpoints_of_the_same_run_alone(folder: Path, tmp_path: Path) -> None:
+def test_torchruns_restarts_go_on_from_checkpoints_of_the_same_run_alone(
+    folder: Path, tmp_path: Path
+) -> None:
     """torchrun calls all runs "none" that it was not given an id for."""
     for name in ("model.py", "plan.json"):
         (tmp_path / name).write_text((folder / name).read_text(encoding="utf-8"), encoding="utf-8")
@@ -254,7 +283,12 @@ def test_torchruns_restarts_go_on_from_checkpoints_of_the_same_run_alone(folder:
     def run() -> subprocess.CompletedProcess[str]:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
-        launcher = ("torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1", f"--master-port={port}")
+        launcher = (
+            "torch.distributed.run",
+            "--nproc-per-node=2",
+            "--max-restarts=1",
+            f"--master-port={port}",
+        )
         arguments = ("--steps", "24", "--checkpoint-every", "10", "--json")
         return subprocess.run(
             [sys.executable, "-m", *launcher, "-m", "planner", "train", "model.py", *arguments],
@@ -270,7 +304,9 @@ def test_torchruns_restarts_go_on_from_checkpoints_of_the_same_run_alone(folder:
     done = run()
     assert done.returncode != 0
     assert done.stdout == ""
-    assert done.stderr.count("has checkpoints of an earlier run, the newest step-00000024") >= 2  # both starts
+    assert (
+        done.stderr.count("has checkpoints of an earlier run, the newest step-00000024") >= 2
+    )  # both starts
 
 
 @pytest.mark.slow
@@ -282,11 +318,30 @@ def test_hosts_with_different_arguments_are_refused(folder: Path) -> None:
         "sys.exit(main())\n",
         encoding="utf-8",
     )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "each.py"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(Path.cwd()), *sys.path]))}
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "each.py",
+    ]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(Path.cwd()), *sys.path])),
+    }
     done = subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env=environment
+        command,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+        env=environment,
     )
     assert done.returncode != 0
     host = socket.gethostname()
-    assert f"error: worker 1 ({host}) began with --steps 6, and worker 0 ({host}) with --steps 5" in done.stderr
+    assert (
+        f"error: worker 1 ({host}) began with --steps 6, and worker 0 ({host}) with --steps 5"
+        in done.stderr
+    )

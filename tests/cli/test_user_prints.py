@@ -1,4 +1,6 @@
-"""What a user's code prints goes to stderr, and stdout has the answer alone: in all processes, from Python and C."""
+"""What a user's code prints goes to stderr, and stdout has the answer alone: in all processes, from
+Python and C.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,9 @@ OTHER = ["-o", "other.json", "--json"]
 def _plan(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """Run a verb in a process of its own, whose stdout is that of the system."""
     command = [sys.executable, "-m", "planner", *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=240, env=dict(os.environ))
+    return subprocess.run(
+        command, cwd=cwd, capture_output=True, text=True, timeout=240, env=dict(os.environ)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +95,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("arguments", "places"),
     [
-        (["train", "model.py", "--steps", "2", "--json"], ["the module", "dataset", "an item", "on_update"]),
+        (
+            ["train", "model.py", "--steps", "2", "--json"],
+            ["the module", "dataset", "an item", "on_update"],
+        ),
         pytest.param(
             ["profile", "model.py", "--estimate", "--device", "a100", "--batch-size", "4", *OTHER],
             ["forward"],
@@ -102,7 +109,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
     ids=["train", "estimate", "fit", "error"],
 )
-def test_the_answer_is_alone_on_stdout(arguments: Sequence[str], places: Sequence[str], folder: Path) -> None:
+def test_the_answer_is_alone_on_stdout(
+    arguments: Sequence[str], places: Sequence[str], folder: Path
+) -> None:
     done = _plan(*arguments, cwd=folder)
     answer = json.loads(done.stdout)
     assert ("error" in answer) == (done.returncode != 0), done.stderr
@@ -126,7 +135,9 @@ def test_the_answer_of_hosts_that_may_be_lost_is_alone_on_stdout_too(folder: Pat
 def test_who_reads_the_answer_may_leave(folder: Path) -> None:
     """As `plan show | head -1` does."""
     command = f"{sys.executable} -m planner show | head -c 1"
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240, shell=True)
+    done = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=240, shell=True
+    )
     assert len(done.stdout) == 1
     assert "Traceback" not in done.stderr
     assert "Exception ignored" not in done.stderr

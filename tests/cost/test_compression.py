@@ -18,7 +18,9 @@ LINK = 1e6  # bytes per second
 
 
 def model(element_bytes: int | None = None) -> Profile:
-    """Four layers of a second and a half; 1 MB of float32 between them, and a mask of 1,000 bytes beside it."""
+    """Four layers of a second and a half; 1 MB of float32 between them, and a mask of 1,000 bytes
+    beside it.
+    """
     layers = [layer(f"layer{number}", 0.5, 1.0, weight_bytes=10**8) for number in range(4)]
     value = Value(name="h", output_bytes=10**6, gradient_bytes=10**6, element_bytes=element_bytes)
     mask = Value(name="mask", output_bytes=1000, gradient_bytes=0)
@@ -52,7 +54,9 @@ def solved(codec: CodecName, element_bytes: int | None = None) -> Plan:
         ("int8", 1, 1_000_000),
     ],
 )
-def test_links_carry_coded_bytes(codec: CodecName, element_bytes: int | None, coded_bytes: int) -> None:
+def test_links_carry_coded_bytes(
+    codec: CodecName, element_bytes: int | None, coded_bytes: int
+) -> None:
     """250,000 float32 are 977 blocks of 256; a mask travels as it is."""
     plan = solved(codec, element_bytes)
     assert plan.config == "1-1"
@@ -72,12 +76,23 @@ def test_plans_get_faster_and_are_counted_as_large() -> None:
     assert len({stage.memory.communication_bytes for plan in plans for stage in plan.stages}) == 1
 
 
-@pytest.mark.parametrize(("schedule", "microbatches", "counted"), [("1f1b", 1, 1), ("2bw", 4, 4), ("1f1b-flush", 4, 3)])
+@pytest.mark.parametrize(
+    ("schedule", "microbatches", "counted"), [("1f1b", 1, 1), ("2bw", 4, 4), ("1f1b-flush", 4, 3)]
+)
 def test_both_ends_take_their_time_to_code(schedule: str, microbatches: int, counted: int) -> None:
-    """A byte takes 1 us at either end: with 2 x 255 kB a stage's processor takes half a second more per microbatch."""
-    slow = cluster("int8").model_copy(update={"codec_times": (CodecTime(codec="int8", s_per_byte=1e-6),)})
-    plans = [solve(model(), each, schedule=schedule, microbatches=microbatches) for each in (cluster("int8"), slow)]
-    more_s = 1e-6 * sum(plans[1].transfers[0].model_dump(include={"output_bytes", "gradient_bytes"}).values())
+    """A byte takes 1 us at either end: with 2 x 255 kB a stage's processor takes half a second more
+    per microbatch.
+    """
+    slow = cluster("int8").model_copy(
+        update={"codec_times": (CodecTime(codec="int8", s_per_byte=1e-6),)}
+    )
+    plans = [
+        solve(model(), each, schedule=schedule, microbatches=microbatches)
+        for each in (cluster("int8"), slow)
+    ]
+    more_s = 1e-6 * sum(
+        plans[1].transfers[0].model_dump(include={"output_bytes", "gradient_bytes"}).values()
+    )
     quick, late = (plan.solver.cost_model_s or 0 for plan in plans)
     assert late - quick == pytest.approx(counted * more_s)
     seconds = [plan.predicted.seconds_per_minibatch for plan in plans]

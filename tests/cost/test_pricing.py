@@ -29,7 +29,9 @@ def each(work: Work, *names: str) -> tuple[float, ...]:
 
 def test_a_value_travels_along_the_stages_that_use_it() -> None:
     layer_costs = LayerCosts(SKIP)
-    first, second, third = (layer_costs.work(stage) for stage in candidates([[0], [1], [2]], [1, 1, 1]))
+    first, second, third = (
+        layer_costs.work(stage) for stage in candidates([[0], [1], [2]], [1, 1, 1])
+    )
     # a goes to b, which hands it on to c beside its own output; gradients return the same way.
     assert each(first, "received_bytes", "sent_bytes") == (10, 10)
     assert each(second, "received_bytes", "sent_bytes") == (10 + 30, 30 + 10)
@@ -45,7 +47,8 @@ def test_a_value_that_only_passes_by_costs_the_stage_nothing() -> None:
         edges=[("a", "c"), ("b", "c")],
     )
     middle = LayerCosts(passing).work(candidates([[0], [1], [2]], [1, 1, 1])[1])
-    assert each(middle, "received_bytes", "sent_bytes") == (20, 20)  # b's own value and its gradient
+    # b's own value and its gradient
+    assert each(middle, "received_bytes", "sent_bytes") == (20, 20)
 
 
 def test_values_without_gradient_return_none() -> None:
@@ -56,7 +59,9 @@ def test_values_without_gradient_return_none() -> None:
 
 
 def test_1f1b() -> None:
-    cost = price(LayerCosts(SKIP), candidates([[0, 1], [2]], [2, 1]), Setting(flat_cluster(3, 100.0)))
+    cost = price(
+        LayerCosts(SKIP), candidates([[0, 1], [2]], [2, 1]), Setting(flat_cluster(3, 100.0))
+    )
     assert cost.seconds_per_minibatch == pytest.approx(10)  # c: 3 + 6 + 1
     assert (cost.bottleneck.stage, cost.bottleneck.resource) == (1, "compute")
     assert cost.in_flight == (2, 1)
@@ -71,11 +76,19 @@ def test_1f1b() -> None:
 
 def test_a_slow_link_is_the_bottleneck() -> None:
     cost = price(LayerCosts(SKIP), candidates([[0, 1], [2]], [1, 1]), Setting(flat_cluster(2, 1.0)))
-    assert (cost.bottleneck.stage, cost.bottleneck.resource, cost.seconds_per_minibatch) == (0, "link", 30)
+    assert (cost.bottleneck.stage, cost.bottleneck.resource, cost.seconds_per_minibatch) == (
+        0,
+        "link",
+        30,
+    )
 
 
 def test_gpipe_is_the_sum_and_the_rest_of_the_slowest() -> None:
-    cost = price(LayerCosts(SKIP), candidates([[0, 1], [2]], [1, 1]), Setting(flat_cluster(2, 100.0), GPIPE, 8))
+    cost = price(
+        LayerCosts(SKIP),
+        candidates([[0, 1], [2]], [1, 1]),
+        Setting(flat_cluster(2, 100.0), GPIPE, 8),
+    )
     transfers = 2 * 30 / 100
     # Stage 0 takes 9 per microbatch; stage 1 as long, and then updates.
     assert cost.seconds_per_minibatch == pytest.approx(9 + 9 + transfers + 7 * 9 + 1)
@@ -85,7 +98,9 @@ def test_gpipe_is_the_sum_and_the_rest_of_the_slowest() -> None:
 
 
 def test_one_microbatch_is_the_sum() -> None:
-    cost = price(LayerCosts(SKIP), candidates([[0, 1], [2]], [1, 1]), Setting(flat_cluster(2, 100.0), GPIPE))
+    cost = price(
+        LayerCosts(SKIP), candidates([[0, 1], [2]], [1, 1]), Setting(flat_cluster(2, 100.0), GPIPE)
+    )
     assert cost.seconds_per_minibatch == pytest.approx(9 + 9 + 1 + 2 * 30 / 100)
     assert cost.bottleneck.busy_s > 0
 

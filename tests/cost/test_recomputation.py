@@ -1,4 +1,6 @@
-"""Which layers recompute: what that keeps, against small cases by hand and every subset of units one by one."""
+"""Which layers recompute: what that keeps, against small cases by hand and every subset of units
+one by one.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,17 @@ NAMES = ("e", "h.0.a", "h.0.b", "h.1.a", "h.1.b", "h.2.a", "head")
 
 def named(model: Profile, block_of: list[int]) -> Profile:
     """Name the layers of a profile as parts of blocks."""
-    names = {layer.name: f"h.{block_of[index]}.{layer.name}" for index, layer in enumerate(model.layers)}
+    names = {
+        layer.name: f"h.{block_of[index]}.{layer.name}" for index, layer in enumerate(model.layers)
+    }
     layers = [layer.model_copy(update={"name": names[layer.name]}) for layer in model.layers]
     edges = [
-        edge.model_copy(update={"source": names[edge.source], "target": names[edge.target]}) for edge in model.edges
+        edge.model_copy(update={"source": names[edge.source], "target": names[edge.target]})
+        for edge in model.edges
     ]
-    return model.model_copy(update={"layers": tuple(layers), "edges": tuple(edges), "no_cut_after": ()})
+    return model.model_copy(
+        update={"layers": tuple(layers), "edges": tuple(edges), "no_cut_after": ()}
+    )
 
 
 @st.composite
@@ -43,11 +50,15 @@ def models(draw: st.DrawFn, most_layers: int = 6) -> Profile:
 
 def footprint(layer_costs: LayerCosts, layers: range, groups: Groups) -> Footprint:
     before = frozenset(range(layers.start))
-    return layer_costs.footprint(Candidate(before, frozenset(layers), StageOptions(recompute=groups)))
+    return layer_costs.footprint(
+        Candidate(before, frozenset(layers), StageOptions(recompute=groups))
+    )
 
 
 def extra_s(layer_costs: LayerCosts, layers: range, groups: Groups) -> float:
-    stage = Candidate(frozenset(range(layers.start)), frozenset(layers), StageOptions(recompute=groups))
+    stage = Candidate(
+        frozenset(range(layers.start)), frozenset(layers), StageOptions(recompute=groups)
+    )
     return float(layer_costs.work(stage).recompute_s)
 
 
@@ -61,7 +72,9 @@ def every(layer_costs: LayerCosts, layers: range) -> list[Groups]:
 def block_layers(size: int = 8) -> list[Layer]:
     """Layers with a workspace, whose gradients are as large as their weights."""
     return [
-        layer(name, 1, 2, output_bytes=size, weight_bytes=10, saved_bytes=30).model_copy(update={"workspace_bytes": 5})
+        layer(name, 1, 2, output_bytes=size, weight_bytes=10, saved_bytes=30).model_copy(
+            update={"workspace_bytes": 5}
+        )
         for name in NAMES
     ]
 
@@ -78,10 +91,22 @@ def test_a_group_keeps_what_enters_it_and_saves_its_layers_once() -> None:
     plain, again = footprint(layer_costs, range(7), none), footprint(layer_costs, range(7), second)
     # All seven save 30; the block of two keeps the 8 bytes that enter it.
     assert (float(plain.saved_bytes), float(again.saved_bytes)) == (210, 150 + 8)
-    # Without accumulation all saved, a workspace and the last gradient; with the group at work: 90 + 8 + 60 is less.
+    # Without accumulation all saved, a workspace and the last gradient; with the group at work: 90
+    # + 8 + 60 is less.
     assert plain.total_bytes(1, 1) == 70 + max(n * 30 + 5 + (8 - n) * 10 for n in range(1, 8))
-    peaks = [30 + 5 + 70, 60 + 5 + 60, 90 + 5 + 50, 98 + 30 + 5 + 40, 98 + 60 + 5 + 30, 128 + 5 + 20, 158 + 5 + 10]
-    assert again.total_bytes(1, 1) == 70 + max(peaks) + layer_costs.footprint(layer_costs.single_stage).message_bytes
+    peaks = [
+        30 + 5 + 70,
+        60 + 5 + 60,
+        90 + 5 + 50,
+        98 + 30 + 5 + 40,
+        98 + 60 + 5 + 30,
+        128 + 5 + 20,
+        158 + 5 + 10,
+    ]
+    assert (
+        again.total_bytes(1, 1)
+        == 70 + max(peaks) + layer_costs.footprint(layer_costs.single_stage).message_bytes
+    )
     assert again.total_bytes(3, 1) == again.total_bytes(1, 1) + 2 * 158
     # Where gradients accumulate, all exist, and the layer at work has its own twice.
     peaks = [n + 70 + 10 for n in (35, 65, 95, 98 + 35, 98 + 65, 128 + 5, 158 + 5)]
@@ -91,7 +116,10 @@ def test_a_group_keeps_what_enters_it_and_saves_its_layers_once() -> None:
 
 def test_a_value_that_enters_two_groups_is_kept_once() -> None:
     """As a mask or the encoder's output enters every block."""
-    layers = [layer("mask", output_bytes=50), *(layer(f"h.{n}", output_bytes=8, saved_bytes=30) for n in range(3))]
+    layers = [
+        layer("mask", output_bytes=50),
+        *(layer(f"h.{n}", output_bytes=8, saved_bytes=30) for n in range(3)),
+    ]
     edges = [("mask", f"h.{n}") for n in range(3)] + [("h.0", "h.1"), ("h.1", "h.2")]
     layer_costs = LayerCosts(profile(*layers, edges=edges))
     units = [frozenset(unit) for unit in units_of(layer_costs, range(1, 4))]
@@ -102,7 +130,9 @@ def test_a_value_that_enters_two_groups_is_kept_once() -> None:
 
 @settings(max_examples=examples(150), deadline=None)
 @given(model=models(), data=st.data())
-def test_choices_cost_what_stages_cost_and_none_is_better(model: Profile, data: st.DataObject) -> None:
+def test_choices_cost_what_stages_cost_and_none_is_better(
+    model: Profile, data: st.DataObject
+) -> None:
     layer_costs = LayerCosts(model)
     first = data.draw(st.integers(0, len(model.layers) - 1))
     layers = range(first, data.draw(st.integers(first + 1, len(model.layers))))
@@ -114,17 +144,27 @@ def test_choices_cost_what_stages_cost_and_none_is_better(model: Profile, data: 
         assert seconds == pytest.approx(extra_s(layer_costs, layers, groups))
         assert held == pytest.approx(_held_by(footprint(layer_costs, layers, groups)))
     for groups in every(layer_costs, layers):
-        seconds, wanted = extra_s(layer_costs, layers, groups), _held_by(footprint(layer_costs, layers, groups))
+        seconds, wanted = (
+            extra_s(layer_costs, layers, groups),
+            _held_by(footprint(layer_costs, layers, groups)),
+        )
         for flying, work in product((1, 2, 3, 5, 64), (1, 2)):
             total = (flying - 1) * wanted[0] + wanted[work]
-            assert any(seconds >= s - 1e-9 and total >= (flying - 1) * held[0] + held[work] - 1e-9 for s, held in rows)
+            assert any(
+                seconds >= s - 1e-9 and total >= (flying - 1) * held[0] + held[work] - 1e-9
+                for s, held in rows
+            )
 
 
 @pytest.mark.parametrize("saved", [30, 4])
 def test_equal_units_are_exchanged(saved: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Six equal blocks: as good as trying all subsets, where activations or gradients are larger."""
+    """Six equal blocks: as good as trying all subsets, where activations or gradients are
+    larger.
+    """
     layers = [
-        layer(f"h.{n}", output_bytes=3, weight_bytes=10, saved_bytes=saved).model_copy(update={"workspace_bytes": 5})
+        layer(f"h.{n}", output_bytes=3, weight_bytes=10, saved_bytes=saved).model_copy(
+            update={"workspace_bytes": 5}
+        )
         for n in range(6)
     ]
     layer_costs = LayerCosts(profile(*layers))

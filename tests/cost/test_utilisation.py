@@ -18,8 +18,12 @@ A100 = Device(kind="cuda", name="NVIDIA A100-SXM4-80GB")
 
 def counted(device: Device = A100) -> Profile:
     """Return a profile of 3 s and 90 TFLOP per microbatch of 4 samples, each of 50 tokens."""
-    one = layer("a").model_copy(update={"forward_flops": 30 * 10**12, "backward_flops": 60 * 10**12})
-    return profile(one).model_copy(update={"device": device, "autocast": "bfloat16", "tokens_per_sample": 50})
+    one = layer("a").model_copy(
+        update={"forward_flops": 30 * 10**12, "backward_flops": 60 * 10**12}
+    )
+    return profile(one).model_copy(
+        update={"device": device, "autocast": "bfloat16", "tokens_per_sample": 50}
+    )
 
 
 @pytest.mark.parametrize(
@@ -41,10 +45,14 @@ def test_devices_are_found_by_the_drivers_name(name: str, key: str | None) -> No
 def test_the_peak_is_of_the_precision_trained_in() -> None:
     assert peak_flops_per_s(counted()) == 312e12
     assert peak_flops_per_s(counted().model_copy(update={"autocast": None})) == 19.5e12
-    assert peak_flops_per_s(counted().model_copy(update={"autocast": None, "dtype": "tf32"})) == 156e12
+    assert (
+        peak_flops_per_s(counted().model_copy(update={"autocast": None, "dtype": "tf32"})) == 156e12
+    )
     assert peak_flops_per_s(counted(Device(kind="cpu", name="imagined", threads=1))) is None
     assert peak_flops_per_s(counted(Device(kind="cuda", name="imagined"))) is None
-    assert peak_flops_per_s(counted(Device(kind="cuda", name="my own", peak_flops_per_s=1e12))) == 1e12
+    assert (
+        peak_flops_per_s(counted(Device(kind="cuda", name="my own", peak_flops_per_s=1e12))) == 1e12
+    )
 
 
 def test_a_plan_says_tokens_and_utilisation() -> None:

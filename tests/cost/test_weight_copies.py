@@ -24,7 +24,9 @@ from tests.solver.test_degrees import divided
 
 
 def tied() -> Profile:
-    """An embedding whose weight the head uses, too, and two layers between; the weight counts in the embedding."""
+    """An embedding whose weight the head uses, too, and two layers between; the weight counts in
+    the embedding.
+    """
     made = profile(
         layer("embedding", 200, 200, output_bytes=8, weight_bytes=10**6),
         layer("one", 200, 400, output_bytes=8, weight_bytes=10**6),
@@ -43,26 +45,43 @@ def test_a_copy_is_in_the_plan_and_in_its_memory() -> None:
     plan = solve(tied(), flat_cluster(4, 1e3), schedule="gpipe", microbatches=4)
     assert plan.config == "1-1-1-1"
     (shared,) = plan.shared
-    assert (shared.stages, shared.weights, shared.gradient_bytes) == ((0, 3), ("embed.weight",), 10**6)
+    assert (shared.stages, shared.weights, shared.gradient_bytes) == (
+        (0, 3),
+        ("embed.weight",),
+        10**6,
+    )
     head = plan.stages[3].memory
-    assert (head.weights_bytes, head.gradients_bytes, head.optimizer_bytes) == (10**6, 2 * 10**6, 2 * 10**6)
+    assert (head.weights_bytes, head.gradients_bytes, head.optimizer_bytes) == (
+        10**6,
+        2 * 10**6,
+        2 * 10**6,
+    )
     assert plan.stages[2].memory.weights_bytes == 10**6
 
 
 def test_replicas_divide_the_state_of_copies_but_sum_their_gradients_whole() -> None:
-    """The other stage needs all of the gradients; each replica then updates its part, and all gather the weights."""
+    """The other stage needs all of the gradients; each replica then updates its part, and all
+    gather the weights.
+    """
     schedule = find("gpipe")
-    stages = (OwnStage(layers=("embedding", "one"), replicas=2), OwnStage(layers=("two", "head"), replicas=2))
+    stages = (
+        OwnStage(layers=("embedding", "one"), replicas=2),
+        OwnStage(layers=("two", "head"), replicas=2),
+    )
     divided = tuple(stage.model_copy(update={"sharded": True}) for stage in stages)
     cluster = flat_cluster(4, 1e3)
     plain, sharded = (
-        price(tied(), cluster, OwnPlan(stages=each, schedule=schedule, microbatches=4)) for each in (stages, divided)
+        price(tied(), cluster, OwnPlan(stages=each, schedule=schedule, microbatches=4))
+        for each in (stages, divided)
     )
     assert [stage.memory.optimizer_bytes for stage in plain.stages] == [4 * 10**6] * 2
     assert [stage.memory.optimizer_bytes for stage in sharded.stages] == [2 * 10**6] * 2
     for plan, megabytes in ((plain, 12), (sharded, 14)):
-        # Two stages of two replicas all-reduce or reduce, and gather; each replica gets the other stage's gradients.
-        rings = sum(2 * (each.reduced_bytes + each.gathered_bytes) for each in costs_of(plan).stages)
+        # Two stages of two replicas all-reduce or reduce, and gather; each replica gets the other
+        # stage's gradients.
+        rings = sum(
+            2 * (each.reduced_bytes + each.gathered_bytes) for each in costs_of(plan).stages
+        )
         cut = 4 * 2 * 8
         samples = plan.minibatch_size
         assert samples is not None
@@ -76,13 +95,29 @@ def test_replicas_divide_the_state_of_copies_but_sum_their_gradients_whole() -> 
 def test_messages_with_the_gradients_of_copies_are_in_the_memory() -> None:
     """What a stage has sent, to each replica that it serves, and what it receives."""
     layer_costs = LayerCosts(tied())
-    assert exchanged_bytes(layer_costs, candidates([[0], [1], [2], [3]], [1, 1, 1, 1])) == [2 * 10**6, 0, 0, 2 * 10**6]
-    assert exchanged_bytes(layer_costs, candidates([[0], [1, 2], [3]], [2, 1, 3])) == [3 * 10**6, 0, 2 * 10**6]
+    assert exchanged_bytes(layer_costs, candidates([[0], [1], [2], [3]], [1, 1, 1, 1])) == [
+        2 * 10**6,
+        0,
+        0,
+        2 * 10**6,
+    ]
+    assert exchanged_bytes(layer_costs, candidates([[0], [1, 2], [3]], [2, 1, 3])) == [
+        3 * 10**6,
+        0,
+        2 * 10**6,
+    ]
     assert exchanged_bytes(layer_costs, candidates([[0, 1, 2, 3]], [2])) == [0]
-    # The second stage is two rounds ahead of the first: three sent, two of its own, and one received.
-    assert exchanged_bytes(layer_costs, candidates([[0, 1, 2], [3]], [1, 1]), (3, 1)) == [2 * 10**6, 6 * 10**6]
+    # The second stage is two rounds ahead of the first: three sent, two of its own, and one
+    # received.
+    assert exchanged_bytes(layer_costs, candidates([[0, 1, 2], [3]], [1, 1]), (3, 1)) == [
+        2 * 10**6,
+        6 * 10**6,
+    ]
     # Each rank of a group has half of the weight.
-    groups = [replace(stage, options=StageOptions(tensor=2)) for stage in candidates([[0], [1, 2], [3]], [1, 1, 1])]
+    groups = [
+        replace(stage, options=StageOptions(tensor=2))
+        for stage in candidates([[0], [1, 2], [3]], [1, 1, 1])
+    ]
     on_groups = layer_costs_on(divided(tied(), 2), flat_cluster(6, 1e3))
     assert exchanged_bytes(on_groups, groups) == [10**6, 0, 10**6]
     plan = solve(tied(), flat_cluster(4, 1e3), schedule="gpipe", microbatches=4)
@@ -110,13 +145,17 @@ def test_a_copy_that_does_not_fit_is_no_plan() -> None:
     plan = solve(tied(), flat_cluster(4, 1e3), schedule="gpipe", microbatches=4)
     limit = plan.stages[3].memory.total_bytes - 1
     assert plan.stages[0].memory.total_bytes <= limit
-    with pytest.raises(InfeasibleError, match=r"what stage \d holds for that does not fit") as raised:
+    with pytest.raises(
+        InfeasibleError, match=r"what stage \d holds for that does not fit"
+    ) as raised:
         solve(tied(), flat_cluster(4, 1e3, limit), schedule="gpipe", microbatches=4)
     assert "more memory" in raised.value.hint
 
 
 def test_the_simulation_sends_the_gradients_of_copies() -> None:
-    """1 kB/s: a megabyte each way at the end of every minibatch, before anything of the next can begin."""
+    """1 kB/s: a megabyte each way at the end of every minibatch, before anything of the next can
+    begin.
+    """
     slow = flat_cluster(4, 1e3)
     plan = solve(tied(), slow, schedule="gpipe", microbatches=4)
     without = plan.model_copy(update={"shared": ()})
@@ -132,6 +171,12 @@ def test_a_copy_is_updated_too_and_its_gradients_add_up() -> None:
     model = tied().model_copy(update={"layers": tuple(layers)})
     plan = solve(model, flat_cluster(4, 1e3), schedule="gpipe", microbatches=4)
     assert plan.config == "1-1-1-1"
-    assert [stage.update_s for stage in plan.stages] == pytest.approx([0.007, 0.008, 0.009, 0.010 + 0.007])
-    assert [stage.accumulate_s for stage in plan.stages] == pytest.approx([0.0007, 0.0008, 0.0009, 0.0010 + 0.0007])
-    assert plan.predicted.seconds_per_minibatch == pytest.approx(summarize(simulate(plan)).seconds_per_minibatch)
+    assert [stage.update_s for stage in plan.stages] == pytest.approx(
+        [0.007, 0.008, 0.009, 0.010 + 0.007]
+    )
+    assert [stage.accumulate_s for stage in plan.stages] == pytest.approx(
+        [0.0007, 0.0008, 0.0009, 0.0010 + 0.0007]
+    )
+    assert plan.predicted.seconds_per_minibatch == pytest.approx(
+        summarize(simulate(plan)).seconds_per_minibatch
+    )

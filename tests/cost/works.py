@@ -9,7 +9,14 @@ from planner.cost.work import Work
 
 
 def work(**given: float) -> Work:
-    names = ("forward_s", "backward_s", "update_s", "trainable_bytes", "received_bytes", "sent_bytes")
+    names = (
+        "forward_s",
+        "backward_s",
+        "update_s",
+        "trainable_bytes",
+        "received_bytes",
+        "sent_bytes",
+    )
     more = ("received_messages", "sent_messages", "accumulate_s")
     return Work(**{name: np.array([float(given.get(name, 0.0))]) for name in names + more})
 

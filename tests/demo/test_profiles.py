@@ -19,15 +19,17 @@ def _weights(width: int) -> int:
     return 4 * width * (2 * width + 2)
 
 
-# VGG-16 and ResNet-50 have 138,357,544 and 25,557,032 weights with 1,000 classes and 224x224 images; here there are 10
-# classes, and VGG's first linear layer reads 512 values, not 25,088. GPT-2 small has 124,439,808.
+# VGG-16 and ResNet-50 have 138,357,544 and 25,557,032 weights with 1,000 classes and 224x224
+# images; here there are 10 classes, and VGG's first linear layer reads 512 values, not 25,088.
+# GPT-2 small has 124,439,808.
 @pytest.mark.parametrize(
     ("name", "weights"),
     [
         ("vgg16", 138_357_544 - (25_088 - 512) * 4096 - 990 * 4097),
         ("resnet50", 25_557_032 - 990 * 2049),
         ("gpt2", 124_439_808),
-        ("unet", 31_037_698),  # with the weights of BatchNorm, without biases before it, for two classes
+        # with the weights of BatchNorm, without biases before it, for two classes
+        ("unet", 31_037_698),
         ("lstm_lm", 256 * 650 + 2 * _weights(650) + 651 * 256),
     ],
 )
@@ -40,7 +42,9 @@ def test_sizes_are_the_published_ones(name: str, weights: int) -> None:
 @pytest.mark.parametrize(("name", "weights"), [("bert", 109_514_298), ("t5", 60_506_624)])
 def test_sizes_of_transformers_models(name: str, weights: int) -> None:
     """Sizes of BERT-base with its head for masked words, and of T5-small."""
-    pytest.importorskip("transformers", reason="needs the extra 'hf': pip install 'transformers>=4.50'")
+    pytest.importorskip(
+        "transformers", reason="needs the extra 'hf': pip install 'transformers>=4.50'"
+    )
     test_sizes_are_the_published_ones(name, weights)
 
 

@@ -33,7 +33,8 @@ _GNMT_8 = (
 )
 
 
-# The first five are from their authors, torchvision's documentation or PipeDream's profiles; we counted the others.
+# The first five are from their authors, torchvision's documentation or PipeDream's profiles; we
+# counted the others.
 @pytest.mark.parametrize(
     ("path", "weights"),
     [
@@ -42,7 +43,10 @@ _GNMT_8 = (
         (ROOT / "profiles/alexnet/model.py", 61_100_840),
         (ROOT / "profiles/inception_v3/model.py", 27_161_264),
         (ROOT / "profiles/gnmt8/model.py", _GNMT_8),
-        (ROOT / "profiles/gnmt16/model.py", _GNMT_8 + 4 * _lstm(1024, 1024) + 4 * _lstm(2048, 1024)),
+        (
+            ROOT / "profiles/gnmt16/model.py",
+            _GNMT_8 + 4 * _lstm(1024, 1024) + 4 * _lstm(2048, 1024),
+        ),
         (
             ROOT / "profiles/s2vt/model.py",
             4097 * 500 + _lstm(500, 1000) + _lstm(1500, 1000) + 46_168 * 500 + 46_168 * 1001,
@@ -59,7 +63,10 @@ def test_sizes(path: Path, weights: int) -> None:
     assert sum(parameter.numel() for parameter in model.parameters()) == weights
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("s2vt", "awd_lm", "inception_v3", "gnmt8", "gnmt16")]
+SLOW = [
+    pytest.param(name, marks=pytest.mark.slow)
+    for name in ("s2vt", "awd_lm", "inception_v3", "gnmt8", "gnmt16")
+]
 
 
 @pytest.mark.parametrize("name", ["alexnet", *SLOW])
@@ -70,7 +77,9 @@ def test_small_variants_are_cut_and_run(name: str) -> None:
     batch = file.example_batch(2)
     graph = capture(model, batch, file.loss)
     assert len(graph.layers) >= 6
-    whole, split = (run_split(graph, batch, cut_evenly(graph, stages), (7, 3, 1)) for stages in (1, 5))
+    whole, split = (
+        run_split(graph, batch, cut_evenly(graph, stages), (7, 3, 1)) for stages in (1, 5)
+    )
     assert torch.isfinite(whole.loss)
     assert all(gradient is not None for gradient in whole.gradients.values())
     assert_same(whole, split)

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _NOT_RUN = re.compile(r"<!-- not run: (.+) -->")
-_START = re.compile(r"(?:\$ )?((?:plan [a-z]|torchrun |python3? |cd |sbatch |kubectl |\w+=\S+ \./).*)")
+_START = re.compile(
+    r"(?:\$ )?((?:plan [a-z]|torchrun |python3? |cd |sbatch |kubectl |\w+=\S+ \./).*)"
+)
 _PYTHON = re.compile(r"(?:import|from) \w")
 
 

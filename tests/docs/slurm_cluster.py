@@ -1,7 +1,8 @@
-"""A Slurm cluster on this machine: a controller and nodes, each in a network namespace with a host name of its own.
+"""A Slurm cluster on this machine: a controller and nodes, each in a network namespace with a host
+name of its own.
 
-Slurm's own daemons schedule and start the jobs, and jobs reach each other by the nodes' names. Nodes have made-up GPUs,
-which Slurm counts and hands out, and more CPUs than the machine has.
+Slurm's own daemons schedule and start the jobs, and jobs reach each other by the nodes' names.
+Nodes have made-up GPUs, which Slurm counts and hands out, and more CPUs than the machine has.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class SlurmCluster:
         (folder / "slurm.conf").write_text(self._configuration())
         # Slurm sets CUDA_VISIBLE_DEVICES by the numbers of these files, and opens none of them.
         (folder / "gres.conf").write_text(f"Name=gpu File=/dev/tty[0-{GPUS - 1}]\n")
-        # Never used, as processes are tracked without control groups; without it slurmd looks for a mounted one.
+        # Never used, as processes are tracked without control groups; without it slurmd looks for a
+        # mounted one.
         (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
         self._daemons: dict[str, subprocess.Popen[str]] = {}
 
@@ -91,11 +93,19 @@ class SlurmCluster:
         """Return the states of the nodes."""
         return set(self.call("sinfo", "-h", "-N", "-o", "%T").split())
 
-    def call(self, *arguments: str, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> str:
+    def call(
+        self, *arguments: str, cwd: Path | None = None, env: Mapping[str, str] | None = None
+    ) -> str:
         """Run a command of Slurm on the controller, and return what it prints."""
         command = self._command("controller", self._controller, arguments)
         done = subprocess.run(
-            command, cwd=cwd, env=self._environment(env), capture_output=True, text=True, timeout=60, check=False
+            command,
+            cwd=cwd,
+            env=self._environment(env),
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
         )
         return done.stdout if done.returncode == 0 else done.stdout + done.stderr
 
@@ -132,7 +142,12 @@ class SlurmCluster:
 
     def _environment(self, extra: Mapping[str, str] | None = None) -> dict[str, str]:
         path = f"{os.environ['PATH']}:/usr/sbin"
-        return {**os.environ, "PATH": path, "SLURM_CONF": str(self.folder / "slurm.conf"), **(extra or {})}
+        return {
+            **os.environ,
+            "PATH": path,
+            "SLURM_CONF": str(self.folder / "slurm.conf"),
+            **(extra or {}),
+        }
 
 
 _FILES = {
@@ -161,7 +176,9 @@ _SETTINGS = (
 
 @contextmanager
 def slurm_cluster(nodes: int) -> Iterator[SlurmCluster]:
-    """Yield a cluster of so many nodes; skip where Slurm is not installed, or namespaces cannot be made."""
+    """Yield a cluster of so many nodes; skip where Slurm is not installed, or namespaces cannot be
+    made.
+    """
     path = f"{os.environ['PATH']}:/usr/sbin"
     missing = [name for name in PROGRAMS if shutil.which(name, path=path) is None]
     if missing:

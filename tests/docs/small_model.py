@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 
 def build_model() -> nn.Module:
-    return nn.Sequential(*(m for _ in range(8) for m in (nn.Linear(64, 64), nn.ReLU())), nn.Linear(64, 10))
+    return nn.Sequential(
+        *(m for _ in range(8) for m in (nn.Linear(64, 64), nn.ReLU())), nn.Linear(64, 10)
+    )
 
 
 def example_batch(batch_size: int) -> tuple[tuple[Tensor], Tensor]:
@@ -27,4 +29,7 @@ def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 def dataset() -> list[tuple[tuple[Tensor], Tensor]]:
     drawn = torch.Generator().manual_seed(0)
-    return [((torch.randn(64, generator=drawn),), torch.randint(0, 10, (), generator=drawn)) for _ in range(640)]
+    return [
+        ((torch.randn(64, generator=drawn),), torch.randint(0, 10, (), generator=drawn))
+        for _ in range(640)
+    ]

@@ -1,8 +1,9 @@
-"""Every command of the documentation is one that `plan` takes, and runs where one machine is enough.
+"""Every command of the documentation is one that `plan` takes, and runs where one machine is
+enough.
 
-The default tests run what needs no training, on files made beforehand. Those marked slow type all commands of a page
-into a shell, one after the other, in a folder with a small model file, and the page's Python scripts where they stand.
-What neither runs says why in the page.
+The default tests run what needs no training, on files made beforehand. Those marked slow type all
+commands of a page into a shell, one after the other, in a folder with a small model file, and the
+page's Python scripts where they stand. What neither runs says why in the page.
 """
 
 from __future__ import annotations
@@ -61,13 +62,20 @@ def test_verbs_and_options_named_in_the_text_exist(page: Path) -> None:
     for verb, rest in _INLINE.findall(page.read_text(encoding="utf-8").replace("\n", " ")):
         assert verb in verbs, f"plan {verb}"  # type: ignore[operator]
         known = verbs[verb]._option_string_actions  # type: ignore[index]
-        assert [option for option in re.findall(r"--[a-z][\w-]*", rest) if option not in known] == [], f"plan {verb}"
+        assert [
+            option for option in re.findall(r"--[a-z][\w-]*", rest) if option not in known
+        ] == [], f"plan {verb}"
 
 
 @pytest.fixture(scope="module")
 def model() -> Profile:
     return profile(
-        *(layer(f"blocks.{i}", 0.1, 0.2, output_bytes=10**6, saved_bytes=10**7, weight_bytes=10**7) for i in range(8))
+        *(
+            layer(
+                f"blocks.{i}", 0.1, 0.2, output_bytes=10**6, saved_bytes=10**7, weight_bytes=10**7
+            )
+            for i in range(8)
+        )
     )
 
 
@@ -76,7 +84,15 @@ def folder(tmp_path: Path, model: Profile) -> Path:
     """A folder with all the files that commands of pages leave for later ones."""
     cluster = flat_cluster(2, 1.25e8, 16 * 10**9)
     found = solve(model, cluster)
-    names = ("profile", "v100", "profile-b8", "profile-b16", "profile-b32", "profile-a100", "profile-t4")
+    names = (
+        "profile",
+        "v100",
+        "profile-b8",
+        "profile-b16",
+        "profile-b32",
+        "profile-a100",
+        "profile-t4",
+    )
     for name in names:
         size = int(name.partition("-b")[2] or 32)
         save_profile(model.model_copy(update={"microbatch_size": size}), tmp_path / f"{name}.json")
@@ -91,7 +107,12 @@ def folder(tmp_path: Path, model: Profile) -> Path:
 def test_what_needs_no_training_runs(page: Path, folder: Path) -> None:
     for command in commands(page):
         words = command.words
-        if words[0] == "plan" and words[1] not in SLOW_VERBS and not RUNS & set(words) and not command.not_run:
+        if (
+            words[0] == "plan"
+            and words[1] not in SLOW_VERBS
+            and not RUNS & set(words)
+            and not command.not_run
+        ):
             limit = ("--time-limit", "1s") if words[1] in SEARCHES else ()
             done = plan(*words[1:], *limit, cwd=folder)
             assert done.returncode == 0, f"{_name(command)}: {command.text}\n{done.stderr}"
@@ -106,9 +127,15 @@ def test_a_page_can_be_typed_into_a_shell(page: Path, tmp_path: Path) -> None:
         pytest.skip("a page without commands")
     programs = tmp_path / "bin"
     programs.mkdir()
-    for name, module in (("plan", "planner"), ("torchrun", "torch.distributed.run"), ("python", "")):
+    for name, module in (
+        ("plan", "planner"),
+        ("torchrun", "torch.distributed.run"),
+        ("python", ""),
+    ):
         script = programs / name
-        script.write_text(f'#!/bin/sh\nexec {sys.executable} {f"-m {module}" if module else ""} "$@"\n')
+        script.write_text(
+            f'#!/bin/sh\nexec {sys.executable} {f"-m {module}" if module else ""} "$@"\n'
+        )
         script.chmod(0o755)
     run = tmp_path / "run"
     shutil.copytree(ROOT / "docs" / "scripts", run)
@@ -117,10 +144,22 @@ def test_a_page_can_be_typed_into_a_shell(page: Path, tmp_path: Path) -> None:
         place.mkdir(exist_ok=True)
         shutil.copy(Path(__file__).with_name("small_model.py"), place / "model.py")
     (run / "cluster.json").write_text(flat_cluster(2, 1.25e8).model_dump_json(), encoding="utf-8")
-    before = "plan profile model.py --batch-size 16 --seconds 1 && plan solve --gpus 2 --bandwidth 1Gbps"
-    environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    before = (
+        "plan profile model.py --batch-size 16 --seconds 1 && plan solve --gpus 2 --bandwidth 1Gbps"
+    )
+    environment = {
+        **os.environ,
+        "PATH": f"{programs}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+    }
     done = subprocess.run(
-        ["bash", "-euxo", "pipefail", "-c", "\n".join([before, *(command.text for command in typed)])],
+        [
+            "bash",
+            "-euxo",
+            "pipefail",
+            "-c",
+            "\n".join([before, *(command.text for command in typed)]),
+        ],
         cwd=run,
         env=environment,
         capture_output=True,
@@ -133,7 +172,9 @@ def test_a_page_can_be_typed_into_a_shell(page: Path, tmp_path: Path) -> None:
 
 def test_a_command_that_plan_does_not_take_is_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text("Type\n\n    plan solve --gbus 4 \\\n        --bandwidth 1Gbps\n", encoding="utf-8")
+    page.write_text(
+        "Type\n\n    plan solve --gbus 4 \\\n        --bandwidth 1Gbps\n", encoding="utf-8"
+    )
     (command,) = commands(page)
     assert (command.line, command.text) == (3, "plan solve --gbus 4 --bandwidth 1Gbps")
     with pytest.raises(InputError):
@@ -142,7 +183,10 @@ def test_a_command_that_plan_does_not_take_is_found(tmp_path: Path) -> None:
 
 def test_python_scripts_are_found_whole(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text("- Run\n\n        import a\n\n        if a:\n            a.b()\n\n    and.\n", encoding="utf-8")
+    page.write_text(
+        "- Run\n\n        import a\n\n        if a:\n            a.b()\n\n    and.\n",
+        encoding="utf-8",
+    )
     (script,) = commands(page)
     assert (script.line, script.text) == (3, "python - <<'END'\nimport a\n\nif a:\n    a.b()\nEND")
 
@@ -150,6 +194,7 @@ def test_python_scripts_are_found_whole(tmp_path: Path) -> None:
 def test_blocks_that_say_why_they_are_not_run(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(
-        "<!-- not run: it takes two hosts -->\n\n    plan show\n\nText.\n\n    plan show\n", encoding="utf-8"
+        "<!-- not run: it takes two hosts -->\n\n    plan show\n\nText.\n\n    plan show\n",
+        encoding="utf-8",
     )
     assert [command.not_run for command in commands(page)] == ["it takes two hosts", ""]

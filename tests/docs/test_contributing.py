@@ -15,5 +15,7 @@ def test_the_table_has_every_package_in_the_order_of_the_layers() -> None:
     layers = next(contract["layers"] for contract in contracts if contract["type"] == "layers")
     page = (ROOT / "docs" / "contributing.md").read_text("utf-8")
     table = page.partition("| package | contains |")[2].partition("\n\n")[0]
-    rows = [re.findall(r"`(\w+)(?:/|\.py)`", line.split(" | ")[0]) for line in table.splitlines()[2:]]
+    rows = [
+        re.findall(r"`(\w+)(?:/|\.py)`", line.split(" | ")[0]) for line in table.splitlines()[2:]
+    ]
     assert rows == [layer.split(" | ") for layer in layers]

@@ -39,7 +39,10 @@ def test_every_field_has_a_row(hooks: ModuleType, record: type[Record]) -> None:
 def test_a_row_shows_bounds_default_and_the_comment_behind_the_field(hooks: ModuleType) -> None:
     text = hooks.field_tables("planner.formats.profile.Profile")
     bounds = "integer ≥ 1 and ≤ 2147483648 or null"
-    assert f"| `microbatch_size` | {bounds} | `null` | samples; null where the source does not say |" in text
+    assert (
+        f"| `microbatch_size` | {bounds} | `null` | samples; null where the source does not say |"
+        in text
+    )
     assert "| `layers` | list of [Layer](#layer), at least 1 |  |  |" in text
 
 
@@ -59,7 +62,10 @@ def test_the_command_line_page_has_the_help_of_every_verb(hooks: ModuleType) -> 
 
 def test_devices_become_a_table(hooks: ModuleType) -> None:
     table = hooks.on_page_markdown("<!-- devices: all -->")
-    assert "| `v100-pcie` | NVIDIA Tesla V100 PCIe 16 GB | 14 | 14 |  | 112 | 900 | 15.8 GiB |" in table
+    assert (
+        "| `v100-pcie` | NVIDIA Tesla V100 PCIe 16 GB | 14 | 14 |  | 112 | 900 | 15.8 GiB |"
+        in table
+    )
 
 
 def test_the_table_of_schedules_and_the_readme_name_them_all() -> None:

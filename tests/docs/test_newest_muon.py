@@ -20,7 +20,9 @@ class Small(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(11, 8)
-        self.blocks = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 24), nn.Linear(24, 8))
+        self.blocks = nn.Sequential(
+            nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 24), nn.Linear(24, 8)
+        )
         self.look_back = nn.Conv1d(8, 8, 3, padding=1)
         self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 11)
 
@@ -38,7 +40,11 @@ def _set_gradients(model: nn.Module, seed: int) -> None:
 
 
 def _matrices(model: nn.Module) -> dict[str, nn.Parameter]:
-    return {n: p for n, p in model.named_parameters() if p.ndim >= 2 and n.startswith(("blocks", "look_back"))}
+    return {
+        n: p
+        for n, p in model.named_parameters()
+        if p.ndim >= 2 and n.startswith(("blocks", "look_back"))
+    }
 
 
 def _squares(matrix: Tensor, dimensions: int) -> tuple[Tensor, ...]:
@@ -51,7 +57,9 @@ def _squares(matrix: Tensor, dimensions: int) -> tuple[Tensor, ...]:
 def test_matrices_move_along_the_singular_vectors_of_the_mixed_gradient() -> None:
     torch.manual_seed(0)
     model = Small()
-    optimizer = NewestMuon(model.named_parameters(), lr=0.01, average=0.9, newest=0.5, weight_decay=0.1)
+    optimizer = NewestMuon(
+        model.named_parameters(), lr=0.01, average=0.9, newest=0.5, weight_decay=0.1
+    )
     averages = {name: torch.zeros_like(parameter) for name, parameter in _matrices(model).items()}
     for step in range(3):
         _set_gradients(model, step)
@@ -67,8 +75,11 @@ def test_matrices_move_along_the_singular_vectors_of_the_mixed_gradient() -> Non
                 left, _, right = torch.linalg.svd(piece, full_matrices=False)
                 side = len(piece) if parameter.ndim == 2 else max(piece.shape)
                 inside = left.mT @ moved @ right.mT / (0.01 * 0.4 * math.sqrt(side))
-                # Five iterations bring singular values that are not tiny to about 1, and turn no singular vector.
-                assert torch.allclose(inside - inside.diag().diag(), torch.zeros_like(inside), atol=2e-3)
+                # Five iterations bring singular values that are not tiny to about 1, and turn no
+                # singular vector.
+                assert torch.allclose(
+                    inside - inside.diag().diag(), torch.zeros_like(inside), atol=2e-3
+                )
                 assert inside.diag()[:4].min() > 0.6
                 assert inside.diag().max() < 1.25
 
@@ -103,7 +114,9 @@ def test_with_a_newest_share_of_one_minus_the_average_it_is_muon() -> None:
     torch.manual_seed(0)
     ours = nn.Sequential(nn.Linear(16, 32, bias=False), nn.Linear(32, 16, bias=False))
     theirs = copy.deepcopy(ours)
-    optimizer = NewestMuon(ours.named_parameters(), lr=0.01, average=0.95, newest=0.05, weight_decay=0.1)
+    optimizer = NewestMuon(
+        ours.named_parameters(), lr=0.01, average=0.95, newest=0.05, weight_decay=0.1
+    )
     # Its factor for the size of an update is half of ours; weights decay by rate times decay.
     # It sizes updates by the longer side, we by the rows.
     shares = [math.sqrt(len(each) / max(each.shape)) for each in theirs.parameters()]
@@ -119,7 +132,9 @@ def test_with_a_newest_share_of_one_minus_the_average_it_is_muon() -> None:
             other.grad = one.grad.clone()
         optimizer.step()
         reference.step()
-    for one, other, first in zip(ours.parameters(), theirs.parameters(), before.parameters(), strict=True):
+    for one, other, first in zip(
+        ours.parameters(), theirs.parameters(), before.parameters(), strict=True
+    ):
         moved = (other - first).norm()
         assert (one - other).norm() / moved < 0.02  # PyTorch's iterates in bfloat16
 
@@ -144,9 +159,9 @@ def test_a_matrix_has_one_buffer_and_gradients_may_be_missing() -> None:
     assert torch.equal(model.look_back.weight, kept)
     states = {name: optimizer.state[parameter] for name, parameter in model.named_parameters()}
     assert states["look_back.weight"] == states["head.bias"] == {}
-    assert {name: len(state) for name, state in states.items() if name in _matrices(model) and state} == dict.fromkeys(
-        [f"blocks.{i}.weight" for i in range(4)], 1
-    )
+    assert {
+        name: len(state) for name, state in states.items() if name in _matrices(model) and state
+    } == dict.fromkeys([f"blocks.{i}.weight" for i in range(4)], 1)
     assert states["blocks.0.weight"]["average"].shape == (8, 8)
 
 

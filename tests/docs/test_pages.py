@@ -11,7 +11,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted(ROOT.glob("benchmarks/*/README.md")))
+PAGES = (
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted(ROOT.glob("benchmarks/*/README.md")),
+)
 LONGEST_LINE = 100
 _WRITTEN = re.compile(r"<!-- (?:(\w+): written by .*?<!-- end of \1 -->|result -->.*\Z)", re.DOTALL)
 _FENCED = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
@@ -32,13 +36,19 @@ def prose(text: str) -> Iterator[tuple[int, str]]:
     """Lines by their number, without code, tables and what benchmarks write into the page."""
     for block in (_WRITTEN, _FENCED):
         text = block.sub(lambda found: "\n" * found[0].count("\n"), text)
-    return ((number, line) for number, line in enumerate(text.split("\n"), 1) if not _TABLE_OR_CODE.match(line))
+    return (
+        (number, line)
+        for number, line in enumerate(text.split("\n"), 1)
+        if not _TABLE_OR_CODE.match(line)
+    )
 
 
 @pages
 def test_lines_are_short(page: Path) -> None:
     lines = prose(page.read_text(encoding="utf-8"))
-    assert [n for n, line in lines if len(line) > LONGEST_LINE and not _ONE_PIECE.fullmatch(line)] == []
+    assert [
+        n for n, line in lines if len(line) > LONGEST_LINE and not _ONE_PIECE.fullmatch(line)
+    ] == []
 
 
 def test_prose_leaves_out_tables_code_and_what_is_written_into_a_page() -> None:
@@ -76,7 +86,9 @@ def leads(page: Path, link: str) -> bool:
 
 def slug(heading: str) -> str:
     """The anchor that mkdocs and GitHub give a heading."""
-    return re.sub(r"[\s]+", "-", re.sub(r"[^\w\s-]", "", re.sub(r"\{.*\}$", "", heading)).strip().lower())
+    return re.sub(
+        r"[\s]+", "-", re.sub(r"[^\w\s-]", "", re.sub(r"\{.*\}$", "", heading)).strip().lower()
+    )
 
 
 def test_a_link_that_leads_nowhere_is_found(tmp_path: Path) -> None:
@@ -96,4 +108,6 @@ def exists(name: str) -> bool:
     except ModuleNotFoundError:
         pass  # a part of the name is no module
     module, attribute = name.rsplit(".", 1)
-    return importlib.util.find_spec(module) is not None and hasattr(importlib.import_module(module), attribute)
+    return importlib.util.find_spec(module) is not None and hasattr(
+        importlib.import_module(module), attribute
+    )

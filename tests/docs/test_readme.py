@@ -16,7 +16,9 @@ def test_the_example_is_what_plan_solve_prints(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    example = re.search(r"^    \$ plan (solve .*)\n((?:    [^$].*\n|\n)+?)\n(?=\S)", readme, re.MULTILINE)
+    example = re.search(
+        r"^    \$ plan (solve .*)\n((?:    [^$].*\n|\n)+?)\n(?=\S)", readme, re.MULTILINE
+    )
     assert example is not None
     monkeypatch.chdir(ROOT)
     assert main([*example[1].split(), "-o", str(tmp_path / "plan.json")]) == 0
@@ -26,6 +28,11 @@ def test_the_example_is_what_plan_solve_prints(
 
 
 def _comparable(text: str) -> list[str]:
-    """Return the lines, without the numbers that depend on how much time there was for searching."""
+    """Return the lines, without the numbers that depend on how much time there was for
+    searching.
+    """
     timed = ("synchronous", "solver")
-    return [re.sub(r"[\d.]+ (ms|s)?", "", line) if line.startswith(timed) else line for line in text.splitlines()]
+    return [
+        re.sub(r"[\d.]+ (ms|s)?", "", line) if line.startswith(timed) else line
+        for line in text.splitlines()
+    ]

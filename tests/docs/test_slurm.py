@@ -1,6 +1,8 @@
-"""The scripts for Slurm, submitted to a Slurm cluster of two nodes on this machine: they train, and end when they fail.
+"""The scripts for Slurm, submitted to a Slurm cluster of two nodes on this machine: they train, and
+end when they fail.
 
-Skipped where Slurm is not installed (`apt-get install slurm-wlm munge`), or without the right to make namespaces.
+Skipped where Slurm is not installed (`apt-get install slurm-wlm munge`), or without the right to
+make namespaces.
 """
 
 from __future__ import annotations
@@ -37,10 +39,16 @@ def cluster() -> Iterator[SlurmCluster]:
 
 
 def submit(cluster: SlurmCluster, folder: Path, script: str, epochs: int) -> str:
-    """Submit a script with a plan for a worker on each node, and other numbers where the script asks to change them."""
+    """Submit a script with a plan for a worker on each node, and other numbers where the script
+    asks to change them.
+    """
     save_plan(make_plan(structural_profile(folder / "model.py", 16), (1, 1)), folder / "plan.json")
     text = (SCRIPTS / script).read_text(encoding="utf-8")
-    for asked, here in (("nproc-per-node 4", "nproc-per-node 1"), ("epochs 10", f"epochs {epochs}"), ("500", "100")):
+    for asked, here in (
+        ("nproc-per-node 4", "nproc-per-node 1"),
+        ("epochs 10", f"epochs {epochs}"),
+        ("500", "100"),
+    ):
         text = text.replace(asked, here)
     (folder / script).write_text(text, encoding="utf-8")
     variables = {
@@ -71,11 +79,19 @@ def await_checkpoint(folder: Path) -> None:
 def worker_on(cluster: SlurmCluster, node: str) -> int:
     """The process id of the worker on a node."""
     listed = subprocess.run(
-        ["ip", "netns", "pids", cluster.nodes[node].name], capture_output=True, text=True, check=True
+        ["ip", "netns", "pids", cluster.nodes[node].name],
+        capture_output=True,
+        text=True,
+        check=True,
     )
-    commands = {int(pid): Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") for pid in listed.stdout.split()}
+    commands = {
+        int(pid): Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        for pid in listed.stdout.split()
+    }
     (worker,) = (
-        pid for pid, command in commands.items() if command[0] == sys.executable.encode() and b"train" in command
+        pid
+        for pid, command in commands.items()
+        if command[0] == sys.executable.encode() and b"train" in command
     )
     return worker
 
@@ -89,7 +105,9 @@ def test_the_script_trains_on_two_nodes(cluster: SlurmCluster, folder: Path, scr
     assert minibatches(folder) == list(range(3 * EPOCH))
 
 
-def test_a_task_that_is_killed_ends_the_job_with_the_reason(cluster: SlurmCluster, folder: Path) -> None:
+def test_a_task_that_is_killed_ends_the_job_with_the_reason(
+    cluster: SlurmCluster, folder: Path
+) -> None:
     job = submit(cluster, folder, "slurm.sbatch", epochs=100000)
     await_checkpoint(folder)
     os.kill(worker_on(cluster, "node2"), signal.SIGKILL)
@@ -98,18 +116,28 @@ def test_a_task_that_is_killed_ends_the_job_with_the_reason(cluster: SlurmCluste
     assert "error: worker 1 (stage 1): its process is gone and left no reason" in said(folder, job)
 
 
-def test_a_task_that_fails_ends_the_job_with_its_exit_code(cluster: SlurmCluster, folder: Path) -> None:
+def test_a_task_that_fails_ends_the_job_with_its_exit_code(
+    cluster: SlurmCluster, folder: Path
+) -> None:
     with (folder / "model.py").open("a") as model:
-        model.write("\n\ndef on_update(minibatch, loss, metrics):\n    assert minibatch < 50, 'my own fault'\n")
+        model.write(
+            "\n\ndef on_update(minibatch, loss, metrics):\n    assert minibatch < 50, 'my own "
+            "fault'\n"
+        )
     job = submit(cluster, folder, "slurm.sbatch", epochs=100000)
     assert cluster.wait(job, STARTS_WITHIN_S) == "FAILED"
     assert cluster.field(job, "ExitCode") == "2:0"
     assert "AssertionError: my own fault" in said(folder, job)
 
 
-def test_a_job_whose_node_goes_down_starts_again_and_resumes(cluster: SlurmCluster, folder: Path) -> None:
+def test_a_job_whose_node_goes_down_starts_again_and_resumes(
+    cluster: SlurmCluster, folder: Path
+) -> None:
     with (folder / "model.py").open("a") as model:  # not so fast that it has ended before
-        model.write("\n\ndef on_update(minibatch, loss, metrics):\n    import time\n\n    time.sleep(0.02)\n")
+        model.write(
+            "\n\ndef on_update(minibatch, loss, metrics):\n    import time\n\n    "
+            "time.sleep(0.02)\n"
+        )
     job = submit(cluster, folder, "slurm.sbatch", epochs=20)
     await_checkpoint(folder)
     link = ["ip", "-n", cluster.nodes["node2"].name, "link", "set", INTERFACE]
@@ -119,5 +147,8 @@ def test_a_job_whose_node_goes_down_starts_again_and_resumes(cluster: SlurmClust
     assert cluster.wait(job, REQUEUED_WITHIN_S) == "COMPLETED"
     assert cluster.field(job, "Restarts") == "1"
     assert "Node failure on node2" in said(folder, job)  # kept, before what the second start says
-    assert re.search(r"resumed from +checkpoints/step-0*[1-9]", said(folder, job)), said(folder, job)
-    assert minibatches(folder) == list(range(20 * EPOCH))  # each once: those after the checkpoint were trained again
+    assert re.search(r"resumed from +checkpoints/step-0*[1-9]", said(folder, job)), said(
+        folder, job
+    )
+    # each once: those after the checkpoint were trained again
+    assert minibatches(folder) == list(range(20 * EPOCH))

@@ -1,7 +1,7 @@
 """Model files drawn at random over the kinds of things that people write into them.
 
-A file has a body, data, a loss, an optimizer and a schedule of rates, and perhaps hooks, modes and regions. Each of
-these axes has a plain choice, its first; most files are odd in one or two ways.
+A file has a body, data, a loss, an optimizer and a schedule of rates, and perhaps hooks, modes and
+regions. Each of these axes has a plain choice, its first; most files are odd in one or two ways.
 """
 
 from __future__ import annotations
@@ -107,7 +107,10 @@ HEADS = {
 DATA = {
     "fixed": Choice({"item": ""}),
     "draws with numpy": Choice(
-        {"item": "x = x + torch.from_numpy(numpy.random.randn(6)).float()\ny = (x.sum() > 0).long()"},
+        {
+            "item": "x = x + torch.from_numpy(numpy.random.randn(6)).float()\ny = (x.sum() > "
+            "0).long()"
+        },
         needs={"body": ROW_BODIES},
     ),
     "draws with random": Choice(
@@ -146,8 +149,12 @@ DATA = {
 _ENTROPY = "nn.functional.cross_entropy"
 LOSSES = {
     "mean": Choice({"loss": f"return {_ENTROPY}(flat(output), target.flatten())"}),
-    "sum": Choice({"loss": f"return {_ENTROPY}(flat(output), target.flatten(), reduction='sum') / 50"}),
-    "smoothed": Choice({"loss": f"return {_ENTROPY}(flat(output), target.flatten(), label_smoothing=0.1)"}),
+    "sum": Choice(
+        {"loss": f"return {_ENTROPY}(flat(output), target.flatten(), reduction='sum') / 50"}
+    ),
+    "smoothed": Choice(
+        {"loss": f"return {_ENTROPY}(flat(output), target.flatten(), label_smoothing=0.1)"}
+    ),
     "ignored labels": Choice(
         {
             "item": "y = hide(y, index, -100)",
@@ -182,7 +189,10 @@ LOSSES = {
         refusable=True,
     ),
     "weights of classes": Choice(
-        {"loss": f"return {_ENTROPY}(flat(output), target.flatten(), torch.arange(1.0, output.shape[-1] + 1))"},
+        {
+            "loss": f"return {_ENTROPY}(flat(output), target.flatten(), torch.arange(1.0, "
+            f"output.shape[-1] + 1))"
+        },
         refusable=True,
     ),
     "weights of samples": Choice(
@@ -247,7 +257,9 @@ HOOKS = {
     "of an activation": Choice(
         {"middle": "if x.requires_grad:\n    x.register_hook(lambda g: -0.5 * g)"}, refusable=True
     ),
-    "of a parameter": Choice({"after": "self.head.weight.register_hook(lambda g: g * 0.5)"}, refusable=True),
+    "of a parameter": Choice(
+        {"after": "self.head.weight.register_hook(lambda g: g * 0.5)"}, refusable=True
+    ),
     "of a forward": Choice(
         {
             "after": "self.blocks[1].register_forward_hook("
@@ -256,7 +268,10 @@ HOOKS = {
         refusable=True,
     ),
     "of a forward that returns": Choice(
-        {"after": "self.blocks[1].register_forward_hook(lambda module, args, output: output * 1.5)"},
+        {
+            "after": "self.blocks[1].register_forward_hook(lambda module, args, output: output * "
+            "1.5)"
+        },
         refusable=True,
     ),
     "of a backward": Choice(
@@ -267,10 +282,15 @@ HOOKS = {
         refusable=True,
     ),
     "after accumulation": Choice(
-        {"after": "self.head.weight.register_post_accumulate_grad_hook(lambda p: p.grad.clamp_(-0.01, 0.01))"},
+        {
+            "after": "self.head.weight.register_post_accumulate_grad_hook(lambda p: "
+            "p.grad.clamp_(-0.01, 0.01))"
+        },
         refusable=True,
     ),
-    "in the loss": Choice({"loss first": "output.register_hook(lambda g: 0.5 * g)"}, refusable=True),
+    "in the loss": Choice(
+        {"loss first": "output.register_hook(lambda g: 0.5 * g)"}, refusable=True
+    ),
 }
 
 MODES = {
@@ -301,15 +321,23 @@ REGIONS = {
     "autocast": Choice({"around": "with torch.autocast('cpu', torch.bfloat16):"}),
     "no autocast": Choice({"around": "with torch.autocast('cpu', enabled=False):"}),
     "gradients on": Choice({"around": "with torch.enable_grad():"}),
-    "no gradients": Choice({"around encoder": "with torch.no_grad():"}, needs={"mode": ("frozen encoder",)}),
-    "recomputed": Choice({"block call": "torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)"}),
+    "no gradients": Choice(
+        {"around encoder": "with torch.no_grad():"}, needs={"mode": ("frozen encoder",)}
+    ),
+    "recomputed": Choice(
+        {"block call": "torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)"}
+    ),
 }
 
 OPTIMIZERS = {
     "default": Choice({}),
-    "momentum": Choice({"optimizer": "return torch.optim.SGD(parameters, lr=0.2, momentum=0.9, nesterov=True)"}),
+    "momentum": Choice(
+        {"optimizer": "return torch.optim.SGD(parameters, lr=0.2, momentum=0.9, nesterov=True)"}
+    ),
     "adam": Choice({"optimizer": "return torch.optim.Adam(parameters, lr=0.01, eps=1e-3)"}),
-    "adafactor": Choice({"optimizer": "return torch.optim.Adafactor(parameters, lr=0.05)"}, refusable=True),
+    "adafactor": Choice(
+        {"optimizer": "return torch.optim.Adafactor(parameters, lr=0.05)"}, refusable=True
+    ),
     "decay by groups": Choice(
         {
             "parameters": "named_parameters",
@@ -434,7 +462,9 @@ class DrawnFile:
     @property
     def title(self) -> str:
         """The choices that are not the plain ones."""
-        odd = [f"{axis} {name}" for axis, name in self.names.items() if name != next(iter(AXES[axis]))]
+        odd = [
+            f"{axis} {name}" for axis, name in self.names.items() if name != next(iter(AXES[axis]))
+        ]
         return ", ".join(odd) or "plain"
 
 
@@ -456,7 +486,9 @@ def draw_file(seed: int) -> DrawnFile:
 
 
 def _drawn(generator: random.Random) -> dict[str, str]:
-    """Draw a choice of each axis: any body, and plain ones of all others but a few, and of what those need."""
+    """Draw a choice of each axis: any body, and plain ones of all others but a few, and of what
+    those need.
+    """
     names = {axis: next(iter(choices)) for axis, choices in AXES.items()}
     names["body"] = generator.choice(list(BODIES))
     odd = generator.sample([axis for axis in AXES if axis != "body"], generator.choice(ODD_AXES))
@@ -475,7 +507,9 @@ def _makes_sense(choice: Choice, names: Mapping[str, str]) -> bool:
 def _assembled(choices: list[Choice]) -> str:
     """Return the file's text: what all choices say for each of its places."""
     lines = {
-        place: "\n".join(dedent(choice.text[place]).strip("\n") for choice in choices if place in choice.text)
+        place: "\n".join(
+            dedent(choice.text[place]).strip("\n") for choice in choices if place in choice.text
+        )
         for place in _LINES
     }
     expressions = dict(_EXPRESSIONS)

@@ -1,6 +1,8 @@
-"""One plain PyTorch process that trains a model file on whole minibatches: what every plan must equal.
+"""One plain PyTorch process that trains a model file on whole minibatches: what every plan must
+equal.
 
-It is written from the documentation alone, and calls nothing of the package but what reads the model file.
+It is written from the documentation alone, and calls nothing of the package but what reads the
+model file.
 """
 
 from __future__ import annotations
@@ -77,10 +79,12 @@ def state_copy(model: torch.nn.Module) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Reader:
-    """Reads minibatches of a dataset in its order, epoch after epoch, the last of each perhaps smaller.
+    """Reads minibatches of a dataset in its order, epoch after epoch, the last of each perhaps
+    smaller.
 
-    Items, and batches that a model file's collate() makes, are drawn by seeds of their own, as the documentation says.
-    A minibatch is made of microbatches, because collate() may mix the samples that it gets.
+    Items, and batches that a model file's collate() makes, are drawn by seeds of their own, as the
+    documentation says. A minibatch is made of microbatches, because collate() may mix the samples
+    that it gets.
     """
 
     microbatch_size: int

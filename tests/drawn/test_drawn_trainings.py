@@ -1,4 +1,6 @@
-"""Whatever a model file does: it trains as one plain process would, or it is refused with a sentence."""
+"""Whatever a model file does: it trains as one plain process would, or it is refused with a
+sentence.
+"""
 
 from __future__ import annotations
 

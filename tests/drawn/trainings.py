@@ -1,4 +1,6 @@
-"""Train a drawn model file under a drawn plan, in real worker processes, and say how it compares with one process."""
+"""Train a drawn model file under a drawn plan, in real worker processes, and say how it compares
+with one process.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,9 @@ class Outcome:
 
 
 def outcome_of(drawn: DrawnFile, folder: Path) -> Outcome:
-    """Profile, plan and train a drawn file in `folder`, and compare the training with one process."""
+    """Profile, plan and train a drawn file in `folder`, and compare the training with one
+    process.
+    """
     path = folder / "model.py"
     path.write_text(drawn.text, encoding="utf-8")
     shape = random.Random(drawn.seed).choice(SHAPES)
@@ -129,7 +133,9 @@ def _trained(job: Job, folder: Path) -> TrainResult:
 
 
 def _train(paths: Sequence[str]) -> None:
-    """Train a job as one worker; leave its result, or the sentence of its refusal, beside the job's file."""
+    """Train a job as one worker; leave its result, or the sentence of its refusal, beside the job's
+    file.
+    """
     path = Path(paths[0])
     job = Job.model_validate_json(path.read_text("utf-8"))
     try:
@@ -138,7 +144,8 @@ def _train(paths: Sequence[str]) -> None:
         refusal = path.with_name(f"refusal-{os.environ['RANK']}.json")
         content = {"message": error.message, "hint": error.hint}
         refusal.write_text(json.dumps(content), encoding="utf-8")
-        os._exit(error.exit_code)  # as a worker of a launcher does: the other one may wait for it for ever
+        # as a worker of a launcher does: the other one may wait for it for ever
+        os._exit(error.exit_code)
     if result is not None:
         path.with_name("result.json").write_text(result.model_dump_json(), encoding="utf-8")
 

@@ -1,4 +1,6 @@
-"""Compute references on one thread, as the workers do: how a sum is divided over threads changes its rounding."""
+"""Compute references on one thread, as the workers do: how a sum is divided over threads changes
+its rounding.
+"""
 
 from __future__ import annotations
 

@@ -32,7 +32,10 @@ def main(folder: Path) -> None:
             losses += [pipeline.step((b.args, b.kwargs, b.target)) for b in batches[CHANGES:]]
             losses.append(pipeline.drain())
             pipeline.save_weights(folder / f"{name}.weights")
-            report[name] = {"returned": losses, "all": [pipeline.losses[number] for number in range(len(batches))]}
+            report[name] = {
+                "returned": losses,
+                "all": [pipeline.losses[number] for number in range(len(batches))],
+            }
     rank = dist.get_rank()
     (folder / f"report-{rank}.json").write_text(json.dumps(report), encoding="utf-8")
     in_memory(folder)
@@ -42,7 +45,9 @@ def main(folder: Path) -> None:
 def in_memory(folder: Path) -> None:
     """Train a model that the script builds itself."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+    model = nn.Sequential(
+        nn.BatchNorm1d(6), nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)
+    )
     file = planner.in_memory(
         model,
         example_batch=(torch.randn(1, 6), torch.randn(1, 1)),
@@ -53,7 +58,9 @@ def in_memory(folder: Path) -> None:
     generator = torch.Generator().manual_seed(1)
     with planner.pipeline(plan, file) as pipeline:
         for _ in range(4):
-            pipeline.step((torch.randn(8, 6, generator=generator), torch.randn(8, 1, generator=generator)))
+            pipeline.step(
+                (torch.randn(8, 6, generator=generator), torch.randn(8, 1, generator=generator))
+            )
         pipeline.save_weights(folder / "memory.weights")
 
 

@@ -1,4 +1,6 @@
-"""Train the unsplit model of a model file in plain PyTorch, on the data that the workers have, in their order."""
+"""Train the unsplit model of a model file in plain PyTorch, on the data that the workers have, in
+their order.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,12 @@ def run_cases(cases: Sequence[Case]) -> list[tuple[TrainResult, Weights]]:
 
 
 def run_one(
-    path: Path, plan: Plan, options: TrainingOptions, *, steps: int | None = None, epochs: int | None = None
+    path: Path,
+    plan: Plan,
+    options: TrainingOptions,
+    *,
+    steps: int | None = None,
+    epochs: int | None = None,
 ) -> tuple[TrainResult, Weights]:
     """Train in real processes; return the result and the weights."""
     (outcome,) = run_cases([Case(path, plan, options, steps, epochs)])
@@ -76,7 +83,9 @@ def build(spec: TrainingSpec) -> nn.Module:
 
 
 def minibatches(spec: TrainingSpec, size: int, epochs: int) -> list[Batch]:
-    """Return the minibatches of `epochs`, each a permutation of the dataset, with what remains in the last one."""
+    """Return the minibatches of `epochs`, each a permutation of the dataset, with what remains in
+    the last one.
+    """
     dataset = spec.dataset()
     assert dataset is not None
     count = len(dataset)  # type: ignore[arg-type]
@@ -84,7 +93,10 @@ def minibatches(spec: TrainingSpec, size: int, epochs: int) -> list[Batch]:
     for epoch in range(epochs):
         generator = torch.Generator().manual_seed(SEED * 1_000_003 + epoch)
         order = torch.randperm(count, generator=generator).tolist()
-        batches += [collate([dataset[i] for i in order[start : start + size]]) for start in range(0, count, size)]
+        batches += [
+            collate([dataset[i] for i in order[start : start + size]])
+            for start in range(0, count, size)
+        ]
     return batches
 
 

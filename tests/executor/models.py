@@ -51,7 +51,8 @@ def optimizer(parameters):
     return OPTIMIZER
 '''
 
-# A value with consumers in several stages, an integer value that crosses cuts, tied weights inside the last layers.
+# A value with consumers in several stages, an integer value that crosses cuts, tied weights inside
+# the last layers.
 LANGUAGE = '''
 import torch
 from torch import nn
@@ -89,7 +90,8 @@ def optimizer(parameters):
     return OPTIMIZER
 '''
 
-# No tracer can capture this, so the file names its blocks. A tuple crosses the cuts, with an integer tensor in it.
+# No tracer can capture this, so the file names its blocks. A tuple crosses the cuts, with an
+# integer tensor in it.
 BLOCKS = '''
 import torch
 from torch import nn
@@ -161,8 +163,8 @@ def dataset():
     return Samples(SAMPLES, 11)
 """
 
-# Attention with fewer key-value heads and dropout of its own, dropout within and outside of what ranks divide, and an
-# embedding and a head that they divide by the vocabulary.
+# Attention with fewer key-value heads and dropout of its own, dropout within and outside of what
+# ranks divide, and an embedding and a head that they divide by the vocabulary.
 ATTENTION = """
 import torch
 import torch.nn.functional as F
@@ -218,8 +220,8 @@ def optimizer(parameters):
     return OPTIMIZER
 """
 
-# The same with query, key and value from one product, taken apart as in nanoGPT, as in timm, and with fewer key-value
-# heads; what ranks divide is found.
+# The same with query, key and value from one product, taken apart as in nanoGPT, as in timm, and
+# with fewer key-value heads; what ranks divide is found.
 PACKED = (
     ATTENTION
     + """
@@ -255,7 +257,8 @@ del tensor_parallel_plan
 """
 )
 
-# The same with products of flattened tokens, as in GPT-2 of transformers, and norms by the formula, as in its Llama.
+# The same with products of flattened tokens, as in GPT-2 of transformers, and norms by the formula,
+# as in its Llama.
 FLATTENED = (
     ATTENTION
     + """
@@ -292,8 +295,8 @@ class Net(Net):
 """
 )
 
-# The same with experts, of which each token goes to two. Grouped products are captured in bfloat16 alone. The second
-# block drops values between them.
+# The same with experts, of which each token goes to two. Grouped products are captured in bfloat16
+# alone. The second block drops values between them.
 EXPERTS = (
     ATTENTION
     + """
@@ -351,7 +354,8 @@ def metrics(output, target):
     return {"accuracy": right.float().mean(), "largest": output.abs().mean().item()}
 """
 
-# The head shares the embedding's weight, and all blocks share that of their first layer; COPIES gives each its own.
+# The head shares the embedding's weight, and all blocks share that of their first layer; COPIES
+# gives each its own.
 TIED = """
 import copy
 import torch
@@ -458,11 +462,19 @@ DIVIDED = {
     "experts alone": EXPERTS + "\ndel tensor_parallel_plan\n",
     "mixtral": MIXTRAL,
 }
-SHARING = {"tied": TIED.replace("COPIES", "False"), "copies": TIED.replace("COPIES", "True"), "gpt2": GPT2}
+SHARING = {
+    "tied": TIED.replace("COPIES", "False"),
+    "copies": TIED.replace("COPIES", "True"),
+    "gpt2": GPT2,
+}
 
 
-def write_model(folder: Path, model: str, optimizer: str, *, samples: int | None = None, more: str = "") -> Path:
-    """Write the model file, with a dataset of so many samples and `more` source, and return its path."""
+def write_model(
+    folder: Path, model: str, optimizer: str, *, samples: int | None = None, more: str = ""
+) -> Path:
+    """Write the model file, with a dataset of so many samples and `more` source, and return its
+    path.
+    """
     path = folder / f"{model}_{optimizer}.py"
     source = (MODELS | SHARING | DIVIDED)[model].replace("OPTIMIZER", OPTIMIZERS[optimizer])
     if samples is not None:

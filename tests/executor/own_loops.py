@@ -1,4 +1,6 @@
-"""Loops of a user's own, whose ranks may differ: each worker runs one of `LOOPS`, and writes what came of it."""
+"""Loops of a user's own, whose ranks may differ: each worker runs one of `LOOPS`, and writes what
+came of it.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,9 @@ def shuffled(pipeline: Pipeline, rank: int) -> None:
 
 def sampled(pipeline: Pipeline, rank: int) -> None:
     """Each rank has a part of the samples, as under DistributedDataParallel."""
-    for minibatch in minibatches(sampler=DistributedSampler(dataset(), int(os.environ[WORLD]), rank)):
+    for minibatch in minibatches(
+        sampler=DistributedSampler(dataset(), int(os.environ[WORLD]), rank)
+    ):
         pipeline.step(minibatch)
 
 
@@ -189,12 +193,23 @@ LOOPS: dict[str, Loop] = {
 }
 
 
-def run_loop(name: str, folder: Path, plan: str, workers: int = 2) -> tuple[list[dict[str, Any]], str]:
-    """Run one of the loops; return what each rank reports, nothing where it was ended, and what all wrote."""
+def run_loop(
+    name: str, folder: Path, plan: str, workers: int = 2
+) -> tuple[list[dict[str, Any]], str]:
+    """Run one of the loops; return what each rank reports, nothing where it was ended, and what all
+    wrote.
+    """
     log = folder / "workers.log"
     log.touch()
-    store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=TIMEOUT_S))
-    common = {WORLD: workers, "LOCAL_WORLD_SIZE": workers, "MASTER_ADDR": _HOST, "MASTER_PORT": store.port}
+    store = TCPStore(
+        _HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=TIMEOUT_S)
+    )
+    common = {
+        WORLD: workers,
+        "LOCAL_WORLD_SIZE": workers,
+        "MASTER_ADDR": _HOST,
+        "MASTER_PORT": store.port,
+    }
     common |= {"TORCHELASTIC_USE_AGENT_STORE": True}
     variables = os.environ | _ENVIRONMENT | {key: str(value) for key, value in common.items()}
     processes = [
@@ -241,6 +256,8 @@ def _train(name: str, folder: Path, plan: str, rank: int, report: dict[str, Any]
             LOOPS[name](pipeline, rank)
         finally:
             report["updates"] = [
-                int(state["step"]) for optimizer in pipeline.optimizers for state in list(optimizer.state.values())[:1]
+                int(state["step"])
+                for optimizer in pipeline.optimizers
+                for state in list(optimizer.state.values())[:1]
             ]
     report["losses"] = pipeline.losses

@@ -38,7 +38,9 @@ def structural_profile(path: Path, batch_size: int, options: ModuleOptions = PLA
     sizes = {name: 4 * parameter.numel() for name, parameter in graph.model.named_parameters()}
     outputs: dict[int, list[Value]] = {}
     for node in graph.crossing:
-        outputs.setdefault(graph.owner[node], []).append(_value(graph.specs[node], extent_of(batch, graph.lengths)))
+        outputs.setdefault(graph.owner[node], []).append(
+            _value(graph.specs[node], extent_of(batch, graph.lengths))
+        )
     layers = []
     for index, layer in enumerate(graph.layers):
         weight_bytes = sum(sizes[name] for name in layer.parameters)
@@ -61,19 +63,25 @@ def structural_profile(path: Path, batch_size: int, options: ModuleOptions = PLA
         autocast=autocast_name(options.autocast),
         master_weights=autocast_name(options.half),
         memory_format="channels-last" if options.channels_last else None,
-        compiled=Compiled(**dict.fromkeys(_OF_COMPILED, 0.0), runs=()) if options.compiled else None,
+        compiled=Compiled(**dict.fromkeys(_OF_COMPILED, 0.0), runs=())
+        if options.compiled
+        else None,
         device=Device(kind="cpu", name="any", threads=1),
         dtype="float32",
         microbatch_size=batch_size,
         layers=tuple(layers),
-        edges=tuple(Edge(source=edge.source, value=edge.value, target=edge.target) for edge in graph.edges),
+        edges=tuple(
+            Edge(source=edge.source, value=edge.value, target=edge.target) for edge in graph.edges
+        ),
         provenance=Provenance(tool="test", source="estimated"),
     )
 
 
 def _value(spec: ValueSpec, extent: Extent) -> Value:
     size = math.prod(spec.shape(extent)) * spec.dtype.itemsize
-    return Value(name=spec.name, output_bytes=size, gradient_bytes=size if spec.requires_grad else 0)
+    return Value(
+        name=spec.name, output_bytes=size, gradient_bytes=size if spec.requires_grad else 0
+    )
 
 
 def make_plan(
@@ -84,7 +92,8 @@ def make_plan(
     depths: Sequence[int] | None = None,
     chunks: int = 1,
 ) -> Plan:
-    """The plan with `replicas` per stage of equally many layers; `depths` in flight, or what the schedule has.
+    """The plan with `replicas` per stage of equally many layers; `depths` in flight, or what the
+    schedule has.
 
     With several `chunks` each worker has so many of the stages.
     """
@@ -103,7 +112,9 @@ def make_plan(
 
 
 def in_groups(plan: Plan, *degrees: int) -> Plan:
-    """The plan with so many ranks for each of its own, which divide its layers; several degrees are by stage."""
+    """The plan with so many ranks for each of its own, which divide its layers; several degrees are
+    by stage.
+    """
     each = degrees * len(plan.stages) if len(degrees) == 1 else degrees
     groups = [tuple(stage.ranks) for stage in plan.stages]
     ranks = on_ranks(groups, each)
@@ -118,13 +129,17 @@ def in_groups(plan: Plan, *degrees: int) -> Plan:
 
 def by_tokens(plan: Plan) -> Plan:
     """The plan with sequence parallelism."""
-    return plan.model_copy(update={"cluster": plan.cluster.model_copy(update={"sequence_parallel": True})})
+    return plan.model_copy(
+        update={"cluster": plan.cluster.model_copy(update={"sequence_parallel": True})}
+    )
 
 
 def sharded(plan: Plan, level: int = 1, group: int | None = None) -> Plan:
     """The plan whose replicated stages divide the optimizer, or more, over their replicas."""
     stages = [
-        stage.model_copy(update={"sharded": stage.replicas > 1, "sharding_level": level, "shard_group": group})
+        stage.model_copy(
+            update={"sharded": stage.replicas > 1, "sharding_level": level, "shard_group": group}
+        )
         for stage in plan.stages
     ]
     return plan.model_copy(update={"stages": tuple(stages)})
@@ -133,5 +148,8 @@ def sharded(plan: Plan, level: int = 1, group: int | None = None) -> Plan:
 def scattered(plan: Plan) -> Plan:
     """The plan on ranks in another order: odd ones before even ones, from the last to the first."""
     order = [*reversed(range(1, plan.workers, 2)), *reversed(range(0, plan.workers, 2))]
-    stages = [stage.model_copy(update={"ranks": tuple(order[rank] for rank in stage.ranks)}) for stage in plan.stages]
+    stages = [
+        stage.model_copy(update={"ranks": tuple(order[rank] for rank in stage.ranks)})
+        for stage in plan.stages
+    ]
     return plan.model_copy(update={"stages": tuple(stages)})

@@ -1,6 +1,8 @@
-"""Run several training jobs in one set of real worker processes: starting processes takes longer than the jobs.
+"""Run several training jobs in one set of real worker processes: starting processes takes longer
+than the jobs.
 
-The processes are forked from one that has imported the package already, which takes longer than most runs.
+The processes are forked from one that has imported the package already, which takes longer than
+most runs.
 """
 
 from __future__ import annotations
@@ -37,14 +39,18 @@ _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
 def run_jobs(jobs: Sequence[Job], folder: Path) -> list[TrainResult]:
-    """Run `jobs`, which all need the same number of workers, one after the other in the environment of torchrun."""
+    """Run `jobs`, which all need the same number of workers, one after the other in the environment
+    of torchrun.
+    """
     paths = []
     for index, job in enumerate(jobs):
         path = folder / f"job-{index}.json"
         path.write_text(job.model_dump_json(), encoding="utf-8")
         paths.append(str(path))
     run_workers(_run, paths, folder / "workers.log", jobs[0].plan.workers)
-    return [TrainResult.model_validate_json(Path(f"{path}.result").read_text("utf-8")) for path in paths]
+    return [
+        TrainResult.model_validate_json(Path(f"{path}.result").read_text("utf-8")) for path in paths
+    ]
 
 
 def run_workers(
@@ -56,8 +62,15 @@ def run_workers(
     left_s: float | None = None,
 ) -> None:
     """Call `run` with the arguments in so many worker processes, in the environment of torchrun."""
-    store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=TIMEOUT_S))
-    common = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": _HOST, "MASTER_PORT": store.port}
+    store = TCPStore(
+        _HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=TIMEOUT_S)
+    )
+    common = {
+        "WORLD_SIZE": world,
+        "LOCAL_WORLD_SIZE": world,
+        "MASTER_ADDR": _HOST,
+        "MASTER_PORT": store.port,
+    }
     common |= {"TORCHELASTIC_USE_AGENT_STORE": True}
     variables = os.environ | _ENVIRONMENT | {name: str(value) for name, value in common.items()}
     workers = [
@@ -78,13 +91,15 @@ def run_to_end(
     may_fail: bool = False,
     left_s: float | None = None,
 ) -> None:
-    """Start workers and wait for their ends, in time and, unless they may fail, without an error; leave none behind.
+    """Start workers and wait for their ends, in time and, unless they may fail, without an error;
+    leave none behind.
 
     Args:
         workers: not started yet.
         log: what they print.
         may_fail: whether they may end with an error.
-        left_s: how long the others may go on when one has failed, as a launcher ends them; None: as long as they need.
+        left_s: how long the others may go on when one has failed, as a launcher ends them; None: as
+            long as they need.
     """
     for worker in workers:
         worker.start()
@@ -113,7 +128,9 @@ def run_to_end(
 def _warm() -> ForkServerContext:
     """Start the process from which workers are forked."""
     context = multiprocessing.get_context("forkserver")
-    torch_parts = [f"torch.{part}" for part in ("export", "_dynamo", "_inductor", "distributed.tensor")]
+    torch_parts = [
+        f"torch.{part}" for part in ("export", "_dynamo", "_inductor", "distributed.tensor")
+    ]
     context.set_forkserver_preload(["planner.executor.run.train", *torch_parts])
     with mock.patch.dict(os.environ, _ENVIRONMENT):
         forkserver.ensure_running()
@@ -121,7 +138,10 @@ def _warm() -> ForkServerContext:
 
 
 def _worker(
-    run: Callable[[Sequence[str]], None], arguments: Sequence[str], log: Path, variables: dict[str, str]
+    run: Callable[[Sequence[str]], None],
+    arguments: Sequence[str],
+    log: Path,
+    variables: dict[str, str],
 ) -> None:
     os.environ.update(variables)
     torch.set_num_threads(1)

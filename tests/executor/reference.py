@@ -1,8 +1,10 @@
-"""What asynchronous pipeline training computes, written from the formula and sharing nothing with the executor.
+"""What asynchronous pipeline training computes, written from the formula and sharing nothing with
+the executor.
 
-PipeDream (SOSP'19, section 3.3): w(t+1) = w(t) - lr * grad f(w1(t-n+1), ..., wn(t)). With replicas, stage s of depth
-d_s = ceil(sum_{u>=s} r_u / r_s) sees minibatch t with the weights after max(0, floor(t / r_s) - d_s + 1) of its rounds,
-and a round averages the gradients of r_s minibatches, the last one those of the minibatches it has.
+PipeDream (SOSP'19, section 3.3): w(t+1) = w(t) - lr * grad f(w1(t-n+1), ..., wn(t)). With replicas,
+stage s of depth d_s = ceil(sum_{u>=s} r_u / r_s) sees minibatch t with the weights after max(0,
+floor(t / r_s) - d_s + 1) of its rounds, and a round averages the gradients of r_s minibatches, the
+last one those of the minibatches it has.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ class _Loss(nn.Module):
 
 @dataclass
 class _ReferenceStage:
-    parts: list[list[str]]  # parameters whose gradients are added up first: one each, or a stage's copies of one
+    # parameters whose gradients are added up first: one each, or a stage's copies of one
+    parts: list[list[str]]
     replicas: int
     depth: int
     newest: dict[str, nn.Parameter]
@@ -52,7 +55,8 @@ class _ReferenceStage:
             for gradients in self.pending[1:]:
                 total = total + gradients[part[0]]
             mean = total / len(self.pending)
-            parameter.grad = mean if parameter.grad is None else parameter.grad + mean  # of an earlier stage's copies
+            # of an earlier stage's copies
+            parameter.grad = mean if parameter.grad is None else parameter.grad + mean
         if self.optimizer is not None:
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -60,7 +64,9 @@ class _ReferenceStage:
         self.remember()
 
     def remember(self) -> None:
-        self.history.append({name: parameter.detach().clone() for name, parameter in self.newest.items()})
+        self.history.append(
+            {name: parameter.detach().clone() for name, parameter in self.newest.items()}
+        )
 
 
 def delayed_updates(
@@ -76,15 +82,19 @@ def delayed_updates(
 ) -> tuple[list[float], Weights]:
     """Losses by minibatch, and the weights at the end, of asynchronous 1F1B with weight stashing.
 
-    `depths` are the d_s of the formula where they are not the published ones. Each of `copies` are parameters, in the
-    order of their stages, that step as one: with the sum of their gradients, at the depth of the deepest of their
-    stages.
+    `depths` are the d_s of the formula where they are not the published ones. Each of `copies` are
+    parameters, in the order of their stages, that step as one: with the sum of their gradients, at
+    the depth of the deepest of their stages.
     """
     by_name = dict(model.named_parameters())
     copied = {name for group in copies for name in group}
     stages = []
     for index, names in enumerate(stage_parameters):
-        newest = {name: nn.Parameter(by_name[name].detach().clone()) for name in names if name not in copied}
+        newest = {
+            name: nn.Parameter(by_name[name].detach().clone())
+            for name in names
+            if name not in copied
+        }
         stage = _ReferenceStage(
             parts=[[name] for name in newest],
             replicas=replicas[index],
@@ -122,7 +132,10 @@ def delayed_updates(
         losses.append(float(loss.detach()))
         for stage in stages:
             stage.pending.append(
-                {part[0]: _sum([_gradient(weights[name]) for name in reversed(part)]) for part in stage.parts}
+                {
+                    part[0]: _sum([_gradient(weights[name]) for name in reversed(part)])
+                    for part in stage.parts
+                }
             )
             if len(stage.pending) == stage.replicas or minibatch == minibatches - 1:
                 stage.finish_round()
@@ -138,28 +151,43 @@ def double_buffered(
     minibatches: int,
     microbatches: int,
 ) -> tuple[list[float], Weights]:
-    """Losses by minibatch, and the weights at the end, of PipeDream-2BW (ICML'21): w(t+1) = w(t) - lr·∇f(w(t-1)).
+    """Losses by minibatch, and the weights at the end, of PipeDream-2BW (ICML'21): w(t+1) = w(t) -
+    lr·∇f(w(t-1)).
 
-    A minibatch's gradient is the mean over its microbatches. With replicas microbatch j of minibatch t goes to replica
-    (t·m + j) mod r of a stage, each sums its own, and then they are added up.
+    A minibatch's gradient is the mean over its microbatches. With replicas microbatch j of
+    minibatch t goes to replica (t·m + j) mod r of a stage, each sums its own, and then they are
+    added up.
     """
-    parameters = {name: nn.Parameter(value.detach().clone()) for name, value in model.named_parameters()}
-    optimizers = [make_optimizer([parameters[name] for name in names]) for names in stage_parameters if names]
+    parameters = {
+        name: nn.Parameter(value.detach().clone()) for name, value in model.named_parameters()
+    }
+    optimizers = [
+        make_optimizer([parameters[name] for name in names]) for names in stage_parameters if names
+    ]
     history = [{name: value.detach().clone() for name, value in parameters.items()}]
     module, losses = _MicrobatchLoss(model, forward_loss), []
     for minibatch in range(minibatches):
         sums: dict[tuple[str, int], Tensor] = {}
         loss_sum = 0.0
         for microbatch in range(microbatches):
-            weights = {name: value.clone().requires_grad_() for name, value in history[max(0, minibatch - 1)].items()}
+            weights = {
+                name: value.clone().requires_grad_()
+                for name, value in history[max(0, minibatch - 1)].items()
+            }
             state = {f"model.{name}": tensor for name, tensor in weights.items()}
-            loss: Tensor = functional_call(module, state, (minibatch, microbatch)) * (1 / microbatches)
+            loss: Tensor = functional_call(module, state, (minibatch, microbatch)) * (
+                1 / microbatches
+            )
             torch.autograd.backward(loss)
             loss_sum += float(loss.detach())
             for names, r in zip(stage_parameters, replicas, strict=True):
                 for name in names:
                     key = name, (minibatch * microbatches + microbatch) % r
-                    sums[key] = sums[key] + _gradient(weights[name]) if key in sums else _gradient(weights[name])
+                    sums[key] = (
+                        sums[key] + _gradient(weights[name])
+                        if key in sums
+                        else _gradient(weights[name])
+                    )
         for names, r in zip(stage_parameters, replicas, strict=True):
             for name in names:
                 total = sums[name, 0]
@@ -176,7 +204,9 @@ def double_buffered(
 class _MicrobatchLoss(nn.Module):
     """The same for microbatches."""
 
-    def __init__(self, model: nn.Module, forward_loss: Callable[[nn.Module, int, int], Tensor]) -> None:
+    def __init__(
+        self, model: nn.Module, forward_loss: Callable[[nn.Module, int, int], Tensor]
+    ) -> None:
         super().__init__()
         self.model = model
         self._forward_loss = forward_loss
@@ -191,7 +221,9 @@ def plain_training(
     microbatch_losses: Callable[[nn.Module, int], Sequence[Tensor]],
     minibatches: int,
 ) -> tuple[list[float], Weights]:
-    """Ordinary training of the unsplit model, gradients of a minibatch's parts averaged before each step."""
+    """Ordinary training of the unsplit model, gradients of a minibatch's parts averaged before each
+    step.
+    """
     optimizer = make_optimizer(list(model.parameters()))
     losses = []
     for minibatch in range(minibatches):
@@ -201,7 +233,9 @@ def plain_training(
         torch.autograd.backward(loss)
         optimizer.step()
         losses.append(float(loss.detach()))
-    return losses, {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    return losses, {
+        name: parameter.detach().clone() for name, parameter in model.named_parameters()
+    }
 
 
 def _sum(gradients: Sequence[Tensor]) -> Tensor:

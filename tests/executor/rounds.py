@@ -1,7 +1,9 @@
-"""Asynchronous 1F1B with rounds of several minibatches per replica, from the formula, apart from the executor.
+"""Asynchronous 1F1B with rounds of several minibatches per replica, from the formula, apart from
+the executor.
 
-Stage s of depth d with r replicas that update after K minibatches each: minibatch t sees the weights after
-floor(max(0, floor(t / r) - d + 1) / K) rounds; a round averages the K·r minibatches it has, or what is left at the end.
+Stage s of depth d with r replicas that update after K minibatches each: minibatch t sees the
+weights after floor(max(0, floor(t / r) - d + 1) / K) rounds; a round averages the K·r minibatches
+it has, or what is left at the end.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from torch.func import functional_call
 from torch.optim import Optimizer
 
 Weights = dict[str, Tensor]
-Step = Callable[[Optimizer, list[nn.Parameter], int], object]  # with the number of minibatches averaged
+# with the number of minibatches averaged
+Step = Callable[[Optimizer, list[nn.Parameter], int], object]
 
 
 @dataclass
@@ -33,7 +36,11 @@ class _Stage:
 
     def add(self, minibatch: int, gradients: Weights) -> None:
         before = self.sums.get(minibatch % self.replicas)
-        both = gradients if before is None else {name: before[name] + g for name, g in gradients.items()}
+        both = (
+            gradients
+            if before is None
+            else {name: before[name] + g for name, g in gradients.items()}
+        )
         self.sums[minibatch % self.replicas] = both
         self.count += 1
 
@@ -48,7 +55,9 @@ class _Stage:
         self.count = 0
 
     def remember(self) -> None:
-        self.history.append({name: parameter.detach().clone() for name, parameter in self.newest.items()})
+        self.history.append(
+            {name: parameter.detach().clone() for name, parameter in self.newest.items()}
+        )
 
 
 def delayed_rounds(
@@ -81,7 +90,11 @@ def delayed_rounds(
         stages[-1].remember()
     losses = []
     for minibatch in range(minibatches):
-        used = {n: t.clone().requires_grad_() for stage in stages for n, t in stage.weights_for(minibatch).items()}
+        used = {
+            n: t.clone().requires_grad_()
+            for stage in stages
+            for n, t in stage.weights_for(minibatch).items()
+        }
         loss = _at(model, used, forward_loss, minibatch)
         torch.autograd.backward(loss)
         losses.append(float(loss.detach()))
@@ -92,7 +105,12 @@ def delayed_rounds(
     return losses, {name: tensor for stage in stages for name, tensor in stage.history[-1].items()}
 
 
-def _at(model: nn.Module, weights: Weights, forward_loss: Callable[[nn.Module, int], Tensor], minibatch: int) -> Tensor:
+def _at(
+    model: nn.Module,
+    weights: Weights,
+    forward_loss: Callable[[nn.Module, int], Tensor],
+    minibatch: int,
+) -> Tensor:
     class Loss(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -101,7 +119,9 @@ def _at(model: nn.Module, weights: Weights, forward_loss: Callable[[nn.Module, i
         def forward(self) -> Tensor:
             return forward_loss(self.model, minibatch)
 
-    loss: Tensor = functional_call(Loss(), {f"model.{name}": tensor for name, tensor in weights.items()}, ())
+    loss: Tensor = functional_call(
+        Loss(), {f"model.{name}": tensor for name, tensor in weights.items()}, ()
+    )
     return loss
 
 

@@ -1,4 +1,6 @@
-"""The example of fine-tuning: a model of transformers with LoRA in two stages trains as it does in one process."""
+"""The example of fine-tuning: a model of transformers with LoRA in two stages trains as it does in
+one process.
+"""
 
 from __future__ import annotations
 
@@ -23,32 +25,44 @@ EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "fine_tune.py"
 TIMEOUT_S = 240
 EPOCHS, MICROBATCH, MICROBATCHES = 2, 4, 4
 
-transformers: Any = pytest.importorskip("transformers", reason="needs transformers: pip install transformers")
+transformers: Any = pytest.importorskip(
+    "transformers", reason="needs transformers: pip install transformers"
+)
 peft: Any = pytest.importorskip("peft", reason="needs peft: pip install peft")
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of transformers are not ours
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The example with a small base, whose tensors are in several files, a tokenizer of bytes, and a text."""
+    """The example with a small base, whose tensors are in several files, a tokenizer of bytes, and
+    a text.
+    """
     tokenizers: Any = pytest.importorskip("tokenizers")
     letters = enumerate(sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()))
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={letter: i for i, letter in letters}, merges=[]))
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.BPE(vocab={letter: i for i, letter in letters}, merges=[])
+    )
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path / "base")
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(
+        tmp_path / "base"
+    )
     torch.manual_seed(1)
     sizes = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
     base = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads))
     base.save_pretrained(tmp_path / "base", max_shard_size="60KB")
     assert len(list((tmp_path / "base").glob("*.safetensors"))) > 2
-    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 30, encoding="utf-8")
+    (tmp_path / "text.txt").write_text(
+        "the quick brown fox jumps over the lazy dog. " * 30, encoding="utf-8"
+    )
     shutil.copy(EXAMPLE, tmp_path)
     return tmp_path
 
 
 def one_process(path: Path) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses at the ends of the epochs, and the weights, of plain training with the libraries' own loaders."""
+    """Losses at the ends of the epochs, and the weights, of plain training with the libraries' own
+    loaders.
+    """
     functions = load_model_file(path).functions
     own = functions["build_model"].__globals__
     torch.manual_seed(0)
@@ -56,11 +70,15 @@ def one_process(path: Path) -> tuple[list[float], dict[str, Tensor]]:
     torch.manual_seed(0)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(path.parent / "base")
     values = dict(peft.get_peft_model(loaded, own["LORA"]).state_dict())
-    model.load_state_dict({name: values[name] for name in values if ".lora_" not in name}, strict=False)
+    model.load_state_dict(
+        {name: values[name] for name in values if ".lora_" not in name}, strict=False
+    )
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = own["optimizer"](trained)
     order = torch.Generator().manual_seed(0)
-    loader = DataLoader(own["samples"](), MICROBATCH * MICROBATCHES, True, generator=order, collate_fn=torch.stack)
+    loader = DataLoader(
+        own["samples"](), MICROBATCH * MICROBATCHES, True, generator=order, collate_fn=torch.stack
+    )
     total = EPOCHS * len(loader)
     scheduler = transformers.get_scheduler("cosine", optimizer, total // 10, total)
     losses = []
@@ -89,11 +107,19 @@ def test_two_stages_train_the_adapters_of_one_process(folder: Path, launcher: li
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     environment["PYTHONPATH"] = os.pathsep.join([str(Path.cwd()), os.environ.get("PYTHONPATH", "")])
     process = subprocess.run(
-        command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env=environment, cwd=folder
+        command,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+        env=environment,
+        cwd=folder,
     )
     assert process.returncode == 0, process.stdout + process.stderr
     losses, weights = one_process(path)
-    assert [float(loss) for loss in re.findall(r"loss (\S+)", process.stdout)] == pytest.approx(losses, abs=1e-4)
+    assert [float(loss) for loss in re.findall(r"loss (\S+)", process.stdout)] == pytest.approx(
+        losses, abs=1e-4
+    )
     tuned = torch.load(folder / "tuned.pt", weights_only=True)
     assert tuned.keys() == weights.keys()
     for name, tensor in weights.items():

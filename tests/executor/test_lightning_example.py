@@ -1,4 +1,6 @@
-"""The example for Lightning: its Trainer trains a plan of two stages as a loop in one process trains the model."""
+"""The example for Lightning: its Trainer trains a plan of two stages as a loop in one process
+trains the model.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def one_process() -> tuple[float, dict[str, Any]]:
     order: DistributedSampler[Any] = DistributedSampler(own["samples"](), num_replicas=1, rank=0)
     for epoch in range(EPOCHS):
         order.set_epoch(epoch)
-        for inputs, target in DataLoader(own["samples"](), MICROBATCH * MICROBATCHES, sampler=order):
+        for inputs, target in DataLoader(
+            own["samples"](), MICROBATCH * MICROBATCHES, sampler=order
+        ):
             optimizer.zero_grad()
             loss = own["loss"](model(inputs), target)
             loss.backward()
@@ -44,7 +48,14 @@ def one_process() -> tuple[float, dict[str, Any]]:
 def test_a_trainer_trains_two_stages_as_one_process(tmp_path: Path) -> None:
     plan = make_plan(structural_profile(EXAMPLE, MICROBATCH), (1, 1), "1f1b-flush", MICROBATCHES)
     save_plan(plan, tmp_path / "plan.json")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(EXAMPLE)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        str(EXAMPLE),
+    ]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     environment["PYTHONPATH"] = os.pathsep.join([str(Path.cwd()), os.environ.get("PYTHONPATH", "")])
     process = subprocess.run(

@@ -1,4 +1,6 @@
-"""The example of a loop of one's own: it trains as one process, resumes under another plan, and stops early."""
+"""The example of a loop of one's own: it trains as one process, resumes under another plan, and
+stops early.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,27 @@ TIMEOUT_S = 240
 
 def run_example(folder: Path, plan: str, epochs: int, workers: int) -> list[str]:
     """Run the example under torchrun; return the lines that it prints."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={workers}",
+    ]
     command += ["own_loop.py", plan, str(epochs)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(Path.cwd())}
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONPATH": str(Path.cwd()),
+    }
     process = subprocess.run(
-        command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env=environment, cwd=folder
+        command,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+        env=environment,
+        cwd=folder,
     )
     assert process.returncode == 0, process.stdout + process.stderr
     return process.stdout.splitlines()
@@ -44,7 +62,9 @@ def load_example() -> ModuleType:
 
 
 def one_process(epochs: int) -> tuple[nn.Module, list[str]]:
-    """Train the example's model in this process, on whole minibatches; return it and the lines to print."""
+    """Train the example's model in this process, on whole minibatches; return it and the lines to
+    print.
+    """
     example, lines = load_example(), []
     torch.manual_seed(0)
     model = example.build_model()
@@ -64,11 +84,16 @@ def one_process(epochs: int) -> tuple[nn.Module, list[str]]:
             output = model(inputs)
         accuracy = float(example.metrics(output, classes)["accuracy"])
         found = float(example.loss(output, classes))
-        lines.append(f"epoch {epoch}: loss {float(loss.detach()):.4f}, validation {found:.4f}, {accuracy:.0%}")
+        lines.append(
+            f"epoch {epoch}: loss {float(loss.detach()):.4f}, validation {found:.4f}, "
+            f"{accuracy:.0%}"
+        )
     return model, lines
 
 
-@pytest.mark.parametrize("schedule", [pytest.param(name, marks=pytest.mark.slow) for name in ("1f1b-flush", "gpipe")])
+@pytest.mark.parametrize(
+    "schedule", [pytest.param(name, marks=pytest.mark.slow) for name in ("1f1b-flush", "gpipe")]
+)
 def test_the_example_resumes_under_another_plan(schedule: str, tmp_path: Path) -> None:
     path = tmp_path / "own_loop.py"
     shutil.copy(EXAMPLE, path)
@@ -81,7 +106,9 @@ def test_the_example_resumes_under_another_plan(schedule: str, tmp_path: Path) -
     weights = torch.load(tmp_path / "model.pt", weights_only=True)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(weights[name], parameter.detach(), rtol=1e-4, atol=1e-5)
-    assert sorted(folder.name for folder in (tmp_path / "checkpoints").iterdir() if folder.is_dir()) == [
+    assert sorted(
+        folder.name for folder in (tmp_path / "checkpoints").iterdir() if folder.is_dir()
+    ) == [
         "step-00000024",
         "step-00000032",
     ]

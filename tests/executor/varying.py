@@ -277,9 +277,15 @@ def by_labels(plan: Plan) -> Plan:
 
 
 def train(folder: Path, jobs: Sequence[Job]) -> list[tuple[TrainResult, Weights]]:
-    named = [job.model_copy(update={"save_weights": str(folder / f"{n}.pt")}) for n, job in enumerate(jobs)]
+    named = [
+        job.model_copy(update={"save_weights": str(folder / f"{n}.pt")})
+        for n, job in enumerate(jobs)
+    ]
     results = run_jobs(named, folder)
-    return [(r, torch.load(str(j.save_weights), weights_only=True)) for r, j in zip(results, named, strict=True)]
+    return [
+        (r, torch.load(str(j.save_weights), weights_only=True))
+        for r, j in zip(results, named, strict=True)
+    ]
 
 
 class Reference:
@@ -290,15 +296,25 @@ class Reference:
         torch.manual_seed(SEED)
         self.model = self.spec.build_model()
         self.data = make_batches(self.spec, SIZE, plan.microbatches, SEED)
-        stage_of = {layer: index for index, stage in enumerate(plan.stages) for layer in stage.layers}
+        stage_of = {
+            layer: index for index, stage in enumerate(plan.stages) for layer in stage.layers
+        }
         # A weight that several stages have steps as the first of them does, which is the deepest.
-        stages = {name: stage_of[layer.name] for layer in reversed(profile.layers) for name in layer.parameters}
+        stages = {
+            name: stage_of[layer.name]
+            for layer in reversed(profile.layers)
+            for name in layer.parameters
+        }
         names = [name for name, _ in self.model.named_parameters()]
-        self.names = [[name for name in names if stages[name] == stage] for stage in range(len(plan.stages))]
+        self.names = [
+            [name for name in names if stages[name] == stage] for stage in range(len(plan.stages))
+        ]
         self.seen: set[tuple[int, ...]] = set()  # shapes of labels
 
     def microbatch(self, minibatch: int, number: int) -> Batch | None:
-        """A microbatch; None where the last minibatch of an epoch has fewer samples than microbatches."""
+        """A microbatch; None where the last minibatch of an epoch has fewer samples than
+        microbatches.
+        """
         unit = Unit(minibatch, number)
         if not self.data.size(unit):
             return None
@@ -307,7 +323,9 @@ class Reference:
         return batch
 
     def loss(self, model: nn.Module, minibatch: int, number: int) -> Tensor:
-        """What a microbatch adds to the loss of its minibatch, a mean over all labels that are no padding."""
+        """What a microbatch adds to the loss of its minibatch, a mean over all labels that are no
+        padding.
+        """
         parts = [self.microbatch(minibatch, each) for each in range(self.plan.microbatches)]
         counts = [0 if part is None else int((labels(part) != -100).sum()) for part in parts]
         batch = parts[number]
@@ -344,7 +362,9 @@ class Reference:
                 return plain_training(
                     self.model,
                     make_optimizer,
-                    lambda model, minibatch: [self.loss(model, minibatch, each) * count for each in range(count)],
+                    lambda model, minibatch: [
+                        self.loss(model, minibatch, each) * count for each in range(count)
+                    ],
                     minibatches,
                 )
 
@@ -365,7 +385,11 @@ def assert_equals_one_process(
     exact = all(tensor.dtype is torch.float64 for tensor in expected.values())
     assert len({shape[1] for shape in reference.seen}) > 2  # or nothing varied
     what = f"{plan.schedule.name} {plan.config}"
-    assert [entry.loss for entry in result.losses] == pytest.approx(losses, rel=1e-9 if exact else 2e-5), what
+    assert [entry.loss for entry in result.losses] == pytest.approx(
+        losses, rel=1e-9 if exact else 2e-5
+    ), what
     for name, tensor in expected.items():
         rtol, atol = (1e-7, 1e-9) if exact else (1e-3, 1e-5)
-        torch.testing.assert_close(weights[name], tensor, rtol=rtol, atol=atol, msg=f"{what} {name}")
+        torch.testing.assert_close(
+            weights[name], tensor, rtol=rtol, atol=atol, msg=f"{what} {name}"
+        )

@@ -23,5 +23,10 @@ def plan_of(
     ends = list(accumulate(map(len, stages)))
     divided = [tuple(names[start:end]) for start, end in pairwise([0, *ends])]
     return plan.model_copy(
-        update={"stages": tuple(s.model_copy(update={"layers": d}) for s, d in zip(plan.stages, divided, strict=True))}
+        update={
+            "stages": tuple(
+                s.model_copy(update={"layers": d})
+                for s, d in zip(plan.stages, divided, strict=True)
+            )
+        }
     )

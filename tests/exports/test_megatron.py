@@ -28,7 +28,11 @@ def test_equal_stages_need_no_layout() -> None:
 
 
 def test_unequal_stages_are_a_layout() -> None:
-    plan = plan_of([["wte", *blocks(0)], blocks(1, 2, 3), ["ln_f", "head", "loss"]], schedule="1f1b", microbatches=1)
+    plan = plan_of(
+        [["wte", *blocks(0)], blocks(1, 2, 3), ["ln_f", "head", "loss"]],
+        schedule="1f1b",
+        microbatches=1,
+    )
     text = planner.export(plan, "megatron")
     assert '--pipeline-model-parallel-layout "Et|ttt|L"' in text
     assert "# The plan's schedule, 1f1b" in text
@@ -43,7 +47,9 @@ def test_losses_that_are_weighed_are_said() -> None:
 
 def test_compressed_messages_are_said() -> None:
     plan = plan_of([["wte", *blocks(0, 1)], [*blocks(2, 3), "ln_f", "loss"]], (2, 2))
-    coded = plan.model_copy(update={"cluster": plan.cluster.model_copy(update={"compress": "int8"})})
+    coded = plan.model_copy(
+        update={"cluster": plan.cluster.model_copy(update={"compress": "int8"})}
+    )
     assert "# The plan sends activations as int8. " in planner.export(coded, "megatron")
     assert "sends activations" not in planner.export(plan, "megatron")
 
@@ -51,7 +57,10 @@ def test_compressed_messages_are_said() -> None:
 def test_sharded_stages_and_layers_that_recompute() -> None:
     plan = plan_of([["wte", *blocks(0, 1)], [*blocks(2, 3), "ln_f", "loss"]], (2, 2))
     first = {"sharded": True, "recompute": (tuple(blocks(0)),), "recompute_s": 2.0}
-    changed = plan.stages[0].model_copy(update=first), plan.stages[1].model_copy(update={"sharded": True})
+    changed = (
+        plan.stages[0].model_copy(update=first),
+        plan.stages[1].model_copy(update={"sharded": True}),
+    )
     text = planner.export(plan.model_copy(update={"stages": changed}), "megatron")
     assert "--use-distributed-optimizer" in text
     assert "--recompute-granularity full --recompute-method block --recompute-num-layers 1" in text
@@ -74,9 +83,14 @@ def test_groups_of_ranks_are_tensor_parallel() -> None:
         "--global-batch-size 32",
     ]
     assert "# Groups of 4 ranks divide the layers." in text
-    by_tokens = plan.model_copy(update={"cluster": plan.cluster.model_copy(update={"sequence_parallel": True})})
+    by_tokens = plan.model_copy(
+        update={"cluster": plan.cluster.model_copy(update={"sequence_parallel": True})}
+    )
     assert "\n--sequence-parallel\n" in planner.export(by_tokens, "megatron")
-    uneven = plan.stages[0], plan.stages[1].model_copy(update={"tensor": 2, "ranks": tuple(range(8, 12))})
+    uneven = (
+        plan.stages[0],
+        plan.stages[1].model_copy(update={"tensor": 2, "ranks": tuple(range(8, 12))}),
+    )
     with pytest.raises(PlanError, match="different numbers of ranks"):
         planner.export(plan.model_copy(update={"stages": uneven}), "megatron")
 
@@ -84,11 +98,14 @@ def test_groups_of_ranks_are_tensor_parallel() -> None:
 def test_ranks_that_divide_experts() -> None:
     plan = in_groups(plan_of([["wte", *blocks(0, 1)], [*blocks(2, 3), "ln_f", "loss"]], (2, 2)), 4)
     text = planner.export(plan.model_copy(update={"experts": 8}), "megatron")
-    assert [line for line in text.splitlines() if "expert" in line and not line.startswith("#")] == [
+    assert [
+        line for line in text.splitlines() if "expert" in line and not line.startswith("#")
+    ] == [
         "--num-experts 8",
         "--expert-model-parallel-size 4 --expert-tensor-parallel-size 1",
     ]
-    assert "\n--sequence-parallel\n" in text  # without which Megatron refuses layers with experts in such groups
+    # without which Megatron refuses layers with experts in such groups
+    assert "\n--sequence-parallel\n" in text
     assert "expert" not in planner.export(plan, "megatron")
 
 
@@ -108,11 +125,21 @@ def test_ranks_that_divide_experts_alone_are_replicas() -> None:
 
 def test_what_it_cannot_express() -> None:
     chunks = plan_of([["wte", *blocks(0)], blocks(1), blocks(2), [*blocks(3), "loss"]])
-    stages = [stage.model_dump() | {"ranks": (rank,)} for stage, rank in zip(chunks.stages, (0, 1, 1, 0), strict=True)]
+    stages = [
+        stage.model_dump() | {"ranks": (rank,)}
+        for stage, rank in zip(chunks.stages, (0, 1, 1, 0), strict=True)
+    ]
     with pytest.raises(PlanError, match="gives stage s to worker s mod 2, and zb-v does not"):
-        planner.export(Plan.model_validate(chunks.model_dump() | {"schedule": "zb-v", "stages": stages}), "megatron")
-    with pytest.raises(PlanError, match=r"'h\.2' is in stage 0, and 'h\.1' before it in the model is in stage 1"):
-        planner.export(plan_of([["wte", "h.0.attn", "h.2.attn"], ["h.1.attn", "h.3.attn", "loss"]]), "megatron")
+        planner.export(
+            Plan.model_validate(chunks.model_dump() | {"schedule": "zb-v", "stages": stages}),
+            "megatron",
+        )
+    with pytest.raises(
+        PlanError, match=r"'h\.2' is in stage 0, and 'h\.1' before it in the model is in stage 1"
+    ):
+        planner.export(
+            plan_of([["wte", "h.0.attn", "h.2.attn"], ["h.1.attn", "h.3.attn", "loss"]]), "megatron"
+        )
     with pytest.raises(PlanError, match=r"cut before stage 1 is inside 'h\.1'"):
         planner.export(plan_of([["wte", *blocks(0), "h.1.attn"], ["h.1.mlp", "loss"]]), "megatron")
     with pytest.raises(PlanError, match="layer 'wpe' is in stage 1"):
@@ -121,5 +148,7 @@ def test_what_it_cannot_express() -> None:
         planner.export(plan_of([["wte", *blocks(0)], [*blocks(1), "ln_f"], ["loss"]]), "megatron")
     with pytest.raises(PlanError, match="has no numbered list of layers"):
         planner.export(plan_of([["conv"], ["loss"]]), "megatron")
-    with pytest.raises(PlanError, match="Megatron copies whole pipelines, so it has no form for '2-1'"):
+    with pytest.raises(
+        PlanError, match="Megatron copies whole pipelines, so it has no form for '2-1'"
+    ):
         planner.export(plan_of([["wte", *blocks(0)], blocks(1)], (2, 1)), "megatron")

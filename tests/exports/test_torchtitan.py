@@ -16,11 +16,16 @@ from planner.formats.plan import Plan
 from tests.executor.plans import in_groups, sharded
 from tests.exports.plans import plan_of
 
-STAGES = [["tok_embeddings", "layers.0.attention"], ["layers.1.attention", "layers.1.norm", "norm", "loss"]]
+STAGES = [
+    ["tok_embeddings", "layers.0.attention"],
+    ["layers.1.attention", "layers.1.norm", "norm", "loss"],
+]
 
 
 def written(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, dict[str, int]]:
-    """Return the configuration and the sizes of batches; without the package another class stands in."""
+    """Return the configuration and the sizes of batches; without the package another class stands
+    in.
+    """
     if find_spec("torchtitan") is None:
         stand_in = type(sys)("torchtitan.config")
         stand_in.ParallelismConfig = SimpleNamespace  # type: ignore[attr-defined]
@@ -37,7 +42,10 @@ def test_degrees_and_modules_of_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (config.data_parallel_replicate_degree, config.data_parallel_shard_degree) == (2, 1)
     assert config.pipeline_parallel_schedule == "1F1B"
     assert config.pipeline_parallel_microbatch_size == 4
-    assert config.module_fqns_per_model_part == [["tok_embeddings", "layers.0"], ["layers.1", "norm"]]
+    assert config.module_fqns_per_model_part == [
+        ["tok_embeddings", "layers.0"],
+        ["layers.1", "norm"],
+    ]
     assert batch == {"local_batch_size": 16, "global_batch_size": 32}
 
 
@@ -48,7 +56,9 @@ def test_ranks_that_divide_experts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ranks_that_divide_experts_alone_are_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = in_groups(plan_of(STAGES, (2, 2)), 4).model_copy(update={"experts": 8, "by_samples": True})
+    plan = in_groups(plan_of(STAGES, (2, 2)), 4).model_copy(
+        update={"experts": 8, "by_samples": True}
+    )
     config, batch = written(plan, monkeypatch)
     assert (config.expert_parallel_degree, config.tensor_parallel_degree) == (4, 1)
     assert config.data_parallel_replicate_degree == 8
@@ -62,7 +72,9 @@ class Patches(nn.Module):
 
 
 class Vision(nn.Module):
-    """As a ViT: a child with a child of its own, a list that is divided, and a Sequential that is not."""
+    """As a ViT: a child with a child of its own, a list that is divided, and a Sequential that is
+    not.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +84,9 @@ class Vision(nn.Module):
 
 
 def kept_by_torchtitan(model: nn.Module, names: list[str]) -> set[str]:
-    """The leaves that its `_split_module` keeps: elements of lists, and other direct children, that are named."""
+    """The leaves that its `_split_module` keeps: elements of lists, and other direct children, that
+    are named.
+    """
     kept: set[str] = set()
     for child, module in model.named_children():
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
@@ -81,12 +95,21 @@ def kept_by_torchtitan(model: nn.Module, names: list[str]) -> set[str]:
             elements = {child: module}
         for name, part in elements.items():
             if name in names:
-                kept.update(f"{name}.{leaf}".rstrip(".") for leaf, m in part.named_modules() if not [*m.children()])
+                kept.update(
+                    f"{name}.{leaf}".rstrip(".")
+                    for leaf, m in part.named_modules()
+                    if not [*m.children()]
+                )
     return kept
 
 
-def test_every_stage_keeps_its_layers_in_torchtitans_splitter(monkeypatch: pytest.MonkeyPatch) -> None:
-    stages = [["patch_embed.proj", "blocks.0", "blocks.1"], ["blocks.2", "blocks.3", "head.0", "head.1", "loss"]]
+def test_every_stage_keeps_its_layers_in_torchtitans_splitter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stages = [
+        ["patch_embed.proj", "blocks.0", "blocks.1"],
+        ["blocks.2", "blocks.3", "head.0", "head.1", "loss"],
+    ]
     config, _ = written(plan_of(stages), monkeypatch)
     for stage, names in zip(stages, config.module_fqns_per_model_part, strict=True):
         assert kept_by_torchtitan(Vision(), names) == set(stage) - {"loss"}
@@ -103,11 +126,22 @@ def test_sharded_stages_are_fsdp(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_it_cannot_express() -> None:
-    with pytest.raises(PlanError, match=r"'layers\.1' is in stage 0, and 'layers\.0' before it in the model"):
+    with pytest.raises(
+        PlanError, match=r"'layers\.1' is in stage 0, and 'layers\.0' before it in the model"
+    ):
         planner.export(plan_of([["embed", "layers.1.mlp"], ["layers.0.mlp", "loss"]]), "torchtitan")
-    with pytest.raises(PlanError, match="cut before stage 1 is inside 'transformer', and torchtitan divides"):
-        planner.export(plan_of([["transformer.h.0.mlp"], ["transformer.h.1.mlp", "loss"]]), "torchtitan")
+    with pytest.raises(
+        PlanError, match="cut before stage 1 is inside 'transformer', and torchtitan divides"
+    ):
+        planner.export(
+            plan_of([["transformer.h.0.mlp"], ["transformer.h.1.mlp", "loss"]]), "torchtitan"
+        )
     with pytest.raises(PlanError, match=r"cut before stage 1 is inside 'layers\.1'"):
-        planner.export(plan_of([["layers.0.mlp", "layers.1.attention"], ["layers.1.mlp", "loss"]]), "torchtitan")
-    with pytest.raises(PlanError, match="torchtitan copies whole pipelines, so it has no form for '2-1'"):
+        planner.export(
+            plan_of([["layers.0.mlp", "layers.1.attention"], ["layers.1.mlp", "loss"]]),
+            "torchtitan",
+        )
+    with pytest.raises(
+        PlanError, match="torchtitan copies whole pipelines, so it has no form for '2-1'"
+    ):
         planner.export(plan_of(STAGES, (2, 1)), "torchtitan")

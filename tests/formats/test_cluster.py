@@ -17,10 +17,17 @@ def test_a_flat_cluster_is_one_level() -> None:
 
 
 def test_levels_multiply_and_the_slowest_that_joins_anything_counts() -> None:
-    cluster = Cluster(levels=(Level(size=4, bandwidth_bytes_per_s=16e9), Level(size=4, bandwidth_bytes_per_s=1.25e9)))
+    cluster = Cluster(
+        levels=(
+            Level(size=4, bandwidth_bytes_per_s=16e9),
+            Level(size=4, bandwidth_bytes_per_s=1.25e9),
+        )
+    )
     assert cluster.gpus == 16
     assert cluster.slowest_bandwidth_bytes_per_s == 1.25e9
-    alone = Cluster(levels=(Level(size=4, bandwidth_bytes_per_s=16e9), Level(size=1, bandwidth_bytes_per_s=1.0)))
+    alone = Cluster(
+        levels=(Level(size=4, bandwidth_bytes_per_s=16e9), Level(size=1, bandwidth_bytes_per_s=1.0))
+    )
     assert alone.slowest_bandwidth_bytes_per_s == 16e9
 
 

@@ -29,7 +29,10 @@ SLOW = changed(0, forward_s=5.0, workspace_bytes=7).model_copy(
 
 
 def cluster_of(*kinds: DeviceKind) -> Cluster:
-    return Cluster(levels=(Level(size=sum(kind.count for kind in kinds), bandwidth_bytes_per_s=1.0),), kinds=kinds)
+    return Cluster(
+        levels=(Level(size=sum(kind.count for kind in kinds), bandwidth_bytes_per_s=1.0),),
+        kinds=kinds,
+    )
 
 
 def test_each_kind_has_the_profile_that_was_measured_on_it(tmp_path: Path) -> None:
@@ -42,7 +45,10 @@ def test_each_kind_has_the_profile_that_was_measured_on_it(tmp_path: Path) -> No
 
 def test_a_speed_is_a_profile_scaled() -> None:
     seconds = ("forward_s", "backward_s", "update_s", "accumulate_s")
-    halved = tuple(each.model_copy(update={name: getattr(each, name) / 2 for name in seconds}) for each in FAST.layers)
+    halved = tuple(
+        each.model_copy(update={name: getattr(each, name) / 2 for name in seconds})
+        for each in FAST.layers
+    )
     assert profile_on(FAST, DeviceKind(count=1, speed=2.0)).layers == halved
     scaled = profile_of_kinds({"fast": FAST, "slow": SLOW})
     assert profile_on(scaled, DeviceKind(count=1, name="fast", speed=2.0)).layers == halved
@@ -54,8 +60,14 @@ def test_a_speed_is_a_profile_scaled() -> None:
         (changed(1, saved_bytes=4), "saved_bytes of layer 'b' is 3 for 'one' and 4 for 'two'"),
         (changed(1, name="c"), "name of layer 'b' is b for 'one' and c for 'two'"),
         (profile(*FAST.layers[:1]), "number of layers is 2 for 'one' and 1 for 'two'"),
-        (FAST.model_copy(update={"microbatch_size": 8}), "microbatch_size is 4 for 'one' and 8 for 'two'"),
-        (changed(0, outputs=()), "outputs of layer 'a' is [('a', 4, 4)] for 'one' and [] for 'two'"),
+        (
+            FAST.model_copy(update={"microbatch_size": 8}),
+            "microbatch_size is 4 for 'one' and 8 for 'two'",
+        ),
+        (
+            changed(0, outputs=()),
+            "outputs of layer 'a' is [('a', 4, 4)] for 'one' and [] for 'two'",
+        ),
     ],
 )
 def test_the_first_difference_between_the_layers_is_named(other: Profile, message: str) -> None:
@@ -64,14 +76,20 @@ def test_the_first_difference_between_the_layers_is_named(other: Profile, messag
 
 
 def test_a_cluster_gets_what_the_profile_says_of_its_kinds() -> None:
-    measured = SLOW.model_copy(update={"provenance": SLOW.provenance.model_copy(update={"source": "measured"})})
+    measured = SLOW.model_copy(
+        update={"provenance": SLOW.provenance.model_copy(update={"source": "measured"})}
+    )
     both = profile_of_kinds({"fast": FAST, "slow": measured})
-    fast, slow = cluster_for(both, cluster_of(DeviceKind(count=2, name="fast"), DeviceKind(count=1, name="slow"))).kinds
+    fast, slow = cluster_for(
+        both, cluster_of(DeviceKind(count=2, name="fast"), DeviceKind(count=1, name="slow"))
+    ).kinds
     assert (fast.device, fast.memory_bytes) == (None, None)  # estimated, and a CPU
     assert (slow.device, slow.memory_bytes) == ("slow", 95)  # plans fill no more
     with pytest.raises(ClusterError, match=r"several kinds of devices \(fast, slow\)"):
         cluster_for(both, flat_cluster(2, 1.0))
-    with pytest.raises(ClusterError, match="2 GPUs of a kind 'medium', and the profile is of fast, slow"):
+    with pytest.raises(
+        ClusterError, match="2 GPUs of a kind 'medium', and the profile is of fast, slow"
+    ):
         cluster_for(both, cluster_of(DeviceKind(count=2, name="medium")))
 
 

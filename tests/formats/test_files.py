@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 
 from planner.errors import PlannerError, ProfileError
-from planner.formats.files import Record, check_writable, load_record, replacing, save_record, write_text
+from planner.formats.files import (
+    Record,
+    check_writable,
+    load_record,
+    replacing,
+    save_record,
+    write_text,
+)
 
 
 class Small(Record):
@@ -46,7 +53,9 @@ def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
         ("", "is not JSON"),
     ],
 )
-def test_a_bad_file_is_named_with_the_field_and_the_value(tmp_path: Path, text: str, complaint: str) -> None:
+def test_a_bad_file_is_named_with_the_field_and_the_value(
+    tmp_path: Path, text: str, complaint: str
+) -> None:
     path = tmp_path / "small.json"
     path.write_text(text)
     with pytest.raises(ProfileError) as caught:
@@ -78,7 +87,9 @@ def test_writing_replaces_the_old_file_and_leaves_nothing_else(tmp_path: Path) -
     assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~mask
 
 
-def test_a_place_that_cannot_be_written_is_an_error_and_keeps_what_was_there(tmp_path: Path) -> None:
+def test_a_place_that_cannot_be_written_is_an_error_and_keeps_what_was_there(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "folder").mkdir()
     with pytest.raises(PlannerError, match="cannot be written"):
         write_text(tmp_path / "folder", "text")
@@ -95,7 +106,9 @@ def test_a_place_that_cannot_be_written_is_an_error_and_keeps_what_was_there(tmp
 
 
 @pytest.mark.parametrize("failure", [OSError("no space"), KeyboardInterrupt()])
-def test_a_block_that_fails_leaves_the_old_file_alone(tmp_path: Path, failure: BaseException) -> None:
+def test_a_block_that_fails_leaves_the_old_file_alone(
+    tmp_path: Path, failure: BaseException
+) -> None:
     path = tmp_path / "new folder" / "file"
     with replacing(path) as temporary:
         temporary.write_text("old")

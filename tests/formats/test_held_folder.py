@@ -60,7 +60,9 @@ def test_a_killed_process_leaves_a_folder_that_the_next_one_removes(place: Path)
         assert list(place.iterdir()) == [own]
 
 
-def test_what_only_looks_like_one_stays(place: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_what_only_looks_like_one_stays(
+    place: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     with held_folder("test") as folder:
         name = folder.name
@@ -85,7 +87,9 @@ def test_a_folder_of_another_host_stays(place: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.timeout(20)
-def test_a_file_system_without_locks_has_folders_too(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_locks_has_folders_too(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 

@@ -20,7 +20,9 @@ def test_each_generation_is_faster() -> None:
         assert rates == sorted(set(rates))
 
 
-@pytest.mark.parametrize(("text", "complaint"), [("nvlink9", "no link that is known"), ("10", "is not a rate")])
+@pytest.mark.parametrize(
+    ("text", "complaint"), [("nvlink9", "no link that is known"), ("10", "is not a rate")]
+)
 def test_wrong_input(text: str, complaint: str) -> None:
     with pytest.raises(UnitError, match=complaint):
         link_bandwidth(text)

@@ -30,7 +30,9 @@ def test_what_was_saved_is_loaded(plan: Plan, tmp_path: Path) -> None:
     assert load_plan(tmp_path / "plan.json") == plan
 
 
-def test_plans_of_version_0_1_load_unless_they_are_for_the_max_load_objective(plan: Plan, tmp_path: Path) -> None:
+def test_plans_of_version_0_1_load_unless_they_are_for_the_max_load_objective(
+    plan: Plan, tmp_path: Path
+) -> None:
     file = tmp_path / "plan.json"
     content = json.loads(plan.model_dump_json())
     assert content["contiguous"] is True
@@ -73,7 +75,10 @@ def test_properties(plan: Plan) -> None:
     assert config_of((8, 8, 8, 8), chunks=2) == "8-8 x2 chunks"
     assert short_config(config_of((1,) * 112, chunks=2)) == "56 x 1 x2 chunks (56 stages)"
     memory = plan.stages[1].memory
-    assert memory.total_bytes == memory.weights_bytes + memory.gradients_bytes + memory.communication_bytes
+    assert (
+        memory.total_bytes
+        == memory.weights_bytes + memory.gradients_bytes + memory.communication_bytes
+    )
 
 
 @pytest.mark.parametrize(
@@ -125,7 +130,9 @@ def test_a_transfer_occurs_once(plan: Plan, tmp_path: Path) -> None:
         ({"recompute": [["b"]]}, "recompute_s is missing"),
     ],
 )
-def test_options_that_make_no_sense_are_named(fields: dict[str, object], message: str, plan: Plan) -> None:
+def test_options_that_make_no_sense_are_named(
+    fields: dict[str, object], message: str, plan: Plan
+) -> None:
     stage = plan.stages[-1]
     assert stage.replicas == 1
     content = json.loads(stage.model_dump_json())

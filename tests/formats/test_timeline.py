@@ -28,7 +28,9 @@ def test_a_file_holds_all_of_it(tmp_path: Path) -> None:
 
 
 def test_a_file_of_version_0_2_loads(tmp_path: Path) -> None:
-    (tmp_path / "timeline.json").write_text(json.dumps({**json.loads(by_hand().model_dump_json()), "accumulate": 1}))
+    (tmp_path / "timeline.json").write_text(
+        json.dumps({**json.loads(by_hand().model_dump_json()), "accumulate": 1})
+    )
     assert load_timeline(tmp_path / "timeline.json") == by_hand()
 
 
@@ -36,7 +38,10 @@ def test_what_contradicts_itself_is_refused(tmp_path: Path) -> None:
     content = json.loads(by_hand().model_dump_json())
     for change, complaint in (
         ({"events": {**content["events"], "end_s": [0.5]}}, "the lists differ in length"),
-        ({"memory": [{"rank": 0, "time_s": [0.0], "held_bytes": []}]}, "the lists differ in length"),
+        (
+            {"memory": [{"rank": 0, "time_s": [0.0], "held_bytes": []}]},
+            "the lists differ in length",
+        ),
         ({"links": [{**content["links"][0], "end_s": []}]}, "the lists differ in length"),
         ({"accumulate": 2}, "accumulate"),  # version 0.2 had an option for that
     ):

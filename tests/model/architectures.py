@@ -1,4 +1,6 @@
-"""Small variants of the architectures that a user is most likely to bring, beside those in models.py."""
+"""Small variants of the architectures that a user is most likely to bring, beside those in
+models.py.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ class AlexNet(nn.Module):
 class ConvNorm(nn.Module):
     """Convolution, BatchNorm, in-place ReLU."""
 
-    def __init__(self, channels: int, width: int, kernel: int | tuple[int, int], **options: Any) -> None:
+    def __init__(
+        self, channels: int, width: int, kernel: int | tuple[int, int], **options: Any
+    ) -> None:
         super().__init__()
         self.conv = nn.Conv2d(channels, width, kernel, bias=False, **options)
         self.bn = nn.BatchNorm2d(width, eps=0.001)
@@ -49,7 +53,9 @@ class ConvNorm(nn.Module):
 
 
 class InceptionBlock(nn.Module):
-    """Four branches, joined along the channels; the third one splits in two itself, as in the E blocks."""
+    """Four branches, joined along the channels; the third one splits in two itself, as in the E
+    blocks.
+    """
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -73,8 +79,14 @@ class Inception(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = ConvNorm(3, 6, 3, stride=2)
-        self.mixed_a, self.mixed_b, self.mixed_c = InceptionBlock(6), InceptionBlock(20), InceptionBlock(20)
-        self.aux = nn.Sequential(ConvNorm(20, 4, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 10))
+        self.mixed_a, self.mixed_b, self.mixed_c = (
+            InceptionBlock(6),
+            InceptionBlock(20),
+            InceptionBlock(20),
+        )
+        self.aux = nn.Sequential(
+            ConvNorm(20, 4, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 10)
+        )
         self.dropout = nn.Dropout()
         self.fc = nn.Linear(20, 10)
 
@@ -100,7 +112,9 @@ class UNetNorm(nn.Module):
 
     @staticmethod
     def _double(channels: int, width: int) -> nn.Module:
-        return nn.Sequential(ConvNorm(channels, width, 3, padding=1), ConvNorm(width, width, 3, padding=1))
+        return nn.Sequential(
+            ConvNorm(channels, width, 3, padding=1), ConvNorm(width, width, 3, padding=1)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         skips = []
@@ -116,7 +130,9 @@ class UNetNorm(nn.Module):
 
 
 class S2VT(nn.Module):
-    """Venugopalan et al. 2015: two stacked LSTMs read the frames of a film, then write words; padding in between."""
+    """Venugopalan et al. 2015: two stacked LSTMs read the frames of a film, then write words;
+    padding in between.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,7 +152,9 @@ class S2VT(nn.Module):
 
 
 class GNMT(nn.Module):
-    """Wu et al. 2016: a bidirectional first layer, residual LSTMs, attention whose context every decoder layer gets."""
+    """Wu et al. 2016: a bidirectional first layer, residual LSTMs, attention whose context every
+    decoder layer gets.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +172,9 @@ class GNMT(nn.Module):
         for layer in self.encoder:
             memory = memory + layer(self.dropout(memory))[0]
         x, _ = self.read(self.dropout(self.target(target)))
-        energy = self.score(torch.tanh(self.query(x)[:, :, None] + self.key(memory)[:, None])).squeeze(3)
+        energy = self.score(
+            torch.tanh(self.query(x)[:, :, None] + self.key(memory)[:, None])
+        ).squeeze(3)
         padding = torch.arange(source.shape[1], device=source.device)[None] >= lengths[:, None]
         context = energy.masked_fill(padding[:, None], float("-inf")).softmax(2) @ memory
         for layer in self.decoder:
@@ -173,7 +193,9 @@ class Answer:
 
 
 class Towers(nn.Module):
-    """Several inputs, some nested and some no tensors; a dataclass with several outputs, one without gradient."""
+    """Several inputs, some nested and some no tensors; a dataclass with several outputs, one
+    without gradient.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,7 +204,9 @@ class Towers(nn.Module):
         self.mix = nn.Bilinear(8, 8, 8)
         self.head = nn.Linear(8, 4)
 
-    def forward(self, both: dict[str, Any], mode: str, *, power: int, extra: Tensor | None = None) -> Answer:
+    def forward(
+        self, both: dict[str, Any], mode: str, *, power: int, extra: Tensor | None = None
+    ) -> Answer:
         left, right = both["left"], both["nested"][0]
         x = self.norm(F.elu(self.left(left)))
         y = torch.tanh(self.right(right)) ** power
@@ -198,7 +222,9 @@ def _pictures(batch_size: int) -> Batch:
 
 
 def _pixels(batch_size: int) -> Batch:
-    return Batch((torch.randn(batch_size, 3, 16, 16),), {}, torch.randint(0, 5, (batch_size, 16, 16)))
+    return Batch(
+        (torch.randn(batch_size, 3, 16, 16),), {}, torch.randint(0, 5, (batch_size, 16, 16))
+    )
 
 
 def _film(batch_size: int) -> Batch:
@@ -209,7 +235,9 @@ def _film(batch_size: int) -> Batch:
 def _sentences(batch_size: int) -> Batch:
     target = torch.randint(0, 24, (batch_size, 6))
     lengths = torch.randint(1, 8, (batch_size,))
-    return Batch((torch.randint(0, 20, (batch_size, 7)), target[:, :-1]), {"lengths": lengths}, target[:, 1:])
+    return Batch(
+        (torch.randint(0, 20, (batch_size, 7)), target[:, :-1]), {"lengths": lengths}, target[:, 1:]
+    )
 
 
 def _towers(batch_size: int) -> Batch:

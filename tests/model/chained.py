@@ -1,4 +1,6 @@
-"""Stages as another pipeline system would run them: each hands all that crosses its ends to its neighbour."""
+"""Stages as another pipeline system would run them: each hands all that crosses its ends to its
+neighbour.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,12 @@ from planner.model.stage.stage import build_stage
 
 
 class ChainedStage(nn.Module):
-    """Consecutive layers that take all values crossing the cut before them, and return those crossing the cut after.
+    """Consecutive layers that take all values crossing the cut before them, and return those
+    crossing the cut after.
 
-    Values that only later stages use are passed on. Tensors have the form of messages: contiguous, expanded dimensions
-    once. The last stage returns the loss alone, of shape (1,). Model inputs and targets are not passed: see `begin`.
+    Values that only later stages use are passed on. Tensors have the form of messages: contiguous,
+    expanded dimensions once. The last stage returns the loss alone, of shape (1,). Model inputs and
+    targets are not passed: see `begin`.
     """
 
     def __init__(
@@ -38,8 +42,14 @@ class ChainedStage(nn.Module):
         self._upcoming: list[tuple[int, int, Batch]] = []
 
         def examples(specs: Sequence[ValueSpec]) -> tuple[Tensor, ...]:
-            empty = [torch.empty(spec.wire_shape(self._size), dtype=spec.dtype, device="meta") for spec in specs]
-            return tuple(each.requires_grad_(spec.requires_grad) for each, spec in zip(empty, specs, strict=True))
+            empty = [
+                torch.empty(spec.wire_shape(self._size), dtype=spec.dtype, device="meta")
+                for spec in specs
+            ]
+            return tuple(
+                each.requires_grad_(spec.requires_grad)
+                for each, spec in zip(empty, specs, strict=True)
+            )
 
         # Examples of the tensors that `forward` takes and returns.
         loss = (torch.empty(1, device="meta").requires_grad_(),)
@@ -47,7 +57,9 @@ class ChainedStage(nn.Module):
         self.output_args = loss if self.stage.has_loss else examples(self.sent)
 
     def begin(self, minibatch: int, batches: Mapping[int, Batch]) -> None:
-        """Set the microbatches of `minibatch`, by number, that the next calls of `forward` run in order."""
+        """Set the microbatches of `minibatch`, by number, that the next calls of `forward` run in
+        order.
+        """
         self._upcoming = [(minibatch, microbatch, batch) for microbatch, batch in batches.items()]
 
     def forward(self, *received: Tensor) -> Tensor | tuple[Tensor, ...]:
@@ -61,7 +73,9 @@ class ChainedStage(nn.Module):
             loss: Tensor = results["loss"]
             return loss.reshape(1)
         return tuple(
-            spec.to_wire(results[spec.name]).contiguous() if spec.name in results else wires[spec.name]
+            spec.to_wire(results[spec.name]).contiguous()
+            if spec.name in results
+            else wires[spec.name]
             for spec in self.sent
         )
 

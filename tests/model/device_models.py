@@ -1,7 +1,8 @@
-"""Small models of further architectures, each with something that depends on the device that it runs on.
+"""Small models of further architectures, each with something that depends on the device that it
+runs on.
 
-Devices written into nested graphs, autocast regions, constants made in forward, and cuts behind operations that CUDA's
-autocast runs in float32 and the CPU's does not.
+Devices written into nested graphs, autocast regions, constants made in forward, and cuts behind
+operations that CUDA's autocast runs in float32 and the CPU's does not.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ class ConvNeXt(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, WIDTH, 4, 4)
-        self.depthwise = nn.ModuleList([nn.Conv2d(WIDTH, WIDTH, 3, padding=1, groups=WIDTH) for _ in range(2)])
+        self.depthwise = nn.ModuleList(
+            [nn.Conv2d(WIDTH, WIDTH, 3, padding=1, groups=WIDTH) for _ in range(2)]
+        )
         self.norms = nn.ModuleList([nn.LayerNorm(WIDTH) for _ in range(2)])
         self.wide = nn.ModuleList([nn.Linear(WIDTH, 2 * WIDTH) for _ in range(2)])
         self.narrow = nn.ModuleList([nn.Linear(2 * WIDTH, WIDTH) for _ in range(2)])
@@ -34,7 +37,9 @@ class ConvNeXt(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
-        for convolution, norm, wide, narrow in zip(self.depthwise, self.norms, self.wide, self.narrow, strict=True):
+        for convolution, norm, wide, narrow in zip(
+            self.depthwise, self.norms, self.wide, self.narrow, strict=True
+        ):
             y = norm(convolution(x).permute(0, 2, 3, 1))
             x = x + (self.scale * narrow(F.gelu(wide(y)))).permute(0, 3, 1, 2)
         scores: Tensor = self.head(self.norm(x.mean((2, 3))))
@@ -46,7 +51,10 @@ class GroupNormNet(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Conv2d(3, WIDTH, 3, padding=1), nn.Conv2d(WIDTH, WIDTH, 3, padding=1)
+        self.first, self.second = (
+            nn.Conv2d(3, WIDTH, 3, padding=1),
+            nn.Conv2d(WIDTH, WIDTH, 3, padding=1),
+        )
         self.norms = nn.ModuleList([nn.GroupNorm(4, WIDTH), nn.GroupNorm(4, WIDTH)])
         self.head = nn.Linear(WIDTH, 10)
 
@@ -75,11 +83,17 @@ class Rotary(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("frequencies", 1.0 / 100 ** (torch.arange(0, 8, 2).float() / 8), persistent=False)
+        self.register_buffer(
+            "frequencies", 1.0 / 100 ** (torch.arange(0, 8, 2).float() / 8), persistent=False
+        )
 
     @torch.no_grad()
     def forward(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        frequencies = torch.as_tensor(self.frequencies)[None, :, None].expand(positions.shape[0], -1, 1).to(x.device)
+        frequencies = (
+            torch.as_tensor(self.frequencies)[None, :, None]
+            .expand(positions.shape[0], -1, 1)
+            .to(x.device)
+        )
         with torch.autocast(device_type=x.device.type, enabled=False):
             angles = (frequencies.float() @ positions[:, None, :].float()).transpose(1, 2)
             angles = torch.cat([angles, angles], -1)
@@ -87,13 +101,18 @@ class Rotary(nn.Module):
 
 
 class Llama(nn.Module):
-    """Touvron et al. 2023: positions and a causal mask made in forward, key-value heads shared, a gated MLP."""
+    """Touvron et al. 2023: positions and a causal mask made in forward, key-value heads shared, a
+    gated MLP.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.embedding, self.rotary = nn.Embedding(32, WIDTH), Rotary()
         self.norms = nn.ModuleList([RMSNorm() for _ in range(3)])
-        self.query, self.out = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.query, self.out = (
+            nn.Linear(WIDTH, WIDTH, bias=False),
+            nn.Linear(WIDTH, WIDTH, bias=False),
+        )
         self.key, self.value = nn.Linear(WIDTH, 8, bias=False), nn.Linear(WIDTH, 8, bias=False)
         self.gate, self.up = nn.Linear(WIDTH, 32, bias=False), nn.Linear(WIDTH, 32, bias=False)
         self.down, self.head = nn.Linear(32, WIDTH, bias=False), nn.Linear(WIDTH, 32, bias=False)
@@ -106,9 +125,13 @@ class Llama(nn.Module):
         mask = torch.full((length, length), torch.finfo(x.dtype).min, device=x.device).triu(1)
         y = self.norms[0](x)
         query = self._turn(self.query(y).view(batch, length, 2, 8).transpose(1, 2), cosine, sine)
-        key = self._turn(self.key(y).view(batch, length, 1, 8).transpose(1, 2), cosine, sine).expand(-1, 2, -1, -1)
+        key = self._turn(
+            self.key(y).view(batch, length, 1, 8).transpose(1, 2), cosine, sine
+        ).expand(-1, 2, -1, -1)
         value = self.value(y).view(batch, length, 1, 8).transpose(1, 2).expand(-1, 2, -1, -1)
-        weights = F.softmax(query @ key.transpose(2, 3) / 8**0.5 + mask, -1, dtype=torch.float32).to(query.dtype)
+        weights = F.softmax(
+            query @ key.transpose(2, 3) / 8**0.5 + mask, -1, dtype=torch.float32
+        ).to(query.dtype)
         x = x + self.out((weights @ value).transpose(1, 2).reshape(batch, length, WIDTH))
         y = self.norms[1](x)
         x = x + self.down(F.silu(self.gate(y)) * self.up(y))
@@ -122,7 +145,9 @@ class Llama(nn.Module):
 
 
 class RelativePositions(nn.Module):
-    """Raffel et al. 2020: attention with a learned bias per bucket of distances, computed in every forward."""
+    """Raffel et al. 2020: attention with a learned bias per bucket of distances, computed in every
+    forward.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +163,9 @@ class RelativePositions(nn.Module):
         far = 4 + (torch.log(distance.float().clamp(min=1) / 4) / math.log(4) * 4).to(torch.long)
         bucket = torch.where(distance < 4, distance, far.clamp(max=7))
         bias = self.bias(bucket).permute(2, 0, 1)[None]
-        query, key, value = self.qkv(self.norm(x)).view(batch, length, 3, 2, 8).permute(2, 0, 3, 1, 4).unbind(0)
+        query, key, value = (
+            self.qkv(self.norm(x)).view(batch, length, 3, 2, 8).permute(2, 0, 3, 1, 4).unbind(0)
+        )
         weights = F.dropout((query @ key.transpose(2, 3) + bias).softmax(-1), 0.1, self.training)
         x = x + self.out((weights @ value).transpose(1, 2).reshape(batch, length, WIDTH))
         scores: Tensor = self.head(F.layer_norm(x, (WIDTH,)))
@@ -146,12 +173,17 @@ class RelativePositions(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """Shazeer et al. 2017: every token to the best two of four experts, weighted; all experts run on all tokens."""
+    """Shazeer et al. 2017: every token to the best two of four experts, weighted; all experts run
+    on all tokens.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.embedding, self.router = nn.Embedding(32, WIDTH), nn.Linear(WIDTH, 4, bias=False)
-        self.up, self.down = nn.Parameter(torch.randn(4, WIDTH, 8) / 4), nn.Parameter(torch.randn(4, 8, WIDTH) / 4)
+        self.up, self.down = (
+            nn.Parameter(torch.randn(4, WIDTH, 8) / 4),
+            nn.Parameter(torch.randn(4, 8, WIDTH) / 4),
+        )
         self.head = nn.Linear(WIDTH, 32)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -167,7 +199,9 @@ class MixtureOfExperts(nn.Module):
 
 
 class Seq2Seq(nn.Module):
-    """Cho et al. 2014: a bidirectional GRU reads, another one writes from its state; an Elman network after it."""
+    """Cho et al. 2014: a bidirectional GRU reads, another one writes from its state; an Elman
+    network after it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -188,15 +222,21 @@ class Seq2Seq(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    """Dosovitskiy et al. 2021: patches, a class token, learned positions, blocks of nn.TransformerEncoderLayer."""
+    """Dosovitskiy et al. 2021: patches, a class token, learned positions, blocks of
+    nn.TransformerEncoderLayer.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.patches = nn.Conv2d(3, WIDTH, 4, 4)
         self.token = nn.Parameter(torch.zeros(1, 1, WIDTH))
         self.positions = nn.Parameter(torch.randn(1, 5, WIDTH))
-        layer = nn.TransformerEncoderLayer(WIDTH, 2, 32, 0.1, "gelu", batch_first=True, norm_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 2, nn.LayerNorm(WIDTH), enable_nested_tensor=False)
+        layer = nn.TransformerEncoderLayer(
+            WIDTH, 2, 32, 0.1, "gelu", batch_first=True, norm_first=True
+        )
+        self.encoder = nn.TransformerEncoder(
+            layer, 2, nn.LayerNorm(WIDTH), enable_nested_tensor=False
+        )
         self.head = nn.Linear(WIDTH, 10)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -217,20 +257,26 @@ class Translator(nn.Module):
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
         mask = nn.Transformer.generate_square_subsequent_mask(target.shape[1], device=target.device)
-        made = self.body(self._placed(source), self._placed(target), tgt_mask=mask, tgt_is_causal=True)
+        made = self.body(
+            self._placed(source), self._placed(target), tgt_mask=mask, tgt_is_causal=True
+        )
         scores: Tensor = self.head(made)
         return scores
 
     def _placed(self, tokens: Tensor) -> Tensor:
         places = torch.arange(tokens.shape[1], device=tokens.device)[:, None]
-        rates = torch.exp(torch.arange(0, WIDTH, 2, device=tokens.device) * (-math.log(100.0) / WIDTH))
+        rates = torch.exp(
+            torch.arange(0, WIDTH, 2, device=tokens.device) * (-math.log(100.0) / WIDTH)
+        )
         waves = torch.stack([torch.sin(places * rates), torch.cos(places * rates)], 2).flatten(1)
         placed: Tensor = self.embedding(tokens) + waves
         return placed
 
 
 class Diffusion(nn.Module):
-    """Ho et al. 2020: a U-Net that gets the time step as sines, attends at the bottom, and predicts the noise."""
+    """Ho et al. 2020: a U-Net that gets the time step as sines, attends at the bottom, and predicts
+    the noise.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -244,17 +290,23 @@ class Diffusion(nn.Module):
         half = WIDTH // 2
         rates = torch.exp(-math.log(1e4) * torch.arange(half, device=x.device) / half)
         angles = step[:, None].float() * rates[None]
-        scale, shift = self.time(torch.cat([angles.cos(), angles.sin()], 1))[:, :, None, None].chunk(2, 1)
+        scale, shift = self.time(torch.cat([angles.cos(), angles.sin()], 1))[
+            :, :, None, None
+        ].chunk(2, 1)
         entered = self.enter(x)
         y = self.norm(self.down(entered)) * (1 + scale) + shift
         flat = F.silu(y).flatten(2).transpose(1, 2)
         y = y + self.attention(flat, flat, flat, need_weights=False)[0].transpose(1, 2).view_as(y)
-        made: Tensor = self.leave(torch.cat([F.interpolate(y, scale_factor=2.0, mode="nearest"), entered], 1))
+        made: Tensor = self.leave(
+            torch.cat([F.interpolate(y, scale_factor=2.0, mode="nearest"), entered], 1)
+        )
         return made
 
 
 class Segmentation(nn.Module):
-    """Chen et al. 2017: dilated convolutions with BatchNorm, squeeze and excitation, bilinear upsampling."""
+    """Chen et al. 2017: dilated convolutions with BatchNorm, squeeze and excitation, bilinear
+    upsampling.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -267,17 +319,27 @@ class Segmentation(nn.Module):
         size = x.shape[2:]
         x = F.relu(self.norm(self.stem(x)), inplace=True)
         x = F.hardswish(self.wide(x))
-        weights = torch.sigmoid(self.excite(F.relu(self.squeeze(F.adaptive_avg_pool2d(x, 1).flatten(1)))))
-        scores: Tensor = F.interpolate(self.head(x * weights[:, :, None, None]), size, mode="bilinear")
+        weights = torch.sigmoid(
+            self.excite(F.relu(self.squeeze(F.adaptive_avg_pool2d(x, 1).flatten(1))))
+        )
+        scores: Tensor = F.interpolate(
+            self.head(x * weights[:, :, None, None]), size, mode="bilinear"
+        )
         return scores
 
 
 class Tags(nn.Module):
-    """Several labels for a text: a learned pooling by softmax, constants, and float64 in between."""
+    """Several labels for a text: a learned pooling by softmax, constants, and float64 in
+    between.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.score, self.head = nn.Embedding(32, WIDTH), nn.Linear(WIDTH, 1), nn.Linear(WIDTH, 6)
+        self.embedding, self.score, self.head = (
+            nn.Embedding(32, WIDTH),
+            nn.Linear(WIDTH, 1),
+            nn.Linear(WIDTH, 6),
+        )
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
@@ -295,7 +357,10 @@ class Speech(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Conv1d(8, WIDTH, 3, padding=1), nn.Conv1d(WIDTH, WIDTH, 3, 2, 1)
+        self.first, self.second = (
+            nn.Conv1d(8, WIDTH, 3, padding=1),
+            nn.Conv1d(WIDTH, WIDTH, 3, 2, 1),
+        )
         self.norm = nn.InstanceNorm1d(WIDTH, affine=True)
         self.head = nn.Linear(WIDTH, 5)
 
@@ -325,7 +390,9 @@ def _pixels(batch_size: int) -> Batch:
 
 def _noise(batch_size: int) -> Batch:
     images = torch.randn(batch_size, 3, 8, 8)
-    return Batch((images, torch.randint(0, 100, (batch_size,))), {}, torch.randn(batch_size, 3, 8, 8))
+    return Batch(
+        (images, torch.randint(0, 100, (batch_size,))), {}, torch.randn(batch_size, 3, 8, 8)
+    )
 
 
 def _tokens(batch_size: int) -> Batch:
@@ -339,7 +406,9 @@ def _pairs(batch_size: int) -> Batch:
 
 
 def _labelled(batch_size: int) -> Batch:
-    return Batch((torch.randint(0, 32, (batch_size, 8)),), {}, torch.randint(0, 2, (batch_size, 6)).float())
+    return Batch(
+        (torch.randint(0, 32, (batch_size, 8)),), {}, torch.randint(0, 2, (batch_size, 6)).float()
+    )
 
 
 def _sounds(batch_size: int) -> Batch:

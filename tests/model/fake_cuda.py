@@ -1,7 +1,8 @@
-"""Running the stages of a graph on fake CUDA tensors, and comparing every value that crosses with what the graph says.
+"""Running the stages of a graph on fake CUDA tensors, and comparing every value that crosses with
+what the graph says.
 
-On a machine without CUDA autograd cannot run backward on such tensors. What it would return is known nevertheless: it
-casts a gradient to the dtype that the forward noted for it.
+On a machine without CUDA autograd cannot run backward on such tensors. What it would return is
+known nevertheless: it casts a gradient to the dtype that the forward noted for it.
 """
 
 from __future__ import annotations
@@ -15,16 +16,25 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from planner.model.batch import Batch
 from planner.model.capture.fake import fake_batch, fake_device, make_fake, pretended
-from planner.model.capture.graph import LOSS, LayerGraph, ValueSpec, expanded_dimensions, memory_order
+from planner.model.capture.graph import (
+    LOSS,
+    LayerGraph,
+    ValueSpec,
+    expanded_dimensions,
+    memory_order,
+)
 from planner.model.stage.stage import StageModule, build_stage
 
 
 def mismatches(graph: LayerGraph, batch: Batch) -> list[str]:
-    """Run each layer as a stage of its own, so that every value that any cut sends is sent, and return what differs."""
+    """Run each layer as a stage of its own, so that every value that any cut sends is sent, and
+    return what differs.
+    """
     device = fake_device("cuda")
     found: list[str] = []
     with (
-        torch.enable_grad(),  # for its end: an error inside a no_grad region of a graph leaves gradients switched off
+        # for its end: an error inside a no_grad region of a graph leaves gradients switched off
+        torch.enable_grad(),
         pretended("cuda"),
         FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True),
     ):
@@ -33,13 +43,19 @@ def mismatches(graph: LayerGraph, batch: Batch) -> list[str]:
         for layer in graph.layers:
             stage = build_stage(graph, [layer.name])
             make_fake(stage, device)
-            received = {spec.name: _message(spec, known[spec.name], batch.size) for spec in stage.received}
-            found += [f"{layer.name} gets {each}" for each in _differing(stage.received, received, batch)]
+            received = {
+                spec.name: _message(spec, known[spec.name], batch.size) for spec in stage.received
+            }
+            found += [
+                f"{layer.name} gets {each}" for each in _differing(stage.received, received, batch)
+            ]
             try:
                 results = stage(there if stage.needs_batch else None, received)
             except Exception as cause:  # whatever a wrong device or dtype raises
                 return [*found, f"{layer.name} fails: {cause}"]
-            found += [f"{layer.name} makes {each}" for each in _differing(stage.sent, results, batch)]
+            found += [
+                f"{layer.name} makes {each}" for each in _differing(stage.sent, results, batch)
+            ]
             found += [f"{layer.name} returns {each}" for each in _gradients(stage, results)]
             known.update(results)
         if known[LOSS].device != device:
@@ -52,10 +68,19 @@ def _message(spec: ValueSpec, value: Tensor, batch_size: int) -> Tensor:
     return spec.from_wire(copy, batch_size).requires_grad_(spec.requires_grad)
 
 
-def _differing(specs: Sequence[ValueSpec], values: dict[str, Tensor], batch: Batch) -> Iterator[str]:
+def _differing(
+    specs: Sequence[ValueSpec], values: dict[str, Tensor], batch: Batch
+) -> Iterator[str]:
     for spec in specs:
         value = values[spec.name]
-        wanted = spec.dtype, spec.requires_grad, spec.shape(batch.size), spec.order, spec.expanded, fake_device("cuda")
+        wanted = (
+            spec.dtype,
+            spec.requires_grad,
+            spec.shape(batch.size),
+            spec.order,
+            spec.expanded,
+            fake_device("cuda"),
+        )
         place = memory_order(value), expanded_dimensions(value), value.device
         found = value.dtype, value.requires_grad, tuple(value.shape), *place
         if found != wanted:
@@ -63,7 +88,9 @@ def _differing(specs: Sequence[ValueSpec], values: dict[str, Tensor], batch: Bat
 
 
 def _gradients(stage: StageModule, results: dict[str, Tensor]) -> Iterator[str]:
-    """Yield the values whose gradients have another dtype than the value, which the wire's layout supposes."""
+    """Yield the values whose gradients have another dtype than the value, which the wire's layout
+    supposes.
+    """
     for spec in stage.sent:
         value = results[spec.name]
         if value.grad_fn is not None:

@@ -48,7 +48,14 @@ class SmallVGG(nn.Module):
             *(nn.Conv2d(4, 8, 3, padding=1), nn.ReLU(inplace=True), nn.MaxPool2d(2)),
         )
         self.classifier = nn.Sequential(
-            *(nn.Linear(32, 16), nn.ReLU(inplace=True), nn.Dropout(0.5), nn.Linear(16, 16), nn.ReLU(), nn.Dropout(0.5)),
+            *(
+                nn.Linear(32, 16),
+                nn.ReLU(inplace=True),
+                nn.Dropout(0.5),
+                nn.Linear(16, 16),
+                nn.ReLU(),
+                nn.Dropout(0.5),
+            ),
             nn.Linear(16, 10),
         )
 
@@ -92,7 +99,9 @@ class UNet(nn.Module):
 
 
 class Mixed(nn.Module):
-    """Keyword arguments, dict output, no_grad, constants, tied weights, unused weights, MultiheadAttention, dropout."""
+    """Keyword arguments, dict output, no_grad, constants, tied weights, unused weights,
+    MultiheadAttention, dropout.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,7 +130,9 @@ class Mixed(nn.Module):
 
 
 class ConstantFirst(nn.Module):
-    """Opens with layers that read no input, only how large the batch is, and hands integers across cuts."""
+    """Opens with layers that read no input, only how large the batch is, and hands integers across
+    cuts.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -188,7 +199,9 @@ class WrittenInPlace(nn.Module):
 
 
 class CausalMask(nn.Module):
-    """Makes one mask for all its blocks, of constants and the batch's size alone, as transformers do."""
+    """Makes one mask for all its blocks, of constants and the batch's size alone, as transformers
+    do.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -199,10 +212,14 @@ class CausalMask(nn.Module):
         x = self.embed(tokens)
         places = torch.arange(tokens.shape[1], device=tokens.device)
         far = (places[:, None] - places[None, :]).abs() * -0.1
-        mask = far.masked_fill(places[None, :] > places[:, None], float("-inf")).expand(tokens.shape[0], 1, -1, -1)
+        mask = far.masked_fill(places[None, :] > places[:, None], float("-inf")).expand(
+            tokens.shape[0], 1, -1, -1
+        )
         for block in self.blocks:
             query, key, value = block(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
-            x = x + F.scaled_dot_product_attention(query, key, value, attn_mask=mask).transpose(1, 2).flatten(2)
+            x = x + F.scaled_dot_product_attention(query, key, value, attn_mask=mask).transpose(
+                1, 2
+            ).flatten(2)
         scores: Tensor = self.head(x)
         return scores
 
@@ -256,7 +273,9 @@ def _words(batch_size: int) -> Batch:
 
 
 def _labelled(batch_size: int) -> Batch:
-    return Batch((torch.randn(batch_size, 6),), {"labels": torch.randint(0, 4, (batch_size,))}, None)
+    return Batch(
+        (torch.randn(batch_size, 6),), {"labels": torch.randint(0, 4, (batch_size,))}, None
+    )
 
 
 def _per_token(output: Tensor, target: Tensor) -> Tensor:

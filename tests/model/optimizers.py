@@ -20,7 +20,9 @@ def gradients_of(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], nn.Para
 
 
 def norm_of(gradients: Iterable[Tensor]) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(torch.stack([gradient.norm() for gradient in gradients]))
+    norm: Tensor = torch.linalg.vector_norm(
+        torch.stack([gradient.norm() for gradient in gradients])
+    )
     return norm
 
 
@@ -50,9 +52,13 @@ class NormalisedGroups(Normalised):
 
 
 class Lamb(Optimizer):
-    """LAMB with a trust ratio per tensor; timm's divides all gradients by their norm first, where that exceeds 1."""
+    """LAMB with a trust ratio per tensor; timm's divides all gradients by their norm first, where
+    that exceeds 1.
+    """
 
-    def __init__(self, parameters: Any, lr: float = 0.01, max_grad_norm: float | None = 1.0) -> None:
+    def __init__(
+        self, parameters: Any, lr: float = 0.01, max_grad_norm: float | None = 1.0
+    ) -> None:
         super().__init__(parameters, {"lr": lr})
         self.max_grad_norm = max_grad_norm
 
@@ -65,7 +71,11 @@ class Lamb(Optimizer):
         for group, parameter, gradient in gradients_of(self):
             state = self.state[parameter]
             if not state:
-                state |= {"step": 0, "first": torch.zeros_like(parameter), "second": torch.zeros_like(parameter)}
+                state |= {
+                    "step": 0,
+                    "first": torch.zeros_like(parameter),
+                    "second": torch.zeros_like(parameter),
+                }
             state["step"] += 1
             state["first"].lerp_(factor * gradient, 0.1)
             state["second"].lerp_((factor * gradient).square(), 0.001)
@@ -105,14 +115,18 @@ def clipping_adamw(parameters: Any) -> Optimizer:
     optimizer = AdamW(parameters, lr=0.01)
 
     def clip(stepped: Optimizer, args: Any, kwargs: Any) -> None:
-        nn.utils.clip_grad_norm_([each for group in stepped.param_groups for each in group["params"]], 1.0)
+        nn.utils.clip_grad_norm_(
+            [each for group in stepped.param_groups for each in group["params"]], 1.0
+        )
 
     optimizer.register_step_pre_hook(clip)
     return optimizer
 
 
 class ClippingLate(SGD):
-    """Clips all gradients by one norm, but only after three steps, whose gradients are larger than later updates."""
+    """Clips all gradients by one norm, but only after three steps, whose gradients are larger than
+    later updates.
+    """
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, lr=0.3)
@@ -171,7 +185,9 @@ class Gathering(SGD):
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for _, _, gradient in gradients_of(self):
-            dist.all_gather([torch.empty_like(gradient) for _ in range(dist.get_world_size())], gradient)
+            dist.all_gather(
+                [torch.empty_like(gradient) for _ in range(dist.get_world_size())], gradient
+            )
         super().step()
 
 

@@ -46,7 +46,8 @@ def _buffers(model: nn.Module) -> list[tuple[nn.Module, str, Tensor, Tensor]]:
 
 def _put_back(before: list[tuple[nn.Module, str, Tensor, Tensor]]) -> None:
     for owner, name, buffer, values in before:
-        setattr(owner, name, buffer)  # a forward may have put another tensor in its place, of another shape
+        # a forward may have put another tensor in its place, of another shape
+        setattr(owner, name, buffer)
         buffer.data.copy_(values)
 
 
@@ -58,13 +59,17 @@ def run_split(
     *,
     compile_: bool = False,
 ) -> Step:
-    """Forward through the stages of `cut`, backward through them in reverse; the model's buffers are put back."""
+    """Forward through the stages of `cut`, backward through them in reverse; the model's buffers
+    are put back.
+    """
     model = graph.model
     for parameter in model.parameters():
         parameter.grad = None
     before = _buffers(model)
     keep = [leaf.name for leaf in graph.outputs if isinstance(leaf, fx.Node)]
-    stages = [build_stage(graph, names, keep=keep, variant=Variant(compiled=compile_)) for names in cut]
+    stages = [
+        build_stage(graph, names, keep=keep, variant=Variant(compiled=compile_)) for names in cut
+    ]
     received, results = _forward(stages, batch, key)
     _backward(stages, received, results, batch.size)
     after = {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -92,7 +97,9 @@ def run_model(graph: LayerGraph, batch: Batch, loss: LossFunction | None) -> Ste
     after = {name: buffer.clone() for name, buffer in model.named_buffers()}
     _put_back(before)
     names = [leaf.name for leaf in graph.outputs if isinstance(leaf, fx.Node)]
-    leaves = [leaf for leaf in tree_leaves(as_tree(output)) if isinstance(leaf, Tensor)] if names else []
+    leaves = (
+        [leaf for leaf in tree_leaves(as_tree(output)) if isinstance(leaf, Tensor)] if names else []
+    )
     return Step(
         loss=value.detach(),
         outputs={name: leaf.detach() for name, leaf in zip(names, leaves, strict=True)},
@@ -126,7 +133,10 @@ def _forward(
 
 
 def _backward(
-    stages: Sequence[StageModule], received: list[dict[str, Tensor]], results: list[dict[str, Tensor]], batch_size: int
+    stages: Sequence[StageModule],
+    received: list[dict[str, Tensor]],
+    results: list[dict[str, Tensor]],
+    batch_size: int,
 ) -> None:
     gradients: dict[str, Tensor] = {}
     for run in reversed(list(zip(stages, received, results, strict=True))):
@@ -150,9 +160,13 @@ def assert_same(one: Step, other: Step) -> None:
 
 
 def stage_backward(
-    run: tuple[StageModule, dict[str, Tensor], dict[str, Tensor]], gradients: dict[str, Tensor], batch_size: int
+    run: tuple[StageModule, dict[str, Tensor], dict[str, Tensor]],
+    gradients: dict[str, Tensor],
+    batch_size: int,
 ) -> None:
-    """Run the backward of a stage that has run, from and into `gradients` of the values that cross."""
+    """Run the backward of a stage that has run, from and into `gradients` of the values
+    that cross.
+    """
     stage, received, results = run
     seeds: list[tuple[Tensor, Tensor | None]] = [(results["loss"], None)] if stage.has_loss else []
     crossing = [spec.name for spec in stage.sent if spec.requires_grad and spec.name in gradients]
@@ -165,6 +179,8 @@ def stage_backward(
 
 
 def through_a_message(spec: ValueSpec, value: Tensor, batch_size: int) -> Tensor:
-    """Return what a message makes of a value: memory of its own, without gaps and without history."""
+    """Return what a message makes of a value: memory of its own, without gaps and without
+    history.
+    """
     copy = spec.to_wire(value.detach()).clone(memory_format=torch.contiguous_format)
     return spec.from_wire(copy, batch_size)

@@ -14,7 +14,11 @@ from tests.runtimes import PretendedDevice, registered
 
 def _batch(size: int) -> Batch:
     images = torch.arange(size * 2.0).view(size, 2)
-    return Batch((images, {"mask": torch.ones(size)}), {"scale": torch.tensor(3.0), "name": "x"}, [torch.arange(size)])
+    return Batch(
+        (images, {"mask": torch.ones(size)}),
+        {"scale": torch.tensor(3.0), "name": "x"},
+        [torch.arange(size)],
+    )
 
 
 def test_split_keeps_order_and_what_has_no_samples() -> None:
@@ -51,7 +55,9 @@ def test_keyword_order_does_not_matter() -> None:
     one = Batch((), {"a": torch.zeros(2), "b": torch.ones(2)})
     other = Batch((), {"b": torch.ones(2), "a": torch.zeros(2)})
     assert one.flatten()[1] == other.flatten()[1]
-    assert all(torch.equal(x, y) for x, y in zip(one.flatten()[0][:2], other.flatten()[0][:2], strict=True))
+    assert all(
+        torch.equal(x, y) for x, y in zip(one.flatten()[0][:2], other.flatten()[0][:2], strict=True)
+    )
 
 
 def test_to_moves_tensors_only() -> None:

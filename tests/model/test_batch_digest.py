@@ -45,7 +45,9 @@ def _changed(place: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
 def test_whatever_differs_shows(samples: int, change: Callable[[Tensor], Tensor]) -> None:
     one, other = _images()[:samples], change(_images()[:samples].clone())
     target = torch.arange(samples)
-    assert batch_digest(Batch((one,), {}, target)) == batch_digest(Batch((one.clone(),), {}, target.clone()))
+    assert batch_digest(Batch((one,), {}, target)) == batch_digest(
+        Batch((one.clone(),), {}, target.clone())
+    )
     assert batch_digest(Batch((one,), {}, target)) != batch_digest(Batch((other,), {}, target))
     assert batch_digest(Batch((target,), {}, one)) != batch_digest(Batch((target,), {}, other))
 
@@ -93,4 +95,6 @@ def test_bytes_of_arrays_count() -> None:
     assert digest_of([one]) != digest_of([other])
     assert digest_of([one]) != digest_of([one.reshape(3, 1)])
     assert digest_of([np.float32(1)]) != digest_of([np.float32(2)])
-    assert digest_of([np.array([object()])]) == digest_of([np.array([object()])]), "addresses differ between workers"
+    assert digest_of([np.array([object()])]) == digest_of([np.array([object()])]), (
+        "addresses differ between workers"
+    )

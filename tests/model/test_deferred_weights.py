@@ -1,4 +1,6 @@
-"""Models built without memory for their weights: every stage makes its own, the same in any plan."""
+"""Models built without memory for their weights: every stage makes its own, the same in any
+plan.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ SEED = 5
 
 
 class Encoder(nn.Module):
-    """Deep copies of a layer, values given in a loop afterwards, a buffer computed, a parameter drawn and scaled."""
+    """Deep copies of a layer, values given in a loop afterwards, a buffer computed, a parameter
+    drawn and scaled.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +49,12 @@ class Encoder(nn.Module):
             self.start.mul_(0.1)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x.flatten(1)[:, :24].reshape(-1, 3, 8) + self.start + self.get_buffer("waves") + self.get_buffer("noise")
+        x = (
+            x.flatten(1)[:, :24].reshape(-1, 3, 8)
+            + self.start
+            + self.get_buffer("waves")
+            + self.get_buffer("noise")
+        )
         scores: Tensor = self.head(self.encoder(x).mean(1))
         return scores
 
@@ -60,7 +69,9 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deferred_weights, "LEAST_BYTES", 1)
 
 
-def _materialized(build: Callable[[], nn.Module], names: Collection[str], seed: int = SEED) -> nn.Module:
+def _materialized(
+    build: Callable[[], nn.Module], names: Collection[str], seed: int = SEED
+) -> nn.Module:
     torch.manual_seed(seed)
     deferred = DeferredModel(build)
     deferred.materialize(names)
@@ -83,7 +94,9 @@ def test_weights_are_those_of_the_model_built_whole(name: str) -> None:
     built = dict(whole.named_parameters(remove_duplicate=False))
     graph = _captured(case, DeferredModel(case.build).model)
     for names in cut_evenly(graph, 3):
-        wanted = graph.names_of([n for layer in graph.layers if layer.name in names for n in layer.parameters])
+        wanted = graph.names_of(
+            [n for layer in graph.layers if layer.name in names for n in layer.parameters]
+        )
         part = _materialized(case.build, wanted)
         assert torch.equal(torch.get_rng_state(), state)
         for key, parameter in part.named_parameters(remove_duplicate=False):
@@ -123,7 +136,9 @@ def test_the_graph_is_that_of_the_model_built_whole(name: str) -> None:
 
 
 class Drawn(nn.Module):
-    """Every way to draw: of Python's and NumPy's generators, of one of its own, in place, through a view, by QR."""
+    """Every way to draw: of Python's and NumPy's generators, of one of its own, in place, through a
+    view, by QR.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,7 +164,9 @@ def _seed_others() -> None:
     np.random.seed(2)
 
 
-@pytest.mark.parametrize("name", ["skewed", "turned", "cut", "own", "like", "python", "last.weight"])
+@pytest.mark.parametrize(
+    "name", ["skewed", "turned", "cut", "own", "like", "python", "last.weight"]
+)
 def test_every_way_to_draw(name: str) -> None:
     _seed_others()
     torch.manual_seed(SEED)
@@ -171,7 +188,8 @@ def test_large_weights_take_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
 
     def build() -> nn.Module:
-        return nn.Sequential(*(nn.Linear(2**11, 2**11) for _ in range(40)), nn.Linear(2**11, 10))  # 671 MB
+        # 671 MB
+        return nn.Sequential(*(nn.Linear(2**11, 2**11) for _ in range(40)), nn.Linear(2**11, 10))
 
     before = status_bytes("VmRSS")
     deferred = DeferredModel(build)
@@ -243,7 +261,9 @@ def test_nothing_is_drawn_for_weights_from_files() -> None:
 
 
 class Initialised(nn.Module):
-    """Initial values by PyTorch's functions, which reject samples, permute and decompose; by conversion and parts."""
+    """Initial values by PyTorch's functions, which reject samples, permute and decompose; by
+    conversion and parts.
+    """
 
     def __init__(self) -> None:
         super().__init__()

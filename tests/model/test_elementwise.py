@@ -25,9 +25,18 @@ class Other(AdamW):
 
 @pytest.mark.parametrize(
     ("kind", "expected"),
-    [(SGD, True), (AdamW, True), (Adagrad, True), (Lion, True), (Other, False), (torch.optim.Adafactor, False)],
+    [
+        (SGD, True),
+        (AdamW, True),
+        (Adagrad, True),
+        (Lion, True),
+        (Other, False),
+        (torch.optim.Adafactor, False),
+    ],
 )
-def test_only_known_optimizers_and_those_that_say_so_are_elementwise(kind: Any, expected: bool) -> None:
+def test_only_known_optimizers_and_those_that_say_so_are_elementwise(
+    kind: Any, expected: bool
+) -> None:
     optimizer: Optimizer = kind([nn.Parameter(torch.zeros(3, 3))], lr=0.1)
     assert is_elementwise(optimizer) is expected
 

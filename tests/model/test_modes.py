@@ -9,7 +9,9 @@ from planner.model.modes import evaluating, is_training, put_in_training, warn_o
 
 
 def _model() -> nn.Sequential:
-    return nn.Sequential(nn.Sequential(nn.Dropout(), nn.Linear(2, 2)), nn.Dropout(), nn.Sequential(nn.Dropout()))
+    return nn.Sequential(
+        nn.Sequential(nn.Dropout(), nn.Linear(2, 2)), nn.Dropout(), nn.Sequential(nn.Dropout())
+    )
 
 
 def _modes(model: nn.Module) -> list[bool]:
@@ -39,7 +41,9 @@ def test_evaluation_gives_each_module_its_mode_back() -> None:
     assert _modes(model) == before
 
 
-def test_a_model_in_evaluation_mode_as_a_whole_is_put_into_training(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_in_evaluation_mode_as_a_whole_is_put_into_training(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """As from_pretrained() returns it."""
     model = _model().eval()
     warn_of_modes(model)
@@ -79,11 +83,16 @@ def test_train_of_the_model_is_called() -> None:
     assert _modes(model) == [True, False, True]
 
 
-def test_a_train_that_leaves_modules_in_evaluation_mode_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_train_that_leaves_modules_in_evaluation_mode_is_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     model = _Frozen(_model(), nn.Linear(2, 2))
     before = _modes(model)
     warn_of_modes(model)
-    assert "train() of _Frozen puts '0' into evaluation mode, where build_model() left it" in caplog.text
+    assert (
+        "train() of _Frozen puts '0' into evaluation mode, where build_model() left it"
+        in caplog.text
+    )
     assert _modes(model) == before
 
     # Where build_model() calls train(), the model comes in the modes that it trains in.

@@ -1,4 +1,6 @@
-"""Within `as_one_process`, a thread sees neither variables of workers nor a process group; others see both."""
+"""Within `as_one_process`, a thread sees neither variables of workers nor a process group; others
+see both.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,12 @@ from planner.profiler.step.counters import fake_group
 
 @pytest.fixture(autouse=True)
 def _worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"RANK": "1", "WORLD_SIZE": "4", "SLURM_PROCID": "1", "OF_THE_USER": "5"}.items():
+    for name, value in {
+        "RANK": "1",
+        "WORLD_SIZE": "4",
+        "SLURM_PROCID": "1",
+        "OF_THE_USER": "5",
+    }.items():
         monkeypatch.setenv(name, value)
 
 

@@ -12,7 +12,12 @@ from torch import nn
 from torch.optim import SGD, Adagrad, AdamW, Optimizer, lr_scheduler
 
 from planner.errors import ModelFileError
-from planner.model.optimizer_part import check_scheduler, optimizer_of_part, step_part, trained_parameters
+from planner.model.optimizer_part import (
+    check_scheduler,
+    optimizer_of_part,
+    step_part,
+    trained_parameters,
+)
 from planner.model.spec import TrainingSpec, in_memory
 
 DEPTH = 4
@@ -32,7 +37,11 @@ def by_depth(named_parameters: Any) -> Optimizer:
     """Layer-wise rates, by name."""
     named = list(named_parameters)
     groups = [
-        {"params": [p for n, p in named if n.startswith(f"{depth}.")], "lr": 0.1 * 0.7**depth, "momentum": 0.8}
+        {
+            "params": [p for n, p in named if n.startswith(f"{depth}.")],
+            "lr": 0.1 * 0.7**depth,
+            "momentum": 0.8,
+        }
         for depth in range(DEPTH)
     ]
     return SGD(groups, lr=0.1)
@@ -58,7 +67,9 @@ def chained(optimizer: Optimizer) -> lr_scheduler.ChainedScheduler:
 
 def sequential(optimizer: Optimizer) -> lr_scheduler.SequentialLR:
     warm = lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3)
-    return lr_scheduler.SequentialLR(optimizer, [warm, lr_scheduler.CosineAnnealingLR(optimizer, 9)], [3])
+    return lr_scheduler.SequentialLR(
+        optimizer, [warm, lr_scheduler.CosineAnnealingLR(optimizer, 9)], [3]
+    )
 
 
 def warming(slow: int, step: int) -> float:
@@ -88,7 +99,9 @@ SCHEDULERS: dict[str, Make] = {
 }
 
 
-def values_by_name(optimizer: Optimizer, names: dict[nn.Parameter, str]) -> dict[str, tuple[Any, ...]]:
+def values_by_name(
+    optimizer: Optimizer, names: dict[nn.Parameter, str]
+) -> dict[str, tuple[Any, ...]]:
     """Return rate, momentum and decay of each parameter."""
     return {
         names[parameter]: tuple(group[key] for key in ("lr", "momentum", "weight_decay"))
@@ -100,7 +113,9 @@ def values_by_name(optimizer: Optimizer, names: dict[nn.Parameter, str]) -> dict
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 @pytest.mark.parametrize("name", SCHEDULERS)
 @pytest.mark.parametrize("groups", [by_depth, by_place])
-def test_each_parameter_has_the_rates_of_one_process(groups: Callable[..., Optimizer], name: str) -> None:
+def test_each_parameter_has_the_rates_of_one_process(
+    groups: Callable[..., Optimizer], name: str
+) -> None:
     model = stack()
     spec, whole = spec_of(groups, SCHEDULERS[name]), trained_parameters(model)
     names = {parameter: name for name, parameter in model.named_parameters()}
@@ -152,7 +167,9 @@ def test_tied_parameters_have_any_of_their_names() -> None:
 
 def test_a_part_of_which_optimizer_trains_nothing_steps_nothing() -> None:
     model = stack()
-    head = spec_of(lambda named_parameters: SGD([p for n, p in named_parameters if n.startswith("3.")], lr=0.1))
+    head = spec_of(
+        lambda named_parameters: SGD([p for n, p in named_parameters if n.startswith("3.")], lr=0.1)
+    )
     first = {name: each for name, each in model.named_parameters() if name.startswith("0.")}
     optimizer = optimizer_of_part(head, trained_parameters(model), first)
     optimizer.register_step_pre_hook(lambda *_: pytest.fail("it has nothing to step"))
@@ -171,7 +188,10 @@ class NeedsEpoch(lr_scheduler.ConstantLR):
     ("scheduler", "message"),
     [
         (lr_scheduler.ReduceLROnPlateau, "a scheduler that follows the number of steps alone"),
-        (lambda optimizer: lr_scheduler.LambdaLR(optimizer, [lambda _: 1.0] * 3), "Expected 4 lr_lambdas, but got 3"),
+        (
+            lambda optimizer: lr_scheduler.LambdaLR(optimizer, [lambda _: 1.0] * 3),
+            "Expected 4 lr_lambdas, but got 3",
+        ),
         (NeedsEpoch, r"returned NeedsEpoch, whose step\(\) raises TypeError: which epoch\?"),
         (lambda optimizer: None, "not a scheduler"),
     ],

@@ -1,6 +1,7 @@
 """Mixed precision: stages under autocast compute what the model computes under autocast.
 
-Channels-last: stages compute what the unsplit channels-last model computes, and messages keep the order.
+Channels-last: stages compute what the unsplit channels-last model computes, and messages keep the
+order.
 """
 
 from __future__ import annotations
@@ -34,13 +35,20 @@ CHANNELS_LAST = ModuleOptions(channels_last=True)
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 @pytest.mark.parametrize("stages", [3, 7])
 @pytest.mark.parametrize("name", ["vgg", "resnet", "unet"])
-def test_stages_of_images_pixel_by_pixel(name: str, stages: int, autocast: torch.dtype | None) -> None:
+def test_stages_of_images_pixel_by_pixel(
+    name: str, stages: int, autocast: torch.dtype | None
+) -> None:
     case = ARCHITECTURES[name]
     torch.manual_seed(1)
-    graph = capture(case.build(), case.batch(4), case.loss, options=ModuleOptions(autocast, channels_last=True))
+    graph = capture(
+        case.build(), case.batch(4), case.loss, options=ModuleOptions(autocast, channels_last=True)
+    )
     images = [spec for spec in graph.values.values() if len(spec.sizes) == 4]
     assert any(spec.order == (0, 2, 3, 1) for spec in images)
-    assert graph.hash != capture(case.build(), case.batch(4), case.loss, options=ModuleOptions(autocast)).hash
+    assert (
+        graph.hash
+        != capture(case.build(), case.batch(4), case.loss, options=ModuleOptions(autocast)).hash
+    )
     torch.manual_seed(2)
     batch = case.batch(6)
     torch.manual_seed(4)
@@ -147,16 +155,23 @@ def test_profiled_in_half_precision(model: str, tmp_path: Path) -> None:
     half = profile_model(file, 4, ProfilingOptions(repeats=1, seconds=0.1, dtype="bfloat16"))
     assert half.autocast == "bfloat16"
     assert half.dtype == full.dtype == "float32"  # of the weights
-    sent = [sum(v.output_bytes for layer in one.layers for v in layer.outputs) for one in (half, full)]
+    sent = [
+        sum(v.output_bytes for layer in one.layers for v in layer.outputs) for one in (half, full)
+    ]
     assert sent[0] < sent[1]
     plan = solve(half, flat_cluster(2, 1e9))
     assert plan.autocast == "bfloat16"
-    assert all(time.measured_s > 0 for time in verify(file, half, [s.layers for s in plan.stages], seconds=0.1))
+    assert all(
+        time.measured_s > 0
+        for time in verify(file, half, [s.layers for s in plan.stages], seconds=0.1)
+    )
 
 
 def test_training_in_half_precision(tmp_path: Path) -> None:
     path = write_model(tmp_path, "convolutional", "sgd")
-    profile = profile_model(load_model_file(path), 4, ProfilingOptions(repeats=1, seconds=0.1, dtype="bf16"))
+    profile = profile_model(
+        load_model_file(path), 4, ProfilingOptions(repeats=1, seconds=0.1, dtype="bf16")
+    )
     plan = solve(profile, flat_cluster(2, 1e12), schedule="1f1b-flush", microbatches=2)
     result = train(path, plan, steps=3)
     assert len(result.losses) == 3
@@ -164,7 +179,9 @@ def test_training_in_half_precision(tmp_path: Path) -> None:
 
 def test_float16_is_profiled_planned_and_trained(tmp_path: Path) -> None:
     path = write_model(tmp_path, "language", "sgd")
-    profile = profile_model(load_model_file(path), 4, ProfilingOptions(repeats=1, seconds=0.1, dtype="fp16"))
+    profile = profile_model(
+        load_model_file(path), 4, ProfilingOptions(repeats=1, seconds=0.1, dtype="fp16")
+    )
     assert profile.autocast == "float16"
     plan = solve(profile, flat_cluster(2, 1e12))
     assert len(train(path, plan, steps=3).losses) == 3

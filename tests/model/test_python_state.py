@@ -1,4 +1,6 @@
-"""Which numbers of Python count as read by the model or loss(), and which are nobody's but the user's."""
+"""Which numbers of Python count as read by the model or loss(), and which are nobody's but the
+user's.
+"""
 
 from __future__ import annotations
 
@@ -148,14 +150,30 @@ def test_what_no_called_code_reads_may_change(text: str, tmp_path: Path) -> None
     ("text", "name"),
     [
         (COUNTING.replace("def name(self)", "def forward(self, x)"), "epoch"),
-        (COUNTING + "def loss(output, target):\n    return MODELS[0].name() and output.sum()\n", "MODELS"),
-        (COUNTING.replace("self.epoch}", "getattr(self, 'epo' + 'ch')}").replace("name", "forward"), "epoch"),
+        (
+            COUNTING + "def loss(output, target):\n    return MODELS[0].name() and output.sum()\n",
+            "MODELS",
+        ),
+        (
+            COUNTING.replace("self.epoch}", "getattr(self, 'epo' + 'ch')}").replace(
+                "name", "forward"
+            ),
+            "epoch",
+        ),
         (TRAINER.replace("return 1.0", "return 0.5 ** self.step"), "Trainer().step"),
         (LOGGING.replace("def log(self", "def extra_repr(self"), "HISTORY"),
         (CRITERION, "criterion.weight.value"),
         (SAME_NAMES, "defaults of forward()"),
     ],
-    ids=["forward", "through loss", "by another name", "by a method", "through a library", "held", "of one name"],
+    ids=[
+        "forward",
+        "through loss",
+        "by another name",
+        "by a method",
+        "through a library",
+        "held",
+        "of one name",
+    ],
 )
 def test_what_called_code_reads_may_not(text: str, name: str, tmp_path: Path) -> None:
     changed = change(tmp_path, text)

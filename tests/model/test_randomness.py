@@ -1,4 +1,6 @@
-"""Only layers that draw random numbers are seeded: for the others it would cost time, and cut compiled code in two."""
+"""Only layers that draw random numbers are seeded: for the others it would cost time, and cut
+compiled code in two.
+"""
 
 from __future__ import annotations
 
@@ -38,11 +40,15 @@ class Net(nn.Module):
         return scores
 
 
-@pytest.mark.parametrize(("share", "training", "expected"), [(0.25, True, 6), (0.0, True, 0), (0.25, False, 0)])
+@pytest.mark.parametrize(
+    ("share", "training", "expected"), [(0.25, True, 6), (0.0, True, 0), (0.25, False, 0)]
+)
 def test_what_draws_random_numbers(share: float, training: bool, expected: int) -> None:
     batch = Batch((torch.randn(2, 3, 4),), {}, torch.randn(2, 3, 4))
     graph = capture(Net(share).train(training), batch, F.mse_loss)
-    found = [node for layer in graph.layers for node in layer.nodes if is_random(node, graph.module)]
+    found = [
+        node for layer in graph.layers for node in layer.nodes if is_random(node, graph.module)
+    ]
     assert len(found) == expected, found
     stage = build_stage(graph, [layer.name for layer in graph.layers])
     stage.set_random_key(1, 2, 3)

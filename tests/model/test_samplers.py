@@ -40,7 +40,8 @@ def test_microbatches_of_a_minibatch_are_alike() -> None:
     assert padded(order, 5) < 1.05 * sum(LENGTHS) + 5 * 50
     assert padded(order, 5) < 0.75 * padded(shuffled, 5)
     spreads = [
-        max(LENGTHS[i] for i in order[start : start + 20]) - min(LENGTHS[i] for i in order[start : start + 20])
+        max(LENGTHS[i] for i in order[start : start + 20])
+        - min(LENGTHS[i] for i in order[start : start + 20])
         for start in range(0, 200, 20)
     ]
     assert max(spreads) <= 10

@@ -61,7 +61,9 @@ def counted(n: int) -> Any:
         (counted, "what is no tensor becomes part of the captured model", "leave it out"),
     ],
 )
-def test_samples_elsewhere_than_in_the_first_dimension(example_batch: Any, what: str, way: str, size: int) -> None:
+def test_samples_elsewhere_than_in_the_first_dimension(
+    example_batch: Any, what: str, way: str, size: int
+) -> None:
     spec = planner.in_memory(Net(), example_batch=example_batch, loss=loss)
 
     with pytest.raises(ModelFileError) as refused:
@@ -77,7 +79,10 @@ def test_the_ways_out_work() -> None:
             return super().forward(x.transpose(0, 1).transpose(0, 1))
 
     def padded(n: int) -> Any:
-        return (torch.randn(n, TOKENS),), {"boxes": torch.rand(n, 3, 4), "valid": torch.rand(n, 3) > 0.5}
+        return (torch.randn(n, TOKENS),), {
+            "boxes": torch.rand(n, 3, 4),
+            "valid": torch.rand(n, 3) > 0.5,
+        }
 
     spec = planner.in_memory(TimeInside(), example_batch=padded, loss=loss)
 
@@ -85,7 +90,9 @@ def test_the_ways_out_work() -> None:
 
 
 def test_comparing_sizes_draws_no_random_numbers() -> None:
-    spec = planner.in_memory(Net(), example_batch=lambda n: ((torch.randn(n, TOKENS),), None), loss=loss)
+    spec = planner.in_memory(
+        Net(), example_batch=lambda n: ((torch.randn(n, TOKENS),), None), loss=loss
+    )
     batch = spec.example_batch(4)
     torch.manual_seed(1)
     expected = torch.rand(1)
@@ -102,7 +109,9 @@ def test_another_number_than_the_captured_one_is_refused() -> None:
             scaled: Tensor = super().forward(x) * scale
             return scaled
 
-    spec = planner.in_memory(Scaled(), example_batch=lambda n: ((torch.randn(n, TOKENS), 2.0), None), loss=loss)
+    spec = planner.in_memory(
+        Scaled(), example_batch=lambda n: ((torch.randn(n, TOKENS), 2.0), None), loss=loss
+    )
     graph = capture_file(spec, spec.example_batch(4))
     stage = build_stage(graph, [layer.name for layer in graph.layers])
     rows = torch.randn(4, TOKENS)

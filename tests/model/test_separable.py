@@ -1,4 +1,6 @@
-"""Optimizers that combine parameters are told by what they do, whatever they are called and say of themselves."""
+"""Optimizers that combine parameters are told by what they do, whatever they are called and say of
+themselves.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from tests.model import optimizers as people
 CPU = torch.device("cpu")
 SMALL = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
 APART: dict[str, Callable[[Any], optim.Optimizer]] = {
-    "SGD": lambda parameters: optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "SGD": lambda parameters: optim.SGD(
+        parameters, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1
+    ),
     "Adagrad": optim.Adagrad,
     "AdamW": lambda parameters: optim.AdamW(parameters, amsgrad=True),
     "fused": lambda parameters: optim.AdamW(parameters, fused=True),
@@ -37,11 +41,16 @@ APART: dict[str, Callable[[Any], optim.Optimizer]] = {
 
 
 def spec_of(optimizer: Callable[[Any], optim.Optimizer], model: nn.Module = SMALL) -> TrainingSpec:
-    return in_memory(model, example_batch=((torch.zeros(2, 6),), torch.zeros(2)), optimizer=optimizer)
+    return in_memory(
+        model, example_batch=((torch.zeros(2, 6),), torch.zeros(2)), optimizer=optimizer
+    )
 
 
 def tried(
-    optimizer: Callable[[Any], optim.Optimizer], model: nn.Module = SMALL, *, by_elements: bool = False
+    optimizer: Callable[[Any], optim.Optimizer],
+    model: nn.Module = SMALL,
+    *,
+    by_elements: bool = False,
 ) -> Separability:
     whole = trained_parameters(model)
     ways = halves([each.name for each in whole])
@@ -64,7 +73,9 @@ def test_parameters_that_are_combined(name: str) -> None:
 def test_groups_that_stages_do_not_divide_may_have_norms() -> None:
     def by_layer(named_parameters: Any) -> optim.Optimizer:
         named = list(named_parameters)
-        return people.NormalisedGroups([{"params": [p for n, p in named if n[0] == layer]} for layer in "02"])
+        return people.NormalisedGroups(
+            [{"params": [p for n, p in named if n[0] == layer]} for layer in "02"]
+        )
 
     whole = trained_parameters(SMALL)
     layers = [["0.weight", "0.bias"], ["2.weight", "2.bias"]]
@@ -77,10 +88,13 @@ def test_elements_are_tried_where_an_optimizer_says_they_may() -> None:
     assert found.combines  # and already without, by its clipping
     without = lambda parameters: people.FalselyElementwise(parameters, max_grad_norm=None)  # noqa: E731
     assert tried(without).problem is None
-    assert str(tried(without, by_elements=True).problem).startswith("combines elements of parameters")
+    assert str(tried(without, by_elements=True).problem).startswith(
+        "combines elements of parameters"
+    )
     assert tried(optim.AdamW, by_elements=True).problem is None
     assert tried(optim.Adagrad, by_elements=True).problem is None
-    assert tried(optim.Adafactor, by_elements=True).problem is None  # refused elsewhere: it does not say that
+    # refused elsewhere: it does not say that
+    assert tried(optim.Adafactor, by_elements=True).problem is None
 
 
 def test_random_numbers_are_told_and_generators_kept() -> None:
@@ -104,7 +118,10 @@ def among_two() -> Iterator[None]:
 
 @pytest.mark.parametrize("kind", [people.Averaging, people.Gathering])
 def test_communication_is_told_before_it_happens(kind: Any) -> None:
-    with among_two(), pytest.raises(ModelFileError, match=f"{kind.__name__} communicates with other processes"):
+    with (
+        among_two(),
+        pytest.raises(ModelFileError, match=f"{kind.__name__} communicates with other processes"),
+    ):
         tried(kind)
 
 
@@ -116,7 +133,8 @@ def test_what_fails_on_a_part_is_not_shown() -> None:
     found = tried(people.Particular)
     assert not found.combines
     assert found.problem == (
-        "fails on a part of the parameters: step() of Particular raises AssertionError: all four, please"
+        "fails on a part of the parameters: step() of Particular raises AssertionError: all four, "
+        "please"
     )
 
 
@@ -145,11 +163,15 @@ class OfNorm(optim.lr_scheduler.LRScheduler):
 
     def get_lr(self) -> list[float | torch.Tensor]:
         parameters = [each for group in self.optimizer.param_groups for each in group["params"]]
-        return [0.01 * sum(float(each.detach().norm()) for each in parameters) for _ in self.base_lrs]
+        return [
+            0.01 * sum(float(each.detach().norm()) for each in parameters) for _ in self.base_lrs
+        ]
 
 
 class OfGradients(optim.lr_scheduler.LRScheduler):
-    """A rate that falls from the third step on where gradients are large, as this optimizer sees them."""
+    """A rate that falls from the third step on where gradients are large, as this optimizer sees
+    them.
+    """
 
     def get_lr(self) -> list[float | torch.Tensor]:
         parameters = [each for group in self.optimizer.param_groups for each in group["params"]]
@@ -157,7 +179,9 @@ class OfGradients(optim.lr_scheduler.LRScheduler):
         return [0.1 / (1 + norm) if self.last_epoch > 2 else 0.1 for _ in self.base_lrs]
 
 
-def schedule_seen(scheduler: Callable[[optim.Optimizer], Any], *, by_elements: bool = False) -> str | None:
+def schedule_seen(
+    scheduler: Callable[[optim.Optimizer], Any], *, by_elements: bool = False
+) -> str | None:
     batch = (torch.zeros(2, 6),), torch.zeros(2)
     spec = in_memory(SMALL, example_batch=batch, optimizer=optim.AdamW, scheduler=scheduler)
     whole = trained_parameters(SMALL)
@@ -167,7 +191,9 @@ def schedule_seen(scheduler: Callable[[optim.Optimizer], Any], *, by_elements: b
 
 @pytest.mark.parametrize("by_elements", [False, True])
 @pytest.mark.parametrize(("scheduler", "steps"), [(OfNorm, "1 step"), (OfGradients, "3 steps")])
-def test_schedulers_that_look_at_parameters(scheduler: Any, steps: str, *, by_elements: bool) -> None:
+def test_schedulers_that_look_at_parameters(
+    scheduler: Any, steps: str, *, by_elements: bool
+) -> None:
     problem = schedule_seen(scheduler, by_elements=by_elements)
     assert problem is not None
     assert "another `lr` where it sees a part of the parameters alone" in problem
@@ -202,7 +228,9 @@ def test_a_rate_that_follows_from_values_is_refused() -> None:
     """A stage has the values of its own parameters alone."""
     whole = trained_parameters(SMALL)
     last = dict([*SMALL.named_parameters()][-1:])
-    with pytest.raises(ModelFileError, match=r"optimizer\(\) reads the values of parameters at") as error:
+    with pytest.raises(
+        ModelFileError, match=r"optimizer\(\) reads the values of parameters at"
+    ) as error:
         optimizer_of_part(spec_of(with_a_rate_of_values), whole, last)
     assert "give the optimizer numbers" in error.value.hint
 

@@ -71,7 +71,9 @@ def test_siblings_can_be_imported_at_once_and_later(tmp_path: Path) -> None:
         (tmp_path / folder).mkdir()
         _write(tmp_path / folder, f"WIDTH = {width}\n", f"sibling_{folder}.py")
         late = f"    import sibling_{folder} as late\n    return nn.Linear(WIDTH, late.WIDTH)"
-        text = f"from sibling_{folder} import WIDTH\n" + GOOD.replace("    return nn.Linear(4, 2)", late)
+        text = f"from sibling_{folder} import WIDTH\n" + GOOD.replace(
+            "    return nn.Linear(4, 2)", late
+        )
         model = load_model_file(_write(tmp_path / folder, text)).build_model()
         assert isinstance(model, nn.Linear)
         assert (model.in_features, model.out_features) == (width, width)
@@ -107,7 +109,10 @@ def test_there_is_no_file() -> None:
     ("text", "words"),
     [
         ("def build_model(:\n", ["model.py:1", "SyntaxError"]),
-        ("\nimport nothing_like_this\n", ["model.py:2", "ModuleNotFoundError", "nothing_like_this"]),
+        (
+            "\nimport nothing_like_this\n",
+            ["model.py:2", "ModuleNotFoundError", "nothing_like_this"],
+        ),
         ("x = 1 / 0\n", ["model.py:1", "ZeroDivisionError"]),
         ("", ["has no build_model()"]),
         (GOOD.replace("build_model", "make"), ["has no build_model()"]),
@@ -131,17 +136,39 @@ def test_files_that_cannot_be_loaded(tmp_path: Path, text: str, words: list[str]
     ("text", "call", "words"),
     [
         ("def build_model():\n    return 3\n", "build_model", ["model.py:16", "returned a int"]),
-        ("def build_model():\n    raise KeyError('x')\n", "build_model", ["model.py:17", "KeyError"]),
-        ("def example_batch(n):\n    return torch.zeros(n, 4)\n", "example_batch", ["model.py:16", "a Tensor"]),
+        (
+            "def build_model():\n    raise KeyError('x')\n",
+            "build_model",
+            ["model.py:17", "KeyError"],
+        ),
+        (
+            "def example_batch(n):\n    return torch.zeros(n, 4)\n",
+            "example_batch",
+            ["model.py:16", "a Tensor"],
+        ),
         ("def example_batch(n):\n    return 1, 2, 3, 4\n", "example_batch", ["a tuple of 4"]),
-        ("def example_batch(n):\n    return (torch.zeros(8, 4),), None\n", "example_batch", ["(8, 4)", "not 3"]),
-        ("def example_batch(n):\n    return torch.zeros(n, 4), torch.zeros(2)\n", "example_batch", ["(2,)", "not 3"]),
-        ("def example_batch(n):\n    return (1,), torch.zeros(n)\n", "example_batch", ["no tensor for the model"]),
+        (
+            "def example_batch(n):\n    return (torch.zeros(8, 4),), None\n",
+            "example_batch",
+            ["(8, 4)", "not 3"],
+        ),
+        (
+            "def example_batch(n):\n    return torch.zeros(n, 4), torch.zeros(2)\n",
+            "example_batch",
+            ["(2,)", "not 3"],
+        ),
+        (
+            "def example_batch(n):\n    return (1,), torch.zeros(n)\n",
+            "example_batch",
+            ["no tensor for the model"],
+        ),
         ("def optimizer(p):\n    return None\n", "optimizer", ["returned a NoneType"]),
         ("def dataset():\n    return 3\n", "dataset", ["returned a int"]),
     ],
 )
-def test_functions_that_return_the_wrong_thing(tmp_path: Path, text: str, call: str, words: list[str]) -> None:
+def test_functions_that_return_the_wrong_thing(
+    tmp_path: Path, text: str, call: str, words: list[str]
+) -> None:
     file = load_model_file(_write(tmp_path, GOOD + text))
     calls = {
         "build_model": file.build_model,
@@ -173,11 +200,19 @@ def test_a_model_in_memory() -> None:
 @pytest.mark.parametrize(
     ("optimizer", "words"),
     [
-        ("sgd", r"optimizer\(\) of Linear cannot be called with 1 arguments: 'sgd' is not a callable"),
+        (
+            "sgd",
+            r"optimizer\(\) of Linear cannot be called with 1 arguments: 'sgd' is not a callable",
+        ),
         (lambda: None, r"optimizer\(\) of Linear cannot be called with 1 arguments"),
-        (lambda parameters: None, r"optimizer\(\) of Linear returned a NoneType, not a torch.optim.Optimizer"),
+        (
+            lambda parameters: None,
+            r"optimizer\(\) of Linear returned a NoneType, not a torch.optim.Optimizer",
+        ),
     ],
 )
 def test_objects_are_checked_like_files(optimizer: Any, words: str) -> None:
     with pytest.raises(ModelFileError, match=words):
-        in_memory(nn.Linear(1, 1), example_batch=(torch.ones(1, 1), None), optimizer=optimizer).optimizer([])
+        in_memory(
+            nn.Linear(1, 1), example_batch=(torch.ones(1, 1), None), optimizer=optimizer
+        ).optimizer([])

@@ -1,8 +1,10 @@
-"""Train from a plan, or go on from a checkpoint, that was changed by seed, and say what became of it.
+"""Train from a plan, or go on from a checkpoint, that was changed by seed, and say what became of
+it.
 
-Right is one of two: a refusal, with a sentence and the exit code of wrong input; or a training that is the same to the
-bit as without the change. A plan may be another one that is right, too: what it says of the training itself, such as
-its number of microbatches, is then taken over into the unchanged plan, and both must give the same bits.
+Right is one of two: a refusal, with a sentence and the exit code of wrong input; or a training that
+is the same to the bit as without the change. A plan may be another one that is right, too: what it
+says of the training itself, such as its number of microbatches, is then taken over into the
+unchanged plan, and both must give the same bits.
 """
 
 from __future__ import annotations
@@ -34,7 +36,15 @@ WORKERS = 2
 LEFT_S = 20.0  # for the other worker, once one has refused the training
 
 # What a plan decides of the training itself.
-DECIDED = ("schedule", "microbatches", "microbatch_size", "autocast", "master_weights", "memory_format", "device")
+DECIDED = (
+    "schedule",
+    "microbatches",
+    "microbatch_size",
+    "autocast",
+    "master_weights",
+    "memory_format",
+    "device",
+)
 
 Bits = tuple[tuple[float | None, ...], bytes]  # losses, and the file of the weights
 
@@ -61,7 +71,9 @@ class Right:
 
 
 def make_right(folder: Path) -> Right:
-    """Write a model, a plan and a checkpoint in the middle of a run, and train the run to its end."""
+    """Write a model, a plan and a checkpoint in the middle of a run, and train the run to
+    its end.
+    """
     path = write_model(folder, "language", "adamw").rename(folder / "model.py")
     plan = make_plan(structural_profile(path, MICROBATCH_SIZE), (1, 1), "1f1b-flush", MICROBATCHES)
     save_plan(plan, folder / "plan.json")
@@ -70,11 +82,17 @@ def make_right(folder: Path) -> Right:
     return Right(folder, bits)
 
 
-def bits_of(model: Path, plan: Plan, folder: Path, checkpoints: CheckpointOptions | None = None) -> Bits:
-    """Train to the end; raise what the first worker refuses it with, and RuntimeError for a crash."""
+def bits_of(
+    model: Path, plan: Plan, folder: Path, checkpoints: CheckpointOptions | None = None
+) -> Bits:
+    """Train to the end; raise what the first worker refuses it with, and RuntimeError for a
+    crash.
+    """
     folder.mkdir()
     weights = folder / "weights.safetensors"
-    arguments = TrainArguments(steps=STEPS, seed=SEED, save_weights=weights, checkpoints=checkpoints)
+    arguments = TrainArguments(
+        steps=STEPS, seed=SEED, save_weights=weights, checkpoints=checkpoints
+    )
     job = make_job(model, plan, arguments)
     path = folder / "job.json"
     path.write_text(job.model_dump_json(), encoding="utf-8")
@@ -101,15 +119,20 @@ def _train(paths: Sequence[str]) -> None:
         result = train_worker(job)
     except PlannerError as error:
         content = {"message": error.message, "hint": error.hint, "exit_code": error.exit_code}
-        path.with_name(f"refusal-{os.environ['RANK']}.json").write_text(json.dumps(content), encoding="utf-8")
-        os._exit(error.exit_code)  # as a worker of a launcher does: the other one may wait for it for ever
+        path.with_name(f"refusal-{os.environ['RANK']}.json").write_text(
+            json.dumps(content), encoding="utf-8"
+        )
+        # as a worker of a launcher does: the other one may wait for it for ever
+        os._exit(error.exit_code)
     if result is not None:
         losses = [loss.loss for loss in result.losses]
         path.with_name("losses.json").write_text(json.dumps(losses), encoding="utf-8")
 
 
 def problem_with_plan(seed: int, right: Right, folder: Path) -> str | None:
-    """Change the plan by the seed, and train by it; say what is wrong with what comes of it, or None."""
+    """Change the plan by the seed, and train by it; say what is wrong with what comes of it, or
+    None.
+    """
     folder.mkdir()
     path = folder / "plan.json"
     text = (right.folder / "plan.json").read_text("utf-8")
@@ -132,7 +155,9 @@ def problem_with_plan(seed: int, right: Right, folder: Path) -> str | None:
 
 
 def problem_with_checkpoint(seed: int, right: Right, folder: Path) -> str | None:
-    """Change the checkpoint by the seed, and go on from it; say what is wrong with what comes of it, or None."""
+    """Change the checkpoint by the seed, and go on from it; say what is wrong with what comes of
+    it, or None.
+    """
     folder.mkdir()
     generator = random.Random(seed)
     checkpoint = folder / right.checkpoint.name
@@ -216,7 +241,9 @@ def rename_the_folder(checkpoint: Path, generator: random.Random) -> None:
 
 def change_the_index(checkpoint: Path, generator: random.Random) -> None:
     index = checkpoint / INDEX
-    index.write_text(mutated(index.read_text("utf-8"), generator), encoding="utf-8", errors="replace")
+    index.write_text(
+        mutated(index.read_text("utf-8"), generator), encoding="utf-8", errors="replace"
+    )
 
 
 def call_the_index_old(checkpoint: Path, generator: random.Random) -> None:

@@ -1,4 +1,6 @@
-"""Changes of JSON files, drawn by seed: what a hand, a broken disk or another program could leave there."""
+"""Changes of JSON files, drawn by seed: what a hand, a broken disk or another program could leave
+there.
+"""
 
 from __future__ import annotations
 
@@ -118,7 +120,9 @@ def _repeat(content: Any, generator: random.Random) -> Any:
 
 
 def _swap(content: Any, generator: random.Random) -> Any:
-    lists = [holder for holder, _ in _places(content) if isinstance(holder, list) and len(holder) > 1]
+    lists = [
+        holder for holder, _ in _places(content) if isinstance(holder, list) and len(holder) > 1
+    ]
     if lists:
         chosen = generator.choice(lists)
         one, other = generator.sample(range(len(chosen)), 2)
@@ -178,4 +182,9 @@ def _double_key(text: Text, generator: random.Random) -> Text:
     return "{" + f"{json.dumps(name)}: 1, " + text[1:]
 
 
-_TEXT_CHANGES: tuple[Callable[[Text, random.Random], Text], ...] = (_truncate, _flip, _nest, _double_key)
+_TEXT_CHANGES: tuple[Callable[[Text, random.Random], Text], ...] = (
+    _truncate,
+    _flip,
+    _nest,
+    _double_key,
+)

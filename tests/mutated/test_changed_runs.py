@@ -1,4 +1,6 @@
-"""200 changed plans and checkpoints: refused with a sentence, or the same bits as without the change."""
+"""200 changed plans and checkpoints: refused with a sentence, or the same bits as without the
+change.
+"""
 
 from __future__ import annotations
 
@@ -34,5 +36,7 @@ def test_a_changed_run_is_refused_or_the_same(kind: str, right: Right, tmp_path:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("first", range(FEW, FEW + ALL, PER_TEST))
 @pytest.mark.parametrize("kind", KINDS)
-def test_many_changed_runs_are_refused_or_the_same(kind: str, first: int, right: Right, tmp_path: Path) -> None:
+def test_many_changed_runs_are_refused_or_the_same(
+    kind: str, first: int, right: Right, tmp_path: Path
+) -> None:
     assert problems(KINDS[kind], range(first, first + PER_TEST), right, tmp_path) == []

@@ -1,4 +1,6 @@
-"""Whatever stands in a file: a verb answers, or says in one sentence what is wrong, within seconds."""
+"""Whatever stands in a file: a verb answers, or says in one sentence what is wrong, within
+seconds.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ class Question:
 SOLVE = ("solve", "--time-limit", "2s")
 QUESTIONS = (
     Question("profile.json", (*SOLVE, "--gpus", "3", "--bandwidth", "1Gbps")),
-    Question("profile.json", (*SOLVE, "--gpus", "4", "--bandwidth", "1Gbps", "--schedule", "1f1b-flush")),
+    Question(
+        "profile.json", (*SOLVE, "--gpus", "4", "--bandwidth", "1Gbps", "--schedule", "1f1b-flush")
+    ),
     Question("profile.json", ("show", "profile.json")),
     Question("profile.json", ("price", "--stages", "2", "--gpus", "2", "--bandwidth", "1Gbps")),
     Question("cluster.json", (*SOLVE, "--cluster", "cluster.json")),
@@ -62,7 +66,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         layer("loss", 0.01, 0.01),
     )
     save_profile(measured, folder / "profile.json")
-    (folder / "cluster.json").write_text(flat_cluster(3, "1Gbps", "16GB").model_dump_json(), encoding="utf-8")
+    (folder / "cluster.json").write_text(
+        flat_cluster(3, "1Gbps", "16GB").model_dump_json(), encoding="utf-8"
+    )
     assert plan("solve", "--gpus", "3", "--bandwidth", "1Gbps", cwd=folder).returncode == 0
     done = plan("simulate", "--minibatches", "4", "--trace", "timeline.json", cwd=folder)
     assert done.returncode == 0, done.stderr
@@ -70,10 +76,14 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def problem_with(question: Question, seed: int, files: Path, folder: Path) -> str | None:
-    """Change the file of a question by the seed, ask, and say what is wrong with the answer; None for nothing."""
+    """Change the file of a question by the seed, ask, and say what is wrong with the answer; None
+    for nothing.
+    """
     shutil.copytree(files, folder)
     path = folder / question.file
-    path.write_text(mutated(path.read_text("utf-8"), random.Random(seed)), encoding="utf-8", errors="replace")
+    path.write_text(
+        mutated(path.read_text("utf-8"), random.Random(seed)), encoding="utf-8", errors="replace"
+    )
 
     name = f"seed {seed}: plan {' '.join(question.arguments)}"
     try:
@@ -109,7 +119,10 @@ def time_limit(seconds: int) -> Iterator[None]:
 
 
 def problems(seeds: range, files: Path, folder: Path) -> list[str]:
-    found = (problem_with(QUESTIONS[seed % len(QUESTIONS)], seed, files, folder / str(seed)) for seed in seeds)
+    found = (
+        problem_with(QUESTIONS[seed % len(QUESTIONS)], seed, files, folder / str(seed))
+        for seed in seeds
+    )
     return [problem for problem in found if problem is not None]
 
 
@@ -120,5 +133,7 @@ def test_mutated_files_get_an_answer_or_a_sentence(files: Path, tmp_path: Path) 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("first", range(FEW, FEW + ALL, PER_TEST))
-def test_many_mutated_files_get_an_answer_or_a_sentence(first: int, files: Path, tmp_path: Path) -> None:
+def test_many_mutated_files_get_an_answer_or_a_sentence(
+    first: int, files: Path, tmp_path: Path
+) -> None:
     assert problems(range(first, first + PER_TEST), files, tmp_path) == []

@@ -11,13 +11,20 @@ from planner.plan.blocks import block_ends, repeated_blocks
 from tests.samples import layer, profile
 
 PROFILES = Path(__file__).resolve().parents[2] / "profiles"
-KINDS = ((3.0, 8), (1.0, 64), (2.0, 16), (5.0, 8))  # seconds and bytes of the output of each layer of a block
+# seconds and bytes of the output of each layer of a block
+KINDS = ((3.0, 8), (1.0, 64), (2.0, 16), (5.0, 8))
 
 
 def transformer(blocks: int, name: str, tail_s: float = 1.0) -> Profile:
     """An embedding, equal blocks of four layers named by a pattern, and a head."""
     inside: list[Layer] = [
-        layer(name.format(block=block, part=part), seconds, 2 * seconds, output_bytes, weight_bytes=100)
+        layer(
+            name.format(block=block, part=part),
+            seconds,
+            2 * seconds,
+            output_bytes,
+            weight_bytes=100,
+        )
         for block in range(blocks)
         for part, (seconds, output_bytes) in enumerate(KINDS)
     ]
@@ -42,7 +49,10 @@ def test_measured_times_vary_but_equal_blocks_stay_equal() -> None:
 def test_blocks_of_one_layer_are_no_blocks_of_several() -> None:
     """Four equal layers once were a block, so that stages of 13 and 11 layers were not found."""
     inside = [layer(f"layers.{number}", 1.0, 2.0, 8, weight_bytes=100) for number in range(24)]
-    assert block_ends(profile(layer("embed", 1.0, 2.0, 8), *inside, layer("head", 1.0, 2.0))) == frozenset()
+    assert (
+        block_ends(profile(layer("embed", 1.0, 2.0, 8), *inside, layer("head", 1.0, 2.0)))
+        == frozenset()
+    )
 
 
 @pytest.mark.parametrize(
@@ -60,7 +70,15 @@ def test_other_models_have_no_blocks(model: Profile) -> None:
 
 @pytest.mark.parametrize(
     ("name", "count"),
-    [("bert", 12), ("gpt2", 12), ("llama", 12), ("t5", 12), ("vgg16", 0), ("resnet50", 0), ("inception_v3", 0)],
+    [
+        ("bert", 12),
+        ("gpt2", 12),
+        ("llama", 12),
+        ("t5", 12),
+        ("vgg16", 0),
+        ("resnet50", 0),
+        ("inception_v3", 0),
+    ],
 )
 def test_measured_models(name: str, count: int) -> None:
     assert len(repeated_blocks(load_profile(PROFILES / name / "cpu.json"))) == count

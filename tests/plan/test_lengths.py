@@ -23,7 +23,10 @@ def drawn(profile: Profile, microbatches: int = 1) -> list[int]:
 
 
 def test_terms_are_the_products_of_lengths() -> None:
-    assert terms([(50, 10), (100, 40)], (100, 40)) == ((1, 0.5, 0.25, 0.25, 0.125, 0.0625), (1, 1, 1, 1, 1, 1))
+    assert terms([(50, 10), (100, 40)], (100, 40)) == (
+        (1, 0.5, 0.25, 0.25, 0.125, 0.0625),
+        (1, 1, 1, 1, 1, 1),
+    )
 
 
 def test_microbatches_of_one_sample_have_the_mean_of_the_data() -> None:
@@ -41,9 +44,13 @@ def test_buckets_are_padded_less_and_have_alike_microbatches() -> None:
     assert all(len(found) == DRAWN for found in by_order.values())
     assert fmean(by_order["buckets"]) < 1.02 * fmean(SAMPLES)
     shuffled = random.Random(1).sample(SAMPLES, len(SAMPLES))
-    longest = [max(shuffled[start : start + size]) for start in range(0, len(shuffled) - size, size)]
+    longest = [
+        max(shuffled[start : start + size]) for start in range(0, len(shuffled) - size, size)
+    ]
     assert fmean(by_order["random"]) == pytest.approx(fmean(longest), rel=0.03)
-    groups = [by_order["buckets"][start : start + microbatches] for start in range(0, DRAWN, microbatches)]
+    groups = [
+        by_order["buckets"][start : start + microbatches] for start in range(0, DRAWN, microbatches)
+    ]
     assert max(max(group) - min(group) for group in groups) <= 5
     assert [min(group) for group in groups] != sorted(min(group) for group in groups)
     # However many make a minibatch, they are the same microbatches.
@@ -80,14 +87,17 @@ def test_expected_costs_are_means_over_the_microbatches() -> None:
     whole = varying_profile(layers, [LINEAR, QUADRATIC], SAMPLES, "random", 4)
     whole = whole.model_copy(update={"tensor": (degree,), "tokens_per_sample": 100})
     mean = expected(whole)
-    linear, quadratic = (fmean(cost_at(each, length) for length in drawn(whole)) for each in (LINEAR, QUADRATIC))
+    linear, quadratic = (
+        fmean(cost_at(each, length) for length in drawn(whole)) for each in (LINEAR, QUADRATIC)
+    )
     assert mean.layers[0].forward_s == pytest.approx(2 * linear)
     assert mean.layers[1].backward_s == pytest.approx(3 * quadratic)
     assert mean.tensor is not None
     assert mean.tensor[0].forward_s == pytest.approx((linear, quadratic))
     assert mean.tensor[0].forward_reduced_bytes == (round(10**6 * linear), 0)
     assert mean.tokens_per_sample == mean_tokens(whole) == round(fmean(SAMPLES))
-    assert mean_tokens(whole.model_copy(update={"tokens_per_sample": 7})) == 7  # no length that varies
+    # no length that varies
+    assert mean_tokens(whole.model_copy(update={"tokens_per_sample": 7})) == 7
     # The longest decides memory.
     assert (mean.layers[0].saved_bytes, mean.layers[0].outputs) == (500, whole.layers[0].outputs)
     fixed = whole.model_copy(update={"lengths": None})

@@ -24,9 +24,13 @@ def test_every_rank_takes_each_value_from_one_rank_of_the_other_group() -> None:
     assert [receivers(plan, 1, rank, 2, 6) for rank in (2, 3, 4)] == [[6], [7], []]
     assert [receivers(plan, 2, rank, 1, 2) for rank in (6, 7)] == [[2, 4], [3, 5]]
     for rank in range(8):
-        stage, own = next((number, each) for number, each in enumerate(plan.stages) if rank in each.ranks)
+        stage, own = next(
+            (number, each) for number, each in enumerate(plan.stages) if rank in each.ranks
+        )
         seen = plan_of_tensor_rank(plan, own.ranks.index(rank) % own.tensor)
         for peer in {stage - 1, stage + 1} & {0, 1, 2}:
             for sender in seen.stages[peer].ranks:
                 leaders = own.ranks[:: own.tensor]
-                assert any(rank in receivers(plan, peer, sender, stage, leader) for leader in leaders)
+                assert any(
+                    rank in receivers(plan, peer, sender, stage, leader) for leader in leaders
+                )

@@ -1,7 +1,8 @@
 """Plans that were edited are refused by the first difference from the model, or are the same plan.
 
-A plan is drawn, something in its file is changed, and whatever still loads is compared with the model. What is accepted
-must name the same layers and values as before: other fields do not say what is computed.
+A plan is drawn, something in its file is changed, and whatever still loads is compared with the
+model. What is accepted must name the same layers and values as before: other fields do not say what
+is computed.
 """
 
 from __future__ import annotations
@@ -47,7 +48,10 @@ def profile_of(layers: int, skips: list[tuple[int, int]]) -> Profile:
             )
             for number, name in enumerate(names)
         ),
-        edges=tuple(Edge(source=names[one], value=f"value_{one}", target=names[other]) for one, other in pairs),
+        edges=tuple(
+            Edge(source=names[one], value=f"value_{one}", target=names[other])
+            for one, other in pairs
+        ),
         provenance=Provenance(tool="test", source="estimated"),
     )
 
@@ -75,7 +79,11 @@ def double_layer(content: Content, draw: random.Random) -> None:
 
 
 def swap_layers(content: Content, draw: random.Random) -> None:
-    places = [(stage["layers"], index) for stage in content["stages"] for index in range(len(stage["layers"]))]
+    places = [
+        (stage["layers"], index)
+        for stage in content["stages"]
+        for index in range(len(stage["layers"]))
+    ]
     (one, first), (other, second) = draw.sample(places, 2)
     one[first], other[second] = other[second], one[first]
 
@@ -157,7 +165,8 @@ def computed(plan: Plan) -> tuple[object, ...]:
 
 
 def test_edited_plans_are_refused_or_the_same() -> None:
-    outcomes = {change.__name__: [0, 0, 0] for change in CHANGES}  # refused on load, by the model, and accepted
+    # refused on load, by the model, and accepted
+    outcomes = {change.__name__: [0, 0, 0] for change in CHANGES}
     for seed in range(DRAWS):
         draw = random.Random(seed)
         profile, plan = drawn(draw)
@@ -178,7 +187,14 @@ def test_edited_plans_are_refused_or_the_same() -> None:
         with pytest.raises(PlanError, match="the plan is not one of the model 'drawn': "):
             check(edited, profile)
         counts[1] += 1
-    for name in ("drop_layer", "swap_layers", "swap_stages", "rename_layer", "move_layer", "drop_transfer"):
+    for name in (
+        "drop_layer",
+        "swap_layers",
+        "swap_stages",
+        "rename_layer",
+        "move_layer",
+        "drop_transfer",
+    ):
         assert outcomes[name][1] > DRAWS // len(CHANGES) // 2, outcomes
     assert outcomes["change_number"][2], outcomes
 
@@ -187,13 +203,27 @@ def test_edited_plans_are_refused_or_the_same() -> None:
     ("change", "message"),
     [
         (lambda stages: stages[-1].pop(), "no stage has the layer 'layers.5'"),
-        (lambda stages: stages[0].pop(0), "it has the layer 'layers.1' where the model has 'layers.0'"),
-        (lambda stages: stages[-1].append("more"), "goes on with 'more' behind the model's last layer"),
-        (lambda stages: stages[0].reverse(), "it has the layer 'layers.2' where the model has 'layers.0'"),
-        (lambda stages: stages[1].insert(0, stages[0].pop()), "it does not send the value 'value_1' from stage 0 to 1"),
+        (
+            lambda stages: stages[0].pop(0),
+            "it has the layer 'layers.1' where the model has 'layers.0'",
+        ),
+        (
+            lambda stages: stages[-1].append("more"),
+            "goes on with 'more' behind the model's last layer",
+        ),
+        (
+            lambda stages: stages[0].reverse(),
+            "it has the layer 'layers.2' where the model has 'layers.0'",
+        ),
+        (
+            lambda stages: stages[1].insert(0, stages[0].pop()),
+            "it does not send the value 'value_1' from stage 0 to 1",
+        ),
     ],
 )
-def test_the_first_difference_is_named(change: Callable[[list[list[str]]], object], message: str) -> None:
+def test_the_first_difference_is_named(
+    change: Callable[[list[list[str]]], object], message: str
+) -> None:
     profile = profile_of(6, [])
     plan = make_plan(profile, (1, 1), "1f1b-flush")
     content = json.loads(plan.model_dump_json())

@@ -23,10 +23,23 @@ def of_a_model(**changes: Any) -> Profile:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_whatever_is_priced_can_start(schedule: str) -> None:
     priced = 0
-    for stages, replicas in ((1, 1), (1, 4), (2, 1), (2, 2), (4, 1), (2, [3, 1]), (2, [1, 3]), (4, [1, 1, 2, 1])):
+    for stages, replicas in (
+        (1, 1),
+        (1, 4),
+        (2, 1),
+        (2, 2),
+        (4, 1),
+        (2, [3, 1]),
+        (2, [1, 3]),
+        (4, [1, 1, 2, 1]),
+    ):
         for microbatches in (None, 1, 2, 3, 4, 8):
             cluster = planner.flat_cluster(8, "10Gbps")
-            how: dict[str, Any] = {"schedule": schedule, "replicas": replicas, "microbatches": microbatches}
+            how: dict[str, Any] = {
+                "schedule": schedule,
+                "replicas": replicas,
+                "microbatches": microbatches,
+            }
             try:
                 plan = planner.price(of_a_model(), cluster, stages, **how)
             except PlannerError:
@@ -46,7 +59,9 @@ def test_a_loss_of_whole_batches_is_not_divided_unless_that_is_accepted() -> Non
     with pytest.raises(InputError, match="is not a mean over samples"):
         planner.price(contrastive, cluster, 2, **how, microbatches=2)
 
-    accepted = planner.price(contrastive, cluster, 2, **how, microbatches=2, accept_divided_loss=True)
+    accepted = planner.price(
+        contrastive, cluster, 2, **how, microbatches=2, accept_divided_loss=True
+    )
     assert accepted.loss is not None
     assert accepted.loss.accepted
     assert planner.price(contrastive, cluster, 2, **how, microbatches=1).microbatches == 1
@@ -56,12 +71,16 @@ def test_an_optimizer_that_combines_elements_is_not_sharded() -> None:
     cluster = planner.flat_cluster(2, "10Gbps")
 
     with pytest.raises(InputError, match="replicas cannot divide"):
-        planner.price(of_a_model(optimizer_elementwise=False), cluster, 1, replicas=2, shard_optimizer="all")
+        planner.price(
+            of_a_model(optimizer_elementwise=False), cluster, 1, replicas=2, shard_optimizer="all"
+        )
 
 
 def test_a_profile_without_a_model_is_priced_whatever_it_is() -> None:
     imported = of_a_model(graph_hash=None, optimizer_elementwise=None, loss=LossMean(over="batch"))
 
-    plan = planner.price(imported, planner.flat_cluster(2, "10Gbps"), 2, replicas=1, schedule="gpipe", microbatches=2)
+    plan = planner.price(
+        imported, planner.flat_cluster(2, "10Gbps"), 2, replicas=1, schedule="gpipe", microbatches=2
+    )
 
     assert plan.microbatches == 2

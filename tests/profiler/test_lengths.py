@@ -44,7 +44,8 @@ def at_length(folder: Path, words: int) -> Path:
     return write(
         folder,
         "causal",
-        WIDER | {'"words": (3, 12)': f'"words": (32, {words})', "randint(3, 13": f"randint(32, {words}"},
+        WIDER
+        | {'"words": (3, 12)': f'"words": (32, {words})', "randint(3, 13": f"randint(32, {words}"},
     )
 
 
@@ -62,7 +63,9 @@ def test_fits_find_what_costs_are_made_of() -> None:
         "quadratic": [1, 0, 5, 0, 0, 4],
     }
     exact = at @ np.array(list(made.values())).T
-    for fit, (kind, shares), greatest in zip(fitted(at, exact), made.items(), exact[0], strict=True):
+    for fit, (kind, shares), greatest in zip(
+        fitted(at, exact), made.items(), exact[0], strict=True
+    ):
         assert fit.kind == kind
         assert fit.shares == pytest.approx([share / greatest for share in shares], abs=1e-9)
         assert fit.residual < 1e-9
@@ -72,42 +75,57 @@ def test_fits_find_what_costs_are_made_of() -> None:
     assert nothing.shares == (0.0,) * 6
 
 
-# On a GPU a short batch takes as long as its kernels take to launch, and a sum of powers has no corner.
+# On a GPU a short batch takes as long as its kernels take to launch, and a sum of powers has no
+# corner.
 @pytest.mark.parametrize(("device", "misses"), [("cpu", 0.02), ("v100", 0.08)])
 def test_an_estimate_at_another_length(device: str, misses: float, tmp_path: Path) -> None:
     varying = planner.estimate(write(tmp_path, "causal"), batch_size=4, device=device)
     assert varying.lengths is not None
     assert varying.lengths.profiled == ((512,), (32,), (192,), (352,))
     fixed = planner.estimate(at_length(tmp_path / "other", 260), batch_size=4, device=device)
-    for layer, fits, other in zip(varying.layers, varying.lengths.layers, fixed.layers, strict=True):
+    for layer, fits, other in zip(
+        varying.layers, varying.lengths.layers, fixed.layers, strict=True
+    ):
         flops = [(each.forward_flops or 0) + (each.backward_flops or 0) for each in (layer, other)]
-        for fit, (own, there) in ((fits.saved_bytes, (layer.saved_bytes, other.saved_bytes)), (fits.flops, flops)):
+        for fit, (own, there) in (
+            (fits.saved_bytes, (layer.saved_bytes, other.saved_bytes)),
+            (fits.flops, flops),
+        ):
             assert value(fit, (260,), (512,)) * own == pytest.approx(there, rel=1e-3, abs=1)
         for fit, passed, same in zip(fits.outputs, layer.outputs, other.outputs, strict=True):
-            assert value(fit, (260,), (512,)) * passed.output_bytes == pytest.approx(same.output_bytes, rel=1e-9)
+            assert value(fit, (260,), (512,)) * passed.output_bytes == pytest.approx(
+                same.output_bytes, rel=1e-9
+            )
     total = sum(
         value(fits.forward_s, (260,), (512,)) * layer.forward_s
         + value(fits.backward_s, (260,), (512,)) * layer.backward_s
         for layer, fits in zip(varying.layers, varying.lengths.layers, strict=True)
     )
-    assert total == pytest.approx(sum(each.forward_s + each.backward_s for each in fixed.layers), rel=misses)
+    assert total == pytest.approx(
+        sum(each.forward_s + each.backward_s for each in fixed.layers), rel=misses
+    )
 
 
 def test_two_lengths_are_told_apart(tmp_path: Path) -> None:
     found = planner.estimate(write(tmp_path, "translator", {}), batch_size=4, device="v100")
     assert found.lengths is not None
     assert found.lengths.names == ("source", "target")
-    fits = {layer.name: each for layer, each in zip(found.layers, found.lengths.layers, strict=True)}
+    fits = {
+        layer.name: each for layer, each in zip(found.layers, found.lengths.layers, strict=True)
+    }
     assert fits["encoder.0.linear1"].flops.shares == pytest.approx((0, 1, 0, 0, 0, 0))
     assert fits["decoder.0.linear1"].flops.shares == pytest.approx((0, 0, 1, 0, 0, 0))
-    # Projections of queries with the target, of keys and values with the source, and their products with both.
+    # Projections of queries with the target, of keys and values with the source, and their products
+    # with both.
     across = fits["decoder.0.multihead_attn"].flops.shares
     assert [number for number, share in enumerate(across) if share > 1e-9] == [1, 2, 4]
     rows = list(zip(*found.lengths.samples, strict=True))
     assert len(rows) == 300
     # As collate() of the model file makes them of a sentence.
     assert all(
-        3 <= source <= 12 and target == min(2 + source // 2, source - 1) for source, target in rows if source < 12
+        3 <= source <= 12 and target == min(2 + source // 2, source - 1)
+        for source, target in rows
+        if source < 12
     )
 
 
@@ -135,7 +153,9 @@ def test_what_a_profile_says_of_lengths_can_be_read_and_shown(tmp_path: Path) ->
 def test_a_measurement_at_another_length(tmp_path: Path) -> None:
     varying = planner.profile(write(tmp_path, "causal"), batch_size=2, seconds=16)
     assert varying.lengths is not None
-    assert [each["words"] for each in other_lengths(planner.load_model_file(tmp_path / "causal.py"))] == [32, 192, 352]
+    assert [
+        each["words"] for each in other_lengths(planner.load_model_file(tmp_path / "causal.py"))
+    ] == [32, 192, 352]
     fixed = planner.profile(at_length(tmp_path / "other", 260), batch_size=2, seconds=6)
     total = sum(
         value(fits.forward_s, (260,), (512,)) * layer.forward_s
@@ -143,7 +163,9 @@ def test_a_measurement_at_another_length(tmp_path: Path) -> None:
         for layer, fits in zip(varying.layers, varying.lengths.layers, strict=True)
     )
     # Other processes take time from both measurements.
-    assert total == pytest.approx(sum(each.forward_s + each.backward_s for each in fixed.layers), rel=0.25)
+    assert total == pytest.approx(
+        sum(each.forward_s + each.backward_s for each in fixed.layers), rel=0.25
+    )
     saved = [value(fits.saved_bytes, (260,), (512,)) for fits in varying.lengths.layers]
     for layer, share, other in zip(varying.layers, saved, fixed.layers, strict=True):
         assert share * layer.saved_bytes == pytest.approx(other.saved_bytes, rel=0.01, abs=100)

@@ -1,7 +1,9 @@
-"""Prove by execution that the streams of a plan fit together: no deadlock, no unmatched message, no missing data.
+"""Prove by execution that the streams of a plan fit together: no deadlock, no unmatched message, no
+missing data.
 
-Sends never wait, so the streams form a deterministic dataflow network (Kahn 1974): whatever the timing of the
-workers, every run reaches the same end. One abstract run that completes therefore proves that all do.
+Sends never wait, so the streams form a deterministic dataflow network (Kahn 1974): whatever the
+timing of the workers, every run reaches the same end. One abstract run that completes therefore
+proves that all do.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ from planner.schedule.instructions import (
 )
 from planner.schedule.schedule import PipelineShape, stream
 
-# Data that messages carry, by the instruction that receives or sends them, the unit and the stage at the other end.
+# Data that messages carry, by the instruction that receives or sends them, the unit and the stage
+# at the other end.
 _Datum = tuple[type[Instruction], Unit, int]
 
 
@@ -45,9 +48,10 @@ def check_streams(shape: PipelineShape, minibatches: int) -> None:
     """Run the streams of `shape` abstractly.
 
     Raises:
-        ScheduleError: on a deadlock (naming what each worker waits for), a message that nobody takes, a computation
-            without its inputs, a message of something that is not there yet, a forward with a version of the weights
-            that is not there, or more units in flight or versions than stated.
+        ScheduleError: on a deadlock (naming what each worker waits for), a message that nobody
+            takes, a computation without its inputs, a message of something that is not there yet, a
+            forward with a version of the weights that is not there, or more units in flight or
+            versions than stated.
     """
     _Run(shape, minibatches).complete()
 
@@ -55,12 +59,21 @@ def check_streams(shape: PipelineShape, minibatches: int) -> None:
 class _Run:
     def __init__(self, shape: PipelineShape, minibatches: int) -> None:
         self.shape, self.minibatches = shape, minibatches
-        self.streams = {rank: stream(shape, stage, rank, minibatches) for rank, stage in shape.first_stages.items()}
-        self.blocked = {rank: next(instructions, None) for rank, instructions in self.streams.items()}
+        self.streams = {
+            rank: stream(shape, stage, rank, minibatches)
+            for rank, stage in shape.first_stages.items()
+        }
+        self.blocked = {
+            rank: next(instructions, None) for rank, instructions in self.streams.items()
+        }
         # Messages of one kind between two stages on two workers keep their order.
-        self.mail: defaultdict[tuple[int, int, type[Instruction], int, int], deque[Instruction]] = defaultdict(deque)
+        self.mail: defaultdict[tuple[int, int, type[Instruction], int, int], deque[Instruction]] = (
+            defaultdict(deque)
+        )
         self.arrived: defaultdict[AllReduce, set[int]] = defaultdict(set)
-        self.replicas = {(rank, stage): _Replica() for stage, ranks in enumerate(shape.ranks) for rank in ranks}
+        self.replicas = {
+            (rank, stage): _Replica() for stage, ranks in enumerate(shape.ranks) for rank in ranks
+        }
 
     def complete(self) -> None:
         while any(self.blocked.values()):
@@ -72,7 +85,9 @@ class _Run:
             raise ScheduleError(f"nobody takes {left[0]}")
         for (rank, stage), replica in self.replicas.items():
             rounds = self._rounds(stage)
-            done = replica.updates >= rounds and (not self.shape.sharers(stage) or replica.added == rounds - 1)
+            done = replica.updates >= rounds and (
+                not self.shape.sharers(stage) or replica.added == rounds - 1
+            )
             if replica.here or replica.owed or replica.used or not done:
                 raise ScheduleError(f"rank {rank} leaves work of stage {stage} undone: {replica}")
 
@@ -96,13 +111,19 @@ class _Run:
                 elif (datum := _datum(instruction)) in replica.owed:
                     replica.owed.remove(datum)
                 else:
-                    raise ScheduleError(f"rank {rank} runs {instruction} before there is anything to send")
+                    raise ScheduleError(
+                        f"rank {rank} runs {instruction} before there is anything to send"
+                    )
                 receive = matching_receive(instruction, rank)
                 peer = instruction.peer_rank
-                self.mail[rank, peer, type(receive), receive.stage, receive.peer_stage].append(receive)
+                self.mail[rank, peer, type(receive), receive.stage, receive.peer_stage].append(
+                    receive
+                )
             case ReceiveActivation() | ReceiveGradient() | ReceiveShared():
                 peer, kind = instruction.peer_rank, type(instruction)
-                if not (box := self.mail[peer, rank, kind, instruction.stage, instruction.peer_stage]):
+                if not (
+                    box := self.mail[peer, rank, kind, instruction.stage, instruction.peer_stage]
+                ):
                     return False
                 if (first := box.popleft()) != instruction:
                     raise ScheduleError(f"rank {rank} awaits {instruction} but {first} comes first")
@@ -126,9 +147,13 @@ class _Run:
                 del replica.used[unit]
             case AddShared(round=round_):
                 peers = self.shape.sharers(instruction.stage)
-                self._take(rank, instruction, {(ReceiveShared, Unit(round_), peer) for peer in peers})
+                self._take(
+                    rank, instruction, {(ReceiveShared, Unit(round_), peer) for peer in peers}
+                )
                 if replica.added != round_ - 1:
-                    raise ScheduleError(f"rank {rank} runs {instruction} after that of round {replica.added}")
+                    raise ScheduleError(
+                        f"rank {rank} runs {instruction} after that of round {replica.added}"
+                    )
                 replica.added = round_
             case Update():
                 self._update(rank, instruction)
@@ -139,11 +164,16 @@ class _Run:
     def _forward(self, rank: int, forward: Forward) -> None:
         stage, unit = forward.stage, forward.unit
         replica = self.replicas[rank, stage]
-        self._take(rank, forward, {(ReceiveActivation, unit, c.source) for c in self.shape.arriving(stage)})
+        self._take(
+            rank, forward, {(ReceiveActivation, unit, c.source) for c in self.shape.arriving(stage)}
+        )
         replica.owed |= {(SendActivation, unit, c.target) for c in self.shape.leaving(stage)}
         version = replica.updates if forward.version is None else forward.version
         if version != replica.updates and version not in replica.kept:
-            raise ScheduleError(f"rank {rank} runs {forward} after {replica.updates} updates, with {replica.kept} kept")
+            raise ScheduleError(
+                f"rank {rank} runs {forward} after {replica.updates} updates, with {replica.kept} "
+                f"kept"
+            )
         replica.used[unit] = version
         if len(replica.used) > self.shape.in_flight(stage):
             raise ScheduleError(f"rank {rank} holds {list(replica.used)}")
@@ -153,29 +183,46 @@ class _Run:
         replica = self.replicas[rank, stage]
         if unit not in replica.used or unit in replica.half_done:
             raise ScheduleError(f"rank {rank} runs {backward} without its forward")
-        self._take(rank, backward, {(ReceiveGradient, unit, c.target) for c in self.shape.leaving(stage) if c.gradient})
-        replica.owed |= {(SendGradient, unit, c.source) for c in self.shape.arriving(stage) if c.gradient}
+        self._take(
+            rank,
+            backward,
+            {(ReceiveGradient, unit, c.target) for c in self.shape.leaving(stage) if c.gradient},
+        )
+        replica.owed |= {
+            (SendGradient, unit, c.source) for c in self.shape.arriving(stage) if c.gradient
+        }
 
     def _finish_round(self, rank: int, stage: int, round_: int) -> None:
-        """Check that no unit of the round is in flight, now that its gradients count as complete."""
+        """Check that no unit of the round is in flight, now that its gradients count as
+        complete.
+        """
         replica, per_round = self.replicas[rank, stage], self.shape.minibatches_per_update(stage)
         if late := [unit for unit in replica.used if unit.minibatch // per_round <= round_]:
-            raise ScheduleError(f"rank {rank} ends round {round_} of stage {stage} before {late} are done")
+            raise ScheduleError(
+                f"rank {rank} ends round {round_} of stage {stage} before {late} are done"
+            )
 
     def _take(
-        self, rank: int, instruction: Forward | Backward | BackwardInput | AddShared, needed: set[_Datum]
+        self,
+        rank: int,
+        instruction: Forward | Backward | BackwardInput | AddShared,
+        needed: set[_Datum],
     ) -> None:
         """Use up what a computation needs of what has arrived."""
         replica = self.replicas[rank, instruction.stage]
         if missing := needed - replica.here:
-            raise ScheduleError(f"rank {rank} runs {instruction} without {sorted(missing, key=str)}")
+            raise ScheduleError(
+                f"rank {rank} runs {instruction} without {sorted(missing, key=str)}"
+            )
         replica.here -= needed
 
     def _update(self, rank: int, update: Update) -> None:
         replica = self.replicas[rank, update.stage]
         older = {replica.updates, *replica.kept, *replica.used.values()}
         if update.round != replica.updates or not older.issuperset(update.kept):
-            raise ScheduleError(f"rank {rank} runs {update} after {replica.updates} updates, with {older} left")
+            raise ScheduleError(
+                f"rank {rank} runs {update} after {replica.updates} updates, with {older} left"
+            )
         rounds, lag = self._rounds(update.stage), self.shape.lag(update.stage)
         due = max(-1, update.round - lag)  # whose gradients of shared weights it steps with
         if update.round < rounds:
@@ -183,7 +230,10 @@ class _Run:
         else:
             due = max(0, rounds - lag) + update.round - rounds
         if self.shape.sharers(update.stage) and replica.added != due:
-            raise ScheduleError(f"rank {rank} runs {update} with shared gradients of round {replica.added}, not {due}")
+            raise ScheduleError(
+                f"rank {rank} runs {update} with shared gradients of round {replica.added}, not "
+                f"{due}"
+            )
         replica.updates += 1
         replica.kept = update.kept
         held = {replica.updates, *replica.kept, *replica.used.values()}
@@ -193,7 +243,9 @@ class _Run:
 
 @dataclass
 class _Replica:
-    """State of one replica of a stage: updates done, older versions kept, and units in flight with their versions."""
+    """State of one replica of a stage: updates done, older versions kept, and units in flight with
+    their versions.
+    """
 
     updates: int = 0
     added: int = -1  # the last round whose gradients of shared weights were added up

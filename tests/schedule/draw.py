@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from planner.schedule.instructions import Backward, BackwardInput, BackwardWeight, Forward, Unit, Update
+from planner.schedule.instructions import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Unit,
+    Update,
+)
 from planner.schedule.schedule import PipelineShape, stream
 
 
 def draw_order(shape: PipelineShape, minibatches: int) -> list[str]:
-    """Return a line per worker with its computations: F forward, B backward, U update; "F1.0" is microbatch 0 of 1.
+    """Return a line per worker with its computations: F forward, B backward, U update; "F1.0" is
+    microbatch 0 of 1.
 
     Of a backward in two parts, B is what other stages wait for, W the rest.
 
@@ -15,7 +23,11 @@ def draw_order(shape: PipelineShape, minibatches: int) -> list[str]:
     """
     stage_of = shape.first_stages
     return [
-        " ".join(filter(None, (_symbol(shape, i) for i in stream(shape, stage_of[rank], rank, minibatches))))
+        " ".join(
+            filter(
+                None, (_symbol(shape, i) for i in stream(shape, stage_of[rank], rank, minibatches))
+            )
+        )
         for rank in sorted(stage_of)
     ]
 

@@ -20,7 +20,9 @@ def test_cuts_are_at_multiples_counted_from_the_beginning() -> None:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw", "gpipe", "1f1b-flush", "zb-h1"])
 def test_a_segment_is_a_run_of_its_own_with_later_numbers(schedule: str) -> None:
-    """Also where the replicas do not divide its first minibatch: the first replica begins each segment."""
+    """Also where the replicas do not divide its first minibatch: the first replica begins each
+    segment.
+    """
     shape = make_shape((2, 1), schedule, 1 if schedule == "1f1b" else 4)
     for stage, ranks in enumerate(shape.ranks):
         for rank in ranks:

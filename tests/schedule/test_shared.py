@@ -10,14 +10,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.schedule.instructions import AddShared, Instruction, ReceiveShared, SendShared, Unit, Update
+from planner.schedule.instructions import (
+    AddShared,
+    Instruction,
+    ReceiveShared,
+    SendShared,
+    Unit,
+    Update,
+)
 from planner.schedule.schedule import Channel, PipelineShape, stream, warm_up_depths
 from tests.examples import examples
 from tests.schedule.check import ScheduleError, check_streams
 from tests.schedule.test_streams import make_interleaved, make_shape
 
 
-def shared_parts(shape: PipelineShape, stage: int, rank: int, minibatches: int) -> list[Instruction]:
+def shared_parts(
+    shape: PipelineShape, stage: int, rank: int, minibatches: int
+) -> list[Instruction]:
     kinds = (SendShared, ReceiveShared, AddShared, Update)
     return [i for i in stream(shape, stage, rank, minibatches) if isinstance(i, kinds)]
 
@@ -34,7 +43,9 @@ def test_a_schedule_that_drains_adds_the_gradients_before_the_update() -> None:
 
 
 def test_under_1f1b_the_last_stage_applies_a_round_when_the_first_has_done_it() -> None:
-    """Of three stages the last is two minibatches ahead of the first, and two updates more bring it level."""
+    """Of three stages the last is two minibatches ahead of the first, and two updates more bring it
+    level.
+    """
     shape = replace(make_shape((1, 1, 1), "1f1b"), shared=((0, 2),))
     assert [shape.lag(stage) for stage in range(3)] == [0, 0, 2]
     assert [i for i in shared_parts(shape, 2, 2, 3) if not isinstance(i, SendShared)] == [
@@ -66,7 +77,9 @@ def test_each_replica_is_told_by_one_replica_of_the_other_stage() -> None:
 
 @st.composite
 def shapes(draw: st.DrawFn) -> PipelineShape:
-    """Any schedule, replicas, skips, depths, and weights shared by any stages that can share them."""
+    """Any schedule, replicas, skips, depths, and weights shared by any stages that can
+    share them.
+    """
     schedule = draw(st.sampled_from(["1f1b", "2bw", "1f1b-flush", "zb-h1", "gpipe", "interleaved"]))
     stages = draw(st.integers(1, 5))
     skips = tuple(
@@ -80,7 +93,8 @@ def shapes(draw: st.DrawFn) -> PipelineShape:
     else:
         replicas = tuple(draw(st.lists(st.integers(1, 3), min_size=stages, max_size=stages)))
         microbatches = 1 if schedule == "1f1b" else draw(st.integers(max(replicas), 9))
-        if schedule == "2bw":  # else the published depths may deadlock, and the solver looks for others
+        # else the published depths may deadlock, and the solver looks for others
+        if schedule == "2bw":
             microbatches = math.lcm(*replicas) * draw(st.integers(1, 3))
         shape = make_shape(replicas, schedule, microbatches, skips)
     if schedule == "1f1b":
@@ -98,11 +112,15 @@ def shapes(draw: st.DrawFn) -> PipelineShape:
 
 @settings(deadline=None, max_examples=examples(150))
 @given(shape=shapes(), minibatches=st.integers(0, 12))
-def test_any_streams_complete_and_no_computation_lacks_its_inputs(shape: PipelineShape, minibatches: int) -> None:
+def test_any_streams_complete_and_no_computation_lacks_its_inputs(
+    shape: PipelineShape, minibatches: int
+) -> None:
     check_streams(shape, minibatches)
 
 
-def test_the_checker_finds_an_update_without_the_gradients_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_checker_finds_an_update_without_the_gradients_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def deaf(shape: PipelineShape, stage: int, rank: int, minibatches: int) -> list[Instruction]:
         return [i for i in stream(shape, stage, rank, minibatches) if not isinstance(i, AddShared)]
 

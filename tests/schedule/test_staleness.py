@@ -1,4 +1,6 @@
-"""How many updates late gradients are: counted in the schedules' own streams, and by their formula."""
+"""How many updates late gradients are: counted in the schedules' own streams, and by their
+formula.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,10 @@ def test_the_first_of_n_stages_is_n_less_one_updates_late(stages: int) -> None:
 
 def test_a_late_plan_says_so_loudly() -> None:
     assert staleness_warning(deep(5)) is None
-    assert "gradients  up to 4 updates stale, at the first stage; train with little momentum" in plan_report(deep(5))
+    assert (
+        "gradients  up to 4 updates stale, at the first stage; train with little momentum"
+        in plan_report(deep(5))
+    )
     message, hint = staleness_warning(deep(6)) or ("", "")
     assert "up to 5 updates stale" in message
     assert "`max_staleness=4`" in hint
@@ -36,7 +41,9 @@ def test_a_late_plan_says_so_loudly() -> None:
 
 
 def counted(schedule: Schedule, stages: int) -> int:
-    """Count over a stream of the first stage how many updates lie between a gradient's weights and its own update."""
+    """Count over a stream of the first stage how many updates lie between a gradient's weights and
+    its own update.
+    """
     chunks = 1 if schedule.fixed_chunks == 1 else 2
     ranks = tuple((schedule.worker_of(stage, stages),) for stage in range(stages * chunks))
     channels = tuple(Channel(stage, stage + 1) for stage in range(len(ranks) - 1))

@@ -90,7 +90,10 @@ def test_2bw_needs_no_third_version_where_the_rule_says_so() -> None:
         for microbatches in range(max(replicas), 8):
             shape = make_shape(replicas, "2bw", microbatches)
             depths = list(warm_up_depths(replicas))
-            if all(TWO_BW.versions_suffice(microbatches, *each) for each in zip(replicas, depths, strict=True)):
+            if all(
+                TWO_BW.versions_suffice(microbatches, *each)
+                for each in zip(replicas, depths, strict=True)
+            ):
                 assert [shape.in_flight(stage) for stage in range(3)] == depths
                 check_streams(shape, 4)
 
@@ -113,8 +116,10 @@ def make_interleaved(
 def test_interleaved_runs_a_group_of_microbatches_through_one_chunk_after_the_other() -> None:
     """As in figure 4 of the paper, with two workers, two chunks each and four microbatches."""
     assert draw_order(make_interleaved(2, 2, 4), 1) == [
-        "F0.0 F0.1 F0.0' F0.1' F0.2 B0.0' F0.3 B0.1' F0.2' B0.0 F0.3' B0.1 B0.2' B0.3' B0.2 B0.3 U0' U0",
-        "F0.0 F0.1 F0.0' B0.0' F0.1' B0.1' F0.2 B0.0 F0.3 B0.1 F0.2' B0.2' F0.3' B0.3' B0.2 B0.3 U0' U0",
+        "F0.0 F0.1 F0.0' F0.1' F0.2 B0.0' F0.3 B0.1' F0.2' B0.0 F0.3' B0.1 B0.2' B0.3' B0.2 B0.3 "
+        "U0' U0",
+        "F0.0 F0.1 F0.0' B0.0' F0.1' B0.1' F0.2 B0.0 F0.3 B0.1 F0.2' B0.2' F0.3' B0.3' B0.2 B0.3 "
+        "U0' U0",
     ]
 
 
@@ -140,7 +145,10 @@ def test_interleaved_never_deadlocks_whatever_the_microbatches(workers: int) -> 
 
 
 def test_a_minibatch_of_one_microbatch_runs_alone() -> None:
-    assert draw_order(make_shape((1, 1), "1f1b-flush"), 2) == ["F0 B0 U0 F1 B1 U1", "F0 B0 U0 F1 B1 U1"]
+    assert draw_order(make_shape((1, 1), "1f1b-flush"), 2) == [
+        "F0 B0 U0 F1 B1 U1",
+        "F0 B0 U0 F1 B1 U1",
+    ]
 
 
 def test_full_stream_of_the_middle_stage() -> None:
@@ -166,7 +174,11 @@ def test_full_stream_of_the_middle_stage() -> None:
 def test_partial_last_round_averages_over_the_minibatches_it_really_has() -> None:
     shape = make_shape((2, 1), "1f1b")
     reduces = [i for i in stream(shape, 0, 1, 5) if isinstance(i, AllReduce)]
-    assert reduces == [AllReduce(0, 0, divisor=2), AllReduce(0, 1, divisor=2), AllReduce(0, 2, divisor=1)]
+    assert reduces == [
+        AllReduce(0, 0, divisor=2),
+        AllReduce(0, 1, divisor=2),
+        AllReduce(0, 2, divisor=1),
+    ]
 
 
 def test_synchronous_replicas_share_the_microbatches_and_sum() -> None:
@@ -181,7 +193,13 @@ def test_synchronous_replicas_share_the_microbatches_and_sum() -> None:
 
 @pytest.mark.parametrize(
     ("replicas", "depths"),
-    [((7, 1), [2, 1]), ((2, 1, 1), [2, 2, 1]), ((1, 2), [3, 1]), ((9, 5, 1, 1), [2, 2, 2, 1]), ((8,), [1])],
+    [
+        ((7, 1), [2, 1]),
+        ((2, 1, 1), [2, 2, 1]),
+        ((1, 2), [3, 1]),
+        ((9, 5, 1, 1), [2, 2, 2, 1]),
+        ((8,), [1]),
+    ],
 )
 def test_warm_up_depth_is_noam(replicas: tuple[int, ...], depths: list[int]) -> None:
     assert list(warm_up_depths(replicas)) == depths
@@ -212,19 +230,33 @@ def test_published_configurations_complete() -> None:
 
 
 def test_the_checker_finds_a_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
-    def backward_first(shape: PipelineShape, stage: int, rank: int, minibatches: int) -> list[Instruction]:
+    def backward_first(
+        shape: PipelineShape, stage: int, rank: int, minibatches: int
+    ) -> list[Instruction]:
         instructions = list(stream(shape, stage, rank, minibatches))
         # Stage 0 wants the first gradient before it has sent the first activation.
-        return sorted(instructions, key=lambda i: not isinstance(i, ReceiveGradient)) if stage == 0 else instructions
+        return (
+            sorted(instructions, key=lambda i: not isinstance(i, ReceiveGradient))
+            if stage == 0
+            else instructions
+        )
 
     monkeypatch.setattr("tests.schedule.check.stream", lambda *args: iter(backward_first(*args)))
     with pytest.raises(ScheduleError, match="deadlock"):
         check_streams(make_shape((1, 1), "1f1b"), 2)
 
 
-def test_the_checker_finds_a_computation_without_its_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    def without_receives(shape: PipelineShape, stage: int, rank: int, minibatches: int) -> list[Instruction]:
-        return [i for i in stream(shape, stage, rank, minibatches) if not isinstance(i, ReceiveActivation)]
+def test_the_checker_finds_a_computation_without_its_inputs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def without_receives(
+        shape: PipelineShape, stage: int, rank: int, minibatches: int
+    ) -> list[Instruction]:
+        return [
+            i
+            for i in stream(shape, stage, rank, minibatches)
+            if not isinstance(i, ReceiveActivation)
+        ]
 
     monkeypatch.setattr("tests.schedule.check.stream", lambda *args: iter(without_receives(*args)))
     with pytest.raises(ScheduleError, match=r"rank 1 runs Forward.* without"):

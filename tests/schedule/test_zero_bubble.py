@@ -22,7 +22,8 @@ from tests.simulator.pipelines import FREE, run
 
 
 def test_gradients_of_weights_come_the_later_the_later_the_stage() -> None:
-    """As in figure 2 of the paper, but in one part where no worker waits: microbatches 1 and 2 of the second stage.
+    """As in figure 2 of the paper, but in one part where no worker waits: microbatches 1 and 2 of
+    the second stage.
 
     The first stage has nothing to send and does all at once.
     """
@@ -33,9 +34,13 @@ def test_gradients_of_weights_come_the_later_the_later_the_stage() -> None:
     ]
 
 
-@pytest.mark.parametrize(("workers", "microbatches"), [(2, 4), (2, 16), (4, 8), (4, 12), (4, 32), (8, 16)])
+@pytest.mark.parametrize(
+    ("workers", "microbatches"), [(2, 4), (2, 16), (4, 8), (4, 12), (4, 32), (8, 16)]
+)
 def test_the_bubble_is_the_published_one(workers: int, microbatches: int) -> None:
-    """(K - 1)(F + B - W) idle per minibatch with free links, where 1f1b-flush has (K - 1)(F + B + W)."""
+    """(K - 1)(F + B - W) idle per minibatch with free links, where 1f1b-flush has (K - 1)(F + B +
+    W).
+    """
     seconds = {}
     for schedule in ("zb-h1", "1f1b-flush"):
         shape = make_shape((1,) * workers, schedule, microbatches)
@@ -71,7 +76,9 @@ def test_a_stage_that_no_gradient_leaves_has_whole_backwards() -> None:
 
 
 def test_the_checker_finds_a_second_part_without_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    def doubled(shape: PipelineShape, stage: int, rank: int, minibatches: int) -> Iterator[Instruction]:
+    def doubled(
+        shape: PipelineShape, stage: int, rank: int, minibatches: int
+    ) -> Iterator[Instruction]:
         for instruction in stream(shape, stage, rank, minibatches):
             yield from [instruction] * (2 if isinstance(instruction, BackwardWeight) else 1)
 
@@ -81,9 +88,14 @@ def test_the_checker_finds_a_second_part_without_the_first(monkeypatch: pytest.M
 
 
 def test_plans_state_their_own_pace_and_memory() -> None:
-    """Equal layers and free links: the published time; later stages hold more, as far as memory allows."""
+    """Equal layers and free links: the published time; later stages hold more, as far as memory
+    allows.
+    """
     model = profile(
-        *(layer(f"l{i}", 1, 2, output_bytes=1, weight_bytes=10**6, saved_bytes=100, update_s=0) for i in range(4))
+        *(
+            layer(f"l{i}", 1, 2, output_bytes=1, weight_bytes=10**6, saved_bytes=100, update_s=0)
+            for i in range(4)
+        )
     )
     cluster = flat_cluster(4, 1e4)
     plan = solve(model, cluster, schedule="zb-h1", microbatches=8)

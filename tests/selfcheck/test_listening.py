@@ -16,7 +16,9 @@ class Seen:
 
     def __init__(self, *addresses: str, was_told: bool = True) -> None:
         self.was_told = was_told
-        self.sockets = {Socket(os.getpid() + at, address, 1000 + at) for at, address in enumerate(addresses)}
+        self.sockets = {
+            Socket(os.getpid() + at, address, 1000 + at) for at, address in enumerate(addresses)
+        }
 
 
 def result(seen: Seen, minibatches: int = STEPS) -> tuple[str, str]:

@@ -37,12 +37,16 @@ def test_a_model_cut_after_every_layer_is_as_exact_as_the_whole_in_three_types(l
     assert "; float16 " in outcome.found
 
 
-def test_a_wrong_gradient_and_a_wrong_type_at_a_cut_are_found(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_gradient_and_a_wrong_type_at_a_cut_are_found(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain = StageModule.forward
 
     def scaled(self: StageModule, *args: object) -> dict[str, Tensor]:
         results = plain(self, *args)  # type: ignore[arg-type]
-        return {name: value * 1.001 if value.requires_grad else value for name, value in results.items()}
+        return {
+            name: value * 1.001 if value.requires_grad else value for name, value in results.items()
+        }
 
     def doubled(self: StageModule, *args: object) -> dict[str, Tensor]:
         return {name: value.double() for name, value in plain(self, *args).items()}  # type: ignore[arg-type]
@@ -58,19 +62,28 @@ def test_a_wrong_gradient_and_a_wrong_type_at_a_cut_are_found(lab: Lab, monkeypa
 
 
 def test_rounding_is_no_error_and_a_gradient_of_zero_is_judged_by_it() -> None:
-    """In bfloat16 T5's gradients differ by their own error, and the key bias of BERT's attention has nothing else."""
+    """In bfloat16 T5's gradients differ by their own error, and the key bias of BERT's attention
+    has nothing else.
+    """
     torch.manual_seed(0)
-    exact = {"weight": torch.randn(1000, dtype=torch.float64), "key.bias": torch.zeros(64, dtype=torch.float64)}
+    exact = {
+        "weight": torch.randn(1000, dtype=torch.float64),
+        "key.bias": torch.zeros(64, dtype=torch.float64),
+    }
 
     def rounded(error: float) -> dict[str, Tensor]:
         return {name: value + error * torch.randn(value.shape) for name, value in exact.items()}
 
     eps = torch.finfo(torch.bfloat16).eps
     assert cuts.error_ratio(rounded(0.04), rounded(0.04), exact, eps)[0] < 1.5
-    ratio, name = cuts.error_ratio(rounded(0.04) | {"key.bias": torch.ones(64)}, rounded(0.04), exact, eps)
+    ratio, name = cuts.error_ratio(
+        rounded(0.04) | {"key.bias": torch.ones(64)}, rounded(0.04), exact, eps
+    )
     assert ratio > cuts.MOST
     assert name == "'key.bias'"
-    assert cuts.error_ratio({"weight": exact["weight"]}, rounded(0.04), exact, eps)[0] == float("inf")
+    assert cuts.error_ratio({"weight": exact["weight"]}, rounded(0.04), exact, eps)[0] == float(
+        "inf"
+    )
     assert not cuts.error_ratio(rounded(float("nan")), rounded(0.04), exact, eps)[0] <= cuts.MOST
 
 
@@ -79,13 +92,22 @@ def test_models_of_the_user_are_cut_too(lab: Lab) -> None:
     assert cut_case(lab, location("build_convolutional")).result == "passed"
 
 
-def test_the_reference_tells_schedules_apart_that_use_other_versions_of_the_weights(lab: Lab) -> None:
-    """The rows of training could not fail if one more update between forward and update did not show."""
+def test_the_reference_tells_schedules_apart_that_use_other_versions_of_the_weights(
+    lab: Lab,
+) -> None:
+    """The rows of training could not fail if one more update between forward and update did not
+    show.
+    """
     model = training.CONVOLUTIONAL
     profile = lab.profile(model)
     one, other = (
         training.train_alone(
-            load_model_file(model), profile, even_plan(profile, schedule, (1, 1), microbatches=1), SEED, CPU, 8
+            load_model_file(model),
+            profile,
+            even_plan(profile, schedule, (1, 1), microbatches=1),
+            SEED,
+            CPU,
+            8,
         )[0]
         for schedule in (ONE_F_ONE_B, FLUSH)
     )
@@ -135,7 +157,8 @@ def test_memory_fails_below_the_measured_and_far_above_it() -> None:
 
     def results(least: float) -> list[str]:
         return [
-            training.memory_outcome((report(105), report(predicted)), least).result for predicted in (94, 99, 109, 112)
+            training.memory_outcome((report(105), report(predicted)), least).result
+            for predicted in (94, 99, 109, 112)
         ]
 
     assert results(training.LEAST_GPU) == ["failed", "failed", "passed", "failed"]
@@ -146,8 +169,14 @@ def test_a_case_that_raises_fails_its_row_and_no_other() -> None:
     def fails() -> Outcome:
         raise ValueError("no luck")
 
-    rows = [run_case("broken", case) for case in (("raises", fails), ("good", lambda: judged(True, "fine")))]
-    assert [(row.result, row.found) for row in rows] == [("failed", "ValueError: no luck"), ("passed", "fine")]
+    rows = [
+        run_case("broken", case)
+        for case in (("raises", fails), ("good", lambda: judged(True, "fine")))
+    ]
+    assert [(row.result, row.found) for row in rows] == [
+        ("failed", "ValueError: no luck"),
+        ("passed", "fine"),
+    ]
 
 
 def test_what_cannot_be_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

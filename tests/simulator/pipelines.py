@@ -1,4 +1,6 @@
-"""Pipelines with given seconds: whatever is exchanged takes that long on links where nothing else is."""
+"""Pipelines with given seconds: whatever is exchanged takes that long on links where nothing else
+is.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def pipeline(
     return PipelineCosts(
         shape=shape,
         cluster=flat_cluster(max(max(ranks) for ranks in shape.ranks) + 1, BYTES_PER_S),
-        stages=tuple(replace(s, gradient_bytes=size) for s, size in zip(stages, gradient_bytes, strict=True)),
+        stages=tuple(
+            replace(s, gradient_bytes=size) for s, size in zip(stages, gradient_bytes, strict=True)
+        ),
         transfer_bytes={
             ends: (round(t.activation_s * BYTES_PER_S), round(t.gradient_s * BYTES_PER_S))
             for ends, t in transfers.items()
@@ -53,7 +57,9 @@ def pipeline(
 
 @dataclass(frozen=True)
 class Outcome:
-    """A run: whether it deadlocked, when the last stage finished its backwards, and seconds per minibatch."""
+    """A run: whether it deadlocked, when the last stage finished its backwards, and seconds per
+    minibatch.
+    """
 
     deadlocked: bool
     ends_s: tuple[float, ...]

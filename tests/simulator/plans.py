@@ -18,10 +18,14 @@ from planner.solver.problem.result import Evaluation
 from tests.samples import layer, profile
 
 
-def equal_layers(count: int, output_bytes: int = 1, weight_bytes: int = 0, saved_bytes: int = 0) -> list[Layer]:
+def equal_layers(
+    count: int, output_bytes: int = 1, weight_bytes: int = 0, saved_bytes: int = 0
+) -> list[Layer]:
     """Layers of 1 s forward and 2 s backward."""
     return [
-        layer(f"l{i}", output_bytes=output_bytes, weight_bytes=weight_bytes, saved_bytes=saved_bytes)
+        layer(
+            f"l{i}", output_bytes=output_bytes, weight_bytes=weight_bytes, saved_bytes=saved_bytes
+        )
         for i in range(count)
     ]
 
@@ -41,15 +45,24 @@ def plan_of(
     layer_costs = LayerCosts(profile(*layers))
     cluster = cluster or flat_cluster(sum(replicas) // chunks, 1e12)
     stages = [
-        replace(stage, options=StageOptions(stage.replicas, recompute=whole_stage(stage.layers, recompute)))
+        replace(
+            stage,
+            options=StageOptions(stage.replicas, recompute=whole_stage(stage.layers, recompute)),
+        )
         for stage in candidates([[i] for i in range(len(layers))], replicas)
     ]
     problem = Problem(layer_costs, Setting(cluster, find(schedule), microbatches, chunks))
     cost = problem.price(stages)
     if depths is not None:
         assert schedule == "1f1b"
-        weights = [each.weights_bytes // flying for each, flying in zip(cost.memory, cost.in_flight, strict=True)]
-        saved = [each.activations_bytes // flying for each, flying in zip(cost.memory, cost.in_flight, strict=True)]
+        weights = [
+            each.weights_bytes // flying
+            for each, flying in zip(cost.memory, cost.in_flight, strict=True)
+        ]
+        saved = [
+            each.activations_bytes // flying
+            for each, flying in zip(cost.memory, cost.in_flight, strict=True)
+        ]
         memory = tuple(
             each.model_copy(update={"weights_bytes": w * depth, "activations_bytes": s * depth})
             for each, w, s, depth in zip(cost.memory, weights, saved, depths, strict=True)

@@ -20,8 +20,12 @@ SECONDS = (1.0, 2.0), (3.0, 4.0)  # forward and backward at the greatest length,
 SHARES = (LINEAR, QUADRATIC)
 
 
-def plan_of(schedule: str, microbatches: int, replicas: Sequence[int] = (1, 1), output_bytes: int = 1) -> Plan:
-    layers = [layer(f"l{n}", *seconds, output_bytes=output_bytes) for n, seconds in enumerate(SECONDS)]
+def plan_of(
+    schedule: str, microbatches: int, replicas: Sequence[int] = (1, 1), output_bytes: int = 1
+) -> Plan:
+    layers = [
+        layer(f"l{n}", *seconds, output_bytes=output_bytes) for n, seconds in enumerate(SECONDS)
+    ]
     layers[-1] = layers[-1].model_copy(update={"outputs": ()})
     profile = varying_profile(layers, SHARES, LENGTHS)
     stages = tuple(OwnStage(layers=(f"l{n}",), replicas=each) for n, each in enumerate(replicas))
@@ -50,7 +54,9 @@ def flushed_s(first: int, microbatches: int) -> float:
             if all(each in ends for each in needs):
                 before = max((ends[each] for each in needs), default=0.0)
                 own = max((end for key, end in ends.items() if key[0] == stage), default=0.0)
-                ends[stage, backward, number] = max(before, own) + takes(stage, backward, first + number)
+                ends[stage, backward, number] = max(before, own) + takes(
+                    stage, backward, first + number
+                )
     return max(ends.values())
 
 
@@ -70,7 +76,9 @@ def test_a_flushed_pipeline_of_uneven_microbatches(microbatches: int) -> None:
     for event in timeline.events.rows():
         if event.kind in ("forward", "backward"):
             number = event.minibatch * microbatches + event.microbatch
-            assert event.end_s - event.start_s == pytest.approx(takes(event.stage, event.kind == "backward", number))
+            assert event.end_s - event.start_s == pytest.approx(
+                takes(event.stage, event.kind == "backward", number)
+            )
 
 
 def test_messages_are_as_long_as_their_microbatch() -> None:
@@ -78,20 +86,33 @@ def test_messages_are_as_long_as_their_microbatch() -> None:
     (transfer,) = plan.transfers
     mean = sum(cost_at(LINEAR, length) for length in LENGTHS) / len(LENGTHS)
     assert transfer.output_bytes == pytest.approx(mean * 10**12)
-    sent = [event for event in simulate(plan, minibatches=3).events.rows() if event.kind == "send_activation"]
+    sent = [
+        event
+        for event in simulate(plan, minibatches=3).events.rows()
+        if event.kind == "send_activation"
+    ]
     assert len(sent) == len(LENGTHS)
     for event in sent:
         number = event.minibatch * 4 + event.microbatch
-        assert event.end_s - event.start_s == pytest.approx(cost_at(LINEAR, LENGTHS[number]), rel=1e-6)
+        assert event.end_s - event.start_s == pytest.approx(
+            cost_at(LINEAR, LENGTHS[number]), rel=1e-6
+        )
 
 
 def test_replicas_of_1f1b_take_the_minibatches_in_turn_and_wait_for_the_longest() -> None:
     layers = [layer("only", 1.0, 2.0, weight_bytes=1)]
     profile = varying_profile(layers, [LINEAR], LENGTHS)
-    own = OwnPlan(stages=(OwnStage(layers=("only",), replicas=2),), schedule=find("1f1b"), microbatches=1)
+    own = OwnPlan(
+        stages=(OwnStage(layers=("only",), replicas=2),), schedule=find("1f1b"), microbatches=1
+    )
     plan = price(profile, flat_cluster(2, 1e15), own)
-    rounds = (3 * max(cost_at(LINEAR, LENGTHS[n]), cost_at(LINEAR, LENGTHS[n + 1])) for n in range(0, len(LENGTHS), 2))
-    assert plan.predicted.seconds_per_minibatch == pytest.approx(sum(rounds) / len(LENGTHS), rel=1e-3)
+    rounds = (
+        3 * max(cost_at(LINEAR, LENGTHS[n]), cost_at(LINEAR, LENGTHS[n + 1]))
+        for n in range(0, len(LENGTHS), 2)
+    )
+    assert plan.predicted.seconds_per_minibatch == pytest.approx(
+        sum(rounds) / len(LENGTHS), rel=1e-3
+    )
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw", "1f1b-flush", "gpipe", "zb-h1"])
@@ -99,5 +120,7 @@ def test_no_schedule_is_faster_than_at_its_mean_costs(schedule: str) -> None:
     plan = plan_of(schedule, 1 if schedule == "1f1b" else 4)
     alike = plan.model_copy(update={"lengths": None})
     assert simulated_s(plan) >= simulated_s(alike) * (1 - 1e-3)
-    busiest = sum(takes(1, backward, n) for backward in (False, True) for n in range(len(LENGTHS))) / len(LENGTHS)
+    busiest = sum(
+        takes(1, backward, n) for backward in (False, True) for n in range(len(LENGTHS))
+    ) / len(LENGTHS)
     assert simulated_s(plan) >= plan.microbatches * busiest * (1 - 1e-3)

@@ -1,4 +1,6 @@
-"""A simulation that would not end is refused, or ends with its time limit, and what the hints say works."""
+"""A simulation that would not end is refused, or ends with its time limit, and what the hints say
+works.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,12 @@ import pytest
 
 from planner.errors import InputError
 from planner.formats.plan import Plan
-from planner.simulator.simulate_plan import MOST_UNITS, check_runs_to_end, default_minibatches, simulate
+from planner.simulator.simulate_plan import (
+    MOST_UNITS,
+    check_runs_to_end,
+    default_minibatches,
+    simulate,
+)
 from tests.simulator.plans import equal_layers, plan_of
 
 
@@ -18,7 +25,9 @@ def _with(plan: Plan, microbatches: int) -> Plan:
 def test_millions_of_microbatches_are_refused_and_still_checked(schedule: str) -> None:
     plan = plan_of(equal_layers(2), (1, 1), schedule=schedule, microbatches=8)
     huge = _with(plan, 2_000_000)
-    with pytest.raises(InputError, match=r"1 minibatch of 2,000,000 microbatches at 2 stages: 4,000,000 units") as told:
+    with pytest.raises(
+        InputError, match=r"1 minibatch of 2,000,000 microbatches at 2 stages: 4,000,000 units"
+    ) as told:
         simulate(huge)
     assert f"`microbatches={MOST_UNITS // 2}`" in told.value.hint
     assert default_minibatches(_with(plan, MOST_UNITS // 2)) == 1

@@ -17,13 +17,17 @@ from tests.simulator.plans import equal_layers, plan_of
 def noted(plan: Plan, minibatches: int, part: range) -> Timeline:
     """A run of which a recorder kept a part, as the recorder writes it."""
     whole = simulate(plan, minibatches)
-    return only_minibatches(whole, part).model_copy(update={"source": "measured", "minibatches": minibatches})
+    return only_minibatches(whole, part).model_copy(
+        update={"source": "measured", "minibatches": minibatches}
+    )
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("schedule", "microbatches"), [("1f1b", 1), ("gpipe", 4), ("2bw", 4)])
 @pytest.mark.parametrize("part", [range(300), range(40), range(260, 300), range(201, 231)])
-def test_a_part_lies_where_its_own_simulation_does(part: range, schedule: str, microbatches: int) -> None:
+def test_a_part_lies_where_its_own_simulation_does(
+    part: range, schedule: str, microbatches: int
+) -> None:
     """Though that simulates a few hundred minibatches less."""
     layers = equal_layers(3, output_bytes=10, weight_bytes=10, saved_bytes=5)
     plan = plan_of(layers, (2, 1, 1), schedule=schedule, microbatches=microbatches)
@@ -32,9 +36,15 @@ def test_a_part_lies_where_its_own_simulation_does(part: range, schedule: str, m
     apart = timing_error(simulated, measured)
     assert apart.events == len(part) * microbatches * 3 * 2
     assert apart.worst_share < 1e-6
-    rounds = {(e.rank, e.kind, e.minibatch) for e in measured.events.rows() if e.kind in ("update", "all_reduce")}
+    rounds = {
+        (e.rank, e.kind, e.minibatch)
+        for e in measured.events.rows()
+        if e.kind in ("update", "all_reduce")
+    }
     assert {
-        (e.rank, e.kind, e.minibatch) for e in simulated.events.rows() if e.kind in ("update", "all_reduce")
+        (e.rank, e.kind, e.minibatch)
+        for e in simulated.events.rows()
+        if e.kind in ("update", "all_reduce")
     } == rounds
     assert summarize(simulated).minibatches == len(part)
     assert simulated.memory[0].time_s[0] == 0
@@ -46,7 +56,9 @@ def test_little_is_simulated_of_a_long_run() -> None:
     rows = [e._replace(minibatch=e.minibatch + 10**6) for e in measured.events.rows()]
     late = measured.model_copy(update={"events": Events.of(rows)})
     simulated = simulate_recorded(plan, late)
-    assert {e.minibatch for e in simulated.events.rows() if e.kind == "forward"} == set(range(10**6 + 60, 10**6 + 70))
+    assert {e.minibatch for e in simulated.events.rows() if e.kind == "forward"} == set(
+        range(10**6 + 60, 10**6 + 70)
+    )
     assert default_minibatches(plan) < 100
     assert timing_error(simulated, late).worst_share < 1e-6
 

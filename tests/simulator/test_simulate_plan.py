@@ -1,4 +1,6 @@
-"""Simulated runs of plans: by hand, against the quick simulation, and by the rules that all of them keep."""
+"""Simulated runs of plans: by hand, against the quick simulation, and by the rules that all of them
+keep.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def of(timeline: Timeline, rank: int, kind: str) -> list[tuple[str, float, float
 
 
 def check(timeline: Timeline, plan: Plan) -> None:
-    """What no run may break: everything once and whole, one thing at a time, nothing before what it needs."""
+    """What no run may break: everything once and whole, one thing at a time, nothing before what it
+    needs.
+    """
     lanes: dict[tuple[int, str], list[Event]] = defaultdict(list)
     ends: dict[tuple[str, tuple[int, int, int]], float] = {}
     starts: dict[tuple[str, tuple[int, int, int]], float] = {}
@@ -54,7 +58,9 @@ def check(timeline: Timeline, plan: Plan) -> None:
         for one, other in pairwise(events):  # messages may share a link
             assert lane != "compute" or one.end_s <= other.start_s + 1e-12, (one, other)
     for link in timeline.links:
-        assert all(end <= start + 1e-12 for end, start in zip(link.end_s, link.start_s[1:], strict=False))
+        assert all(
+            end <= start + 1e-12 for end, start in zip(link.end_s, link.start_s[1:], strict=False)
+        )
         assert all(0 < share <= 1 + 1e-9 for share in link.share)
     units = plan.microbatches * timeline.minibatches
     for kind in ("forward", "backward"):
@@ -62,7 +68,9 @@ def check(timeline: Timeline, plan: Plan) -> None:
     for transfer in plan.transfers:
         for minibatch in range(timeline.minibatches):
             for microbatch in range(plan.microbatches):
-                here, there = ((stage, minibatch, microbatch) for stage in (transfer.source, transfer.target))
+                here, there = (
+                    (stage, minibatch, microbatch) for stage in (transfer.source, transfer.target)
+                )
                 assert ends["forward", here] <= starts["forward", there]
                 if transfer.gradient_bytes:
                     assert ends["backward", there] <= starts["backward", here]
@@ -91,7 +99,9 @@ def test_two_stages_by_hand() -> None:
 
 @pytest.mark.parametrize(("schedule", "microbatches"), KINDS)
 @pytest.mark.parametrize("replicas", [(1, 1, 1), (2, 1), (1, 2, 4)])
-def test_every_run_keeps_the_rules(replicas: tuple[int, ...], schedule: str, microbatches: int) -> None:
+def test_every_run_keeps_the_rules(
+    replicas: tuple[int, ...], schedule: str, microbatches: int
+) -> None:
     plan = plan_of(
         equal_layers(len(replicas), output_bytes=3, weight_bytes=5, saved_bytes=7),
         replicas,
@@ -126,14 +136,24 @@ def test_the_pace_without_events_is_that_of_the_summary(
         layer(f"l{i}", 1 + 0.3 * i, 2 - 0.2 * i, output_bytes=10 + i, update_s=0.1, weight_bytes=9)
         for i in range(len(replicas))
     ]
-    plan = plan_of(layers, replicas, flat_cluster(4, 30.0), schedule=schedule, microbatches=microbatches)
+    plan = plan_of(
+        layers, replicas, flat_cluster(4, 30.0), schedule=schedule, microbatches=microbatches
+    )
     timeline = simulate(plan, 12)
     quick = simulate_costs(costs_of(plan), 12)
     last = len(replicas) - 1
-    ends = [e.end_s for e in timeline.events.rows() if e.kind in ("backward", "backward_weight") and e.stage == last]
+    ends = [
+        e.end_s
+        for e in timeline.events.rows()
+        if e.kind in ("backward", "backward_weight") and e.stage == last
+    ]
     assert sorted(ends) == list(quick.ends_s)
-    assert quick.seconds_per_minibatch == pytest.approx(summarize(timeline).seconds_per_minibatch, rel=1e-12)
-    assert simulated_s(plan) == pytest.approx(summarize(simulate(plan)).seconds_per_minibatch, rel=1e-6)
+    assert quick.seconds_per_minibatch == pytest.approx(
+        summarize(timeline).seconds_per_minibatch, rel=1e-12
+    )
+    assert simulated_s(plan) == pytest.approx(
+        summarize(simulate(plan)).seconds_per_minibatch, rel=1e-6
+    )
 
 
 def test_an_all_reduce_hides_behind_its_backward_but_for_the_last_bucket() -> None:
@@ -146,12 +166,16 @@ def test_an_all_reduce_hides_behind_its_backward_but_for_the_last_bucket() -> No
         assert summary.seconds_per_minibatch == pytest.approx(expected / 2)
         # The formula does not know when the first part is ready, and takes it to be there at once.
         first_s = 2 / 6 if all_reduce_s > 2 else 0.0
-        assert summary.seconds_per_minibatch == pytest.approx(plan.predicted.seconds_per_minibatch + first_s / 2)
+        assert summary.seconds_per_minibatch == pytest.approx(
+            plan.predicted.seconds_per_minibatch + first_s / 2
+        )
 
 
 def test_the_all_reduce_of_one_large_weight_waits_for_the_whole_backward() -> None:
     for all_reduce_s in (1.2, 6.0):
-        plan = plan_of([layer("l", weight_bytes=60_000_000)], (2,), flat_cluster(2, 60e6 / all_reduce_s))
+        plan = plan_of(
+            [layer("l", weight_bytes=60_000_000)], (2,), flat_cluster(2, 60e6 / all_reduce_s)
+        )
         summary = summarize(simulate(plan, 40))
         assert summary.seconds_per_minibatch == pytest.approx((1 + 2 + all_reduce_s) / 2)
 
@@ -163,7 +187,9 @@ def test_without_gradients_there_is_nothing_to_reduce() -> None:
 
 
 def test_all_reduces_and_messages_share_a_link() -> None:
-    """Stage 0's links carry 6 bytes of activations, or of gradients, and 12 of the ring for each of its minibatches."""
+    """Stage 0's links carry 6 bytes of activations, or of gradients, and 12 of the ring for each of
+    its minibatches.
+    """
     layers = [
         layer("a", 0.1, 0.2, output_bytes=6, weight_bytes=12),
         layer("b", 0.1, 0.2),
@@ -179,7 +205,9 @@ def test_all_reduces_and_messages_share_a_link() -> None:
 
 
 def test_devices_of_a_server_share_its_link() -> None:
-    """Two of one server send to two of another: 10 bytes each at 10 bytes/s on the shared link, side by side."""
+    """Two of one server send to two of another: 10 bytes each at 10 bytes/s on the shared link,
+    side by side.
+    """
     layers = equal_layers(2, output_bytes=10)
 
     def arrivals(cluster: Cluster) -> list[float]:
@@ -190,14 +218,20 @@ def test_devices_of_a_server_share_its_link() -> None:
     assert arrivals(hierarchical_cluster((2, 2), (100.0, 10.0), shared=False)) == [2.0, 2.0]
     timeline = simulate(plan_of(layers, (2, 2), hierarchical_cluster((2, 2), (100.0, 10.0))), 20)
     shared = {link.name for link in timeline.links if link.rank is None}
-    assert shared == {f"workers {who} together {does}" for who in ("0-1", "2-3") for does in ("send", "receive")}
+    assert shared == {
+        f"workers {who} together {does}" for who in ("0-1", "2-3") for does in ("send", "receive")
+    }
     assert {link.name for link in summarize(timeline).shared_links} == shared
 
 
 def test_a_message_within_a_server_crosses_no_shared_link() -> None:
     cluster = hierarchical_cluster((2, 2), (100.0, 10.0), latencies_s=(0.5, 4.0))
     timeline = simulate(plan_of(equal_layers(4, output_bytes=10), (1,) * 4, cluster), 1)
-    took = {(e.rank, e.peer_rank): e.end_s - e.start_s for e in timeline.events.rows() if e.kind == "send_activation"}
+    took = {
+        (e.rank, e.peer_rank): e.end_s - e.start_s
+        for e in timeline.events.rows()
+        if e.kind == "send_activation"
+    }
     assert took == pytest.approx({(0, 1): 0.1 + 0.5, (1, 2): 1.0 + 4.0, (2, 3): 0.1 + 0.5})
 
 
@@ -215,10 +249,11 @@ def test_without_overlap_messages_are_the_processors_work() -> None:
 
 
 def test_memory_comes_with_forwards_and_goes_with_backwards() -> None:
-    """Weights of 10, gradients of 10, message buffers of 4 and 7 saved per minibatch; two in flight at stage 0.
+    """Weights of 10, gradients of 10, message buffers of 4 and 7 saved per minibatch; two in flight
+    at stage 0.
 
-    F0 0-1, F1 1-2, B0 4-6, F2 6-7, B1 7-9, F3 9-10, B2 10-12, B3 13-15. From its first update on stage 0 has a
-    version of the weights for each of the two.
+    F0 0-1, F1 1-2, B0 4-6, F2 6-7, B1 7-9, F3 9-10, B2 10-12, B3 13-15. From its first update on
+    stage 0 has a version of the weights for each of the two.
     """
     plan = plan_of(equal_layers(2, weight_bytes=10, saved_bytes=7), (1, 1))
     first, last = simulate(plan, 4).memory
@@ -230,7 +265,9 @@ def test_memory_comes_with_forwards_and_goes_with_backwards() -> None:
 
 @pytest.mark.parametrize("depths", [(4, 3, 2, 1), (7, 5, 2, 1)])
 def test_peaks_are_what_the_plan_says(depths: tuple[int, ...]) -> None:
-    plan = plan_of(equal_layers(4, output_bytes=2, weight_bytes=10, saved_bytes=7), (1,) * 4, depths=depths)
+    plan = plan_of(
+        equal_layers(4, output_bytes=2, weight_bytes=10, saved_bytes=7), (1,) * 4, depths=depths
+    )
     timeline = simulate(plan, 40)
     peaks = [max(curve.held_bytes) for curve in timeline.memory]
     assert peaks == [stage.memory.total_bytes for stage in plan.stages]
@@ -243,7 +280,9 @@ def test_the_limit_is_that_of_the_device() -> None:
 
 def test_a_plan_that_waits_for_itself_is_refused() -> None:
     plan = plan_of(equal_layers(2, output_bytes=1), (1, 2), depths=(1, 2))
-    with pytest.raises(PlanError, match=r"wait for each other for ever: in_flight \[1, 2\] cannot feed '1-2'"):
+    with pytest.raises(
+        PlanError, match=r"wait for each other for ever: in_flight \[1, 2\] cannot feed '1-2'"
+    ):
         simulate(plan, 10)
 
 

@@ -38,7 +38,9 @@ def test_asynchronous_pipelines_have_no_bubble_but_at_their_ends() -> None:
 
 
 def test_a_stage_that_works_off_a_pile_does_not_set_the_pace() -> None:
-    """Stage 0 takes 4 s per minibatch; stage 1, before which ten pile up, finishes one every 3.9 s all the time."""
+    """Stage 0 takes 4 s per minibatch; stage 1, before which ten pile up, finishes one every 3.9 s
+    all the time.
+    """
     plan = plan_of([layer("a", 1, 3, output_bytes=1), layer("b", 1.3, 2.6)], (1, 1), depths=(10, 1))
     summary = summarize(simulate(plan, 48))
     assert summary.seconds_per_minibatch == pytest.approx(4)
@@ -46,9 +48,11 @@ def test_a_stage_that_works_off_a_pile_does_not_set_the_pace() -> None:
 
 
 def test_the_bubble_by_cause_by_hand() -> None:
-    """Worker 1 waits until worker 0 has computed, for its message, and at the end; worker 0 for both parts of the way.
+    """Worker 1 waits until worker 0 has computed, for its message, and at the end; worker 0 for
+    both parts of the way.
 
-    Then a sum of 1 s after 0.5 s in which the other had not joined, and 0.25 s for which nothing is to be seen.
+    Then a sum of 1 s after 0.5 s in which the other had not joined, and 0.25 s for which nothing is
+    to be seen.
     """
     more = (
         Event(0, "all_reduce", 0, 1, 0, 7.375, 8.375),
@@ -69,7 +73,9 @@ def test_the_bubble_by_cause_by_hand() -> None:
 def test_the_causes_add_up_to_the_bubble(schedule: str) -> None:
     layers = [layer(name, 1, 2, output_bytes=5, weight_bytes=7) for name in "abc"]
     microbatches = 1 if schedule == "1f1b" else 6
-    plan = plan_of(layers, (2, 1, 1), flat_cluster(4, 10.0), schedule=schedule, microbatches=microbatches)
+    plan = plan_of(
+        layers, (2, 1, 1), flat_cluster(4, 10.0), schedule=schedule, microbatches=microbatches
+    )
     summary = summarize(simulate(plan))
     causes = summary.bubble_causes
     assert sum(causes.values()) == pytest.approx(summary.bubble_share)
@@ -81,11 +87,16 @@ def test_the_causes_add_up_to_the_bubble(schedule: str) -> None:
 def test_a_short_run_has_no_steady_state() -> None:
     summary = summarize(by_hand())
     assert not summary.steady
-    assert (summary.steady_from_s, summary.steady_to_s, summary.seconds_per_minibatch) == (0.0, 6.875, 6.875)
+    assert (summary.steady_from_s, summary.steady_to_s, summary.seconds_per_minibatch) == (
+        0.0,
+        6.875,
+        6.875,
+    )
     first, second = summary.workers
     assert first.compute_share == pytest.approx(3.125 / 6.875)
     assert first.send_share == pytest.approx(0.5 / 6.875)
-    assert second.send_share == pytest.approx(0.25 / 6.875)  # nobody says what its link did, but its own end
+    # nobody says what its link did, but its own end
+    assert second.send_share == pytest.approx(0.25 / 6.875)
     assert (first.peak_bytes, first.limit_bytes) == (300, 1000)
     assert (second.peak_bytes, second.limit_bytes) == (None, None)
     assert summary.start_up_s == 6.75

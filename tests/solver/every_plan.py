@@ -1,8 +1,10 @@
-"""The best plan of a small chain over replicas, degrees, sharding, recomputed units and memory, by trying all of them.
+"""The best plan of a small chain over replicas, degrees, sharding, recomputed units and memory, by
+trying all of them.
 
-What a stage takes and holds comes from `LayerCosts` and the cost models, one stage at a time. The time of a plan is the
-largest of its stages' times, or their sum and their largest, so the stages' ways are chosen from each stage's own best
-ones; cuts and replicas are tried all, and no walk or bound of the searches is used.
+What a stage takes and holds comes from `LayerCosts` and the cost models, one stage at a time. The
+time of a plan is the largest of its stages' times, or their sum and their largest, so the stages'
+ways are chosen from each stage's own best ones; cuts and replicas are tried all, and no walk or
+bound of the searches is used.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ class EveryPlan:
                         if np.dot(replicas, degrees) > problem.cluster.gpus:
                             continue
                         shape = zip(ends, replicas, degrees, after, strict=True)
-                        for seconds, chosen in combined(self._ways(*end, r, t, behind) for end, r, t, behind in shape):
+                        for seconds, chosen in combined(
+                            self._ways(*end, r, t, behind) for end, r, t, behind in shape
+                        ):
                             if best is None or seconds < best[0]:
                                 best = seconds, chosen
         return best
@@ -47,7 +51,9 @@ class EveryPlan:
         key = first, end, replicas, degree, after
         if key not in self._known:
             layers = frozenset(range(first, end))
-            options = [replace(each, tensor=degree) for each in options_of(self.problem, layers, replicas)]
+            options = [
+                replace(each, tensor=degree) for each in options_of(self.problem, layers, replicas)
+            ]
             stages = [Candidate(frozenset(range(first)), layers, each) for each in options]
             self._known[key] = unbeaten(self.problem, stages, after)
         return self._known[key]

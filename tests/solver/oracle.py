@@ -25,5 +25,7 @@ def brute_force(
     in_order: bool = True,
 ) -> Evaluation | None:
     """Return the best of all plans in the profile's order, or with any cuts."""
-    problem = Problem(layer_costs, Setting(cluster, schedule, microbatches, chunks), StageRules(recompute, shard))
+    problem = Problem(
+        layer_costs, Setting(cluster, schedule, microbatches, chunks), StageRules(recompute, shard)
+    )
     return brute.brute_force(problem, in_order=in_order)

@@ -8,8 +8,11 @@ from planner.formats.profile import Device, Edge, Layer, Profile, Provenance, Va
 
 
 @st.composite
-def profiles(draw: st.DrawFn, most_layers: int = 5, linear: bool = False, measured: bool = False) -> Profile:
-    """Layers with small round costs and edges forward: a chain with skips, or any DAG unless `linear`.
+def profiles(
+    draw: st.DrawFn, most_layers: int = 5, linear: bool = False, measured: bool = False
+) -> Profile:
+    """Layers with small round costs and edges forward: a chain with skips, or any DAG unless
+    `linear`.
 
     `measured`: of a model that was captured, and perhaps with workspaces.
 
@@ -22,7 +25,11 @@ def profiles(draw: st.DrawFn, most_layers: int = 5, linear: bool = False, measur
     for source in range(count):
         for target in range(source + 1, count):
             next_one = target == source + 1
-            if (linear and next_one) or draw(st.integers(0, 3)) == 0 or (next_one and draw(st.booleans())):
+            if (
+                (linear and next_one)
+                or draw(st.integers(0, 3)) == 0
+                or (next_one and draw(st.booleans()))
+            ):
                 value = f"{names[source]}.{draw(st.integers(0, 1))}"
                 edges.append(Edge(source=names[source], value=value, target=names[target]))
     made = {edge.value for edge in edges}

@@ -53,14 +53,20 @@ def test_asynchronous_search_finds_what_brute_force_finds(
     cluster = flat_cluster(gpus, bandwidth, memory, latency)
     layer_costs = LayerCosts(profile)
     space = Chain(layer_costs)
-    found = Search(space, bounds_for(link_of(cluster)), Limits(gpus, memory, StageRules(recompute))).best()
+    found = Search(
+        space, bounds_for(link_of(cluster)), Limits(gpus, memory, StageRules(recompute))
+    ).best()
     expected = brute_force(layer_costs, cluster, recompute=recompute)
     if expected is None:
         assert found is None
         return
     assert found is not None
     assert found.seconds == pytest.approx(expected.price.seconds_per_minibatch, rel=1e-9)
-    assert (found.gpus, len(found.replicas), sum(bool(each.recompute) for each in found.options)) == rank(expected)
+    assert (
+        found.gpus,
+        len(found.replicas),
+        sum(bool(each.recompute) for each in found.options),
+    ) == rank(expected)
 
 
 @settings(max_examples=examples(400), deadline=None)
@@ -86,13 +92,19 @@ def test_the_search_for_2bw_finds_what_brute_force_finds(
     layer_costs = LayerCosts(profile)
     model = bounds_for(link_of(cluster), TWO_BW, microbatches)
     found = Search(Chain(layer_costs), model, Limits(gpus, memory, StageRules(recompute))).best()
-    expected = brute_force(layer_costs, cluster, schedule=TWO_BW, microbatches=microbatches, recompute=recompute)
+    expected = brute_force(
+        layer_costs, cluster, schedule=TWO_BW, microbatches=microbatches, recompute=recompute
+    )
     if expected is None:
         assert found is None
         return
     assert found is not None
     assert found.seconds == pytest.approx(expected.price.seconds_per_minibatch, rel=1e-9)
-    assert (found.gpus, len(found.replicas), sum(bool(each.recompute) for each in found.options)) == rank(expected)
+    assert (
+        found.gpus,
+        len(found.replicas),
+        sum(bool(each.recompute) for each in found.options),
+    ) == rank(expected)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b-flush"])
@@ -119,9 +131,15 @@ def test_synchronous_search_finds_what_brute_force_finds(
     cluster = flat_cluster(gpus, bandwidth, memory, latency)
     layer_costs = LayerCosts(profile)
     model = SynchronousModel(link_of(cluster), find(schedule), microbatches)
-    found = SynchronousSearch(Chain(layer_costs), model, Limits(gpus, memory, StageRules(recompute))).best()
+    found = SynchronousSearch(
+        Chain(layer_costs), model, Limits(gpus, memory, StageRules(recompute))
+    ).best()
     expected = brute_force(
-        layer_costs, cluster, schedule=find(schedule), microbatches=microbatches, recompute=recompute
+        layer_costs,
+        cluster,
+        schedule=find(schedule),
+        microbatches=microbatches,
+        recompute=recompute,
     )
     if expected is None:
         assert found is None
@@ -130,7 +148,9 @@ def test_synchronous_search_finds_what_brute_force_finds(
     assert found.seconds == pytest.approx(expected.price.seconds_per_minibatch, rel=1e-9)
 
 
-@pytest.mark.parametrize(("schedule", "microbatches"), [("1f1b", 1), ("gpipe", 3), ("1f1b-flush", 3)])
+@pytest.mark.parametrize(
+    ("schedule", "microbatches"), [("1f1b", 1), ("gpipe", 3), ("1f1b-flush", 3)]
+)
 @settings(max_examples=examples(100), deadline=None)
 @given(
     model=profiles(most_layers=4),
@@ -139,26 +159,44 @@ def test_synchronous_search_finds_what_brute_force_finds(
     memory=st.one_of(st.none(), st.integers(1, 150)),
 )
 def test_solve_finds_what_brute_force_finds(
-    schedule: str, microbatches: int, model: Profile, gpus: int, bandwidth: float, memory: int | None
+    schedule: str,
+    microbatches: int,
+    model: Profile,
+    gpus: int,
+    bandwidth: float,
+    memory: int | None,
 ) -> None:
     cluster = flat_cluster(gpus, bandwidth, memory)
     order, costs = find(schedule), LayerCosts(model)
-    expected = brute_force(costs, cluster, schedule=order, microbatches=microbatches, in_order=False)
+    expected = brute_force(
+        costs, cluster, schedule=order, microbatches=microbatches, in_order=False
+    )
     try:
-        plan = solve(model, cluster, schedule=schedule, microbatches=microbatches, depth="published")
+        plan = solve(
+            model, cluster, schedule=schedule, microbatches=microbatches, depth="published"
+        )
     except InfeasibleError as error:
         assert expected is None
         smallest = parse_bytes(error.hint.split("memory_bytes=")[1].split("`")[0])
         enough = flat_cluster(gpus, bandwidth, smallest)
-        assert brute_force(costs, enough, schedule=order, microbatches=microbatches, in_order=False) is not None
+        assert (
+            brute_force(costs, enough, schedule=order, microbatches=microbatches, in_order=False)
+            is not None
+        )
         return
     assert expected is not None
     best_s = expected.price.seconds_per_minibatch
-    if schedule == "1f1b":  # whose plans are chosen by their time with waits, which brute force does not count
-        # The simulation reduces the executor's buckets, of which the last may be less than the formula's sixth.
-        assert plan.solver.lower_bound_s == pytest.approx(min(best_s, plan.predicted.seconds_per_minibatch), rel=1e-9)
+    # whose plans are chosen by their time with waits, which brute force does not count
+    if schedule == "1f1b":
+        # The simulation reduces the executor's buckets, of which the last may be less than the
+        # formula's sixth.
+        assert plan.solver.lower_bound_s == pytest.approx(
+            min(best_s, plan.predicted.seconds_per_minibatch), rel=1e-9
+        )
         assert plan.predicted.bottleneck.busy_s >= best_s * (1 - 1e-9)
-    else:  # which may be faster than the formula: one minibatch's updates go on beside the next one's forwards
+    # which may be faster than the formula: one minibatch's updates go on beside the next one's
+    # forwards
+    else:
         exact_s = min(best_s, plan.predicted.seconds_per_minibatch)
         assert plan.solver.lower_bound_s <= exact_s * (1 + 1e-9)
         # Replicas that divide gradients and weights are bounded, not searched.

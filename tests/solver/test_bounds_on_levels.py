@@ -1,4 +1,6 @@
-"""No plan is below the bound that an answer states, on clusters whose links differ, under any schedule."""
+"""No plan is below the bound that an answer states, on clusters whose links differ, under any
+schedule.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,16 @@ SERVERS = hierarchical_cluster((4, 2), (1.25e9, 1.25e8), latencies_s=(1e-4, 1e-4
 
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw", "1f1b-flush", "zb-h1"])
 def test_no_regular_plan_is_below_the_bound(schedule: str) -> None:
-    """Under 2bw the search takes all links for the slowest, so its time is no bound: 4-4 was 17% below it."""
+    """Under 2bw the search takes all links for the slowest, so its time is no bound: 4-4 was 17%
+    below it.
+    """
     microbatches = 16 if find(schedule).divides else 1
     plan = solve(GNMT, SERVERS, schedule=schedule, microbatches=microbatches)
     problem = Problem(LayerCosts(GNMT), Setting(SERVERS, find(schedule), microbatches))
     least_s = min(regular.seconds for regular in regular_plans(problem))
     assert plan.solver.lower_bound_s <= least_s * (1 + 1e-9)
     assert plan.solver.cost_model_s is not None
-    assert plan.solver.lower_bound_s <= plan.solver.cost_model_s * (1 + 1e-9) or plan.solver.status == "optimal"
+    assert (
+        plan.solver.lower_bound_s <= plan.solver.cost_model_s * (1 + 1e-9)
+        or plan.solver.status == "optimal"
+    )

@@ -1,4 +1,6 @@
-"""Cuts of graphs with branches are those of the definition, and searches over them find what brute force finds."""
+"""Cuts of graphs with branches are those of the definition, and searches over them find what brute
+force finds.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ EVERY = 10**6
 NEAR_BEST = 1.1  # how far local search may be from the best plan on levels, as along the order
 memories = st.one_of(st.none(), st.integers(1, 200))
 bandwidths = st.sampled_from([0.5, 1.0, 2.0, 8.0, 1e4])
-rules: st.SearchStrategy[RecomputeRule] = st.sampled_from(["auto", "auto", "never", "always", "blocks"])
+rules: st.SearchStrategy[RecomputeRule] = st.sampled_from(
+    ["auto", "auto", "never", "always", "blocks"]
+)
 drawn = st.booleans().flatmap(lambda measured: profiles(most_layers=6, measured=measured))
 small = st.booleans().flatmap(lambda measured: profiles(most_layers=5, measured=measured))
 
@@ -78,12 +82,18 @@ def test_states_contain_each_other_as_their_layers_do(model: Profile) -> None:
     sets = [space.members(0, state) for state in range(len(space))]
     for state, layers in enumerate(sets):
         assert space.state_of(layers) == state
-        assert [other for other, inside in enumerate(sets) if layers < inside] == space.after(state).tolist()
+        assert [other for other, inside in enumerate(sets) if layers < inside] == space.after(
+            state
+        ).tolist()
         for other in space.after(state).tolist():
-            between = [middle for middle, inside in enumerate(sets) if layers < inside < sets[other]]
+            between = [
+                middle for middle, inside in enumerate(sets) if layers < inside < sets[other]
+            ]
             assert between == space.between(state, other).tolist()
             assert space.members(state, other) == sets[other] - layers
-    assert all(np.array_equal(space.holds(layer), [layer in each for each in sets]) for layer in sets[-1])
+    assert all(
+        np.array_equal(space.holds(layer), [layer in each for each in sets]) for layer in sets[-1]
+    )
 
 
 @settings(max_examples=examples(200), deadline=None)
@@ -97,7 +107,10 @@ def test_vectorised_stages_are_those_of_the_definition(model: Profile) -> None:
         footprint = space.footprint(state, others, work)
         for column, other in enumerate(others.tolist()):
             stage = Candidate(space.members(0, state), space.members(state, other))
-            for fast, plain in ((work, layer_costs.work(stage)), (footprint, layer_costs.footprint(stage))):
+            for fast, plain in (
+                (work, layer_costs.work(stage)),
+                (footprint, layer_costs.footprint(stage)),
+            ):
                 for name in vars(plain):
                     column_of = np.broadcast_to(getattr(fast, name), others.shape)[column]
                     assert column_of == pytest.approx(getattr(plain, name)), name
@@ -126,9 +139,16 @@ def test_asynchronous_plans_over_all_cuts(
     layer_costs = LayerCosts(model)
     many = microbatches if schedule is TWO_BW else 1
     bounds = bounds_for(link_of(cluster), schedule, many)
-    found = Search(every_cut(layer_costs), bounds, Limits(gpus, memory, StageRules(recompute))).best()
+    found = Search(
+        every_cut(layer_costs), bounds, Limits(gpus, memory, StageRules(recompute))
+    ).best()
     expected = brute_force(
-        layer_costs, cluster, schedule=schedule, microbatches=many, recompute=recompute, in_order=False
+        layer_costs,
+        cluster,
+        schedule=schedule,
+        microbatches=many,
+        recompute=recompute,
+        in_order=False,
     )
     if expected is None:
         assert found is None
@@ -160,7 +180,9 @@ def test_synchronous_plans_over_all_cuts(
     cluster = flat_cluster(gpus, bandwidth, memory)
     layer_costs = LayerCosts(model)
     drains = SynchronousModel(link_of(cluster), find(schedule), microbatches)
-    found = SynchronousSearch(every_cut(layer_costs), drains, Limits(gpus, memory, StageRules(recompute))).best()
+    found = SynchronousSearch(
+        every_cut(layer_costs), drains, Limits(gpus, memory, StageRules(recompute))
+    ).best()
     expected = brute_force(
         layer_costs,
         cluster,
@@ -188,14 +210,21 @@ def test_synchronous_plans_over_all_cuts(
 def test_an_answer_to_a_user_is_bounded_by_brute_force(
     model: Profile, schedule: str, gpus: int, bandwidth: float, memory: int | None, few: bool
 ) -> None:
-    """Where all cuts are searched the bound is the best time of all plans, otherwise it is below what it speaks of."""
+    """Where all cuts are searched the bound is the best time of all plans, otherwise it is below
+    what it speaks of.
+    """
     microbatches = 1 if schedule == "1f1b" else 3
     cluster = flat_cluster(gpus, bandwidth, memory)
     costs = LayerCosts(model)
 
     def best_s(*, in_order: bool) -> float | None:
         best = brute_force(
-            costs, cluster, schedule=find(schedule), microbatches=microbatches, shard="never", in_order=in_order
+            costs,
+            cluster,
+            schedule=find(schedule),
+            microbatches=microbatches,
+            shard="never",
+            in_order=in_order,
         )
         return None if best is None else best.price.seconds_per_minibatch
 
@@ -228,7 +257,9 @@ def test_an_answer_to_a_user_is_bounded_by_brute_force(
 
 
 @settings(max_examples=examples(40), deadline=None)
-@given(model=small, bandwidth=bandwidths, memory=memories, schedule=st.sampled_from(["1f1b", "gpipe"]))
+@given(
+    model=small, bandwidth=bandwidths, memory=memories, schedule=st.sampled_from(["1f1b", "gpipe"])
+)
 def test_no_plan_on_levels_is_below_the_bound(
     model: Profile, bandwidth: float, memory: int | None, schedule: str
 ) -> None:
@@ -236,8 +267,12 @@ def test_no_plan_on_levels_is_below_the_bound(
     cluster = hierarchical_cluster((2, 2), (4 * bandwidth, bandwidth), memory)
     costs = LayerCosts(model)
     many = 1 if schedule == "1f1b" else 3
-    problem = Problem(costs, Setting(cluster, find(schedule), many), StageRules(shard_optimizer="never"))
-    expected = brute_force(costs, cluster, schedule=find(schedule), microbatches=many, shard="never", in_order=False)
+    problem = Problem(
+        costs, Setting(cluster, find(schedule), many), StageRules(shard_optimizer="never")
+    )
+    expected = brute_force(
+        costs, cluster, schedule=find(schedule), microbatches=many, shard="never", in_order=False
+    )
     search = PipelineSearch(problem, every_cut(costs))
     path = search.best()
     if expected is None:

@@ -42,13 +42,17 @@ ASYNCHRONOUS = ("1f1b", "1f1b", "2bw")
 
 def divided(model: Profile, *degrees: int, rng: np.random.Generator | None = None) -> Profile:
     """Let every layer be divided, some of them badly, with all-reduces of a few bytes."""
-    shares = rng.uniform(0.3, 1.0, len(model.layers)) if rng is not None else np.ones(len(model.layers))
+    shares = (
+        rng.uniform(0.3, 1.0, len(model.layers)) if rng is not None else np.ones(len(model.layers))
+    )
     known = []
     for degree in degrees:
         kept = 1 - shares * (1 - 1 / degree)
         columns: dict[str, Any] = {
             name: tuple(
-                getattr(each, name) * part if name.endswith("_s") else round(getattr(each, name) * part)
+                getattr(each, name) * part
+                if name.endswith("_s")
+                else round(getattr(each, name) * part)
                 for each, part in zip(model.layers, kept.tolist(), strict=True)
             )
             for name in DEGREE_COLUMNS
@@ -75,7 +79,9 @@ def random_problem(rng: np.random.Generator) -> Problem:
     names = ("weight_bytes", "gradient_bytes", "optimizer_bytes", "saved_bytes")
     everything = sum(getattr(each, name) for each in model.layers for name in names)
     memory = None if rng.random() < 0.2 else 1 + int(everything * rng.uniform(0.15, 0.8))
-    cluster = flat_cluster(gpus, float(rng.choice([0.5, 2.0, 8.0, 1e4])), memory, float(rng.choice([0.0, 0.25])))
+    cluster = flat_cluster(
+        gpus, float(rng.choice([0.5, 2.0, 8.0, 1e4])), memory, float(rng.choice([0.0, 0.25]))
+    )
     rules = StageRules(
         recompute=("auto", "auto", "never", "always")[int(rng.integers(4))],
         shard_optimizer=("auto", "never")[int(rng.integers(2))],
@@ -87,8 +93,12 @@ def random_problem(rng: np.random.Generator) -> Problem:
 def check(seed: int) -> tuple[bool, bool]:
     """Compare one instance; return whether there is a plan, and whether its stages are divided."""
     problem = random_problem(np.random.default_rng([19, seed]))
-    searches = {degree: PipelineSearch(problem.on_groups_of(degree)) for degree in problem.rules.tensor}
-    paths = {degree: path for degree, search in searches.items() if (path := search.best()) is not None}
+    searches = {
+        degree: PipelineSearch(problem.on_groups_of(degree)) for degree in problem.rules.tensor
+    }
+    paths = {
+        degree: path for degree, search in searches.items() if (path := search.best()) is not None
+    }
     expected = EveryPlan(problem).best()
     assert (not paths) == (expected is None), seed
     if expected is None:
@@ -97,12 +107,17 @@ def check(seed: int) -> tuple[bool, bool]:
     path, search = paths[degree], searches[degree]
     assert path.seconds == pytest.approx(expected[0], rel=1e-9), seed
     assert path.gpus * degree <= problem.cluster.gpus, seed
-    assert min(search.relaxed_s() for search in searches.values()) <= path.seconds * (1 + 1e-9), seed
+    assert min(search.relaxed_s() for search in searches.values()) <= path.seconds * (1 + 1e-9), (
+        seed
+    )
     stages = search.priced(path).divided(degree).stages
     for plan in (stages, expected[1]):  # the price of the whole plan is that of its stages
         priced = price(problem.layer_costs, plan, problem.setting)
         assert priced.seconds_per_minibatch == pytest.approx(expected[0], rel=1e-9), seed
-        assert problem.cluster.memory_bytes is None or max(priced.gpu_bytes) <= problem.cluster.memory_bytes, seed
+        assert (
+            problem.cluster.memory_bytes is None
+            or max(priced.gpu_bytes) <= problem.cluster.memory_bytes
+        ), seed
     return True, degree > 1
 
 
@@ -119,7 +134,14 @@ def test_the_search_finds_what_every_plan_says_on_a_thousand_models(part: int) -
 
 
 CHAIN = divided(
-    profile(*(layer(f"l{n}", 1.0, 2.0, output_bytes=20, weight_bytes=40, saved_bytes=30) for n in range(8))), 2, 4
+    profile(
+        *(
+            layer(f"l{n}", 1.0, 2.0, output_bytes=20, weight_bytes=40, saved_bytes=30)
+            for n in range(8)
+        )
+    ),
+    2,
+    4,
 )
 FLAT = flat_cluster(8, 100.0, 300)
 LEVELS = hierarchical_cluster((4, 2), (1000.0, 50.0), 300)
@@ -127,8 +149,16 @@ LEVELS = hierarchical_cluster((4, 2), (1000.0, 50.0), 300)
 
 @pytest.mark.parametrize("cluster", [FLAT, LEVELS], ids=["flat", "levels"])
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw", "1f1b-flush", "zb-h1"])
-def test_a_divided_plan_is_solved_priced_and_simulated_alike(schedule: str, cluster: Cluster) -> None:
-    plan = solve(CHAIN, cluster, schedule=schedule, microbatches=1 if schedule == "1f1b" else 8, tensor=(1, 2, 4))
+def test_a_divided_plan_is_solved_priced_and_simulated_alike(
+    schedule: str, cluster: Cluster
+) -> None:
+    plan = solve(
+        CHAIN,
+        cluster,
+        schedule=schedule,
+        microbatches=1 if schedule == "1f1b" else 8,
+        tensor=(1, 2, 4),
+    )
     seconds = plan.predicted.seconds_per_minibatch
     assert max(plan.degrees) > 1
     assert "x" in plan.config
@@ -140,18 +170,25 @@ def test_a_divided_plan_is_solved_priced_and_simulated_alike(schedule: str, clus
     assert Plan.model_validate_json(plan.model_dump_json()) == plan
     given = GivenPlan.of(CHAIN, plan)
     priced = given_plan.priced_plan(given.options, given.layer_costs, cluster, given.stages)
-    assert priced.predicted.seconds_per_minibatch <= seconds * (1 + 1e-9)  # without limits of memory
+    # without limits of memory
+    assert priced.predicted.seconds_per_minibatch <= seconds * (1 + 1e-9)
     assert given.price().communication_bytes >= 0
     assert len(set(plan.degrees)) == 1
     check_trainable(plan)
 
 
-@pytest.mark.parametrize("cluster", [flat_cluster(8, 100.0, 20), flat_cluster(4, 100.0, 30)], ids=["8", "4"])
-def test_what_does_not_fit_is_said_in_gpus_and_of_the_degree_that_needs_least(cluster: Cluster) -> None:
+@pytest.mark.parametrize(
+    "cluster", [flat_cluster(8, 100.0, 20), flat_cluster(4, 100.0, 30)], ids=["8", "4"]
+)
+def test_what_does_not_fit_is_said_in_gpus_and_of_the_degree_that_needs_least(
+    cluster: Cluster,
+) -> None:
     how: dict[str, Any] = {"schedule": "1f1b-flush", "microbatches": 8}
     with pytest.raises(InfeasibleError) as caught:
         solve(CHAIN, cluster, tensor=(1, 2, 4), **how)
-    assert caught.value.message.startswith(f"no plan fits {cluster.gpus} GPUs of {cluster.memory_bytes} B")
+    assert caught.value.message.startswith(
+        f"no plan fits {cluster.gpus} GPUs of {cluster.memory_bytes} B"
+    )
     least = []
     for degree in (1, 2, 4):
         with pytest.raises(InfeasibleError) as of_degree:
@@ -159,7 +196,9 @@ def test_what_does_not_fit_is_said_in_gpus_and_of_the_degree_that_needs_least(cl
         least.append(of_degree.value.least_bytes)
     assert caught.value.least_bytes == min(least)
     assert len(set(least)) > 1
-    memory, gpus = (re.search(rf"`{name}=(\w+)`", caught.value.hint) for name in ("memory_bytes", "gpus"))
+    memory, gpus = (
+        re.search(rf"`{name}=(\w+)`", caught.value.hint) for name in ("memory_bytes", "gpus")
+    )
     assert memory is not None
     larger = [flat_cluster(cluster.gpus, 100.0, parse_bytes(memory[1]))]
     larger += [] if gpus is None else [flat_cluster(int(gpus[1]), 100.0, cluster.memory_bytes)]
@@ -174,7 +213,9 @@ def test_a_larger_group_is_sent_as_many_copies_as_it_takes_to_reach_all(
     degrees: tuple[int, int], copies: tuple[int, int]
 ) -> None:
     model = divided(profile(layer("a", 1.0, 2.0, output_bytes=200), layer("b", 1.0, 2.0)), 2, 4)
-    stages = tuple(OwnStage(layers=(name,), tensor=degree) for name, degree in zip("ab", degrees, strict=True))
+    stages = tuple(
+        OwnStage(layers=(name,), tensor=degree) for name, degree in zip("ab", degrees, strict=True)
+    )
     own = OwnPlan(stages=stages, schedule=find("1f1b-flush"), microbatches=1)
     plan = given_plan.price(model, flat_cluster(sum(degrees), 100.0), own)
     computed_s = sum(stage.forward_s + stage.backward_s + stage.update_s for stage in plan.stages)
@@ -187,7 +228,8 @@ def test_a_larger_group_is_sent_as_many_copies_as_it_takes_to_reach_all(
 def test_groups_of_one_size_are_devices_of_another_cluster() -> None:
     servers = hierarchical_cluster((8, 4), (1000.0, 50.0))
     assert [level.size for level in groups_of(servers, 4).levels] == [2, 4]
-    assert groups_of(servers, 4).levels[1].bandwidth_bytes_per_s == 50.0 / 4  # which all four ranks use at once
+    # which all four ranks use at once
+    assert groups_of(servers, 4).levels[1].bandwidth_bytes_per_s == 50.0 / 4
     assert [level.size for level in groups_of(servers, 16).levels] == [1, 2]
     assert groups_of(flat_cluster(10, 1.0), 4).gpus == 2
     with pytest.raises(ClusterError, match="do not fill"):
@@ -203,7 +245,8 @@ def test_two_ranks_that_divide_a_layer_evenly_take_half_of_it_and_their_all_redu
         microbatches=1,
     )
     plan = given_plan.price(divided(CHAIN, 2), flat_cluster(2, 100.0), own)
-    # Eight layers, a forward of 0.5 s and a backward of 1 s each, and all-reduces of 2 bytes that move 2 bytes.
+    # Eight layers, a forward of 0.5 s and a backward of 1 s each, and all-reduces of 2 bytes that
+    # move 2 bytes.
     assert plan.predicted.seconds_per_minibatch == pytest.approx(8 * (0.5 + 1.0 + 2 * 2 / 100.0))
     assert plan.config == "1x2"
     assert plan.stages[0].ranks == (0, 1)
@@ -211,7 +254,9 @@ def test_two_ranks_that_divide_a_layer_evenly_take_half_of_it_and_their_all_redu
 
 
 def test_ranks_with_samples_of_their_own_exchange_a_part_and_their_plan_says_so() -> None:
-    """Whether they also divide by tokens makes no difference, for none has the tokens of another."""
+    """Whether they also divide by tokens makes no difference, for none has the tokens of
+    another.
+    """
     (costs,) = divided(CHAIN, 2).tensor or ()
     costs = costs.model_copy(update={"by_samples": True, "experts": (0, 16) * 4})
     model = CHAIN.model_copy(update={"tensor": (costs,)})
@@ -224,7 +269,9 @@ def test_ranks_with_samples_of_their_own_exchange_a_part_and_their_plan_says_so(
     assert {(each.output_bytes, each.gradient_bytes) for each in plan.transfers} == {(10, 10)}
     assert simulated_s(plan) == pytest.approx(plan.predicted.seconds_per_minibatch, rel=1e-9)
     assert Plan.model_validate_json(plan.model_dump_json()) == plan
-    assert plan_of_tensor_rank(plan.model_copy(update={"microbatch_size": 6}), 1).microbatch_size == 3
+    assert (
+        plan_of_tensor_rank(plan.model_copy(update={"microbatch_size": 6}), 1).microbatch_size == 3
+    )
     whole = solve(CHAIN, FLAT, schedule="1f1b-flush", microbatches=8)
     assert not {"experts", "by_samples"} & whole.model_dump().keys()
     assert Profile.model_validate_json(CHAIN.model_dump_json()).digest == CHAIN.digest
@@ -233,31 +280,45 @@ def test_ranks_with_samples_of_their_own_exchange_a_part_and_their_plan_says_so(
 
 @pytest.mark.parametrize("schedule", ["1f1b", "1f1b-flush", "zb-h1"])
 def test_messages_share_the_links_of_a_group_with_its_exchanges(schedule: str) -> None:
-    """But not where groups are in servers, whose inner links are faster; alone, an exchange is not slower."""
+    """But not where groups are in servers, whose inner links are faster; alone, an exchange is not
+    slower.
+    """
     model = divided(profile(*(layer(f"l{n}", 0.1, 0.2, output_bytes=300) for n in range(8))), 2)
     (costs,) = model.tensor or ()
     exchanged = {"forward_reduced_bytes": (50,) * 8, "backward_reduced_bytes": (50,) * 8}
     model = model.model_copy(update={"tensor": (costs.model_copy(update=exchanged),)})
-    stages = tuple(OwnStage(layers=tuple(f"l{n}" for n in range(first, first + 4)), tensor=2) for first in (0, 4))
+    stages = tuple(
+        OwnStage(layers=tuple(f"l{n}" for n in range(first, first + 4)), tensor=2)
+        for first in (0, 4)
+    )
     many = 1 if schedule == "1f1b" else 16
     own = OwnPlan(stages=stages, schedule=find(schedule), microbatches=many)
     flat, servers = flat_cluster(4, 100.0), hierarchical_cluster((2, 2), (100.0, 600.0))
     plan, apart = (given_plan.price(model, cluster, own) for cluster in (flat, servers))
-    # Each way, a microbatch's exchanges take 4 s of the link of a rank, and its message 3 s; a stage computes 0.6 s.
+    # Each way, a microbatch's exchanges take 4 s of the link of a rank, and its message 3 s; a
+    # stage computes 0.6 s.
     assert plan.predicted.seconds_per_minibatch >= 7 * many * (1 - 1e-9)
     assert apart.predicted.seconds_per_minibatch < 7 * many
     assert simulated_s(plan) == pytest.approx(plan.predicted.seconds_per_minibatch, rel=1e-9)
     assert Plan.model_validate_json(plan.model_dump_json()) == plan
-    assert all(stage.exchanged is not None and stage.exchanged.forward_bytes == 200 for stage in plan.stages)
+    assert all(
+        stage.exchanged is not None and stage.exchanged.forward_bytes == 200
+        for stage in plan.stages
+    )
     assert "exchanged" not in apart.stages[0].model_dump()
-    whole = own.model_copy(update={"stages": (OwnStage(layers=tuple(f"l{n}" for n in range(8)), tensor=2),)})
+    whole = own.model_copy(
+        update={"stages": (OwnStage(layers=tuple(f"l{n}" for n in range(8)), tensor=2),)}
+    )
     alone = given_plan.price(model, flat, whole)
     assert alone.stages[0].exchanged is not None
     assert simulated_s(alone) == pytest.approx(many * (8 * 0.15 + 8))
 
 
 def test_what_is_not_known_is_refused() -> None:
-    for tensor, words in (((1, 8), "does not say what its layers cost on 8 ranks"), ((2, 1), "no ascending")):
+    for tensor, words in (
+        ((1, 8), "does not say what its layers cost on 8 ranks"),
+        ((2, 1), "no ascending"),
+    ):
         with pytest.raises(PlannerError, match=words):
             solve(CHAIN, FLAT, tensor=tensor)
     columns = CHAIN.tensor[0].model_dump() if CHAIN.tensor else {}
@@ -272,11 +333,17 @@ def test_old_files_mean_what_they_meant() -> None:
     assert plain.digest == Profile.model_validate_json(plain.model_dump_json()).digest
 
 
-def test_a_degree_that_had_too_little_time_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = divided(profile(*(layer(f"l{n}", 100, 200, output_bytes=8, weight_bytes=10) for n in range(4))), 2)
+def test_a_degree_that_had_too_little_time_does_not_hide_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = divided(
+        profile(*(layer(f"l{n}", 100, 200, output_bytes=8, weight_bytes=10) for n in range(4))), 2
+    )
     cluster = flat_cluster(4, 1e3)
     rules = StageRules(tensor=(1, 2))
-    problem = Problem(layer_costs_on(model, cluster), Setting(cluster, find("1f1b-flush"), 4), rules)
+    problem = Problem(
+        layer_costs_on(model, cluster), Setting(cluster, find("1f1b-flush"), 4), rules
+    )
 
     def late(asked: Problem, *, both: bool = False) -> Answer:
         if both or asked.degree == 1:

@@ -1,4 +1,6 @@
-"""Whether a model fits, and how few GPUs will do: each answer is that of `solve` for that number of GPUs."""
+"""Whether a model fits, and how few GPUs will do: each answer is that of `solve` for that number of
+GPUs.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +31,16 @@ OPTIONS = SolveOptions(schedule=FLUSH, minibatch=32)
 
 
 def model(size: int = 1) -> Profile:
-    """Eight layers of 30 MB each with their gradients and optimizer state, and 1 MB of activations per sample.
+    """Eight layers of 30 MB each with their gradients and optimizer state, and 1 MB of activations
+    per sample.
 
     A second goes to launches, and one to each sample.
     """
     times = (100 * (1 + size), 200 * (1 + size))
-    layers = (layer(f"l{n}", *times, output_bytes=8, weight_bytes=10 * MB, saved_bytes=size * MB) for n in range(8))
+    layers = (
+        layer(f"l{n}", *times, output_bytes=8, weight_bytes=10 * MB, saved_bytes=size * MB)
+        for n in range(8)
+    )
     return profile(*layers, microbatch_size=size)
 
 
@@ -65,7 +71,11 @@ def answered(gpus: int) -> Fit:
 def test_fewer_gpus_are_tried_down_to_the_first_that_do_not_fit() -> None:
     answer = answered(8)
     assert answer.asked.plan is not None
-    assert [(row.gpus, row.plan is not None) for row in answer.others] == [(4, True), (2, True), (1, False)]
+    assert [(row.gpus, row.plan is not None) for row in answer.others] == [
+        (4, True),
+        (2, True),
+        (1, False),
+    ]
     for row in (answer.asked, *answer.others[:2]):
         assert row.plan is not None
         alone = find_plan(model(), cluster_of(row.gpus), OPTIONS)
@@ -78,7 +88,9 @@ def test_fewer_gpus_are_tried_down_to_the_first_that_do_not_fit() -> None:
 
 
 def test_no_row_of_its_table_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where a search ran out of time: the answer is then the fastest of the ways that people use."""
+    """As where a search ran out of time: the answer is then the fastest of the ways that people
+    use.
+    """
 
     def worst(
         profile: Profile,
@@ -88,7 +100,9 @@ def test_no_row_of_its_table_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
         tuning: Tuning,
     ) -> Plan:
         found = price(profile, cluster, cluster.gpus, replicas=1, schedule=FLUSH, microbatches=32)
-        return found.model_copy(update={"solver": found.solver.model_copy(update={"lower_bound_s": 1e-6, "gap": 0.9})})
+        return found.model_copy(
+            update={"solver": found.solver.model_copy(update={"lower_bound_s": 1e-6, "gap": 0.9})}
+        )
 
     monkeypatch.setattr("planner.solver.solve.find_plan", worst)
     roomy = {gpus: flat_cluster(gpus, 1e9, 400 * MB) for gpus in (1, 2, 4)}
@@ -97,7 +111,9 @@ def test_no_row_of_its_table_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     names = {way.name: way for way in plan.baselines if not way.over_memory_bytes}
     fastest = min(names.values(), key=lambda way: way.seconds_per_microbatch)
     assert plan.config == fastest.config != "1-1-1-1"
-    assert plan.predicted.seconds_per_minibatch == pytest.approx(32 * fastest.seconds_per_microbatch)
+    assert plan.predicted.seconds_per_minibatch == pytest.approx(
+        32 * fastest.seconds_per_microbatch
+    )
     assert plan.solver.gap == pytest.approx(1 - 1e-6 / plan.predicted.seconds_per_minibatch)
 
     def none(
@@ -129,14 +145,20 @@ def test_no_row_of_its_table_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
         assert found == expected
 
 
-def test_a_usual_way_without_room_for_copies_is_not_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two stages fit but for the copy of the embedding's weight in the second one; four have room for it."""
+def test_a_usual_way_without_room_for_copies_is_not_the_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two stages fit but for the copy of the embedding's weight in the second one; four have room
+    for it.
+    """
     tied = {"embed": ("embed.weight",), "head": ("head.bias", "embed.weight")}
     layers, made = list[Layer](), transformer(4, "h.{block}.part{part}")
     for each in made.layers:
         size = 800 if each.name in tied else 100
         sizes = {"weight_bytes": size, "gradient_bytes": size, "optimizer_bytes": 2 * size}
-        layers.append(each.model_copy(update={**sizes, "parameters": tied.get(each.name, (each.name,))}))
+        layers.append(
+            each.model_copy(update={**sizes, "parameters": tied.get(each.name, (each.name,))})
+        )
     model = made.model_copy(update={"layers": tuple(layers)})
 
     def none(
@@ -165,7 +187,9 @@ def test_where_it_does_not_fit_more_gpus_are_tried() -> None:
     assert "it fits 2 of these GPUs" in fit_report(answer)
 
 
-def test_where_time_runs_out_it_does_not_say_that_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_time_runs_out_it_does_not_say_that_nothing_fits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def none(
         profile: Profile,
         cluster: Cluster,
@@ -184,7 +208,9 @@ def test_where_time_runs_out_it_does_not_say_that_nothing_fits(monkeypatch: pyte
 
 
 def test_where_nothing_else_was_tried_it_says_so() -> None:
-    text = fit_report(Fit(model="m", asked=FitRow(gpus=8, plan=None, why_not="too large"), others=()))
+    text = fit_report(
+        Fit(model="m", asked=FitRow(gpus=8, plan=None, why_not="too large"), others=())
+    )
     assert text.endswith("no: too large; no other number of GPUs was tried")
 
 
@@ -193,15 +219,18 @@ def test_the_fastest_size_of_microbatches_is_the_answer() -> None:
     assert answer.asked.plan is not None
     alone = {size: find_plan(model(size), cluster_of(2), OPTIONS) for size in (1, 2, 4)}
     seconds = {size: plan.predicted.seconds_per_minibatch for size, plan in alone.items()}
-    assert seconds[2] < seconds[4] < seconds[1]  # larger ones are more efficient until they must recompute
+    # larger ones are more efficient until they must recompute
+    assert seconds[2] < seconds[4] < seconds[1]
     assert profile == model(2)
     assert answer.asked.plan.config == alone[2].config
 
 
 def test_what_cannot_be_the_answer_is_not_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sizes that would have to recompute, and divided layers where data parallelism is as good as perfect balance.
+    """Sizes that would have to recompute, and divided layers where data parallelism is as good as
+    perfect balance.
 
-    Nor is a plan sought for a size with which even perfect balance is slower than the plan for another one.
+    Nor is a plan sought for a size with which even perfect balance is slower than the plan for
+    another one.
     """
     sizes, divisions, sought = list[int](), list[int](), list[tuple[int | None, int]]()
 
@@ -226,7 +255,8 @@ def test_what_cannot_be_the_answer_is_not_estimated(monkeypatch: pytest.MonkeyPa
         return profile
 
     def cluster_of(gpus: int) -> Cluster:
-        return flat_cluster(gpus, 1e12, 181 * MB)  # beside 160 MB of weights and gradients room for two samples
+        # beside 160 MB of weights and gradients room for two samples
+        return flat_cluster(gpus, 1e12, 181 * MB)
 
     answer, _ = fit(question(4, cluster_of, OPTIONS, profile_at, divided, (1, 2, 4, 8), ranks=2))
     plan = answer.asked.plan
@@ -236,19 +266,29 @@ def test_what_cannot_be_the_answer_is_not_estimated(monkeypatch: pytest.MonkeyPa
     assert divisions == []
     assert [size for size, gpus in sought if gpus == 4] == [2]
     # Where messages take long, both are worth a look.
-    slow, _ = fit(question(4, lambda gpus: flat_cluster(gpus, 1e3, 400 * MB), OPTIONS, profile_at, divided, ranks=2))
+    slow, _ = fit(
+        question(
+            4, lambda gpus: flat_cluster(gpus, 1e3, 400 * MB), OPTIONS, profile_at, divided, ranks=2
+        )
+    )
     assert slow.asked.plan is not None
     assert divisions == [1]
 
 
 def test_what_the_time_did_not_suffice_for_is_said() -> None:
-    """As on a busy machine: two sizes of microbatches are looked at, and the best on the line through them."""
-    asked = question(2, lambda gpus: flat_cluster(gpus, 1e4, 400 * MB), sizes=(1, 2, 4, 8, 16), ranks=2)
+    """As on a busy machine: two sizes of microbatches are looked at, and the best on the line
+    through them.
+    """
+    asked = question(
+        2, lambda gpus: flat_cluster(gpus, 1e4, 400 * MB), sizes=(1, 2, 4, 8, 16), ranks=2
+    )
     answer, profile = fit(asked, Clock.of(0.0))
     assert profile == model(16)
     assert answer.not_tried == ("microbatches of 4, 8", "tensor parallelism", "1 GPU")
     text = fit_report(answer)
-    assert text.endswith("note: microbatches of 4, 8, tensor parallelism and 1 GPU: not tried, the time ended")
+    assert text.endswith(
+        "note: microbatches of 4, 8, tensor parallelism and 1 GPU: not tried, the time ended"
+    )
 
     unhurried, _ = fit(asked)
     assert unhurried.not_tried == ()
@@ -256,10 +296,14 @@ def test_what_the_time_did_not_suffice_for_is_said() -> None:
 
 
 def test_a_small_minibatch_is_that_of_every_row() -> None:
-    """Replicas that have no microbatch would make the minibatch larger: such rows use fewer GPUs."""
+    """Replicas that have no microbatch would make the minibatch larger: such rows use fewer
+    GPUs.
+    """
     known = model().model_copy(update={"optimizer_elementwise": True})
     roomy = replace(OPTIONS, minibatch=4)
-    plan = fit(question(8, lambda gpus: flat_cluster(gpus, 1e12, 400 * MB), roomy, lambda _: known))[0].asked.plan
+    plan = fit(
+        question(8, lambda gpus: flat_cluster(gpus, 1e12, 400 * MB), roomy, lambda _: known)
+    )[0].asked.plan
     assert plan is not None
     assert plan.samples_per_update == (4, 4)
     assert {way.samples_per_update for way in plan.baselines} == {(4, 4)}

@@ -26,7 +26,13 @@ MODEL = transformer(6, "h.{block}.part{part}")
 
 def solved(model: Profile, gpus: int, granularity: Granularity, schedule: str = "1f1b") -> Plan:
     microbatches = 8 if find(schedule).divides else 1
-    return solve(model, flat_cluster(gpus, 1e3), schedule=schedule, microbatches=microbatches, granularity=granularity)
+    return solve(
+        model,
+        flat_cluster(gpus, 1e3),
+        schedule=schedule,
+        microbatches=microbatches,
+        granularity=granularity,
+    )
 
 
 def cuts(plan: Plan, model: Profile) -> set[int]:
@@ -39,7 +45,9 @@ def cuts(plan: Plan, model: Profile) -> set[int]:
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw", "1f1b-flush", "gpipe", "zb-h1", "interleaved"])
 @pytest.mark.parametrize("gpus", [2, 4, 7])
 def test_blocks_are_whole_unless_cutting_them_pays(schedule: str, gpus: int) -> None:
-    block, auto, layer = (solved(MODEL, gpus, each, schedule) for each in ("block", "auto", "layer"))
+    block, auto, layer = (
+        solved(MODEL, gpus, each, schedule) for each in ("block", "auto", "layer")
+    )
     assert cuts(block, MODEL) <= block_ends(MODEL)
     inside = not cuts(auto, MODEL) <= block_ends(MODEL)
     seconds = auto.predicted.seconds_per_minibatch
@@ -58,11 +66,16 @@ def test_a_model_without_blocks_has_the_same_answer() -> None:
         solved(model, 4, "block")
 
 
-def test_bound_of_many_layers_says_that_it_is_of_cuts_between_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bound_of_many_layers_says_that_it_is_of_cuts_between_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = transformer(50, "h.{block}.part{part}")
     sizes = {"weight_bytes": 10**6, "gradient_bytes": 10**6}  # too much for replicas to exchange
-    model = model.model_copy(update={"layers": tuple(each.model_copy(update=sizes) for each in model.layers)})
-    monkeypatch.setattr("planner.solver.answer._beside", lambda *_: frozenset())  # no cut inside a block is tried
+    model = model.model_copy(
+        update={"layers": tuple(each.model_copy(update=sizes) for each in model.layers)}
+    )
+    # no cut inside a block is tried
+    monkeypatch.setattr("planner.solver.answer._beside", lambda *_: frozenset())
     cluster = flat_cluster(8, 1e3)
     plan = solve(model, cluster, schedule="1f1b-flush", microbatches=16)
     assert len(model.layers) > STANDARD.answer.most_limited_cuts
@@ -70,6 +83,8 @@ def test_bound_of_many_layers_says_that_it_is_of_cuts_between_blocks(monkeypatch
     problem = Problem(LayerCosts(model), Setting(cluster, FLUSH, 16))
     assert drained_s(problem) <= plan.solver.lower_bound_s <= plan.predicted.seconds_per_minibatch
     assert Plan.model_validate_json(plan.model_dump_json()).solver == plan.solver
-    few = solve(transformer(8, "h.{block}.part{part}"), cluster, schedule="1f1b-flush", microbatches=16)
+    few = solve(
+        transformer(8, "h.{block}.part{part}"), cluster, schedule="1f1b-flush", microbatches=16
+    )
     assert few.solver.bound_of == ""
     assert "bound_of" not in few.model_dump()["solver"]

@@ -1,4 +1,6 @@
-"""Groups of replicas that divide weights and repeat each other (HSDP): priced by hand, simulated, chosen."""
+"""Groups of replicas that divide weights and repeat each other (HSDP): priced by hand, simulated,
+chosen.
+"""
 
 from __future__ import annotations
 
@@ -42,19 +44,27 @@ def servers(
     level = flat.levels[0]
     levels = (
         level.model_copy(update={"size": SERVER}),
-        level.model_copy(update={"size": count, "bandwidth_bytes_per_s": between, "shared": shared}),
+        level.model_copy(
+            update={"size": count, "bandwidth_bytes_per_s": between, "shared": shared}
+        ),
     )
     return flat.model_copy(update={"levels": levels})
 
 
-def hybrid(cluster: Cluster, level: int = 3, microbatches: int = 16, model: Profile = MODEL) -> Plan:
-    own = OwnStage(blocks=8, replicas=cluster.gpus, sharded=True, sharding_level=level, shard_group=SERVER)
+def hybrid(
+    cluster: Cluster, level: int = 3, microbatches: int = 16, model: Profile = MODEL
+) -> Plan:
+    own = OwnStage(
+        blocks=8, replicas=cluster.gpus, sharded=True, sharding_level=level, shard_group=SERVER
+    )
     return price(model, cluster, OwnPlan(stages=(own,), schedule=FLUSH, microbatches=microbatches))
 
 
 @pytest.mark.parametrize("level", [2, 3])
 @pytest.mark.parametrize("shared", [True, False])
-def test_exchanges_are_inside_servers_and_an_all_reduce_between_them(level: int, shared: bool) -> None:
+def test_exchanges_are_inside_servers_and_an_all_reduce_between_them(
+    level: int, shared: bool
+) -> None:
     plan = hybrid(servers(50.0, 10.0, shared=shared), level)
     # Eight units of 100 bytes: three steps inside a server, of a quarter of the bytes each.
     gather_s = scatter_s = 8 * 3 * 25 / 50
@@ -66,14 +76,20 @@ def test_exchanges_are_inside_servers_and_an_all_reduce_between_them(level: int,
     assert plan.predicted.seconds_per_minibatch == pytest.approx(expected_s)
 
     in_servers = 2 * (SERVER - 1) * (2 * 800 + gathers * 800)
-    assert plan.predicted.communication_bytes_per_sample == pytest.approx((in_servers + 2 * 800) / (16 * 4))
+    assert plan.predicted.communication_bytes_per_sample == pytest.approx(
+        (in_servers + 2 * 800) / (16 * 4)
+    )
 
 
-@pytest.mark.parametrize(("between", "exposed"), [(1e6, "a bucket"), (1e5, "what exceeds the backward")])
+@pytest.mark.parametrize(
+    ("between", "exposed"), [(1e6, "a bucket"), (1e5, "what exceeds the backward")]
+)
 def test_all_reduces_overlap_with_the_last_backward(between: float, exposed: str) -> None:
     gpu = Device(kind="cuda", name="imagined", threads=1, context_bytes=0)
     large = [
-        layer(f"h.{n}", 1, 2, weight_bytes=10**6, update_s=0.5).model_copy(update={"optimizer_bytes": 2 * 10**6})
+        layer(f"h.{n}", 1, 2, weight_bytes=10**6, update_s=0.5).model_copy(
+            update={"optimizer_bytes": 2 * 10**6}
+        )
         for n in range(8)
     ]
     model = profile(*large).model_copy(update={"optimizer_elementwise": True, "device": gpu})
@@ -101,7 +117,9 @@ def asked(cluster: Cluster) -> Problem:
 def test_the_simulation_is_the_price(level: int) -> None:
     plan = hybrid(servers(50.0, 10.0), level)
     question = asked(plan.cluster)
-    candidate = replace(question.layer_costs.single_stage, options=StageOptions(8, level, group=SERVER))
+    candidate = replace(
+        question.layer_costs.single_stage, options=StageOptions(8, level, group=SERVER)
+    )
     formula = priced(question, [candidate])
     assert plan.predicted.seconds_per_minibatch == pytest.approx(formula.seconds, rel=1e-12)
     assert simulated_s(plan) == pytest.approx(formula.seconds, rel=1e-12)
@@ -115,7 +133,9 @@ def test_the_simulation_is_the_price(level: int) -> None:
 
 def test_it_is_chosen_between_servers_that_are_slow() -> None:
     sharding = {
-        between: solve(MODEL, servers(1e4, between, 1900), schedule=FLUSH, microbatches=8).stages[0].sharding
+        between: solve(MODEL, servers(1e4, between, 1900), schedule=FLUSH, microbatches=8)
+        .stages[0]
+        .sharding
         for between in (2000.0, 100.0)
     }
     assert sharding[2000.0] == (3, 0)
@@ -123,12 +143,20 @@ def test_it_is_chosen_between_servers_that_are_slow() -> None:
 
 
 @pytest.mark.parametrize("between", [1e3, 300.0, 100.0, 30.0])
-def test_no_row_of_the_table_is_faster_than_the_plan_nor_the_plan_than_its_bound(between: float) -> None:
+def test_no_row_of_the_table_is_faster_than_the_plan_nor_the_plan_than_its_bound(
+    between: float,
+) -> None:
     for memory_bytes in range(1300, 2700, 200):
         plan = solve(MODEL, servers(1e4, between, memory_bytes), schedule=FLUSH, microbatches=8)
-        rows = [row for row in plan.baselines if row.schedule is plan.schedule and not row.over_memory_bytes]
+        rows = [
+            row
+            for row in plan.baselines
+            if row.schedule is plan.schedule and not row.over_memory_bytes
+        ]
         seconds = plan.predicted.seconds_per_minibatch
-        assert all(seconds <= 8 * row.seconds_per_microbatch * (1 + 1e-9) for row in rows), memory_bytes
+        assert all(seconds <= 8 * row.seconds_per_microbatch * (1 + 1e-9) for row in rows), (
+            memory_bytes
+        )
         assert any(row.name.startswith("HSDP") for row in plan.baselines)
         assert plan.solver.lower_bound_s <= seconds * (1 + 1e-9)
 
@@ -138,11 +166,15 @@ def test_one_server_and_several_kinds_have_no_groups() -> None:
     assert {sharding.group for sharding in flat.shardings(8)} == {0}
     two = asked(servers(300.0, 30.0, 3000))
     assert {sharding.group for sharding in two.shardings(8)} == {0, SERVER}
-    assert {sharding.group for sharding in two.shardings(4)} == {0}, "a server has nobody to repeat it"
+    assert {sharding.group for sharding in two.shardings(4)} == {0}, (
+        "a server has nobody to repeat it"
+    )
     assert {sharding.level for sharding in two.shardings(4, stages=2)} == {0, 1}
 
 
-@pytest.mark.parametrize("model", [MODEL, MODEL.model_copy(update={"optimizer_elementwise": False})])
+@pytest.mark.parametrize(
+    "model", [MODEL, MODEL.model_copy(update={"optimizer_elementwise": False})]
+)
 def test_who_may_not_divide_an_optimizer_may_not_divide_gradients(model: Profile) -> None:
     """Bounds ask whether gradients may be divided, and prove less where they may."""
     never = SolveOptions(schedule=FLUSH, microbatches=16, shard_optimizer="never")
@@ -159,9 +191,19 @@ def test_a_file_keeps_the_groups_and_older_ones_have_none(tmp_path: object) -> N
     save_plan(plan, path)
     assert load_plan(path) == plan
     assert plan.stages[0].sharding == (3, SERVER)
-    plain = price(MODEL, plan.cluster, 1, replicas=8, shard_optimizer="all:3", schedule=FLUSH, microbatches=8)
+    plain = price(
+        MODEL, plan.cluster, 1, replicas=8, shard_optimizer="all:3", schedule=FLUSH, microbatches=8
+    )
     assert "shard_group" not in plain.model_dump_json()
-    in_words = price(MODEL, plan.cluster, 1, replicas=8, shard_optimizer="all:3/4", schedule=FLUSH, microbatches=16)
+    in_words = price(
+        MODEL,
+        plan.cluster,
+        1,
+        replicas=8,
+        shard_optimizer="all:3/4",
+        schedule=FLUSH,
+        microbatches=16,
+    )
     assert in_words.stages == plan.stages
     assert "1/4" in stage_table(plan).text()
     assert "1/8" in stage_table(plain).text()
@@ -180,13 +222,25 @@ def test_a_file_keeps_the_groups_and_older_ones_have_none(tmp_path: object) -> N
 )
 def test_what_are_no_groups_is_said(given: str, problem: str) -> None:
     with pytest.raises(InputError, match=problem):
-        price(MODEL, servers(50.0, 10.0), 1, replicas=8, shard_optimizer=given, schedule=FLUSH, microbatches=8)
+        price(
+            MODEL,
+            servers(50.0, 10.0),
+            1,
+            replicas=8,
+            shard_optimizer=given,
+            schedule=FLUSH,
+            microbatches=8,
+        )
 
 
 def test_groups_that_do_not_fill_servers_evenly_are_refused() -> None:
     own = OwnStage(blocks=8, replicas=12, sharded=True, sharding_level=3, shard_group=3)
     with pytest.raises(InputError, match="in 4 groups: groups of 3 ranks do not fill"):
-        price(MODEL, servers(50.0, 10.0, count=3), OwnPlan(stages=(own,), schedule=FLUSH, microbatches=12))
+        price(
+            MODEL,
+            servers(50.0, 10.0, count=3),
+            OwnPlan(stages=(own,), schedule=FLUSH, microbatches=12),
+        )
 
 
 def test_a_file_with_other_groups_is_refused() -> None:
@@ -199,7 +253,9 @@ def test_a_file_with_other_groups_is_refused() -> None:
 
 def test_exports() -> None:
     plan = hybrid(servers(50.0, 10.0))
-    with pytest.raises(PlannerError, match="Megatron has no form for replicas that shard gradients or weights"):
+    with pytest.raises(
+        PlannerError, match="Megatron has no form for replicas that shard gradients or weights"
+    ):
         megatron_arguments(plan)
     written = torchtitan_config(plan)
     assert "data_parallel_replicate_degree=2" in written

@@ -1,4 +1,6 @@
-"""Plans for lengths that vary: the best expected time among all plans, with memory for the longest."""
+"""Plans for lengths that vary: the best expected time among all plans, with memory for the
+longest.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ CLUSTER = flat_cluster(2, 1e9, latency_s=1e-5)
 def chain(count: int = 8, order: str = "random") -> Profile:
     """Half of the layers are quadratic, and the longer at the greatest length."""
     layers = [
-        layer(f"l{n}", 1e-3, 2e-3, output_bytes=10**5, weight_bytes=10**6, saved_bytes=10**7) for n in range(count // 2)
+        layer(f"l{n}", 1e-3, 2e-3, output_bytes=10**5, weight_bytes=10**6, saved_bytes=10**7)
+        for n in range(count // 2)
     ]
     layers += [
         layer(f"l{n}", 3e-3, 6e-3, output_bytes=10**5, weight_bytes=10**6, saved_bytes=10**7)
@@ -39,13 +42,24 @@ def test_the_plan_is_the_best_of_all_cuts_by_its_expected_time(order: str) -> No
     profile = chain(order=order)
     options: dict[str, Any] = {"schedule": "1f1b-flush", "microbatches": 4}
     plan = planner.solve(
-        profile, CLUSTER, max_stages=2, tensor=(1,), shard_optimizer="never", recompute="never", **options
+        profile,
+        CLUSTER,
+        max_stages=2,
+        tensor=(1,),
+        shard_optimizer="never",
+        recompute="never",
+        **options,
     )
     layers = [each.name for each in profile.layers]
-    ways = {after: planner.price(profile, CLUSTER, [layers[after - 1]], replicas=1, **options) for after in range(1, 8)}
+    ways = {
+        after: planner.price(profile, CLUSTER, [layers[after - 1]], replicas=1, **options)
+        for after in range(1, 8)
+    }
     parallel = planner.price(profile, CLUSTER, 1, replicas=2, **options)
     best = min((*ways.values(), parallel), key=lambda way: way.predicted.seconds_per_minibatch)
-    assert plan.predicted.seconds_per_minibatch == pytest.approx(best.predicted.seconds_per_minibatch, rel=1e-3)
+    assert plan.predicted.seconds_per_minibatch == pytest.approx(
+        best.predicted.seconds_per_minibatch, rel=1e-3
+    )
 
 
 def test_a_plan_for_the_longest_alone_is_another_one_and_slower() -> None:
@@ -64,7 +78,10 @@ def test_memory_is_that_of_the_longest() -> None:
     profile = chain()
     fixed = profile.model_copy(update={"lengths": None})
     for schedule in ("1f1b", "1f1b-flush"):
-        own, other = (planner.price(each, CLUSTER, ["l3"], replicas=1, schedule=schedule) for each in (profile, fixed))
+        own, other = (
+            planner.price(each, CLUSTER, ["l3"], replicas=1, schedule=schedule)
+            for each in (profile, fixed)
+        )
         assert [stage.memory for stage in own.stages] == [stage.memory for stage in other.stages]
         assert own.predicted.seconds_per_minibatch < other.predicted.seconds_per_minibatch
 
@@ -109,7 +126,9 @@ def test_a_comparison_says_what_other_batches_cost() -> None:
 
 
 def test_data_parallelism_waits_for_the_longest_of_its_replicas() -> None:
-    profile = varying_profile([layer("only", 1.0, 2.0, weight_bytes=1)], [LINEAR], [1, 100], "given")
+    profile = varying_profile(
+        [layer("only", 1.0, 2.0, weight_bytes=1)], [LINEAR], [1, 100], "given"
+    )
     plan = planner.price(profile, flat_cluster(2, 1e12), 1, replicas=1, schedule="1f1b")
     alone = 3 * (0.25 + 0.75 * 0.505)
     assert plan.predicted.seconds_per_minibatch == pytest.approx(alone, rel=1e-3)

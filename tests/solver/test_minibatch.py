@@ -12,7 +12,8 @@ from planner.solver import search_plan as solve
 from planner.solver.find_plan import find_plan
 from tests.samples import layer, profile
 
-MODEL = profile(*(layer(f"l{n}", 1, 2, output_bytes=10, weight_bytes=100) for n in range(4)))  # microbatches of 4
+# microbatches of 4
+MODEL = profile(*(layer(f"l{n}", 1, 2, output_bytes=10, weight_bytes=100) for n in range(4)))
 CLUSTER = flat_cluster(2, 1e3)
 
 
@@ -25,9 +26,18 @@ def test_a_minibatch_is_counted_in_microbatches() -> None:
 @pytest.mark.parametrize(
     ("schedule", "minibatch", "message"),
     [
-        ("1f1b-flush", 22, "`minibatch=22` is no multiple of the 4 samples of a microbatch\nhint: give `minibatch=20`"),
+        (
+            "1f1b-flush",
+            22,
+            "`minibatch=22` is no multiple of the 4 samples of a microbatch\nhint: give "
+            "`minibatch=20`",
+        ),
         ("1f1b-flush", 2, "give `minibatch=4`"),
-        ("1f1b", 24, "under 1f1b a minibatch has the 4 samples that were profiled, not `minibatch=24`"),
+        (
+            "1f1b",
+            24,
+            "under 1f1b a minibatch has the 4 samples that were profiled, not `minibatch=24`",
+        ),
     ],
 )
 def test_other_sizes_are_refused(schedule: str, minibatch: int, message: str) -> None:

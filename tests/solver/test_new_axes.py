@@ -1,4 +1,6 @@
-"""Search == every plan, with sharded optimizer state, recomputed units, and limits on stages and staleness."""
+"""Search == every plan, with sharded optimizer state, recomputed units, and limits on stages and
+staleness.
+"""
 
 from __future__ import annotations
 
@@ -46,14 +48,24 @@ def random_model(rng: np.random.Generator) -> Profile:
     for number in range(count):
         kind = kinds[int(rng.integers(len(kinds)))]
         state_bytes = kind["weight_bytes"] * int(rng.integers(0, 4))
-        made = layer(f"blocks.{number // size}.{number % size}", output_bytes=int(rng.integers(1, 6)))
+        made = layer(
+            f"blocks.{number // size}.{number % size}", output_bytes=int(rng.integers(1, 6))
+        )
         layers.append(
-            made.model_copy(update=kind | {"gradient_bytes": kind["weight_bytes"], "optimizer_bytes": state_bytes})
+            made.model_copy(
+                update=kind
+                | {"gradient_bytes": kind["weight_bytes"], "optimizer_bytes": state_bytes}
+            )
         )
     works = rng.random() < 0.5
-    if works:  # stages of trainable models keep the order, and their peak is that of the layer at work
-        layers = [each.model_copy(update={"workspace_bytes": int(rng.integers(1, 6))}) for each in layers]
-    return profile(*layers).model_copy(update={"graph_hash": "0123" if works else None, "optimizer_elementwise": True})
+    # stages of trainable models keep the order, and their peak is that of the layer at work
+    if works:
+        layers = [
+            each.model_copy(update={"workspace_bytes": int(rng.integers(1, 6))}) for each in layers
+        ]
+    return profile(*layers).model_copy(
+        update={"graph_hash": "0123" if works else None, "optimizer_elementwise": True}
+    )
 
 
 def random_problem(rng: np.random.Generator) -> Problem:
@@ -63,7 +75,9 @@ def random_problem(rng: np.random.Generator) -> Problem:
     names = ("weight_bytes", "gradient_bytes", "optimizer_bytes", "saved_bytes")
     everything = sum(getattr(each, name) for each in model.layers for name in names)
     memory = None if rng.random() < 0.1 else 1 + int(everything * rng.uniform(0.15, 1.2))
-    cluster = flat_cluster(gpus, float(rng.choice([0.5, 2.0, 8.0, 1e4])), memory, float(rng.choice([0.0, 0.0, 0.25])))
+    cluster = flat_cluster(
+        gpus, float(rng.choice([0.5, 2.0, 8.0, 1e4])), memory, float(rng.choice([0.0, 0.0, 0.25]))
+    )
     rules = StageRules(
         recompute=("auto", "auto", "auto", "never", "always", "blocks")[int(rng.integers(6))],
         shard_optimizer=("auto", "auto", "never", "always")[int(rng.integers(4))],
@@ -75,7 +89,9 @@ def random_problem(rng: np.random.Generator) -> Problem:
 
 
 def check(seed: int) -> tuple[bool, bool, bool]:
-    """Compare one instance; return whether there is a plan, and whether it is sharded and recomputes units."""
+    """Compare one instance; return whether there is a plan, and whether it is sharded and
+    recomputes units.
+    """
     problem = random_problem(np.random.default_rng([16, seed]))
     space = Chain(problem.layer_costs)
     path, expected = PipelineSearch(problem, space).best(), EveryPlan(problem).best()
@@ -87,7 +103,10 @@ def check(seed: int) -> tuple[bool, bool, bool]:
     for plan in (stages, expected[1]):  # the price of the whole plan is that of its stages
         priced = price(problem.layer_costs, plan, problem.setting)
         assert priced.seconds_per_minibatch == pytest.approx(expected[0], rel=1e-9), seed
-        assert problem.cluster.memory_bytes is None or max(priced.gpu_bytes) <= problem.cluster.memory_bytes, seed
+        assert (
+            problem.cluster.memory_bytes is None
+            or max(priced.gpu_bytes) <= problem.cluster.memory_bytes
+        ), seed
     groups = [stage.options.recompute for stage in stages]
     return True, any(each.options.shards_optimizer for each in stages), any(groups)
 
@@ -112,8 +131,13 @@ def test_on_levels_the_answer_is_in_its_bounds_and_mostly_the_best(schedule: str
         model = random_model(rng)
         model = model.model_copy(update={"layers": model.layers[:3], "edges": model.edges[:2]})
         names = ("weight_bytes", "gradient_bytes", "optimizer_bytes", "saved_bytes")
-        memory = 1 + int(sum(getattr(each, name) for each in model.layers for name in names) * rng.uniform(0.3, 1.2))
-        cluster = hierarchical_cluster((2, 2), (4.0, float(rng.choice([0.5, 2.0]))), memory_bytes=memory)
+        memory = 1 + int(
+            sum(getattr(each, name) for each in model.layers for name in names)
+            * rng.uniform(0.3, 1.2)
+        )
+        cluster = hierarchical_cluster(
+            (2, 2), (4.0, float(rng.choice([0.5, 2.0]))), memory_bytes=memory
+        )
         microbatches = int(rng.integers(1, 5)) if find(schedule).divides else 1
         problem = Problem(LayerCosts(model), Setting(cluster, find(schedule), microbatches))
         space, expected = Chain(problem.layer_costs), brute_force(problem)
@@ -125,7 +149,10 @@ def test_on_levels_the_answer_is_in_its_bounds_and_mostly_the_best(schedule: str
         assert found.path is not None
         assert found.bound_s <= expected.seconds * (1 + 1e-9)
         assert found.path.seconds >= expected.seconds * (1 - 1e-9)
-        plans, sharded = plans + 1, sharded + any(each.shards_optimizer for each in found.path.options)
+        plans, sharded = (
+            plans + 1,
+            sharded + any(each.shards_optimizer for each in found.path.options),
+        )
         best += found.path.seconds <= expected.seconds * (1 + 1e-9)
     assert sharded > 1
     assert best >= 0.8 * plans > 3
@@ -150,7 +177,9 @@ def test_limits_on_stages_and_staleness_are_kept() -> None:
 
 
 def test_sharding_that_would_do_is_named() -> None:
-    """Two replicas of one layer hold half of 400 bytes each, beside 100 of weights and 100 of gradients."""
+    """Two replicas of one layer hold half of 400 bytes each, beside 100 of weights and 100 of
+    gradients.
+    """
     heavy = layer("a", weight_bytes=100).model_copy(update={"optimizer_bytes": 400})
     model = profile(heavy).model_copy(update={"optimizer_elementwise": True})
     with pytest.raises(InfeasibleError) as caught:

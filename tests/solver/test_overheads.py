@@ -1,4 +1,6 @@
-"""Plans under a memory limit leave room for what devices hold beside tensors, against brute force."""
+"""Plans under a memory limit leave room for what devices hold beside tensors, against brute
+force.
+"""
 
 from __future__ import annotations
 
@@ -52,10 +54,15 @@ def test_plans_fit_with_all_overheads_and_are_as_fast_as_brute_force_says() -> N
             worse += expected is not None
             continue
         assert expected is not None
-        assert all(plan.memory_bytes(number) <= (cluster.memory_bytes or 0) for number in range(len(plan.stages)))
+        assert all(
+            plan.memory_bytes(number) <= (cluster.memory_bytes or 0)
+            for number in range(len(plan.stages))
+        )
         seconds, best_s = plan.solver.cost_model_s or 0, expected.price.seconds_per_minibatch
         assert plan.solver.lower_bound_s <= best_s * (1 + 1e-9)
-        limited += of_tensors is not None and best_s > of_tensors.price.seconds_per_minibatch * (1 + 1e-9)
+        limited += of_tensors is not None and best_s > of_tensors.price.seconds_per_minibatch * (
+            1 + 1e-9
+        )
         if plan.solver.status == "optimal":
             assert seconds == pytest.approx(best_s, rel=1e-9)
         as_fast += seconds <= best_s * (1 + 1e-9)
@@ -68,16 +75,38 @@ def test_plans_fit_with_all_overheads_and_are_as_fast_as_brute_force_says() -> N
 @pytest.mark.parametrize(
     ("schedule", "memory_mb", "bandwidth", "rows"),
     [
-        ("1f1b-flush", 1437, 1e10, [(0.335, 0.1, 22, 195, 390, 121), (0.76, 0.707, 1, 194, 194, 126)]),
-        ("2bw", 1100, 1e9, [(0.37, 1.8, 16, 142, 142, 57), (0.4, 1.5, 29, 114, 0, 52), (0.55, 1.62, 15, 14, 28, 24)]),
+        (
+            "1f1b-flush",
+            1437,
+            1e10,
+            [(0.335, 0.1, 22, 195, 390, 121), (0.76, 0.707, 1, 194, 194, 126)],
+        ),
+        (
+            "2bw",
+            1100,
+            1e9,
+            [
+                (0.37, 1.8, 16, 142, 142, 57),
+                (0.4, 1.5, 29, 114, 0, 52),
+                (0.55, 1.62, 15, 14, 28, 24),
+            ],
+        ),
     ],
 )
 def test_plans_without_replicas_are_found_where_others_lack_room_for_communicators(
-    schedule: str, memory_mb: int, bandwidth: float, rows: list[tuple[float, float, int, int, int, int]]
+    schedule: str,
+    memory_mb: int,
+    bandwidth: float,
+    rows: list[tuple[float, float, int, int, int, int]],
 ) -> None:
     layers = [
         layer(
-            f"l{n}", forward, backward, output_bytes=sent * MB, weight_bytes=weights * MB, saved_bytes=saved * MB
+            f"l{n}",
+            forward,
+            backward,
+            output_bytes=sent * MB,
+            weight_bytes=weights * MB,
+            saved_bytes=saved * MB,
         ).model_copy(update={"gradient_bytes": weights * MB, "optimizer_bytes": state * MB})
         for n, (forward, backward, sent, weights, state, saved) in enumerate(rows)
     ]

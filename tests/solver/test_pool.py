@@ -1,4 +1,6 @@
-"""The pool simulates what may be the answer, and nothing else; it keeps the best, and knows what others lacked."""
+"""The pool simulates what may be the answer, and nothing else; it keeps the best, and knows what
+others lacked.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from tests.cost.test_overheads import on_cuda
 from tests.cost.test_weight_copies import tied
 from tests.samples import layer, profile
 
-LAYERS = [layer(f"h{n}", 1.0, 2.0, output_bytes=10, weight_bytes=100, saved_bytes=10) for n in range(8)]
+LAYERS = [
+    layer(f"h{n}", 1.0, 2.0, output_bytes=10, weight_bytes=100, saved_bytes=10) for n in range(8)
+]
 EVEN = candidates([range(4), range(4, 8)], [1, 1])
 UNEVEN = candidates([range(6), range(6, 8)], [1, 1])
 
@@ -22,7 +26,8 @@ UNEVEN = candidates([range(6), range(6, 8)], [1, 1])
 def asked(schedule: str = "1f1b-flush", memory_bytes: int | None = None) -> Problem:
     microbatches = 8 if find(schedule).divides else 1
     return Problem(
-        LayerCosts(profile(*LAYERS)), Setting(flat_cluster(2, 1e6, memory_bytes), find(schedule), microbatches)
+        LayerCosts(profile(*LAYERS)),
+        Setting(flat_cluster(2, 1e6, memory_bytes), find(schedule), microbatches),
     )
 
 
@@ -54,7 +59,9 @@ def test_what_was_simulated_before_is_not_simulated_again() -> None:
 
 
 def test_a_plan_that_is_late_by_less_and_nearly_as_fast_is_the_answer() -> None:
-    """Two stages take 12 s a minibatch; one stage on two replicas takes a little longer, and is never late."""
+    """Two stages take 12 s a minibatch; one stage on two replicas takes a little longer, and is
+    never late.
+    """
     heavier = [each.model_copy(update={"update_s": 0.05}) for each in LAYERS]
     setting = Setting(flat_cluster(2, 1e4), find("1f1b"))
     pool = Pool(Problem(LayerCosts(profile(*heavier)), setting), 0.0)
@@ -100,7 +107,9 @@ def test_a_candidate_recomputes_to_make_room_for_communicators() -> None:
 
 
 def test_a_candidate_whose_copies_cannot_be_kept_equal_is_known_and_not_the_answer() -> None:
-    """Under 1f1b, copies of a tied weight on unlike numbers of replicas are updated at unlike times."""
+    """Under 1f1b, copies of a tied weight on unlike numbers of replicas are updated at unlike
+    times.
+    """
     model = tied()
     last = len(model.layers)
     pool = Pool(Problem(LayerCosts(model), Setting(flat_cluster(4, 1e4), find("1f1b"))), 0.0)

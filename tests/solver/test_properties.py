@@ -1,4 +1,6 @@
-"""What must hold of every answer: more GPUs never hurt, units do not matter, nor the order of the file."""
+"""What must hold of every answer: more GPUs never hurt, units do not matter, nor the order of the
+file.
+"""
 
 from __future__ import annotations
 
@@ -38,12 +40,22 @@ def seconds(plan: Plan | None) -> float:
 def test_more_gpus_are_never_worse(
     model: Profile, gpus: int, bandwidth: float, latency_s: float, memory: int | None
 ) -> None:
-    fewer, more = (answer(model, flat_cluster(n, bandwidth, memory, latency_s)) for n in (gpus, gpus + 1))
+    fewer, more = (
+        answer(model, flat_cluster(n, bandwidth, memory, latency_s)) for n in (gpus, gpus + 1)
+    )
     assert seconds(more) <= seconds(fewer) * (1 + 1e-9)
 
 
 @settings(max_examples=examples(80), deadline=None)
-@given(MODELS, st.integers(1, 7), BANDWIDTHS, LATENCIES, MEMORIES, st.sampled_from([1.1, 1.5, 4.0]), st.booleans())
+@given(
+    MODELS,
+    st.integers(1, 7),
+    BANDWIDTHS,
+    LATENCIES,
+    MEMORIES,
+    st.sampled_from([1.1, 1.5, 4.0]),
+    st.booleans(),
+)
 def test_more_bandwidth_or_memory_is_never_worse_where_nobody_waits(
     model: Profile,
     gpus: int,
@@ -53,8 +65,9 @@ def test_more_bandwidth_or_memory_is_never_worse_where_nobody_waits(
     factor: float,
     wider: bool,
 ) -> None:
-    """The bound never rises. Where the larger cluster's plan reaches it, that is all; where its workers wait, the
-    choice among finitely many simulated plans may miss one that was found for the smaller cluster.
+    """The bound never rises. Where the larger cluster's plan reaches it, that is all; where its
+    workers wait, the choice among finitely many simulated plans may miss one that was found for the
+    smaller cluster.
     """
     if memory is None and not wider:
         memory = 100
@@ -73,15 +86,24 @@ def test_more_bandwidth_or_memory_is_never_worse_where_nobody_waits(
 
 
 def scaled(model: Profile, time: int, size: int) -> Profile:
-    """All seconds times `time` and all bytes times `size`: powers of two, so that no digit changes."""
+    """All seconds times `time` and all bytes times `size`: powers of two, so that no digit
+    changes.
+    """
 
     def layer(one: Layer) -> Layer:
         given = {name: getattr(one, name) for name in Layer.model_fields if name.endswith("_s")}
         fields = {name: seconds * time for name, seconds in given.items() if seconds is not None}
-        fields |= {name: getattr(one, name) * size for name in Layer.model_fields if name.endswith("_bytes")}
+        fields |= {
+            name: getattr(one, name) * size
+            for name in Layer.model_fields
+            if name.endswith("_bytes")
+        }
         outputs = [
             value.model_copy(
-                update={"output_bytes": value.output_bytes * size, "gradient_bytes": value.gradient_bytes * size}
+                update={
+                    "output_bytes": value.output_bytes * size,
+                    "gradient_bytes": value.gradient_bytes * size,
+                }
             )
             for value in one.outputs
         ]
@@ -91,14 +113,29 @@ def scaled(model: Profile, time: int, size: int) -> Profile:
 
 
 @settings(max_examples=40, deadline=None)
-@given(MODELS, st.integers(1, 7), BANDWIDTHS, LATENCIES, MEMORIES, st.sampled_from([2, 8]), st.sampled_from([2, 16]))
+@given(
+    MODELS,
+    st.integers(1, 7),
+    BANDWIDTHS,
+    LATENCIES,
+    MEMORIES,
+    st.sampled_from([2, 8]),
+    st.sampled_from([2, 16]),
+)
 def test_other_units_give_the_same_plan(
-    model: Profile, gpus: int, bandwidth: float, latency_s: float, memory: int | None, time: int, size: int
+    model: Profile,
+    gpus: int,
+    bandwidth: float,
+    latency_s: float,
+    memory: int | None,
+    time: int,
+    size: int,
 ) -> None:
     plain = answer(model, flat_cluster(gpus, bandwidth, memory, latency_s))
     more_memory = None if memory is None else memory * size
     other = answer(
-        scaled(model, time, size), flat_cluster(gpus, bandwidth * size / time, more_memory, latency_s * time)
+        scaled(model, time, size),
+        flat_cluster(gpus, bandwidth * size / time, more_memory, latency_s * time),
     )
     if plain is None or other is None:
         assert plain is other

@@ -1,4 +1,6 @@
-"""`solve` as a user calls it: published answers, infeasible clusters, transfers, honesty about optimality."""
+"""`solve` as a user calls it: published answers, infeasible clusters, transfers, honesty about
+optimality.
+"""
 
 from __future__ import annotations
 
@@ -45,10 +47,13 @@ def test_ranks_are_consecutive_and_predictions_per_sample() -> None:
     assert seconds == pytest.approx(3, rel=0.03), "messages leave workers waiting a little"
     assert predicted.samples_per_s == pytest.approx(4 / seconds)
     assert predicted.speedup_over_one_gpu == pytest.approx(9 / seconds)
-    # Three replicas of everything would spend 2·2/3·1000/10 on every all-reduce, from the end of the backward of b on.
+    # Three replicas of everything would spend 2·2/3·1000/10 on every all-reduce, from the end of
+    # the backward of b on.
     assert predicted.speedup_over_data_parallel == pytest.approx((3 + 2 + 400 / 3) / 3 / seconds)
     assert predicted.communication_bytes_per_sample == pytest.approx(2 / 4)
-    assert predicted.data_parallel_communication_bytes_per_sample == pytest.approx(2 * 2 / 3 * 1000 / 4)
+    assert predicted.data_parallel_communication_bytes_per_sample == pytest.approx(
+        2 * 2 / 3 * 1000 / 4
+    )
     assert predicted.communication_cut == pytest.approx(1 - 2 / (4000 / 3))
 
 
@@ -62,7 +67,9 @@ def test_equal_times_use_fewer_gpus() -> None:
 
 
 def test_the_order_of_the_file_does_not_matter_and_answers_repeat() -> None:
-    model = profile(layer("a", 2, 4, output_bytes=1), layer("b", 1, 2, output_bytes=2), layer("c", 3, 3))
+    model = profile(
+        layer("a", 2, 4, output_bytes=1), layer("b", 1, 2, output_bytes=2), layer("c", 3, 3)
+    )
     shuffled = model.model_copy(update={"edges": model.edges[::-1]})
     first, second = (solve(each, flat_cluster(4, 10.0)) for each in (model, shuffled))
     assert first.stages == second.stages
@@ -70,7 +77,9 @@ def test_the_order_of_the_file_does_not_matter_and_answers_repeat() -> None:
 
 
 def test_forbidden_cuts_are_not_made() -> None:
-    model = profile(layer("a", output_bytes=1), layer("b", output_bytes=1), layer("c"), no_cut_after=("b",))
+    model = profile(
+        layer("a", output_bytes=1), layer("b", output_bytes=1), layer("c"), no_cut_after=("b",)
+    )
     plan = solve(model, flat_cluster(2, 1e9), schedule="gpipe", microbatches=1)
     assert all("b" not in stage.layers or "c" in stage.layers for stage in plan.stages)
 
@@ -85,8 +94,16 @@ def test_transfers_follow_the_users_of_a_value() -> None:
     )
     groups = [(0, 0), (1, 1), (2, 2), (3, 3)]
     stages = [Candidate(frozenset(range(i)), frozenset({j})) for i, j in groups]
-    sent = {(t.source, t.target): (t.values, t.output_bytes) for t in transfers(LayerCosts(model), stages)}
-    assert sent == {(0, 1): (("a",), 10), (1, 2): (("b",), 20), (1, 3): (("a",), 10), (2, 3): (("c",), 30)}
+    sent = {
+        (t.source, t.target): (t.values, t.output_bytes)
+        for t in transfers(LayerCosts(model), stages)
+    }
+    assert sent == {
+        (0, 1): (("a",), 10),
+        (1, 2): (("b",), 20),
+        (1, 3): (("a",), 10),
+        (2, 3): (("c",), 30),
+    }
 
 
 @settings(max_examples=examples(200), deadline=None)
@@ -98,7 +115,9 @@ def test_vectorised_work_is_the_work_of_the_definition(model: Profile) -> None:
         others = np.arange(state + 1, len(space))
         fast = space.work(state, others)
         for column, other in enumerate(others):
-            stage = Candidate(frozenset(space.layers(0, state)), frozenset(space.layers(state, int(other))))
+            stage = Candidate(
+                frozenset(space.layers(0, state)), frozenset(space.layers(state, int(other)))
+            )
             plain = layer_costs.work(stage)
             for name in vars(plain):
                 got = np.broadcast_to(getattr(fast, name), others.shape)[column]
@@ -126,7 +145,10 @@ def test_infeasible_names_the_stage_and_the_smallest_memory(schedule: str) -> No
         memory
         for memory in (smallest, smallest - 1)
         if brute_force(
-            LayerCosts(MEMORY_MODEL), flat_cluster(2, 1e9, memory), schedule=find(schedule), microbatches=microbatches
+            LayerCosts(MEMORY_MODEL),
+            flat_cluster(2, 1e9, memory),
+            schedule=find(schedule),
+            microbatches=microbatches,
         )
     ]
     assert expected == [smallest]
@@ -136,7 +158,12 @@ def test_infeasible_says_when_more_gpus_would_do() -> None:
     with pytest.raises(InfeasibleError) as caught:
         solve(MEMORY_MODEL, flat_cluster(1, 1e9, 1250), schedule="1f1b-flush", microbatches=1)
     assert "`gpus=2`" in caught.value.hint
-    assert solve(MEMORY_MODEL, flat_cluster(2, 1e9, 1250), schedule="1f1b-flush", microbatches=1).workers == 2
+    assert (
+        solve(
+            MEMORY_MODEL, flat_cluster(2, 1e9, 1250), schedule="1f1b-flush", microbatches=1
+        ).workers
+        == 2
+    )
 
 
 @given(st.integers(1, 10**13))
@@ -182,7 +209,13 @@ def test_where_cuts_are_too_many_those_along_the_order_are_improved() -> None:
 
 def test_searches_that_know_no_other_cuts_say_so() -> None:
     plan = solve(TOWERS, flat_cluster(2, 4.0), solver="ilp", depth="published")
-    assert [name for stage in plan.stages for name in stage.layers] == ["a1", "b1", "a2", "b2", "head"]
+    assert [name for stage in plan.stages for name in stage.layers] == [
+        "a1",
+        "b1",
+        "a2",
+        "b2",
+        "head",
+    ]
     assert plan.solver.cuts == plan.solver.bound_of == ALONG_ORDER
 
 
@@ -196,7 +229,14 @@ def test_wrong_questions_are_refused() -> None:
 def test_more_gpus_bandwidth_or_memory_are_never_worse() -> None:
     rng = np.random.default_rng(0)
     layers = [
-        layer(f"l{i}", float(f), float(2 * f), output_bytes=int(o), weight_bytes=int(w), saved_bytes=int(o))
+        layer(
+            f"l{i}",
+            float(f),
+            float(2 * f),
+            output_bytes=int(o),
+            weight_bytes=int(w),
+            saved_bytes=int(o),
+        )
         for i, (f, o, w) in enumerate(rng.integers(1, 50, (30, 3)))
     ]
     model = profile(*layers)
@@ -224,10 +264,22 @@ def test_thousands_of_gpus_do_not_cost_more_than_a_few() -> None:
 def test_a_rough_start_does_not_change_the_answer() -> None:
     rng = np.random.default_rng(3)
     layers = [
-        layer(f"l{i}", float(f), float(f), output_bytes=int(o), weight_bytes=int(w), saved_bytes=int(w))
+        layer(
+            f"l{i}",
+            float(f),
+            float(f),
+            output_bytes=int(o),
+            weight_bytes=int(w),
+            saved_bytes=int(w),
+        )
         for i, (f, o, w) in enumerate(rng.integers(1, 30, (60, 3)))
     ]
-    edges = [(f"l{i}", f"l{j}") for i in range(59) for j in (i + 1, i + 1 + int(rng.integers(0, 5))) if j < 60]
+    edges = [
+        (f"l{i}", f"l{j}")
+        for i in range(59)
+        for j in (i + 1, i + 1 + int(rng.integers(0, 5)))
+        if j < 60
+    ]
     layer_costs = LayerCosts(profile(*layers, edges=sorted(set(edges))))
     for memory in (None, 900):
         answers = []
@@ -240,7 +292,9 @@ def test_a_rough_start_does_not_change_the_answer() -> None:
 
 
 def test_memory_may_force_replicas_however_slow_their_all_reduce() -> None:
-    """No two layers fit one GPU, and the first fits only with two minibatches in flight: 2-1-1 is all there is."""
+    """No two layers fit one GPU, and the first fits only with two minibatches in flight: 2-1-1 is
+    all there is.
+    """
     model = profile(
         *(
             layer(name, output_bytes=size, weight_bytes=100, saved_bytes=50)

@@ -33,21 +33,31 @@ from tests.cost.test_weight_copies import tied
 from tests.solver.test_degrees import divided
 
 GPUS = 4
-SIZES = {"weight_bytes": 1, "gradient_bytes": 1, "optimizer_bytes": 2}  # of a layer, by those of its weights
+# of a layer, by those of its weights
+SIZES = {"weight_bytes": 1, "gradient_bytes": 1, "optimizer_bytes": 2}
 
 
 def trains(plan: Plan, model: Profile | None = None) -> bool:
     """Whether the plan's copies stay equal in training, and fit."""
     limit = plan.cluster.memory_bytes
-    shared = list(shared_weights([stage.layers for stage in plan.stages], trained_parameters(model or tied())))
+    shared = list(
+        shared_weights([stage.layers for stage in plan.stages], trained_parameters(model or tied()))
+    )
     fits = limit is None or all(stage.memory.total_bytes <= limit for stage in plan.stages)
     return fits and obstacle(plan, shared) is None
 
 
 def every_plan(
-    cluster: Cluster, schedule: str, microbatches: int, model: Profile | None = None, *, tensor: int = 1
+    cluster: Cluster,
+    schedule: str,
+    microbatches: int,
+    model: Profile | None = None,
+    *,
+    tensor: int = 1,
 ) -> Iterator[Plan]:
-    """Every plan without sharding and recomputation that can be trained, with all layers divided by `tensor` ranks."""
+    """Every plan without sharding and recomputation that can be trained, with all layers divided by
+    `tensor` ranks.
+    """
     model = model or tied()
     names = [layer.name for layer in model.layers]
     for inner in product((False, True), repeat=len(names) - 1):
@@ -60,7 +70,11 @@ def every_plan(
                 for (first, end), r in zip(pairwise(ends), replicas, strict=True)
             )
             try:
-                plan = price(model, cluster, OwnPlan(stages=stages, schedule=find(schedule), microbatches=microbatches))
+                plan = price(
+                    model,
+                    cluster,
+                    OwnPlan(stages=stages, schedule=find(schedule), microbatches=microbatches),
+                )
             except PlannerError:
                 continue
             if trains(plan, model):
@@ -69,9 +83,13 @@ def every_plan(
 
 @pytest.mark.parametrize("memory_bytes", [None, 20 * 10**6, 13 * 10**6])
 @pytest.mark.parametrize(("schedule", "microbatches"), [("1f1b", 1), ("1f1b-flush", 4)])
-def test_no_plan_that_can_be_trained_is_faster(schedule: str, microbatches: int, memory_bytes: int | None) -> None:
+def test_no_plan_that_can_be_trained_is_faster(
+    schedule: str, microbatches: int, memory_bytes: int | None
+) -> None:
     cluster = flat_cluster(GPUS, 1e4, memory_bytes)
-    least_s = min(each.predicted.seconds_per_minibatch for each in every_plan(cluster, schedule, microbatches))
+    least_s = min(
+        each.predicted.seconds_per_minibatch for each in every_plan(cluster, schedule, microbatches)
+    )
     plan = solve(tied(), cluster, schedule=schedule, microbatches=microbatches)
     assert trains(plan)
     assert plan.predicted.seconds_per_minibatch <= least_s * (1 + 1e-6)
@@ -88,11 +106,19 @@ def test_no_plan_that_can_be_trained_is_faster(schedule: str, microbatches: int,
         (2, 1e4, {"2x2"}),
     ],
 )
-def test_the_messages_and_the_memory_of_copies_are_counted(tensor: int, bandwidth: float, expected: set[str]) -> None:
-    """Of a large embedding, of which each rank of a group has a part; where links are slow it is better kept whole."""
+def test_the_messages_and_the_memory_of_copies_are_counted(
+    tensor: int, bandwidth: float, expected: set[str]
+) -> None:
+    """Of a large embedding, of which each rank of a group has a part; where links are slow it is
+    better kept whole.
+    """
     megabytes, made = {"embedding": 6, "one": 1, "two": 1, "head": 0}, tied()
     layers = [
-        layer.model_copy(update={name: factor * megabytes[layer.name] * 10**6 // 2 for name, factor in SIZES.items()})
+        layer.model_copy(
+            update={
+                name: factor * megabytes[layer.name] * 10**6 // 2 for name, factor in SIZES.items()
+            }
+        )
         for layer in made.layers
     ]
     model, splits = divided(made.model_copy(update={"layers": tuple(layers)}), 2), set()
@@ -124,14 +150,18 @@ def test_the_least_memory_that_any_plan_needs_is_enough() -> None:
         ]
         model = plain.model_copy(update={"layers": tuple(layers)})
         plans = list(every_plan(flat_cluster(3, 1e4), "1f1b", 1, model))
-        leanest = min(plans, key=lambda plan: max(stage.memory.total_bytes for stage in plan.stages))
+        leanest = min(
+            plans, key=lambda plan: max(stage.memory.total_bytes for stage in plan.stages)
+        )
         apart += bool(leanest.shared)
         cluster = flat_cluster(3, 1e4, max(stage.memory.total_bytes for stage in leanest.stages))
         assert trains(solve(model, cluster, recompute="never"), model)
     assert apart, "the leanest of some models has copies"
 
 
-@pytest.mark.parametrize(("memory_bytes", "leaner"), [(8 * 10**6, "1f1b-flush"), (9 * 10**6, "2bw")])
+@pytest.mark.parametrize(
+    ("memory_bytes", "leaner"), [(8 * 10**6, "1f1b-flush"), (9 * 10**6, "2bw")]
+)
 def test_the_schedule_that_an_error_names_has_a_plan(memory_bytes: int, leaner: str) -> None:
     cluster = flat_cluster(GPUS, 1e4, memory_bytes)
     with pytest.raises(InfeasibleError) as raised:
@@ -143,7 +173,8 @@ def test_the_schedule_that_an_error_names_has_a_plan(memory_bytes: int, leaner: 
 def test_copies_have_room_beside_communicators() -> None:
     names, found = ("weight_bytes", "gradient_bytes", "optimizer_bytes"), 0
     layers = tuple(
-        layer.model_copy(update={name: 300 * getattr(layer, name) for name in names}) for layer in tied().layers
+        layer.model_copy(update={name: 300 * getattr(layer, name) for name in names})
+        for layer in tied().layers
     )
     model = on_cuda(tied(), context_bytes=10**8).model_copy(update={"layers": layers})
     for tenths in range(90, 130, 5):
@@ -165,13 +196,19 @@ def test_a_usual_plan_has_room_for_its_copies(memory_bytes: int | None) -> None:
     assert plan is not None
     assert trains(assemble(problem, plan))
     assert copies_fit(problem.layer_costs, plan.stages, plan.price, setting)
-    others = [evaluate(problem, each.stages) for each in regular_plans(problem) if pool.trains(each)]
+    others = [
+        evaluate(problem, each.stages) for each in regular_plans(problem) if pool.trains(each)
+    ]
     assert plan.seconds <= min(each.seconds for each in others if pool.trains(each))
 
 
 def test_an_answer_that_is_of_no_use_is_not_made_trainable() -> None:
-    """Where another degree of divided layers is faster than any plan of this one, its copies do not matter."""
-    problem = Problem(LayerCosts(tied()), Setting(flat_cluster(GPUS, 1e4, 10 * 10**6), find("1f1b-flush"), 4))
+    """Where another degree of divided layers is faster than any plan of this one, its copies do not
+    matter.
+    """
+    problem = Problem(
+        LayerCosts(tied()), Setting(flat_cluster(GPUS, 1e4, 10 * 10**6), find("1f1b-flush"), 4)
+    )
     tried = {}
     for hopeless_s in (np.inf, 1e-6):
         pool = Pool(replace(problem, hopeless_s=hopeless_s), 1.0)

@@ -114,7 +114,9 @@ def test_a_given_plan_is_priced_with_its_record(answers: dict[str, Plan]) -> Non
 
 
 def test_the_record_decides(answers: dict[str, Plan]) -> None:
-    """Where each update that gradients are later must pay a hundredfold, the answer is less late."""
+    """Where each update that gradients are later must pay a hundredfold, the answer is less
+    late.
+    """
     cluster, options = QUESTIONS["1f1b"]
     never_late = replace(STANDARD.evaluate, min_speedup_per_stale_update=100.0)
     plan = solve(MODEL, cluster, options, tuning=replace(STANDARD, evaluate=never_late))

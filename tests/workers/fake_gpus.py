@@ -9,7 +9,9 @@ import torch
 
 
 def fake_gpus(monkeypatch: pytest.MonkeyPatch, *uuids: str) -> list[torch.device]:
-    """Let PyTorch see GPUs with these UUIDs; return the list of devices that are made current, as it grows."""
+    """Let PyTorch see GPUs with these UUIDs; return the list of devices that are made current, as
+    it grows.
+    """
     current: list[torch.device] = []
     gpus = [SimpleNamespace(uuid=uuid, name="NVIDIA L4", total_memory=24 * 10**9) for uuid in uuids]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(gpus))

@@ -1,4 +1,5 @@
-"""What another user of the machine, or whoever reaches a port, does to a store: run as a script by `intrude`.
+"""What another user of the machine, or whoever reaches a port, does to a store: run as a script by
+`intrude`.
 
 It imports PyTorch first, becomes the user "nobody", and only then connects.
 """
@@ -42,11 +43,15 @@ class Payload:
         return subprocess.call, (["sh", "-c", f"id -u > {self._marker}"],)
 
 
-def intrude(host: str, port: int, act: str, *arguments: str, launcher: Sequence[str] = ()) -> list[str]:
+def intrude(
+    host: str, port: int, act: str, *arguments: str, launcher: Sequence[str] = ()
+) -> list[str]:
     """Let another user act on the store at a port; return what he says, line by line."""
     command = [*launcher, sys.executable, __file__, host, str(port), act, *arguments]
     environment = {**os.environ, "PYTHONPATH": str(Path.cwd())}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=WITHIN_S, check=False, env=environment)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=WITHIN_S, check=False, env=environment
+    )
     return [*done.stdout.splitlines(), *done.stderr.splitlines()[-1:]]
 
 
@@ -56,14 +61,18 @@ def _keys(store: TCPStore) -> list[str]:
 
 
 def _run_code(store: TCPStore, run: str, marker: str) -> None:
-    """Put a pickle where torchrun's agents look for their state, and under all keys that are there."""
+    """Put a pickle where torchrun's agents look for their state, and under all keys that
+    are there.
+    """
     pickled = b64encode(pickle.dumps(Payload(marker))).decode()
     for key in (f"torch.rendezvous.{run}", *_keys(store)):
         store.set(key, pickled)
 
 
 def _end(store: TCPStore) -> None:
-    """Report a failure that ends the run, with exit code 0 and a text that commands the terminal."""
+    """Report a failure that ends the run, with exit code 0 and a text that commands the
+    terminal.
+    """
     text = json.dumps(FAILURE)
     for start in range(3):
         store.set(f"plan/{start}/failure/0", text)
@@ -81,7 +90,13 @@ if __name__ == "__main__":
     os.setgroups([])
     os.setgid(NOBODY)
     os.setuid(NOBODY)
-    store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=10))
-    acts: dict[str, Callable[..., None]] = {"run_code": _run_code, "end": _end, "overwrite": _overwrite}
+    store = TCPStore(
+        host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=10)
+    )
+    acts: dict[str, Callable[..., None]] = {
+        "run_code": _run_code,
+        "end": _end,
+        "overwrite": _overwrite,
+    }
     acts[act](store, *arguments)
     sys.stdout.write(f"{os.getuid()} did {act}\n")

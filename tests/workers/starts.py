@@ -1,7 +1,8 @@
 """Start real trainings again and again beside a busy core: `python -m tests.workers.starts 200`.
 
-A start is a training of two minibatches by two workers, each a process of its own, as `plan train` starts them. Each
-captures its model while the supervisor watches. Prints each start that failed and why, and how many did.
+A start is a training of two minibatches by two workers, each a process of its own, as `plan train`
+starts them. Each captures its model while the supervisor watches. Prints each start that failed and
+why, and how many did.
 """
 
 from __future__ import annotations
@@ -78,7 +79,11 @@ def failures(starts: int, folder: Path) -> list[str]:
             began_s = time.monotonic()
             try:
                 result = launch(Job(model=str(path), plan=plan, steps=STEPS))
-                problem = "" if result.minibatches == STEPS else f"trained {result.minibatches} minibatches"
+                problem = (
+                    ""
+                    if result.minibatches == STEPS
+                    else f"trained {result.minibatches} minibatches"
+                )
             except PlannerError as error:
                 problem = str(error)
             if problem:

@@ -12,7 +12,9 @@ from planner.workers.rendezvous import Agent
 
 
 def test_each_start_has_a_new_store_and_an_agent_that_was_lost_is_not_waited_for_again() -> None:
-    """The agent that opens the store is lost after all have met: the others meet again, and do not end."""
+    """The agent that opens the store is lost after all have met: the others meet again, and do not
+    end.
+    """
     agent = Agent.__new__(Agent)
     agent._bootstrap_store_info = None
     calls = list[object]()

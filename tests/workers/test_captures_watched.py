@@ -1,4 +1,6 @@
-"""Captures while the supervisor does all that it ever does, every 10 ms: none may fail, or give another graph."""
+"""Captures while the supervisor does all that it ever does, every 10 ms: none may fail, or give
+another graph.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,12 @@ FIVE = (*FEW, "gpt2", "towers")
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TCPStore]:
-    """A supervisor of this process at work, whose pages are written to the store; each with its place in the code."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    """A supervisor of this process at work, whose pages are written to the store; each with its
+    place in the code.
+    """
+    store = TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+    )
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(store.port))
     monkeypatch.setenv("RANK", "0")
@@ -59,7 +65,9 @@ def digest(name: str, *, training: bool) -> str:
 
 
 def assert_watched(names: Sequence[str], rounds: int, store: TCPStore) -> None:
-    """Capture each model for training and for evaluation, again and again; all graphs of a model are the same."""
+    """Capture each model for training and for evaluation, again and again; all graphs of a model
+    are the same.
+    """
     cases = [(name, training) for name in names for training in (True, False)]
     graphs = {case: set[str]() for case in cases}
     for _ in range(rounds):

@@ -15,7 +15,11 @@ from planner.formats.names import CODECS, CodecName
 from planner.schedule.instructions import Unit
 from tests.executor.communication.test_messages import make_spec, pack
 
-SPECS = [make_spec("h", torch.float32, (3, 50)), make_spec("ids", torch.int64, (7,)), make_spec("mask", torch.bool, ())]
+SPECS = [
+    make_spec("h", torch.float32, (3, 50)),
+    make_spec("ids", torch.int64, (7,)),
+    make_spec("mask", torch.bool, ()),
+]
 
 
 def through(codec: CodecName, value: Tensor, **changes: Any) -> Tensor:
@@ -45,7 +49,8 @@ def test_int8_is_the_nearest_of_255_steps_in_its_block(shape: tuple[int, ...]) -
     value = torch.randn(shape) * torch.rand(shape[0], 1) * 100
     got = through("int8", value)
     torch.testing.assert_close(got, as_int8(value), rtol=1e-6, atol=0)
-    torch.testing.assert_close(through("int8", got), got, rtol=1e-6, atol=0)  # stages may hand it on
+    # stages may hand it on
+    torch.testing.assert_close(through("int8", got), got, rtol=1e-6, atol=0)
 
 
 def test_zeros_stay_zeros_and_what_is_not_finite_is_seen() -> None:

@@ -1,4 +1,6 @@
-"""A worker whose run failed ends within a bound, whatever blocks, and the next worker's end is noticed."""
+"""A worker whose run failed ends within a bound, whatever blocks, and the next worker's end is
+noticed.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,8 @@ end_within(2.0)
 ctypes.PyDLL(None).pause()
 """
 
-# Worker 2 is killed. Worker 1, which watches it, is told; then it says goodbye, so that worker 0 is told nothing.
+# Worker 2 is killed. Worker 1, which watches it, is told; then it says goodbye, so that worker 0 is
+# told nothing.
 RING = """
 import os, signal, sys, threading, torch.distributed as dist
 from planner.workers.watch import NextWorker
@@ -117,13 +120,17 @@ def test_an_abort_forgets_the_groups() -> None:
 
 
 def test_an_exhausted_gpu_is_told_in_the_words_of_pytorch() -> None:
-    asked = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of")
+    asked = torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of"
+    )
     told = memory_failure(asked)
     assert told is not None
     assert told.startswith("out of memory: ")
     assert "Tried to allocate 2.00 GiB" in told
     wrapped = ValueError("in a layer")
-    wrapped.__cause__ = RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+    wrapped.__cause__ = RuntimeError(
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+    )
     assert "CUBLAS_STATUS_ALLOC_FAILED" in (memory_failure(wrapped) or "")
 
 
@@ -135,13 +142,18 @@ def test_an_exhausted_host_is_told_with_what_was_asked_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "torchrun", "then"), [(None, False, "0"), ("1", True, "0"), ("1", False, "1"), ("3", True, "3")]
+    ("given", "torchrun", "then"),
+    [(None, False, "0"), ("1", True, "0"), ("1", False, "1"), ("3", True, "3")],
 )
 def test_nccls_watchdog_ends_no_worker_unless_the_user_says_so(
     given: str | None, torchrun: bool, then: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-    for other in ("TORCH_NCCL_RETHROW_CUDA_ERRORS", "TORCH_NCCL_ENABLE_MONITORING", "TORCH_NCCL_DUMP_ON_TIMEOUT"):
+    for other in (
+        "TORCH_NCCL_RETHROW_CUDA_ERRORS",
+        "TORCH_NCCL_ENABLE_MONITORING",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT",
+    ):
         monkeypatch.setenv(other, "0")  # so that they are as before at the end
     monkeypatch.setenv(name, given or "")
     if given is None:

@@ -37,14 +37,20 @@ def test_nothing_asked_leaves_pytorchs_settings() -> None:
 def test_a_cpu_has_no_tf32() -> None:
     Numerics(tf32=True).check("cuda")
     with pytest.raises(
-        InputError, match=r"TF32 is a mode of CUDA's GPUs, and `device=cpu` has none\nhint: give `dtype=float32`"
+        InputError,
+        match=r"TF32 is a mode of CUDA's GPUs, and `device=cpu` has none\nhint: give `dtype=float32`",
     ):
         Numerics(tf32=True).check("cpu")
 
 
-@pytest.mark.skipif(not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="this PyTorch has no such name")
+@pytest.mark.skipif(
+    not hasattr(torch.backends.cuda.matmul, "fp32_precision"),
+    reason="this PyTorch has no such name",
+)
 def test_a_precision_that_a_model_file_set_by_its_newer_name_stays() -> None:
-    """PyTorch refuses to read by the older name what was set by the newer one; in a process, for it stays so."""
+    """PyTorch refuses to read by the older name what was set by the newer one; in a process, for it
+    stays so.
+    """
     code = """
 import torch
 from planner.workers.numerics import Numerics, computing
@@ -55,5 +61,7 @@ for tf32 in (False, True):
         print(torch.backends.cuda.matmul.fp32_precision)
 print(torch.backends.cuda.matmul.fp32_precision)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
     assert (done.stdout.split(), done.stderr) == (["tf32"] * 3, "")

@@ -1,6 +1,8 @@
-"""Another user of the machine, and whoever reaches a port: neither runs code in a run, nor ends it with a word of his.
+"""Another user of the machine, and whoever reaches a port: neither runs code in a run, nor ends it
+with a word of his.
 
-Today's attacks, by a process of the user "nobody": on the store of a run on one host, and on the one where hosts meet.
+Today's attacks, by a process of the user "nobody": on the store of a run on one host, and on the
+one where hosts meet.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ pytestmark = [
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A model file that trains slowly, and a plan "1-1" for it."""
-    path = write_model(tmp_path, "language", "momentum", more=DATASET.replace("SAMPLES", "40") + SLOWLY)
+    path = write_model(
+        tmp_path, "language", "momentum", more=DATASET.replace("SAMPLES", "40") + SLOWLY
+    )
     save_plan(make_plan(structural_profile(path, 4), (1, 1)), tmp_path / "plan.json")
     return tmp_path
 
@@ -63,17 +67,34 @@ def marker() -> Iterator[Path]:
 
 
 def command(*more: str) -> list[str]:
-    model = [sys.executable, "-m", "planner", "train", "language_momentum.py", "--plan", "plan.json"]
+    model = [
+        sys.executable,
+        "-m",
+        "planner",
+        "train",
+        "language_momentum.py",
+        "--plan",
+        "plan.json",
+    ]
     return [*model, "--seed", "3", "--json", "--steps", str(STEPS), *more]
 
 
 @contextmanager
-def training(folder: Path, *more: str, launcher: Sequence[str] = ()) -> Iterator[subprocess.Popen[str]]:
+def training(
+    folder: Path, *more: str, launcher: Sequence[str] = ()
+) -> Iterator[subprocess.Popen[str]]:
     """`plan train`, which is ended with its workers in the end."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd()), "HOME": str(folder)}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(Path.cwd()),
+        "HOME": str(folder),
+    }
     pipe = subprocess.PIPE
     started = [*launcher, *command(*more)]
-    process = subprocess.Popen(started, cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True)
+    process = subprocess.Popen(
+        started, cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True
+    )
     try:
         yield process
     finally:
@@ -86,7 +107,9 @@ def training(folder: Path, *more: str, launcher: Sequence[str] = ()) -> Iterator
 
 
 def listening(process: subprocess.Popen[str]) -> list[tuple[str, int]]:
-    """Return the IPv4 and IPv6 addresses and ports that a process listens at; IPv6 as it stands in /proc."""
+    """Return the IPv4 and IPv6 addresses and ports that a process listens at; IPv6 as it stands in
+    /proc.
+    """
     inodes = set()
     with suppress(OSError):
         for link in Path(f"/proc/{process.pid}/fd").iterdir():
@@ -98,7 +121,9 @@ def listening(process: subprocess.Popen[str]) -> list[tuple[str, int]]:
             fields = line.split()
             if fields[3] == "0A" and fields[9] in inodes:
                 address, port = fields[1].split(":")
-                short = socket.inet_ntoa(bytes.fromhex(address)[::-1]) if table == "tcp" else address
+                short = (
+                    socket.inet_ntoa(bytes.fromhex(address)[::-1]) if table == "tcp" else address
+                )
                 places.append((short, int(port, 16)))
     return places
 
@@ -161,7 +186,10 @@ def test_another_user_cannot_run_code_where_hosts_meet(folder: Path, marker: Pat
     with training(folder, "--elastic", "2:2", "--rendezvous", place) as process:
         address, port = await_port(process)
         time.sleep(3.0)  # until the agent has joined, and looks for others once a second
-        assert intrude("127.0.0.1", port, "run_code", run_id(folder), str(marker))[0] == f"{NOBODY} did run_code"
+        assert (
+            intrude("127.0.0.1", port, "run_code", run_id(folder), str(marker))[0]
+            == f"{NOBODY} did run_code"
+        )
         with suppress(subprocess.TimeoutExpired):
             process.wait(timeout=20)
         assert not marker.exists(), marker.read_text()
@@ -177,7 +205,9 @@ def test_who_reaches_the_port_cannot_run_code_where_hosts_meet(folder: Path, mar
         with network(2) as hosts:
             place = f"{hosts[0].address}:29544"
             launcher = hosts[0].command(())
-            with training(folder, "--elastic", "2:2", "--rendezvous", place, launcher=launcher) as process:
+            with training(
+                folder, "--elastic", "2:2", "--rendezvous", place, launcher=launcher
+            ) as process:
                 address, port = await_port(process)
                 time.sleep(3.0)
                 arguments = ("run_code", run_id(folder), str(marker))

@@ -1,4 +1,5 @@
-"""The choice of devices and backends, for workers whose GPUs are made up: machines with several are not there.
+"""The choice of devices and backends, for workers whose GPUs are made up: machines with several are
+not there.
 
 What CUDA and NCCL find in a worker's environment.
 """
@@ -53,7 +54,12 @@ def _nccl(monkeypatch: pytest.MonkeyPatch) -> None:
 def make_seats(*visible: str, host: str = "a") -> list[Seat]:
     """Return workers that see GPUs with these UUIDs: "xy" are two."""
     return [
-        Seat(rank=rank, host=host, server=0, gpus=tuple(Gpu(uuid=uuid, name="A100") for uuid in uuids))
+        Seat(
+            rank=rank,
+            host=host,
+            server=0,
+            gpus=tuple(Gpu(uuid=uuid, name="A100") for uuid in uuids),
+        )
         for rank, uuids in enumerate(visible)
     ]
 
@@ -69,7 +75,9 @@ def make_seats(*visible: str, host: str = "a") -> list[Seat]:
         (("xy", "x"), [1, 0]),  # the second has no choice
     ],
 )
-def test_workers_take_gpus_that_no_other_has_taken(visible: tuple[str, ...], chosen: list[int]) -> None:
+def test_workers_take_gpus_that_no_other_has_taken(
+    visible: tuple[str, ...], chosen: list[int]
+) -> None:
     assert assign_gpus(make_seats(*visible)) == chosen
 
 
@@ -86,7 +94,10 @@ def test_workers_take_gpus_that_no_other_has_taken(visible: tuple[str, ...], cho
     ],
 )
 def test_places(
-    visible: tuple[str, ...], device: DeviceType | None, backend: Backend | None, places: list[Place]
+    visible: tuple[str, ...],
+    device: DeviceType | None,
+    backend: Backend | None,
+    places: list[Place],
 ) -> None:
     seats = make_seats(*visible)
     assert [choose_place(seats, rank, device, backend) for rank in range(len(seats))] == places
@@ -101,10 +112,20 @@ def test_places(
             None,
             r"^worker 0 \(a\) and worker 1 \(a\) would share one GPU, and NCCL needs one",
         ),
-        (("xy", "xy", "xy"), "cuda", None, r"^worker 0 \(a\) and worker 2 \(a\) would share one GPU"),
+        (
+            ("xy", "xy", "xy"),
+            "cuda",
+            None,
+            r"^worker 0 \(a\) and worker 2 \(a\) would share one GPU",
+        ),
         (("x", ""), None, None, r"^PyTorch sees no GPU in worker 1 \(a\), but others do"),
         (("", ""), "cuda", None, r"^PyTorch sees no GPU in worker 0 \(a\) and worker 1 \(a\)\n"),
-        (("x", "y"), "cpu", "nccl", "`backend=nccl` sends from GPUs, and `device=cpu` computes on none"),
+        (
+            ("x", "y"),
+            "cpu",
+            "nccl",
+            "`backend=nccl` sends from GPUs, and `device=cpu` computes on none",
+        ),
         (("", ""), None, "nccl", "`backend=nccl` sends from GPUs"),
     ],
 )
@@ -133,16 +154,23 @@ def test_workers_that_are_to_share_a_gpu_over_nccl_are_on_hosts_of_their_own_to_
 
 def test_a_torch_without_nccl_is_told_to_use_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
-    with pytest.raises(InputError, match="this PyTorch has no NCCL\nhint: send with `backend=gloo`"):
+    with pytest.raises(
+        InputError, match="this PyTorch has no NCCL\nhint: send with `backend=gloo`"
+    ):
         choose_place(make_seats("x"), 0, None, None)
 
 
-def test_without_being_told_a_gpu_is_used_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_being_told_a_gpu_is_used_where_there_is_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert kind_here() == "cpu"
     assert ProfilingOptions().checked_device() == torch.device("cpu")
     fake_gpus(monkeypatch, "x", "y")
     assert (kind_here(), gpus_here()) == ("cuda", 2)
-    assert visible_gpus("cuda") == (Gpu(uuid="x", name="NVIDIA L4"), Gpu(uuid="y", name="NVIDIA L4"))
+    assert visible_gpus("cuda") == (
+        Gpu(uuid="x", name="NVIDIA L4"),
+        Gpu(uuid="y", name="NVIDIA L4"),
+    )
     assert ProfilingOptions().checked_device() == torch.device("cuda")
     assert ProfilingOptions(device="cuda:1").checked_device() == CUDA1
     with pytest.raises(InputError, match="there is no device 'cuda:2': PyTorch sees 2 GPUs"):
@@ -163,19 +191,26 @@ def test_many_workers_are_named_briefly() -> None:
 
 
 def test_slices_of_one_gpu_are_one_gpu_to_nccl() -> None:
-    """NCCL tells GPUs apart by their place on the bus, which MIG's slices share, whatever their UUIDs."""
-    slices = [Gpu(uuid=f"MIG-{number}", name="A100 MIG 3g.20gb", board="00:1b:00") for number in range(2)]
+    """NCCL tells GPUs apart by their place on the bus, which MIG's slices share, whatever their
+    UUIDs.
+    """
+    slices = [
+        Gpu(uuid=f"MIG-{number}", name="A100 MIG 3g.20gb", board="00:1b:00") for number in range(2)
+    ]
     seats = [Seat(rank=rank, host="a", server=0, gpus=(gpu,)) for rank, gpu in enumerate(slices)]
     message = r"^worker 0 \(a\) and worker 1 \(a\) would have slices of one GPU, and NCCL needs one for each"
     with pytest.raises(InputError, match=message):
         choose_place(seats, 0, "cuda", None)
     assert choose_place(seats, 0, "cuda", "gloo").wire == CPU.wire
-    elsewhere = [seats[0], seats[1].model_copy(update={"host": "b"})]  # the same place in another host
+    # the same place in another host
+    elsewhere = [seats[0], seats[1].model_copy(update={"host": "b"})]
     assert choose_place(elsewhere, 1, "cuda", None) == Place(CUDA0, CUDA0)
 
 
 def test_the_place_of_a_gpu_is_told_where_pytorch_knows_it(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_gpus(monkeypatch, "x")
-    known = SimpleNamespace(uuid="x", name="NVIDIA L4", pci_domain_id=0, pci_bus_id=27, pci_device_id=0)
+    known = SimpleNamespace(
+        uuid="x", name="NVIDIA L4", pci_domain_id=0, pci_bus_id=27, pci_device_id=0
+    )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: known)
     assert visible_gpus("cuda")[0].board == "00:1b:00"

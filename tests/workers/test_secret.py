@@ -34,7 +34,9 @@ def test_no_two_secrets_are_the_same_and_none_is_short() -> None:
     assert len(new_secret()) == 64
 
 
-def test_the_environment_gives_it_or_names_its_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_environment_gives_it_or_names_its_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     assert run_secret() is None
     monkeypatch.setenv(FILE_VARIABLE, str(tmp_path / "secret"))
     made = run_secret()
@@ -64,7 +66,9 @@ def test_a_file_that_others_can_read_or_write_is_refused(tmp_path: Path, mode: i
     path = tmp_path / "secret"
     secret = secret_in(path)
     path.chmod(mode)
-    with pytest.raises(InputError, match=r"other users can read the secret in '.*'\nhint: chmod 600 "):
+    with pytest.raises(
+        InputError, match=r"other users can read the secret in '.*'\nhint: chmod 600 "
+    ):
         secret_in(path)
     path.chmod(0o600)
     assert secret_in(path) == secret
@@ -80,9 +84,13 @@ def test_a_file_of_another_user_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "short", "0123456789abcdef0123456789abcde"])
-def test_what_can_be_guessed_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str) -> None:
+def test_what_can_be_guessed_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str
+) -> None:
     monkeypatch.setenv(SECRET_VARIABLE, text)
-    with pytest.raises(InputError, match=rf"the secret in PLAN_SECRET has {len(text)} characters, which can be"):
+    with pytest.raises(
+        InputError, match=rf"the secret in PLAN_SECRET has {len(text)} characters, which can be"
+    ):
         run_secret()
     path = tmp_path / "secret"
     path.write_text(f"{text}\n", encoding="utf-8")
@@ -93,11 +101,17 @@ def test_what_can_be_guessed_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 def test_a_folder_that_cannot_be_made_is_an_error_with_a_way_out(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("", encoding="utf-8")
-    with pytest.raises(InputError, match=r"cannot be kept in .*\nhint: name another file with `secret_file`"):
+    with pytest.raises(
+        InputError, match=r"cannot be kept in .*\nhint: name another file with `secret_file`"
+    ):
         secret_in(tmp_path / "file" / "secret")
 
 
-def test_each_run_and_place_to_meet_has_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_each_run_and_place_to_meet_has_a_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert default_file("run-3", "host0:29500") == tmp_path / ".planner" / "secret-run-3-host0:29500"
+    assert (
+        default_file("run-3", "host0:29500") == tmp_path / ".planner" / "secret-run-3-host0:29500"
+    )
     assert default_file("run-3", "a/../b:1").parent == tmp_path / ".planner"

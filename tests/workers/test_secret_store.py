@@ -1,4 +1,6 @@
-"""A store by whose values only those are believed who know the secret; otherwise it answers as PyTorch's does."""
+"""A store by whose values only those are believed who know the secret; otherwise it answers as
+PyTorch's does.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,14 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 
 from planner.workers.job import Failure
 from planner.workers.secret import SECRET_VARIABLE
-from planner.workers.secret_store import ForgedValueError, Part, SecretStore, group_keys, protected, read_record
+from planner.workers.secret_store import (
+    ForgedValueError,
+    Part,
+    SecretStore,
+    group_keys,
+    protected,
+    read_record,
+)
 from planner.workers.store_server import open_store
 from planner.workers.watch import cause_in, own_keys
 from tests.workers.intruder import FAILURE, Payload
@@ -58,7 +67,12 @@ def everything(store: Store) -> list[object]:
     store.set("c", "")
     store.multi_set(["d", "e"], ["4", "5"])  # type: ignore[attr-defined]  # missing in PyTorch's stub
     store.wait(["b", "c"], timedelta(seconds=1))
-    return [*answers, store.multi_get(["b", "c", "d", "e"]), store.check(["b", "count"]), store.check(["b", "f"])]
+    return [
+        *answers,
+        store.multi_get(["b", "c", "d", "e"]),
+        store.check(["b", "count"]),
+        store.check(["b", "f"]),
+    ]
 
 
 def test_it_answers_as_the_store_behind_it_would(tcp_store: TCPStore, store: SecretStore) -> None:
@@ -69,7 +83,9 @@ def test_it_answers_as_the_store_behind_it_would(tcp_store: TCPStore, store: Sec
 
 def test_counts_of_many_are_lost_by_none(tcp_store: TCPStore) -> None:
     def count() -> None:
-        client = TCPStore("127.0.0.1", tcp_store.port, is_master=False, timeout=timedelta(seconds=30))
+        client = TCPStore(
+            "127.0.0.1", tcp_store.port, is_master=False, timeout=timedelta(seconds=30)
+        )
         numbers.extend([SecretStore(client, SECRET).add("count", 1) for _ in range(20)])
 
     numbers = list[int]()
@@ -97,10 +113,14 @@ READS: dict[str, Callable[[Store], object]] = {
 
 
 @pytest.mark.parametrize("read", READS)
-def test_a_value_of_who_does_not_know_the_secret_is_refused(tcp_store: TCPStore, store: SecretStore, read: str) -> None:
+def test_a_value_of_who_does_not_know_the_secret_is_refused(
+    tcp_store: TCPStore, store: SecretStore, read: str
+) -> None:
     name = store._name("key")
     tcp_store.set(name, "7")
-    with pytest.raises(ForgedValueError, match="holds as 'key' was written by nobody who belongs to the run"):
+    with pytest.raises(
+        ForgedValueError, match="holds as 'key' was written by nobody who belongs to the run"
+    ):
         READS[read](store)
     SecretStore(tcp_store, b"another secret, as long as this").set("key", "7")
     with pytest.raises(ForgedValueError):
@@ -108,7 +128,9 @@ def test_a_value_of_who_does_not_know_the_secret_is_refused(tcp_store: TCPStore,
 
 
 @pytest.mark.parametrize("read", READS)
-def test_a_value_cannot_be_moved_to_another_key(tcp_store: TCPStore, store: SecretStore, read: str) -> None:
+def test_a_value_cannot_be_moved_to_another_key(
+    tcp_store: TCPStore, store: SecretStore, read: str
+) -> None:
     store.set("other", "7")
     tcp_store.set(store._name("key"), tcp_store.get(store._name("other")))  # type: ignore[arg-type]
     with pytest.raises(ForgedValueError):
@@ -124,7 +146,9 @@ def test_keys_tell_nothing(tcp_store: TCPStore, store: SecretStore) -> None:
     assert key.removeprefix("planner/").isalnum()
 
 
-def test_agents_do_not_unpickle_what_another_wrote(tcp_store: TCPStore, store: SecretStore, tmp_path: Path) -> None:
+def test_agents_do_not_unpickle_what_another_wrote(
+    tcp_store: TCPStore, store: SecretStore, tmp_path: Path
+) -> None:
     backend = C10dRendezvousBackend(store, "run")
     assert backend.get_state() is None
     assert backend.set_state(pickle.dumps("state")) is not None
@@ -138,7 +162,9 @@ def test_agents_do_not_unpickle_what_another_wrote(tcp_store: TCPStore, store: S
     assert isinstance(error.value.__cause__, ForgedValueError)
 
 
-def test_without_a_secret_the_store_stays_as_it_is(tcp_store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_secret_the_store_stays_as_it_is(
+    tcp_store: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv(SECRET_VARIABLE, raising=False)
     assert protected(tcp_store) is tcp_store
     assert group_keys(tcp_store) is tcp_store

@@ -1,4 +1,6 @@
-"""Signals at every moment of a run: one sentence or none, no traceback, and no folder that stays."""
+"""Signals at every moment of a run: one sentence or none, no traceback, and no folder that
+stays.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from tests.executor.plans import make_plan, structural_profile
 TIMEOUT_S = 200
 STEPS = 4
 
-# Sends this process a signal when it imports a module: SIGNALLED is "module signal", and RANK says which process.
+# Sends this process a signal when it imports a module: SIGNALLED is "module signal", and RANK says
+# which process.
 AT_IMPORT = """
 import os, signal, sys
 
@@ -63,7 +66,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def train(folder: Path, *, first: bool = False, **variables: str) -> subprocess.CompletedProcess[str]:
+def train(
+    folder: Path, *, first: bool = False, **variables: str
+) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join([str(folder / "first"), str(Path.cwd())] if first else [str(Path.cwd())])
     return subprocess.run(
         [sys.executable, "-m", "planner", "train", "model.py", "--steps", str(STEPS)],
@@ -73,12 +78,16 @@ def train(folder: Path, *, first: bool = False, **variables: str) -> subprocess.
         text=True,
         timeout=TIMEOUT_S,
         check=False,
-        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN) if "FAULT" in variables else None,
+        preexec_fn=lambda: (
+            signal.signal(signal.SIGHUP, signal.SIG_IGN) if "FAULT" in variables else None
+        ),
     )
 
 
 @pytest.mark.parametrize("module", ["planner.cli", "planner.options.solving", "pydantic", "torch"])
-def test_an_interrupt_while_the_command_imports_leaves_no_traceback(folder: Path, module: str) -> None:
+def test_an_interrupt_while_the_command_imports_leaves_no_traceback(
+    folder: Path, module: str
+) -> None:
     done = train(folder, first=True, SIGNALLED=f"{module} SIGINT")
     assert done.returncode in (130, -signal.SIGINT), done.stderr
     assert done.stderr in ("", "error: interrupted\n")

@@ -46,7 +46,11 @@ def test_the_stack_of_a_thread_is_its_files_lines_and_functions(name: str, tmp_p
         stacks = stacks_of_others()
     finally:
         waiting.end()
-    (own,) = ([frame for frame in stack if frame[0] == str(path)] for stack in stacks if str(path) in str(stack))
+    (own,) = (
+        [frame for frame in stack if frame[0] == str(path)]
+        for stack in stacks
+        if str(path) in str(stack)
+    )
     assert own == [(str(path), 2, "outer"), (str(path), 5, "inner")]
 
 

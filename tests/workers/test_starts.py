@@ -1,4 +1,6 @@
-"""Starts beside a busy core: none of them fails. Many more: `python -m tests.workers.starts 200`."""
+"""Starts beside a busy core: none of them fails. Many more: `python -m tests.workers.starts
+200`.
+"""
 
 from __future__ import annotations
 

@@ -43,7 +43,8 @@ def test_worker_0_listens_where_others_look_for_it(monkeypatch: pytest.MonkeyPat
     ("answers", "elsewhere", "expected"),
     [
         (["127.0.0.1"], False, "127.0.0.1"),
-        (["127.0.0.1"], True, None),  # a name that leads to loopback here, as on Debian, and elsewhere to this host
+        # a name that leads to loopback here, as on Debian, and elsewhere to this host
+        (["127.0.0.1"], True, None),
         (["192.0.2.1"], True, None),  # of a gateway: no address of this machine
         (["::1", "127.0.0.1"], False, "127.0.0.1"),
     ],
@@ -52,7 +53,8 @@ def test_a_name_of_this_host(
     monkeypatch: pytest.MonkeyPatch, answers: list[str], elsewhere: bool, expected: str | None
 ) -> None:
     found = [
-        (socket.AF_INET6 if ":" in each else socket.AF_INET, socket.SOCK_STREAM, 6, "", (each, 0)) for each in answers
+        (socket.AF_INET6 if ":" in each else socket.AF_INET, socket.SOCK_STREAM, 6, "", (each, 0))
+        for each in answers
     ]
     monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: found)
     assert listening_address("first-host", elsewhere=elsewhere) == expected

@@ -55,7 +55,9 @@ class Counted(PrefixStore):
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> TCPStore:
     """The store that torchrun would hold."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=TIMEOUT_S))
+    store = TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=TIMEOUT_S)
+    )
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(store.port))
     return store
@@ -73,7 +75,11 @@ class Watched:
     """Workers that are threads of this process: each beats, and is watched."""
 
     def __init__(
-        self, plan: Plan, timeout_s: float, monkeypatch: pytest.MonkeyPatch, interval_s: float | None = None
+        self,
+        plan: Plan,
+        timeout_s: float,
+        monkeypatch: pytest.MonkeyPatch,
+        interval_s: float | None = None,
     ) -> None:
         job = Job(model=plan.model, plan=plan, run_options=RunOptions(hang_timeout_s=timeout_s))
         self.heartbeats = [Heartbeat() for _ in range(plan.workers)]
@@ -124,7 +130,8 @@ def test_what_the_store_answers_grows_with_the_workers_and_not_with_their_square
 ) -> None:
     monkeypatch.setattr(watch, "Part", Counted)
     Counted.keys.clear()
-    # A slow machine takes longer than a short time-out for 16 workers in one process, and then none goes on.
+    # A slow machine takes longer than a short time-out for 16 workers in one process, and then none
+    # goes on.
     watched = Watched(plans[workers], 4 * TIMEOUT_S, monkeypatch, interval_s=0.2)
     try:
         deadline = time.monotonic() + 4 * TIMEOUT_S

@@ -1,4 +1,6 @@
-"""Two hosts, each a network namespace with a torchrun of its own: they train as one does, and end together."""
+"""Two hosts, each a network namespace with a torchrun of its own: they train as one does, and end
+together.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def on_update(minibatch, loss, metrics):
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A model file and a plan "1-1" for it."""
-    path = write_model(tmp_path, "language", "momentum", more=DATASET.replace("SAMPLES", "40") + HOOK)
+    path = write_model(
+        tmp_path, "language", "momentum", more=DATASET.replace("SAMPLES", "40") + HOOK
+    )
     save_plan(make_plan(structural_profile(path, 4), (1, 1)), tmp_path / "plan.json")
     return tmp_path
 
@@ -50,7 +54,8 @@ def arguments(*more: str) -> list[str]:
     return ["train", "language_momentum.py", "--plan", "plan.json", "--seed", "3", "--json", *more]
 
 
-Launcher = Callable[[str, int, str], list[str]]  # of worker 0's address, and a host's number and own address
+# of worker 0's address, and a host's number and own address
+Launcher = Callable[[str, int, str], list[str]]
 
 
 def static(address: str, index: int, _: str) -> list[str]:
@@ -61,12 +66,15 @@ def static(address: str, index: int, _: str) -> list[str]:
 def c10d(address: str, index: int, own: str) -> list[str]:
     """Return torchrun's command with hosts that find each other, and two restarts."""
     found = ["--rdzv-backend=c10d", f"--rdzv-endpoint={address}:{PORT}", f"--local-addr={own}"]
-    found += [f"--rdzv-conf=is_host={index == 0}"]  # torchrun tells by the host's name, which is the same here
+    # torchrun tells by the host's name, which is the same here
+    found += [f"--rdzv-conf=is_host={index == 0}"]
     return [*TORCHRUN, *found, "--max-restarts=2"]
 
 
 def bare(address: str, index: int, _: str) -> list[str]:
-    """Return a command as mpirun or an operator runs it: nothing but these variables, and no store."""
+    """Return a command as mpirun or an operator runs it: nothing but these variables, and
+    no store.
+    """
     variables = [f"RANK={index}", "WORLD_SIZE=2", f"MASTER_ADDR={address}", f"MASTER_PORT={PORT}"]
     return ["env", *variables, sys.executable]
 
@@ -81,7 +89,10 @@ def two_hosts(
             own = () if interface is None else ("--interface", interface)
             address = NAME if interface is None else hosts[0].address
             commands = [launcher(address, index, host.address) for index, host in enumerate(hosts)]
-            processes = [_start(folder, hosts, index, command, (*more, *own)) for index, command in enumerate(commands)]
+            processes = [
+                _start(folder, hosts, index, command, (*more, *own))
+                for index, command in enumerate(commands)
+            ]
             try:
                 yield hosts, processes
             finally:
@@ -94,7 +105,9 @@ def two_hosts(
 
 @contextmanager
 def named(hosts: Sequence[Host]) -> Iterator[None]:
-    """Name the first host as Debian does: for itself its name is 127.0.1.1, and so is each host's own name."""
+    """Name the first host as Debian does: for itself its name is 127.0.1.1, and so is each host's
+    own name.
+    """
     folders = [Path("/etc/netns") / host.name for host in hosts]
     for folder, address in zip(folders, ("127.0.1.1", hosts[0].address), strict=True):
         folder.mkdir(parents=True)
@@ -150,7 +163,8 @@ def workers_of(process: subprocess.Popen[str]) -> list[int]:
 
 @pytest.mark.slow
 def test_two_hosts_train_as_one_does(folder: Path) -> None:
-    # The first stage is on the second host, as where pipelines stand in servers: any rank may run any stage.
+    # The first stage is on the second host, as where pipelines stand in servers: any rank may run
+    # any stage.
     save_plan(scattered(load_plan(folder / "plan.json")), folder / "plan.json")
     with two_hosts(folder, "--epochs", "2", "--save-weights", "two.pt") as (_, processes):
         codes = [process.wait(timeout=TIMEOUT_S) for process in processes]
@@ -169,37 +183,54 @@ def test_two_hosts_train_as_one_does(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_a_worker_killed_on_the_second_host_ends_both(folder: Path) -> None:
-    with two_hosts(folder, "--epochs", "100000", "--hang-timeout", str(HANG_TIMEOUT_S)) as (hosts, processes):
+    with two_hosts(folder, "--epochs", "100000", "--hang-timeout", str(HANG_TIMEOUT_S)) as (
+        hosts,
+        processes,
+    ):
         await_training(folder, processes)
         (worker,) = workers_of(processes[1])
         os.kill(worker, signal.SIGKILL)
         ended(processes)
         assert_nothing_left(hosts)
-        assert re.match(r"error: worker 1 \(stage 1\): its process is gone .* minibatch \d+", error_of(folder, 0))
+        assert re.match(
+            r"error: worker 1 \(stage 1\): its process is gone .* minibatch \d+",
+            error_of(folder, 0),
+        )
 
 
 @pytest.mark.slow
 def test_a_link_that_goes_down_ends_both_hosts(folder: Path) -> None:
-    with two_hosts(folder, "--epochs", "100000", "--hang-timeout", str(HANG_TIMEOUT_S)) as (hosts, processes):
+    with two_hosts(folder, "--epochs", "100000", "--hang-timeout", str(HANG_TIMEOUT_S)) as (
+        hosts,
+        processes,
+    ):
         await_training(folder, processes)
         subprocess.run(["ip", "-n", hosts[1].name, "link", "set", INTERFACE, "down"], check=True)
         ended(processes)
         assert_nothing_left(hosts)
         place = r"error: worker 1 \(stage 1\).* minibatch \d+.*"
-        assert re.match(place + "its host or its link is down", error_of(folder, 0)), error_of(folder, 0)
+        assert re.match(place + "its host or its link is down", error_of(folder, 0)), error_of(
+            folder, 0
+        )
         assert re.match(place + "lost torchrun's store", error_of(folder, 1)), error_of(folder, 1)
 
 
 def assert_nothing_left(hosts: Sequence[Host]) -> None:
     """No process runs on them."""
     for host in hosts:
-        left = subprocess.run(["ip", "netns", "pids", host.name], capture_output=True, text=True, check=True)
+        left = subprocess.run(
+            ["ip", "netns", "pids", host.name], capture_output=True, text=True, check=True
+        )
         assert left.stdout == ""
 
 
 def result_of(folder: Path) -> dict[str, Any]:
     """What worker 0 printed, on whichever host it is."""
-    (result,) = (json.loads(text) for text in ((folder / f"out-{i}").read_text() for i in range(2)) if text.strip())
+    (result,) = (
+        json.loads(text)
+        for text in ((folder / f"out-{i}").read_text() for i in range(2))
+        if text.strip()
+    )
     return cast("dict[str, Any]", result)
 
 
@@ -209,8 +240,12 @@ def both_errors(folder: Path) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("resume", [(), ("--resume",)], ids=["first run", "resume"])
-def test_hosts_that_count_their_restarts_apart_start_again_together(folder: Path, resume: tuple[str, ...]) -> None:
-    """Only the agent whose worker was killed counts a restart under c10d; the other one has seen no failure."""
+def test_hosts_that_count_their_restarts_apart_start_again_together(
+    folder: Path, resume: tuple[str, ...]
+) -> None:
+    """Only the agent whose worker was killed counts a restart under c10d; the other one has seen no
+    failure.
+    """
     options = ("--steps", "400", "--checkpoint-every", "10", *resume)
     done = 0
     with two_hosts(folder, *options, launcher=c10d) as (_, processes):
@@ -228,7 +263,10 @@ def test_hosts_that_count_their_restarts_apart_start_again_together(folder: Path
 def await_checkpoint(folder: Path, processes: Sequence[subprocess.Popen[str]], least: int) -> int:
     """Wait for a checkpoint after `least` minibatches or more; return after how many it was."""
     deadline = time.monotonic() + TIMEOUT_S
-    while not (found := [int(path.name[5:]) for path in folder.glob("checkpoints/step-*")]) or max(found) < least:
+    while (
+        not (found := [int(path.name[5:]) for path in folder.glob("checkpoints/step-*")])
+        or max(found) < least
+    ):
         assert time.monotonic() < deadline, "no checkpoint was written"
         assert all(process.poll() is None for process in processes), both_errors(folder)
         time.sleep(0.1)
@@ -254,7 +292,10 @@ def test_a_worker_that_only_knows_its_rank_reports_why_another_one_ended(folder:
         await_training(folder, processes)
         processes[1].kill()
         assert processes[0].wait(timeout=ENDS_WITHIN_S) == 1
-        assert re.match(r"error: worker 1 \(stage 1\): its process is gone .* minibatch \d+", error_of(folder, 0))
+        assert re.match(
+            r"error: worker 1 \(stage 1\): its process is gone .* minibatch \d+",
+            error_of(folder, 0),
+        )
 
 
 @pytest.mark.slow

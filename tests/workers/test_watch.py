@@ -1,4 +1,6 @@
-"""Heartbeats, and who is named when everything stands still: pages written by hand, no processes."""
+"""Heartbeats, and who is named when everything stands still: pages written by hand, no
+processes.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,9 @@ class Clock:
     def __init__(self, detector: HangDetector, silent: Sequence[int] = ()) -> None:
         self._detector, self._silent, self._sequence = detector, silent, 0
 
-    def look(self, beats: dict[int, Beat], now_s: float, cpu_s: float = 0.0, starved_s: float = 0.0) -> Failure | None:
+    def look(
+        self, beats: dict[int, Beat], now_s: float, cpu_s: float = 0.0, starved_s: float = 0.0
+    ) -> Failure | None:
         self._sequence += 1
         return self._detector.look(
             {
@@ -100,7 +104,10 @@ def judge(detector: HangDetector, beats: dict[int, Beat], *, silent: Sequence[in
         (AllReduce(0, 5, 2), "in the all-reduce of round 5"),
         (RECEIVE, "waiting for the activations of minibatch 17 from worker 0"),
         (SendGradient(1, Unit(4), 0, 0), "sending the gradients of minibatch 4 to worker 0"),
-        (ReceiveShared(1, Unit(4), 0, 0), "waiting for the shared weights' gradients of round 4 from worker 0"),
+        (
+            ReceiveShared(1, Unit(4), 0, 0),
+            "waiting for the shared weights' gradients of round 4 from worker 0",
+        ),
     ],
 )
 def test_a_beat_says_what_its_worker_does(instruction: Instruction, words: str) -> None:
@@ -119,9 +126,15 @@ def test_a_phase_and_an_evaluation_are_told_apart_from_training() -> None:
     heartbeat = Heartbeat()
     heartbeat.begin(SendActivation(0, Unit(4), 1, 1))
     heartbeat.enter("writing a checkpoint")
-    assert (heartbeat.read().doing, heartbeat.read().state) == ("while writing a checkpoint", "preparing")
+    assert (heartbeat.read().doing, heartbeat.read().state) == (
+        "while writing a checkpoint",
+        "preparing",
+    )
     heartbeat.begin(SendActivation(0, Unit(9), 1, 1), evaluating=True)
-    assert heartbeat.read().doing == "sending the activations of minibatch 9 of the evaluation to worker 1"
+    assert (
+        heartbeat.read().doing
+        == "sending the activations of minibatch 9 of the evaluation to worker 1"
+    )
     heartbeat.begin(Forward(0, Unit(2)), evaluating=True)
     assert heartbeat.read().doing == "in the forward of minibatch 2 of the evaluation"
 
@@ -137,13 +150,17 @@ def test_a_beat_has_the_slowest_instruction() -> None:
 Detectors = Callable[..., HangDetector]
 
 
-def test_a_worker_that_computes_without_end_is_named_and_not_the_one_that_waits_for_it(detector_of: Detectors) -> None:
+def test_a_worker_that_computes_without_end_is_named_and_not_the_one_that_waits_for_it(
+    detector_of: Detectors,
+) -> None:
     hang = judge(detector_of(1, 1), {0: beat_of(Forward(0, Unit(17))), 1: beat_of(RECEIVE)})
     assert (hang.rank, hang.stage) == (0, 0)
     assert hang.message == "has not moved for 11 s, in the forward of minibatch 17, at line 0"
 
 
-def test_the_one_that_waits_is_not_named_though_it_began_to_wait_earlier(detector_of: Detectors) -> None:
+def test_the_one_that_waits_is_not_named_though_it_began_to_wait_earlier(
+    detector_of: Detectors,
+) -> None:
     clock, waiting = Clock(detector_of(1, 1)), beat_of(RECEIVE)
     clock.look({0: beat_of(Update(0, 3)), 1: waiting}, 0.0)
     both = {0: beat_of(Update(0, 3), Forward(0, Unit(17))), 1: waiting}
@@ -158,7 +175,10 @@ def test_a_stopped_worker_is_named_though_it_says_that_it_waits(detector_of: Det
     sender = beat_of(SendActivation(0, Unit(18), 1, 1), ReceiveGradient(0, Unit(17), 1, 1))
     hang = judge(detector_of(1, 1), {0: sender, 1: beat_of(RECEIVE)}, silent=[1])
     assert hang.rank == 1
-    assert "waiting for the activations of minibatch 17 from worker 0: it does not respond: it is " in hang.message
+    assert (
+        "waiting for the activations of minibatch 17 from worker 0: it does not respond: it is "
+        in hang.message
+    )
 
 
 def test_a_worker_that_never_wrote_anything_is_named(detector_of: Detectors) -> None:
@@ -178,24 +198,37 @@ def with_device(host: Instruction, device: Instruction | None, passed: int = 7) 
 def test_a_host_that_its_device_holds_up_is_not_named_while_the_device_waits_for_another_worker(
     detector_of: Detectors,
 ) -> None:
-    """Its host has come to the next forward, and waits there: in the allocator, or for a queue that is full."""
+    """Its host has come to the next forward, and waits there: in the allocator, or for a queue that
+    is full.
+    """
     held_up = with_device(Forward(0, Unit(20)), ReceiveGradient(0, Unit(17), 1, 1))
     endless = with_device(Backward(1, Unit(17)), Backward(1, Unit(17)))
     hang = judge(detector_of(1, 1), {0: held_up, 1: endless})
     assert hang.rank == 1
-    assert "in the backward of minibatch 17, its device in the backward of minibatch 17" in hang.message
-    hang = judge(detector_of(1, 1), {0: held_up, 1: with_device(ReceiveActivation(1, Unit(20), 0, 0), None)})
-    assert hang.message.endswith("and all others wait too: a link carries nothing, or lost a message")
+    assert (
+        "in the backward of minibatch 17, its device in the backward of minibatch 17"
+        in hang.message
+    )
+    hang = judge(
+        detector_of(1, 1), {0: held_up, 1: with_device(ReceiveActivation(1, Unit(20), 0, 0), None)}
+    )
+    assert hang.message.endswith(
+        "and all others wait too: a link carries nothing, or lost a message"
+    )
 
 
-def test_a_device_that_computes_without_end_is_named_though_its_host_waits(detector_of: Detectors) -> None:
+def test_a_device_that_computes_without_end_is_named_though_its_host_waits(
+    detector_of: Detectors,
+) -> None:
     endless = with_device(ReceiveGradient(0, Unit(18), 1, 1), Forward(0, Unit(17)))
     hang = judge(detector_of(1, 1), {1: beat_of(RECEIVE), 0: endless})
     assert hang.rank == 0
     assert "from worker 1, its device in the forward of minibatch 17" in hang.message
 
 
-def test_a_device_that_goes_on_is_progress_of_a_host_that_waits_for_it(detector_of: Detectors) -> None:
+def test_a_device_that_goes_on_is_progress_of_a_host_that_waits_for_it(
+    detector_of: Detectors,
+) -> None:
     clock = Clock(detector_of(1))
     for second in range(40):
         beat = with_device(Forward(0, Unit(90)), Backward(0, Unit(second)), second)
@@ -222,7 +255,8 @@ def test_a_message_that_does_not_arrive_is_the_links_fault(detector_of: Detector
     assert hang is not None
     assert hang.rank == 1
     assert hang.message == (
-        "has waited for 13 s for the activations of minibatch 17 from worker 0, and all others wait too: "
+        "has waited for 13 s for the activations of minibatch 17 from worker 0, and all others "
+        "wait too: "
         "a link carries nothing, or lost a message"
     )
 
@@ -255,7 +289,9 @@ def preparing(activity: str = "building its model", *, meeting: bool = False) ->
     return heartbeat.read()
 
 
-def test_a_worker_that_uses_its_processor_is_preparing_and_one_that_does_not_hangs(detector_of: Detectors) -> None:
+def test_a_worker_that_uses_its_processor_is_preparing_and_one_that_does_not_hangs(
+    detector_of: Detectors,
+) -> None:
     clock = Clock(detector_of(1, 1))
     beats = {0: preparing(), 1: preparing("joining the other workers", meeting=True)}
     for second in range(60):
@@ -301,10 +337,19 @@ def test_the_place_is_the_users_innermost_line_in_the_thread_that_runs_it(
     job = Job(model=str(model), plan=make_plan(structural_profile(model, 4), (1, 1)))
     monkeypatch.chdir(model.parent)
     loop = ("/somewhere/planner/executor/run/worker.py", 3, "run")
-    main = [loop, (str(model), 40, "loss"), (str(model), 12, "forward"), ("/usr/lib/torch/functional.py", 7, "relu")]
+    main = [
+        loop,
+        (str(model), 40, "loss"),
+        (str(model), 12, "forward"),
+        ("/usr/lib/torch/functional.py", 7, "relu"),
+    ]
     assert innermost([main], job) == f"{model.name}:12 in forward()"
     # The main thread waits for one that reads data ahead.
-    waits = [("<frozen runpy>", 88, "_run_code"), loop, ("/usr/lib/python3/threading.py", 327, "wait")]
+    waits = [
+        ("<frozen runpy>", 88, "_run_code"),
+        loop,
+        ("/usr/lib/python3/threading.py", 327, "wait"),
+    ]
     reads = [("/usr/lib/python3/threading.py", 1, "_bootstrap"), (str(model), 12, "__getitem__")]
     assert innermost([waits, reads], job) == f"{model.name}:12 in __getitem__()"
 
@@ -327,8 +372,11 @@ def test_a_worker_that_has_written_nothing_may_take_twice_as_long_to_start(model
 def test_the_age_of_a_process_is_since_it_was_started() -> None:
     code = "import time; time.sleep(0.5); from planner.workers.watch import age_s; print(age_s())"
     began_s = time.monotonic()
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert 0.5 <= float(told) + 0.02 < time.monotonic() - began_s + 0.04  # the system counts in hundredths
+    told = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
+    # the system counts in hundredths
+    assert 0.5 <= float(told) + 0.02 < time.monotonic() - began_s + 0.04
 
 
 def elsewhere() -> Beat:
@@ -337,7 +385,9 @@ def elsewhere() -> Beat:
     return heartbeat.read()
 
 
-def test_scripts_own_code_takes_as_long_as_it_likes_while_nobody_waits(detector_of: Detectors) -> None:
+def test_scripts_own_code_takes_as_long_as_it_likes_while_nobody_waits(
+    detector_of: Detectors,
+) -> None:
     clock, beats = Clock(detector_of(1, 1)), {0: elsewhere(), 1: elsewhere()}
     assert [clock.look(beats, float(second)) for second in range(0, 200, 5)] == [None] * 40
 
@@ -350,13 +400,19 @@ def test_a_script_that_does_not_come_back_is_named_once_another_one_has_waited_f
     waits = preparing("waiting for the other ranks' step(), after 3 minibatches", meeting=True)
     found = []
     for second in range(60):
-        beats = {0: elsewhere(), 1: elsewhere() if second < 30 else waits.model_copy(update={"beats": 2})}
+        beats = {
+            0: elsewhere(),
+            1: elsewhere() if second < 30 else waits.model_copy(update={"beats": 2}),
+        }
         found.append(clock.look(beats, float(second), cpu_s=float(second)))
     first = next(second for second, hang in enumerate(found) if hang)
     assert first == 30 + TIMEOUT_S + 1
     hang = found[first]
     assert hang is not None
-    assert (hang.rank, hang.message) == (0, "has not moved for 41 s, while running the script's own code, at line 0")
+    assert (hang.rank, hang.message) == (
+        0,
+        "has not moved for 41 s, while running the script's own code, at line 0",
+    )
 
 
 def test_a_script_that_went_on_lately_is_not_named(detector_of: Detectors) -> None:
@@ -368,14 +424,19 @@ def test_a_script_that_went_on_lately_is_not_named(detector_of: Detectors) -> No
 
 
 def test_a_scripts_process_that_is_stopped_does_not_respond(detector_of: Detectors) -> None:
-    hang = judge(detector_of(1, 1), {0: preparing("waiting", meeting=True), 1: elsewhere()}, silent=[1])
+    hang = judge(
+        detector_of(1, 1), {0: preparing("waiting", meeting=True), 1: elsewhere()}, silent=[1]
+    )
     assert (hang.rank, "it does not respond" in hang.message) == (1, True)
 
 
 def test_a_hint_says_what_allows_for_more_time(model: Path) -> None:
     job = Job(model=str(model), plan=make_plan(structural_profile(model, 4), (1, 1)))
-    detector = HangDetector(job, TIMEOUT_S, allows_more="planner.pipeline(..., hang_timeout=SECONDS)")
+    detector = HangDetector(
+        job, TIMEOUT_S, allows_more="planner.pipeline(..., hang_timeout=SECONDS)"
+    )
     hang = judge(detector, {0: beat_of(Forward(0, Unit(17))), 1: beat_of(RECEIVE)})
     assert (
-        hang.hint == "look there for what may block; allow more time with planner.pipeline(..., hang_timeout=SECONDS)"
+        hang.hint == "look there for what may block; allow more time with planner.pipeline(..., "
+        "hang_timeout=SECONDS)"
     )

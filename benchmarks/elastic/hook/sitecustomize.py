@@ -1,9 +1,10 @@
-"""Let faults happen to a worker of the benchmark where its start-up or its training is in a phase that was wished for.
+"""Let faults happen to a worker of the benchmark where its start-up or its training is in a phase
+that was wished for.
 
 Python imports this file at the begin of every process that has its folder in PYTHONPATH. The file
-`wish-HOST-RANK` in the worker's folder names the phase, what happens, and how many seconds after the phase began. The
-file `struck` says that it has happened, and in which phase the worker was then. The environment says when it had
-imported what it needs.
+`wish-HOST-RANK` in the worker's folder names the phase, what happens, and how many seconds after
+the phase began. The file `struck` says that it has happened, and in which phase the worker was
+then. The environment says when it had imported what it needs.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""AmoebaNet-D (L, D): L normal cells in three groups, a reduction cell before each group, D filters.
+"""AmoebaNet-D (L, D): L normal cells in three groups, a reduction cell before each group, D
+filters.
 
-The cell is that of Real et al., "Regularized Evolution for Image Classifier Architecture Search" (AAAI 2019); two more
-reductions and a convolution precede the first group. The normal cell outputs its states 0, 3, 4 and 6, as in the
-authors' TensorFlow code, not 4, 5 and 6 as in the paper: only so does the number of parameters equal GPipe's Table 1.
+The cell is that of Real et al., "Regularized Evolution for Image Classifier Architecture Search"
+(AAAI 2019); two more reductions and a convolution precede the first group. The normal cell outputs
+its states 0, 3, 4 and 6, as in the authors' TensorFlow code, not 4, 5 and 6 as in the paper: only
+so does the number of parameters equal GPipe's Table 1.
 """
 
 from __future__ import annotations
@@ -18,16 +20,24 @@ CLASSES = 1000
 Operation = Callable[[int, int], nn.Module]  # of channels and stride
 
 
-def conv(inputs: int, outputs: int, kernel: tuple[int, int] = (1, 1), stride: tuple[int, int] = (1, 1)) -> nn.Module:
-    """Return ReLU, convolution and batch norm, which map (batch, inputs, height, width) to (batch, outputs, ...)."""
+def conv(
+    inputs: int, outputs: int, kernel: tuple[int, int] = (1, 1), stride: tuple[int, int] = (1, 1)
+) -> nn.Module:
+    """Return ReLU, convolution and batch norm, which map (batch, inputs, height, width) to (batch,
+    outputs, ...).
+    """
     padding = (kernel[0] // 2, kernel[1] // 2)
     return nn.Sequential(
-        nn.ReLU(), nn.Conv2d(inputs, outputs, kernel, stride, padding, bias=False), nn.BatchNorm2d(outputs)
+        nn.ReLU(),
+        nn.Conv2d(inputs, outputs, kernel, stride, padding, bias=False),
+        nn.BatchNorm2d(outputs),
     )
 
 
 class Halve(nn.Module):
-    """Halves height and width by two 1x1 convolutions, the second on the image shifted by one pixel."""
+    """Halves height and width by two 1x1 convolutions, the second on the image shifted by one
+    pixel.
+    """
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -39,7 +49,9 @@ class Halve(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.relu(x)
-        result: Tensor = self.norm(torch.cat([self.even(x), self.odd(self.shift(x[:, :, 1:, 1:]))], dim=1))
+        result: Tensor = self.norm(
+            torch.cat([self.even(x), self.odd(self.shift(x[:, :, 1:, 1:]))], dim=1)
+        )
         return result
 
 
@@ -53,7 +65,9 @@ def conv_1x1(channels: int, stride: int) -> nn.Module:
 
 def conv_3x3(channels: int, stride: int) -> nn.Module:
     few = channels // 4
-    return nn.Sequential(conv(channels, few), conv(few, few, (3, 3), (stride, stride)), conv(few, channels))
+    return nn.Sequential(
+        conv(channels, few), conv(few, few, (3, 3), (stride, stride)), conv(few, channels)
+    )
 
 
 def conv_1x7_7x1(channels: int, stride: int) -> nn.Module:
@@ -76,7 +90,9 @@ def avg_pool_3x3(_channels: int, stride: int) -> nn.Module:
 
 @dataclass(frozen=True)
 class Genotype:
-    """Pairs of (state, operation) whose results are summed to the next state, and the states that are the output."""
+    """Pairs of (state, operation) whose results are summed to the next state, and the states that
+    are the output.
+    """
 
     operations: Sequence[tuple[int, Operation]]
     out: Sequence[int]
@@ -107,7 +123,9 @@ REDUCTION = Genotype(
 class Cell(nn.Module):
     """Maps the outputs of the two cells before it to the output of the last of them and its own."""
 
-    def __init__(self, genotype: Genotype, last: int, last_but_one: int, channels: int, halved: bool) -> None:
+    def __init__(
+        self, genotype: Genotype, last: int, last_but_one: int, channels: int, halved: bool
+    ) -> None:
         super().__init__()
         self.genotype = genotype
         self.take_last = conv(last, channels)
@@ -118,7 +136,8 @@ class Cell(nn.Module):
             self.take_last_but_one = conv(last_but_one, channels)
         reducing = genotype is REDUCTION
         self.operations = nn.ModuleList(
-            make(channels, 2 if reducing and state < 2 else 1) for state, make in genotype.operations
+            make(channels, 2 if reducing and state < 2 else 1)
+            for state, make in genotype.operations
         )
 
     def forward(self, outputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -137,7 +156,9 @@ class AmoebaNetD(nn.Module):
     def __init__(self, cells: int, filters: int) -> None:
         super().__init__()
         channels = last = last_but_one = filters // 4
-        self.stem = nn.Sequential(nn.Conv2d(3, channels, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(channels))
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, channels, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(channels)
+        )
         group = [NORMAL] * (cells // 3)
         kinds = [REDUCTION, REDUCTION, *group, REDUCTION, *group, REDUCTION, *group]
         self.cells = nn.ModuleList()

@@ -1,6 +1,8 @@
-"""Transformer-L: L layers of the published sizes, a vocabulary of 32,000, embedding and output not tied.
+"""Transformer-L: L layers of the published sizes, a vocabulary of 32,000, embedding and output not
+tied.
 
-Attention is not fused, as in 2018: the scores of all heads are stored, 32 x 1024 x 1024 per sentence.
+Attention is not fused, as in 2018: the scores of all heads are stored, 32 x 1024 x 1024 per
+sentence.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ DROPOUT = 0.1
 
 
 class Layer(nn.Module):
-    """Self-attention and two linear layers, each with a layer norm before it and a residual connection."""
+    """Self-attention and two linear layers, each with a layer norm before it and a residual
+    connection.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +40,9 @@ class Layer(nn.Module):
             part.view(batch, length, HEADS, WIDTH // HEADS).transpose(1, 2)
             for part in self.qkv(self.norm_1(x)).chunk(3, dim=2)
         )
-        shares = self.attention_dropout(self.softmax(q @ k.transpose(2, 3) * (WIDTH // HEADS) ** -0.5))
+        shares = self.attention_dropout(
+            self.softmax(q @ k.transpose(2, 3) * (WIDTH // HEADS) ** -0.5)
+        )
         mixed = (shares @ v).transpose(1, 2).reshape(batch, length, WIDTH)
         x = x + self.dropout_1(self.project(mixed))
         result: Tensor = x + self.dropout_2(self.narrow(self.relu(self.wide(self.norm_2(x)))))

@@ -1,4 +1,6 @@
-"""An actor and a critic on one trunk: two outputs, and a loss of three parts with a detached advantage."""
+"""An actor and a critic on one trunk: two outputs, and a loss of three parts with a detached
+advantage.
+"""
 
 import torch
 from made_up import Samples
@@ -38,7 +40,10 @@ def example_batch(batch_size):
 
 
 def sample(generator):
-    actions, returns = torch.randint(0, ACTIONS, (), generator=generator), torch.randn((), generator=generator)
+    actions, returns = (
+        torch.randint(0, ACTIONS, (), generator=generator),
+        torch.randn((), generator=generator),
+    )
     return torch.randn(4, 14, 14, generator=generator), {"actions": actions, "returns": returns}
 
 
@@ -50,7 +55,11 @@ def loss(output, target):
     policy, value = Categorical(logits=output["logits"], validate_args=False), output["value"]
     advantage = (target["returns"] - value).detach()
     gain = policy.log_prob(target["actions"]) * advantage
-    return -gain.mean() + 0.5 * (target["returns"] - value).square().mean() - 0.01 * policy.entropy().mean()
+    return (
+        -gain.mean()
+        + 0.5 * (target["returns"] - value).square().mean()
+        - 0.01 * policy.entropy().mean()
+    )
 
 
 def optimizer(parameters):

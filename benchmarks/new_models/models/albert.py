@@ -1,4 +1,6 @@
-"""ALBERT: all layers share their weights. Masked words of padded texts; LAMB, whose norms are of whole parameters."""
+"""ALBERT: all layers share their weights. Masked words of padded texts; LAMB, whose norms are of
+whole parameters.
+"""
 
 import torch
 from made_up import IGNORED, Samples, padded_text
@@ -31,7 +33,11 @@ def sample(generator):
     masked = torch.rand(LENGTH, generator=generator) < 0.3
     masked[0] = True  # no text is without a label
     inputs = tokens.where(~masked | (mask == 0), MASK)
-    arguments = {"input_ids": inputs, "attention_mask": mask, "labels": labels.where(masked, IGNORED)}
+    arguments = {
+        "input_ids": inputs,
+        "attention_mask": mask,
+        "labels": labels.where(masked, IGNORED),
+    }
     return (), arguments, None
 
 

@@ -1,4 +1,6 @@
-"""BART: an encoder and a decoder that share their embedding with the head; translations padded on both sides."""
+"""BART: an encoder and a decoder that share their embedding with the head; translations padded on
+both sides.
+"""
 
 import torch
 from made_up import Samples, padded_text
@@ -19,7 +21,11 @@ def build_model():
 
 def example_batch(batch_size):
     tokens = torch.randint(1, WORDS, (batch_size, LENGTH))
-    return (), {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens.clone()}, None
+    return (
+        (),
+        {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens.clone()},
+        None,
+    )
 
 
 def sample(generator):

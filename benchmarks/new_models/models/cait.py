@@ -1,4 +1,6 @@
-"""CaiT of timm: scales of layers, attention of the class alone. Images are mixed by NumPy in `collate`; timm's LAMB."""
+"""CaiT of timm: scales of layers, attention of the class alone. Images are mixed by NumPy in
+`collate`; timm's LAMB.
+"""
 
 import torch
 import without_torchvision  # noqa: F401

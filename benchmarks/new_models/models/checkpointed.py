@@ -1,4 +1,6 @@
-"""A residual network with BatchNorm and dropout that recomputes its blocks itself, by torch.utils.checkpoint."""
+"""A residual network with BatchNorm and dropout that recomputes its blocks itself, by
+torch.utils.checkpoint.
+"""
 
 import torch
 from made_up import Samples
@@ -12,7 +14,10 @@ CLASSES = 10
 class Block(nn.Module):
     def __init__(self, channels):
         super().__init__()
-        self.convolution, self.norm = nn.Conv2d(channels, channels, 3, padding=1), nn.BatchNorm2d(channels)
+        self.convolution, self.norm = (
+            nn.Conv2d(channels, channels, 3, padding=1),
+            nn.BatchNorm2d(channels),
+        )
         self.dropout = nn.Dropout(0.1)
 
     def forward(self, values):
@@ -42,7 +47,9 @@ def example_batch(batch_size):
 
 
 def sample(generator):
-    return torch.randn(3, 16, 16, generator=generator), torch.randint(0, CLASSES, (), generator=generator)
+    return torch.randn(3, 16, 16, generator=generator), torch.randint(
+        0, CLASSES, (), generator=generator
+    )
 
 
 def dataset():

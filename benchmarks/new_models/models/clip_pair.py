@@ -1,4 +1,6 @@
-"""CLIP of open_clip: a picture tower and a text tower, and a loss that compares all pairs of a minibatch."""
+"""CLIP of open_clip: a picture tower and a text tower, and a loss that compares all pairs of a
+minibatch.
+"""
 
 import torch
 from made_up import Samples
@@ -11,7 +13,13 @@ def build_model():
     return CLIP(
         embed_dim=24,
         vision_cfg={"layers": 2, "width": 32, "head_width": 8, "patch_size": 8, "image_size": 32},
-        text_cfg={"context_length": LENGTH, "vocab_size": WORDS, "width": 32, "heads": 4, "layers": 2},
+        text_cfg={
+            "context_length": LENGTH,
+            "vocab_size": WORDS,
+            "width": 32,
+            "heads": 4,
+            "layers": 2,
+        },
         output_dict=True,
     )
 
@@ -21,7 +29,10 @@ def example_batch(batch_size):
 
 
 def sample(generator):
-    return (torch.randn(3, 32, 32, generator=generator), torch.randint(1, WORDS, (LENGTH,), generator=generator)), None
+    return (
+        torch.randn(3, 32, 32, generator=generator),
+        torch.randint(1, WORDS, (LENGTH,), generator=generator),
+    ), None
 
 
 def dataset():
@@ -36,4 +47,6 @@ def optimizer(named_parameters):
     named = list(named_parameters)
     plain = [p for name, p in named if p.ndim < 2 or "logit_scale" in name]
     rest = [p for name, p in named if not (p.ndim < 2 or "logit_scale" in name)]
-    return torch.optim.AdamW([{"params": plain, "weight_decay": 0.0}, {"params": rest, "weight_decay": 0.2}], lr=1e-3)
+    return torch.optim.AdamW(
+        [{"params": plain, "weight_decay": 0.0}, {"params": rest, "weight_decay": 0.2}], lr=1e-3
+    )

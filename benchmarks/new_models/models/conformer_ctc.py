@@ -12,7 +12,9 @@ class Recogniser(nn.Module):
     def __init__(self):
         super().__init__()
         self.front = nn.Sequential(nn.Conv1d(BANDS, 32, 3, 2, padding=1), nn.SiLU())
-        self.encoder = Conformer(dim=32, depth=3, dim_head=8, heads=4, ff_mult=2, conv_kernel_size=7)
+        self.encoder = Conformer(
+            dim=32, depth=3, dim_head=8, heads=4, ff_mult=2, conv_kernel_size=7
+        )
         self.head = nn.Linear(32, LETTERS)
 
     def forward(self, sound):
@@ -26,14 +28,20 @@ def build_model():
 def example_batch(batch_size):
     letters = torch.randint(1, LETTERS, (batch_size, LENGTH))
     target = {"letters": letters, "times": torch.full((batch_size,), FRAMES // 2)}
-    return torch.randn(batch_size, BANDS, FRAMES), target | {"lengths": torch.full((batch_size,), LENGTH)}
+    return torch.randn(batch_size, BANDS, FRAMES), target | {
+        "lengths": torch.full((batch_size,), LENGTH)
+    }
 
 
 def sample(generator):
     letters = torch.randint(1, LETTERS, (LENGTH,), generator=generator)
     times = torch.randint(FRAMES // 4, FRAMES // 2 + 1, (), generator=generator)
     lengths = torch.randint(1, LENGTH + 1, (), generator=generator)
-    return torch.randn(BANDS, FRAMES, generator=generator), {"letters": letters, "times": times, "lengths": lengths}
+    return torch.randn(BANDS, FRAMES, generator=generator), {
+        "letters": letters,
+        "times": times,
+        "lengths": lengths,
+    }
 
 
 def dataset():

@@ -1,4 +1,6 @@
-"""ControlNet beside a frozen UNet of diffusers, in eval mode; `collate` draws the noise and the times."""
+"""ControlNet beside a frozen UNet of diffusers, in eval mode; `collate` draws the noise and the
+times.
+"""
 
 import torch
 from diffusers import ControlNetModel, DDPMScheduler, UNet2DConditionModel
@@ -54,7 +56,9 @@ def noised(latents, words, images):
 
 def example_batch(batch_size):
     images = torch.randn(batch_size, 3, 8 * SIZE, 8 * SIZE)
-    return noised(torch.randn(batch_size, 4, SIZE, SIZE), torch.randn(batch_size, WORDS, 24), images)
+    return noised(
+        torch.randn(batch_size, 4, SIZE, SIZE), torch.randn(batch_size, WORDS, 24), images
+    )
 
 
 def sample(generator):

@@ -11,7 +11,11 @@ CLASSES = 10
 def build_model():
     return ConvNextV2ForImageClassification(
         ConvNextV2Config(
-            depths=[1, 1, 2, 1], hidden_sizes=[16, 24, 32, 48], drop_path_rate=0.0, num_labels=CLASSES, image_size=64
+            depths=[1, 1, 2, 1],
+            hidden_sizes=[16, 24, 32, 48],
+            drop_path_rate=0.0,
+            num_labels=CLASSES,
+            image_size=64,
         )
     )
 
@@ -21,7 +25,9 @@ def example_batch(batch_size):
 
 
 def sample(generator):
-    return torch.randn(3, 64, 64, generator=generator), torch.randint(0, CLASSES, (), generator=generator)
+    return torch.randn(3, 64, 64, generator=generator), torch.randint(
+        0, CLASSES, (), generator=generator
+    )
 
 
 def dataset():

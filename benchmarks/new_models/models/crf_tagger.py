@@ -1,4 +1,5 @@
-"""An LSTM with a conditional random field of pytorch-crf, the way sequences have been tagged for years; padded.
+"""An LSTM with a conditional random field of pytorch-crf, the way sequences have been tagged for
+years; padded.
 
 The field checks its mask, which decides by values, so the file names the blocks.
 """

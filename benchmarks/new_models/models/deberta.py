@@ -1,4 +1,6 @@
-"""DeBERTa v2: attention to contents and to relative positions; labels of tokens, some of which do not count."""
+"""DeBERTa v2: attention to contents and to relative positions; labels of tokens, some of which do
+not count.
+"""
 
 import torch
 from made_up import Samples, padded_text
@@ -20,7 +22,11 @@ def build_model():
 def example_batch(batch_size):
     tokens = torch.randint(1, WORDS, (batch_size, LENGTH))
     labels = torch.randint(0, CLASSES, (batch_size, LENGTH))
-    return (), {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": labels}, None
+    return (
+        (),
+        {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": labels},
+        None,
+    )
 
 
 def sample(generator):

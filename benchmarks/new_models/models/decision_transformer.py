@@ -1,4 +1,6 @@
-"""The Decision Transformer: returns, states and actions in turn. The loss is over the actions before the end."""
+"""The Decision Transformer: returns, states and actions in turn. The loss is over the actions
+before the end.
+"""
 
 import torch
 from made_up import Samples

@@ -1,4 +1,6 @@
-"""A deep kernel of GPyTorch: a network's features, and a variational Gaussian process over inducing points."""
+"""A deep kernel of GPyTorch: a network's features, and a variational Gaussian process over inducing
+points.
+"""
 
 import gpytorch
 import torch
@@ -16,14 +18,21 @@ class Process(gpytorch.models.ApproximateGP):
         self.covar_module = gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel())
 
     def forward(self, values):
-        return gpytorch.distributions.MultivariateNormal(self.mean_module(values), self.covar_module(values))
+        return gpytorch.distributions.MultivariateNormal(
+            self.mean_module(values), self.covar_module(values)
+        )
 
 
 class DeepKernel(nn.Module):
     def __init__(self):
         super().__init__()
         self.features = nn.Sequential(
-            nn.Linear(FEATURES, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 2), nn.Tanh()
+            nn.Linear(FEATURES, 32),
+            nn.ReLU(),
+            nn.Linear(32, 32),
+            nn.ReLU(),
+            nn.Linear(32, 2),
+            nn.Tanh(),
         )
         self.process = Process(torch.rand(INDUCING, 2) * 2 - 1)
         self.likelihood = gpytorch.likelihoods.GaussianLikelihood()
@@ -36,7 +45,8 @@ class DeepKernel(nn.Module):
 def build_model():
     model = DeepKernel()
     with torch.no_grad():
-        model(torch.randn(4, FEATURES), torch.randn(4))  # its first call draws the variational distribution
+        # its first call draws the variational distribution
+        model(torch.randn(4, FEATURES), torch.randn(4))
     return model
 
 

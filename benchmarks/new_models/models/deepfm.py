@@ -1,4 +1,6 @@
-"""DeepFM of DeepCTR-Torch: all columns in one tensor, and a regularisation loss that the model computes itself."""
+"""DeepFM of DeepCTR-Torch: all columns in one tensor, and a regularisation loss that the model
+computes itself.
+"""
 
 import torch
 from deepctr_torch.inputs import DenseFeat, SparseFeat
@@ -10,7 +12,10 @@ CATEGORIES, NUMBERS, ROWS = 6, 4, 30
 
 
 def build_model():
-    columns = [SparseFeat(f"C{column}", vocabulary_size=ROWS, embedding_dim=8) for column in range(CATEGORIES)]
+    columns = [
+        SparseFeat(f"C{column}", vocabulary_size=ROWS, embedding_dim=8)
+        for column in range(CATEGORIES)
+    ]
     columns += [DenseFeat(f"I{column}", 1) for column in range(NUMBERS)]
     seed = int(torch.randint(0, 1000, ()))
     return DeepFM(columns, columns, dnn_hidden_units=(64, 32, 16), task="binary", seed=seed)

@@ -1,4 +1,6 @@
-"""DeepSeek-V3: latent attention, experts chosen by sigmoids in groups; Muon for matrices, AdamW for the rest."""
+"""DeepSeek-V3: latent attention, experts chosen by sigmoids in groups; Muon for matrices, AdamW for
+the rest.
+"""
 
 import torch
 from made_up import Samples, padded_text
@@ -24,7 +26,11 @@ def build_model():
 
 def example_batch(batch_size):
     tokens = torch.randint(1, WORDS, (batch_size, LENGTH))
-    arguments = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens.clone()}
+    arguments = {
+        "input_ids": tokens,
+        "attention_mask": torch.ones_like(tokens),
+        "labels": tokens.clone(),
+    }
     return (), arguments, None
 
 

@@ -1,4 +1,6 @@
-"""DenseNet for CIFAR of pytorchcv; images are shifted and mirrored by Python's generator whenever they are read."""
+"""DenseNet for CIFAR of pytorchcv; images are shifted and mirrored by Python's generator whenever
+they are read.
+"""
 
 import random
 
@@ -18,7 +20,9 @@ def build_model():
 
 
 class Shifted(Dataset):
-    """Images that are padded, cut at a random place, and mirrored by chance, as everybody does for CIFAR."""
+    """Images that are padded, cut at a random place, and mirrored by chance, as everybody does for
+    CIFAR.
+    """
 
     def __len__(self):
         return 48

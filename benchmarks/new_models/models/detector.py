@@ -1,4 +1,6 @@
-"""DETR of transformers: queries are matched to boxes by the Hungarian algorithm, so the loss decides by values."""
+"""DETR of transformers: queries are matched to boxes by the Hungarian algorithm, so the loss
+decides by values.
+"""
 
 import torch
 from made_up import Samples
@@ -20,7 +22,11 @@ class Detector(nn.Module):
 
 def build_model():
     backbone = ResNetConfig(
-        embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", out_features=["stage2"]
+        embedding_size=8,
+        hidden_sizes=[8, 16],
+        depths=[1, 1],
+        layer_type="basic",
+        out_features=["stage2"],
     )
     return Detector(
         DetrConfig(
@@ -33,7 +39,11 @@ def build_model():
 
 def example_batch(batch_size):
     boxes = torch.rand(batch_size, BOXES, 4) * 0.4 + 0.1
-    return (torch.randn(batch_size, 3, SIZE, SIZE), torch.randint(0, CLASSES, (batch_size, BOXES)), boxes), None
+    return (
+        torch.randn(batch_size, 3, SIZE, SIZE),
+        torch.randint(0, CLASSES, (batch_size, BOXES)),
+        boxes,
+    ), None
 
 
 def sample(generator):

@@ -1,4 +1,6 @@
-"""DiffPool of torch_geometric: graphs are pooled by what the model learns, with two further losses of whole batches."""
+"""DiffPool of torch_geometric: graphs are pooled by what the model learns, with two further losses
+of whole batches.
+"""
 
 import torch
 from made_up import Samples
@@ -42,7 +44,9 @@ def build_model():
 
 def example_batch(batch_size):
     edges = (torch.rand(batch_size, NODES, NODES) < 0.3).float()
-    return (torch.randn(batch_size, NODES, FEATURES), edges), torch.randint(0, CLASSES, (batch_size,))
+    return (torch.randn(batch_size, NODES, FEATURES), edges), torch.randint(
+        0, CLASSES, (batch_size,)
+    )
 
 
 def sample(generator):

@@ -1,4 +1,6 @@
-"""vit-pytorch's wrapper for distillation: a frozen teacher in eval mode, run without gradients; it returns the loss."""
+"""vit-pytorch's wrapper for distillation: a frozen teacher in eval mode, run without gradients; it
+returns the loss.
+"""
 
 from itertools import pairwise
 

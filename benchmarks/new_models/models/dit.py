@@ -18,7 +18,11 @@ def build_model():
 def example_batch(batch_size):
     steps, classes = torch.randint(0, 1000, (batch_size,)), torch.randint(0, CLASSES, (batch_size,))
     latents = torch.randn(batch_size, 4, 8, 8)
-    return (latents,), {"timestep": steps, "class_labels": classes}, torch.randn(batch_size, 4, 8, 8)
+    return (
+        (latents,),
+        {"timestep": steps, "class_labels": classes},
+        torch.randn(batch_size, 4, 8, 8),
+    )
 
 
 def sample(generator):

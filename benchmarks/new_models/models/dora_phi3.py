@@ -1,4 +1,6 @@
-"""Phi-3 with adapters of peft: DoRA, whose directions and lengths train while the model is frozen."""
+"""Phi-3 with adapters of peft: DoRA, whose directions and lengths train while the model is
+frozen.
+"""
 
 import torch
 from made_up import Samples, padded_text
@@ -15,13 +17,19 @@ def build_model():
             num_key_value_heads=2, use_cache=False, pad_token_id=0, resid_pdrop=0.0,
         )
     )  # fmt: skip
-    adapters = LoraConfig(r=4, use_dora=True, target_modules=["qkv_proj", "o_proj"], init_lora_weights="gaussian")
+    adapters = LoraConfig(
+        r=4, use_dora=True, target_modules=["qkv_proj", "o_proj"], init_lora_weights="gaussian"
+    )
     return get_peft_model(model, adapters)
 
 
 def example_batch(batch_size):
     tokens = torch.randint(1, WORDS, (batch_size, LENGTH))
-    return (), {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens.clone()}, None
+    return (
+        (),
+        {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens.clone()},
+        None,
+    )
 
 
 def sample(generator):

@@ -17,7 +17,9 @@ def example_batch(batch_size):
 
 
 def sample(generator):
-    return torch.randn(3, 64, 64, generator=generator), torch.randint(0, CLASSES, (), generator=generator)
+    return torch.randn(3, 64, 64, generator=generator), torch.randint(
+        0, CLASSES, (), generator=generator
+    )
 
 
 def dataset():

@@ -1,4 +1,6 @@
-"""ELECTRA: which words were replaced? NumPy replaces others whenever a text is read. Rates fall layer by layer."""
+"""ELECTRA: which words were replaced? NumPy replaces others whenever a text is read. Rates fall
+layer by layer.
+"""
 
 import re
 
@@ -55,7 +57,11 @@ def depth(name):
 
 def optimizer(named_parameters):
     groups = [
-        {"params": [weight], "lr": 2e-3 * DECAY ** depth(name), "weight_decay": 0.01 * (weight.ndim > 1)}
+        {
+            "params": [weight],
+            "lr": 2e-3 * DECAY ** depth(name),
+            "weight_decay": 0.01 * (weight.ndim > 1),
+        }
         for name, weight in named_parameters
     ]
     return torch.optim.AdamW(groups, eps=1e-6)

@@ -1,4 +1,6 @@
-"""An equivariant network of e3nn over molecules: tensor products of irreducible representations, gated."""
+"""An equivariant network of e3nn over molecules: tensor products of irreducible representations,
+gated.
+"""
 
 import torch
 from e3nn import o3
@@ -33,10 +35,16 @@ class Molecules(nn.Module):
         source, target = ((first + side).flatten() for side in self.pairs)
         flat = positions.flatten(0, 1)
         edges = flat[source] - flat[target]
-        angles = o3.spherical_harmonics(self.harmonics, edges, normalize=True, normalization="component")
-        distances = soft_one_hot_linspace(edges.norm(dim=1), 0.0, 3.0, BASIS, basis="gaussian", cutoff=False)
+        angles = o3.spherical_harmonics(
+            self.harmonics, edges, normalize=True, normalization="component"
+        )
+        distances = soft_one_hot_linspace(
+            edges.norm(dim=1), 0.0, 3.0, BASIS, basis="gaussian", cutoff=False
+        )
         nodes = self.embedding(kinds).flatten(0, 1)
-        nodes = self.passing(nodes, torch.ones_like(nodes[:, :1]), source, target, angles, distances * BASIS**0.5)
+        nodes = self.passing(
+            nodes, torch.ones_like(nodes[:, :1]), source, target, angles, distances * BASIS**0.5
+        )
         return self.head(nodes.view(molecules, ATOMS, -1).mean(1)).squeeze(1)
 
 

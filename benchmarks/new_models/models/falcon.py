@@ -1,4 +1,6 @@
-"""Falcon: linear biases for positions, one key for all heads, attention beside the feed-forward part."""
+"""Falcon: linear biases for positions, one key for all heads, attention beside the feed-forward
+part.
+"""
 
 import torch
 from made_up import Samples, padded_text
@@ -18,7 +20,11 @@ def build_model():
 
 def example_batch(batch_size):
     tokens = torch.randint(1, WORDS, (batch_size, LENGTH))
-    return (), {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens.clone()}, None
+    return (
+        (),
+        {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens.clone()},
+        None,
+    )
 
 
 def sample(generator):

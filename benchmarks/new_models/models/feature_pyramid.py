@@ -1,4 +1,6 @@
-"""A feature pyramid of segmentation_models_pytorch; pixels without label are 255, which the focal loss ignores."""
+"""A feature pyramid of segmentation_models_pytorch; pixels without label are 255, which the focal
+loss ignores.
+"""
 
 import torch
 import without_torchvision  # noqa: F401

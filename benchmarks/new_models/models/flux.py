@@ -1,4 +1,6 @@
-"""Flux's transformer of diffusers: image and text in two streams, then in one; trained by flow matching."""
+"""Flux's transformer of diffusers: image and text in two streams, then in one; trained by flow
+matching.
+"""
 
 import torch
 from diffusers import FluxTransformer2DModel
@@ -16,7 +18,9 @@ class Flow(nn.Module):
             patch_size=1, in_channels=8, num_layers=2, num_single_layers=2, attention_head_dim=16,
             num_attention_heads=2, joint_attention_dim=24, pooled_projection_dim=20, axes_dims_rope=(4, 6, 6),
         )  # fmt: skip
-        self.register_buffer("places", torch.cartesian_prod(torch.zeros(1), torch.arange(4.0), torch.arange(4.0)))
+        self.register_buffer(
+            "places", torch.cartesian_prod(torch.zeros(1), torch.arange(4.0), torch.arange(4.0))
+        )
         self.register_buffer("words", torch.zeros(WORDS, 3))
 
     def forward(self, image, noise, time, text, pooled):

@@ -1,4 +1,6 @@
-"""A Fourier neural operator of neuraloperator: complex weights, and its own relative loss of functions."""
+"""A Fourier neural operator of neuraloperator: complex weights, and its own relative loss of
+functions.
+"""
 
 import torch
 from made_up import Samples
@@ -22,7 +24,8 @@ def sample(generator):
 
 
 def dataset():
-    return Samples(sample, 48)  # the loss pins the size of a microbatch, so that the last must not be smaller
+    # the loss pins the size of a microbatch, so that the last must not be smaller
+    return Samples(sample, 48)
 
 
 def loss(output, target):

@@ -1,4 +1,6 @@
-"""FT-Transformer of rtdl: a word for each column of a table; groups without decay are chosen by names."""
+"""FT-Transformer of rtdl: a word for each column of a table; groups without decay are chosen by
+names.
+"""
 
 import torch
 from made_up import Samples

@@ -1,4 +1,6 @@
-"""A network over graphs that adds up messages along edges with scatter; graphs have as many nodes, but other edges."""
+"""A network over graphs that adds up messages along edges with scatter; graphs have as many nodes,
+but other edges.
+"""
 
 import torch
 from made_up import Samples
@@ -11,11 +13,16 @@ NODES, EDGES, FEATURES = 12, 30, 16
 class Layer(nn.Module):
     def __init__(self, features):
         super().__init__()
-        self.message, self.update = nn.Linear(2 * features, features), nn.GRUCell(features, features)
+        self.message, self.update = (
+            nn.Linear(2 * features, features),
+            nn.GRUCell(features, features),
+        )
 
     def forward(self, nodes, edges):
         source, target = (edges[:, side, :, None].expand(-1, -1, nodes.shape[2]) for side in (0, 1))
-        messages = self.message(torch.cat([nodes.gather(1, source), nodes.gather(1, target)], 2)).relu()
+        messages = self.message(
+            torch.cat([nodes.gather(1, source), nodes.gather(1, target)], 2)
+        ).relu()
         received = torch.zeros_like(nodes).scatter_add(1, target, messages)
         return self.update(received.flatten(0, 1), nodes.flatten(0, 1)).view_as(nodes)
 
@@ -40,7 +47,9 @@ def build_model():
 
 def example_batch(batch_size):
     edges = torch.randint(0, NODES, (batch_size, 2, EDGES))
-    return (torch.randn(batch_size, NODES, FEATURES), edges), torch.randint(0, 2, (batch_size,)).float()
+    return (torch.randn(batch_size, NODES, FEATURES), edges), torch.randint(
+        0, 2, (batch_size,)
+    ).float()
 
 
 def sample(generator):

@@ -1,4 +1,6 @@
-"""A GraphGPS transformer of PyTorch Geometric: local messages beside attention over all nodes; it has blocks."""
+"""A GraphGPS transformer of PyTorch Geometric: local messages beside attention over all nodes; it
+has blocks.
+"""
 
 import torch
 from made_up import Samples
@@ -21,21 +23,30 @@ class Inputs(nn.Module):
 class Layer(nn.Module):
     def __init__(self, channels):
         super().__init__()
-        local = nn.Sequential(nn.Linear(channels, channels), nn.ReLU(), nn.Linear(channels, channels))
+        local = nn.Sequential(
+            nn.Linear(channels, channels), nn.ReLU(), nn.Linear(channels, channels)
+        )
         self.conv = GPSConv(channels, GINEConv(local), heads=4, norm="layer_norm")
 
     def forward(self, state):
         nodes, edges, bonds = state
         graphs = torch.arange(nodes.shape[0], device=nodes.device)
         flat = (edges + NODES * graphs[:, None, None]).transpose(0, 1).flatten(1)
-        updated = self.conv(nodes.flatten(0, 1), flat, graphs.repeat_interleave(NODES), edge_attr=bonds.flatten(0, 1))
+        updated = self.conv(
+            nodes.flatten(0, 1),
+            flat,
+            graphs.repeat_interleave(NODES),
+            edge_attr=bonds.flatten(0, 1),
+        )
         return updated.view_as(nodes), edges, bonds
 
 
 class Head(nn.Module):
     def __init__(self, channels):
         super().__init__()
-        self.mlp = nn.Sequential(nn.Linear(channels, channels), nn.ReLU(), nn.Linear(channels, CLASSES))
+        self.mlp = nn.Sequential(
+            nn.Linear(channels, channels), nn.ReLU(), nn.Linear(channels, CLASSES)
+        )
 
     def forward(self, state):
         return self.mlp(state[0].sum(1))
@@ -64,7 +75,10 @@ def blocks(model):
 
 def example_batch(batch_size):
     edges = torch.randint(0, NODES, (batch_size, 2, EDGES))
-    kinds, bonds = torch.randint(0, KINDS, (batch_size, NODES)), torch.randint(0, 4, (batch_size, EDGES))
+    kinds, bonds = (
+        torch.randint(0, KINDS, (batch_size, NODES)),
+        torch.randint(0, 4, (batch_size, EDGES)),
+    )
     return (kinds, edges, bonds), torch.randint(0, CLASSES, (batch_size,))
 
 

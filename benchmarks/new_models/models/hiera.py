@@ -1,4 +1,6 @@
-"""Hiera of timm, fine-tuned: rates fall by layer, as timm's groups have it; Lion, and OneCycleLR per group."""
+"""Hiera of timm, fine-tuned: rates fall by layer, as timm's groups have it; Lion, and OneCycleLR
+per group.
+"""
 
 import torch
 import without_torchvision  # noqa: F401
@@ -46,7 +48,10 @@ def rate(name):
 def optimizer(named_parameters):
     pairs = list(named_parameters)
     rates = sorted({rate(name) for name, _ in pairs})
-    groups = [{"params": [weight for name, weight in pairs if rate(name) == each], "lr": each} for each in rates]
+    groups = [
+        {"params": [weight for name, weight in pairs if rate(name) == each], "lr": each}
+        for each in rates
+    ]
     return Lion(groups, weight_decay=0.1)
 
 

@@ -16,12 +16,18 @@ def build_model():
         )
     )  # fmt: skip
     targets = ["k_proj", "v_proj", "fc2"]
-    return get_peft_model(model, IA3Config(task_type="CAUSAL_LM", target_modules=targets, feedforward_modules=["fc2"]))
+    return get_peft_model(
+        model, IA3Config(task_type="CAUSAL_LM", target_modules=targets, feedforward_modules=["fc2"])
+    )
 
 
 def example_batch(batch_size):
     tokens = torch.randint(1, WORDS, (batch_size, LENGTH))
-    return (), {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens.clone()}, None
+    return (
+        (),
+        {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens.clone()},
+        None,
+    )
 
 
 def sample(generator):

@@ -1,4 +1,6 @@
-"""iTransformer: attention between variates of a series, hyper-connections, and its loss for two horizons inside."""
+"""iTransformer: attention between variates of a series, hyper-connections, and its loss for two
+horizons inside.
+"""
 
 import torch
 from iTransformer import iTransformer
@@ -25,7 +27,9 @@ def build_model():
 
 
 def example_batch(batch_size):
-    return torch.randn(batch_size, PAST, VARIATES), tuple(torch.randn(batch_size, h, VARIATES) for h in HORIZONS)
+    return torch.randn(batch_size, PAST, VARIATES), tuple(
+        torch.randn(batch_size, h, VARIATES) for h in HORIZONS
+    )
 
 
 def sample(generator):
@@ -38,7 +42,9 @@ def dataset():
 
 
 def loss(output, target):
-    return sum((output[h] - future).square().mean() for h, future in zip(HORIZONS, target, strict=True))
+    return sum(
+        (output[h] - future).square().mean() for h, future in zip(HORIZONS, target, strict=True)
+    )
 
 
 def optimizer(parameters):

@@ -7,7 +7,9 @@ from torch.nn.functional import mse_loss
 
 
 def build_model():
-    return KAN(width=[4, 6, 6, 1], grid=5, k=3, seed=int(torch.randint(0, 1000, ())), auto_save=False)
+    return KAN(
+        width=[4, 6, 6, 1], grid=5, k=3, seed=int(torch.randint(0, 1000, ())), auto_save=False
+    )
 
 
 def example_batch(batch_size):

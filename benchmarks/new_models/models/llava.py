@@ -1,4 +1,6 @@
-"""LLaVA: a frozen tower of vision in eval mode, whose patches take the places of words; answers alone have labels."""
+"""LLaVA: a frozen tower of vision in eval mode, whose patches take the places of words; answers
+alone have labels.
+"""
 
 import torch
 from made_up import IGNORED, Samples
@@ -17,7 +19,9 @@ def build_model():
         vocab_size=WORDS, hidden_size=48, intermediate_size=96, num_hidden_layers=3,
         num_attention_heads=4, num_key_value_heads=4, use_cache=False,
     )  # fmt: skip
-    model = LlavaForConditionalGeneration(LlavaConfig(vision_config=vision, text_config=text, image_token_id=IMAGE))
+    model = LlavaForConditionalGeneration(
+        LlavaConfig(vision_config=vision, text_config=text, image_token_id=IMAGE)
+    )
     tower = model.model.vision_tower
     tower.requires_grad_(False)
     tower.eval()
@@ -27,7 +31,9 @@ def build_model():
 def arguments(words, images):
     """Put the image before the text, whose second half is the answer."""
     places = torch.full((*words.shape[:-1], PATCHES), IMAGE)
-    answers = torch.cat([torch.full_like(words[..., : TEXT // 2], IGNORED), words[..., TEXT // 2 :]], -1)
+    answers = torch.cat(
+        [torch.full_like(words[..., : TEXT // 2], IGNORED), words[..., TEXT // 2 :]], -1
+    )
     labels = torch.cat([torch.full_like(places, IGNORED), answers], -1)
     labels = labels.where(labels != 0, IGNORED)
     return {"input_ids": torch.cat([places, words], -1), "pixel_values": images, "labels": labels}

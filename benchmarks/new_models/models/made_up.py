@@ -26,8 +26,12 @@ class Samples(Dataset[Any]):
         return self._sample(torch.Generator().manual_seed(index))
 
 
-def padded_text(generator: torch.Generator, vocabulary: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return tokens, their mask and their labels; the text is a quarter to all of `length` tokens long."""
+def padded_text(
+    generator: torch.Generator, vocabulary: int, length: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return tokens, their mask and their labels; the text is a quarter to all of `length` tokens
+    long.
+    """
     tokens = torch.randint(1, vocabulary, (length,), generator=generator)
     used = int(torch.randint(length // 4, length + 1, (), generator=generator))
     mask = torch.arange(length) < used

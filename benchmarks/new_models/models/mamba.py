@@ -1,4 +1,6 @@
-"""Mamba: a state space whose scan is a loop over the sequence; weights of embedding and head are tied."""
+"""Mamba: a state space whose scan is a loop over the sequence; weights of embedding and head are
+tied.
+"""
 
 import torch
 from made_up import Samples, padded_text
@@ -9,7 +11,9 @@ WORDS, LENGTH = 128, 12
 
 def build_model():
     return MambaForCausalLM(
-        MambaConfig(vocab_size=WORDS, hidden_size=32, state_size=4, num_hidden_layers=4, use_cache=False)
+        MambaConfig(
+            vocab_size=WORDS, hidden_size=32, state_size=4, num_hidden_layers=4, use_cache=False
+        )
     )
 
 

@@ -1,4 +1,6 @@
-"""MaxViT of vit-pytorch: convolutions with squeeze and excitation, attention in blocks and over a grid."""
+"""MaxViT of vit-pytorch: convolutions with squeeze and excitation, attention in blocks and over a
+grid.
+"""
 
 import torch
 from made_up import Samples
@@ -20,7 +22,9 @@ def example_batch(batch_size):
 
 
 def sample(generator):
-    return torch.randn(3, 32, 32, generator=generator), torch.randint(0, CLASSES, (), generator=generator)
+    return torch.randn(3, 32, 32, generator=generator), torch.randint(
+        0, CLASSES, (), generator=generator
+    )
 
 
 def dataset():

@@ -1,4 +1,6 @@
-"""A decoder of x-transformers with memory tokens, learned positions, gated feedforwards and normalised queries."""
+"""A decoder of x-transformers with memory tokens, learned positions, gated feedforwards and
+normalised queries.
+"""
 
 import torch
 from made_up import Samples

@@ -1,4 +1,6 @@
-"""Embeddings of pictures by the triplet loss of pytorch-metric-learning, over all triplets of a minibatch."""
+"""Embeddings of pictures by the triplet loss of pytorch-metric-learning, over all triplets of a
+minibatch.
+"""
 
 import torch
 from made_up import Samples
@@ -20,7 +22,9 @@ def example_batch(batch_size):
 
 
 def sample(generator):
-    return torch.randn(1, 28, 28, generator=generator), torch.randint(0, CLASSES, (), generator=generator)
+    return torch.randn(1, 28, 28, generator=generator), torch.randint(
+        0, CLASSES, (), generator=generator
+    )
 
 
 def dataset():

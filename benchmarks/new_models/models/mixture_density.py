@@ -40,7 +40,9 @@ def dataset():
 def loss(output, target):
     weights, places, scales = output
     parts = StudentT(4.0, places, nn.functional.softplus(scales) + 1e-3, validate_args=False)
-    mixture = MixtureSameFamily(Categorical(logits=weights, validate_args=False), parts, validate_args=False)
+    mixture = MixtureSameFamily(
+        Categorical(logits=weights, validate_args=False), parts, validate_args=False
+    )
     return -mixture.log_prob(target).mean()
 
 

@@ -1,4 +1,6 @@
-"""ModernBERT: windows and whole attention in turn; StableAdamW, and the schedule that stays before it falls."""
+"""ModernBERT: windows and whole attention in turn; StableAdamW, and the schedule that stays before
+it falls.
+"""
 
 import torch
 from made_up import IGNORED, Samples, padded_text
@@ -32,7 +34,11 @@ def sample(generator):
     masked = torch.rand(LENGTH, generator=generator) < 0.3
     masked[0] = True
     inputs = tokens.where(~masked | (mask == 0), MASK)
-    arguments = {"input_ids": inputs, "attention_mask": mask, "labels": labels.where(masked, IGNORED)}
+    arguments = {
+        "input_ids": inputs,
+        "attention_mask": mask,
+        "labels": labels.where(masked, IGNORED),
+    }
     return (), arguments, None
 
 

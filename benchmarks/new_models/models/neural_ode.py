@@ -1,4 +1,6 @@
-"""A neural ODE of torchdiffeq between a convolutional stem and a classifier, with adaptive steps, so it has blocks."""
+"""A neural ODE of torchdiffeq between a convolutional stem and a classifier, with adaptive steps,
+so it has blocks.
+"""
 
 import torch
 from made_up import Samples
@@ -12,8 +14,14 @@ CLASSES = 10
 class Derivative(nn.Module):
     def __init__(self, channels):
         super().__init__()
-        self.norm1, self.conv1 = nn.GroupNorm(4, channels), nn.Conv2d(channels + 1, channels, 3, padding=1)
-        self.norm2, self.conv2 = nn.GroupNorm(4, channels), nn.Conv2d(channels + 1, channels, 3, padding=1)
+        self.norm1, self.conv1 = (
+            nn.GroupNorm(4, channels),
+            nn.Conv2d(channels + 1, channels, 3, padding=1),
+        )
+        self.norm2, self.conv2 = (
+            nn.GroupNorm(4, channels),
+            nn.Conv2d(channels + 1, channels, 3, padding=1),
+        )
 
     def forward(self, time, values):
         times = torch.ones_like(values[:, :1]) * time
@@ -52,7 +60,9 @@ def example_batch(batch_size):
 
 
 def sample(generator):
-    return torch.randn(3, 16, 16, generator=generator), torch.randint(0, CLASSES, (), generator=generator)
+    return torch.randn(3, 16, 16, generator=generator), torch.randint(
+        0, CLASSES, (), generator=generator
+    )
 
 
 def dataset():

@@ -1,4 +1,6 @@
-"""Super-resolution with a frozen network of LPIPS as the loss: weights that the optimizer must not move."""
+"""Super-resolution with a frozen network of LPIPS as the loss: weights that the optimizer must not
+move.
+"""
 
 import lpips
 import torch

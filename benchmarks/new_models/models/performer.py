@@ -1,4 +1,6 @@
-"""A Performer: linear attention by random features, which are not drawn anew, and rotary positions."""
+"""A Performer: linear attention by random features, which are not drawn anew, and rotary
+positions.
+"""
 
 import torch
 from made_up import Samples
@@ -18,7 +20,9 @@ def build_model():
 
 
 def example_batch(batch_size):
-    return torch.randint(0, WORDS, (batch_size, LENGTH)), torch.randint(0, WORDS, (batch_size, LENGTH))
+    return torch.randint(0, WORDS, (batch_size, LENGTH)), torch.randint(
+        0, WORDS, (batch_size, LENGTH)
+    )
 
 
 def sample(generator):
@@ -29,7 +33,8 @@ def sample(generator):
 
 
 def dataset():
-    return Samples(sample, 48)  # captured for microbatches of four, so that the last must not be smaller
+    # captured for microbatches of four, so that the last must not be smaller
+    return Samples(sample, 48)
 
 
 def loss(output, target):

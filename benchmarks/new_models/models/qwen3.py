@@ -18,7 +18,11 @@ def build_model():
 
 def example_batch(batch_size):
     tokens = torch.randint(1, WORDS, (batch_size, LENGTH))
-    return (), {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens.clone()}, None
+    return (
+        (),
+        {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens.clone()},
+        None,
+    )
 
 
 def sample(generator):

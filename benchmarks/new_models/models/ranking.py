@@ -1,4 +1,6 @@
-"""A recommender: bags of ids of different lengths, products of all pairs of features, and a weight for each sample."""
+"""A recommender: bags of ids of different lengths, products of all pairs of features, and a weight
+for each sample.
+"""
 
 import torch
 from made_up import Samples
@@ -14,7 +16,9 @@ class Ranking(nn.Module):
         self.tables = nn.ModuleList(nn.Embedding(ROWS, 16, padding_idx=0) for _ in range(TABLES))
         self.dense = nn.Sequential(nn.Linear(8, 32), nn.SiLU(), nn.Linear(32, 16))
         pairs = (TABLES + 1) * TABLES // 2
-        self.top = nn.Sequential(nn.Linear(16 + pairs, 64), nn.SiLU(), nn.Linear(64, 32), nn.SiLU(), nn.Linear(32, 1))
+        self.top = nn.Sequential(
+            nn.Linear(16 + pairs, 64), nn.SiLU(), nn.Linear(64, 32), nn.SiLU(), nn.Linear(32, 1)
+        )
 
     def forward(self, dense, bags):
         features = [self.dense(dense)]
@@ -32,7 +36,10 @@ def build_model():
 
 def example_batch(batch_size):
     bags = torch.randint(1, ROWS, (batch_size, TABLES, BAG))
-    return (torch.randn(batch_size, 8), bags), (torch.rand(batch_size).round(), torch.rand(batch_size) + 0.5)
+    return (torch.randn(batch_size, 8), bags), (
+        torch.rand(batch_size).round(),
+        torch.rand(batch_size) + 0.5,
+    )
 
 
 def sample(generator):

@@ -1,4 +1,6 @@
-"""RealNVP of normflows: affine couplings and ActNorm; the loss is the mean negative log-likelihood."""
+"""RealNVP of normflows: affine couplings and ActNorm; the loss is the mean negative
+log-likelihood.
+"""
 
 import normflows as nf
 import torch
@@ -14,7 +16,9 @@ class Likelihood(nn.Module):
         mask = torch.tensor([1.0, 0.0] * (FEATURES // 2))
         flows = []
         for layer in range(4):
-            scale, shift = (nf.nets.MLP([FEATURES, 32, 32, FEATURES], init_zeros=True) for _ in range(2))
+            scale, shift = (
+                nf.nets.MLP([FEATURES, 32, 32, FEATURES], init_zeros=True) for _ in range(2)
+            )
             flows += [nf.flows.MaskedAffineFlow(mask if layer % 2 else 1 - mask, shift, scale)]
             flows += [nf.flows.ActNorm(FEATURES)]
         self.flow = nf.NormalizingFlow(nf.distributions.DiagGaussian(FEATURES), flows)
@@ -26,7 +30,8 @@ class Likelihood(nn.Module):
 def build_model():
     model = Likelihood()
     with torch.no_grad():
-        model(torch.randn(64, FEATURES).cumsum(1))  # ActNorm sets its weights by the first batch it sees
+        # ActNorm sets its weights by the first batch it sees
+        model(torch.randn(64, FEATURES).cumsum(1))
     return model
 
 

@@ -1,4 +1,6 @@
-"""Reformer: hashed attention, and reversible layers that recompute their inputs in a function of their own."""
+"""Reformer: hashed attention, and reversible layers that recompute their inputs in a function of
+their own.
+"""
 
 import torch
 from made_up import Samples

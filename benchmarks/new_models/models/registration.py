@@ -1,4 +1,6 @@
-"""Kornia: a network finds the homography that lays one picture over another; warped and compared by SSIM."""
+"""Kornia: a network finds the homography that lays one picture over another; warped and compared by
+SSIM.
+"""
 
 import torch
 from kornia.geometry.transform import warp_perspective
@@ -14,7 +16,11 @@ class Registration(nn.Module):
     def __init__(self):
         super().__init__()
         self.features = nn.Sequential(
-            nn.Conv2d(2, 8, 5, 2), nn.InstanceNorm2d(8, affine=True), nn.ReLU(), nn.Conv2d(8, 16, 5, 2), nn.ReLU()
+            nn.Conv2d(2, 8, 5, 2),
+            nn.InstanceNorm2d(8, affine=True),
+            nn.ReLU(),
+            nn.Conv2d(8, 16, 5, 2),
+            nn.ReLU(),
         )
         self.head = nn.Sequential(nn.Flatten(), nn.Linear(144, 32), nn.ReLU(), nn.Linear(32, 8))
         nn.init.normal_(self.head[-1].weight, std=1e-3)

@@ -1,4 +1,5 @@
-"""Residual vector quantization: codebooks are running means of what they encode, changed in every forward.
+"""Residual vector quantization: codebooks are running means of what they encode, changed in every
+forward.
 
 A codebook asks whether it was begun, which decides by a value, so the file names the blocks.
 """

@@ -1,4 +1,6 @@
-"""RoBERTa: other words are masked whenever a text is read, by `collate`, as transformers' collator does."""
+"""RoBERTa: other words are masked whenever a text is read, by `collate`, as transformers' collator
+does.
+"""
 
 import torch
 from made_up import IGNORED, Samples, padded_text
@@ -29,7 +31,11 @@ def masked(tokens):
     hidden = chosen & (torch.rand(tokens.shape) < 0.8)
     other = chosen & ~hidden & (torch.rand(tokens.shape) < 0.5)
     inputs = tokens.where(~hidden, MASK).where(~other, torch.randint(1, MASK, tokens.shape))
-    arguments = {"input_ids": inputs, "attention_mask": (tokens != PADDING).long(), "labels": labels}
+    arguments = {
+        "input_ids": inputs,
+        "attention_mask": (tokens != PADDING).long(),
+        "labels": labels,
+    }
     return (), arguments, None
 
 

@@ -1,4 +1,6 @@
-"""Schedules and groups of parameters that several recipes share, as their papers and scripts have them."""
+"""Schedules and groups of parameters that several recipes share, as their papers and scripts have
+them.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ def by_factor(optimizer: Optimizer, factor: Callable[[int], float]) -> LambdaLR:
     return LambdaLR(optimizer, factor)
 
 
-def matrices_decay(named_parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:
+def matrices_decay(
+    named_parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float
+) -> list[dict[str, Any]]:
     """Return two groups: weights that decay, and biases, norms and scales, which do not."""
     pairs = list(named_parameters)
     decayed = [weight for _, weight in pairs if weight.ndim > 1]

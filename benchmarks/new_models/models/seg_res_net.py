@@ -1,4 +1,6 @@
-"""SegResNet of MONAI: slices are mirrored and made noisy by MONAI's transforms, seeded by torch's generator."""
+"""SegResNet of MONAI: slices are mirrored and made noisy by MONAI's transforms, seeded by torch's
+generator.
+"""
 
 import torch
 from made_up import Samples
@@ -39,7 +41,8 @@ class Augmented(Dataset):
         return len(self._slices)
 
     def __getitem__(self, index):
-        # MONAI's transforms have a generator of their own, which a process that reads other items moves otherwise.
+        # MONAI's transforms have a generator of their own, which a process that reads other items
+        # moves otherwise.
         self._augment.set_random_state(seed=int(torch.randint(2**31, ())))
         found = self._augment(self._slices[index])
         image, label = (torch.as_tensor(found[key]) for key in ("image", "label"))

@@ -1,4 +1,6 @@
-"""SegFormer: a class for each pixel, and pixels that do not count; its decoder normalises over the batch."""
+"""SegFormer: a class for each pixel, and pixels that do not count; its decoder normalises over the
+batch.
+"""
 
 import torch
 from made_up import Samples

@@ -1,4 +1,6 @@
-"""A sentence transformer: two sentences through one network, compared with the mean of their words; padded."""
+"""A sentence transformer: two sentences through one network, compared with the mean of their words;
+padded.
+"""
 
 import torch
 from made_up import Samples, padded_text

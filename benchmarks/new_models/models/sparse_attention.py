@@ -1,4 +1,6 @@
-"""Attention by entmax, which gives most keys exactly nothing, and entmax's loss of the same family."""
+"""Attention by entmax, which gives most keys exactly nothing, and entmax's loss of the same
+family.
+"""
 
 import torch
 from entmax import Entmax15Loss, entmax15

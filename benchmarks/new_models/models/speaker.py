@@ -1,4 +1,6 @@
-"""ECAPA-TDNN of speechbrain: who speaks? Angles between speakers have a margin; the rate goes up and down."""
+"""ECAPA-TDNN of speechbrain: who speaks? Angles between speakers have a margin; the rate goes up
+and down.
+"""
 
 import torch
 import without_torchvision  # noqa: F401

@@ -16,10 +16,17 @@ class Spiking(nn.Module):
         gradient = surrogate.fast_sigmoid(slope=25)
         self.conv1, self.lif1 = nn.Conv2d(1, 8, 5), snn.Leaky(beta=0.9, spike_grad=gradient)
         self.conv2, self.lif2 = nn.Conv2d(8, 16, 5), snn.Leaky(beta=0.9, spike_grad=gradient)
-        self.fc, self.lif3 = nn.Linear(16 * 4 * 4, CLASSES), snn.Leaky(beta=0.9, spike_grad=gradient)
+        self.fc, self.lif3 = (
+            nn.Linear(16 * 4 * 4, CLASSES),
+            snn.Leaky(beta=0.9, spike_grad=gradient),
+        )
 
     def forward(self, images):
-        memory1, memory2, memory3 = self.lif1.init_leaky(), self.lif2.init_leaky(), self.lif3.init_leaky()
+        memory1, memory2, memory3 = (
+            self.lif1.init_leaky(),
+            self.lif2.init_leaky(),
+            self.lif3.init_leaky(),
+        )
         membranes = []
         for _ in range(STEPS):
             spikes, memory1 = self.lif1(torch.max_pool2d(self.conv1(images), 2), memory1)
@@ -38,12 +45,22 @@ class Layer(nn.Module):
 
     def __init__(self, layer, neurons, *, pooled, first=False, last=False):
         super().__init__()
-        self.layer, self.neurons, self.pooled, self.first, self.last = layer, neurons, pooled, first, last
+        self.layer, self.neurons, self.pooled, self.first, self.last = (
+            layer,
+            neurons,
+            pooled,
+            first,
+            last,
+        )
 
     def forward(self, values):
         memory, returned = self.neurons.init_leaky(), []
         for each in [values] * STEPS if self.first else values.unbind(1):
-            current = torch.max_pool2d(self.layer(each), 2) if self.pooled else self.layer(each.flatten(1))
+            current = (
+                torch.max_pool2d(self.layer(each), 2)
+                if self.pooled
+                else self.layer(each.flatten(1))
+            )
             spikes, memory = self.neurons(current, memory)
             returned.append(memory if self.last else spikes)
         return torch.stack(returned, 1)
@@ -62,7 +79,9 @@ def example_batch(batch_size):
 
 
 def sample(generator):
-    return torch.rand(1, 28, 28, generator=generator), torch.randint(0, CLASSES, (), generator=generator)
+    return torch.rand(1, 28, 28, generator=generator), torch.randint(
+        0, CLASSES, (), generator=generator
+    )
 
 
 def dataset():

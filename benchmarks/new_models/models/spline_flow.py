@@ -1,4 +1,6 @@
-"""A neural spline flow of nflows: rational quadratic splines whose bins are searched, and random permutations."""
+"""A neural spline flow of nflows: rational quadratic splines whose bins are searched, and random
+permutations.
+"""
 
 import torch
 from made_up import Samples
@@ -20,7 +22,11 @@ class Likelihood(nn.Module):
             layers.append(ReversePermutation(features=FEATURES))
             layers.append(
                 MaskedPiecewiseRationalQuadraticAutoregressiveTransform(
-                    features=FEATURES, hidden_features=32, num_bins=6, tails="linear", tail_bound=3.0
+                    features=FEATURES,
+                    hidden_features=32,
+                    num_bins=6,
+                    tails="linear",
+                    tail_bound=3.0,
                 )
             )
         self.flow = Flow(CompositeTransform(layers), StandardNormal([FEATURES]))
@@ -56,7 +62,10 @@ class Base(nn.Module):
 
 def blocks(model):
     transforms = model.flow._transform._transforms
-    return [*(Step(each, first=index == 0) for index, each in enumerate(transforms)), Base(model.flow)]
+    return [
+        *(Step(each, first=index == 0) for index, each in enumerate(transforms)),
+        Base(model.flow),
+    ]
 
 
 def example_batch(batch_size):

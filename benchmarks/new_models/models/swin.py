@@ -22,7 +22,9 @@ def example_batch(batch_size):
 
 
 def sample(generator):
-    return torch.randn(3, 32, 32, generator=generator), torch.randint(0, CLASSES, (), generator=generator)
+    return torch.randn(3, 32, 32, generator=generator), torch.randint(
+        0, CLASSES, (), generator=generator
+    )
 
 
 def dataset():

@@ -1,4 +1,6 @@
-"""TabM: an ensemble within one network, whose members share weights; the loss is the mean of the members'."""
+"""TabM: an ensemble within one network, whose members share weights; the loss is the mean of the
+members'.
+"""
 
 import torch
 from made_up import Samples

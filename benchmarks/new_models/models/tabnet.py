@@ -1,4 +1,6 @@
-"""TabNet: sequential attention over columns by sparsemax, ghost BatchNorm, and a penalty for dense masks."""
+"""TabNet: sequential attention over columns by sparsemax, ghost BatchNorm, and a penalty for dense
+masks.
+"""
 
 import torch
 from made_up import Samples
@@ -27,7 +29,10 @@ def example_batch(batch_size):
 
 def sample(generator):
     row = torch.randn(COLUMNS, generator=generator)
-    row[0], row[3] = torch.randint(0, 5, (), generator=generator), torch.randint(0, 7, (), generator=generator)
+    row[0], row[3] = (
+        torch.randint(0, 5, (), generator=generator),
+        torch.randint(0, 7, (), generator=generator),
+    )
     return row, torch.randint(0, CLASSES, (), generator=generator)
 
 

@@ -1,4 +1,6 @@
-"""An encoder and a decoder of x-transformers, which return their loss; both languages are padded."""
+"""An encoder and a decoder of x-transformers, which return their loss; both languages are
+padded.
+"""
 
 import torch
 from made_up import IGNORED, Samples, padded_text

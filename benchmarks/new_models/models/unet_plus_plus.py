@@ -17,7 +17,9 @@ def example_batch(batch_size):
 
 
 def sample(generator):
-    return torch.randn(1, 32, 32, generator=generator), torch.rand(1, 32, 32, generator=generator).round()
+    return torch.randn(1, 32, 32, generator=generator), torch.rand(
+        1, 32, 32, generator=generator
+    ).round()
 
 
 def dataset():

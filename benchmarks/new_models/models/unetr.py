@@ -1,4 +1,6 @@
-"""UNETR of MONAI: a transformer over patches of a volume feeds a convolutional decoder; Dice and cross entropy."""
+"""UNETR of MONAI: a transformer over patches of a volume feeds a convolutional decoder; Dice and
+cross entropy.
+"""
 
 import torch
 from made_up import Samples
@@ -16,7 +18,9 @@ def build_model():
 
 
 def example_batch(batch_size):
-    return torch.randn(batch_size, 1, SIZE, SIZE), torch.randint(0, CLASSES, (batch_size, 1, SIZE, SIZE))
+    return torch.randn(batch_size, 1, SIZE, SIZE), torch.randint(
+        0, CLASSES, (batch_size, 1, SIZE, SIZE)
+    )
 
 
 def sample(generator):

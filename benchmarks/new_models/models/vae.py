@@ -1,4 +1,6 @@
-"""Stable Diffusion's autoencoder of diffusers: it draws its latents, so the noise is part of the data here."""
+"""Stable Diffusion's autoencoder of diffusers: it draws its latents, so the noise is part of the
+data here.
+"""
 
 import torch
 from diffusers import AutoencoderKL

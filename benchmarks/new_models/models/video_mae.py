@@ -1,4 +1,5 @@
-"""VideoMAE: nine tenths of a film's patches are hidden, the same number in every film, and are reconstructed.
+"""VideoMAE: nine tenths of a film's patches are hidden, the same number in every film, and are
+reconstructed.
 
 The model indexes by the mask, so sizes depend on values, and the file names the blocks.
 """

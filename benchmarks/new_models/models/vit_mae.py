@@ -1,4 +1,6 @@
-"""ViT-MAE: patches are left out by noise, which is part of the data here; the loss is a mean over left-out patches."""
+"""ViT-MAE: patches are left out by noise, which is part of the data here; the loss is a mean over
+left-out patches.
+"""
 
 import torch
 from made_up import Samples
@@ -18,11 +20,21 @@ def build_model():
 
 
 def example_batch(batch_size):
-    return (), {"pixel_values": torch.randn(batch_size, 3, 32, 32), "noise": torch.rand(batch_size, PATCHES)}, None
+    return (
+        (),
+        {
+            "pixel_values": torch.randn(batch_size, 3, 32, 32),
+            "noise": torch.rand(batch_size, PATCHES),
+        },
+        None,
+    )
 
 
 def sample(generator):
-    image, noise = torch.randn(3, 32, 32, generator=generator), torch.rand(PATCHES, generator=generator)
+    image, noise = (
+        torch.randn(3, 32, 32, generator=generator),
+        torch.rand(PATCHES, generator=generator),
+    )
     return (), {"pixel_values": image, "noise": noise}, None
 
 

@@ -1,4 +1,6 @@
-"""VQ-VAE: the nearest of some vectors stands for what the encoder gives, and gradients pass it straight through."""
+"""VQ-VAE: the nearest of some vectors stands for what the encoder gives, and gradients pass it
+straight through.
+"""
 
 import torch
 from made_up import Samples
@@ -10,7 +12,11 @@ class Quantised(nn.Module):
     def __init__(self):
         super().__init__()
         self.encoder = nn.Sequential(
-            nn.Conv2d(3, 24, 4, 2, 1), nn.ReLU(), nn.Conv2d(24, 32, 4, 2, 1), nn.ReLU(), nn.Conv2d(32, 16, 1)
+            nn.Conv2d(3, 24, 4, 2, 1),
+            nn.ReLU(),
+            nn.Conv2d(24, 32, 4, 2, 1),
+            nn.ReLU(),
+            nn.Conv2d(32, 16, 1),
         )
         self.codes = nn.Embedding(32, 16)
         self.decoder = nn.Sequential(
@@ -20,7 +26,9 @@ class Quantised(nn.Module):
 
     def forward(self, images):
         encoded = self.encoder(images).permute(0, 2, 3, 1)
-        code = self.codes(torch.cdist(encoded.flatten(0, 2), self.codes.weight).argmin(1)).view_as(encoded)
+        code = self.codes(torch.cdist(encoded.flatten(0, 2), self.codes.weight).argmin(1)).view_as(
+            encoded
+        )
         kept = mse_loss(code, encoded.detach()) + 0.25 * mse_loss(encoded, code.detach())
         passed = encoded + (code - encoded).detach()
         return self.decoder(passed.permute(0, 3, 1, 2)), kept

@@ -1,4 +1,6 @@
-"""wav2vec 2.0 for speech recognition. CTC's loss looks at the lengths' values, so the file names the blocks."""
+"""wav2vec 2.0 for speech recognition. CTC's loss looks at the lengths' values, so the file names
+the blocks.
+"""
 
 import torch
 from made_up import Samples
@@ -25,7 +27,11 @@ class Front(nn.Module):
 
     def __init__(self, model):
         super().__init__()
-        self.features, self.projection, self.encoder = model.feature_extractor, model.feature_projection, model.encoder
+        self.features, self.projection, self.encoder = (
+            model.feature_extractor,
+            model.feature_projection,
+            model.encoder,
+        )
 
     def forward(self, sound):
         hidden, _ = self.projection(self.features(sound).transpose(1, 2))

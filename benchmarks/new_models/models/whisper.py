@@ -1,4 +1,6 @@
-"""Whisper: an encoder of spectrograms, a decoder of text; labels are shifted by the model and padded with -100."""
+"""Whisper: an encoder of spectrograms, a decoder of text; labels are shifted by the model and
+padded with -100.
+"""
 
 import torch
 from made_up import Samples, padded_text

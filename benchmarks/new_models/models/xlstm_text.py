@@ -1,6 +1,8 @@
-"""xLSTM: matrix memories, and one layer of scalar ones that loops over the words; labels of the padding are ignored.
+"""xLSTM: matrix memories, and one layer of scalar ones that loops over the words; labels of the
+padding are ignored.
 
-The loop asks whether its state is still zero, which decides by values, so the file names the blocks.
+The loop asks whether its state is still zero, which decides by values, so the file names the
+blocks.
 """
 
 import torch

@@ -23,7 +23,11 @@ def build_model():
 
 def example_batch(batch_size):
     tokens = torch.randint(1, WORDS, (batch_size, LENGTH))
-    arguments = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens.clone()}
+    arguments = {
+        "input_ids": tokens,
+        "attention_mask": torch.ones_like(tokens),
+        "labels": tokens.clone(),
+    }
     return (), arguments, None
 
 

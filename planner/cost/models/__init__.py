@@ -1,1 +1,3 @@
-"""Cost models, one file each: the time and memory of a plan under a schedule. `registry` lists them."""
+"""Cost models, one file each: the time and memory of a plan under a schedule. `registry` lists
+them.
+"""

@@ -1,8 +1,10 @@
-"""What a cost model is: a plan goes in; the busy time of its resources and the microbatches it holds come out.
+"""What a cost model is: a plan goes in; the busy time of its resources and the microbatches it
+holds come out.
 
-Where the optimizer's state is sharded (ZeRO-1: Rajbhandari et al. 2020, sections 5.1 and 7.2.1), a reduce-scatter and
-an all-gather after the update take the place of the all-reduce, which is made of the same two halves. The
-reduce-scatter overlaps with the backward as the all-reduce does; nothing hides the all-gather.
+Where the optimizer's state is sharded (ZeRO-1: Rajbhandari et al. 2020, sections 5.1 and 7.2.1), a
+reduce-scatter and an all-gather after the update take the place of the all-reduce, which is made of
+the same two halves. The reduce-scatter overlaps with the backward as the all-reduce does; nothing
+hides the all-gather.
 """
 
 from abc import ABC, abstractmethod
@@ -17,7 +19,14 @@ from numpy.typing import ArrayLike
 from planner.cost.candidate import Candidate
 from planner.cost.layer_costs import LayerCosts, messages
 from planner.cost.network.link import Link, backward_and_reduce_s, ring_all_reduce_s
-from planner.cost.network.topology import Busy, Placement, Resource, Topology, places_matter, ranks_of
+from planner.cost.network.topology import (
+    Busy,
+    Placement,
+    Resource,
+    Topology,
+    places_matter,
+    ranks_of,
+)
 from planner.cost.setting import Setting
 from planner.cost.work import Floats, Work
 from planner.formats.plan_parts import Bottleneck
@@ -35,15 +44,21 @@ def finish_s(work: Work, replicas: ArrayLike, link: Link) -> Floats:
     return np.where(work.sharded, work.update_s / np.asarray(replicas) + gather_s, work.update_s)
 
 
-def ending_s(work: Work, replicas: ArrayLike, microbatches: int, link: Link, filling_s: Floats | float = 0.0) -> Floats:
-    """Return the processor's seconds after the last backward: rest of the all-reduce, `filling_s`, and update."""
+def ending_s(
+    work: Work, replicas: ArrayLike, microbatches: int, link: Link, filling_s: Floats | float = 0.0
+) -> Floats:
+    """Return the processor's seconds after the last backward: rest of the all-reduce, `filling_s`,
+    and update.
+    """
     last_s = work.last_backward_s(np.ceil(microbatches / np.asarray(replicas)))
     exposed_s = backward_and_reduce_s(last_s, reduce_s(work, replicas, link), link) - last_s
     return np.asarray(exposed_s + filling_s + finish_s(work, replicas, link))
 
 
 def transfer_s(work: Work, link: Link) -> tuple[Floats, Floats]:
-    """Return the seconds that one microbatch's messages keep a device's link busy, arriving and leaving."""
+    """Return the seconds that one microbatch's messages keep a device's link busy, arriving and
+    leaving.
+    """
     return (
         work.received_bytes / link.bandwidth_bytes_per_s + work.received_messages * link.latency_s,
         work.sent_bytes / link.bandwidth_bytes_per_s + work.sent_messages * link.latency_s,
@@ -74,7 +89,10 @@ class UnpricedPlan:
             return None
         ranks = ranks_of(self.stages, self.setting.workers_of(len(self.stages)))
         exchanged = messages(self.layer_costs, self.stages)
-        amounts = {ends: np.sum([each.amounts for each in values], axis=0) for ends, values in exchanged.items()}
+        amounts = {
+            ends: np.sum([each.amounts for each in values], axis=0)
+            for ends, values in exchanged.items()
+        }
         return Placement(Topology(cluster), self.works, ranks, amounts)
 
 
@@ -91,7 +109,8 @@ class PlanTime:
     """The time of a plan for one minibatch."""
 
     busy: Sequence[Busy]  # for each stage; with several chunks per worker, for each worker
-    latency_s: Sequence[float] = ()  # each stage's part of the time to fill and drain; empty if it never drains
+    # each stage's part of the time to fill and drain; empty if it never drains
+    latency_s: Sequence[float] = ()
 
     @property
     def seconds(self) -> float:
@@ -99,13 +118,21 @@ class PlanTime:
 
     @property
     def busiest(self) -> tuple[int, Resource, float]:
-        """Stage, resource and seconds of the busiest; ties go to the first resource, and there to the first stage."""
-        found = [(index, name, float(each)) for index, stage in enumerate(self.busy) for name, each in stage.items()]
+        """Stage, resource and seconds of the busiest; ties go to the first resource, and there to
+        the first stage.
+        """
+        found = [
+            (index, name, float(each))
+            for index, stage in enumerate(self.busy)
+            for name, each in stage.items()
+        ]
         return max(found, key=lambda item: (item[2], -get_args(Resource).index(item[1]), -item[0]))
 
     @property
     def bottleneck(self) -> Bottleneck:
-        """The busiest resource, or the stage with the largest latency where no resource is busy beside that."""
+        """The busiest resource, or the stage with the largest latency where no resource is busy
+        beside that.
+        """
         stage, resource, busy_s = self.busiest
         if busy_s <= 0 and self.latency_s:
             slowest = max(range(len(self.latency_s)), key=self.latency_s.__getitem__)
@@ -121,7 +148,9 @@ class Held(NamedTuple):
 
 
 class CostModel(ABC):
-    """The time and memory of plans. `planner.cost.pricing.cost_model_of` finds the one for a setting."""
+    """The time and memory of plans. `planner.cost.pricing.cost_model_of` finds the one for a
+    setting.
+    """
 
     @abstractmethod
     def time(self, plan: UnpricedPlan) -> PlanTime: ...
@@ -133,14 +162,18 @@ class CostModel(ABC):
 
 
 class StageModel(CostModel):
-    """A cost model that prices each stage by itself: the busiest resource of any sets the pace, in the steady state."""
+    """A cost model that prices each stage by itself: the busiest resource of any sets the pace, in
+    the steady state.
+    """
 
     def __init__(self, link: Link) -> None:
         self.link = link
 
     @abstractmethod
     def resources_s(self, work: Work, replicas: ArrayLike) -> Busy:
-        """Compute the busy seconds per minibatch of each resource of stages on `replicas` workers."""
+        """Compute the busy seconds per minibatch of each resource of stages on `replicas`
+        workers.
+        """
 
     def stage_s(self, work: Work, replicas: ArrayLike) -> Floats:
         return reduce(np.maximum, self.resources_s(work, replicas).values())
@@ -148,7 +181,9 @@ class StageModel(CostModel):
     def time(self, plan: UnpricedPlan) -> PlanTime:
         if plan.placement is not None:
             return PlanTime(self.placed_s(plan.placement))
-        return PlanTime([self.resources_s(work, r) for work, r in zip(plan.works, plan.replicas, strict=True)])
+        return PlanTime(
+            [self.resources_s(work, r) for work, r in zip(plan.works, plan.replicas, strict=True)]
+        )
 
     def placed_s(self, placement: Placement) -> list[Busy]:
         raise NotImplementedError(f"{type(self).__name__} knows no places")

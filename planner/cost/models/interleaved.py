@@ -98,7 +98,9 @@ class InterleavedShape:
         return np.asarray(by_worker.reshape(self.workers, self.chunks).T)
 
     def latency_s(self, work: Work) -> Floats:
-        """Return the first microbatch's seconds at each stage, while the pipeline fills and drains."""
+        """Return the first microbatch's seconds at each stage, while the pipeline fills and
+        drains.
+        """
         latency_s = SynchronousModel(self.link, GPIPE, 1).sum_s(work)
         if self.schedule.splits_backward:
             return np.zeros_like(latency_s)  # gradients of weights fill that time

@@ -1,10 +1,10 @@
 """Places of ranks in a cluster of several levels, and how busy a plan keeps the links between them.
 
-Ranks fill servers in order. A message between two ranks crosses the links of every level up to the lowest one whose
-group holds both: it is as slow as the slowest of them, keeps each end's own link busy for that long, and takes its
-bytes' time on the link of every group that it leaves or enters, which the devices of the group share. A ring
-all-reduce visits its ranks in ascending order, so it crosses the link of each group that it passes through once each
-way, whichever ranks they are.
+Ranks fill servers in order. A message between two ranks crosses the links of every level up to the
+lowest one whose group holds both: it is as slow as the slowest of them, keeps each end's own link
+busy for that long, and takes its bytes' time on the link of every group that it leaves or enters,
+which the devices of the group share. A ring all-reduce visits its ranks in ascending order, so it
+crosses the link of each group that it passes through once each way, whichever ranks they are.
 """
 
 import math
@@ -32,10 +32,12 @@ def rank_ranges(replicas: Sequence[int]) -> list[range]:
 
 
 def column_ranks(replicas: Sequence[int], columns: int) -> list[Ranks]:
-    """Return the ranks of each stage where the pipeline is laid out in columns, one after the other.
+    """Return the ranks of each stage where the pipeline is laid out in columns, one after the
+    other.
 
-    A column has an equal part of every stage's replicas, which are multiples of the columns: those whose numbers are
-    equal modulo the columns, next to each other, so that columns exchange gradients only.
+    A column has an equal part of every stage's replicas, which are multiples of the columns: those
+    whose numbers are equal modulo the columns, next to each other, so that columns exchange
+    gradients only.
     """
     parts = [r // columns for r in replicas]
     if columns == 1:
@@ -56,11 +58,17 @@ class Topology:
         self.groups = np.cumprod([level.size for level in levels])  # ranks in a group of each level
         self._groups = tuple(self.groups.tolist())
         # Of a message, or within an all-reduce, whose ends meet at each level.
-        self.path_bytes_per_s = np.minimum.accumulate([level.bandwidth_bytes_per_s for level in levels])
-        reduces = [level.all_reduce_bandwidth_bytes_per_s or level.bandwidth_bytes_per_s for level in levels]
+        self.path_bytes_per_s = np.minimum.accumulate(
+            [level.bandwidth_bytes_per_s for level in levels]
+        )
+        reduces = [
+            level.all_reduce_bandwidth_bytes_per_s or level.bandwidth_bytes_per_s
+            for level in levels
+        ]
         self.ring_bytes_per_s = np.minimum.accumulate(reduces)
         self.latency_s = np.maximum.accumulate([level.latency_s for level in levels])
-        # The links that several devices share: (level, ranks in one of its members, its bandwidths).
+        # The links that several devices share: (level, ranks in one of its members, its
+        # bandwidths).
         self.shared = [
             (number, int(self.groups[number - 1]), level.bandwidth_bytes_per_s, reduces[number])
             for number, level in enumerate(levels)
@@ -72,40 +80,55 @@ class Topology:
 
     def level(self, one: ArrayLike, other: ArrayLike) -> Integers:
         one, other = np.asarray(one)[..., None], np.asarray(other)[..., None]
-        return np.asarray(np.sum(one // self.groups[:-1] != other // self.groups[:-1], axis=-1), dtype=np.int64)
+        return np.asarray(
+            np.sum(one // self.groups[:-1] != other // self.groups[:-1], axis=-1), dtype=np.int64
+        )
 
     def link(self, level: int) -> Link:
         path, ring = float(self.path_bytes_per_s[level]), float(self.ring_bytes_per_s[level])
         return Link(path, float(self.latency_s[level]), ring, *self._handled)
 
     def stage_link(self, ranks: Ranks) -> Link:
-        """Return the link of a stage's all-reduce; messages that do not overlap are priced at the slowest bandwidth."""
-        return replace(self.link(self.span(ranks)), bandwidth_bytes_per_s=float(self.path_bytes_per_s[-1]))
+        """Return the link of a stage's all-reduce; messages that do not overlap are priced at the
+        slowest bandwidth.
+        """
+        return replace(
+            self.link(self.span(ranks)), bandwidth_bytes_per_s=float(self.path_bytes_per_s[-1])
+        )
 
     def group_link(self, degree: int) -> Link:
-        """Return the link of so many ranks, the first ones, that all-reduce between computations."""
+        """Return the link of so many ranks, the first ones, that all-reduce between
+        computations.
+        """
         return self.measured_link(range(degree), "sum") or self.stage_link(range(degree))
 
     def measured_link(self, ranks: Ranks, what: Literal["sum", "gather", "scatter"]) -> Link | None:
-        """Return the link of what ranks do together between computations, where it was measured on all their levels."""
+        """Return the link of what ranks do together between computations, where it was measured on
+        all their levels.
+        """
         levels = self._levels[: self.span(ranks) + 1]
         rates = [getattr(level, f"{what}_bandwidth_bytes_per_s") for level in levels]
         if None in rates:
             return None
         latency_s, share, wait_s = (
-            max(getattr(level, f"{what}_{name}", None) or 0.0 for level in levels)  # waits are known of sums alone
+            # waits are known of sums alone
+            max(getattr(level, f"{what}_{name}", None) or 0.0 for level in levels)
             for name in ("latency_s", "wait_share", "wait_s")
         )
-        link = replace(self.stage_link(ranks), all_reduce_bandwidth_bytes_per_s=min(rates), latency_s=latency_s)
+        link = replace(
+            self.stage_link(ranks), all_reduce_bandwidth_bytes_per_s=min(rates), latency_s=latency_s
+        )
         return replace(link, wait_share=share, most_wait_s=wait_s)
 
     def span(self, ranks: Ranks) -> int:
         return int(self.level(min(ranks), max(ranks)))
 
     def shares(self, ranks: Ranks, others: Ranks) -> Floats:
-        """Return each rank's share of messages per level, to or from a stage: (levels, ranks); columns sum to 1.
+        """Return each rank's share of messages per level, to or from a stage: (levels, ranks);
+        columns sum to 1.
 
-        Replica i meets replica j where i = j modulo the greatest common divisor of the counts, each equally often.
+        Replica i meets replica j where i = j modulo the greatest common divisor of the counts, each
+        equally often.
         """
         compute = _shares if self.gpus <= MOST_REMEMBERED else _shares.__wrapped__
         return compute(self._groups, ranks, others)
@@ -114,9 +137,13 @@ class Topology:
 @lru_cache(maxsize=2**14)  # of some hundred bytes
 def _shares(groups: tuple[int, ...], ranks: Ranks, others: Ranks) -> Floats:
     common = math.gcd(len(ranks), len(others))
-    own, other = (np.arange(r.start, r.stop) if isinstance(r, range) else np.asarray(r) for r in (ranks, others))
+    own, other = (
+        np.arange(r.start, r.stop) if isinstance(r, range) else np.asarray(r)
+        for r in (ranks, others)
+    )
     own_turn, other_turn = np.arange(len(own)) % common, np.arange(len(other)) % common
-    met = np.empty((len(groups), len(own)))  # by level, how many of the other ranks that it meets are in its group
+    # by level, how many of the other ranks that it meets are in its group
+    met = np.empty((len(groups), len(own)))
     for number, size in enumerate(groups):
         places, counts = np.unique(other // size * common + other_turn, return_counts=True)
         wanted = own // size * common + own_turn
@@ -128,12 +155,15 @@ def _shares(groups: tuple[int, ...], ranks: Ranks, others: Ranks) -> Floats:
 
 
 class Loads:
-    """Busy seconds of the links per microbatch, by transfers and all-reduces: arriving messages, and leaving ones."""
+    """Busy seconds of the links per microbatch, by transfers and all-reduces: arriving messages,
+    and leaving ones.
+    """
 
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
         self.into, self.out = np.zeros((2, topology.gpus))  # each rank's own link
-        self.shared = [np.zeros((2, topology.gpus // size)) for _, size, _, _ in topology.shared]  # of each level
+        # of each level
+        self.shared = [np.zeros((2, topology.gpus // size)) for _, size, _, _ in topology.shared]
 
     def times(self, count: int) -> "Loads":
         many = Loads.__new__(Loads)
@@ -146,13 +176,20 @@ class Loads:
         return float(self.into[own].max()), float(self.out[own].max())
 
     def add_transfer(self, source: Ranks, target: Ranks, exchange: Floats) -> float:
-        """Add the messages between two stages, `Traffic.amounts`; return their mean seconds over the pairs of ranks."""
-        output_bytes, gradient_bytes, outputs, gradients = (float(amount) for amount in exchange[:4])
+        """Add the messages between two stages, `Traffic.amounts`; return their mean seconds over
+        the pairs of ranks.
+        """
+        output_bytes, gradient_bytes, outputs, gradients = (
+            float(amount) for amount in exchange[:4]
+        )
         # By the level at which their ends meet.
         path_bytes_per_s, latency_s = self.topology.path_bytes_per_s, self.topology.latency_s
         forward_s = output_bytes / path_bytes_per_s + outputs * latency_s
         back_s = gradient_bytes / path_bytes_per_s + gradients * latency_s
-        from_source, at_target = self.topology.shares(source, target), self.topology.shares(target, source)
+        from_source, at_target = (
+            self.topology.shares(source, target),
+            self.topology.shares(target, source),
+        )
         here, there = _index(source), _index(target)
         self.out[here] += forward_s @ from_source / len(source)
         self.into[here] += back_s @ from_source / len(source)
@@ -170,18 +207,24 @@ class Loads:
         return float((forward_s + back_s) @ from_source.mean(axis=1))
 
     def add_ring(self, ranks: Ranks, trainable_bytes: float) -> None:
-        """Add the all-reduce of a stage, once per round of r microbatches: 2(r-1)/r of the bytes each way."""
+        """Add the all-reduce of a stage, once per round of r microbatches: 2(r-1)/r of the bytes
+        each way.
+        """
         r, own, span = len(ranks), _index(ranks), self.topology.span(ranks)
         moved = 2 * (r - 1) / (r * r) * trainable_bytes
         own_s = moved / self.topology.ring_bytes_per_s[span]
         self.into[own] += own_s
         self.out[own] += own_s
-        for load, (level, size, _, bandwidth) in zip(self.shared, self.topology.shared, strict=True):
+        for load, (level, size, _, bandwidth) in zip(
+            self.shared, self.topology.shared, strict=True
+        ):
             if level <= span:
                 load[:, np.unique(np.asarray(ranks) // size)] += moved / bandwidth
 
     def busiest_shared(self) -> tuple[float, int, int]:
-        """Return the seconds of the busiest shared link, either way, its first rank, and the first rank after it."""
+        """Return the seconds of the busiest shared link, either way, its first rank, and the first
+        rank after it.
+        """
         busiest = (0.0, 0, 0)
         for (_, size, _, _), load in zip(self.topology.shared, self.shared, strict=True):
             both = load.max(axis=0)
@@ -197,7 +240,8 @@ def _index(ranks: Ranks) -> slice | Integers:
 
 Resource = Literal["compute", "receive", "send", "shared_link"]
 Busy = dict[Resource, Floats]  # seconds per minibatch
-Exchanges = Mapping[tuple[int, int], Floats]  # by (source, target) stage, as `Loads.add_transfer` takes them
+# by (source, target) stage, as `Loads.add_transfer` takes them
+Exchanges = Mapping[tuple[int, int], Floats]
 
 
 def places_matter(cluster: Cluster) -> bool:
@@ -205,7 +249,9 @@ def places_matter(cluster: Cluster) -> bool:
 
 
 def ranks_of(stages: Sequence[Candidate], workers: Sequence[int]) -> list[Ranks]:
-    """Return the ranks of each stage: its own, or consecutive ones in the order of the pipeline's workers."""
+    """Return the ranks of each stage: its own, or consecutive ones in the order of the pipeline's
+    workers.
+    """
     replicas = {worker: stage.replicas for worker, stage in zip(workers, stages, strict=True)}
     ranges = rank_ranges([replicas[worker] for worker in sorted(replicas)])
     return [stage.ranks or ranges[worker] for worker, stage in zip(workers, stages, strict=True)]
@@ -221,7 +267,9 @@ class Placement:
     exchanges: Exchanges
 
     def transfers(self) -> tuple[Loads, list[float]]:
-        """Return the loads of all transfers, and each stage's half of the time that one microbatch's take."""
+        """Return the loads of all transfers, and each stage's half of the time that one
+        microbatch's take.
+        """
         loads, halves = Loads(self.topology), [0.0] * len(self.works)
         for (source, target), exchange in self.exchanges.items():
             if self.ranks[source] == self.ranks[target]:

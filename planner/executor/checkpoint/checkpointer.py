@@ -20,8 +20,18 @@ import torch.distributed as dist
 from planner.errors import InputError, PlannerError
 from planner.executor.checkpoint import folders
 from planner.executor.checkpoint.folder_lock import lock_folder
-from planner.executor.checkpoint.stage_parts import Restorable, content_of, restore_stage, write_part
-from planner.executor.communication.control import broadcast_bytes, gather_bytes, merge_losses, message_timeout
+from planner.executor.checkpoint.stage_parts import (
+    Restorable,
+    content_of,
+    restore_stage,
+    write_part,
+)
+from planner.executor.communication.control import (
+    broadcast_bytes,
+    gather_bytes,
+    merge_losses,
+    message_timeout,
+)
 from planner.executor.observe.run_log import NOTHING, Past, RunLog
 from planner.formats.files import Record
 from planner.version import __version__
@@ -55,16 +65,23 @@ class Keeper:
     """This worker's part in what keeps the state of its run."""
 
     def __init__(
-        self, job: Job, stages: list[Restorable], data: DataPosition, heartbeat: Heartbeat, timeout: timedelta
+        self,
+        job: Job,
+        stages: list[Restorable],
+        data: DataPosition,
+        heartbeat: Heartbeat,
+        timeout: timedelta,
     ) -> None:
         self._job, self._stages, self._data, self._heartbeat = job, stages, data, heartbeat
         self._rank = dist.get_rank()
-        # A gloo group of its own: what travels here is made on the CPU, and must not queue behind training's messages.
+        # A gloo group of its own: what travels here is made on the CPU, and must not queue behind
+        # training's messages.
         self._group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
         self._reported = [0, 0]  # losses and evaluations of this worker that others have
         self._log: RunLog | None = None  # where this worker writes one
         self.saved: folders.SavedCheckpoint | None = None  # to go on from
-        self.past = Past()  # on rank 0: losses and evaluations from before the workers were restarted
+        # on rank 0: losses and evaluations from before the workers were restarted
+        self.past = Past()
 
     @property
     def found(self) -> int:
@@ -72,7 +89,9 @@ class Keeper:
         return 0 if self.saved is None else position(self.saved, self._data)
 
     def restore(self) -> int:
-        """Fill this worker's stages from the state to go on from; return the number of minibatches done."""
+        """Fill this worker's stages from the state to go on from; return the number of minibatches
+        done.
+        """
         if self.saved is not None:
             self._heartbeat.enter("reading the checkpoint")
             self.saved.check_fits(self._job.plan, self._job.seed)
@@ -81,24 +100,34 @@ class Keeper:
         return self.found
 
     def begin(self, first: int, known: Past = NOTHING) -> Past:
-        """Log the run from minibatch `first` on, of which `known` is known; return what is known then, on rank 0."""
+        """Log the run from minibatch `first` on, of which `known` is known; return what is known
+        then, on rank 0.
+        """
         if self._log is not None:
             again = self._job.started_again or self._job.elastic.elastic is not None
             self.past = self._log.begin(first, again=again, known=known)
         return self.past
 
-    def _report(self, losses: Sequence[tuple[int, float]], evaluations: Sequence[Evaluation]) -> WorkerPart:
+    def _report(
+        self, losses: Sequence[tuple[int, float]], evaluations: Sequence[Evaluation]
+    ) -> WorkerPart:
         """Return what came since the last report, for what is now written."""
         told, evaluated = self._reported
         self._reported = [len(losses), len(evaluations)]
-        return WorkerPart(losses=json.dumps(losses[told:]), evaluations=tuple(evaluations[evaluated:]))
+        return WorkerPart(
+            losses=json.dumps(losses[told:]), evaluations=tuple(evaluations[evaluated:])
+        )
 
 
 class Checkpointer(Keeper):
     """This worker's part in checkpoints on disk."""
 
-    def __init__(self, job: Job, stages: list[Restorable], data: DataPosition, heartbeat: Heartbeat) -> None:
-        super().__init__(job, stages, data, heartbeat, message_timeout(job.run_options.hang_timeout_s))
+    def __init__(
+        self, job: Job, stages: list[Restorable], data: DataPosition, heartbeat: Heartbeat
+    ) -> None:
+        super().__init__(
+            job, stages, data, heartbeat, message_timeout(job.run_options.hang_timeout_s)
+        )
         self.folder = Path(job.checkpoints.folder)
         if self._rank == 0 and job.checkpoints.every is not None:
             self._log = RunLog(self.folder, job.run)
@@ -106,10 +135,15 @@ class Checkpointer(Keeper):
         self.newest: Path | None = None  # on rank 0
         self.seconds = 0.0  # spent in `save`
         self._token, self.resumed_from = self._agree()
-        self.saved = None if self.resumed_from is None else folders.load_checkpoint(self.resumed_from)
+        self.saved = (
+            None if self.resumed_from is None else folders.load_checkpoint(self.resumed_from)
+        )
 
     def save(
-        self, minibatch: int, losses: Sequence[tuple[int, float]] = (), evaluations: Sequence[Evaluation] = ()
+        self,
+        minibatch: int,
+        losses: Sequence[tuple[int, float]] = (),
+        evaluations: Sequence[Evaluation] = (),
     ) -> None:
         """Write a checkpoint after `minibatch` minibatches; if that fails, the older ones are kept.
 
@@ -118,28 +152,39 @@ class Checkpointer(Keeper):
         began_s = time.perf_counter()
         folder = self.folder / folders.partial_name(f"{minibatch:08}", self._token)
         self._heartbeat.enter("writing a checkpoint")
-        # Before anything can fail, because ranks that divide a stage's weights gather them together.
+        # Before anything can fail, because ranks that divide a stage's weights gather them
+        # together.
         contents = [(own, content_of(own)) for own in self._stages]
         part = self._report(losses, evaluations)
-        # A full disk is reported rather than raised: the others wait for this worker's part, and training can go on.
+        # A full disk is reported rather than raised: the others wait for this worker's part, and
+        # training can go on.
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            parts = tuple(write_part(folder, own, content) for own, content in contents if content is not None)
+            parts = tuple(
+                write_part(folder, own, content) for own, content in contents if content is not None
+            )
             part = part.model_copy(update={"parts": parts})
         except OSError as cause:
-            part = part.model_copy(update={"problem": f"worker {self._rank}: {cause.strerror or cause}"})
+            part = part.model_copy(
+                update={"problem": f"worker {self._rank}: {cause.strerror or cause}"}
+            )
         self._heartbeat.enter("waiting for the checkpoint's other parts", meeting=True)
         replies = gather_bytes(part.model_dump_json().encode(), self._group)
         if self._rank == 0:
             self._heartbeat.enter("completing a checkpoint")
-            self._complete(minibatch, folder, [WorkerPart.model_validate_json(reply) for reply in replies])
+            self._complete(
+                minibatch, folder, [WorkerPart.model_validate_json(reply) for reply in replies]
+            )
         self.seconds += time.perf_counter() - began_s
 
     def check_last(self) -> None:
         """Raise PlannerError, at the end of the run, when its last checkpoint was not written."""
         if self._problem is not None:
             kept = f"the newest is '{self.newest}'" if self.newest is not None else "there is none"
-            problem = f"the last checkpoint could not be written to '{self.folder}' ({self._problem}); {kept}"
+            problem = (
+                f"the last checkpoint could not be written to '{self.folder}' "
+                f"({self._problem}); {kept}"
+            )
             raise PlannerError(problem, hint="make room and continue from the newest with `resume`")
 
     def _agree(self) -> tuple[str, Path | None]:
@@ -147,7 +192,10 @@ class Checkpointer(Keeper):
         options = self._job.checkpoints
         writes, chosen = options.every is not None, b""
         if self._rank == 0:
-            token, found = uuid.uuid4().hex[:8], folders.resolve(options.resume, self.folder, writes=writes)
+            token, found = (
+                uuid.uuid4().hex[:8],
+                folders.resolve(options.resume, self.folder, writes=writes),
+            )
             chosen = json.dumps([token, None if found is None else str(found)]).encode()
             if writes:
                 try:
@@ -165,8 +213,12 @@ class Checkpointer(Keeper):
             while not probe.exists():
                 if time.monotonic() >= deadline:
                     me = f"worker {self._rank} on '{os.uname().nodename}'"
-                    problem = f"{me} does not see what worker 0 writes to '{self.folder.absolute()}'"
-                    raise InputError(problem, hint="choose a `folder` on a file system that all hosts share")
+                    problem = (
+                        f"{me} does not see what worker 0 writes to '{self.folder.absolute()}'"
+                    )
+                    raise InputError(
+                        problem, hint="choose a `folder` on a file system that all hosts share"
+                    )
                 time.sleep(0.2)
             dist.barrier(self._group)  # all have looked before the probe goes
             if self._rank == 0:
@@ -174,14 +226,18 @@ class Checkpointer(Keeper):
         return token, None if resume is None else Path(resume)
 
     def _complete(self, minibatch: int, folder: Path, replies: list[WorkerPart]) -> None:
-        self._problem = next((reply.problem for reply in replies if reply.problem is not None), None)
+        self._problem = next(
+            (reply.problem for reply in replies if reply.problem is not None), None
+        )
         assert self._log is not None
         evaluations = [evaluation for reply in replies for evaluation in reply.evaluations]
         self._log.note(merge_losses(reply.losses for reply in replies), evaluations)
         if self._problem is None:
             try:
                 self._log.append(minibatch)
-                self.newest = self._publish(minibatch, folder, [part for reply in replies for part in reply.parts])
+                self.newest = self._publish(
+                    minibatch, folder, [part for reply in replies for part in reply.parts]
+                )
             except OSError as cause:
                 self._problem = f"worker 0: {cause.strerror or cause}"
             except PlannerError as cause:
@@ -191,14 +247,16 @@ class Checkpointer(Keeper):
         else:
             shutil.rmtree(folder, ignore_errors=True)
             what = (
-                f"the checkpoint after minibatch {minibatch} could not be written to '{self.folder}' ({self._problem})"
+                f"the checkpoint after minibatch {minibatch} could not be written to "
+                f"'{self.folder}' ({self._problem})"
             )
             _log.warning("%s; training continues, and older checkpoints are kept", what)
 
     def _publish(self, minibatch: int, folder: Path, parts: list[folders.StagePart]) -> Path:
-        # The order matters. Workers synced their files before they reported; the index and the names in the folder are
-        # synced before the rename, so that after a crash no complete name stands for missing content. The parent is
-        # synced last: only then does the new name itself outlive a crash, and older checkpoints may be removed.
+        # The order matters. Workers synced their files before they reported; the index and the
+        # names in the folder are synced before the rename, so that after a crash no complete name
+        # stands for missing content. The parent is synced last: only then does the new name itself
+        # outlive a crash, and older checkpoints may be removed.
         folders.save_index(folder, index_of(self._job, self._data, minibatch, parts))
         folders.sync_folder(folder)
         final = folder.with_name(f"{folders.STEP}{minibatch:08}")
@@ -207,7 +265,9 @@ class Checkpointer(Keeper):
         return final
 
 
-def index_of(job: Job, data: DataPosition, minibatch: int, parts: Sequence[folders.StagePart]) -> folders.Checkpoint:
+def index_of(
+    job: Job, data: DataPosition, minibatch: int, parts: Sequence[folders.StagePart]
+) -> folders.Checkpoint:
     """Return the index of a checkpoint after `minibatch` minibatches."""
     plan = job.plan
     assert plan.graph_hash is not None
@@ -228,15 +288,20 @@ def index_of(job: Job, data: DataPosition, minibatch: int, parts: Sequence[folde
 
 
 def position(saved: folders.SavedCheckpoint, data: DataPosition) -> int:
-    """Return the minibatch that comes next, in minibatches of `data`; raise InputError when the data has changed.
+    """Return the minibatch that comes next, in minibatches of `data`; raise InputError when the
+    data has changed.
 
-    If their size has, the run continues in the same epoch at the next whole minibatch: no sample is seen twice.
+    If their size has, the run continues in the same epoch at the next whole minibatch: no sample is
+    seen twice.
     """
     index = saved.index
     if index.minibatch_size == data.minibatch_size:
         if index.minibatches_per_epoch != data.minibatches_per_epoch:
             now, then = data.minibatches_per_epoch or "no", index.minibatches_per_epoch or "none"
-            problem = f"dataset() has {now} minibatches, but had {then} in the run of the checkpoint '{saved.path}'"
+            problem = (
+                f"dataset() has {now} minibatches, but had {then} in the run of the "
+                f"checkpoint '{saved.path}'"
+            )
             raise InputError(problem, hint="resume with the data that the run began with")
         return index.minibatch
     if index.minibatches_per_epoch is None or data.minibatches_per_epoch is None:

@@ -1,10 +1,12 @@
-"""Copies of a run's state in the memories of its hosts, made every N minibatches while training goes on.
+"""Copies of a run's state in the memories of its hosts, made every N minibatches while training
+goes on.
 
-At the end of a segment each worker sets its state aside, and a thread does the rest: it writes the files of a
-checkpoint into the memory of its host, and sends those that no other host has to the next host. Replicas on other
-hosts have the same weights and optimizer state, and write them themselves. When all files are in place on all hosts,
-each host writes the index, and only then removes the copy before. So after the loss of any one host either some host
-that is left has the new index, and then all files of the new copy are left, or none has, and then the copy before is.
+At the end of a segment each worker sets its state aside, and a thread does the rest: it writes the
+files of a checkpoint into the memory of its host, and sends those that no other host has to the
+next host. Replicas on other hosts have the same weights and optimizer state, and write them
+themselves. When all files are in place on all hosts, each host writes the index, and only then
+removes the copy before. So after the loss of any one host either some host that is left has the new
+index, and then all files of the new copy are left, or none has, and then the copy before is.
 """
 
 import json
@@ -48,7 +50,12 @@ class Copies(Keeper):
     """This worker's part in copies."""
 
     def __init__(
-        self, job: Job, stages: list[Restorable], data: DataPosition, heartbeat: Heartbeat, recovery: Recovery
+        self,
+        job: Job,
+        stages: list[Restorable],
+        data: DataPosition,
+        heartbeat: Heartbeat,
+        recovery: Recovery,
     ) -> None:
         super().__init__(job, stages, data, heartbeat, FOR_EVER)
         self._recovery, self._memory, self.saved = recovery, recovery.memory, recovery.saved
@@ -64,7 +71,8 @@ class Copies(Keeper):
 
     def begin(self, first: int, known: Past = NOTHING) -> Past:
         """Begin to log the run as a checkpointer does, on every host, and tell what happened."""
-        # Worker 0 knows what the log beside checkpoints has, and says how long it took by its clock.
+        # Worker 0 knows what the log beside checkpoints has, and says how long it took by its
+        # clock.
         line = describe(self._recovery, first, self._job) if self._rank == 0 else ""
         line, text = json.loads(share(json.dumps([line, known.model_dump_json()]), self._group)[0])
         if line:
@@ -72,11 +80,17 @@ class Copies(Keeper):
             if self._rank == 0:
                 _log.warning("%s", line)
         if self._memory.leads:
-            self._memory.note(self._recovery.start.model_copy(update={"first": first, "events": self.events}))
+            self._memory.note(
+                self._recovery.start.model_copy(update={"first": first, "events": self.events})
+            )
         return super().begin(first, Past.model_validate_json(text))
 
-    def save(self, minibatch: int, losses: Sequence[tuple[int, float]], evaluations: Sequence[Evaluation]) -> None:
-        """Set the state after `minibatch` minibatches aside, and let a thread copy it; wait for the copy before."""
+    def save(
+        self, minibatch: int, losses: Sequence[tuple[int, float]], evaluations: Sequence[Evaluation]
+    ) -> None:
+        """Set the state after `minibatch` minibatches aside, and let a thread copy it; wait for the
+        copy before.
+        """
         self._wait()
         self._heartbeat.enter("setting its state aside")
         contents, twins = _Contents(), _Contents()
@@ -91,7 +105,9 @@ class Copies(Keeper):
         self._thread.start()
 
     def finish(self) -> None:
-        """End with the run, whose state needs no copy any more: that the last one failed is worth a warning."""
+        """End with the run, whose state needs no copy any more: that the last one failed is worth a
+        warning.
+        """
         failures: list[LateFailure] = []
         with noting(failures, asked=False):
             self._wait()
@@ -111,14 +127,22 @@ class Copies(Keeper):
             raise self._error
 
     def _has_twin(self, own: Restorable) -> bool:
-        """Whether this worker writes what the first replica does: it is the first one on its host, another one."""
+        """Whether this worker writes what the first replica does: it is the first one on its host,
+        another one.
+        """
         stage = self._job.plan.stages[own.stage]
         firsts = {self._hosts[rank]: rank for rank in reversed(stage.ranks)}
-        alike = not stage.divides_layers and not stage.shards_optimizer and not any(True for _ in own.module.buffers())
+        alike = (
+            not stage.divides_layers
+            and not stage.shards_optimizer
+            and not any(True for _ in own.module.buffers())
+        )
         return alike and self._rank in firsts.values() and self._rank != stage.ranks[0]
 
     def _aside(self, own: Restorable, content: Content) -> Content:
-        """Copy tensors to memory of the CPU, which is used again for the next copy; tied ones, which are one, once."""
+        """Copy tensors to memory of the CPU, which is used again for the next copy; tied ones,
+        which are one, once.
+        """
         copied: dict[tuple[object, ...], Tensor] = {}
 
         def aside(name: str, tensor: Tensor) -> Tensor:
@@ -132,24 +156,44 @@ class Copies(Keeper):
             return copied[same]
 
         weights = {name: aside(name, tensor) for name, tensor in content.weights.items()}
-        tensors = {name: aside(f"optimizer {name}", tensor) for name, tensor in content.optimizer_tensors.items()}
+        tensors = {
+            name: aside(f"optimizer {name}", tensor)
+            for name, tensor in content.optimizer_tensors.items()
+        }
         return content._replace(weights=weights, optimizer_tensors=tensors)
 
-    def _copy(self, minibatch: int, contents: _Contents, twins: _Contents, written: WorkerPart) -> None:
+    def _copy(
+        self, minibatch: int, contents: _Contents, twins: _Contents, written: WorkerPart
+    ) -> None:
         try:
             name = f"{STEP}{minibatch:08}-{self._recovery.start.number:04}"
             self._make(self._memory.folder / name, minibatch, contents, twins, written)
-        except Exception as error:  # the main thread raises it; a lost peer it has met itself by then
+        # the main thread raises it; a lost peer it has met itself by then
+        except Exception as error:
             self._error = error
 
-    def _make(self, folder: Path, minibatch: int, contents: _Contents, twins: _Contents, written: WorkerPart) -> None:
+    def _make(
+        self,
+        folder: Path,
+        minibatch: int,
+        contents: _Contents,
+        twins: _Contents,
+        written: WorkerPart,
+    ) -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            parts, same = (tuple(write_part(folder, *each) for each in group) for group in (contents, twins))
+            parts, same = (
+                tuple(write_part(folder, *each) for each in group) for group in (contents, twins)
+            )
             written = written.model_copy(update={"parts": parts, "twins": same})
         except OSError as cause:
-            written = written.model_copy(update={"problem": f"worker {self._rank}: {cause.strerror or cause}"})
-        reports = [WorkerPart.model_validate_json(text) for text in share(written.model_dump_json(), self._group)]
+            written = written.model_copy(
+                update={"problem": f"worker {self._rank}: {cause.strerror or cause}"}
+            )
+        reports = [
+            WorkerPart.model_validate_json(text)
+            for text in share(written.model_dump_json(), self._group)
+        ]
         problems = [report.problem for report in reports if report.problem]
         transfers = [] if problems else self._transfers(reports)
         problem = ""
@@ -166,7 +210,12 @@ class Copies(Keeper):
             dist.barrier(self._group)
             if self._log is not None:
                 self._log.append(minibatch)
-                whole = index_of(self._job, self._data, minibatch, [part for each in reports for part in each.parts])
+                whole = index_of(
+                    self._job,
+                    self._data,
+                    minibatch,
+                    [part for each in reports for part in each.parts],
+                )
                 self._memory.complete(folder.name, whole)
                 self._memory.keep([folder.name])
                 if self._recovery.known is not None:
@@ -174,36 +223,63 @@ class Copies(Keeper):
         elif self._memory.leads:
             shutil.rmtree(folder, ignore_errors=True)
             if self._rank == 0:
-                what = f"the state after minibatch {minibatch} could not be copied to memory ({max(problems)})"
+                what = (
+                    f"the state after minibatch {minibatch} could not be copied to memory "
+                    f"({max(problems)})"
+                )
                 _log.warning("%s; training continues, and the copy before is kept", what)
 
     def _transfers(self, reports: Sequence[WorkerPart]) -> list[Transfer]:
         """Return what is to be sent: the files that only one host has, each to the next host."""
         hosts = list(dict.fromkeys(self._hosts))
         after = dict(zip(hosts, [*hosts[1:], hosts[0]], strict=True))
-        twins = {(file.name, file.sha256) for report in reports for file in files_of(report.twins).values()}
+        twins = {
+            (file.name, file.sha256)
+            for report in reports
+            for file in files_of(report.twins).values()
+        }
         found = list[Transfer]()
         for sender, report in enumerate(reports if len(hosts) > 1 else ()):
-            receivers = [rank for rank, host in enumerate(self._hosts) if host == after[self._hosts[sender]]]
+            receivers = [
+                rank for rank, host in enumerate(self._hosts) if host == after[self._hosts[sender]]
+            ]
             receiver = receivers[sender % len(receivers)]
-            files = [file for file in files_of(report.parts).values() if (file.name, file.sha256) not in twins]
+            files = [
+                file
+                for file in files_of(report.parts).values()
+                if (file.name, file.sha256) not in twins
+            ]
             found += [Transfer(file.name, file.size_bytes, sender, receiver) for file in files]
         return found
 
     def _check_room(self) -> None:
-        """Raise InputError for a host without memory for its own state and the copy of another host's."""
-        own_bytes = sum(tensor.nbytes for own in self._stages for tensor in own.module.state_dict().values())
-        own_bytes += sum(self._job.plan.stages[own.stage].memory.optimizer_bytes for own in self._stages)
+        """Raise InputError for a host without memory for its own state and the copy of another
+        host's.
+        """
+        own_bytes = sum(
+            tensor.nbytes for own in self._stages for tensor in own.module.state_dict().values()
+        )
+        own_bytes += sum(
+            self._job.plan.stages[own.stage].memory.optimizer_bytes for own in self._stages
+        )
         self._memory.folder.mkdir(parents=True, exist_ok=True)
         free_bytes = shutil.disk_usage(self._memory.folder).free
         free_bytes += sum(sum(files.values()) for files in self._memory.copies().values())
         state, free = Counter[int](), dict[int, int]()
-        for host, text in zip(self._hosts, share(json.dumps([own_bytes, free_bytes]), self._group), strict=True):
+        for host, text in zip(
+            self._hosts, share(json.dumps([own_bytes, free_bytes]), self._group), strict=True
+        ):
             own_bytes, free[host] = json.loads(text)
             state[host] += own_bytes
-        for host, before in zip(state, [*state][-1:] + [*state][:-1], strict=True):  # whose copies this host receives
+        # whose copies this host receives
+        for host, before in zip(state, [*state][-1:] + [*state][:-1], strict=True):
             needed = _AT_A_TIME * sum(state[each] for each in {host, before})
             if needed > free[host]:
-                what = f"copies of the state take {format_bytes(needed)} of '{self._job.elastic.copy_folder}'"
+                what = (
+                    f"copies of the state take {format_bytes(needed)} of "
+                    f"'{self._job.elastic.copy_folder}'"
+                )
                 hint = "choose another `copy_folder`; one on a disk is slower, and does"
-                raise InputError(f"{what} on host {host}, which has {format_bytes(free[host])} left", hint=hint)
+                raise InputError(
+                    f"{what} on host {host}, which has {format_bytes(free[host])} left", hint=hint
+                )

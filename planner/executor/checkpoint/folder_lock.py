@@ -1,7 +1,8 @@
-"""One run at a time writes checkpoints to a folder: worker 0 holds a lock on a file in it for as long as it lives.
+"""One run at a time writes checkpoints to a folder: worker 0 holds a lock on a file in it for as
+long as it lives.
 
-The kernel gives the lock back when the process ends, however it ends, so none is ever left behind. Linux keeps such
-locks on NFS (version 4) on the server, for all hosts.
+The kernel gives the lock back when the process ends, however it ends, so none is ever left behind.
+Linux keeps such locks on NFS (version 4) on the server, for all hosts.
 """
 
 import errno
@@ -23,7 +24,8 @@ _descriptors: dict[Path, int] = {}  # of the locks that this process holds, by f
 
 
 def lock_folder(folder: Path, run: str) -> None:
-    """Lock an existing folder for this process, until it ends; do nothing where the process has it already.
+    """Lock an existing folder for this process, until it ends; do nothing where the process has it
+    already.
 
     Args:
         folder: of checkpoints.
@@ -61,14 +63,18 @@ def _acquire(descriptor: int, folder: Path, run: str) -> None:
         except OSError as cause:
             if cause.errno not in _UNSUPPORTED:
                 raise
-            text = "'%s' is on a file system without locks: no second run may write checkpoints to it meanwhile"
+            text = (
+                "'%s' is on a file system without locks: no second run may write checkpoints "
+                "to it meanwhile"
+            )
             _log.warning(text, folder)
             return
 
         holder = _holder(descriptor)
         if holder.get("run") != run or time.monotonic() >= deadline_s:
             raise InputError(
-                f"another run, process {holder.get('process', '?')} on host '{holder.get('host', '?')}', writes "
+                f"another run, process {holder.get('process', '?')} on host "
+                f"'{holder.get('host', '?')}', writes "
                 f"checkpoints to '{folder}'",
                 hint="choose another `folder`, or end that run first",
             )
@@ -76,7 +82,9 @@ def _acquire(descriptor: int, folder: Path, run: str) -> None:
 
 
 def _holder(descriptor: int) -> dict[str, object]:
-    """Return what the process that holds the lock wrote of itself; nothing where it has only just taken it."""
+    """Return what the process that holds the lock wrote of itself; nothing where it has only just
+    taken it.
+    """
     try:
         content = json.loads(os.pread(descriptor, 4096, 0))
     except ValueError:

@@ -1,4 +1,5 @@
-"""Checkpoints on disk: which are complete, what is in them, which one a run resumes from, which to remove.
+"""Checkpoints on disk: which are complete, what is in them, which one a run resumes from, which to
+remove.
 
     FOLDER/
         step-00000200/                    complete: it got this name when everything in it was on disk
@@ -9,8 +10,8 @@
             ...
         .step-00000300.f3a1.partial/      of a run that ended while it wrote
 
-A folder is renamed into place, so at any moment there is the whole checkpoint or none of it. What chooses one raises
-InputError when there is none, or when it is of another model or run.
+A folder is renamed into place, so at any moment there is the whole checkpoint or none of it. What
+chooses one raises InputError when there is none, or when it is of another model or run.
 """
 
 import hashlib
@@ -36,15 +37,16 @@ INDEX, INDEX_DIGEST = "index.json", "index.sha256"
 OTHER = "resume from another checkpoint with `resume=PATH`"
 REMEDY = "train with `every=N` to write checkpoints"
 AUTO = "auto"  # the newest checkpoint in the run's own folder, or none
-# A folder by which rank 0 checks that all hosts see its files, named like a half-written checkpoint, so that
-# `remove_leftovers` removes one that a crash left behind.
+# A folder by which rank 0 checks that all hosts see its files, named like a half-written
+# checkpoint, so that `remove_leftovers` removes one that a crash left behind.
 PROBE = "sign"
 STEP, _PARTIAL, _REMOVED = "step-", ".partial", ".removed"
 _NO_RUN_ID = "none"  # torchrun's id of every run that was started without --rdzv-id
 
 
 class StagePart(Record):
-    """What one replica of one stage wrote: the first replica everything, the others only their own buffers.
+    """What one replica of one stage wrote: the first replica everything, the others only their own
+    buffers.
 
     A tied parameter is stored once; `aliases` maps its other names to the stored one.
     """
@@ -55,7 +57,8 @@ class StagePart(Record):
     aliases: dict[str, str]
     optimizer: OptimizerState | None = None
     optimizer_file: TensorFile | None = None
-    extras: dict[str, Any]  # state of learning rate schedulers and the like, by `optimizer_state.to_json`
+    # state of learning rate schedulers and the like, by `optimizer_state.to_json`
+    extras: dict[str, Any]
 
     @model_validator(mode="after")
     def _has_whole_optimizer(self) -> Self:
@@ -65,7 +68,9 @@ class StagePart(Record):
 
 
 class Checkpoint(Record):
-    """index.json: where a run was after `minibatch` minibatches, at a point where its pipeline was empty."""
+    """index.json: where a run was after `minibatch` minibatches, at a point where its pipeline was
+    empty.
+    """
 
     schema_version: Literal[1, 2] = 2  # 1 had no checksum of its own
     tool: str
@@ -98,8 +103,14 @@ class SavedCheckpoint:
     def check_fits(self, plan: Plan, seed: int | None) -> None:
         index = self.index
         if index.graph_hash != plan.graph_hash:
-            problem = f"the checkpoint '{self.path}' is of another model than the plan: '{index.model}', '{plan.model}'"
-            hint = "its operations, sizes and precision must be the same; cut and schedule of the plan may differ"
+            problem = (
+                f"the checkpoint '{self.path}' is of another model than the plan: "
+                f"'{index.model}', '{plan.model}'"
+            )
+            hint = (
+                "its operations, sizes and precision must be the same; cut and schedule of "
+                "the plan may differ"
+            )
             raise InputError(problem, hint=hint)
         if seed not in (None, index.seed):
             problem = f"the checkpoint '{self.path}' is of a run with seed {index.seed}, not {seed}"
@@ -113,18 +124,23 @@ def save_index(folder: Path, index: Checkpoint) -> None:
 
 
 def load_checkpoint(path: Path) -> SavedCheckpoint:
-    """Read the index of a checkpoint; raise InputError when it is not the one that was written there."""
+    """Read the index of a checkpoint; raise InputError when it is not the one that was written
+    there.
+    """
     index = load_record(Checkpoint, path / INDEX, InputError, REMEDY)
     if index.schema_version > 1:
         _check_digest(path)
     elif (path / INDEX_DIGEST).exists():
-        problem = f"'{path / INDEX}' says that it is of version 1, which had no checksum, and has one"
+        problem = (
+            f"'{path / INDEX}' says that it is of version 1, which had no checksum, and has one"
+        )
         raise InputError(problem, hint=OTHER)
 
     named = path.resolve().name
     if _is_step(named) and int(named[len(STEP) :]) != index.minibatch:
         raise InputError(
-            f"the index of '{path}' is of minibatch {index.minibatch}, and the folder's name is of another",
+            f"the index of '{path}' is of minibatch {index.minibatch}, and the folder's name is "
+            f"of another",
             hint=OTHER,
         )
     return SavedCheckpoint(path, index)
@@ -153,14 +169,17 @@ def _is_step(name: str) -> bool:
 
 
 def partial_name(what: str, token: str) -> str:
-    """Return the name of a folder while it is written; `token` tells the runs that write to one folder apart."""
+    """Return the name of a folder while it is written; `token` tells the runs that write to one
+    folder apart.
+    """
     return f".{STEP}{what}.{token}{_PARTIAL}"
 
 
 def complete(folder: Path) -> list[Path]:
     """Return the complete checkpoints in `folder`, oldest first."""
     found = [path for path in folder.glob(f"{STEP}*") if _is_step(path.name) and path.is_dir()]
-    return sorted(found, key=_minibatch_of)  # by name those of more than eight digits would come first
+    # by name those of more than eight digits would come first
+    return sorted(found, key=_minibatch_of)
 
 
 def _minibatch_of(path: Path) -> int:
@@ -182,7 +201,9 @@ def find(path: Path) -> Path:
 def resolve(resume: str | None, folder: Path, *, writes: bool) -> Path | None:
     """Return the checkpoint that a run resumes from; None when it begins anew."""
     if folder.exists() and not folder.is_dir():
-        raise InputError(f"'{folder}' is a file, not a folder for checkpoints", hint="choose another `folder`")
+        raise InputError(
+            f"'{folder}' is a file, not a folder for checkpoints", hint="choose another `folder`"
+        )
     inside = complete(folder)
     if resume == AUTO:
         return inside[-1] if inside else None
@@ -191,16 +212,21 @@ def resolve(resume: str | None, folder: Path, *, writes: bool) -> Path | None:
         return found
     if found is None or found.resolve() not in [path.resolve() for path in inside]:
         problem = f"'{folder}' has checkpoints of an earlier run, the newest {inside[-1].name}"
-        raise InputError(problem, hint="continue that run with `resume`, or choose another `folder`")
+        raise InputError(
+            problem, hint="continue that run with `resume`, or choose another `folder`"
+        )
     if _minibatch_of(inside[-1]) > _minibatch_of(found):
         problem = f"'{folder}' has a newer checkpoint than '{found}': {inside[-1].name}"
-        raise InputError(problem, hint="remove it, or choose another `folder`: the run would overwrite it")
+        raise InputError(
+            problem, hint="remove it, or choose another `folder`: the run would overwrite it"
+        )
     return found
 
 
 def prune(folder: Path, keep: int) -> None:
     for path in complete(folder)[:-keep]:
-        # Hidden first: a crash within rmtree must not leave half a checkpoint under the name of a complete one.
+        # Hidden first: a crash within rmtree must not leave half a checkpoint under the name of a
+        # complete one.
         with suppress(OSError):  # it is looked at again after the next checkpoint
             path.rename(path.with_name(f".{path.name}{_REMOVED}"))
     remove_leftovers(folder, _REMOVED)
@@ -210,12 +236,15 @@ def remove_leftovers(folder: Path, *endings: str) -> None:
     """Remove what earlier runs did not finish writing or removing."""
     for path in folder.glob(f".{STEP}*"):
         if path.name.endswith(endings or (_PARTIAL, _REMOVED)):
-            # NFS keeps a file that another host has open, as .nfs*, and its folder with it: the next call tries again.
+            # NFS keeps a file that another host has open, as .nfs*, and its folder with it: the
+            # next call tries again.
             shutil.rmtree(path, ignore_errors=True)
 
 
 def sync_folder(path: Path) -> None:
-    """Wait until the names in a folder are on disk: fsync of a file makes its content durable, not its name."""
+    """Wait until the names in a folder are on disk: fsync of a file makes its content durable, not
+    its name.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -224,9 +253,14 @@ def sync_folder(path: Path) -> None:
 
 
 def seed_of_run(
-    options: CheckpointOptions, plan: Plan, seed: int | None = None, baseline: BaselineName | None = None
+    options: CheckpointOptions,
+    plan: Plan,
+    seed: int | None = None,
+    baseline: BaselineName | None = None,
 ) -> int:
-    """Return the seed of a run with `plan`: that of the checkpoint it resumes from, or `seed`, or 0."""
+    """Return the seed of a run with `plan`: that of the checkpoint it resumes from, or `seed`, or
+    0.
+    """
     if options.every is None and options.resume is None:
         return seed or 0
     if baseline is not None:
@@ -240,13 +274,16 @@ def seed_of_run(
     return saved.index.seed
 
 
-def after_torchrun_restart(options: CheckpointOptions, *, elastic: bool) -> CheckpointOptions | None:
-    """Return the options of workers that torchrun restarted: resume from the newest checkpoint of their own run.
+def after_torchrun_restart(
+    options: CheckpointOptions, *, elastic: bool
+) -> CheckpointOptions | None:
+    """Return the options of workers that torchrun restarted: resume from the newest checkpoint of
+    their own run.
 
     In an `elastic` run a host that has just come was never restarted, nor was its worker.
 
-    None for the first workers of a run, and for a run without a checkpoint. Worker 0 decides, because it has the run's
-    losses; the others follow what it finds.
+    None for the first workers of a run, and for a run without a checkpoint. Worker 0 decides,
+    because it has the run's losses; the others follow what it finds.
     """
     folder = Path(options.folder)
     first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" and not elastic
@@ -258,7 +295,9 @@ def after_torchrun_restart(options: CheckpointOptions, *, elastic: bool) -> Chec
 
 
 def torchrun_run_id() -> str:
-    """Return an id that all starts of a run share and no other run has: torchrun's own, or that of its process."""
+    """Return an id that all starts of a run share and no other run has: torchrun's own, or that of
+    its process.
+    """
     run = os.environ.get("TORCHELASTIC_RUN_ID", _NO_RUN_ID)
     if run != _NO_RUN_ID:
         return run
@@ -267,5 +306,6 @@ def torchrun_run_id() -> str:
     if not (boot.exists() and stat.exists()):  # not Linux
         return f"{run} {parent}"
     # Process ids are used again, so its start and the boot of the machine are part of the id.
-    started = stat.read_text().rpartition(")")[2].split()[19]  # proc_pid_stat(5): starttime, the 22nd field
+    # proc_pid_stat(5): starttime, the 22nd field
+    started = stat.read_text().rpartition(")")[2].split()[19]
     return f"{run} {parent} {started} {boot.read_text().strip()}"

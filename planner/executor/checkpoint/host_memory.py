@@ -1,4 +1,5 @@
-"""State that survives without a disk: files in the memory of hosts, which outlive the processes that train.
+"""State that survives without a disk: files in the memory of hosts, which outlive the processes
+that train.
 
     /dev/shm/planner-3f9c...-0/           of one run on this host
         step-00000040-0003/               after 40 minibatches, of the start with this number
@@ -37,7 +38,8 @@ from planner.executor.observe.run_log import FILE as LOSSES
 from planner.formats.files import Record, RecordT, save_record
 from planner.workers.job import Job
 
-FOR_EVER = timedelta(days=365)  # the groups that files travel over: whoever hangs is found by its heartbeat
+# the groups that files travel over: whoever hangs is found by its heartbeat
+FOR_EVER = timedelta(days=365)
 _PIECE_BYTES = 1 << 26  # 64 MiB per message
 _IDENTITY = "host"
 
@@ -72,13 +74,17 @@ class Transfer(NamedTuple):
 
 def files_of(parts: Iterable[StagePart]) -> dict[str, TensorFile]:
     """Return the files of these parts, by their names."""
-    files = [file for part in parts for file in (part.weights, part.optimizer_file) if file is not None]
+    files = [
+        file for part in parts for file in (part.weights, part.optimizer_file) if file is not None
+    ]
     return {file.name: file for file in files}
 
 
 @dataclass(frozen=True)
 class HostMemory:
-    """The folder of a run in the memory of this host; only one of the host's workers writes the small files."""
+    """The folder of a run in the memory of this host; only one of the host's workers writes the
+    small files.
+    """
 
     folder: Path
 
@@ -97,7 +103,8 @@ class HostMemory:
         return f"{socket.gethostname()} {self.folder.absolute()}"
 
     def make(self) -> None:
-        """Make the folder, for this user alone; raise InputError where it cannot be made, or another user has made it.
+        """Make the folder, for this user alone; raise InputError where it cannot be made, or
+        another user has made it.
 
         Its name can be guessed, and everybody may make folders in the memory of a host.
         """
@@ -108,10 +115,15 @@ class HostMemory:
             raise InputError(problem, hint="name another folder with `copy_folder`") from None
         if self.folder.is_symlink() or self.folder.stat().st_uid != os.geteuid():
             hint = "name another folder with `copy_folder`, in which other users cannot write"
-            raise InputError(f"the folder of this run's copies, '{self.folder}', belongs to another user", hint=hint)
+            raise InputError(
+                f"the folder of this run's copies, '{self.folder}', belongs to another user",
+                hint=hint,
+            )
 
     def identity(self) -> tuple[str, str]:
-        """Return what tells this host from others for as long as its memory lasts, and its name for people."""
+        """Return what tells this host from others for as long as its memory lasts, and its name for
+        people.
+        """
         path = self.folder / _IDENTITY
         self.make()
         if not path.exists():
@@ -121,30 +133,41 @@ class HostMemory:
     def copies(self) -> dict[str, dict[str, int]]:
         """Return the bytes of each whole file, by folder and name."""
         return {
-            folder.name: {file.name: file.stat().st_size for file in folder.iterdir() if file.name[0] != "."}
+            folder.name: {
+                file.name: file.stat().st_size for file in folder.iterdir() if file.name[0] != "."
+            }
             for folder in self.folder.glob(f"{STEP}*")
         }
 
     def indices(self) -> dict[str, Checkpoint]:
         """Return the indices of complete copies, by their folders."""
         paths = self.folder.glob(f"{STEP}*/{INDEX}")
-        return {path.parent.name: Checkpoint.model_validate_json(path.read_text("utf-8")) for path in paths}
+        return {
+            path.parent.name: Checkpoint.model_validate_json(path.read_text("utf-8"))
+            for path in paths
+        }
 
     def whole_copies(self) -> list[str]:
         """Return the folders of complete copies, whose files other hosts may have."""
         return sorted(path.parent.name for path in self.folder.glob(f"{STEP}*/{INDEX}"))
 
     def complete(self, name: str, index: Checkpoint) -> None:
-        """Call a copy complete whose files are there, with the losses until then and the start that made it."""
+        """Call a copy complete whose files are there, with the losses until then and the start that
+        made it.
+        """
         shutil.copy(self.folder / LOSSES, self.folder / name)
         shutil.copy(self._file(Start), self.folder / name)
         save_record(index, self.folder / name / INDEX)
 
     def makers(self) -> dict[str, Start]:
-        """Return the starts that made the complete copies, by the folders of these; older versions noted none."""
+        """Return the starts that made the complete copies, by the folders of these; older versions
+        noted none.
+        """
         paths = {name: self.folder / name / self._file(Start).name for name in self.whole_copies()}
         noted = {name: path for name, path in paths.items() if path.exists()}
-        return {name: Start.model_validate_json(path.read_text("utf-8")) for name, path in noted.items()}
+        return {
+            name: Start.model_validate_json(path.read_text("utf-8")) for name, path in noted.items()
+        }
 
     def go_on_from(self, name: str, index: Checkpoint, maker: Start | None) -> None:
         """Take the losses of a copy for those so far, and remove what was copied after it."""
@@ -180,7 +203,9 @@ class HostMemory:
 
 
 def note_fault(job: Job, message: str) -> None:
-    """Note why this host's workers end, for the next start, unless it has been told another reason before."""
+    """Note why this host's workers end, for the next start, unless it has been told another reason
+    before.
+    """
     memory = HostMemory.of(job)
     try:
         memory.make()
@@ -205,16 +230,22 @@ def allocate(folder: Path, transfers: Iterable[Transfer]) -> None:
 
 
 def exchange_files(
-    folder: Path, transfers: Sequence[Transfer], group: dist.ProcessGroup, moved: Callable[[], object]
+    folder: Path,
+    transfers: Sequence[Transfer],
+    group: dist.ProcessGroup,
+    moved: Callable[[], object],
 ) -> None:
-    """Send and receive files, straight from memory to memory; all workers of the group that have a part call it.
+    """Send and receive files, straight from memory to memory; all workers of the group that have a
+    part call it.
 
     `moved` is called after every piece. What is received must have been allocated.
     """
     rank, sent = dist.get_rank(), list[dist.Work]()
     for tag, each in enumerate(transfers):
         if each.sender == rank:
-            content = torch.from_file(str(folder / each.file), size=each.size_bytes, dtype=torch.uint8)
+            content = torch.from_file(
+                str(folder / each.file), size=each.size_bytes, dtype=torch.uint8
+            )
             for piece in torch.split(content, _PIECE_BYTES):
                 work = dist.isend(piece, each.receiver, group, tag)
                 assert work is not None
@@ -222,7 +253,9 @@ def exchange_files(
     for tag, each in enumerate(transfers):
         if each.receiver == rank:
             hidden = folder / f".{each.file}"
-            content = torch.from_file(str(hidden), shared=True, size=each.size_bytes, dtype=torch.uint8)
+            content = torch.from_file(
+                str(hidden), shared=True, size=each.size_bytes, dtype=torch.uint8
+            )
             for piece in torch.split(content, _PIECE_BYTES):
                 dist.recv(piece, each.sender, group, tag)
                 moved()

@@ -1,9 +1,10 @@
-"""Which copies of a run's state exist, also on hosts that are not there: each host tells it in the store of the run.
+"""Which copies of a run's state exist, also on hosts that are not there: each host tells it in the
+store of the run.
 
-A start sees the memories of the hosts that take part in it. After two quick faults these may be few: torchrun's agents
-start with whoever has come when the last call is over. The copies of those that are late are newer than what the few
-have, so a start that would begin before such a copy waits for its holders. When one comes, the agents start all workers
-anew, with it.
+A start sees the memories of the hosts that take part in it. After two quick faults these may be
+few: torchrun's agents start with whoever has come when the last call is over. The copies of those
+that are late are newer than what the few have, so a start that would begin before such a copy waits
+for its holders. When one comes, the agents start all workers anew, with it.
 """
 
 import json
@@ -35,7 +36,9 @@ _log = logging.getLogger(__name__)
 
 
 def minibatch_of(copy: str) -> int:
-    """Return after how many minibatches a copy was made, by its name: 40 of "step-00000040-0003"."""
+    """Return after how many minibatches a copy was made, by its name: 40 of
+    "step-00000040-0003".
+    """
     minibatch, _, _ = copy.removeprefix(STEP).partition("-")
     return int(minibatch)
 
@@ -45,7 +48,8 @@ class HostCopies(Record):
 
     identity: str  # of the memory
     name: str  # of the host, for people
-    copies: tuple[CopyName, ...]  # complete ones; each name has the minibatch and the start that made it
+    # complete ones; each name has the minibatch and the start that made it
+    copies: tuple[CopyName, ...]
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,8 @@ class KnownCopies:
         self._register(memory.place)
 
     def tell_of_others(self, memory: HostMemory, last: Start) -> None:
-        """Tell what other hosts had in the last start, unless the store knows of them: it may be a new one.
+        """Tell what other hosts had in the last start, unless the store knows of them: it may be a
+        new one.
 
         They had the copies that this host has.
         """
@@ -91,7 +96,9 @@ class KnownCopies:
 
     def hosts(self) -> dict[str, HostCopies]:
         """Return what was told last of each place."""
-        return {place: read_record(self._store, _key(place), HostCopies) for place in self._places()}
+        return {
+            place: read_record(self._store, _key(place), HostCopies) for place in self._places()
+        }
 
     def count_start(self) -> int:
         """Return how many starts were counted before this one."""
@@ -103,7 +110,9 @@ class KnownCopies:
             self._store.set(f"given up {copy}", "")
 
     def newer_than(self, minibatch: int, present: Collection[str]) -> NewerCopy | None:
-        """Return the newest copy after `minibatch` on hosts whose places are not `present`, unless it was given up."""
+        """Return the newest copy after `minibatch` on hosts whose places are not `present`, unless
+        it was given up.
+        """
         holders = newer_copies(self.hosts(), minibatch, present)
         awaited = [copy for copy in holders if not self._store.check([f"given up {copy}"])]
         if not awaited:
@@ -124,7 +133,9 @@ class KnownCopies:
         return places
 
 
-def newer_copies(hosts: Mapping[str, HostCopies], minibatch: int, present: Collection[str]) -> dict[str, list[str]]:
+def newer_copies(
+    hosts: Mapping[str, HostCopies], minibatch: int, present: Collection[str]
+) -> dict[str, list[str]]:
     """Return the names of the absent hosts that have each copy after `minibatch`, by the copy."""
     holders = dict[str, list[str]]()
     for place, host in hosts.items():
@@ -136,9 +147,13 @@ def newer_copies(hosts: Mapping[str, HostCopies], minibatch: int, present: Colle
 
 
 def await_holders(
-    known: KnownCopies | None, begins: Callable[[], int], present: Collection[str], heartbeat: Heartbeat
+    known: KnownCopies | None,
+    begins: Callable[[], int],
+    present: Collection[str],
+    heartbeat: Heartbeat,
 ) -> str:
-    """Wait while hosts that are not there have a newer state than this start would begin with; all workers call it.
+    """Wait while hosts that are not there have a newer state than this start would begin with; all
+    workers call it.
 
     Worker 0 decides. Return what was waited for in vain, in words; empty where nothing was.
 
@@ -171,7 +186,9 @@ def await_holders(
 
 
 def count_start(known: KnownCopies | None) -> int:
-    """Return how many starts were counted before this one; all workers call it, and worker 0 counts."""
+    """Return how many starts were counted before this one; all workers call it, and worker 0
+    counts.
+    """
     counted = known.count_start() if known is not None and dist.get_rank() == 0 else 0
     return int(share(str(counted), control_group())[0])
 

@@ -1,7 +1,7 @@
 """Initial weights from safetensors files: each worker reads those of its own stages, and no others.
 
-A file is found as people publish them: one file, a folder with `model.safetensors`, or a folder with
-`model.safetensors.index.json`, which says which of several files holds each tensor.
+A file is found as people publish them: one file, a folder with `model.safetensors`, or a folder
+with `model.safetensors.index.json`, which says which of several files holds each tensor.
 """
 
 from collections.abc import Collection
@@ -22,8 +22,9 @@ class Pretrained:
     """The tensors that a model file names as its initial weights.
 
     Args:
-        name_in_file: of a name in the model: its name in the files, or None to keep the constructor's values; None for
-            the same names, where the files must have all of the model's, and no others.
+        name_in_file: of a name in the model: its name in the files, or None to keep the
+            constructor's values; None for the same names, where the files must have all of the
+            model's, and no others.
     """
 
     def __init__(self, path: Path, name_in_file: NameInFile | None = None) -> None:
@@ -42,7 +43,9 @@ class Pretrained:
         return None if found is None else cls(*found)
 
     def sources(self, model: nn.Module) -> dict[str, str]:
-        """Return the name in the files for each parameter and buffer that is read, by every name in the model."""
+        """Return the name in the files for each parameter and buffer that is read, by every name in
+        the model.
+        """
         state = model.state_dict(keep_vars=True)
         names: dict[Tensor, list[str]] = {}
         for name, tensor in state.items():
@@ -50,16 +53,32 @@ class Pretrained:
                 names.setdefault(tensor, []).append(name)
         sources: dict[str, str] = {}
         for tensor, tied in names.items():
-            wanted = tied if self._name_in_file is None else [n for name in tied if (n := self._name_in_file(name))]
+            wanted = (
+                tied
+                if self._name_in_file is None
+                else [n for name in tied if (n := self._name_in_file(name))]
+            )
             present = [name for name in wanted if name in self._shapes]
             if wanted and not present:
-                hint = f"its names are such as '{min(self._shapes, default='')}': return (path, function), "
+                hint = (
+                    f"its names are such as '{min(self._shapes, default='')}': return (path, "
+                    f"function), "
+                )
                 problem = f"'{self.path}' has no '{wanted[0]}', which the model has as '{tied[0]}'"
-                raise InputError(problem, hint=f"{hint}which gives the name in the files, or None, from pretrained()")
+                raise InputError(
+                    problem,
+                    hint=f"{hint}which gives the name in the files, or None, from pretrained()",
+                )
             for name in present:
                 if (there := self._shapes[name]) != (here := tuple(tensor.shape)):
-                    problem = f"'{name}' has the shape {there} in '{self._files[name]}' and {here} in the model"
-                    hint = "for a new head, let pretrained() return a function that gives None for its names"
+                    problem = (
+                        f"'{name}' has the shape {there} in '{self._files[name]}' and "
+                        f"{here} in the model"
+                    )
+                    hint = (
+                        "for a new head, let pretrained() return a function that gives None "
+                        "for its names"
+                    )
                     raise InputError(problem, hint=f"are these the weights of this model? {hint}")
             if present:
                 # As load_state_dict does, which reads one name after the other, the last wins.
@@ -67,14 +86,21 @@ class Pretrained:
         unknown = next((name for name in self._shapes if name not in state), None)
         if self._name_in_file is None and unknown is not None:
             problem = f"'{self._files[unknown]}' has '{unknown}', which the model does not have"
-            hint = "to take what it has and leave the rest, return (path, lambda name: name) from pretrained()"
+            hint = (
+                "to take what it has and leave the rest, return (path, lambda name: name) "
+                "from pretrained()"
+            )
             raise InputError(problem, hint=f"are these the weights of this model? {hint}")
         return sources
 
     def fill(self, model: nn.Module, names: Collection[str]) -> None:
-        """Overwrite the parameters and buffers of `model` called `names` with the files' values, one at a time."""
+        """Overwrite the parameters and buffers of `model` called `names` with the files' values,
+        one at a time.
+        """
         state = model.state_dict(keep_vars=True)
-        target = {source: state[name] for name, source in self.sources(model).items() if name in names}
+        target = {
+            source: state[name] for name, source in self.sources(model).items() if name in names
+        }
         with torch.no_grad():
             for file in dict.fromkeys(self._files[source] for source in target):
                 here = [source for source in target if self._files[source] == file]
@@ -89,9 +115,16 @@ def _files(path: Path) -> list[Path]:
             listed = read_json(index)["weight_map"].values()
             return [index.parent / str(name) for name in dict.fromkeys(listed)]
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            raise InputError(f"'{index}' is no index of safetensors files", hint='it has a "weight_map"') from None
+            raise InputError(
+                f"'{index}' is no index of safetensors files", hint='it has a "weight_map"'
+            ) from None
     found = [path] if path.suffix == SUFFIX and path.is_file() else sorted(path.glob(f"*{SUFFIX}"))
     if not found:
-        hint = "weights are read from safetensors files alone: safetensors.torch.save_file(state, path) writes one"
-        raise InputError(f"there are no pretrained weights in safetensors files at '{path}'", hint=hint)
+        hint = (
+            "weights are read from safetensors files alone: "
+            "safetensors.torch.save_file(state, path) writes one"
+        )
+        raise InputError(
+            f"there are no pretrained weights in safetensors files at '{path}'", hint=hint
+        )
     return [path / SINGLE] if path / SINGLE in found else found

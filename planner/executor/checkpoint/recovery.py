@@ -1,8 +1,10 @@
-"""Begin a run that may lose hosts, or go on with it: agree on the newest state that is left, and bring it in place.
+"""Begin a run that may lose hosts, or go on with it: agree on the newest state that is left, and
+bring it in place.
 
-All workers that were started do so before they build anything, also those that the plan leaves idle. Whoever has a copy
-of a state tells its files. The newest state of which all files are on some host is the one to go on from; each host
-then gets the files of the stages that its workers will hold. No copy at all is the beginning of the run.
+All workers that were started do so before they build anything, also those that the plan leaves
+idle. Whoever has a copy of a state tells its files. The newest state of which all files are on some
+host is the one to go on from; each host then gets the files of the stages that its workers will
+hold. No copy at all is the beginning of the run.
 """
 
 import os
@@ -16,7 +18,12 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]  # exported by a star import
 
 from planner.errors import InputError
-from planner.executor.checkpoint.folders import Checkpoint, SavedCheckpoint, load_checkpoint, resolve
+from planner.executor.checkpoint.folders import (
+    Checkpoint,
+    SavedCheckpoint,
+    load_checkpoint,
+    resolve,
+)
 from planner.executor.checkpoint.host_memory import (
     FOR_EVER,
     Fault,
@@ -76,9 +83,11 @@ class Recovery:
 
 
 def recover(job: Job, heartbeat: Heartbeat) -> Recovery:
-    """Meet all workers, choose the state to go on from, and bring its files to the hosts that need them.
+    """Meet all workers, choose the state to go on from, and bring its files to the hosts that need
+    them.
 
-    Where hosts that are not there have a newer one, wait for them first; when one comes, this process is ended.
+    Where hosts that are not there have a newer one, wait for them first; when one comes, this
+    process is ended.
 
     Raise InputError when the run does not get on: then a further start would not help.
     """
@@ -100,7 +109,9 @@ def recover(job: Job, heartbeat: Heartbeat) -> Recovery:
     servers = [seat.server for seat in seats]
     saved, first, maker = None, 0, None
     if chosen is not None:
-        maker = next((held.makers[chosen] for held in hosts.values() if chosen in held.makers), None)
+        maker = next(
+            (held.makers[chosen] for held in hosts.values() if chosen in held.makers), None
+        )
         saved = _fetch(job, chosen, maker, hosts, servers, memory, heartbeat)
         first = saved.index.minibatch
         if known is not None:
@@ -132,17 +143,24 @@ def _share_held(memory: HostMemory, known: KnownCopies | None, group: dist.Proce
         if held.last is not None:
             known.tell_of_others(memory, held.last)
         own = held.model_dump_json()
-    return {rank: _Held.model_validate_json(text) for rank, text in enumerate(share(own, group)) if text}
+    return {
+        rank: _Held.model_validate_json(text) for rank, text in enumerate(share(own, group)) if text
+    }
 
 
 def _newest_left(hosts: _Copies) -> str | None:
     """Return the newest copy of which these hosts have all files."""
     indices = {name: index for held in hosts.values() for name, index in held.indices.items()}
-    return next((name for name in sorted(indices, reverse=True) if _is_left(name, indices[name], hosts)), None)
+    return next(
+        (name for name in sorted(indices, reverse=True) if _is_left(name, indices[name], hosts)),
+        None,
+    )
 
 
 def _newest_minibatch(job: Job, chosen: str | None) -> int:
-    """Return the minibatch with which a start begins: that of a copy, or of the checkpoint on disk if it is newer."""
+    """Return the minibatch with which a start begins: that of a copy, or of the checkpoint on disk
+    if it is newer.
+    """
     options = job.checkpoints
     path = None
     if options.every is not None or options.resume is not None:
@@ -160,7 +178,9 @@ def _fetch(
     memory: HostMemory,
     heartbeat: Heartbeat,
 ) -> SavedCheckpoint:
-    """Bring the files of a copy to the hosts that need them; return those of this worker's stages."""
+    """Bring the files of a copy to the hosts that need them; return those of this worker's
+    stages.
+    """
     rank = dist.get_rank()
     index = next(held.indices[chosen] for held in hosts.values() if chosen in held.indices)
     leaders = {servers[leader]: leader for leader in hosts}
@@ -189,12 +209,20 @@ def _is_left(copy: str, index: Checkpoint, hosts: _Copies) -> bool:
 
 def _having(hosts: _Copies, copy: str, file: str, size_bytes: int) -> list[int]:
     """Return who speaks for the hosts that have a file of a copy, all of it."""
-    return [rank for rank, held in sorted(hosts.items()) if held.copies.get(copy, {}).get(file) == size_bytes]
+    return [
+        rank
+        for rank, held in sorted(hosts.items())
+        if held.copies.get(copy, {}).get(file) == size_bytes
+    ]
 
 
-def _missing(copy: str, index: Checkpoint, wanted: Mapping[int, set[str]], hosts: _Copies) -> Iterator[Transfer]:
+def _missing(
+    copy: str, index: Checkpoint, wanted: Mapping[int, set[str]], hosts: _Copies
+) -> Iterator[Transfer]:
     """Yield the files that hosts lack for the layers that they are to have, and the losses."""
-    losses = {LOSSES: next(held.copies[copy][LOSSES] for held in hosts.values() if copy in held.indices)}
+    losses = {
+        LOSSES: next(held.copies[copy][LOSSES] for held in hosts.values() if copy in held.indices)
+    }
     for turn, (receiver, layers) in enumerate(sorted(wanted.items())):  # senders take turns
         files = {file.name: file.size_bytes for file in files_of(index.parts_with(layers)).values()}
         for name, size_bytes in (files | losses).items():
@@ -205,17 +233,24 @@ def _missing(copy: str, index: Checkpoint, wanted: Mapping[int, set[str]], hosts
 def _history(
     hosts: Collection[_Held], first: int, maker: Start | None, counted: int
 ) -> tuple[Start, str, float | None]:
-    """Say what happened since the last start, and when; raise InputError when nothing is gained by another start.
+    """Say what happened since the last start, and when; raise InputError when nothing is gained by
+    another start.
 
-    `maker` is the start that made the copy to go on from. `counted` are the starts before this one that the store of
-    the run knows of, also those on other hosts.
+    `maker` is the start that made the copy to go on from. `counted` are the starts before this one
+    that the store of the run knows of, also those on other hosts.
     """
     now = {held.identity: held.name for held in hosts}
     places = {held.identity: held.place for held in hosts}
-    last = max((held.last for held in hosts if held.last is not None), key=lambda each: each.number, default=None)
+    last = max(
+        (held.last for held in hosts if held.last is not None),
+        key=lambda each: each.number,
+        default=None,
+    )
     if last is None:
         return Start(number=counted, hosts=now, places=places, first=first), "", None
-    noted = [held.fault for held in hosts if held.fault is not None and held.fault.start == last.number]
+    noted = [
+        held.fault for held in hosts if held.fault is not None and held.fault.start == last.number
+    ]
     faults = sorted(noted, key=lambda fault: fault.at_s)
     cause = f" ({faults[0].message})" if faults else ""
     lost = [name for identity, name in last.hosts.items() if identity not in now]
@@ -225,13 +260,22 @@ def _history(
         what = f"{what}, took in {_hosts(came)}" if lost or faults else f"took in {_hosts(came)}"
     vain = last.vain + 1 if first == last.first and now == last.hosts else 0
     if vain >= _TRIES:
-        problem = f"the last {_TRIES} starts ended before the first copy after minibatch {first}{cause}"
-        raise InputError(problem, hint="look for the reason there, or copy more often with a smaller `copy_every`")
+        problem = (
+            f"the last {_TRIES} starts ended before the first copy after minibatch {first}{cause}"
+        )
+        raise InputError(
+            problem,
+            hint="look for the reason there, or copy more often with a smaller `copy_every`",
+        )
     events = last.events
     if maker is not None and maker.number < last.number and last.first < first:
-        # The copy came with hosts that were not there when the last start began, with an older state.
+        # The copy came with hosts that were not there when the last start began, with an older
+        # state.
         events = maker.events
-        what = f"{what}; what was trained from minibatch {last.first} on since that copy counts no more"
+        what = (
+            f"{what}; what was trained from minibatch {last.first} on since that copy counts "
+            f"no more"
+        )
 
     # No two starts have one number, or else their copies would have one name.
     number = max(last.number + 1, counted)
@@ -249,7 +293,11 @@ def describe(recovery: Recovery, first: int, job: Job) -> str:
         return ""
     now_s = time.time()
     at = f"at {time.strftime('%H:%M:%S on %d %B', time.localtime(recovery.since_s or now_s))}"
-    after = at if recovery.since_s is None else f"{now_s - recovery.since_s:.1f} s after that was noticed {at}"
+    after = (
+        at
+        if recovery.since_s is None
+        else f"{now_s - recovery.since_s:.1f} s after that was noticed {at}"
+    )
     goes_on = f"training goes on from minibatch {first} with the plan {job.plan.config}"
     return f"{recovery.what}: {goes_on}, {job.left}, {after}"
 
@@ -265,7 +313,9 @@ def await_end(store: Store) -> None:
 
 
 def tell_end(store: Store, idle: int) -> None:
-    """Let the idle workers end; worker 0 calls it at the end of the run, before its store closes."""
+    """Let the idle workers end; worker 0 calls it at the end of the run, before its store
+    closes.
+    """
     deadline = time.monotonic() + GRACE_S
     store.set(_ENDED, "")
     while store.add(_LEFT, 0) < idle and time.monotonic() < deadline:

@@ -1,6 +1,8 @@
-"""Write each stage replica's part of a checkpoint, and restore stages from the parts that any plan wrote.
+"""Write each stage replica's part of a checkpoint, and restore stages from the parts that any plan
+wrote.
 
-What reads raises InputError for a checkpoint that does not fit, or a file that is not the one that was written.
+What reads raises InputError for a checkpoint that does not fit, or a file that is not the one that
+was written.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +30,13 @@ from planner.executor.checkpoint.tensor_file import copy_of, each_tensor, opened
 from planner.executor.communication.sharding import Sharding
 from planner.executor.stage.optimizer import LossScaler
 from planner.executor.stage.scheduler import StageScheduler
-from planner.model.tensor.division import divided_weights, is_divided, own_memory, own_rows, whole_state
+from planner.model.tensor.division import (
+    divided_weights,
+    is_divided,
+    own_memory,
+    own_rows,
+    whole_state,
+)
 
 _MASTERED = {torch.float32, torch.bfloat16, torch.float16}
 SAME_MODEL = "is it a checkpoint of this model?"
@@ -43,7 +51,8 @@ class Restorable:
     module: nn.Module
     optimizer: Optimizer | None
     learning_rate_factor: float = 1.0  # learning rate relative to the user's
-    sharding: Sharding | None = None  # how replicas divide the optimizer; None where each has all of it
+    # how replicas divide the optimizer; None where each has all of it
+    sharding: Sharding | None = None
     extras: Mapping[str, StageScheduler | LossScaler] = field(default_factory=dict)
 
 
@@ -55,9 +64,11 @@ class Content(NamedTuple):
 
 
 def content_of(own: Restorable) -> Content | None:
-    """Return what is saved of one stage replica, if anything; all ranks that divide its weights call it.
+    """Return what is saved of one stage replica, if anything; all ranks that divide its weights
+    call it.
 
-    The first replica saves the parameters; each has its own buffers, and maybe its part of the optimizer's state.
+    The first replica saves the parameters; each has its own buffers, and maybe its part of the
+    optimizer's state.
     """
     first = own.replica == 0
     weights = whole_state(own.module, kept=first, masters=True)
@@ -65,19 +76,30 @@ def content_of(own: Restorable) -> Content | None:
         for name, _ in own.module.named_parameters(remove_duplicate=False):
             del weights[name]
     optimizer, tensors = None, dict[str, Tensor]()
-    if own.optimizer is not None and (first or (own.sharding is not None and own.sharding.has_own_part)):
-        optimizer, tensors = take_state(own.optimizer, own.module, own.learning_rate_factor, own.sharding)
+    if own.optimizer is not None and (
+        first or (own.sharding is not None and own.sharding.has_own_part)
+    ):
+        optimizer, tensors = take_state(
+            own.optimizer, own.module, own.learning_rate_factor, own.sharding
+        )
     # The first rank saves the weights, and all of the optimizer of which this one has no part.
     leads = divided_weights(own.module).is_first_rank
     if not leads:
         weights, optimizer = {}, optimizer if tensors else None
     stateful = own.extras if first and leads else {}
-    extras = {name: to_json(each.state_dict(), f"the state of the {name}") for name, each in stateful.items()}
-    return Content(weights, optimizer, tensors, extras) if weights or optimizer is not None else None
+    extras = {
+        name: to_json(each.state_dict(), f"the state of the {name}")
+        for name, each in stateful.items()
+    }
+    return (
+        Content(weights, optimizer, tensors, extras) if weights or optimizer is not None else None
+    )
 
 
 def write_part(folder: Path, own: Restorable, content: Content) -> StagePart:
-    """Write the files of one stage replica to `folder`, and return what is in them; OSError when the disk is full."""
+    """Write the files of one stage replica to `folder`, and return what is in them; OSError when
+    the disk is full.
+    """
     division = divided_weights(own.module)
     stem = f"stage-{own.stage}" + (f"-replica-{own.replica}" if own.replica else "")
     if division.group is not None and not division.is_first_rank:
@@ -86,7 +108,9 @@ def write_part(folder: Path, own: Restorable, content: Content) -> StagePart:
     weights = write_tensors(folder / f"{stem}.weights.safetensors", tensors)
     optimizer_file = None
     if content.optimizer is not None:
-        optimizer_file = write_tensors(folder / f"{stem}.optimizer.safetensors", content.optimizer_tensors)
+        optimizer_file = write_tensors(
+            folder / f"{stem}.optimizer.safetensors", content.optimizer_tensors
+        )
 
     return StagePart(
         stage=own.stage,
@@ -100,12 +124,15 @@ def write_part(folder: Path, own: Restorable, content: Content) -> StagePart:
 
 
 def distinct(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return each tensor under its first name, and by further name of a tied tensor its first one."""
+    """Return each tensor under its first name, and by further name of a tied tensor its
+    first one.
+    """
     first: dict[tuple[object, ...], str] = {}
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     for name, tensor in state.items():
-        # Not by identity: state_dict() detaches, so tied parameters come as several tensors over one memory.
+        # Not by identity: state_dict() detaches, so tied parameters come as several tensors over
+        # one memory.
         key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if tensor.numel() and key in first:
             aliases[name] = first[key]
@@ -128,12 +155,13 @@ def restore_stage(own: Restorable, saved: SavedCheckpoint) -> None:
 def fill_module(own: Restorable, saved: SavedCheckpoint) -> None:
     """Overwrite the parameters and buffers of a stage with the saved ones.
 
-    Of a buffer that several parts have, the same replica's is taken, or else the first one's; among stages, the same
-    stage's, or else the last one's.
+    Of a buffer that several parts have, the same replica's is taken, or else the first one's; among
+    stages, the same stage's, or else the last one's.
     """
     # Later parts win.
     parts = sorted(
-        saved.index.parts, key=lambda part: (part.replica == own.replica, part.replica == 0, part.stage == own.stage)
+        saved.index.parts,
+        key=lambda part: (part.replica == own.replica, part.replica == 0, part.stage == own.stage),
     )
     state, division = own.module.state_dict(keep_vars=True), divided_weights(own.module)
     missing = set(state)
@@ -141,23 +169,40 @@ def fill_module(own: Restorable, saved: SavedCheckpoint) -> None:
         for name, value in each_weight(saved.path, parts, set(state)):
             tensor = state[name]
             shape, alike = division.whole_shape(name, tensor.shape), value.dtype == tensor.dtype
-            # Weights with masters are in half precision, and in float32 in a run without; the masters come later.
+            # Weights with masters are in half precision, and in float32 in a run without; the
+            # masters come later.
             if value.shape != shape or not (alike or {value.dtype, tensor.dtype} < _MASTERED):
-                there, here = f"{value.dtype} {tuple(value.shape)}", f"{tensor.dtype} {tuple(shape)}"
-                problem = f"'{name}' is {there} in the checkpoint '{saved.path}', and {here} in the model"
+                there, here = (
+                    f"{value.dtype} {tuple(value.shape)}",
+                    f"{tensor.dtype} {tuple(shape)}",
+                )
+                problem = (
+                    f"'{name}' is {there} in the checkpoint '{saved.path}', and {here} in the model"
+                )
                 raise InputError(problem, hint=SAME_MODEL)
             if is_divided(tensor):
                 value = value[own_rows(tensor)]
             own_memory(tensor).copy_(part := division.part(name, value))
-            if own.sharding is not None and (shard := own.sharding.shards.get(tensor)) and shard.is_master:
+            if (
+                own.sharding is not None
+                and (shard := own.sharding.shards.get(tensor))
+                and shard.is_master
+            ):
                 shard.stepped.copy_(shard.cut_from(part.to(shard.stepped)))
             missing.remove(name)
     if missing:
-        raise InputError(f"the checkpoint '{saved.path}' has no '{min(missing)}', which the model has", hint=SAME_MODEL)
+        raise InputError(
+            f"the checkpoint '{saved.path}' has no '{min(missing)}', which the model has",
+            hint=SAME_MODEL,
+        )
 
 
-def each_weight(path: Path, parts: Sequence[StagePart], names: set[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Read those of `names` that `parts` have, or all, tied ones under each name, one at a time; later parts win."""
+def each_weight(
+    path: Path, parts: Sequence[StagePart], names: set[str] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Read those of `names` that `parts` have, or all, tied ones under each name, one at a time;
+    later parts win.
+    """
     taken: set[str] = set()
     # File by file: each is hashed as a whole before anything is taken from it.
     for part in reversed(parts):
@@ -181,30 +226,50 @@ def fill_optimizer(own: Restorable, saved: SavedCheckpoint) -> None:
 
     def read(name: str) -> Tensor:
         if name not in files:
-            raise InputError(f"the checkpoint '{saved.path}' has no tensor '{name}'", hint=SAME_MODEL)
+            raise InputError(
+                f"the checkpoint '{saved.path}' has no tensor '{name}'", hint=SAME_MODEL
+            )
         return copy_of(files[name], name)
 
     with ExitStack() as stack:
         for part in sorted(saved.index.parts, key=lambda part: part.stage == own.stage):
             if part.optimizer is None or part.optimizer_file is None:
                 continue
-            if any(name in parameters for group in part.optimizer.groups for name in group.parameters):
-                here = {name: state for name, state in part.optimizer.states.items() if name in parameters}
+            if any(
+                name in parameters for group in part.optimizer.groups for name in group.parameters
+            ):
+                here = {
+                    name: state
+                    for name, state in part.optimizer.states.items()
+                    if name in parameters
+                }
                 states.append(part.optimizer.model_copy(update={"states": here}))
-                file = stack.enter_context(opened(saved.path / part.optimizer_file.name, part.optimizer_file))
+                file = stack.enter_context(
+                    opened(saved.path / part.optimizer_file.name, part.optimizer_file)
+                )
                 files |= dict.fromkeys(part.optimizer_file.tensors, file)
         give_state(own.optimizer, own.module, states, read, own.learning_rate_factor, own.sharding)
 
 
-def _extra_state(saved: SavedCheckpoint, name: str, stage: int, groups: int) -> tuple[dict[str, Any], float]:
+def _extra_state(
+    saved: SavedCheckpoint, name: str, stage: int, groups: int
+) -> tuple[dict[str, Any], float]:
     # That of the same stage is preferred, but any will do: all have done the same minibatches.
-    found = sorted((part for part in saved.index.parts if name in part.extras), key=lambda part: part.stage != stage)
+    found = sorted(
+        (part for part in saved.index.parts if name in part.extras),
+        key=lambda part: part.stage != stage,
+    )
     if not found:
-        problem = f"the checkpoint '{saved.path}' has no state of a {name}, which the model file has now"
+        problem = (
+            f"the checkpoint '{saved.path}' has no state of a {name}, which the model file has now"
+        )
         raise InputError(problem, hint="give the model file what the run began with")
     state: dict[str, Any] = from_json(found[0].extras[name])
     rates = state.get("base_lrs")
     if rates is not None and len(rates) != groups:
-        problem = f"the {name} in the checkpoint '{saved.path}' has {len(rates)} groups, the optimizer {groups}"
+        problem = (
+            f"the {name} in the checkpoint '{saved.path}' has {len(rates)} groups, the "
+            f"optimizer {groups}"
+        )
         raise InputError(problem, hint=SAME_OPTIMIZER)
     return state, 1.0 if found[0].optimizer is None else found[0].optimizer.learning_rate_factor

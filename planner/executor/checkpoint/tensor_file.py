@@ -1,11 +1,13 @@
-"""Safetensors files with a checksum: written tensor by tensor from the device, read with the safetensors package.
+"""Safetensors files with a checksum: written tensor by tensor from the device, read with the
+safetensors package.
 
     8 bytes    length of the header, little-endian
     header     JSON: name -> dtype, shape, [first byte, last byte + 1]; padded with spaces
     data       the tensors, contiguous, one after the other
 
-The package does not write them, because it would hold a second copy of a stage in memory, and would know no checksum.
-Reading the format cannot execute anything. What reads raises InputError when a file is not the `expected` one.
+The package does not write them, because it would hold a second copy of a stage in memory, and would
+know no checksum. Reading the format cannot execute anything. What reads raises InputError when a
+file is not the `expected` one.
 """
 
 import hashlib
@@ -27,7 +29,8 @@ from torch import Tensor
 from planner.errors import InputError
 from planner.formats.files import Record, check_regular
 
-# Largest elements first: tensors written in this order are all aligned, without padding between them.
+# Largest elements first: tensors written in this order are all aligned, without padding between
+# them.
 _NAMES = {
     torch.float64: "F64",
     torch.int64: "I64",
@@ -47,7 +50,8 @@ _NAMES = {
     torch.float8_e5m2: "F8_E5M2",
 }
 SUFFIX = ".safetensors"
-_NAME = r"^[^/\x00-\x1f\x7f]*[^/.\x00-\x1f\x7f][^/\x00-\x1f\x7f]*$"  # more than dots, and no control characters
+# more than dots, and no control characters
+_NAME = r"^[^/\x00-\x1f\x7f]*[^/.\x00-\x1f\x7f][^/\x00-\x1f\x7f]*$"
 _PIECE_BYTES = 1 << 24  # 16 MiB per write and hash
 _SYNC_BYTES = 1 << 28  # 256 MiB between two syncs
 
@@ -82,21 +86,34 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> TensorFile:
 
     Raise InputError for a dtype that the format lacks.
     """
-    facts = aligned(Fact(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items())
+    facts = aligned(
+        Fact(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()
+    )
     return write_each(path, facts, (tensors[fact.name] for fact in facts))
 
 
 def write_each(path: Path, facts: Sequence[Fact], tensors: Iterable[Tensor]) -> TensorFile:
-    """Write a file of the tensors that `facts` describe, in their order, as `write_tensors` does."""
-    assert sys.byteorder == "little"  # the byte order of the format, and of every platform of PyTorch
+    """Write a file of the tensors that `facts` describe, in their order, as `write_tensors`
+    does.
+    """
+    # the byte order of the format, and of every platform of PyTorch
+    assert sys.byteorder == "little"
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for fact in facts:
         if fact.dtype not in _NAMES:
-            problem = f"'{fact.name}' is a tensor of {fact.dtype}, which safetensors files cannot hold"
-            raise InputError(problem, hint="keep it out of the state, register_buffer(..., persistent=False)")
+            problem = (
+                f"'{fact.name}' is a tensor of {fact.dtype}, which safetensors files cannot hold"
+            )
+            raise InputError(
+                problem, hint="keep it out of the state, register_buffer(..., persistent=False)"
+            )
         start, end = end, end + fact.size_bytes
-        header[fact.name] = {"dtype": _NAMES[fact.dtype], "shape": fact.shape, "data_offsets": [start, end]}
+        header[fact.name] = {
+            "dtype": _NAMES[fact.dtype],
+            "shape": fact.shape,
+            "data_offsets": [start, end],
+        }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # the data, too, begins at a multiple of 8 bytes
     sha, size, synced = hashlib.sha256(), 0, 0
@@ -108,7 +125,8 @@ def write_each(path: Path, facts: Sequence[Fact], tensors: Iterable[Tensor]) -> 
                 file.write(piece)
                 sha.update(piece)
                 size += len(piece)
-                # One fsync at the end would wait for the whole file: on a slow disk the worker would look hung.
+                # One fsync at the end would wait for the whole file: on a slow disk the worker
+                # would look hung.
                 if size - synced > _SYNC_BYTES:
                     file.flush()
                     os.fsync(file.fileno())
@@ -140,24 +158,34 @@ def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def copy_of(file: Any, name: str) -> Tensor:
-    """Return a tensor of an `opened` file as a copy: the package's is a view of the file, which may be removed."""
+    """Return a tensor of an `opened` file as a copy: the package's is a view of the file, which may
+    be removed.
+    """
     tensor: Tensor = file.get_tensor(name)
     return tensor.clone()
 
 
 @contextmanager
 def opened(path: Path, expected: TensorFile | None = None) -> Iterator[Any]:
-    """Open a file with the package, whose methods are not annotated; give its errors the place and a hint."""
+    """Open a file with the package, whose methods are not annotated; give its errors the place and
+    a hint.
+    """
     try:
         if expected is not None and (problem := _difference(path, expected)) is not None:
-            raise InputError(f"'{path}' {problem}", hint="resume from another checkpoint with `resume=PATH`")
+            raise InputError(
+                f"'{path}' {problem}", hint="resume from another checkpoint with `resume=PATH`"
+            )
         check_regular(path)
         with safe_open(path, framework="pt") as file:
             yield file
     except OSError as cause:
-        raise InputError(f"'{path}' cannot be read: {cause.strerror or cause}", hint="is it all there?") from None
+        raise InputError(
+            f"'{path}' cannot be read: {cause.strerror or cause}", hint="is it all there?"
+        ) from None
     except SafetensorError as cause:
-        raise InputError(f"'{path}' is not a complete safetensors file: {cause}", hint="is it all there?") from None
+        raise InputError(
+            f"'{path}' is not a complete safetensors file: {cause}", hint="is it all there?"
+        ) from None
 
 
 def _difference(path: Path, expected: TensorFile) -> str | None:
@@ -168,7 +196,13 @@ def _difference(path: Path, expected: TensorFile) -> str | None:
             sha.update(piece)
             size += len(piece)
     if size != expected.size_bytes:
-        return f"has {size} bytes, but {expected.size_bytes} were written: it is truncated or not the same file"
+        return (
+            f"has {size} bytes, but {expected.size_bytes} were written: it is truncated or "
+            f"not the same file"
+        )
     if sha.hexdigest() != expected.sha256:
-        return f"is corrupt: its SHA-256 is {sha.hexdigest()[:12]}…, but {expected.sha256[:12]}… was written"
+        return (
+            f"is corrupt: its SHA-256 is {sha.hexdigest()[:12]}…, but {expected.sha256[:12]}… "
+            f"was written"
+        )
     return None

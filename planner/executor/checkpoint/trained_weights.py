@@ -1,7 +1,9 @@
-"""Trained weights of the whole, unsplit model: written from those of all workers; read again, also from a checkpoint.
+"""Trained weights of the whole, unsplit model: written from those of all workers; read again, also
+from a checkpoint.
 
-At the end of a run rank 0 asks for one tensor after the other, in the order in which a safetensors file has them, so
-that it holds no more than one. For the format of `torch.save` it holds the whole model.
+At the end of a run rank 0 asks for one tensor after the other, in the order in which a safetensors
+file has them, so that it holds no more than one. For the format of `torch.save` it holds the whole
+model.
 """
 
 import json
@@ -28,11 +30,14 @@ from planner.formats.files import check_regular, replacing
 def save_gathered(state: Mapping[str, Tensor], path: Path) -> None:
     """Write the union of all workers' `state` on rank 0; all workers call it.
 
-    The file is for `torch.load(path, weights_only=True)`, if it is no `.safetensors` file. Raise InputError for a dtype
-    that such a file cannot hold, and PlannerError when it cannot be written, with where the weights are; an old file is
-    left as it was.
+    The file is for `torch.load(path, weights_only=True)`, if it is no `.safetensors` file. Raise
+    InputError for a dtype that such a file cannot hold, and PlannerError when it cannot be written,
+    with where the weights are; an old file is left as it was.
     """
-    told = [(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in state.items()]
+    told = [
+        (name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
+        for name, tensor in state.items()
+    ]
     group, parts = control_group(), gather_bytes(json.dumps(told).encode())
     if dist.get_rank() != 0:
         while asked := json.loads(broadcast_bytes(b"", group)):
@@ -45,7 +50,10 @@ def save_gathered(state: Mapping[str, Tensor], path: Path) -> None:
     for rank, part in enumerate(parts):
         # Stages that share a weight have equal copies: the last one's is taken.
         for name, dtype, shape in json.loads(part):
-            facts[name], rank_of[name] = tensor_file.Fact(name, getattr(torch, dtype), tuple(shape)), rank
+            facts[name], rank_of[name] = (
+                tensor_file.Fact(name, getattr(torch, dtype), tuple(shape)),
+                rank,
+            )
 
     def tensor_of(fact: tensor_file.Fact) -> Tensor:
         if rank_of[fact.name] == 0:
@@ -71,7 +79,9 @@ def save_gathered(state: Mapping[str, Tensor], path: Path) -> None:
 
 
 def _write_somewhere(path: Path, size_bytes: int, write: Callable[[Path], None]) -> None:
-    """Write to `path`, or to another folder that has room: the weights of a long run must not be lost."""
+    """Write to `path`, or to another folder that has room: the weights of a long run must not be
+    lost.
+    """
     try:
         return write(path)
     except (OSError, RuntimeError) as cause:  # torch.save raises RuntimeError for a full disk
@@ -82,12 +92,17 @@ def _write_somewhere(path: Path, size_bytes: int, write: Callable[[Path], None])
             rescued = folder / f"{path.stem}-{os.getpid()}{path.suffix}"
             if shutil.disk_usage(folder).free > size_bytes:
                 write(rescued)
-                raise PlannerError(f"{problem}; they are in '{rescued}'", hint="move them to where they belong")
-    raise PlannerError(f"{problem}; no other folder has room for them", hint="continue from the newest checkpoint")
+                raise PlannerError(
+                    f"{problem}; they are in '{rescued}'", hint="move them to where they belong"
+                )
+    raise PlannerError(
+        f"{problem}; no other folder has room for them", hint="continue from the newest checkpoint"
+    )
 
 
 def read_trained(path: str | Path) -> dict[str, Tensor]:
-    """Read a state dict for `model.load_state_dict` from a checkpoint, a folder of them, or a file of weights.
+    """Read a state dict for `model.load_state_dict` from a checkpoint, a folder of them, or a file
+    of weights.
 
     Nothing that is read is ever executed.
     """
@@ -101,24 +116,33 @@ def read_trained(path: str | Path) -> dict[str, Tensor]:
     with suppress(OSError, RuntimeError, EOFError, ValueError, KeyError, UnpicklingError):
         check_regular(path)
         state = torch.load(path, weights_only=True, map_location="cpu")
-    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
-        hint = "give a checkpoint, a .safetensors file, or a file that training wrote with `save_weights`"
+    if not isinstance(state, dict) or not all(
+        isinstance(value, Tensor) for value in state.values()
+    ):
+        hint = (
+            "give a checkpoint, a .safetensors file, or a file that training wrote with "
+            "`save_weights`"
+        )
         raise InputError(f"'{path}' is no complete file of tensors", hint=hint)
     return state
 
 
 def load_weights(model: nn.Module, path: str | Path) -> None:
-    """Overwrite all parameters and buffers of `model`, the user's own, unsplit model, with trained ones.
+    """Overwrite all parameters and buffers of `model`, the user's own, unsplit model, with trained
+    ones.
 
     Raises:
-        InputError: when there are no weights at `path`, or they are damaged or another model's; `model` is then
-            unchanged.
+        InputError: when there are no weights at `path`, or they are damaged or another model's;
+            `model` is then unchanged.
     """
     saved, own = read_trained(path), model.state_dict(keep_vars=True)
     # All checks come before the first copy, so that a failure leaves the model unchanged.
     for name in dict.fromkeys((*own, *saved)):
         if name not in saved or name not in own:
-            problem = f"'{name}' is only in {'the model' if name in own else repr(str(path))}: are these its weights?"
+            problem = (
+                f"'{name}' is only in {'the model' if name in own else repr(str(path))}: "
+                f"are these its weights?"
+            )
         elif saved[name].shape != own[name].shape:
             here, there = tuple(own[name].shape), tuple(saved[name].shape)
             problem = f"'{name}' has the shape {there} in '{path}' and {here} in the model"

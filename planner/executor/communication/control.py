@@ -1,7 +1,9 @@
-"""Control traffic between workers: barriers, reports, clocks, weights at the end, norms of gradients.
+"""Control traffic between workers: barriers, reports, clocks, weights at the end, norms of
+gradients.
 
-Its group is of all workers, over gloo, and takes tensors of the CPU, whatever device trains: what travels here must
-neither wait for a GPU nor be a kernel on it. Messages between stages and all-reduces of replicas have other groups.
+Its group is of all workers, over gloo, and takes tensors of the CPU, whatever device trains: what
+travels here must neither wait for a GPU nor be a kernel on it. Messages between stages and
+all-reduces of replicas have other groups.
 """
 
 import json
@@ -20,11 +22,14 @@ from planner.workers.groups import GLOO
 from planner.workers.job import Loss
 from planner.workers.meeting import group_store, nth_time, worker_store
 
-TIMEOUT = timedelta(minutes=10)  # for a message, at least: a dead peer shows at once, a hung one in its heartbeat
+# for a message, at least: a dead peer shows at once, a hung one in its heartbeat
+TIMEOUT = timedelta(minutes=10)
 
 
 def control_group() -> dist.ProcessGroup:
-    """Return the default group, or where a script made that with NCCL, one that all workers make at the first call."""
+    """Return the default group, or where a script made that with NCCL, one that all workers make at
+    the first call.
+    """
     world = dist.group.WORLD
     assert world is not None, "the workers have not joined"
     return world if dist.get_backend(world) == GLOO else _beside(world)
@@ -37,7 +42,9 @@ def _beside(world: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def message_timeout(hang_timeout_s: float) -> timedelta:
-    """Return how long a message may take: longer than it takes to find out by heartbeats which worker hangs."""
+    """Return how long a message may take: longer than it takes to find out by heartbeats which
+    worker hangs.
+    """
     return max(TIMEOUT, timedelta(seconds=5 * hang_timeout_s))
 
 
@@ -53,11 +60,14 @@ def join_group(timeout: timedelta = TIMEOUT) -> None:
 def gather_bytes(
     content: bytes, group: dist.ProcessGroup | None = None, ranks: Sequence[int] | None = None
 ) -> list[bytes]:
-    """Return the `content` of each of `ranks`, by default all, on the first of them; an empty list elsewhere."""
+    """Return the `content` of each of `ranks`, by default all, on the first of them; an empty list
+    elsewhere.
+    """
     # Raw bytes, because torch's gather of objects unpickles what it receives.
     group = group or control_group()
     root, *others = range(dist.get_world_size()) if ranks is None else ranks
-    mine = torch.frombuffer(bytearray(content + b"."), dtype=torch.uint8)  # which refuses an empty buffer
+    # which refuses an empty buffer
+    mine = torch.frombuffer(bytearray(content + b"."), dtype=torch.uint8)
     size = torch.tensor([len(mine)])
     if dist.get_rank() != root:
         dist.send(size, root, group)
@@ -91,9 +101,14 @@ def share(content: str, group: dist.ProcessGroup) -> list[str]:
 
 
 def merge_losses(parts: Iterable[str | bytes]) -> tuple[Loss, ...]:
-    """Sum all workers' parts of each minibatch's loss, which come as JSON: lists of (minibatch, part)."""
+    """Sum all workers' parts of each minibatch's loss, which come as JSON: lists of (minibatch,
+    part).
+    """
     total: defaultdict[int, float] = defaultdict(float)
     for part in parts:
         for minibatch, loss in json.loads(part):
             total[minibatch] += loss
-    return tuple(Loss(minibatch=key, loss=total[key] if math.isfinite(total[key]) else None) for key in sorted(total))
+    return tuple(
+        Loss(minibatch=key, loss=total[key] if math.isfinite(total[key]) else None)
+        for key in sorted(total)
+    )

@@ -1,12 +1,15 @@
-"""Divide a stage's weights, gradients and optimizer over its replicas with PyTorch's `fully_shard`: ZeRO-2 and ZeRO-3.
+"""Divide a stage's weights, gradients and optimizer over its replicas with PyTorch's `fully_shard`:
+ZeRO-2 and ZeRO-3.
 
-Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC20, stages 2, 3;
-Zhao et al., "PyTorch FSDP", VLDB 2023. Each replica has some rows of every weight. A unit's weights are gathered before
-it runs, and its gradients are summed at their owners in every backward, so that nothing is left to reduce in the end.
-The optimizer steps the rows where they are.
+Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
+    SC20, stages 2, 3;
+Zhao et al., "PyTorch FSDP", VLDB 2023. Each replica has some rows of every weight. A unit's weights
+are gathered before it runs, and its gradients are summed at their owners in every backward, so that
+nothing is left to reduce in the end. The optimizer steps the rows where they are.
 
-Where groups of replicas repeat each other (HSDP, section 3.2.2 there), each group divides all weights. The owners of
-the same rows all-reduce their sums in the last backward before an update, and so have equal weights ever after.
+Where groups of replicas repeat each other (HSDP, section 3.2.2 there), each group divides all
+weights. The owners of the same rows all-reduce their sums in the last backward before an update,
+and so have equal weights ever after.
 """
 
 from collections.abc import Callable, Collection
@@ -34,19 +37,24 @@ _HINT = "solve with `shard_optimizer=never`"
 
 @dataclass(eq=False)
 class _Rows(Shard):
-    """The rows of a parameter that this replica has, which the optimizer steps in their own memory."""
+    """The rows of a parameter that this replica has, which the optimizer steps in their own
+    memory.
+    """
 
     def __post_init__(self) -> None:
         self.stepped = nn.Parameter(self.parameter.to_local().detach().view(-1))  # type: ignore[attr-defined]
 
 
 class FullSharding(Sharding):
-    """One replica's part of a stage of level 2 or 3, which is divided when its optimizer has been made.
+    """One replica's part of a stage of level 2 or 3, which is divided when its optimizer has been
+    made.
 
     Args:
-        groups: of the replicas, which exchange weights and gradients on the `device`; the stage moves there.
+        groups: of the replicas, which exchange weights and gradients on the `device`; the stage
+            moves there.
         shards_weights: whether weights are divided, too, and not gradients alone.
-        alike: whether every backward reaches the same weights, so that sums over several can wait in their groups.
+        alike: whether every backward reaches the same weights, so that sums over several can wait
+            in their groups.
     """
 
     def __init__(
@@ -61,7 +69,10 @@ class FullSharding(Sharding):
         group = groups.dividing
         super().__init__((), (dist.get_rank(group), dist.get_world_size(group)), (), device)
         if not POSSIBLE:
-            problem = f"replicas that divide weights need a newer fully_shard than that of PyTorch {torch.__version__}"
+            problem = (
+                f"replicas that divide weights need a newer fully_shard than that of "
+                f"PyTorch {torch.__version__}"
+            )
             raise PlanError(problem, hint=f"install a newer PyTorch, or {_HINT}")
         self._stage, self._shards_weights = stage, shards_weights
         self._groups = groups
@@ -73,7 +84,10 @@ class FullSharding(Sharding):
 
     def divide(self, optimizer: Optimizer, whole: Collection[nn.Parameter] = ()) -> None:
         if whole:
-            problem = f"the plan divides weights by rows, and {type(optimizer).__name__} must see some of them whole"
+            problem = (
+                f"the plan divides weights by rows, and {type(optimizer).__name__} must "
+                f"see some of them whole"
+            )
             raise PlanError(problem, hint=_HINT)
         names = {parameter: name for name, parameter in self._stage.named_parameters()}
         # Half precision, of what has masters.
@@ -89,16 +103,24 @@ class FullSharding(Sharding):
         for parameter in now.values():
             rows, width = own_rows(parameter), parameter.numel() // max(1, parameter.shape[0])
             if parameter.requires_grad and rows.stop > rows.start:
-                self.shards[parameter] = _Rows(parameter, rows.start * width, rows.stop * width, whole=False)
+                self.shards[parameter] = _Rows(
+                    parameter, rows.start * width, rows.stop * width, whole=False
+                )
         self.step_shards(optimizer, {parameter: now[name] for parameter, name in names.items()})
 
     def _divide_stage(self) -> None:
         units, modules = self._stage.units, dict(self._stage.named_modules(remove_duplicate=False))
         assert units is not None
         half = self._stage.options.half
-        # BatchNorm's, for instance. What is gathered in half precision cannot be gathered together with them.
-        single = {each for each in self._stage.parameters() if half is not None and each.dtype == torch.float32}
-        for parameter in self._stage.parameters():  # gathered in half precision, where they have masters
+        # BatchNorm's, for instance. What is gathered in half precision cannot be gathered together
+        # with them.
+        single = {
+            each
+            for each in self._stage.parameters()
+            if half is not None and each.dtype == torch.float32
+        }
+        # gathered in half precision, where they have masters
+        for parameter in self._stage.parameters():
             parameter.data = parameter.data.to(gradient_dtype(parameter)).contiguous()
         for unit, names in zip(units.parts, units.weights, strict=True):
             units.whole.add_module(str(len(units.whole._modules)), unit)
@@ -112,14 +134,20 @@ class FullSharding(Sharding):
         held = self._stage.named_parameters(remove_duplicate=False)
         rest = {parameter for name, parameter in held if name not in divided or parameter in single}
         if rest & single and rest - single:
-            raise ValueError(f"of those that run together some have masters of {half}, and some are in float32")
+            raise ValueError(
+                f"of those that run together some have masters of {half}, and some are in float32"
+            )
         self._apply(units.whole, rest, None if rest & single else half)
 
     def _apply(self, unit: Unit, own: Collection[nn.Parameter], half: torch.dtype | None) -> None:
         if len(dtypes := {parameter.dtype for parameter in own if parameter.requires_grad}) > 1:
-            raise ValueError(f"those that run together are {' and '.join(sorted(map(str, dtypes)))}")
+            raise ValueError(
+                f"those that run together are {' and '.join(sorted(map(str, dtypes)))}"
+            )
         others = set(self._stage.parameters()).difference(own)
-        policy = MixedPrecisionPolicy(half, None if half is None else torch.float32, cast_forward_inputs=False)
+        policy = MixedPrecisionPolicy(
+            half, None if half is None else torch.float32, cast_forward_inputs=False
+        )
         whole = divide(
             unit,
             self._mesh,
@@ -131,7 +159,8 @@ class FullSharding(Sharding):
         self._modules.append(whole)
 
     def begin_backward(self, *, last: bool) -> None:
-        """Prepare for a backward, after which level 2 keeps the weights unless it is the `last` before an update.
+        """Prepare for a backward, after which level 2 keeps the weights unless it is the `last`
+        before an update.
 
         Groups that repeat each other add up their gradients after that one alone.
         """
@@ -141,7 +170,9 @@ class FullSharding(Sharding):
             self._modules[-1].set_requires_all_reduce(last)
 
     def connect(self, group: dist.ProcessGroup) -> None:
-        """Sum over those that divide the gradients: `group`, of all replicas, may have each part several times."""
+        """Sum over those that divide the gradients: `group`, of all replicas, may have each part
+        several times.
+        """
         super().connect(self._groups.dividing)
 
     def part_with_weights(self) -> None:
@@ -161,9 +192,13 @@ class FullSharding(Sharding):
 
 
 def _mesh_of(groups: ShardGroups, device: torch.device) -> DeviceMesh:
-    """Return the mesh of the replicas: where groups repeat each other, with a row for each of them."""
+    """Return the mesh of the replicas: where groups repeat each other, with a row for each
+    of them.
+    """
     if groups.repeating is None:
         return DeviceMesh.from_group(groups.dividing, device.type)
     rows = torch.tensor([list(ranks) for ranks in groups.ranks])
     names = ("replicate", "shard")
-    return DeviceMesh.from_group([groups.repeating, groups.dividing], device.type, rows, mesh_dim_names=names)
+    return DeviceMesh.from_group(
+        [groups.repeating, groups.dividing], device.type, rows, mesh_dim_names=names
+    )

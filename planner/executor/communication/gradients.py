@@ -1,8 +1,9 @@
 """Average gradients over the replicas of a stage, bucket by bucket, while the backward still runs.
 
-Buckets hold the parameters in reverse order, which is roughly the order in which backward computes their gradients.
-They are reduced in that order, whichever is full first: an all-reduce carries no header, so replicas match it by its
-place in the order of calls. DistributedDataParallel cannot be used here: it expects one forward per backward.
+Buckets hold the parameters in reverse order, which is roughly the order in which backward computes
+their gradients. They are reduced in that order, whichever is full first: an all-reduce carries no
+header, so replicas match it by its place in the order of calls. DistributedDataParallel cannot be
+used here: it expects one forward per backward.
 """
 
 from abc import ABC, abstractmethod
@@ -19,7 +20,9 @@ from planner.model.options import gradient_dtype
 
 
 class Bucket(ABC):
-    """Consecutive parameters of one dtype, whose gradients are reduced in one flat tensor, and become views of it."""
+    """Consecutive parameters of one dtype, whose gradients are reduced in one flat tensor, and
+    become views of it.
+    """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = list(parameters)
@@ -27,8 +30,12 @@ class Bucket(ABC):
         self._missing: list[int] = []  # parameters without a gradient here
 
     def post(self, group: dist.ProcessGroup) -> None:
-        """Move all gradients from `.grad` into the bucket at once, and begin to reduce them over `group`."""
-        gradients = {index: each.grad for index, each in enumerate(self.parameters) if each.grad is not None}
+        """Move all gradients from `.grad` into the bucket at once, and begin to reduce them over
+        `group`.
+        """
+        gradients = {
+            index: each.grad for index, each in enumerate(self.parameters) if each.grad is not None
+        }
         self._missing = [index for index in range(len(self.parameters)) if index not in gradients]
         for parameter in self.parameters:
             parameter.grad = None
@@ -40,22 +47,29 @@ class Bucket(ABC):
             raise
 
     def finish(self, divisor: int) -> None:
-        """Wait for the sums and set gradients to them, divided by `divisor`; None where no replica had a gradient."""
+        """Wait for the sums and set gradients to them, divided by `divisor`; None where no replica
+        had a gradient.
+        """
         sums, had = self._sums()
         if divisor > 1:
             sums.div_(divisor)
-        # Other replicas may have had one. Only then is it read, because that waits for the sums on a GPU.
+        # Other replicas may have had one. Only then is it read, because that waits for the sums on
+        # a GPU.
         kept = had.tolist() if self._missing else []
         lost = {index for index in self._missing if not kept[index]}
         self._give(sums, [index for index in range(len(self.parameters)) if index not in lost])
 
     @abstractmethod
     def _reduce(self, gradients: Mapping[int, Tensor], group: dist.ProcessGroup) -> None:
-        """Begin to sum up the gradients, by index of their parameters, and how many replicas have each."""
+        """Begin to sum up the gradients, by index of their parameters, and how many replicas have
+        each.
+        """
 
     @abstractmethod
     def _sums(self) -> tuple[Tensor, Tensor]:
-        """Wait for the sums; return them, and per parameter the number of replicas that had a gradient."""
+        """Wait for the sums; return them, and per parameter the number of replicas that had a
+        gradient.
+        """
 
     @abstractmethod
     def _give(self, sums: Tensor, indices: Sequence[int]) -> None: ...
@@ -66,7 +80,9 @@ class WholeBucket(Bucket):
 
     def _reduce(self, gradients: Mapping[int, Tensor], group: dist.ProcessGroup) -> None:
         first, sizes = self.parameters[0], [parameter.numel() for parameter in self.parameters]
-        self._flat = torch.empty(sum(sizes) + len(sizes), dtype=gradient_dtype(first), device=first.device)
+        self._flat = torch.empty(
+            sum(sizes) + len(sizes), dtype=gradient_dtype(first), device=first.device
+        )
         views, present = self._views(self._flat), self._flat[-len(sizes) :]
         copy_all([views[index] for index in gradients], list(gradients.values()))
         present.fill_(1)
@@ -91,16 +107,23 @@ class WholeBucket(Bucket):
     def _views(self, flat: Tensor) -> list[Tensor]:
         sizes = [parameter.numel() for parameter in self.parameters]
         pieces = torch.split(flat[: sum(sizes)], sizes)
-        return [piece.view_as(parameter) for piece, parameter in zip(pieces, self.parameters, strict=True)]
+        return [
+            piece.view_as(parameter)
+            for piece, parameter in zip(pieces, self.parameters, strict=True)
+        ]
 
 
 def check_dense(gradient: Tensor) -> None:
-    """Check a gradient that is to be added to those of other workers; raise PlanError for a sparse one."""
+    """Check a gradient that is to be added to those of other workers; raise PlanError for a sparse
+    one.
+    """
     if gradient.is_sparse:
         raise PlanError(
-            f"the gradient of a weight of shape {tuple(gradient.shape)} is sparse, and the replicas of a stage, or "
+            f"the gradient of a weight of shape {tuple(gradient.shape)} is sparse, and the "
+            f"replicas of a stage, or "
             "stages that share a weight, add up dense ones",
-            hint="build the embedding with sparse=False, or price a plan with one replica of its stage: `replicas=1,2`",
+            hint="build the embedding with sparse=False, or price a plan with one replica of its "
+            "stage: `replicas=1,2`",
         )
 
 
@@ -111,7 +134,9 @@ def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
 
 
 class GradientAverager:
-    """Reduces the gradients of the parameters in `buckets` over `group`; zeros where a round has no backward."""
+    """Reduces the gradients of the parameters in `buckets` over `group`; zeros where a round has no
+    backward.
+    """
 
     def __init__(self, buckets: Sequence[Bucket], group: dist.ProcessGroup) -> None:
         self._group = group
@@ -140,7 +165,9 @@ class GradientAverager:
         if self._active:
             bucket.ready.add(index)
             end = self._next
-            while end < len(self._buckets) and len(self._buckets[end].ready) == len(self._buckets[end].parameters):
+            while end < len(self._buckets) and len(self._buckets[end].ready) == len(
+                self._buckets[end].parameters
+            ):
                 end += 1
             self._reduce_until(end)
 
@@ -151,7 +178,9 @@ class GradientAverager:
 
 
 def chunks(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Split a stage's trained parameters, the last one first, into chunks of one dtype each and about equal size."""
+    """Split a stage's trained parameters, the last one first, into chunks of one dtype each and
+    about equal size.
+    """
     trained = [parameter for parameter in reversed(parameters) if parameter.requires_grad]
     full_bytes = bucket_bytes(sum(parameter.nbytes for parameter in trained))
     found: list[list[nn.Parameter]] = []

@@ -1,8 +1,8 @@
 """Values that a device computes and the host looks at later: losses, headers of messages, flags.
 
-Reading a tensor of a GPU on the host waits until the GPU has come that far, while nothing new is launched. Here the
-value is copied to pinned memory behind the work that makes it, and an event tells when the copy has ended. On a CPU a
-value is there at once, and so is its reader's turn.
+Reading a tensor of a GPU on the host waits until the GPU has come that far, while nothing new is
+launched. Here the value is copied to pinned memory behind the work that makes it, and an event
+tells when the copy has ended. On a CPU a value is there at once, and so is its reader's turn.
 """
 
 from collections import deque
@@ -14,7 +14,8 @@ from torch import Tensor
 
 from planner.runtime import Runtime, runtime_of
 
-MOST = 64  # values that are on their way at once; more would tell of a wrong message or a NaN too late
+# values that are on their way at once; more would tell of a wrong message or a NaN too late
+MOST = 64
 _SLOT_BYTES = 64
 
 Reader = Callable[[Tensor], None]
@@ -30,7 +31,9 @@ class _Slot:
         key = like.dtype, like.shape
         place = self._places.get(key)
         if place is None:
-            place = self._places[key] = self._memory[: like.nbytes].view(like.dtype).view(like.shape)
+            place = self._places[key] = (
+                self._memory[: like.nbytes].view(like.dtype).view(like.shape)
+            )
         return place
 
 
@@ -38,17 +41,22 @@ Reading: TypeAlias = tuple[Tensor, Reader]  # numbers, and who compares them on 
 
 
 class Later:
-    """Hands values to their readers on the host, in order; at most `most` are on their way at once."""
+    """Hands values to their readers on the host, in order; at most `most` are on their way
+    at once.
+    """
 
     def __init__(self, device: torch.device, most: int = MOST) -> None:
         runtime = runtime_of(device)
         self._asynchronous, self._most = runtime.asynchronous, most
         self._coming: deque[tuple[_Slot, Tensor, Reader]] = deque()
-        # Pinned memory is taken before there are messages: to allocate it may wait for the whole device.
+        # Pinned memory is taken before there are messages: to allocate it may wait for the whole
+        # device.
         self._free = [_Slot(runtime) for _ in range(most + 1)] if runtime.asynchronous else []
 
     def read(self, value: Tensor, reader: Reader) -> None:
-        """Give `reader` a value of at most 64 bytes: on a CPU now, on a GPU in a later call of any of these methods."""
+        """Give `reader` a value of at most 64 bytes: on a CPU now, on a GPU in a later call of any
+        of these methods.
+        """
         if not self._asynchronous:
             reader(value)
             return

@@ -1,7 +1,9 @@
-"""Point-to-point messages between workers: lanes and their process groups, and gloo's way to post receives.
+"""Point-to-point messages between workers: lanes and their process groups, and gloo's way to post
+receives.
 
-Source, order and size of every message follow from the plan: nothing is negotiated. Over gloo receives are posted
-ahead: a posted receive costs nothing but its buffer. Over NCCL it is a kernel on the device: see `nccl_links`.
+Source, order and size of every message follow from the plan: nothing is negotiated. Over gloo
+receives are posted ahead: a posted receive costs nothing but its buffer. Over NCCL it is a kernel
+on the device: see `nccl_links`.
 """
 
 from abc import ABC, abstractmethod
@@ -17,7 +19,14 @@ from torch import Tensor
 
 from planner.errors import first_line
 from planner.executor.communication.later import Reader
-from planner.executor.communication.messages import Layout, Layouts, Outgoing, check, header_here, unpack
+from planner.executor.communication.messages import (
+    Layout,
+    Layouts,
+    Outgoing,
+    check,
+    header_here,
+    unpack,
+)
 from planner.schedule import instructions as do
 from planner.schedule.instructions import POSTED, Instruction, Receive, Send
 from planner.workers.failures import ConnectionLostError
@@ -29,7 +38,9 @@ _RECEIVES = get_args(Receive)  # a tuple: to ask a union takes three times as lo
 
 
 class Lane(NamedTuple):
-    """One direction between two stages on two workers; both ends have its messages in the same order."""
+    """One direction between two stages on two workers; both ends have its messages in the same
+    order.
+    """
 
     sender: int  # ranks
     receiver: int
@@ -40,7 +51,9 @@ class Lane(NamedTuple):
 
     @property
     def tag(self) -> int:
-        """The tag that tells its messages from those between other stages of the same two workers."""
+        """The tag that tells its messages from those between other stages of the same two
+        workers.
+        """
         return (self.shared * 10_000 + self.source) * 10_000 + self.target
 
 
@@ -52,10 +65,11 @@ def lane_of(message: Receive | Send, rank: int) -> Lane:
 
 
 def lanes_of(streams: Mapping[int, Iterable[Instruction]]) -> list[Lane]:
-    """Return the lanes that the streams of all workers, by rank, send on; in an order that is the same everywhere.
+    """Return the lanes that the streams of all workers, by rank, send on; in an order that is the
+    same everywhere.
 
-    Lanes of disjoint pairs of workers stand side by side (a greedy edge colouring), so that workers that go through
-    them together do not wait for each other in one long chain.
+    Lanes of disjoint pairs of workers stand side by side (a greedy edge colouring), so that workers
+    that go through them together do not wait for each other in one long chain.
     """
     found = {
         lane_of(each, rank)
@@ -66,7 +80,9 @@ def lanes_of(streams: Mapping[int, Iterable[Instruction]]) -> list[Lane]:
     taken: defaultdict[int, set[int]] = defaultdict(set)  # turns, by rank
     turns = {}
     for lane in sorted(found):  # sets have another order in every process
-        turn = next(number for number in count() if number not in taken[lane.sender] | taken[lane.receiver])
+        turn = next(
+            number for number in count() if number not in taken[lane.sender] | taken[lane.receiver]
+        )
         turns[lane] = turn
         taken[lane.sender].add(turn)
         taken[lane.receiver].add(turn)
@@ -76,11 +92,13 @@ def lanes_of(streams: Mapping[int, Iterable[Instruction]]) -> list[Lane]:
 class LinkGroups:
     """Process groups for messages; all workers make them together.
 
-    gloo matches messages by their tags, so one group of all workers per direction will do. Over NCCL operations on one
-    communicator match by the order of their calls alone. So each lane has a group of its own.
+    gloo matches messages by their tags, so one group of all workers per direction will do. Over
+    NCCL operations on one communicator match by the order of their calls alone. So each lane has a
+    group of its own.
 
     Args:
-        streams: of all workers by rank, long enough that every pair that ever exchanges messages does.
+        streams: of all workers by rank, long enough that every pair that ever exchanges messages
+            does.
         receivers: of each message; None where that is who it names.
         made: training's groups, whose lanes are used again over NCCL.
     """
@@ -96,12 +114,18 @@ class LinkGroups:
         self._by_direction: dict[bool, dist.ProcessGroup] = {}
         self._by_lane: dict[Lane, dist.ProcessGroup] = {}
         if groups.tagged:
-            self._by_direction = {forward: groups.for_collectives(None) for forward in (True, False)}
+            self._by_direction = {
+                forward: groups.for_collectives(None) for forward in (True, False)
+            }
         else:
-            # Making a group is a call of all workers, and NCCL connects a lane at its first use: one order for all.
+            # Making a group is a call of all workers, and NCCL connects a lane at its first use:
+            # one order for all.
             lanes = lanes_of({rank: self.copied(stream, rank) for rank, stream in streams.items()})
             known = {} if made is None else made._by_lane
-            self._by_lane = {lane: known.get(lane) or groups.for_messages(lane.sender, lane.receiver) for lane in lanes}
+            self._by_lane = {
+                lane: known.get(lane) or groups.for_messages(lane.sender, lane.receiver)
+                for lane in lanes
+            }
 
     def copied(self, stream: Iterable[Instruction], rank: int) -> Iterator[Instruction]:
         """Yield a worker's stream with a send for each receiver, without those to itself."""
@@ -109,7 +133,9 @@ class LinkGroups:
             yield from self.copies(each, rank) if isinstance(each, Send) else (each,)
 
     def copies(self, send: Send, rank: int) -> Sequence[Send]:
-        """Return what a worker sends to other workers in place of `send`: nothing, or one or several messages."""
+        """Return what a worker sends to other workers in place of `send`: nothing, or one or
+        several messages.
+        """
         if send.peer_rank == rank:
             return ()
         if self._receivers is None:
@@ -125,7 +151,9 @@ class LinkGroups:
 
 
 class End:
-    """This worker's end of a lane: what is looked up once, for all its messages, and the messages under way."""
+    """This worker's end of a lane: what is looked up once, for all its messages, and the messages
+    under way.
+    """
 
     __slots__ = ("_place", "group", "lane", "left", "passed", "peer", "posted", "sent", "tag")
 
@@ -142,7 +170,8 @@ class End:
         self.passed: deque[Receive] = deque()  # by the look-ahead of another lane
         self.posted: deque[Posted] = deque()
 
-    # `isend` and `irecv` of torch.distributed look up and check for each message what does not change.
+    # `isend` and `irecv` of torch.distributed look up and check for each message what does not
+    # change.
 
     def send(self, message: Tensor) -> dist.Work:
         return self.group.send([message], self._place, self.tag)
@@ -155,7 +184,9 @@ LayoutOf = Callable[[Receive | Send], Layout]
 
 
 class Ahead(Iterator[Instruction]):
-    """A worker's stream, made once for who executes it and for its links, which look ahead in it."""
+    """A worker's stream, made once for who executes it and for its links, which look ahead
+    in it.
+    """
 
     def __init__(self, instructions: Iterable[Instruction] = ()) -> None:
         self._rest, self._seen = iter(instructions), deque[Instruction]()
@@ -184,7 +215,9 @@ class Posted:
         wait_for(self.work, self.receive.peer_rank)
 
     def later_check(self) -> Reader:
-        """Return what checks a copy of the header; it holds no buffer, whose memory may be needed before."""
+        """Return what checks a copy of the header; it holds no buffer, whose memory may be needed
+        before.
+        """
         layout, unit, sender = self.layout, self.receive.unit, self.receive.peer_rank
         return lambda word: check(layout, unit, int(word), sender)
 
@@ -193,10 +226,11 @@ class Links(ABC):
     """All messages of this worker.
 
     Args:
-        most: sends on a lane that may be unfinished at once. With as many as there can be units in flight, the wait for
-            the oldest never blocks.
+        most: sends on a lane that may be unfinished at once. With as many as there can be units in
+            flight, the wait for the oldest never blocks.
         place: the device that messages are made on, and the device that computes with their values.
-        rounds: as `most`, of gradients of shared weights, by stage: rounds that it can be ahead of the slowest sharer.
+        rounds: as `most`, of gradients of shared weights, by stage: rounds that it can be ahead of
+            the slowest sharer.
     """
 
     _rounds_more = 0  # sends of shared gradients that may be unfinished beyond the limit
@@ -217,23 +251,37 @@ class Links(ABC):
         self.follow(Ahead())
 
     def receive(self, receive: Receive) -> dict[str, Tensor]:
-        """Return the values of `receive`; raise WorkerError when another came, on a GPU in one of the next calls."""
+        """Return the values of `receive`; raise WorkerError when another came, on a GPU in one of
+        the next calls.
+        """
         if receive.peer_rank == self._rank:
             return self._within.pop(receive)
         posted, compute = self._take(receive, self._end(receive)), self._place.compute
-        return unpack(posted.layout, posted.buffer if compute == self._place.wire else posted.buffer.to(compute))
+        return unpack(
+            posted.layout,
+            posted.buffer if compute == self._place.wire else posted.buffer.to(compute),
+        )
 
     def send(self, send: Send, values: dict[str, Tensor]) -> None:
         """Start sending `values`, without waiting for the receiver."""
         if send.peer_rank == self._rank:
             # Both stages add the gradients of shared weights in place, so each needs its own.
-            own = {n: value.clone() if isinstance(send, do.SendShared) else value for n, value in values.items()}
-            self._within[do.matching_receive(send, self._rank)] = {n: value.detach() for n, value in own.items()}
+            own = {
+                n: value.clone() if isinstance(send, do.SendShared) else value
+                for n, value in values.items()
+            }
+            self._within[do.matching_receive(send, self._rank)] = {
+                n: value.detach() for n, value in own.items()
+            }
             return
         sends = self._groups.copies(send, self._rank)
         ends = list(map(self._end, sends))
-        for end in ends:  # before messages are packed, so that these take the memory of some that have left
-            self._finish(end, self._rounds(send.stage) + self._rounds_more if end.lane.shared else self._most - 1)
+        # before messages are packed, so that these take the memory of some that have left
+        for end in ends:
+            self._finish(
+                end,
+                self._rounds(send.stage) + self._rounds_more if end.lane.shared else self._most - 1,
+            )
         self._start(sends, [(end, self._packed(send, end, values)) for end in ends])
 
     def drain(self) -> None:
@@ -242,11 +290,15 @@ class Links(ABC):
         self.settle()
 
     def expect(self, under_way: Callable[[], Iterable[Receive]]) -> None:
-        """Post the receives of messages that are sent before the worker goes on, where a send waits for its receive."""
+        """Post the receives of messages that are sent before the worker goes on, where a send waits
+        for its receive.
+        """
         return  # over gloo a send holds up nothing but itself
 
     def settle(self) -> None:
-        """Wait for the checks of all messages received so far; nothing may be on its way to this worker."""
+        """Wait for the checks of all messages received so far; nothing may be on its way to this
+        worker.
+        """
         return  # over gloo each message is checked as it is taken
 
     def reserve(self, layouts: Layouts, samples: int) -> None:
@@ -254,7 +306,8 @@ class Links(ABC):
         return  # on a CPU taking it holds up nobody
 
     def follow(self, stream: Ahead) -> None:
-        """Prepare to post the messages of another stream, which the worker executes; nothing may be on its way.
+        """Prepare to post the messages of another stream, which the worker executes; nothing may be
+        on its way.
 
         A stream without instructions is of one that is not known in advance.
         """
@@ -279,31 +332,38 @@ class Links(ABC):
     def _packed(self, send: Send, end: End, values: dict[str, Tensor]) -> Outgoing:
         layout, message = self._layout_of(send), end.left
         if message is None or message.layout is not layout:
-            message = Outgoing(layout, self._place.wire, None if message is None else message.memory)
+            message = Outgoing(
+                layout, self._place.wire, None if message is None else message.memory
+            )
         end.left = None
         message.fill(send.unit, values)
         return message
 
     def _post_send(self, end: End, message: Outgoing) -> None:
-        # The buffer must live until the transfer ends, and gloo reports the end only to a caller that waits for it.
+        # The buffer must live until the transfer ends, and gloo reports the end only to a caller
+        # that waits for it.
         end.sent.append((end.send(message.buffer), message))
 
     def _finish(self, end: End, keep: int) -> None:
         while len(end.sent) > keep:
             work, message = end.sent.popleft()
-            # Over NCCL the stream waits, not the host: what fills the buffer next does so after the transfer has ended.
+            # Over NCCL the stream waits, not the host: what fills the buffer next does so after the
+            # transfer has ended.
             wait_for(work, end.peer)
             if not end.lane.shared:  # those are as large as the weights, and not worth their memory
                 end.left = message
 
 
 def wait_for(work: dist.Work, peer: int) -> None:
-    """Wait for `work`: gloo lets the host wait, NCCL the current stream; raise ConnectionLostError where it broke."""
+    """Wait for `work`: gloo lets the host wait, NCCL the current stream; raise ConnectionLostError
+    where it broke.
+    """
     try:
         work.wait()
     except RuntimeError as cause:
         raise ConnectionLostError(
-            f"the connection to rank {peer} broke: {first_line(cause)}", hint="look for the first worker that failed"
+            f"the connection to rank {peer} broke: {first_line(cause)}",
+            hint="look for the first worker that failed",
         ) from cause
 
 
@@ -311,14 +371,16 @@ class GlooLinks(Links):
     """Posts `POSTED` receives per lane ahead, of the worker's stream as far as it is known."""
 
     def _take(self, receive: Receive, end: End) -> Posted:
-        # Gradients of shared weights are as large as the weights: a second buffer is not worth its memory.
+        # Gradients of shared weights are as large as the weights: a second buffer is not worth its
+        # memory.
         ahead = 1 if end.lane.shared else POSTED
         if end.posted:
             posted = end.posted.popleft()
         else:
             posted = self._post(end.passed.popleft() if end.passed else receive, end)
         assert posted.receive == receive, (posted.receive, receive)
-        # Posting takes time. Before the wait, it is hidden by it; after the wait, it would delay the computation.
+        # Posting takes time. Before the wait, it is hidden by it; after the wait, it would delay
+        # the computation.
         if ahead > 1:
             self._post_ahead(end, ahead)
         posted.wait()
@@ -343,5 +405,7 @@ class GlooLinks(Links):
 
     def _post(self, receive: Receive, end: End) -> Posted:
         layout = self._layout_of(receive)
-        buffer = layout.part_of(torch.empty(layout.room_bytes, dtype=torch.uint8, device=self._place.wire))
+        buffer = layout.part_of(
+            torch.empty(layout.room_bytes, dtype=torch.uint8, device=self._place.wire)
+        )
         return Posted(receive, layout, buffer, end.receive(buffer))

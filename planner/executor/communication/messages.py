@@ -1,10 +1,12 @@
-"""The content of a message: for one pair of stages and one unit, a header and then every value, in one flat buffer.
+"""The content of a message: for one pair of stages and one unit, a header and then every value, in
+one flat buffer.
 
     header:       an int64 of layout checksum, minibatch and microbatch      (64 bytes, the rest anything)
     payload:      the values in the plan's order, each in its own memory order and coded, at a multiple of 64 bytes
 
-gloo accepts a message of the wrong size, and NCCL matches messages by order alone: the header makes that an error. It
-is written by a fill and never copied from the host, because such a copy would let the host wait for the device.
+gloo accepts a message of the wrong size, and NCCL matches messages by order alone: the header makes
+that an error. It is written by a fill and never copied from the host, because such a copy would let
+the host wait for the device.
 """
 
 import ctypes
@@ -26,9 +28,11 @@ from planner.schedule import instructions as do
 from planner.schedule.instructions import Receive, Send, Unit
 from planner.workers.coding import Coding, coding_of
 
-SCALE = "loss scale"  # the sender's scale, as a value of a message of gradients; no operation's name has a space
+# the sender's scale, as a value of a message of gradients; no operation's name has a space
+SCALE = "loss scale"
 _ALIGNMENT = 64  # bytes: a cache line, and enough for vector instructions of any width
-_CHECKSUM, _MINIBATCH, _MICROBATCH = 0x7FFF, 0xFFFFFFFF, 0xFFFF  # what fits into the header, from its top to its bottom
+# what fits into the header, from its top to its bottom
+_CHECKSUM, _MINIBATCH, _MICROBATCH = 0x7FFF, 0xFFFFFFFF, 0xFFFF
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,9 @@ class Slot:
 
 @dataclass(frozen=True)
 class Layout:
-    """The buffer of a message. It follows from the values and the batch's extent, so each end computes it by itself."""
+    """The buffer of a message. It follows from the values and the batch's extent, so each end
+    computes it by itself.
+    """
 
     extent: Extent
     slots: tuple[Slot, ...]
@@ -56,12 +62,16 @@ class Layout:
     room_bytes: int  # of the buffer: what the longest message on the same way takes
 
     def part_of(self, memory: Tensor) -> Tensor:
-        """Return the part of a buffer that the message takes; the longest one takes all, which saves a view of it."""
+        """Return the part of a buffer that the message takes; the longest one takes all, which
+        saves a view of it.
+        """
         return memory if self.room_bytes == self.size_bytes else memory[: self.size_bytes]
 
 
 def layout_of(specs: Sequence[ValueSpec], extent: Extent, codec: Codec = CODECS["none"]) -> Layout:
-    """Lay out `specs` for a microbatch of this extent, those with gradients as `codec` codes them."""
+    """Lay out `specs` for a microbatch of this extent, those with gradients as `codec`
+    codes them.
+    """
     slots: list[Slot] = []
     start = _ALIGNMENT
     for spec in specs:
@@ -69,13 +79,18 @@ def layout_of(specs: Sequence[ValueSpec], extent: Extent, codec: Codec = CODECS[
         coding = coding_of(own, size, spec.dtype)
         slots.append(Slot(spec, spec.shape(extent), spec.wire_shape(extent), start, coding))
         start += -(-own.size_bytes(size, spec.dtype.itemsize) // _ALIGNMENT) * _ALIGNMENT
-    described = [(slot.spec.name, slot.spec.dtype, slot.wire_shape, slot.spec.order, slot.coding) for slot in slots]
+    described = [
+        (slot.spec.name, slot.spec.dtype, slot.wire_shape, slot.spec.order, slot.coding)
+        for slot in slots
+    ]
     checksum = zlib.crc32(repr(described).encode()) & _CHECKSUM
     return Layout(extent, tuple(slots), start, checksum, start)
 
 
 class Outgoing:
-    """The buffer of a message to send, with views, which take longer to make than to fill again for the next one."""
+    """The buffer of a message to send, with views, which take longer to make than to fill again for
+    the next one.
+    """
 
     __slots__ = ("_places", "_write_header", "buffer", "layout", "memory")
 
@@ -86,23 +101,32 @@ class Outgoing:
             memory = torch.empty(layout.room_bytes, dtype=torch.uint8, device=wire)
         self.memory = memory
         self.buffer = layout.part_of(memory)
-        # Where nothing is later than the host it is written at its address: a fill takes longer than all else.
+        # Where nothing is later than the host it is written at its address: a fill takes longer
+        # than all else.
         here = not runtime_of(wire).asynchronous
-        self._write_header = partial(setattr, _at(self.buffer), "value") if here else header(self.buffer).fill_
+        self._write_header = (
+            partial(setattr, _at(self.buffer), "value") if here else header(self.buffer).fill_
+        )
         self._places = [(slot, slot.spec.name, slot.place(self.buffer)) for slot in layout.slots]
 
     def fill(self, unit: Unit, values: Mapping[str, Tensor]) -> None:
-        """Copy `values` into the buffer; raise WorkerError when one is not what the captured graph says."""
+        """Copy `values` into the buffer; raise WorkerError when one is not what the captured graph
+        says.
+        """
         self._write_header(_word(self.layout, unit))
         for slot, name, place in self._places:
             value = values[name]
             if value.shape != slot.shape or value.dtype != slot.spec.dtype:
                 raise WorkerError(
-                    f"value '{name}' is {value.dtype} of shape {tuple(value.shape)}, the captured graph says "
+                    f"value '{name}' is {value.dtype} of shape {tuple(value.shape)}, the captured "
+                    f"graph says "
                     f"{slot.spec.dtype} of shape {slot.shape}",
-                    hint="a shape that depends on the data cannot cross a cut; keep the layers around it in one stage",
+                    hint="a shape that depends on the data cannot cross a cut; keep the layers "
+                    "around it in one stage",
                 )
-            slot.coding.write(place, slot.spec.to_wire(value.detach() if value.requires_grad else value))
+            slot.coding.write(
+                place, slot.spec.to_wire(value.detach() if value.requires_grad else value)
+            )
 
 
 def header(buffer: Tensor) -> Tensor:
@@ -120,12 +144,19 @@ def _at(buffer: Tensor) -> ctypes.c_int64:
 
 
 def check(layout: Layout, unit: Unit, word: int, sender: int) -> None:
-    """Raise WorkerError if a message of rank `sender`, with the header `word`, is not the expected one."""
+    """Raise WorkerError if a message of rank `sender`, with the header `word`, is not the expected
+    one.
+    """
     if word == _word(layout, unit):
         return
-    checksum, minibatch, microbatch = word >> 48 & _CHECKSUM, word >> 16 & _MINIBATCH, word & _MICROBATCH
+    checksum, minibatch, microbatch = (
+        word >> 48 & _CHECKSUM,
+        word >> 16 & _MINIBATCH,
+        word & _MICROBATCH,
+    )
     raise WorkerError(
-        f"rank {sender} sent minibatch {minibatch}, microbatch {microbatch}, layout {checksum:#x}; expected minibatch "
+        f"rank {sender} sent minibatch {minibatch}, microbatch {microbatch}, layout "
+        f"{checksum:#x}; expected minibatch "
         f"{unit.minibatch}, microbatch {unit.microbatch}, layout {layout.checksum:#x}",
         hint="do all hosts run the same version of the planner, the model file and the plan?",
     )
@@ -148,11 +179,13 @@ class Layouts:
     """Layouts by message.
 
     Args:
-        transfers: by (source, target) stage, the values that travel to and from this worker's stages.
+        transfers: by (source, target) stage, the values that travel to and from this worker's
+            stages.
         shared: by stage, gradients of the weights that it shares with other stages.
         extent_of: a unit's microbatch.
         longest: the greatest of each length that varies, for which buffers have room.
-        with_scale: whether each message of gradients carries the loss scale that they were computed with.
+        with_scale: whether each message of gradients carries the loss scale that they were computed
+            with.
     """
 
     def __init__(
@@ -165,7 +198,12 @@ class Layouts:
         with_scale: bool,
         codec: Codec = CODECS["none"],
     ) -> None:
-        self._transfers, self._shared, self._extent_of, self._longest = transfers, shared, extent_of, longest
+        self._transfers, self._shared, self._extent_of, self._longest = (
+            transfers,
+            shared,
+            extent_of,
+            longest,
+        )
         self._with_scale, self._codec = with_scale, codec
         self._made = lru_cache(MOST_EXTENTS)(self._make)
 
@@ -174,11 +212,19 @@ class Layouts:
         extent = self._extent_of(message.unit)
         return self._made(type(message), message.stage, message.peer_stage, extent)  # type: ignore[arg-type]
 
-    def received_bytes(self, source: int, target: int, *, forward: bool, shared: bool, samples: int) -> int:
-        """Return the room for a message from stage `source` to the later `target`, or back, of `samples` samples."""
-        kind = do.ReceiveShared if shared else do.ReceiveActivation if forward else do.ReceiveGradient
+    def received_bytes(
+        self, source: int, target: int, *, forward: bool, shared: bool, samples: int
+    ) -> int:
+        """Return the room for a message from stage `source` to the later `target`, or back, of
+        `samples` samples.
+        """
+        kind = (
+            do.ReceiveShared if shared else do.ReceiveActivation if forward else do.ReceiveGradient
+        )
         extent = (samples, *self._longest) if self._longest else samples
-        return self._make(kind, *((target, source) if forward else (source, target)), extent).size_bytes
+        return self._make(
+            kind, *((target, source) if forward else (source, target)), extent
+        ).size_bytes
 
     def _make(self, kind: type[Receive | Send], stage: int, peer: int, extent: Extent) -> Layout:
         if issubclass(kind, (do.ReceiveShared, do.SendShared)):
@@ -187,7 +233,9 @@ class Layouts:
         if not issubclass(kind, (do.ReceiveActivation, do.SendActivation)):
             specs = [spec.of_gradient for spec in specs if spec.requires_grad]
             if self._with_scale:
-                specs.append(ValueSpec(SCALE, torch.float32, requires_grad=False, sizes=(), order=()))
+                specs.append(
+                    ValueSpec(SCALE, torch.float32, requires_grad=False, sizes=(), order=())
+                )
         layout = layout_of(specs, extent, self._codec)
         if isinstance(extent, tuple) and extent[1:] != self._longest:
             longest = layout_of(specs, (extent[0], *self._longest), self._codec)

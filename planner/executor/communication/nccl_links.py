@@ -1,13 +1,16 @@
-"""Messages over NCCL: receives are posted when they are taken, together with the sends right before them.
+"""Messages over NCCL: receives are posted when they are taken, together with the sends right before
+them.
 
-A posted receive is a kernel that stays on the device until its message comes, and so is a large send until its receiver
-posts. Whatever waits for the whole device waits for them: the allocator where memory is short, a kernel that is loaded
-at its first use. The host that waits posts nothing that its peers wait for, and two such workers wait for each other.
+A posted receive is a kernel that stays on the device until its message comes, and so is a large
+send until its receiver posts. Whatever waits for the whole device waits for them: the allocator
+where memory is short, a kernel that is loaded at its first use. The host that waits posts nothing
+that its peers wait for, and two such workers wait for each other.
 
-So consecutive messages of a worker's stream are a *run*: first sends, then receives. All memory of a run is allocated
-before any of it is posted, and then it is posted without a pause. A wait between two runs therefore never has a send
-behind it whose peer waits for the receive after it. A buffer is allocated one message ahead, and its transfer waits for
-what the device had to do until then, not for the computation in between. Headers are checked by event.
+So consecutive messages of a worker's stream are a *run*: first sends, then receives. All memory of
+a run is allocated before any of it is posted, and then it is posted without a pause. A wait between
+two runs therefore never has a send behind it whose peer waits for the receive after it. A buffer is
+allocated one message ahead, and its transfer waits for what the device had to do until then, not
+for the computation in between. Headers are checked by event.
 """
 
 from collections import deque
@@ -20,7 +23,15 @@ import torch
 from torch import Tensor
 
 from planner.executor.communication.later import Later
-from planner.executor.communication.links import Ahead, End, GlooLinks, LayoutOf, LinkGroups, Links, Posted
+from planner.executor.communication.links import (
+    Ahead,
+    End,
+    GlooLinks,
+    LayoutOf,
+    LinkGroups,
+    Links,
+    Posted,
+)
 from planner.executor.communication.messages import Layouts, Outgoing, header
 from planner.runtime import Event, runtime_of
 from planner.schedule.instructions import LEAD, Message, Receive, Send
@@ -31,7 +42,8 @@ from planner.workers.place import Place
 @dataclass(frozen=True)
 class _Buffer:
     memory: Tensor
-    free: Event | None = None  # when the device has come to where the memory was allocated; None: it is
+    # when the device has come to where the memory was allocated; None: it is
+    free: Event | None = None
 
 
 class NCCLLinks(Links):
@@ -40,11 +52,14 @@ class NCCLLinks(Links):
     Where the stream is not known in advance, each message is a run of its own.
     """
 
-    # Over gloo the receiver has one more buffer, which is posted ahead. Here the sender has it. Otherwise its
-    # computation would wait for a receive that may come after an evaluation, which in turn waits for that computation.
+    # Over gloo the receiver has one more buffer, which is posted ahead. Here the sender has it.
+    # Otherwise its computation would wait for a receive that may come after an evaluation, which in
+    # turn waits for that computation.
     _rounds_more = 1
 
-    def __init__(self, groups: LinkGroups, layout_of: LayoutOf, most: int, place: Place, *more: Any) -> None:
+    def __init__(
+        self, groups: LinkGroups, layout_of: LayoutOf, most: int, place: Place, *more: Any
+    ) -> None:
         # What a message takes beside its buffers is taken once: one stream, and pinned memory.
         self._runtime = runtime_of(place.wire)
         self._side = self._runtime.stream(place.wire)
@@ -52,9 +67,12 @@ class NCCLLinks(Links):
         super().__init__(groups, layout_of, most, place, *more)
 
     def reserve(self, layouts: Layouts, samples: int) -> None:
-        # The first message of each lane comes into memory of the side stream; all others into that of computation.
+        # The first message of each lane comes into memory of the side stream; all others into that
+        # of computation.
         size_bytes = sum(
-            layouts.received_bytes(lane.source, lane.target, forward=lane.forward, shared=lane.shared, samples=samples)
+            layouts.received_bytes(
+                lane.source, lane.target, forward=lane.forward, shared=lane.shared, samples=samples
+            )
             for lane in self._groups.towards(self._rank)
         )
         with self._runtime.on(self._side):
@@ -81,8 +99,8 @@ class NCCLLinks(Links):
         if not sends:
             return
         self._reach(sends)
-        # Packed before, because that may allocate memory; posted with the last send of the run, and the receives
-        # after it.
+        # Packed before, because that may allocate memory; posted with the last send of the run, and
+        # the receives after it.
         self._waiting += messages
         if not (self._run and isinstance(self._run[0], Send)):
             self._post()
@@ -100,7 +118,8 @@ class NCCLLinks(Links):
         return posted
 
     def _reach(self, messages: Sequence[Message]) -> None:
-        # Messages on a communicator match by the order of the calls alone, so a worker may not leave its stream.
+        # Messages on a communicator match by the order of the calls alone, so a worker may not
+        # leave its stream.
         if not self._run:
             self._run = self._run_from(messages)
         for message in messages:
@@ -112,7 +131,8 @@ class NCCLLinks(Links):
         while isinstance(each := self._stream.look(), Message):
             # Messages between two stages of one worker travel nowhere, and are left out.
             more = self._groups.copies(each, self._rank) if isinstance(each, Send) else [each]
-            # A send may need what the receive before it brings, so it cannot be posted together with it.
+            # A send may need what the receive before it brings, so it cannot be posted together
+            # with it.
             if more and isinstance(each, Send) and isinstance(run[-1], Receive):
                 break
             run += (message for message in more if message.peer_rank != self._rank)
@@ -120,10 +140,15 @@ class NCCLLinks(Links):
 
     def _post(self, first: Receive | None = None) -> None:
         """Post the sends of the run, and its receives: `first` and those that follow."""
-        receives = [each for each in (first, *self._run) if isinstance(each, Receive) and each not in self._early]
+        receives = [
+            each
+            for each in (first, *self._run)
+            if isinstance(each, Receive) and each not in self._early
+        ]
         prepared = [self._prepared(receive) for receive in receives]
-        # From here to the last call nothing may be allocated: the allocator may wait for the whole device, and so for a
-        # send just posted, whose receiver waits for what this run has yet to post.
+        # From here to the last call nothing may be allocated: the allocator may wait for the whole
+        # device, and so for a send just posted, whose receiver waits for what this run has yet to
+        # post.
         for end, message in self._waiting:
             self._post_send(end, message)
         self._waiting.clear()
@@ -144,7 +169,8 @@ class NCCLLinks(Links):
         end, size = self._end(receive), self._layout_of(receive).room_bytes
         kept = self._spare.pop(end, None)
         buffer = kept if kept is not None and len(kept.memory) == size else self._fresh(size)
-        # Gradients of shared weights are as large as the weights: a second buffer is not worth its memory.
+        # Gradients of shared weights are as large as the weights: a second buffer is not worth its
+        # memory.
         return buffer, None if end.lane.shared else self._allocated(size)
 
     def _allocated(self, size_bytes: int) -> _Buffer:
@@ -153,7 +179,8 @@ class NCCLLinks(Links):
         return _Buffer(memory, self._runtime.current_stream(memory.device).record_event())
 
     def _fresh(self, size_bytes: int) -> _Buffer:
-        # Memory of the side stream, which nothing else has used: no computation needs to be waited for.
+        # Memory of the side stream, which nothing else has used: no computation needs to be waited
+        # for.
         with self._runtime.on(self._side):
             memory = torch.empty(size_bytes, dtype=torch.uint8, device=self._place.wire)
         # Freed, it goes back to the side stream, but not before the computation with it has ended.
@@ -161,12 +188,15 @@ class NCCLLinks(Links):
         return _Buffer(memory, None)
 
     def _on_side_stream(self, buffer: _Buffer) -> AbstractContextManager[object]:
-        # An operation waits for all that its stream was given. On a stream of its own that is this event alone.
+        # An operation waits for all that its stream was given. On a stream of its own that is this
+        # event alone.
         if buffer.free is not None:
             self._side.wait_event(buffer.free)
         return self._runtime.on(self._side)
 
 
 def links_over(place: Place) -> type[Links]:
-    """Return the links for the backend that sends from `place`: what a posted receive is there decides."""
+    """Return the links for the backend that sends from `place`: what a posted receive is there
+    decides.
+    """
     return GlooLinks if place.backend == GLOO else NCCLLinks

@@ -1,12 +1,16 @@
-"""Divide a stage's optimizer over its replicas: each sums, updates and keeps state for a part of the weights.
+"""Divide a stage's optimizer over its replicas: each sums, updates and keeps state for a part of
+the weights.
 
-Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC20, stage 1. After
-the last backward of a round, gradients are added up where they are needed alone (a reduce-scatter); each replica steps
-its own part; then all get the others' weights (an all-gather). Together that is what an all-reduce sends.
+Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
+    SC20, stage 1. After
+the last backward of a round, gradients are added up where they are needed alone (a reduce-scatter);
+each replica steps its own part; then all get the others' weights (an all-gather). Together that is
+what an all-reduce sends.
 
-What the optimizer must see whole has one owner: see `planner.model.elementwise`. PyTorch's ZeroRedundancyOptimizer
-leaves no room for several weight versions or for units in flight, nor does `fully_shard`, which a single stage has at
-level 2 or 3: see `planner.executor.communication.fully_sharded`.
+What the optimizer must see whole has one owner: see `planner.model.elementwise`. PyTorch's
+ZeroRedundancyOptimizer leaves no room for several weight versions or for units in flight, nor does
+`fully_shard`, which a single stage has at level 2 or 3: see
+`planner.executor.communication.fully_sharded`.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -24,13 +28,16 @@ from planner.executor.communication.gradients import Bucket, WholeBucket, chunks
 from planner.model.options import gradient_dtype
 from planner.model.tensor.row_exchange import Exchange, exchange_over
 
-# Slices begin at multiples of so many elements. PyTorch computes the last few elements of a tensor one by one on a CPU,
-# and others as vectors, with other roundings: with aligned slices each element is computed as in the whole tensor.
+# Slices begin at multiples of so many elements. PyTorch computes the last few elements of a tensor
+# one by one on a CPU, and others as vectors, with other roundings: with aligned slices each element
+# is computed as in the whole tensor.
 ALIGNMENT = 64
 
 
 class Piece(NamedTuple):
-    """Consecutive elements of one parameter, in the order of its memory, that belong to one replica."""
+    """Consecutive elements of one parameter, in the order of its memory, that belong to one
+    replica.
+    """
 
     parameter: int  # index in the bucket
     owner: int
@@ -43,11 +50,15 @@ class Piece(NamedTuple):
         return slice(self.row_start, self.row_start + self.stop - self.start)
 
 
-def divide(sizes: Sequence[int], replicas: int, whole: Collection[int] = ()) -> tuple[list[Piece], int]:
-    """Divide parameters of `sizes` elements into rows of equal length; those of `whole`, by index, have one owner each.
+def divide(
+    sizes: Sequence[int], replicas: int, whole: Collection[int] = ()
+) -> tuple[list[Piece], int]:
+    """Divide parameters of `sizes` elements into rows of equal length; those of `whole`, by index,
+    have one owner each.
 
     Returns:
-        The pieces, and the elements of a row, with gaps that align each parameter and fill a row up.
+        The pieces, and the elements of a row, with gaps that align each parameter and fill a row
+        up.
     """
     starts, total = [], 0
     for size in sizes:
@@ -58,7 +69,10 @@ def divide(sizes: Sequence[int], replicas: int, whole: Collection[int] = ()) -> 
     for index in whole:
         first, last = starts[index], (*starts[1:], total)[index]
         nearer = [first if bound - first < last - bound else last for bound in bounds]
-        bounds = [end if first < bound < last else bound for bound, end in zip(bounds, nearer, strict=True)]
+        bounds = [
+            end if first < bound < last else bound
+            for bound, end in zip(bounds, nearer, strict=True)
+        ]
     pieces = []
     for index, (first, size) in enumerate(zip(starts, sizes, strict=True)):
         for owner, (begin, end) in enumerate(pairwise(bounds)):
@@ -69,7 +83,9 @@ def divide(sizes: Sequence[int], replicas: int, whole: Collection[int] = ()) -> 
 
 
 def elements(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return `tensor` as one dimension, in the order of memory of `like`; a view, if `tensor` has that order, too."""
+    """Return `tensor` as one dimension, in the order of memory of `like`; a view, if `tensor` has
+    that order, too.
+    """
     if tensor.stride() != like.stride():
         tensor = torch.empty_like(like, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
     return tensor.as_strided((tensor.numel(),), (1,))
@@ -82,11 +98,16 @@ class Shard:
     parameter: nn.Parameter
     start: int  # of its elements, in the order of its memory
     stop: int
-    whole: bool  # all of its elements, which the optimizer sees in the parameter's shape, and else in one dimension
-    stepped: nn.Parameter = field(init=False)  # what the optimizer steps, wherever the parameter's `data` is
+    # all of its elements, which the optimizer sees in the parameter's shape, and else in one
+    # dimension
+    whole: bool
+    # what the optimizer steps, wherever the parameter's `data` is
+    stepped: nn.Parameter = field(init=False)
 
     def __post_init__(self) -> None:
-        self.stepped = nn.Parameter(self.cut_from(self.parameter.data).to(gradient_dtype(self.parameter)))
+        self.stepped = nn.Parameter(
+            self.cut_from(self.parameter.data).to(gradient_dtype(self.parameter))
+        )
 
     @property
     def is_master(self) -> bool:
@@ -104,11 +125,15 @@ class Shard:
 
     def laid_out(self, part: Tensor) -> Tensor:
         """Return this part's elements, in one dimension, as the optimizer sees them."""
-        return part.as_strided(self.parameter.shape, self.parameter.stride()) if self.whole else part
+        return (
+            part.as_strided(self.parameter.shape, self.parameter.stride()) if self.whole else part
+        )
 
 
 def divided(state: Mapping[str, Any], shard: Shard) -> dict[str, Any]:
-    """Return an optimizer's state of a whole parameter for a shard; raise ModelFileError where it is indivisible."""
+    """Return an optimizer's state of a whole parameter for a shard; raise ModelFileError where it
+    is indivisible.
+    """
     found = dict(state)
     if shard.whole and not shard.is_master:
         return found
@@ -117,7 +142,8 @@ def divided(state: Mapping[str, Any], shard: Shard) -> dict[str, Any]:
             found[key] = shard.cut_from(value).to(shard.stepped, copy=True)
         elif isinstance(value, Tensor) and value.numel() != 1:
             raise ModelFileError(
-                f"the optimizer keeps for a parameter of shape {tuple(shard.parameter.shape)} a tensor '{key}' of "
+                f"the optimizer keeps for a parameter of shape {tuple(shard.parameter.shape)} a "
+                f"tensor '{key}' of "
                 f"shape {tuple(value.shape)}, which its stage's replicas cannot divide",
                 hint="solve again with `shard_optimizer=never`",
             )
@@ -125,9 +151,11 @@ def divided(state: Mapping[str, Any], shard: Shard) -> dict[str, Any]:
 
 
 class DividedBucket(Bucket):
-    """A bucket of which each replica has the averages of its own row alone, as gradients of its shards.
+    """A bucket of which each replica has the averages of its own row alone, as gradients of its
+    shards.
 
-    A row ends with how many replicas had a gradient of each parameter. The rows then take the weights.
+    A row ends with how many replicas had a gradient of each parameter. The rows then take the
+    weights.
     """
 
     def __init__(
@@ -141,7 +169,12 @@ class DividedBucket(Bucket):
         own, replicas = replica
         self.pieces, self._elements = _divided(parameters, replicas, whole)
         self.shards = {
-            piece: Shard(parameters[piece.parameter], piece.start, piece.stop, parameters[piece.parameter] in whole)
+            piece: Shard(
+                parameters[piece.parameter],
+                piece.start,
+                piece.stop,
+                parameters[piece.parameter] in whole,
+            )
             for piece in self.pieces
             if piece.owner == own
         }
@@ -153,10 +186,18 @@ class DividedBucket(Bucket):
 
     def _reduce(self, gradients: Mapping[int, Tensor], group: dist.ProcessGroup) -> None:
         # Gaps and missing gradients must be numbers like others.
-        self._rows = torch.zeros(self._shape, dtype=gradient_dtype(self.parameters[0]), device=self._wire)
-        flat = {index: elements(gradient, self.parameters[index]) for index, gradient in gradients.items()}
+        self._rows = torch.zeros(
+            self._shape, dtype=gradient_dtype(self.parameters[0]), device=self._wire
+        )
+        flat = {
+            index: elements(gradient, self.parameters[index])
+            for index, gradient in gradients.items()
+        }
         pieces = [piece for piece in self.pieces if piece.parameter in flat]
-        copy_all(self._views(pieces), [flat[piece.parameter][piece.start : piece.stop] for piece in pieces])
+        copy_all(
+            self._views(pieces),
+            [flat[piece.parameter][piece.start : piece.stop] for piece in pieces],
+        )
         self._rows[:, self._elements :] = 1
         for index in self._missing:
             self._rows[:, self._elements + index] = 0
@@ -175,9 +216,13 @@ class DividedBucket(Bucket):
                 shard.stepped.grad = shard.laid_out(sums[piece.in_row].to(shard.stepped.device))
 
     def post_weights(self) -> Callable[[], object]:
-        """Begin to give all replicas this one's new weights, and return what waits for theirs; gradients are lost."""
+        """Begin to give all replicas this one's new weights, and return what waits for theirs;
+        gradients are lost.
+        """
         if self._rows is None:  # the gradients were summed elsewhere
-            self._rows = torch.empty(self._shape, dtype=gradient_dtype(self.parameters[0]), device=self._wire)
+            self._rows = torch.empty(
+                self._shape, dtype=gradient_dtype(self.parameters[0]), device=self._wire
+            )
         stepped = [shard.stepped.data for shard in self.shards.values()]
         copy_all(self._views(self.shards), [elements(weights, weights) for weights in stepped])
         return self.exchange.all_gather(self._rows)
@@ -186,7 +231,10 @@ class DividedBucket(Bucket):
         """Put the others' new weights, which have come, into the parameters."""
         pieces = [piece for piece in self.pieces if piece not in self.shards]
         weights = [elements(parameter.data, parameter) for parameter in self.parameters]
-        copy_all([weights[piece.parameter][piece.start : piece.stop] for piece in pieces], self._views(pieces))
+        copy_all(
+            [weights[piece.parameter][piece.start : piece.stop] for piece in pieces],
+            self._views(pieces),
+        )
         self._rows = None
 
     def _views(self, pieces: Collection[Piece]) -> list[Tensor]:
@@ -199,7 +247,8 @@ class Sharding:
 
     Args:
         replica: this one's number, and how many there are.
-        shared: parameters that other stages hold, too: replicas need the whole gradients, to add them to the others'.
+        shared: parameters that other stages hold, too: replicas need the whole gradients, to add
+            them to the others'.
     """
 
     divides = True  # whether each replica has a part alone
@@ -212,7 +261,8 @@ class Sharding:
         shared: Collection[nn.Parameter],
         wire: torch.device,
     ) -> None:
-        for parameter in parameters:  # one that has gaps in memory, or uses some twice, gets memory of its own
+        # one that has gaps in memory, or uses some twice, gets memory of its own
+        for parameter in parameters:
             if parameter.stride() != torch.empty_like(parameter, device="meta").stride():
                 parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
         self._shared = list(shared)
@@ -221,13 +271,16 @@ class Sharding:
         self.buckets: list[Bucket] = []  # what reduces the gradients of a round
         self._divided: list[DividedBucket] = []
         self.shards: dict[nn.Parameter, Shard] = {}
-        self.groups: list[list[nn.Parameter]] = []  # whole parameters of the optimizer's groups, on all replicas
+        # whole parameters of the optimizer's groups, on all replicas
+        self.groups: list[list[nn.Parameter]] = []
         self._group: dist.ProcessGroup | None = None
         # Told what comes next, and whether that is to wait for the other replicas.
         self.note: Callable[[str, bool], object] = lambda activity, waits: None
 
     def divide(self, optimizer: Optimizer, whole: Collection[nn.Parameter] = ()) -> None:
-        """Let `optimizer`, which has not stepped yet, step this replica's shards alone: of `whole` all or nothing."""
+        """Let `optimizer`, which has not stepped yet, step this replica's shards alone: of `whole`
+        all or nothing.
+        """
         apart, of_shared = (
             [
                 DividedBucket(chunk, self._replica, self._wire, whole)
@@ -237,7 +290,9 @@ class Sharding:
         )
         self._divided = apart + of_shared
         self.buckets = [*apart, *map(WholeBucket, chunks(self._shared))]
-        self.shards = {shard.parameter: shard for bucket in self._divided for shard in bucket.shards.values()}
+        self.shards = {
+            shard.parameter: shard for bucket in self._divided for shard in bucket.shards.values()
+        }
         self.step_shards(optimizer, {})
 
     def step_shards(self, optimizer: Optimizer, now: Mapping[nn.Parameter, nn.Parameter]) -> None:
@@ -249,7 +304,8 @@ class Sharding:
             if "param_names" in group:
                 group["param_names"] = [group["param_names"][index] for index in own]
             group["params"] = [self.shards[wholes[index]].stepped for index in own]
-            for parameter, whole in zip(before, wholes, strict=True):  # Adagrad has state before its first step
+            # Adagrad has state before its first step
+            for parameter, whole in zip(before, wholes, strict=True):
                 if (state := optimizer.state.pop(parameter, None)) and whole in self.shards:
                     optimizer.state[self.shards[whole].stepped] = divided(state, self.shards[whole])
 
@@ -282,10 +338,15 @@ class Sharding:
         """Give shards their part of gradients that are whole: those of shared weights."""
         for shard in self.shards.values():
             if shard.parameter.grad is not None:
-                shard.stepped.grad, shard.parameter.grad = shard.cut_from(shard.parameter.grad), None
+                shard.stepped.grad, shard.parameter.grad = (
+                    shard.cut_from(shard.parameter.grad),
+                    None,
+                )
 
     def update(self, step: Callable[[], object]) -> None:
-        """Run `step` on the shards where the parameters are now, then exchange the weights; gradients are lost."""
+        """Run `step` on the shards where the parameters are now, then exchange the weights;
+        gradients are lost.
+        """
         masters = [shard for shard in self.shards.values() if shard.is_master]
         for shard in self.shards.values():
             if not shard.is_master:
@@ -296,7 +357,8 @@ class Sharding:
         if not self.divides:
             return
         self.note("waiting for its replicas' weights", True)
-        # All are posted before any is waited for: the next bucket is on its way while this one is copied.
+        # All are posted before any is waited for: the next bucket is on its way while this one is
+        # copied.
         under_way = [(bucket, bucket.post_weights()) for bucket in self._divided]
         for bucket, wait in under_way:
             wait()
@@ -305,7 +367,9 @@ class Sharding:
 
 
 class Masters(Sharding):
-    """Copies in float32 of a stage's weights in half precision, which the optimizer steps; each replica has all."""
+    """Copies in float32 of a stage's weights in half precision, which the optimizer steps; each
+    replica has all.
+    """
 
     divides = False
 
@@ -325,20 +389,26 @@ def _divided(
     return divide([parameter.numel() for parameter in parameters], replicas, indices)
 
 
-# Where parameters stay whole, rows are as long as the longest. A bucket takes more parameters until all rows together
-# are no longer than this many times its elements: what is beyond is sent for nothing.
+# Where parameters stay whole, rows are as long as the longest. A bucket takes more parameters until
+# all rows together are no longer than this many times its elements: what is beyond is sent for
+# nothing.
 LONGEST = 1.25
 
 
 def _filled(
     found: Sequence[list[nn.Parameter]], replicas: int, whole: Collection[nn.Parameter]
 ) -> Iterator[list[nn.Parameter]]:
-    """Yield the chunks, joined where parameters that stay whole would make rows of unlike length."""
+    """Yield the chunks, joined where parameters that stay whole would make rows of unlike
+    length.
+    """
     together: list[nn.Parameter] = []
     for chunk, following in zip_longest(found, found[1:]):
         together += chunk
         row = _divided(together, replicas, whole)[1]
-        long = row * replicas > LONGEST * sum(parameter.numel() for parameter in together) + replicas * ALIGNMENT
+        long = (
+            row * replicas
+            > LONGEST * sum(parameter.numel() for parameter in together) + replicas * ALIGNMENT
+        )
         if not (long and whole and following and following[0].dtype == chunk[0].dtype):
             yield together
             together = []

@@ -1,4 +1,6 @@
-"""Weights that several stages share: each stage updates a copy of its own with the sum of all stages' gradients."""
+"""Weights that several stages share: each stage updates a copy of its own with the sum of all
+stages' gradients.
+"""
 
 from collections.abc import Collection, Mapping, Sequence
 
@@ -12,18 +14,23 @@ from planner.schedule.versions import sharers
 
 
 class SharedGradients:
-    """Gradients of the weights that one stage shares, from the end of a round until their sum is applied.
+    """Gradients of the weights that one stage shares, from the end of a round until their sum is
+    applied.
 
     Args:
         module: the stage's.
         pairs: by pair of stages, the names of the parameters that both hold.
     """
 
-    def __init__(self, stage: int, module: nn.Module, pairs: Mapping[tuple[int, int], Collection[str]]) -> None:
+    def __init__(
+        self, stage: int, module: nn.Module, pairs: Mapping[tuple[int, int], Collection[str]]
+    ) -> None:
         self._stage = stage
         parameters = dict(module.named_parameters(remove_duplicate=False))
         self._stages: dict[str, list[int]] = {}  # that hold each parameter, in order
-        for name in sorted({name for pair, names in pairs.items() if stage in pair for name in names}):
+        for name in sorted(
+            {name for pair, names in pairs.items() if stage in pair for name in names}
+        ):
             holding = [pair for pair, names in pairs.items() if name in names]
             self._stages[name] = sorted({stage, *sharers(holding, stage)})
         self.parameters = {name: parameters[name] for name in self._stages}
@@ -32,18 +39,28 @@ class SharedGradients:
     @property
     def counted_elsewhere(self) -> list[nn.Parameter]:
         """Parameters whose gradient an earlier stage counts in the global gradient norm."""
-        return [self.parameters[name] for name, stages in self._stages.items() if stages[0] != self._stage]
+        return [
+            self.parameters[name]
+            for name, stages in self._stages.items()
+            if stages[0] != self._stage
+        ]
 
     def specs(self, peer: int) -> list[ValueSpec]:
         """Return the gradients that are exchanged with stage `peer`, as values of a message."""
-        shared = {name: self.parameters[name] for name, stages in self._stages.items() if peer in stages}
+        shared = {
+            name: self.parameters[name] for name, stages in self._stages.items() if peer in stages
+        }
         return [
-            ValueSpec(name, gradient_dtype(each), False, tuple(each.shape), tuple(range(each.dim())))
+            ValueSpec(
+                name, gradient_dtype(each), False, tuple(each.shape), tuple(range(each.dim()))
+            )
             for name, each in shared.items()
         ]
 
     def take(self, round_: int, peer: int) -> dict[str, Tensor]:
-        """Take the stage's own gradients of a round from `.grad`, for the weights that it shares with `peer`."""
+        """Take the stage's own gradients of a round from `.grad`, for the weights that it shares
+        with `peer`.
+        """
         own = self._own(round_)
         return {name: own[name] for name, stages in self._stages.items() if peer in stages}
 
@@ -53,7 +70,9 @@ class SharedGradients:
         self._rounds[round_][peer] = gradients
 
     def add(self, round_: int) -> None:
-        """Set every `.grad` to the sum over the stages, which all add in one order, so that copies stay equal."""
+        """Set every `.grad` to the sum over the stages, which all add in one order, so that copies
+        stay equal.
+        """
         held = self._rounds.pop(round_)
         for name, parameter in self.parameters.items():
             total, *others = (held[stage].pop(name) for stage in self._stages[name])
@@ -78,7 +97,9 @@ class SharedGradients:
 
 
 def separate_copies(modules: Sequence[nn.Module]) -> None:
-    """Give each stage of one worker its own copy of a parameter that an earlier stage holds as the same object."""
+    """Give each stage of one worker its own copy of a parameter that an earlier stage holds as the
+    same object.
+    """
     seen: dict[nn.Parameter, nn.Parameter | None] = {}
     for module in modules:
         copies: dict[nn.Parameter, nn.Parameter] = {}

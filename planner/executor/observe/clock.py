@@ -1,7 +1,8 @@
 """Time what a worker does by events, which are marks in the order of what its device is given.
 
-A host that launches work on a GPU is back long before the work is done, and must not wait for it. So events are
-recorded before and after, and read once the device has passed them. A CPU has passed them when they are recorded.
+A host that launches work on a GPU is back long before the work is done, and must not wait for it.
+So events are recorded before and after, and read once the device has passed them. A CPU has passed
+them when they are recorded.
 """
 
 from collections import deque
@@ -32,32 +33,48 @@ class BusyTime:
         self._coming: deque[_Span] = deque()
         self._free: list[Event] = []
         self._last: Event | None = None  # end of the newest computation that was read
-        self._ended_s = 0.0  # its time; times have no common zero, because the log's differences alone mean something
+        # its time; times have no common zero, because the log's differences alone mean something
+        self._ended_s = 0.0
         self._start: Event | None = None
         self._instruction: Instruction | None = None
         self._read_spans = 0
-        self.waits: Instruction | None = None  # the newest message or all-reduce that the next computation waits for
+        # the newest message or all-reduce that the next computation waits for
+        self.waits: Instruction | None = None
 
     def begin(self, instruction: Instruction | None = None) -> None:
-        """Note that a computation begins; by default the same instruction's as before, which has waited."""
+        """Note that a computation begins; by default the same instruction's as before, which has
+        waited.
+        """
         self._instruction = instruction or self._instruction
         self._start = self._recorded()
 
     def end(self, *, completes: bool) -> None:
         """Note that it ended; `completes` a unit's backward."""
         assert self._start is not None
-        span = _Span(self._start, self._recorded(), completes, self._log.paused_s, self._instruction, self.waits)
+        span = _Span(
+            self._start,
+            self._recorded(),
+            completes,
+            self._log.paused_s,
+            self._instruction,
+            self.waits,
+        )
         self._coming.append(span)
         self._start = self.waits = None
         while self._coming and self._coming[0].ended.query():
             self._read()
 
     def at(self) -> tuple[int, Instruction | None]:
-        """Return how many computations the device has passed, and what it is at, if it has work; of any thread."""
+        """Return how many computations the device has passed, and what it is at, if it has work; of
+        any thread.
+        """
         passed, spans, start = self._read_spans, self._coming.copy(), self._start
         for span in spans:
             if not span.ended.query():
-                return passed, span.instruction if span.began.query() else span.waits or span.instruction
+                return (
+                    passed,
+                    span.instruction if span.began.query() else span.waits or span.instruction,
+                )
             passed += 1
         return passed, None if start is None or start.query() else self.waits or self._instruction
 
@@ -76,7 +93,8 @@ class BusyTime:
         span, log = self._coming.popleft(), self._log
         self._read_spans += 1
         log.busy_s += span.began.elapsed_time(span.ended) / 1e3
-        # From one computation to the next, because an event tells the time since another in single precision.
+        # From one computation to the next, because an event tells the time since another in single
+        # precision.
         self._ended_s += (self._last or span.began).elapsed_time(span.ended) / 1e3
         if span.completes:
             log.completions.append(Completion(self._ended_s - span.paused_s, log.busy_s))
@@ -87,7 +105,9 @@ class BusyTime:
 
 
 class Clock:
-    """Marks moments, and tells their times later; the device has nothing to do when the clock is made."""
+    """Marks moments, and tells their times later; the device has nothing to do when the clock is
+    made.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._runtime = device, runtime_of(device)
@@ -106,8 +126,8 @@ class Clock:
 
     def seconds(self, mark: Event) -> float:
         """Return the time of a mark on `time.perf_counter`'s clock; after `settle`."""
-        # elapsed_time has the precision of a float32: after an hour, a quarter of a millisecond. So times are counted
-        # from the first mark that is asked for, which is near the others.
+        # elapsed_time has the precision of a float32: after an hour, a quarter of a millisecond. So
+        # times are counted from the first mark that is asked for, which is near the others.
         if self._anchor is None:
             self._anchor = mark
             self._base_s += self._base.elapsed_time(mark) / 1e3

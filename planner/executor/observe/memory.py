@@ -12,9 +12,11 @@ from planner.runtime import runtime_of
 
 
 class PeakMemory:
-    """Peak bytes in use since construction, or `forget`, plus the `already_bytes` of them that were allocated before.
+    """Peak bytes in use since construction, or `forget`, plus the `already_bytes` of them that were
+    allocated before.
 
-    On a CPU it is the growth of the resident set's high-water mark, less pages of files: code of libraries.
+    On a CPU it is the growth of the resident set's high-water mark, less pages of files: code of
+    libraries.
     """
 
     def __init__(self, device: torch.device, already_bytes: int) -> None:
@@ -27,14 +29,17 @@ class PeakMemory:
         else:
             # malloc keeps freed pages: reusing them would not show as growth.
             return_free_pages()
-            with suppress(OSError):  # not Linux, or not permitted: the mark of the whole process is an upper bound
+            # not Linux, or not permitted: the mark of the whole process is an upper bound
+            with suppress(OSError):
                 Path("/proc/self/clear_refs").write_text("5")
             self._before_bytes = status_bytes("VmRSS")
             self._code_bytes = status_bytes("RssFile")
             self._before_own_bytes = status_bytes("RssAnon")
 
     def forget(self) -> None:
-        """Forget a device's peak so far, which may be of memory that the allocator was only to take from the device."""
+        """Forget a device's peak so far, which may be of memory that the allocator was only to take
+        from the device.
+        """
         if self._runtime.counts_memory:
             self._runtime.reset_peak(self._device)
 
@@ -46,7 +51,9 @@ class PeakMemory:
         return max(0, peak - self._before_bytes) + self._already_bytes
 
     def now_bytes(self) -> int:
-        """Return what is in use now, counted as the peak is; on a CPU with freed pages that malloc keeps."""
+        """Return what is in use now, counted as the peak is; on a CPU with freed pages that malloc
+        keeps.
+        """
         if self._runtime.counts_memory:
             grown = self._runtime.allocated_bytes(self._device) - self._before_bytes
         else:
@@ -54,11 +61,16 @@ class PeakMemory:
         return max(0, grown) + self._already_bytes
 
     def fields(self) -> dict[str, Any]:
-        """Return what a worker reports of its memory; of a GPU also what it holds beyond tensors, at the peak."""
+        """Return what a worker reports of its memory; of a GPU also what it holds beyond tensors,
+        at the peak.
+        """
         peak = {"peak_memory_bytes": self.bytes()}
         if not self._runtime.counts_memory:
             return peak
         free_bytes, total_bytes = self._runtime.free_and_total_bytes(self._device)
         # The allocator gives nothing back before the end: fragments are in what it reserved.
         reserved_bytes = self._runtime.reserved_bytes(self._device, peak=True)
-        return peak | {"reserved_memory_bytes": reserved_bytes, "used_memory_bytes": total_bytes - free_bytes}
+        return peak | {
+            "reserved_memory_bytes": reserved_bytes,
+            "used_memory_bytes": total_bytes - free_bytes,
+        }

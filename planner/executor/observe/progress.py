@@ -17,7 +17,8 @@ def hook(spec: TrainingSpec, trained: TrainedState | None = None) -> "ProgressCa
     """Return a callback for the model file's on_update(minibatch, loss, metrics), if it has one.
 
     Args:
-        trained: what on_update() may not change, where other workers have parts of it that would stay as they are.
+        trained: what on_update() may not change, where other workers have parts of it that would
+            stay as they are.
     """
     if not spec.defines("on_update"):
         return None
@@ -40,7 +41,8 @@ class Completion(NamedTuple):
 class WorkerLog:
     """Losses and times that a worker saw. Only differences of times have a meaning."""
 
-    losses: list[tuple[int, float]] = field(default_factory=list)  # minibatch, its (part of the) loss
+    # minibatch, its (part of the) loss
+    losses: list[tuple[int, float]] = field(default_factory=list)
     completions: deque[Completion] = field(default_factory=lambda: deque(maxlen=100_000))
     busy_s: float = 0.0
     paused_s: float = 0.0  # spent on what is no training
@@ -60,7 +62,11 @@ class Progress:
     @property
     def metrics(self) -> dict[str, float | None]:
         """Loss and metrics of the evaluation that has just ended; none after an update."""
-        return {} if self.evaluation is None else {"loss": self.evaluation.loss, **self.evaluation.metrics}
+        return (
+            {}
+            if self.evaluation is None
+            else {"loss": self.evaluation.loss, **self.evaluation.metrics}
+        )
 
 
 ProgressCallback = Callable[[Progress], None]
@@ -73,10 +79,13 @@ class SteadyState(NamedTuple):
     busy_share: float
 
 
-def steady_state(completions: Sequence[Completion], start_up: int, drain: int, per_round: int) -> SteadyState:
+def steady_state(
+    completions: Sequence[Completion], start_up: int, drain: int, per_round: int
+) -> SteadyState:
     """Return throughput and busy share in a run without the units of its `start_up` and `drain`.
 
-    The window holds whole rounds, of `per_round` backwards between two updates, because these come in bursts.
+    The window holds whole rounds, of `per_round` backwards between two updates, because these come
+    in bursts.
     """
     if per_round == 0 or len(completions) < 2 * per_round + 1:
         return SteadyState(0.0, 0.0)
@@ -94,10 +103,18 @@ class Reporter:
     """Tells callbacks of a run's progress, with the throughput over the last 20 updates."""
 
     def __init__(
-        self, callbacks: Sequence[ProgressCallback], minibatches: int, minibatches_per_update: int, minibatch_size: int
+        self,
+        callbacks: Sequence[ProgressCallback],
+        minibatches: int,
+        minibatches_per_update: int,
+        minibatch_size: int,
     ) -> None:
         self._callbacks = callbacks
-        self._minibatches, self._per_update, self._size = minibatches, minibatches_per_update, minibatch_size
+        self._minibatches, self._per_update, self._size = (
+            minibatches,
+            minibatches_per_update,
+            minibatch_size,
+        )
         self._recent: deque[float] = deque(maxlen=20)
 
     def updated(self, log: WorkerLog) -> None:
@@ -113,7 +130,11 @@ class Reporter:
         self._tell(Progress(done, self._minibatches, latest_loss(log), samples_per_s, left_s))
 
     def evaluated(self, evaluation: Evaluation, log: WorkerLog) -> None:
-        self._tell(Progress(evaluation.minibatch, self._minibatches, latest_loss(log), None, None, evaluation))
+        self._tell(
+            Progress(
+                evaluation.minibatch, self._minibatches, latest_loss(log), None, None, evaluation
+            )
+        )
 
     def _tell(self, progress: Progress) -> None:
         for callback in self._callbacks:
@@ -121,6 +142,10 @@ class Reporter:
 
 
 def latest_loss(log: WorkerLog) -> float:
-    """Return the loss of the newest minibatch in `log`: the sum of the parts that this worker has seen."""
+    """Return the loss of the newest minibatch in `log`: the sum of the parts that this worker has
+    seen.
+    """
     newest = log.losses[-1][0] if log.losses else -1
-    return sum(part for _, part in takewhile(lambda entry: entry[0] == newest, reversed(log.losses)))
+    return sum(
+        part for _, part in takewhile(lambda entry: entry[0] == newest, reversed(log.losses))
+    )

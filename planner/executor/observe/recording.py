@@ -1,4 +1,6 @@
-"""Record the timeline of a real run: each worker records what it did and when, and rank 0 merges the records."""
+"""Record the timeline of a real run: each worker records what it did and when, and rank 0 merges
+the records.
+"""
 
 import json
 import time
@@ -13,7 +15,15 @@ from planner.executor.observe.clock import Clock
 from planner.formats.plan import Plan
 from planner.formats.timeline import LANES, Event, Events, MemoryCurve, Timeline
 from planner.runtime import Event as Mark
-from planner.schedule.instructions import Instruction, Message, Receive, ReceiveShared, Send, SendShared, Unit
+from planner.schedule.instructions import (
+    Instruction,
+    Message,
+    Receive,
+    ReceiveShared,
+    Send,
+    SendShared,
+    Unit,
+)
 
 _ROUNDS = 8  # round trips per worker to compare clocks; the fastest of them counts
 # By instruction; gradients of shared weights are not drawn.
@@ -21,7 +31,9 @@ _KINDS = {"".join(word.title() for word in kind.split("_")): kind for kind in LA
 
 
 class TraceRecorder:
-    """Records instructions, and after each computation the memory in use, of the `last` minibatches of the run."""
+    """Records instructions, and after each computation the memory in use, of the `last` minibatches
+    of the run.
+    """
 
     def __init__(
         self,
@@ -55,24 +67,39 @@ class TraceRecorder:
         self._clock.settle()
         for minibatch, each, start, end, _ in self._notes:
             kind = _KINDS.get(type(each).__name__)
-            own = isinstance(each, Message) and each.peer_rank == self._rank  # within one worker nothing is sent
+            # within one worker nothing is sent
+            own = isinstance(each, Message) and each.peer_rank == self._rank
             if kind is None or minibatch < first or own:
                 continue
             unit: Unit = getattr(each, "unit", None) or Unit(getattr(each, "round"))  # noqa: B009
-            peer = (each.peer_rank, each.peer_stage) if isinstance(each, Send | Receive) else (None, None)
+            peer = (
+                (each.peer_rank, each.peer_stage)
+                if isinstance(each, Send | Receive)
+                else (None, None)
+            )
             times = self._clock.seconds(start), self._clock.seconds(end)
-            yield Event(self._rank, kind, each.stage, unit.minibatch, unit.microbatch, *times, *peer)
+            yield Event(
+                self._rank, kind, each.stage, unit.minibatch, unit.microbatch, *times, *peer
+            )
 
     def held(self, first: int = 0) -> Iterator[tuple[float, int]]:
-        """Yield when memory was looked at and how much it was, on this worker's clock; after the run."""
+        """Yield when memory was looked at and how much it was, on this worker's clock; after the
+        run.
+        """
         self._clock.settle()
         for minibatch, _, _, end, held_bytes in self._notes:
             if held_bytes is not None and minibatch >= first:
                 yield self._clock.seconds(end), held_bytes
 
     def _minibatch(self, instruction: Instruction) -> int:
-        """Return the minibatch of an instruction; the newest one for updates and sums, which count rounds."""
-        unit = None if isinstance(instruction, SendShared | ReceiveShared) else getattr(instruction, "unit", None)
+        """Return the minibatch of an instruction; the newest one for updates and sums, which count
+        rounds.
+        """
+        unit = (
+            None
+            if isinstance(instruction, SendShared | ReceiveShared)
+            else getattr(instruction, "unit", None)
+        )
         return unit.minibatch if isinstance(unit, Unit) else self._newest
 
 
@@ -83,23 +110,38 @@ def gather_timeline(
     lengths_of: Callable[[Unit], Mapping[str, int]] | None = None,
     restarts: Sequence[str] = (),
 ) -> Timeline | None:
-    """Return the timeline of all workers on rank 0; None elsewhere. All workers call it at the same point."""
+    """Return the timeline of all workers on rank 0; None elsewhere. All workers call it at the same
+    point.
+    """
     offsets = _clock_offsets()
-    # A worker's newest minibatch may be before the run's last, so it may have kept earlier ones than the run's last.
+    # A worker's newest minibatch may be before the run's last, so it may have kept earlier ones
+    # than the run's last.
     first = max(0, minibatches - recorder.last)
     noted = list(recorder.events(first))
     units = {Unit(event.minibatch, event.microbatch) for event in noted if event.kind == "forward"}
     lengths = {} if lengths_of is None else {unit: lengths_of(unit) for unit in units}
     rows = [(*unit, *found.values()) for unit, found in lengths.items()]
-    own = {"events": [list(event) for event in noted], "held": list(recorder.held(first)), "lengths": rows}
+    own = {
+        "events": [list(event) for event in noted],
+        "held": list(recorder.held(first)),
+        "lengths": rows,
+    }
     parts = [json.loads(part) for part in gather_bytes(json.dumps(own).encode())]
     if not parts:
         return None
-    events = [(Event(*row), offset) for part, offset in zip(parts, offsets, strict=True) for row in part["events"]]
+    events = [
+        (Event(*row), offset)
+        for part, offset in zip(parts, offsets, strict=True)
+        for row in part["events"]
+    ]
     # Time counts from the first computation: what a worker waited for before it is not of interest.
-    start = min((event.start_s + offset for event, offset in events if event.lane == "compute"), default=0.0)
+    start = min(
+        (event.start_s + offset for event, offset in events if event.lane == "compute"), default=0.0
+    )
     moved = [
-        event._replace(start_s=max(0.0, event.start_s + offset - start), end_s=event.end_s + offset - start)
+        event._replace(
+            start_s=max(0.0, event.start_s + offset - start), end_s=event.end_s + offset - start
+        )
         for event, offset in events
         if event.end_s + offset > start
     ]
@@ -127,8 +169,8 @@ def gather_timeline(
 def _clock_offsets() -> Sequence[float]:
     """Return by rank what to add to that worker's clock to get rank 0's; an empty list elsewhere.
 
-    Cristian (1989), "Probabilistic clock synchronization": the error is at most half the fastest round trip. An offset
-    within it counts as none: the processes of one host share a clock.
+    Cristian (1989), "Probabilistic clock synchronization": the error is at most half the fastest
+    round trip. An offset within it counts as none: the processes of one host share a clock.
     """
     group = control_group()
     here = torch.zeros(1, dtype=torch.float64)

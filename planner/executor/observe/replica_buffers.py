@@ -1,8 +1,9 @@
 """Notice buffers that forward() changes in a stage that several workers replicate.
 
-Each replica sees a part of the samples alone, so a count of steps, a codebook or a moving average is another on each,
-and none is that of one process. Nothing that replicas exchange would tell. The statistics of BatchNorm are left out: in
-training nothing reads them, and `plan train` says in a line what they are.
+Each replica sees a part of the samples alone, so a count of steps, a codebook or a moving average
+is another on each, and none is that of one process. Nothing that replicas exchange would tell. The
+statistics of BatchNorm are left out: in training nothing reads them, and `plan train` says in a
+line what they are.
 """
 
 import torch
@@ -13,7 +14,8 @@ from planner.executor.communication.later import Reading
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 _HINT = (
-    "give the stage to one worker, as plans of `plan price` with `stages` and no `replicas` do; or let each replica "
+    "give the stage to one worker, as plans of `plan price` with `stages` and no `replicas` do; "
+    "or let each replica "
     "have buffers of its own with `accept_divided_loss`"
 )
 
@@ -30,10 +32,12 @@ class ReplicaBuffers:
         }
 
     def readings(self, minibatch: int) -> list[Reading]:
-        """Return what tells whether the forward of a minibatch has changed a buffer; reading it raises ModelFileError.
+        """Return what tells whether the forward of a minibatch has changed a buffer; reading it
+        raises ModelFileError.
 
-        Values are compared, because PyTorch counts no changes that are made through `.data`. The host waits for no
-        device. A buffer that has another shape now is left alone: a table that grows with the length of samples.
+        Values are compared, because PyTorch counts no changes that are made through `.data`. The
+        host waits for no device. A buffer that has another shape now is left alone: a table that
+        grows with the length of samples.
         """
         return [
             self._compared(name, self._initial[name], buffer.detach(), minibatch)
@@ -47,7 +51,8 @@ class ReplicaBuffers:
         def compare(differs: Tensor) -> None:
             if float(differs):
                 raise ModelFileError(
-                    f"forward() changes the buffer '{name}' in minibatch {minibatch}, and each replica of stage "
+                    f"forward() changes the buffer '{name}' in minibatch {minibatch}, and each "
+                    f"replica of stage "
                     f"{self._stage} would have another, made of the samples that it sees",
                     hint=_HINT,
                 )

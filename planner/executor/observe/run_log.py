@@ -1,4 +1,5 @@
-"""The losses of a run, kept beside its checkpoints so that they are known after its workers were restarted.
+"""The losses of a run, kept beside its checkpoints so that they are known after its workers were
+restarted.
 
     losses.jsonl     a `_Header`, then for every checkpoint a `_LogLine` with what came since the one before
 
@@ -34,7 +35,9 @@ class _LogLine(Record):
 
 
 class Past(Record):
-    """Losses and evaluations of a run from before its workers were last restarted, up to the checkpoint."""
+    """Losses and evaluations of a run from before its workers were last restarted, up to the
+    checkpoint.
+    """
 
     losses: tuple[Loss, ...] = ()
     evaluations: tuple[Evaluation, ...] = ()
@@ -53,7 +56,9 @@ def is_of(folder: Path, run: str) -> bool:
 
 
 class RunLog:
-    """The file of losses in the folder of the checkpoints, of a run with its restarts; only rank 0 has one."""
+    """The file of losses in the folder of the checkpoints, of a run with its restarts; only rank 0
+    has one.
+    """
 
     def __init__(self, folder: Path, run: str) -> None:
         self._path = folder / FILE
@@ -63,7 +68,8 @@ class RunLog:
         self._evaluations: list[Evaluation] = []
 
     def begin(self, first: int, *, again: bool, known: Past = NOTHING) -> Past:
-        """Start the file anew, and return what the same run did before minibatch `first` if it is started `again`.
+        """Start the file anew, and return what the same run did before minibatch `first` if it is
+        started `again`.
 
         What came after the file's last line, and is `known` from elsewhere, is noted.
         """
@@ -74,9 +80,13 @@ class RunLog:
                 whole, _, _ = read_text(self._path).rpartition("\n")
                 entries = [_LogLine.model_validate_json(line) for line in whole.splitlines()[1:]]
             except (OSError, ValueError) as cause:
-                _log.warning("the losses before the restart cannot be read from '%s': %s", self._path, cause)
-        entries = [entry for entry in entries if entry.minibatch <= first]  # later checkpoints were never completed
-        for leftover in self._path.parent.glob(f".{FILE}.*"):  # of a process that ended while it wrote
+                _log.warning(
+                    "the losses before the restart cannot be read from '%s': %s", self._path, cause
+                )
+        # later checkpoints were never completed
+        entries = [entry for entry in entries if entry.minibatch <= first]
+        # of a process that ended while it wrote
+        for leftover in self._path.parent.glob(f".{FILE}.*"):
             leftover.unlink()
         text = "".join(line.model_dump_json() + "\n" for line in (_Header(run=self._run), *entries))
         write_text(self._path, text)
@@ -85,7 +95,11 @@ class RunLog:
         later = [loss for loss in known.losses if loss.minibatch >= done]
         evaluated = [evaluation for evaluation in known.evaluations if evaluation.minibatch > done]
         self.note(later, evaluated)
-        losses = [Loss(minibatch=minibatch, loss=loss) for entry in entries for minibatch, loss in entry.losses]
+        losses = [
+            Loss(minibatch=minibatch, loss=loss)
+            for entry in entries
+            for minibatch, loss in entry.losses
+        ]
         evaluations = [evaluation for entry in entries for evaluation in entry.evaluations]
         return Past(losses=(*losses, *later), evaluations=(*evaluations, *evaluated))
 
@@ -95,11 +109,14 @@ class RunLog:
         self._evaluations += evaluations
 
     def append(self, minibatch: int) -> None:
-        """Write what was noted until `minibatch` minibatches were done, and wait until it is on disk.
+        """Write what was noted until `minibatch` minibatches were done, and wait until it is on
+        disk.
 
         Where that fails, the lines before stay, and what was noted is written the next time.
         """
-        entry = _LogLine(minibatch=minibatch, losses=tuple(self._losses), evaluations=tuple(self._evaluations))
+        entry = _LogLine(
+            minibatch=minibatch, losses=tuple(self._losses), evaluations=tuple(self._evaluations)
+        )
         with self._path.open("r+b") as file:
             file.truncate(self._size)  # removes half a line, left when the disk was full
             file.seek(self._size)

@@ -1,8 +1,8 @@
 """Notice when the user's on_update() changes what is trained: one worker alone calls it.
 
-A callback of early days halves the learning rate, or clamps weights, through the optimizer that optimizer() has
-returned. In a process of its own that changes the whole model. Here each stage has an optimizer, and each replica, so
-only those of the worker that calls on_update() would change.
+A callback of early days halves the learning rate, or clamps weights, through the optimizer that
+optimizer() has returned. In a process of its own that changes the whole model. Here each stage has
+an optimizer, and each replica, so only those of the worker that calls on_update() would change.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,8 @@ from torch.utils._pytree import tree_leaves
 from planner.errors import ModelFileError
 
 _HINT = (
-    "let scheduler() change the learning rate, and a hook of the optimizer change weights: optimizer() may call "
+    "let scheduler() change the learning rate, and a hook of the optimizer change weights: "
+    "optimizer() may call "
     "register_step_post_hook() on what it returns, and every stage has its own"
 )
 _PLAIN = (Tensor, nn.Parameter)
@@ -25,7 +26,8 @@ State = dict[str, object]  # of what may not change, by a name for messages
 
 
 class TrainedState:
-    """Weights and hyperparameters of a worker's stages, as far as the host knows of changes without a look at values.
+    """Weights and hyperparameters of a worker's stages, as far as the host knows of changes without
+    a look at values.
 
     Not noticed is a change of a weight through `.data` in place, of which PyTorch keeps no count.
     """
@@ -51,7 +53,8 @@ class TrainedState:
         for name in before | after:
             if before.get(name) != after.get(name):
                 raise ModelFileError(
-                    f"on_update() changes {name}, but one worker alone calls it, and those of other workers would "
+                    f"on_update() changes {name}, but one worker alone calls it, and those of "
+                    f"other workers would "
                     "stay as they are: that is another training",
                     hint=_HINT,
                 )
@@ -69,15 +72,21 @@ class TrainedState:
 
 
 def _counted(tensor: Tensor) -> tuple[Any, ...]:
-    """Return what tells a change of a tensor: the number of its changes, its memory, and whether it is trained."""
+    """Return what tells a change of a tensor: the number of its changes, its memory, and whether it
+    is trained.
+    """
     version = None if tensor.is_inference() else tensor._version
     memory = tensor.data_ptr() if type(tensor) in _PLAIN else None
     return version, memory, tensor.requires_grad
 
 
 def _hyperparameter(name: str, value: object) -> object:
-    """Return what tells a change of a hyperparameter; of `params`, a change of which they are and of their values."""
+    """Return what tells a change of a hyperparameter; of `params`, a change of which they are and
+    of their values.
+    """
     leaves = tree_leaves(value)
     if name == "params":
         return [(id(leaf), _counted(leaf)) for leaf in leaves]
-    return [(id(leaf), _counted(leaf)) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves]
+    return [
+        (id(leaf), _counted(leaf)) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves
+    ]

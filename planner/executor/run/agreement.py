@@ -30,19 +30,31 @@ from planner.workers.heartbeat import Heartbeat
 from planner.workers.job import Job
 from planner.workers.meeting import exchange, worker_store
 from planner.workers.numerics import numerics_of
-from planner.workers.place import Place, Seat, assign_gpus, choose_place, names_of, own_seat, set_gpu_variables, take
+from planner.workers.place import (
+    Place,
+    Seat,
+    assign_gpus,
+    choose_place,
+    names_of,
+    own_seat,
+    set_gpu_variables,
+    take,
+)
 from planner.workers.supervisor import Supervisor
 
 _log = logging.getLogger(__name__)
 
 
 def start_worker(job: Job, heartbeat: Heartbeat | None = None) -> Heartbeat:
-    """Set up this process, return its heartbeat; raise PlanError when the plan needs another number of workers."""
+    """Set up this process, return its heartbeat; raise PlanError when the plan needs another number
+    of workers.
+    """
     world, needed = int(os.environ["WORLD_SIZE"]), job.plan.workers
     if world != needed:
         raise PlanError(
             f"plan '{job.plan.config}' needs {needed} workers, but {world} were started",
-            hint=f"start {needed}: --nnodes times --nproc-per-node of torchrun, or the tasks of srun",
+            hint=f"start {needed}: --nnodes times --nproc-per-node of torchrun, or the tasks of "
+            f"srun",
         )
     torch.set_num_threads(job.plan.device.threads or 1)
     keep_failures_ours()
@@ -56,8 +68,9 @@ def start_worker(job: Job, heartbeat: Heartbeat | None = None) -> Heartbeat:
 def joined(job: Job, heartbeat: Heartbeat, supervisor: Supervisor) -> Iterator[None]:
     """Join the other workers, unless that was done before, and leave them at the end.
 
-    Models are built within: no worker waits with a time-out, and one that is gone is missed at once. At an error the
-    supervisor leaves the reason before anything that may block; then what was joined here is aborted.
+    Models are built within: no worker waits with a time-out, and one that is gone is missed at
+    once. At an error the supervisor leaves the reason before anything that may block; then what was
+    joined here is aborted.
     """
     heartbeat.enter("joining the other workers", meeting=True)
     joins = not dist.is_initialized()
@@ -79,17 +92,20 @@ def joined(job: Job, heartbeat: Heartbeat, supervisor: Supervisor) -> Iterator[N
 
 
 def check_schedule(plan: Plan) -> None:
-    """Raise PlanError when the plan's streams do not run to their end: those of a plan edited by hand may not."""
+    """Raise PlanError when the plan's streams do not run to their end: those of a plan edited by
+    hand may not.
+    """
     depths = [stage.in_flight for stage in plan.stages]
     check_versions(plan.schedule, plan.microbatches, plan.replicas, depths)
     check_runs_to_end(plan)
 
 
 def take_place(job: Job, heartbeat: Heartbeat) -> Place:
-    """Meet the other workers, agree with them on where to compute, and take this worker's place, before anything else.
+    """Meet the other workers, agree with them on where to compute, and take this worker's place,
+    before anything else.
 
-    Raise PlanError when hosts were given different jobs, or are not what the plan was made for; InputError when the
-    devices or the backend that the job asks for are not there.
+    Raise PlanError when hosts were given different jobs, or are not what the plan was made for;
+    InputError when the devices or the backend that the job asks for are not there.
     """
     heartbeat.enter("meeting the other workers", meeting=True)
     store = worker_store(message_timeout(job.run_options.hang_timeout_s))
@@ -100,7 +116,8 @@ def take_place(job: Job, heartbeat: Heartbeat) -> Place:
     if device not in (None, "cpu") and not any(seat.gpus for seat in seats):
         raise PlanError(
             f"the plan was made for GPUs ({job.plan.device.name}), and PyTorch sees none here",
-            hint=f"is PyTorch built for {device}, and is CUDA_VISIBLE_DEVICES, or its like, right? To train on CPUs, "
+            hint=f"is PyTorch built for {device}, and is CUDA_VISIBLE_DEVICES, or its like, "
+            f"right? To train on CPUs, "
             "profile the model with `device=cpu` and solve again",
         )
     place = choose_place(seats, int(os.environ["RANK"]), device, job.backend)
@@ -112,7 +129,8 @@ def take_place(job: Job, heartbeat: Heartbeat) -> Place:
         _log.warning(text, measured, place.backend)
     if os.environ.get("TORCH_DISTRIBUTED_DEBUG") == "DETAIL" and os.environ["RANK"] == "0":
         _log.warning(
-            "TORCH_DISTRIBUTED_DEBUG=DETAIL checks every collective first, which takes 0.2 to 0.3 ms per rank of its "
+            "TORCH_DISTRIBUTED_DEBUG=DETAIL checks every collective first, which takes 0.2 to 0.3 "
+            "ms per rank of its "
             "group: training is slower than predicted; hint: unset it, or say INFO"
         )
     take(place)
@@ -122,7 +140,9 @@ def take_place(job: Job, heartbeat: Heartbeat) -> Place:
 
 
 def device_kind(job: Job) -> DeviceType | None:
-    """Return the kind of device that the plan was made for, if it says so; raise PlanError if the job has another."""
+    """Return the kind of device that the plan was made for, if it says so; raise PlanError if the
+    job has another.
+    """
     if job.device is not None:
         check_kind(job.device)
     planned = job.plan.device.kind
@@ -130,26 +150,34 @@ def device_kind(job: Job) -> DeviceType | None:
         return job.device
     if job.device not in (None, planned):
         raise PlanError(
-            f"the plan was made for {planned} ({job.plan.device.name}), and its times mean nothing for "
+            f"the plan was made for {planned} ({job.plan.device.name}), and its times mean "
+            f"nothing for "
             f"`device={job.device}`",
-            hint=f"profile the model with `device={job.device}` and solve again, or leave out `device`",
+            hint=f"profile the model with `device={job.device}` and solve again, or leave out "
+            f"`device`",
         )
     return planned
 
 
 def check_same_job(seats: Sequence[Seat]) -> None:
-    """Check that all workers run the same job; raise PlanError when hosts were given different ones."""
+    """Check that all workers run the same job; raise PlanError when hosts were given different
+    ones.
+    """
     for what, expected in seats[0].same.items():
         others = [seat for seat in seats if seat.same.get(what) != expected]
         if others:
             raise PlanError(
-                f"{names_of(others)} began with {others[0].same.get(what)}, and {names_of(seats[:1])} with {expected}",
-                hint="give all hosts the same plan, the same arguments, and the same versions of planner and torch",
+                f"{names_of(others)} began with {others[0].same.get(what)}, and "
+                f"{names_of(seats[:1])} with {expected}",
+                hint="give all hosts the same plan, the same arguments, and the same versions of "
+                "planner and torch",
             )
 
 
 def check_servers(plan: Plan, seats: Sequence[Seat]) -> None:
-    """Raise PlanError unless hosts have as many workers as the plan's servers, or as several of these together."""
+    """Raise PlanError unless hosts have as many workers as the plan's servers, or as several of
+    these together.
+    """
     sizes = [level.size for level in plan.cluster.levels]
     if len(sizes) == 1:  # all links are alike
         return
@@ -160,17 +188,23 @@ def check_servers(plan: Plan, seats: Sequence[Seat]) -> None:
             return
     started = Counter(hosts)
     raise PlanError(
-        f"the plan is for {'x'.join(map(str, sizes))} GPUs, with {sizes[0]} consecutive workers on each server, and "
+        f"the plan is for {'x'.join(map(str, sizes))} GPUs, with {sizes[0]} consecutive workers "
+        f"on each server, and "
         f"the hosts of the first workers are {', '.join(map(str, hosts[:8]))}",
-        hint=f"start {sizes[0]} workers on each host, with consecutive ranks, or solve for these hosts: "
+        hint=f"start {sizes[0]} workers on each host, with consecutive ranks, or solve for these "
+        f"hosts: "
         f"`sizes={started[hosts[0]]}x{len(started)}`",
     )
 
 
 def check_gpus(plan: Plan, seats: Sequence[Seat]) -> None:
-    """Check that workers have GPUs of one kind, or of the plan's kinds; raise PlanError when they have not."""
+    """Check that workers have GPUs of one kind, or of the plan's kinds; raise PlanError when they
+    have not.
+    """
     names = [seat.gpus[index].name for seat, index in zip(seats, assign_gpus(seats), strict=True)]
-    for kind, ranks in zip(plan.cluster.kinds or (None,), plan.cluster.kind_ranks or (range(len(seats)),), strict=True):
+    for kind, ranks in zip(
+        plan.cluster.kinds or (None,), plan.cluster.kind_ranks or (range(len(seats)),), strict=True
+    ):
         own = [seat for seat in seats if seat.rank in ranks]
         if not own:
             continue  # the plan leaves these GPUs idle
@@ -179,20 +213,38 @@ def check_gpus(plan: Plan, seats: Sequence[Seat]) -> None:
         if not others:
             continue
         reason = f"the plan takes all GPUs as equal, and {names_of(own[:1])} has {expected}"
-        hint = "name the kinds of GPUs with `kinds=NAME=N,NAME=N` and solve again, or choose equal ones with "
+        hint = (
+            "name the kinds of GPUs with `kinds=NAME=N,NAME=N` and solve again, or choose "
+            "equal ones with "
+        )
         hint += "CUDA_VISIBLE_DEVICES"
         if kind is not None:
-            reason = f"the plan was made for {expected} there: workers {ranks.start} to {ranks.stop - 1} are "
+            reason = (
+                f"the plan was made for {expected} there: workers {ranks.start} to "
+                f"{ranks.stop - 1} are "
+            )
             reason += kind.title
-            hint = "start the hosts in the order of the cluster's `kinds`, or solve again for the GPUs as they are"
-        raise PlanError(f"{names_of(others)} would compute on {names[others[0].rank]}, and {reason}", hint=hint)
+            hint = (
+                "start the hosts in the order of the cluster's `kinds`, or solve again for "
+                "the GPUs as they are"
+            )
+        raise PlanError(
+            f"{names_of(others)} would compute on {names[others[0].rank]}, and {reason}", hint=hint
+        )
 
 
 def same_for_all(job: Job) -> dict[str, str]:
     """Return what must be the same for all workers of a run, in words, by what it is."""
-    own: dict[str, bool | set[str]] = dict.fromkeys(("model", "run", "folder", "show_progress", "plan"), True)
+    own: dict[str, bool | set[str]] = dict.fromkeys(
+        ("model", "run", "folder", "show_progress", "plan"), True
+    )
     # These may differ between hosts.
-    own |= {"run_options": {"interface"}, "checkpoints": {"resume"}, "elastic": {"copy_folder"}, "started_again": True}
+    own |= {
+        "run_options": {"interface"},
+        "checkpoints": {"resume"},
+        "elastic": {"copy_folder"},
+        "started_again": True,
+    }
     plan = hashlib.blake2b(job.plan.model_dump_json().encode(), digest_size=7).hexdigest()
     same = {
         "planner": f"planner {__version__}",
@@ -206,13 +258,17 @@ def same_for_all(job: Job) -> dict[str, str]:
 
 
 def check_loss(plan: Plan, options: TrainingOptions) -> None:
-    """Check that the plan trains on the loss that the model file defines; raise InputError with what to do instead."""
+    """Check that the plan trains on the loss that the model file defines; raise InputError with
+    what to do instead.
+    """
     accepted = options.accept_divided_loss
     check_divided_loss(plan.model, plan.loss, plan.schedule, plan.microbatches, accepted=accepted)
     divided = (plan.schedule.divides and plan.microbatches > 1) or max(plan.replicas) > 1
     if plan.loss is None and divided and not accepted and os.environ.get("RANK", "0") == "0":
         _log.warning(
-            f"warning: what the loss of '{plan.model}' is a mean over is not known, so the parts of a minibatch count "
-            "by their samples; hint: `plan profile` finds it by running the model, which estimates do not; with "
+            f"warning: what the loss of '{plan.model}' is a mean over is not known, so the parts "
+            f"of a minibatch count "
+            "by their samples; hint: `plan profile` finds it by running the model, which "
+            "estimates do not; with "
             "labels that the loss ignores, define loss_weight(target)"
         )

@@ -1,4 +1,6 @@
-"""Build a worker's stages, their optimizers and data, and the record that holds them: `PipelineContext`."""
+"""Build a worker's stages, their optimizers and data, and the record that holds them:
+`PipelineContext`.
+"""
 
 import gc
 import os
@@ -17,7 +19,14 @@ from planner.executor.run.comparison import BatchComparison, ComparedBatches, Fa
 from planner.executor.run.context import HeldStage, PipelineContext
 from planner.executor.run.data import BatchSource, first_samples
 from planner.executor.run.loss_check import LossCheck
-from planner.executor.run.stages import Modules, build_modules, check_sizes, divides_loss, tensor_group, transferred
+from planner.executor.run.stages import (
+    Modules,
+    build_modules,
+    check_sizes,
+    divides_loss,
+    tensor_group,
+    transferred,
+)
 from planner.executor.run.state_watch import StateWatch
 from planner.executor.run.worker_data import (
     batches_of_file,
@@ -56,7 +65,8 @@ def pipeline_context(
     heartbeat: Heartbeat | None = None,
     data: BatchSource | None = None,
 ) -> PipelineContext:
-    """Build this worker's stages, with their optimizers and data; `data` replaces the model file's dataset.
+    """Build this worker's stages, with their optimizers and data; `data` replaces the model file's
+    dataset.
 
     Raises:
         PlannerError: when the plan, the model file and this worker do not fit together.
@@ -68,7 +78,9 @@ def pipeline_context(
     plan = plan_of_tensor_rank(job.plan, 0 if tensor is None else tensor.place)
     # What stays must not keep a model in memory alive.
     lasting = _without_builder(spec)
-    read = None if data is not None else cache(partial(batches_of_file, job, lasting, place.compute))
+    read = (
+        None if data is not None else cache(partial(batches_of_file, job, lasting, place.compute))
+    )
 
     def read_samples() -> list[Batch]:
         return [] if read is None else first_samples(read())
@@ -126,7 +138,9 @@ def pipeline_context(
 
 
 def _without_builder(spec: TrainingSpec) -> TrainingSpec:
-    functions = {name: function for name, function in spec.functions.items() if name != "build_model"}
+    functions = {
+        name: function for name, function in spec.functions.items() if name != "build_model"
+    }
     return replace(spec, functions=functions)
 
 
@@ -184,7 +198,9 @@ def _with_optimizers(
     rank: int,
     everyone: ShardGroups | None,
 ) -> dict[int, HeldStage]:
-    """Return this worker's stages with their optimizers; `everyone` has the groups of workers that divide weights."""
+    """Return this worker's stages with their optimizers; `everyone` has the groups of workers that
+    divide weights.
+    """
     options = job.options
     stages = {}
     for number, module in built.training.items():
@@ -192,7 +208,8 @@ def _with_optimizers(
         if everyone is None:
             sharding = sharding_of(plan.stages[number], module, shared, rank, place.wire)
         else:
-            alike = not spec.defines("blocks")  # code that is not captured may leave weights out that others used
+            # code that is not captured may leave weights out that others used
+            alike = not spec.defines("blocks")
             sharding = full_sharding(module, plan.stages[number], everyone, place, alike=alike)
         minibatches = shape.minibatches_per_update(number) if options.scale_lr else 1
         optimizer = StageOptimizer(
@@ -217,14 +234,18 @@ def _minibatches(job: Job, plan: Plan, shape: PipelineShape, data: BatchSource) 
 
 
 def _state_watch(spec: TrainingSpec, built: Modules, last: int) -> StateWatch | None:
-    """Return what compares the numbers of Python that the model reads; `last` is the number of the last minibatch."""
+    """Return what compares the numbers of Python that the model reads; `last` is the number of the
+    last minibatch.
+    """
     if built.state is None:
         return None
     return StateWatch(built.state, last, runs_blocks=spec.defines("blocks"))
 
 
 def _loss_check(job: Job, spec: TrainingSpec, built: Modules, last: int) -> LossCheck | None:
-    """Return what compares the loss that is trained on with the user's; None where this worker has no loss."""
+    """Return what compares the loss that is trained on with the user's; None where this worker has
+    no loss.
+    """
     stage = built.training.get(len(job.plan.stages) - 1)
     if built.output is None or stage is None:
         return None
@@ -246,8 +267,8 @@ def _loss_check(job: Job, spec: TrainingSpec, built: Modules, last: int) -> Loss
 def _run_first(context: PipelineContext) -> None:
     """Run the stages once where that may take long, or wait for the whole device.
 
-    A worker that compiles in the middle of a run looks as if it hung. On a GPU kernels and the handles of libraries are
-    loaded at their first use.
+    A worker that compiles in the middle of a run looks as if it hung. On a GPU kernels and the
+    handles of libraries are loaded at their first use.
     """
     compute = context.place.compute
     compiles = context.plan.compiled
@@ -263,21 +284,39 @@ def _run_first(context: PipelineContext) -> None:
 def sharding_of(
     stage: Stage, module: nn.Module, shared: SharedGradients, rank: int, wire: torch.device
 ) -> Sharding | None:
-    """Return a worker's share of a stage's optimizer; None where each replica has the whole of it."""
+    """Return a worker's share of a stage's optimizer; None where each replica has the whole
+    of it.
+    """
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if not stage.shards_optimizer or not trained:
-        return Masters(trained) if any(gradient_dtype(each) != each.dtype for each in trained) else None
+        return (
+            Masters(trained)
+            if any(gradient_dtype(each) != each.dtype for each in trained)
+            else None
+        )
     # In the order of the process group, which torch sorts by rank: the plan's may be another.
     member = sorted(stage.ranks).index(rank), stage.replicas
     return Sharding(trained, member, shared.parameters.values(), wire)
 
 
-def full_sharding(module: StageModule, stage: Stage, groups: ShardGroups, place: Place, *, alike: bool) -> Sharding:
-    """Return a worker's share of a stage of level 2 or 3; raise PlanError where replicas cannot exchange weights."""
+def full_sharding(
+    module: StageModule, stage: Stage, groups: ShardGroups, place: Place, *, alike: bool
+) -> Sharding:
+    """Return a worker's share of a stage of level 2 or 3; raise PlanError where replicas cannot
+    exchange weights.
+    """
     # DTensor takes a second to import.
     from planner.executor.communication.fully_sharded import FullSharding
 
     if place.wire.type != place.compute.type:
-        problem = f"replicas that divide weights exchange them on the {place.compute.type}, not over {place.backend}"
-        raise PlanError(problem, hint="leave out `backend`, with a GPU for each worker; or solve without such stages")
-    return FullSharding(module, groups, place.compute, shards_weights=stage.shards_weights, alike=alike)
+        problem = (
+            f"replicas that divide weights exchange them on the {place.compute.type}, not "
+            f"over {place.backend}"
+        )
+        raise PlanError(
+            problem,
+            hint="leave out `backend`, with a GPU for each worker; or solve without such stages",
+        )
+    return FullSharding(
+        module, groups, place.compute, shards_weights=stage.shards_weights, alike=alike
+    )

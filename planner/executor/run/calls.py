@@ -1,12 +1,15 @@
-"""What each rank's script asks of a pipeline: all ranks must make the same calls, with the same batches.
+"""What each rank's script asks of a pipeline: all ranks must make the same calls, with the same
+batches.
 
-Before a call does anything, it announces itself: one all-reduce gives each rank a table with a row per rank,
+Before a call does anything, it announces itself: one all-reduce gives each rank a table with a row
+per rank,
 
     call, minibatches before it, samples, digest of its batches.
 
-Rows that differ are an error on all ranks, which says who differs. So loaders that shuffle differently, a sampler that
-gives each rank a part, and loaders of different length are noticed before anything waits for a message that does not
-come or has another size. Messages of gloo that have another size than expected would end the process.
+Rows that differ are an error on all ranks, which says who differs. So loaders that shuffle
+differently, a sampler that gives each rank a part, and loaders of different length are noticed
+before anything waits for a message that does not come or has another size. Messages of gloo that
+have another size than expected would end the process.
 """
 
 import json
@@ -25,12 +28,15 @@ from planner.model.batch_digest import digest_of_all
 from planner.workers.heartbeat import Heartbeat
 
 _SAME_BATCHES = (
-    "hand in the same samples in the same order on all ranks: without a DistributedSampler, and a DataLoader that "
-    "shuffles needs a generator of its own with the same seed on all of them; random augmentations need one, too"
+    "hand in the same samples in the same order on all ranks: without a DistributedSampler, and a "
+    "DataLoader that "
+    "shuffles needs a generator of its own with the same seed on all of them; random "
+    "augmentations need one, too"
 )
 _SAME_CALLS = "make the same calls of the pipeline in the same order on all ranks"
 _SAME_LENGTHS = (
-    "give all ranks loaders of one length over the same samples, without a DistributedSampler, and leave the loop on "
+    "give all ranks loaders of one length over the same samples, without a DistributedSampler, "
+    "and leave the loop on "
     "all of them after the same minibatch"
 )
 
@@ -81,7 +87,9 @@ class SharedCalls:
         self._heartbeat = heartbeat
         self._pending: deque[_Announced] = deque()
 
-    def announce(self, call: Call, minibatches: int, samples: int = 0, digests: Sequence[int] = ()) -> None:
+    def announce(
+        self, call: Call, minibatches: int, samples: int = 0, digests: Sequence[int] = ()
+    ) -> None:
         """Tell the others about a call, and wait for none of them."""
         row = Row(call, minibatches, samples, digest_of_all(digests))
         table = torch.zeros(dist.get_world_size(), 4, dtype=torch.int64)
@@ -90,17 +98,26 @@ class SharedCalls:
         assert work is not None
         self._pending.append(_Announced(row, digests, table, work))
 
-    def agree(self, call: Call, minibatches: int, samples: int = 0, digests: Sequence[int] = ()) -> None:
+    def agree(
+        self, call: Call, minibatches: int, samples: int = 0, digests: Sequence[int] = ()
+    ) -> None:
         """Tell the others about a call, wait for theirs, and raise InputError where they differ."""
         self.announce(call, minibatches, samples, digests)
         self.compare()
 
     def compare(self, minibatches: int | None = None) -> None:
-        """Wait for all ranks' calls up to the first `minibatches`, or all; raise InputError where they differ."""
-        while self._pending and (minibatches is None or self._pending[0].row.minibatches < minibatches):
+        """Wait for all ranks' calls up to the first `minibatches`, or all; raise InputError where
+        they differ.
+        """
+        while self._pending and (
+            minibatches is None or self._pending[0].row.minibatches < minibatches
+        ):
             announced = self._pending.popleft()
             if not announced.work.is_completed():
-                what = f"waiting for the other ranks' {announced.row.call.title}, after {_counted(announced.row)}"
+                what = (
+                    f"waiting for the other ranks' {announced.row.call.title}, after "
+                    f"{_counted(announced.row)}"
+                )
                 self._heartbeat.enter(what, meeting=True)
             announced.work.wait()
             rows = [Row(Call(call), *rest) for call, *rest in announced.table.tolist()]
@@ -124,20 +141,26 @@ def _ended_early(rows: Sequence[Row]) -> InputError:
     ended = [rank for rank, row in enumerate(rows) if row.call is Call.END]
     others = [rank for rank, row in enumerate(rows) if row.call is not Call.END]
     next_call = rows[others[0]].call
-    goes_on = "another minibatch comes" if next_call is Call.STEP else f"{next_call.title} is called"
+    goes_on = (
+        "another minibatch comes" if next_call is Call.STEP else f"{next_call.title} is called"
+    )
     return InputError(
-        f"{ranks_in_words(ended)} ended the loop after {_counted(rows[ended[0]])}, and on {ranks_in_words(others)} "
+        f"{ranks_in_words(ended)} ended the loop after {_counted(rows[ended[0]])}, and on "
+        f"{ranks_in_words(others)} "
         f"{goes_on}" + (": loaders of different length" if next_call is Call.STEP else ""),
         hint=_SAME_LENGTHS if next_call is Call.STEP else _SAME_CALLS,
     )
 
 
 def _other_calls(rows: Sequence[Row]) -> InputError:
-    different = next(rank for rank, row in enumerate(rows) if row != rows[0] and not _same_call(row, rows[0]))
+    different = next(
+        rank for rank, row in enumerate(rows) if row != rows[0] and not _same_call(row, rows[0])
+    )
     alike = [rank for rank, row in enumerate(rows) if _same_call(row, rows[different])]
     texts = [f"{rows[rank].call.title} after {_counted(rows[rank])}" for rank in (different, 0)]
     return InputError(
-        f"the calls of the pipeline differ: {texts[0]} on {ranks_in_words(alike)}, and {texts[1]} on rank 0",
+        f"the calls of the pipeline differ: {texts[0]} on {ranks_in_words(alike)}, and {texts[1]} "
+        f"on rank 0",
         hint=_SAME_CALLS,
     )
 
@@ -157,11 +180,15 @@ def _other_evaluation(rows: Sequence[Row], digests: Sequence[Sequence[int]]) -> 
     for batch, found in enumerate(zip(*digests, strict=False)):
         others = [rank for rank, digest in enumerate(found) if digest != found[0]]
         if others:
-            what = f"batch {batch} of the evaluation after {_counted(rows[0])} is not the same on all ranks"
+            what = (
+                f"batch {batch} of the evaluation after {_counted(rows[0])} is not the same "
+                f"on all ranks"
+            )
             return InputError(f"{what}: {_given_others(others)}", hint=_SAME_BATCHES)
     others = [rank for rank, length in enumerate(lengths) if length != lengths[0]]
     return InputError(
-        f"evaluate() was given {lengths[others[0]]} batches on {ranks_in_words(others)}, and {lengths[0]} on rank 0",
+        f"evaluate() was given {lengths[others[0]]} batches on {ranks_in_words(others)}, and "
+        f"{lengths[0]} on rank 0",
         hint=_SAME_LENGTHS,
     )
 

@@ -1,13 +1,15 @@
 """Compare what workers read and make for themselves: it must be the same on each of them.
 
-The first stage reads a microbatch for its inputs, the last one for its targets, and ranks that divide layers read what
-their whole group does. Nothing of it is sent, so data that differs would train on inputs of one sample and targets of
-another, without an error. The same holds for what every worker makes of the model file: weights, the length and the
-order of the data, the groups of an optimizer. Whoever has something first leaves its digest in the workers' store;
-others compare theirs. That is one request to the store, of a tenth of a millisecond on one host, for each microbatch of
-the first minibatches of a run and of a few later ones.
+The first stage reads a microbatch for its inputs, the last one for its targets, and ranks that
+divide layers read what their whole group does. Nothing of it is sent, so data that differs would
+train on inputs of one sample and targets of another, without an error. The same holds for what
+every worker makes of the model file: weights, the length and the order of the data, the groups of
+an optimizer. Whoever has something first leaves its digest in the workers' store; others compare
+theirs. That is one request to the store, of a tenth of a millisecond on one host, for each
+microbatch of the first minibatches of a run and of a few later ones.
 
-Replicas of a stage read different microbatches: what they read is compared by `planner.executor.run.sample_checks`.
+Replicas of a stage read different microbatches: what they read is compared by
+`planner.executor.run.sample_checks`.
 """
 
 from collections.abc import Iterable
@@ -31,13 +33,19 @@ FIRST = 16  # minibatches at the beginning that are compared
 EVERY = 31  # later ones: a prime, so that each replica's turn comes
 _TIMEOUT = timedelta(minutes=10)
 _APART = (
-    "RANK or WORLD_SIZE, on the clock, on hash() of a text, on the order of a set or of os.listdir(), nor on a host's "
-    "own files: sort what has no order; or let PYTHONHASHSEED be 0 for all workers, by which sets and hash() are "
+    "RANK or WORLD_SIZE, on the clock, on hash() of a text, on the order of a set or of "
+    "os.listdir(), nor on a host's "
+    "own files: sort what has no order; or let PYTHONHASHSEED be 0 for all workers, by which sets "
+    "and hash() are "
     "alike, as for those that `plan train` starts itself"
 )
-READ_HINT = f"what a worker reads may depend on the seed, the epoch and the index alone, and not on {_APART}"
+READ_HINT = (
+    f"what a worker reads may depend on the seed, the epoch and the index alone, and not "
+    f"on {_APART}"
+)
 MADE_HINT = (
-    f"what a worker makes may depend on the seed alone, by the global generators, which are seeded, and not on {_APART}"
+    f"what a worker makes may depend on the seed alone, by the global generators, which "
+    f"are seeded, and not on {_APART}"
 )
 
 
@@ -59,7 +67,9 @@ class Fact:
 
 
 class BatchComparison:
-    """Compares this worker's facts and batches with those of others; it does nothing before `begin`."""
+    """Compares this worker's facts and batches with those of others; it does nothing before
+    `begin`.
+    """
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -73,7 +83,9 @@ class BatchComparison:
         self._store = Part(f"batches/{nth_time(store, 'batches')}", store)
 
     def check(self, what: str, batch: Batch, turn: int = 0) -> None:
-        """Raise ModelFileError where another worker has read another batch than this one as `what`."""
+        """Raise ModelFileError where another worker has read another batch than this one as
+        `what`.
+        """
         if self._store is not None:
             self.compare(Fact(what, batch_digest(batch), READ_HINT, turn))
 
@@ -82,12 +94,15 @@ class BatchComparison:
         if self._store is None:
             return
         # Sets a key that is not there, and returns what is there.
-        earliest = self._store.compare_set(f"{fact.turn}/{fact.what}", "", f"{fact.digest}/{self._rank}")
+        earliest = self._store.compare_set(
+            f"{fact.turn}/{fact.what}", "", f"{fact.digest}/{self._rank}"
+        )
         other_digest, other_rank = earliest.decode().split("/")
         if other_digest == f"{fact.digest}":
             return
         raise ModelFileError(
-            f"workers differ: {fact.what} has other values on rank {self._rank} than on rank {other_rank}",
+            f"workers differ: {fact.what} has other values on rank {self._rank} than on rank "
+            f"{other_rank}",
             hint=fact.hint,
         )
 
@@ -106,7 +121,9 @@ class ComparedBatches(ChangedBatches):
             self._first = unit.minibatch
         if unit.minibatch < self._first + FIRST or unit.minibatch % EVERY == 0:
             same = self.numbered(unit)
-            self._comparison.check(f"microbatch {same.microbatch} of minibatch {same.minibatch}", batch)
+            self._comparison.check(
+                f"microbatch {same.microbatch} of minibatch {same.minibatch}", batch
+            )
         return batch
 
     def size(self, unit: Unit) -> int:

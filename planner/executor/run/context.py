@@ -70,8 +70,10 @@ class PipelineContext:
     shape: PipelineShape
     tensor: "TensorGroup | None" = None  # the ranks that divide this worker's layers with it
     stages: Mapping[int, HeldStage]  # of this worker, by number: one, or several chunks
-    transfers: Mapping[tuple[int, int], Sequence[ValueSpec]]  # by (source, target) stage, to and from this worker's
-    evaluation: EvaluationStages | None  # the same stages of the evaluation graph, if the job evaluates
+    # by (source, target) stage, to and from this worker's
+    transfers: Mapping[tuple[int, int], Sequence[ValueSpec]]
+    # the same stages of the evaluation graph, if the job evaluates
+    evaluation: EvaluationStages | None
     lengths: Sequence[Length] = ()  # of batches, that vary
     deferred: bool = False  # whether the weights of other stages were never made
     loss: LossMean | None = None  # what the loss is a mean over; None stands for the samples
@@ -80,7 +82,9 @@ class PipelineContext:
 
     @cached_property
     def plan(self) -> Plan:
-        """The plan of the job, as this rank sees it in its tensor-parallel group: see `plan_of_tensor_rank`."""
+        """The plan of the job, as this rank sees it in its tensor-parallel group: see
+        `plan_of_tensor_rank`.
+        """
         return plan_of_tensor_rank(self.job.plan, 0 if self.tensor is None else self.tensor.place)
 
     @property
@@ -103,11 +107,16 @@ class PipelineContext:
         return {self.microbatch_size, *filter(None, self.data.last_sizes)}
 
     def lengths_of(self, unit: Unit) -> dict[str, int]:
-        """Return the lengths of a microbatch by their names in lengths(); none where these do not vary."""
+        """Return the lengths of a microbatch by their names in lengths(); none where these do not
+        vary.
+        """
         extent = self.data.extent(unit)
         if isinstance(extent, int) or self._varying is None:
             return {}
-        sizes = {(each.leaf, each.dimension): size for each, size in zip(self.lengths, extent[1:], strict=True)}
+        sizes = {
+            (each.leaf, each.dimension): size
+            for each, size in zip(self.lengths, extent[1:], strict=True)
+        }
         return dict(zip(self.spec.lengths(), self._varying.by_name(sizes), strict=True))
 
     @cached_property
@@ -115,15 +124,19 @@ class PipelineContext:
         return varying(self.spec, 2)
 
     def await_models(self) -> None:
-        """Wait until all workers have built their models, before the first operation that has a time-out."""
+        """Wait until all workers have built their models, before the first operation that has a
+        time-out.
+        """
         self.heartbeat.enter("waiting for the others to build their models", meeting=True)
         await_all("models")
 
     def connect(self) -> None:
-        """Use every process group once, and take memory; all workers call it, with nothing under way.
+        """Use every process group once, and take memory; all workers call it, with nothing under
+        way.
 
-        A device's memory that the allocator does not have yet, pinned memory, and kernels at their first use may wait
-        for the whole device, and so for messages that other workers' hosts have yet to post.
+        A device's memory that the allocator does not have yet, pinned memory, and kernels at their
+        first use may wait for the whole device, and so for messages that other workers' hosts have
+        yet to post.
         """
         self.heartbeat.enter("waiting for the others to be ready", meeting=True)
         await_all("ready")  # one may have read a large checkpoint
@@ -138,54 +151,79 @@ class PipelineContext:
             return
         tensors_bytes = int(self.plan.tensor_bytes(min(self.stages)) * _RESERVED)
         # The allocator still has what the stages took when they ran once.
-        if not self.plan.stages[0].shards_gradients:  # the streams of fully_shard take memory of their own
+        # the streams of fully_shard take memory of their own
+        if not self.plan.stages[0].shards_gradients:
             runtime.reserve(compute, max(0, tensors_bytes - runtime.peak_bytes(compute)))
         copies = LEAD + AHEAD + max(map(self.shape.in_flight, self.stages))
         for size in self.sizes:
             batch = self.spec.example_batch(size)
-            held = [batch.pinned(compute) for _ in range(copies)]  # the allocator of pinned memory keeps it, too
+            # the allocator of pinned memory keeps it, too
+            held = [batch.pinned(compute) for _ in range(copies)]
             del held
         # Others were run before; these run together.
         if self.tensor is not None or self.plan.stages[0].shards_gradients:
             self.run_once((stage.module for stage in self.stages.values()), self.sizes)
         if self.evaluation is not None:
             with torch.no_grad():
-                self.run_once(self.evaluation.modules.values(), [self.evaluation.batch_size or self.microbatch_size])
+                self.run_once(
+                    self.evaluation.modules.values(),
+                    [self.evaluation.batch_size or self.microbatch_size],
+                )
 
     def run_once(self, modules: Iterable[StageModule], sizes: Iterable[int]) -> None:
-        """Run stages on batches of `sizes` samples, the shortest and the longest, and leave no trace of it."""
+        """Run stages on batches of `sizes` samples, the shortest and the longest, and leave no
+        trace of it.
+        """
         compute = self.place.compute
         with runtime_of(compute).random_state_kept(compute):
             between = self.spec.lengths().items()
-            extremes = [{name: pair[end] for name, pair in between} for end in (range(2) if between else range(1))]
-            made = (self.spec.example_batch(size, lengths) for size, lengths in product(sizes, extremes))
+            extremes = [
+                {name: pair[end] for name, pair in between}
+                for end in (range(2) if between else range(1))
+            ]
+            made = (
+                self.spec.example_batch(size, lengths) for size, lengths in product(sizes, extremes)
+            )
             batches = [batch.to(compute) for batch in made]
             for module, batch in product(modules, batches):
                 warm_up(module, batch)
 
     def stream(self, first: int, last: int) -> Iterator[Instruction]:
-        """Yield this worker's instructions for minibatches `first` to `last` (exclusive), from an empty pipeline."""
+        """Yield this worker's instructions for minibatches `first` to `last` (exclusive), from an
+        empty pipeline.
+        """
         return segment_stream(self.shape, min(self.stages), self.rank, first, last)
 
     def shapes_of_tensor_ranks(self, shape: PipelineShape) -> list[PipelineShape]:
-        """Return a shape for each place in the tensor-parallel groups; a rank's own is the first that has the rank."""
-        plans = (plan_of_tensor_rank(self.job.plan, place) for place in range(self.job.plan.ranks_per_replica))
+        """Return a shape for each place in the tensor-parallel groups; a rank's own is the first
+        that has the rank.
+        """
+        plans = (
+            plan_of_tensor_rank(self.job.plan, place)
+            for place in range(self.job.plan.ranks_per_replica)
+        )
         return [replace(shape, ranks=tuple(stage.ranks for stage in plan.stages)) for plan in plans]
 
     @property
     def receivers(self) -> Receivers | None:
-        """Who takes what a rank sends: ranks of the other stage's group; None where all groups have one size."""
+        """Who takes what a rank sends: ranks of the other stage's group; None where all groups have
+        one size.
+        """
         plan = self.job.plan
         if plan.divides_alike:
             return None
         return lambda rank, send: receivers(plan, send.stage, rank, send.peer_stage, send.peer_rank)
 
     def segments(self, first: int) -> Iterator[tuple[int, int]]:
-        """Return the parts of the run from minibatch `first` on, between which the pipeline runs empty."""
+        """Return the parts of the run from minibatch `first` on, between which the pipeline runs
+        empty.
+        """
         elastic = self.job.elastic
         copies = None if elastic.elastic is None else elastic.copy_every
         return segments(first, self.minibatches, self.job.checkpoints.every, copies)
 
     def is_first_replica(self, stage: int) -> bool:
-        """Return whether this worker, or its tensor-parallel group, is the first replica of `stage`."""
+        """Return whether this worker, or its tensor-parallel group, is the first replica of
+        `stage`.
+        """
         return self.rank == self.plan.stages[stage].ranks[0]

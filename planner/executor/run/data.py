@@ -1,4 +1,6 @@
-"""Training data as a function of the minibatch's number: every worker computes the same, so no data is sent."""
+"""Training data as a function of the minibatch's number: every worker computes the same, so no data
+is sent.
+"""
 
 import logging
 import threading
@@ -30,26 +32,35 @@ from planner.options.training import STEPS
 from planner.schedule.instructions import POSTED, Unit
 from planner.units import counted
 
-KEPT = 3  # minibatches that a pipeline without weight stashing may have in flight, and one in the making
+# minibatches that a pipeline without weight stashing may have in flight, and one in the making
+KEPT = 3
 ENDLESS = 2**40  # minibatches of a run whose end is not known
-MINIBATCHES_WATCHED, DRIFT = 16, 0.1  # for the lengths of the data, and how far the mean may be from the plan's
-RANDOM_BATCHES = 8  # distinct random minibatches, used in turn: making new ones would count as training time
+# for the lengths of the data, and how far the mean may be from the plan's
+MINIBATCHES_WATCHED, DRIFT = 16, 0.1
+# distinct random minibatches, used in turn: making new ones would count as training time
+RANDOM_BATCHES = 8
 MOST_RANDOM = 4096  # distinct microbatches of them, all of which are made first and stay in memory
 
 _log = logging.getLogger(__name__)
 
-_CHECKED, _EACH = 4, 2  # microbatches of the first minibatch, and samples of each, to check its loss with
+# microbatches of the first minibatch, and samples of each, to check its loss with
+_CHECKED, _EACH = 4, 2
 _SIZES = 4096  # of units, that are remembered
 
 
 class Extents:
     """The extents of units, whose lengths are read off the batches that `read` returns.
 
-    The newest `kept` batches stay, so that one is read once for its messages and for the stages of a worker.
+    The newest `kept` batches stay, so that one is read once for its messages and for the stages of
+    a worker.
     """
 
     def __init__(
-        self, read: Callable[[Unit], Batch], size: Callable[[Unit], int], lengths: Sequence[Length], kept: int
+        self,
+        read: Callable[[Unit], Batch],
+        size: Callable[[Unit], int],
+        lengths: Sequence[Length],
+        kept: int,
     ) -> None:
         self._read, self._size, self._lengths, self._kept = read, size, lengths, kept
         self.forget()
@@ -60,7 +71,9 @@ class Extents:
         self._found: dict[Unit, tuple[int, ...]] = {}
 
     def batch(self, unit: Unit) -> Batch:
-        """Return the samples of a unit; raise ModelFileError for a length beyond what lengths() says."""
+        """Return the samples of a unit; raise ModelFileError for a length beyond what lengths()
+        says.
+        """
         if unit not in self._batches:
             batch = self._read(unit)
             what = f"microbatch {unit.microbatch} of minibatch {unit.minibatch}"
@@ -73,7 +86,8 @@ class Extents:
 
     def of(self, unit: Unit) -> Extent:
         samples = self._size(unit)
-        # Without samples a microbatch has no lengths of its own; the first one of a minibatch has samples.
+        # Without samples a microbatch has no lengths of its own; the first one of a minibatch has
+        # samples.
         read = unit if samples else Unit(unit.minibatch)
         if read not in self._found:
             self.batch(read)
@@ -100,10 +114,14 @@ class BatchSource(ABC):
 
     @abstractmethod
     def minibatches(self, steps: int | None, epochs: int | None) -> int:
-        """Return the number of minibatches in a run of `steps`, of `epochs`, or of the default length."""
+        """Return the number of minibatches in a run of `steps`, of `epochs`, or of the default
+        length.
+        """
 
     def size(self, unit: Unit) -> int:
-        """Return the number of samples of one microbatch; 0 if a last minibatch has fewer samples than microbatches."""
+        """Return the number of samples of one microbatch; 0 if a last minibatch has fewer samples
+        than microbatches.
+        """
         found = self._sizes.get(unit)
         if found is None:
             samples, parts = self.minibatch_size(unit.minibatch), self.microbatches
@@ -131,7 +149,9 @@ class BatchSource(ABC):
         return nullcontext()
 
     def share(self, unit: Unit) -> float:
-        """Return how much the microbatch's loss counts in its minibatch's: here, its share of the samples."""
+        """Return how much the microbatch's loss counts in its minibatch's: here, its share of the
+        samples.
+        """
         return self.size(unit) / self.minibatch_size(unit.minibatch)
 
     def numbered(self, unit: Unit) -> Unit:
@@ -140,7 +160,9 @@ class BatchSource(ABC):
 
 
 def even_sizes(samples: int, parts: int) -> list[int]:
-    """Divide `samples` into sizes that differ by one at most, larger ones first: (5, 3) -> [2, 2, 1]."""
+    """Divide `samples` into sizes that differ by one at most, larger ones first: (5, 3) -> [2, 2,
+    1].
+    """
     return [samples // parts + (part < samples % parts) for part in range(parts)]
 
 
@@ -173,10 +195,11 @@ def make_batches(
 
 
 class DatasetBatches(BatchSource):
-    """Minibatches of a map-style dataset, shuffled in each epoch by a generator seeded with seed and epoch.
+    """Minibatches of a map-style dataset, shuffled in each epoch by a generator seeded with seed
+    and epoch.
 
-    The `spec` may have another order, and another way to make a batch of samples. Whatever user code draws, it draws
-    by seeds that follow from seed, epoch and index: see `SampleReader`.
+    The `spec` may have another order, and another way to make a batch of samples. Whatever user
+    code draws, it draws by seeds that follow from seed, epoch and index: see `SampleReader`.
 
     The last minibatch of an epoch has the remaining samples, unless `drop_last` leaves it out.
     """
@@ -196,7 +219,9 @@ class DatasetBatches(BatchSource):
         together = collate if spec is None else spec.collate
         self.reader = SampleReader(dataset, together, seed, "dataset()", draws_on)
         with seeded(seed):
-            sampler = self._sampler = None if spec is None else spec.sampler(microbatch_size, microbatches, seed)
+            sampler = self._sampler = (
+                None if spec is None else spec.sampler(microbatch_size, microbatches, seed)
+            )
         self._size = microbatch_size * microbatches
         self._seed = seed
         # Map-style datasets have a length, their base does not.
@@ -207,7 +232,8 @@ class DatasetBatches(BatchSource):
         if self.minibatches_per_epoch == 0:
             raise ModelFileError(
                 f"dataset() has {self.samples} samples, fewer than one minibatch of {self._size}",
-                hint="profile with a smaller `batch_size`" + (", or train without `drop_last`" if drop_last else ""),
+                hint="profile with a smaller `batch_size`"
+                + (", or train without `drop_last`" if drop_last else ""),
             )
         self._epoch = -1
         self._order: list[int] = []
@@ -235,7 +261,9 @@ class DatasetBatches(BatchSource):
         return self._order
 
     def order_digest(self, epoch: int) -> int | None:
-        """Return the digest of an epoch's order; None where it follows from the seed and the number of samples."""
+        """Return the digest of an epoch's order; None where it follows from the seed and the number
+        of samples.
+        """
         return None if self._sampler is None else digest_of([repr(self.order(epoch))])
 
     def _order_of(self, epoch: int) -> list[int]:
@@ -249,11 +277,17 @@ class DatasetBatches(BatchSource):
         order = self._sampled(epoch)
         again = self._sampled(epoch)
         if order != again or len(order) != self.samples:
-            what = "another order each time" if order != again else f"{len(order)} samples, and says {self.samples}"
+            what = (
+                "another order each time"
+                if order != again
+                else f"{len(order)} samples, and says {self.samples}"
+            )
             raise ModelFileError(
                 f"{type(self._sampler).__name__}, which sampler() returned, gives {what}",
-                hint="all workers must find the same order: let it depend on seed and set_epoch(epoch) alone, as "
-                "planner.model.samplers.BucketSampler does, or draw from torch's global generator, which is seeded "
+                hint="all workers must find the same order: let it depend on seed and "
+                "set_epoch(epoch) alone, as "
+                "planner.model.samplers.BucketSampler does, or draw from torch's global "
+                "generator, which is seeded "
                 "for each epoch",
             )
         return order
@@ -279,7 +313,11 @@ class RandomBatches(BatchSource):
     random = True
 
     def __init__(
-        self, example_batch: Callable[[int], Batch], microbatch_size: int, microbatches: int, seed: int
+        self,
+        example_batch: Callable[[int], Batch],
+        microbatch_size: int,
+        microbatches: int,
+        seed: int,
     ) -> None:
         super().__init__(microbatches)
         self._example_batch = example_batch
@@ -288,9 +326,12 @@ class RandomBatches(BatchSource):
         self._made: dict[int, Batch] = {}
 
     def batch(self, unit: Unit) -> Batch:
-        which = (unit.minibatch % RANDOM_BATCHES * self.microbatches + unit.microbatch) % MOST_RANDOM
+        which = (
+            unit.minibatch % RANDOM_BATCHES * self.microbatches + unit.microbatch
+        ) % MOST_RANDOM
         if which not in self._made:
-            # A seed of its own, so that workers agree on a batch whatever else they have made before.
+            # A seed of its own, so that workers agree on a batch whatever else they have made
+            # before.
             with seeded(self._seed * 1_000_003 + which):
                 made = self._example_batch(self.size(unit))
             self._made[which] = made.pinned(self.device)
@@ -301,7 +342,9 @@ class RandomBatches(BatchSource):
 
     def minibatches(self, steps: int | None, epochs: int | None) -> int:
         if epochs is not None:
-            raise ModelFileError("`epochs` needs a dataset() in the model file", hint="use `steps`, or add dataset()")
+            raise ModelFileError(
+                "`epochs` needs a dataset() in the model file", hint="use `steps`, or add dataset()"
+            )
         return steps if steps is not None else STEPS
 
 
@@ -319,9 +362,11 @@ class EvaluationData:
 
 
 class EvaluationBatches(EvaluationData):
-    """A map-style dataset in its own order, in batches of `size` samples; the last one may be smaller.
+    """A map-style dataset in its own order, in batches of `size` samples; the last one may be
+    smaller.
 
-    What user code draws is drawn alike each time, so that evaluations can be compared with each other.
+    What user code draws is drawn alike each time, so that evaluations can be compared with each
+    other.
     """
 
     def __init__(
@@ -337,7 +382,9 @@ class EvaluationBatches(EvaluationData):
         self.reader = SampleReader(dataset, collate, seed, "evaluation_dataset()", draws_on)
         self._size = size
         samples = len(dataset)  # type: ignore[arg-type]  # as above
-        self.sizes = [size] * (samples // size) + [samples % size] * (not drop_last and samples % size > 0)
+        self.sizes = [size] * (samples // size) + [samples % size] * (
+            not drop_last and samples % size > 0
+        )
         if not self.sizes:
             raise ModelFileError(
                 f"evaluation_dataset() has {samples} samples, which make no batch of {size}",
@@ -375,7 +422,9 @@ class ChangedBatches(BatchSource):
 
 
 class LengthDrift:
-    """Warns once, after some minibatches, if their lengths are not those that a plan was made for."""
+    """Warns once, after some minibatches, if their lengths are not those that a plan was
+    made for.
+    """
 
     def __init__(self, plan: PlannedLengths, microbatches: int, spec: TrainingSpec) -> None:
         self._plan, self._each, self._rows = plan, microbatches, list[tuple[int, ...]]()
@@ -389,11 +438,16 @@ class LengthDrift:
         self._rows.append(self._varying.named(batch, "a microbatch"))
         columns = zip(*self._rows, strict=True) if len(self._rows) == watched else ()
         for name, planned, column in zip(self._plan.names, self._plan.means, columns, strict=False):
-            means = [fmean(column[start : start + self._each]) for start in range(0, watched, self._each)]
+            means = [
+                fmean(column[start : start + self._each]) for start in range(0, watched, self._each)
+            ]
             # Those of a minibatch may be alike, so minibatches say how much is chance.
-            if abs(fmean(means) - planned) > max(DRIFT * planned, 4 * stdev(means) / MINIBATCHES_WATCHED**0.5):
+            if abs(fmean(means) - planned) > max(
+                DRIFT * planned, 4 * stdev(means) / MINIBATCHES_WATCHED**0.5
+            ):
                 _log.warning(
-                    f"warning: the mean length '{name}' of microbatches is {fmean(means):.1f}, and the plan was made "
+                    f"warning: the mean length '{name}' of microbatches is {fmean(means):.1f}, "
+                    f"and the plan was made "
                     f"for {planned:.1f}; hint: profile and solve again with these data"
                 )
 
@@ -401,7 +455,9 @@ class LengthDrift:
 class VaryingBatches(ChangedBatches):
     """Batches of which some `lengths` vary, so that every worker reads those that pass it."""
 
-    def __init__(self, source: BatchSource, lengths: Sequence[Length], drift: LengthDrift | None = None) -> None:
+    def __init__(
+        self, source: BatchSource, lengths: Sequence[Length], drift: LengthDrift | None = None
+    ) -> None:
         super().__init__(source)
         kept = KEPT * source.microbatches + POSTED
         self._drift = drift
@@ -424,7 +480,9 @@ class VaryingBatches(ChangedBatches):
 
 
 class OfRank(ChangedBatches):
-    """What one of so many ranks has of each microbatch, as which `source` has as many smaller ones."""
+    """What one of so many ranks has of each microbatch, as which `source` has as many
+    smaller ones.
+    """
 
     def __init__(self, source: BatchSource, place: int, ranks: int) -> None:
         super().__init__(source)
@@ -450,12 +508,16 @@ class OfRank(ChangedBatches):
 
     def _check(self, samples: int) -> None:
         if samples < (least := self.microbatches * self._ranks):
-            problem = f"a minibatch has {samples} samples, and ranks that divide experts take {least} or more"
+            problem = (
+                f"a minibatch has {samples} samples, and ranks that divide experts take "
+                f"{least} or more"
+            )
             raise InputError(problem, hint="leave out an epoch's last minibatch with `drop_last`")
 
 
 def first_samples(source: BatchSource) -> list[Batch]:
-    """Return some samples of the first minibatch, from several microbatches: one batch, unless lengths differ.
+    """Return some samples of the first minibatch, from several microbatches: one batch, unless
+    lengths differ.
 
     Nothing where the data are made up.
     """
@@ -482,12 +544,20 @@ def _stackable(leaves: Sequence[Any]) -> bool:
     return len({leaf.shape[1:] for leaf in leaves if _has_rows(leaf)}) <= 1
 
 
-def weighted(source: BatchSource, mean: LossMean | None, spec: TrainingSpec, *, whole: bool = True) -> BatchSource:
-    """Return the batches with the shares that the loss asks for, checked where they are read for it."""
+def weighted(
+    source: BatchSource, mean: LossMean | None, spec: TrainingSpec, *, whole: bool = True
+) -> BatchSource:
+    """Return the batches with the shares that the loss asks for, checked where they are read for
+    it.
+    """
     if whole and mean is not None and mean.forbidden:
         source = CheckedLabels(source, mean, spec.origin)
     shares = shares_function(mean, spec)
-    return source if shares is None or source.microbatches == 1 else WeightedBatches(source, shares, whole=whole)
+    return (
+        source
+        if shares is None or source.microbatches == 1
+        else WeightedBatches(source, shares, whole=whole)
+    )
 
 
 class CheckedLabels(ChangedBatches):
@@ -504,19 +574,26 @@ class CheckedLabels(ChangedBatches):
 
 
 class WeightedBatches(ChangedBatches):
-    """Batches whose shares of the loss depend on what is in them, such as labels that are not padded.
+    """Batches whose shares of the loss depend on what is in them, such as labels that are not
+    padded.
 
-    A worker that computes the loss reads `whole` minibatches, also where replicas of its stage divide them.
+    A worker that computes the loss reads `whole` minibatches, also where replicas of its stage
+    divide them.
     """
 
     def __init__(self, source: BatchSource, shares: Shares, *, whole: bool) -> None:
         super().__init__(source)
         self._shares, self._whole = shares, whole
         self._read: dict[int, tuple[list[Batch], list[float]]] = {}
-        self._lock = threading.Lock()  # a thread reads ahead while the training thread asks for shares
+        # a thread reads ahead while the training thread asks for shares
+        self._lock = threading.Lock()
 
     def batch(self, unit: Unit) -> Batch:
-        batch = self._minibatch(unit.minibatch)[0][unit.microbatch] if self._whole else self._source.batch(unit)
+        batch = (
+            self._minibatch(unit.minibatch)[0][unit.microbatch]
+            if self._whole
+            else self._source.batch(unit)
+        )
         return batch.pinned(self.device)
 
     def share(self, unit: Unit) -> float:
@@ -535,13 +612,16 @@ class WeightedBatches(ChangedBatches):
 
 
 class FedBatches(BatchSource):
-    """Minibatches that were handed in, the newest `kept` of them; their `shares` follow the samples by default."""
+    """Minibatches that were handed in, the newest `kept` of them; their `shares` follow the samples
+    by default.
+    """
 
     def __init__(self, microbatches: int, kept: int, shares: Shares | None = None) -> None:
         super().__init__(microbatches)
         self._kept = kept
         self._shares_of = shares or shares_by_samples
-        self._fed: dict[int, tuple[int, list[Batch], list[float]]] = {}  # samples, microbatches and their shares
+        # samples, microbatches and their shares
+        self._fed: dict[int, tuple[int, list[Batch], list[float]]] = {}
         self.count = 0  # minibatches handed in, those before a checkpoint included
         self._other_sizes: OtherSizes | None = None
 
@@ -550,7 +630,9 @@ class FedBatches(BatchSource):
         self._other_sizes = other_sizes
 
     def feed(self, batch: Batch) -> None:
-        """Take the next minibatch; raise InputError where the model does not take microbatches of its sizes."""
+        """Take the next minibatch; raise InputError where the model does not take microbatches of
+        its sizes.
+        """
         parts = batch.split(min(self.microbatches, batch.size))
         for part in {part.size: part for part in parts}.values():
             problem = None if self._other_sizes is None else self._other_sizes.problem(part)
@@ -588,7 +670,9 @@ class FedEvaluation(EvaluationData):
         self._size, self._fixed = size, fixed
 
     def feed(self, batches: Iterable[object]) -> None:
-        """Take the batches of the next evaluation; raise InputError for none, or of a size that stages do not take."""
+        """Take the batches of the next evaluation; raise InputError for none, or of a size that
+        stages do not take.
+        """
         taken = [make_batch(batch, "a batch given to evaluate()") for batch in batches]
         if not taken:
             raise InputError("evaluate() was given no batches", hint="give an iterable of batches")
@@ -596,7 +680,8 @@ class FedEvaluation(EvaluationData):
             if batch.size > self._size or (self._fixed and batch.size < self._size):
                 most = "exactly" if self._fixed else "at most"
                 raise InputError(
-                    f"a batch of {batch.size} samples was given to evaluate(), and stages take {most} {self._size}",
+                    f"a batch of {batch.size} samples was given to evaluate(), and stages take "
+                    f"{most} {self._size}",
                     hint="make the batches of the evaluation as large as the plan's microbatches",
                 )
         self.batches, self.sizes = taken, [batch.size for batch in taken]

@@ -1,7 +1,9 @@
-"""Notice where user code draws random numbers from a global generator, in a thread that may not draw.
+"""Notice where user code draws random numbers from a global generator, in a thread that may not
+draw.
 
-The thread that trains seeds PyTorch's generator for each layer. Another thread that reads data must neither seed that
-generator nor draw from it. So what draws there raises DrawError, and is read by the training thread instead.
+The thread that trains seeds PyTorch's generator for each layer. Another thread that reads data must
+neither seed that generator nor draw from it. So what draws there raises DrawError, and is read by
+the training thread instead.
 """
 
 import threading
@@ -21,7 +23,9 @@ _this_thread = threading.local()
 
 
 class DrawError(BaseException):
-    """Raised where user code draws in a thread that may not; no `except Exception` of a user holds it up."""
+    """Raised where user code draws in a thread that may not; no `except Exception` of a user holds
+    it up.
+    """
 
 
 @contextmanager
@@ -42,7 +46,9 @@ def refuses_draws() -> bool:
 
 @contextmanager
 def reading_data(device: torch.device) -> Iterator[None]:
-    """Restore all global generators after user code; raise DrawError where it drew in a thread that may not."""
+    """Restore all global generators after user code; raise DrawError where it drew in a thread that
+    may not.
+    """
     if not refuses_draws():
         with generators_kept(device):
             yield
@@ -56,14 +62,20 @@ def reading_data(device: torch.device) -> Iterator[None]:
 
 
 class _RefusesDraws(TorchFunctionMode):
-    """Mode, of one thread, that refuses to draw from PyTorch's global generator, before anything is drawn.
+    """Mode, of one thread, that refuses to draw from PyTorch's global generator, before anything is
+    drawn.
 
-    It looks at calls from Python alone. A mode for all operations would multiply the time of small datasets by five,
-    most of which a host that launches a GPU's kernels would wait for, because threads of Python take turns.
+    It looks at calls from Python alone. A mode for all operations would multiply the time of small
+    datasets by five, most of which a host that launches a GPU's kernels would wait for, because
+    threads of Python take turns.
     """
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         globally = kwargs.get("generator") in (None, torch.default_generator)
@@ -74,13 +86,18 @@ class _RefusesDraws(TorchFunctionMode):
 
 @cache
 def _drawing() -> frozenset[str]:
-    """Return the names of functions that draw: PyTorch's operations that say so, and what Python makes of these."""
+    """Return the names of functions that draw: PyTorch's operations that say so, and what Python
+    makes of these.
+    """
     packets = {name: getattr(torch.ops.aten, name) for name in dir(torch.ops.aten)}
     found = {
         name
         for name, packet in packets.items()
         if isinstance(packet, torch._ops.OpOverloadPacket)
-        and any(torch.Tag.nondeterministic_seeded in getattr(packet, each).tags for each in packet.overloads())  # type: ignore[no-untyped-call]
+        and any(
+            torch.Tag.nondeterministic_seeded in getattr(packet, each).tags
+            for each in packet.overloads()  # type: ignore[no-untyped-call]
+        )
     }
     composed = {name for name in dir(F) if "dropout" in name or name in ("gumbel_softmax", "rrelu")}
     return frozenset(found | composed | {"random_", "scaled_dot_product_attention"})

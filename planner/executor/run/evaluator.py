@@ -1,9 +1,11 @@
-"""Evaluate between updates: the evaluation data passes forward through the pipeline, with the newest weights.
+"""Evaluate between updates: the evaluation data passes forward through the pipeline, with the
+newest weights.
 
-Every stage stops after its update of the same minibatch, and units in flight stay in flight. So under asynchronous
-schedules a stage has sent what the next one takes only after the evaluation. Over NCCL such a send may stay on the
-sender's device until the receiver posts. If the sender's host then waits for its device, it sends no evaluation data,
-and the receiver waits for these. So the receiver posts what is under way before it evaluates: see `MessagesUnderWay`.
+Every stage stops after its update of the same minibatch, and units in flight stay in flight. So
+under asynchronous schedules a stage has sent what the next one takes only after the evaluation.
+Over NCCL such a send may stay on the sender's device until the receiver posts. If the sender's host
+then waits for its device, it sends no evaluation data, and the receiver waits for these. So the
+receiver posts what is under way before it evaluates: see `MessagesUnderWay`.
 """
 
 import json
@@ -42,18 +44,27 @@ from planner.workers.job import Evaluation
 
 
 class MessagesUnderWay:
-    """Follows all workers' streams of minibatches `first` to before `last`, from one evaluation to the next."""
+    """Follows all workers' streams of minibatches `first` to before `last`, from one evaluation to
+    the next.
+    """
 
     def __init__(self, shape: PipelineShape, rank: int, first: int, last: int) -> None:
         self._shape, self._rank, self._first, self._point = shape, rank, first, first
-        self._streams = {r: segment_stream(shape, stage, r, first, last) for r, stage in shape.first_stages.items()}
+        self._streams = {
+            r: segment_stream(shape, stage, r, first, last)
+            for r, stage in shape.first_stages.items()
+        }
         self._sent: dict[Receive, None] = {}  # in the order of sending, and not yet taken
 
     def before(self, point: int) -> list[Receive]:
-        """Return what the worker has yet to take of what is sent before the evaluation after minibatch `point`."""
+        """Return what the worker has yet to take of what is sent before the evaluation after
+        minibatch `point`.
+        """
         taken = []
         for rank, stream in self._streams.items():
-            updates = updates_between(self._shape, self._shape.stages_of(rank), self._first, self._point, point)
+            updates = updates_between(
+                self._shape, self._shape.stages_of(rank), self._first, self._point, point
+            )
             for instruction in until_updated(stream, updates):
                 if isinstance(instruction, Send) and instruction.peer_rank == self._rank != rank:
                     self._sent[do.matching_receive(instruction, rank)] = None
@@ -69,11 +80,13 @@ _WEIGHT = "loss weight"  # among the sums: what the losses are means over
 
 
 class Evaluator:
-    """One worker's part of the evaluations of a run; all workers make one together, because it makes process groups.
+    """One worker's part of the evaluations of a run; all workers make one together, because it
+    makes process groups.
 
     Args:
         replicas: by stage, the process group of this worker's replicated stages.
-        links: of training. Over NCCL evaluation sends on its lanes, too: all before has been posted by both workers.
+        links: of training. Over NCCL evaluation sends on its lanes, too: all before has been posted
+            by both workers.
     """
 
     def __init__(
@@ -100,24 +113,38 @@ class Evaluator:
         if isinstance(self._data, EvaluationBatches):
             self._items = ItemChecks(self._data.reader, context.comparison)
         lengths = self._stages.lengths
-        self._extents = Extents(self._data.batch, self._data.size, lengths, POSTED + 1) if lengths else None
+        self._extents = (
+            Extents(self._data.batch, self._data.size, lengths, POSTED + 1) if lengths else None
+        )
         self._weight = weight_function(context.loss or LossMean(over="samples"), context.spec)
-        channels = tuple(Channel(source, target, gradient=False) for source, target in sorted(self._stages.transfers))
+        channels = tuple(
+            Channel(source, target, gradient=False)
+            for source, target in sorted(self._stages.transfers)
+        )
         self._shape = replace(context.shape, channels=channels)
         self._turn = 0  # of this evaluation among all: there may be several after one minibatch
         extent_of = self._data.size if self._extents is None else self._extents.of
         longest = tuple(length.most for length in lengths)
         layouts = Layouts(self._stages.transfers, {}, extent_of, longest, with_scale=False)
         # Long enough that each replica exchanges messages with all that it ever does.
-        batches, shapes = math.lcm(*self._shape.replicas), reversed(context.shapes_of_tensor_ranks(self._shape))
-        streams = {rank: evaluation_stream(shape, rank, batches) for shape in shapes for rank in shape.first_stages}
+        batches, shapes = (
+            math.lcm(*self._shape.replicas),
+            reversed(context.shapes_of_tensor_ranks(self._shape)),
+        )
+        streams = {
+            rank: evaluation_stream(shape, rank, batches)
+            for shape in shapes
+            for rank in shape.first_stages
+        }
         groups = LinkGroups(context.groups, streams, context.receivers, links)
         most = 2 * group_size(self._shape)
         self._links = links_over(context.place)(groups, layouts.layout, most, context.place)
         self._links.reserve(layouts, fixed or context.microbatch_size)
 
     def run(self, minibatch: int) -> Evaluation | None:
-        """Evaluate after `minibatch` minibatches; return the result on the first replica of the last stage."""
+        """Evaluate after `minibatch` minibatches; return the result on the first replica of the
+        last stage.
+        """
         totals: Counter[str] = Counter()
         self._turn += 1
         if self._extents is not None:
@@ -137,7 +164,9 @@ class Evaluator:
         # Random numbers that the evaluation draws must not change those of training.
         with torch.no_grad(), runtime_of(compute).random_state_kept(compute):
             for instruction in stream:
-                assert isinstance(instruction, (do.ReceiveActivation, do.Forward, do.SendActivation))
+                assert isinstance(
+                    instruction, (do.ReceiveActivation, do.Forward, do.SendActivation)
+                )
                 self._context.heartbeat.begin(instruction, evaluating=True)
                 values = known.setdefault((instruction.stage, instruction.unit), {})
                 match instruction:
@@ -146,7 +175,9 @@ class Evaluator:
                     case do.Forward(stage=stage, unit=unit):
                         ran += 1
                         # The values of the unit before have been sent: free them.
-                        for key in [key for key in known if key != (stage, unit) and key[0] == stage]:
+                        for key in [
+                            key for key in known if key != (stage, unit) and key[0] == stage
+                        ]:
                             del known[key]
                         layers = self._stages.modules.get(stage)
                         batch = self._read(minibatch, unit) if self._reads(stage) else None
@@ -170,7 +201,9 @@ class Evaluator:
         return measures or (layers is not None and layers.needs_batch)
 
     def _read(self, minibatch: int, unit: Unit) -> Batch:
-        """Return a batch of the evaluation after `minibatch`; the first ones are compared with what others read."""
+        """Return a batch of the evaluation after `minibatch`; the first ones are compared with what
+        others read.
+        """
         batch = self._data.batch(unit) if self._extents is None else self._extents.batch(unit)
         if unit.minibatch < FIRST:
             what = f"batch {unit.minibatch} of the evaluation after minibatch {minibatch}"
@@ -178,7 +211,9 @@ class Evaluator:
         return batch.to(self._context.place.compute)
 
     def _even_out(self, ran: int) -> None:
-        """Run as many batches as the replica with most of them, where all gather the weights for each."""
+        """Run as many batches as the replica with most of them, where all gather the weights for
+        each.
+        """
         gathers = self._context.plan.stages[0].shards_gradients
         sharding = self._context.stages[0].optimizer.sharding if gathers else None
         if sharding is None:
@@ -189,8 +224,12 @@ class Evaluator:
                 self._stages.modules[0](self._data.batch(Unit(0)).to(compute), {})
         sharding.part_with_weights()
 
-    def _sums(self, unit: Unit, batch: Batch | None, loss: Tensor, known: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Return the loss of a batch and the metrics, each times what it is a mean over, and the loss' weight."""
+    def _sums(
+        self, unit: Unit, batch: Batch | None, loss: Tensor, known: Mapping[str, Tensor]
+    ) -> dict[str, Any]:
+        """Return the loss of a batch and the metrics, each times what it is a mean over, and the
+        loss' weight.
+        """
         samples = self._data.size(unit)
         if batch is not None:
             check_labels(batch, self._context.loss, self._context.spec.origin)
@@ -200,14 +239,20 @@ class Evaluator:
         if self._context.spec.defines("metrics"):
             assert batch is not None
             with autocasting(self._context.place.compute.type, self._stages.autocast):
-                metrics = self._context.spec.metrics(self._stages.output(known, batch), batch.target)
+                metrics = self._context.spec.metrics(
+                    self._stages.output(known, batch), batch.target
+                )
             found |= {name: value * samples for name, value in metrics.items()}
         return found
 
     def _merge(self, minibatch: int, totals: Mapping[str, float]) -> Evaluation | None:
         # On the first replica of the last stage.
         ranks = self._shape.ranks[self._stages.last]
-        parts = gather_bytes(json.dumps(totals).encode(), ranks=ranks) if self._context.rank in ranks else []
+        parts = (
+            gather_bytes(json.dumps(totals).encode(), ranks=ranks)
+            if self._context.rank in ranks
+            else []
+        )
         if not parts or not self._context.leads_tensor_group:
             return None
         sums: Counter[str] = Counter()
@@ -236,10 +281,13 @@ def _evaluation_batches(context: PipelineContext, fixed: int | None) -> Evaluati
     )
 
 
-def evaluation_points(shape: PipelineShape, first: int, last: int, every: int, *, at_end: bool = False) -> list[int]:
+def evaluation_points(
+    shape: PipelineShape, first: int, last: int, every: int, *, at_end: bool = False
+) -> list[int]:
     """Return the minibatches after which to evaluate, between `first` (exclusive) and `last`.
 
-    They are the multiples of `every`, moved on to where all stages end a round; `at_end`, `last` as well.
+    They are the multiples of `every`, moved on to where all stages end a round; `at_end`, `last` as
+    well.
     """
     period = math.lcm(*(shape.minibatches_per_update(stage) for stage in range(len(shape.ranks))))
     due = range((first // every + 1) * every, last + 1, every)
@@ -247,8 +295,12 @@ def evaluation_points(shape: PipelineShape, first: int, last: int, every: int, *
     return sorted(points | {last} if at_end else points)
 
 
-def updates_between(shape: PipelineShape, stages: Iterable[int], first: int, start: int, end: int) -> dict[int, int]:
-    """Count by stage the updates from minibatch `start` to `end`, in a stream that began with minibatch `first`."""
+def updates_between(
+    shape: PipelineShape, stages: Iterable[int], first: int, start: int, end: int
+) -> dict[int, int]:
+    """Count by stage the updates from minibatch `start` to `end`, in a stream that began with
+    minibatch `first`.
+    """
 
     def until(minibatch: int, stage: int) -> int:
         return -(-(minibatch - first) // shape.minibatches_per_update(stage))
@@ -256,7 +308,9 @@ def updates_between(shape: PipelineShape, stages: Iterable[int], first: int, sta
     return {stage: until(end, stage) - until(start, stage) for stage in stages}
 
 
-def until_updated(instructions: Iterator[Instruction], updates: Mapping[int, int]) -> Iterator[Instruction]:
+def until_updated(
+    instructions: Iterator[Instruction], updates: Mapping[int, int]
+) -> Iterator[Instruction]:
     """Yield from `instructions` until each of a worker's stages has had so many more updates."""
     left = dict(updates)
     while max(left.values(), default=0) > 0:

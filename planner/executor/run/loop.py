@@ -1,4 +1,6 @@
-"""The loop of one worker in the joined group, which `planner.train` and a user's own loop drive alike."""
+"""The loop of one worker in the joined group, which `planner.train` and a user's own loop drive
+alike.
+"""
 
 import math
 import time
@@ -18,38 +20,61 @@ from planner.executor.communication.messages import Layouts
 from planner.executor.communication.nccl_links import links_over
 from planner.executor.run.context import PipelineContext
 from planner.executor.run.data import ENDLESS, EvaluationData
-from planner.executor.run.evaluator import Evaluator, MessagesUnderWay, until_updated, updates_between
+from planner.executor.run.evaluator import (
+    Evaluator,
+    MessagesUnderWay,
+    until_updated,
+    updates_between,
+)
 from planner.executor.run.replica import StageReplica
 from planner.executor.run.worker import Observers, PipelineWorker
 from planner.formats.names import CODECS
 from planner.model.tensor.division import whole_state
 from planner.options.training import CheckpointOptions
 from planner.plan.rank_groups import groups_of_ranks
-from planner.schedule.instructions import AddShared, AllReduce, Instruction, ReceiveShared, SendShared, Update
+from planner.schedule.instructions import (
+    AddShared,
+    AllReduce,
+    Instruction,
+    ReceiveShared,
+    SendShared,
+    Update,
+)
 from planner.schedule.schedule import PipelineShape, stream
 from planner.workers.job import Evaluation
 
 
 @dataclass(frozen=True)
 class Groups:
-    """The process groups that every pipeline needs; `replicas` has one for each replicated stage of this worker."""
+    """The process groups that every pipeline needs; `replicas` has one for each replicated stage of
+    this worker.
+    """
 
     links: LinkGroups
     replicas: Mapping[int, dist.ProcessGroup]
 
     @classmethod
     def create(cls, context: PipelineContext) -> "Groups":
-        """Make the groups. torch.distributed wants every worker to make every group, in the same order."""
+        """Make the groups. torch.distributed wants every worker to make every group, in the same
+        order.
+        """
         shapes = context.shapes_of_tensor_ranks(context.shape)
-        streams = {rank: stream for shape in reversed(shapes) for rank, stream in all_streams(shape).items()}
+        streams = {
+            rank: stream
+            for shape in reversed(shapes)
+            for rank, stream in all_streams(shape).items()
+        }
         links = LinkGroups(context.groups, streams, context.receivers)
         for ranks in groups_of_ranks(context.job.plan):
             group = context.groups.for_collectives(ranks)
             if context.tensor is not None and context.rank in ranks:
                 context.tensor.connect(group, context.place.compute)
         replicas = {}
-        # Stages whose groups are smaller than others come several times, once for each place in larger groups.
-        for index, ranks in dict.fromkeys(each for shape in shapes for each in enumerate(shape.ranks)):
+        # Stages whose groups are smaller than others come several times, once for each place in
+        # larger groups.
+        for index, ranks in dict.fromkeys(
+            each for shape in shapes for each in enumerate(shape.ranks)
+        ):
             made = context.groups.for_collectives(ranks) if len(ranks) > 1 else None
             if made is not None and context.rank in ranks:
                 replicas[index] = made
@@ -57,7 +82,8 @@ class Groups:
 
 
 def all_streams(shape: PipelineShape) -> Mapping[int, Iterable[Instruction]]:
-    """Return all workers' streams, long enough that each replica exchanges messages with all that it ever does.
+    """Return all workers' streams, long enough that each replica exchanges messages with all that
+    it ever does.
 
     Of a million microbatches the first few do: replicas take turns.
     """
@@ -78,18 +104,31 @@ def make_worker(context: PipelineContext, groups: Groups, observers: Observers) 
         codec=CODECS[context.plan.cluster.compress],
     )
     in_flight = max(map(context.shape.in_flight, range(len(context.plan.stages))))
-    links = links_over(context.place)(groups.links, layouts.layout, in_flight, context.place, context.shape.lag)
+    links = links_over(context.place)(
+        groups.links, layouts.layout, in_flight, context.place, context.shape.lag
+    )
     links.reserve(layouts, context.microbatch_size)
-    stages = {number: StageReplica(stage, context, groups.replicas.get(number)) for number, stage in held.items()}
+    stages = {
+        number: StageReplica(stage, context, groups.replicas.get(number))
+        for number, stage in held.items()
+    }
     # Under asynchronous schedules each stage clips and scales by itself.
-    joint = (job.options.clip_grad_norm is not None or job.scales_loss) and not context.shape.asynchronous
+    joint = (
+        job.options.clip_grad_norm is not None or job.scales_loss
+    ) and not context.shape.asynchronous
     return PipelineWorker(
-        stages, links, observers, context.place.compute, stop_on_nan=job.run_options.stop_on_nan, joint_norm=joint
+        stages,
+        links,
+        observers,
+        context.place.compute,
+        stop_on_nan=job.run_options.stop_on_nan,
+        joint_norm=joint,
     )
 
 
 class Loop:
-    """One worker's part of the training of a plan; all workers make theirs together, because it makes process groups.
+    """One worker's part of the training of a plan; all workers make theirs together, because it
+    makes process groups.
 
     Links look `ahead` in the stream, where it is known in advance.
     """
@@ -112,7 +151,9 @@ class Loop:
         self.begin(0)
 
     def begin(self, first: int, last: int = ENDLESS) -> None:
-        """Begin a stream of the minibatches from `first` to before `last`, with an empty pipeline."""
+        """Begin a stream of the minibatches from `first` to before `last`, with an empty
+        pipeline.
+        """
         self.first, self._last = first, last
         self._stream = Ahead(self._context.stream(first, last))
         if self._ahead:
@@ -122,26 +163,38 @@ class Loop:
         self._messages: MessagesUnderWay | None = None
         self._point = first  # of the last evaluation
         for stage in self.worker.stages.values():
-            stage.versions.restart()  # each segment of a stream counts versions of the weights from 0
+            # each segment of a stream counts versions of the weights from 0
+            stage.versions.restart()
 
-    def run_allowed(self, count: int, unread: int = 0, before_update: Callable[[int], None] | None = None) -> None:
-        """Execute what the first `count` minibatches of the run allow, but wait for no `unread` newest losses.
+    def run_allowed(
+        self, count: int, unread: int = 0, before_update: Callable[[int], None] | None = None
+    ) -> None:
+        """Execute what the first `count` minibatches of the run allow, but wait for no `unread`
+        newest losses.
 
-        Before each update, `before_update` is told how many minibatches of the run the weights have then seen.
+        Before each update, `before_update` is told how many minibatches of the run the weights have
+        then seen.
         """
         allowed = self._allowed(count)
-        self.worker.run(allowed if before_update is None else self._announced(allowed, before_update), unread)
+        self.worker.run(
+            allowed if before_update is None else self._announced(allowed, before_update), unread
+        )
 
     def drain(self, count: int | None = None) -> None:
-        """Finish all minibatches in flight, of `count` so far where the stream was begun without its end."""
+        """Finish all minibatches in flight, of `count` so far where the stream was begun without
+        its end.
+        """
         rest: Iterator[Instruction] = self._stream
         if count is not None:
-            # A stream that ends there begins with what was executed of the endless one: they differ at the end only.
+            # A stream that ends there begins with what was executed of the endless one: they differ
+            # at the end only.
             rest = islice(self._context.stream(self.first, count), self._executed, None)
         self.worker.run(rest)
 
     def run_to_evaluation(self, point: int) -> None:
-        """Execute until all stages have had their updates of the minibatches before `point`; others stay in flight."""
+        """Execute until all stages have had their updates of the minibatches before `point`; others
+        stay in flight.
+        """
         shape = self._context.shape
         if self._messages is None:
             self._messages = MessagesUnderWay(shape, self._context.rank, self.first, self._last)
@@ -150,7 +203,9 @@ class Loop:
         self._point = point
 
     def evaluate(self, minibatch: int) -> Evaluation | None:
-        """Evaluate after `minibatch` minibatches; return the result on the first replica of the last stage."""
+        """Evaluate after `minibatch` minibatches; return the result on the first replica of the
+        last stage.
+        """
         assert self.evaluator is not None
         began_s = time.perf_counter()
         evaluation = self.evaluator.run(minibatch)
@@ -195,13 +250,19 @@ class Loop:
 
     def _minibatches_in(self, stage: int, round_: int) -> int:
         """Count the minibatches of the run up to the end of a stage's round."""
-        return self.first + (round_ - self.first + 1) * self._context.shape.minibatches_per_update(stage)
+        return self.first + (round_ - self.first + 1) * self._context.shape.minibatches_per_update(
+            stage
+        )
 
 
-def make_checkpointer(context: PipelineContext, options: CheckpointOptions, per_epoch: int | None) -> Checkpointer:
+def make_checkpointer(
+    context: PipelineContext, options: CheckpointOptions, per_epoch: int | None
+) -> Checkpointer:
     """Return what writes and reads checkpoints of this worker's stages; all workers call it."""
     job = context.job.model_copy(update={"checkpoints": options})
-    return Checkpointer(job, restorable(context), DataPosition(context.minibatch_size, per_epoch), context.heartbeat)
+    return Checkpointer(
+        job, restorable(context), DataPosition(context.minibatch_size, per_epoch), context.heartbeat
+    )
 
 
 def restorable(context: PipelineContext) -> list[Restorable]:
@@ -225,7 +286,8 @@ def save_weights(context: PipelineContext, path: Path) -> None:
     state = dict[str, Tensor]()
     for number, stage in context.stages.items():
         first = context.is_first_replica(number)
-        if first or context.plan.stages[number].shards_gradients:  # of which all replicas have parts
+        # of which all replicas have parts
+        if first or context.plan.stages[number].shards_gradients:
             found = whole_state(stage.module, kept=first)
             state |= found if first else {}
     context.heartbeat.enter("writing the weights", meeting=True)

@@ -1,15 +1,18 @@
-"""Compare, in some minibatches, the loss that is trained on with what the user's loss() makes of the same outputs.
+"""Compare, in some minibatches, the loss that is trained on with what the user's loss() makes of
+the same outputs.
 
-Profiles try a loss on few batches with weights of the beginning. A term that begins later, such as a hinge on the mean
-of a batch, is in none of them, nor is an array that changes what loss() does. So the last stage calls loss() itself in
-the first minibatches of a run, in a few later ones and in the last:
+Profiles try a loss on few batches with weights of the beginning. A term that begins later, such as
+a hinge on the mean of a batch, is in none of them, nor is an array that changes what loss() does.
+So the last stage calls loss() itself in the first minibatches of a run, in a few later ones and in
+the last:
 
 1. on the output of a microbatch: what the captured layers made of it must be the same;
-2. on the outputs of several microbatches together, or of one that replicas have by itself: that must be the mean, or
-   the sum, of its parts that the plan says.
+2. on the outputs of several microbatches together, or of one that replicas have by itself: that
+   must be the mean, or the sum, of its parts that the plan says.
 
-There are no gradients, and random numbers are left alone. The host compares when a device has come so far. Not compared
-are losses that the model itself computes, and outputs whose samples are not the entries of one dimension.
+There are no gradients, and random numbers are left alone. The host compares when a device has come
+so far. Not compared are losses that the model itself computes, and outputs whose samples are not
+the entries of one dimension.
 """
 
 from __future__ import annotations
@@ -46,12 +49,15 @@ _TRIES, _ROUNDINGS = 3, 32  # of what a loss changes by where its inputs are rou
 _SAME_IN_FLOAT32 = 1e-3  # of a loss that does not run in float64, whose terms may cancel
 
 _CHANGED_HINT = (
-    "numbers and arrays stay as they were when the model was captured: let forward() count in a buffer, return it with "
+    "numbers and arrays stay as they were when the model was captured: let forward() count in a "
+    "buffer, return it with "
     "the output, and plan one microbatch with `microbatches=1`"
 )
 _DIVIDED_HINT = (
-    "plan one microbatch with `microbatches=1`, or take `schedule=1f1b`; if the loss is a mean over some of the "
-    "labels, define loss_weight(target) and profile again; or train on the mean over microbatches with "
+    "plan one microbatch with `microbatches=1`, or take `schedule=1f1b`; if the loss is a mean "
+    "over some of the "
+    "labels, define loss_weight(target) and profile again; or train on the mean over microbatches "
+    "with "
     "`accept_divided_loss`"
 )
 
@@ -67,7 +73,8 @@ class LossCheck:
         output: of the model, at this stage.
         options: of the captured layers.
         mean: what the plan says that the loss is a mean over.
-        shares: how much each part of a minibatch counts; None where its division is not to be compared.
+        shares: how much each part of a minibatch counts; None where its division is not to be
+            compared.
         captured: whether loss() was captured, and does not run as it is.
         last: the number of the run's last minibatch.
     """
@@ -106,8 +113,8 @@ class LossCheck:
         """Prepare to compare the loss of a microbatch, and take its output from `outputs`.
 
         Args:
-            units_of: returns those of a minibatch that this worker computes, and that have samples; it is called once
-                for each minibatch that is compared.
+            units_of: returns those of a minibatch that this worker computes, and that have samples;
+                it is called once for each minibatch that is compared.
         """
         known = {name: outputs.pop(name).detach() for name in self._output.names if name in outputs}
         if unit.minibatch not in self._some:
@@ -120,11 +127,16 @@ class LossCheck:
         if batch is None or unit not in self._compared:
             return
         try:
-            with torch.no_grad(), generators_kept(), runtime_of(loss.device).random_state_kept(loss.device):
+            with (
+                torch.no_grad(),
+                generators_kept(),
+                runtime_of(loss.device).random_state_kept(loss.device),
+            ):
                 self._prepare(unit, self._units, batch, known, loss.detach())
         except PlannerError:
             raise
-        except Exception as cause:  # whatever the user's loss raises outside of a graph, or no memory for a second one
+        # whatever the user's loss raises outside of a graph, or no memory for a second one
+        except Exception as cause:
             _log.info("the loss of '%s' is not compared: %s", self._spec.origin, first_line(cause))
 
     def take_readings(self) -> list[Reading]:
@@ -135,7 +147,14 @@ class LossCheck:
         taken, self._readings = self._readings, []
         return taken
 
-    def _prepare(self, unit: Unit, units: Sequence[Unit], batch: Batch, known: dict[str, Tensor], loss: Tensor) -> None:
+    def _prepare(
+        self,
+        unit: Unit,
+        units: Sequence[Unit],
+        batch: Batch,
+        known: dict[str, Tensor],
+        loss: Tensor,
+    ) -> None:
         leaves = self._output.tensors(known, batch)
         size_bytes = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
 
@@ -164,11 +183,15 @@ class LossCheck:
                 return
             if not _differ(captured, eager, abs(eager), self._tolerance(loss.dtype)):
                 return
-            # Terms may cancel, as those of advantages in reinforcement learning do: then the loss is all rounding.
-            if self._draws(leaves, batch) or abs(captured - eager) <= self._rounding((batch, leaves), loss.dtype):
+            # Terms may cancel, as those of advantages in reinforcement learning do: then the loss
+            # is all rounding.
+            if self._draws(leaves, batch) or abs(captured - eager) <= self._rounding(
+                (batch, leaves), loss.dtype
+            ):
                 return
             raise ModelFileError(
-                f"minibatch {minibatch}: {self._spec.place('loss')} gives {eager:.6g} for the model's output, and as "
+                f"minibatch {minibatch}: {self._spec.place('loss')} gives {eager:.6g} for the "
+                f"model's output, and as "
                 f"it was captured {captured:.6g}: what it reads has changed since",
                 hint=_CHANGED_HINT,
             )
@@ -197,17 +220,25 @@ class LossCheck:
             undivided, divided, scale = numbers.tolist()
             if not math.isfinite(undivided) or not math.isfinite(divided):
                 return
-            if not _differ(divided, undivided, scale, self._tolerance()) or self._draws(whole, together):
+            if not _differ(divided, undivided, scale, self._tolerance()) or self._draws(
+                whole, together
+            ):
                 return
             self._compare_in_float64(minibatch, (together, whole), parts, shares)
 
         self._readings.append((self._losses((together, whole), parts, shares), compare))
 
-    def _compare_in_float64(self, minibatch: int, whole: Part, parts: list[Part], shares: Sequence[float]) -> None:
-        """Raise ModelFileError where losses differ by more than rounding; terms may cancel, so that much of it is."""
+    def _compare_in_float64(
+        self, minibatch: int, whole: Part, parts: list[Part], shares: Sequence[float]
+    ) -> None:
+        """Raise ModelFileError where losses differ by more than rounding; terms may cancel, so that
+        much of it is.
+        """
         tolerance = _SAME_IN_FLOAT64
         try:
-            numbers = self._losses(_in_float64(whole), [_in_float64(part) for part in parts], shares)
+            numbers = self._losses(
+                _in_float64(whole), [_in_float64(part) for part in parts], shares
+            )
         except Exception as cause:  # a loss that takes float32 alone
             _log.debug("the loss does not run in float64: %s", cause)
             tolerance = max(_SAME_IN_FLOAT32, self._tolerance())
@@ -215,18 +246,24 @@ class LossCheck:
         undivided, divided, scale = numbers.tolist()
         if _differ(divided, undivided, scale, tolerance):
             raise ModelFileError(
-                f"minibatch {minibatch}: {self._spec.place('loss')} gives {undivided:.6g} for its outputs together, "
-                f"and {divided:.6g} as the {self._mean.words} of their parts, so divided minibatches would train on "
+                f"minibatch {minibatch}: {self._spec.place('loss')} gives {undivided:.6g} for its "
+                f"outputs together, "
+                f"and {divided:.6g} as the {self._mean.words} of their parts, so divided "
+                f"minibatches would train on "
                 "another loss",
                 hint=_DIVIDED_HINT,
             )
 
     def _losses(self, whole: Part, parts: list[Part], shares: Sequence[float]) -> Tensor:
-        """Return the undivided loss, the one that its parts add up to, and what rounding is relative to."""
+        """Return the undivided loss, the one that its parts add up to, and what rounding is
+        relative to.
+        """
         batch, leaves = whole
         undivided = self._value(leaves, batch)
         counted = [
-            share * self._value(leaves, batch) for share, (batch, leaves) in zip(shares, parts, strict=True) if share
+            share * self._value(leaves, batch)
+            for share, (batch, leaves) in zip(shares, parts, strict=True)
+            if share
         ]
         parts_together = torch.stack(counted)
         scale = torch.maximum(undivided.abs(), parts_together.abs().sum())
@@ -242,7 +279,9 @@ class LossCheck:
     def _draws(self, leaves: Output, batch: Batch) -> bool:
         """Return whether the loss draws random numbers, which no graph and no part draws alike."""
         values = []
-        device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
+        device = next(
+            (leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu")
+        )
         with generators_kept(), runtime_of(device).random_state_kept(device):
             for seed in (0, 1, 0):
                 torch.manual_seed(seed)
@@ -251,7 +290,9 @@ class LossCheck:
         return first != other and first == again
 
     def _rounding(self, part: Part, dtype: torch.dtype) -> float:
-        """Return what rounding allows, whatever the loss: some changes of it by those of its inputs' last digits."""
+        """Return what rounding allows, whatever the loss: some changes of it by those of its
+        inputs' last digits.
+        """
         generator = torch.Generator().manual_seed(0)
         digit = max(torch.finfo(each).eps for each in (*self._computed_in(dtype), torch.float32))
 
@@ -273,10 +314,16 @@ class LossCheck:
         """Return what rounding allows, relative to the loss."""
         options = self._options
         least = _SAME if options.device == "cpu" and not options.compiled else _ELSEWHERE
-        return max([least, *(_EPSILONS * torch.finfo(dtype).eps for dtype in self._computed_in(*dtypes))])
+        return max(
+            [least, *(_EPSILONS * torch.finfo(dtype).eps for dtype in self._computed_in(*dtypes))]
+        )
 
     def _computed_in(self, *dtypes: torch.dtype) -> list[torch.dtype]:
-        return [each for each in (self._options.autocast, self._options.half, *dtypes) if each is not None]
+        return [
+            each
+            for each in (self._options.autocast, self._options.half, *dtypes)
+            if each is not None
+        ]
 
 
 def _differ(one: float, other: float, scale: float, tolerance: float) -> bool:
@@ -291,7 +338,9 @@ def _mapped(change: Callable[[Any], Any], part: Part) -> Part:
     """Return a part with other leaves of its batch and of its output."""
     batch, output = part
     leaves, structure = batch.flatten()
-    return Batch(*structure.unflatten([change(leaf) for leaf in leaves])), [change(leaf) for leaf in output]
+    return Batch(*structure.unflatten([change(leaf) for leaf in leaves])), [
+        change(leaf) for leaf in output
+    ]
 
 
 def _doubled(leaf: Any) -> Any:
@@ -299,7 +348,9 @@ def _doubled(leaf: Any) -> Any:
 
 
 def _joined(batches: Sequence[Batch]) -> Batch | None:
-    """Return the samples of batches together; None where they have other lengths, and would be padded."""
+    """Return the samples of batches together; None where they have other lengths, and would be
+    padded.
+    """
     columns = zip(*(batch.flatten()[0] for batch in batches), strict=True)
     leaves = []
     for column in columns:

@@ -1,15 +1,17 @@
-"""Train a pipeline from a custom training loop: every worker runs the same script and hands each minibatch in.
+"""Train a pipeline from a custom training loop: every worker runs the same script and hands each
+minibatch in.
 
     with planner.pipeline(plan, "model.py") as pipeline:
         for batch in data:
             loss = pipeline.step(batch)
 
-A step executes the schedule's instructions as far as the minibatches handed in allow. Under an asynchronous schedule
-the newest minibatches stay in flight until more come, or until `drain`.
+A step executes the schedule's instructions as far as the minibatches handed in allow. Under an
+asynchronous schedule the newest minibatches stay in flight until more come, or until `drain`.
 
-Ranks compare their calls and batches before anything comes of them: see `planner.executor.run.calls`. Under a
-synchronous schedule a step does so first. Under an asynchronous one that would empty the pipeline, so each update waits
-until the minibatches in it have been compared, by when all ranks that they passed have announced them.
+Ranks compare their calls and batches before anything comes of them: see
+`planner.executor.run.calls`. Under a synchronous schedule a step does so first. Under an
+asynchronous one that would empty the pipeline, so each update waits until the minibatches in it
+have been compared, by when all ranks that they passed have announced them.
 """
 
 from collections import deque
@@ -29,7 +31,13 @@ from planner.arguments import checked
 from planner.errors import InputError
 from planner.executor.checkpoint.checkpointer import Checkpointer
 from planner.executor.communication.control import control_group, message_timeout, share
-from planner.executor.run.agreement import check_loss, check_schedule, joined, start_worker, take_place
+from planner.executor.run.agreement import (
+    check_loss,
+    check_schedule,
+    joined,
+    start_worker,
+    take_place,
+)
 from planner.executor.run.build_context import pipeline_context
 from planner.executor.run.calls import Call, SharedCalls
 from planner.executor.run.data import FedBatches, FedEvaluation
@@ -56,19 +64,24 @@ class SharedLosses:
     """Sums the parts of each minibatch's loss over all workers, so that all know it.
 
     Args:
-        lag: steps until a step's sums are waited for, because the last stage is as many behind the first.
+        lag: steps until a step's sums are waited for, because the last stage is as many behind the
+            first.
         width: the most minibatches whose losses may be incomplete.
         parts_of: how many parts the loss of a minibatch has, over all workers.
     """
 
-    def __init__(self, group: dist.ProcessGroup, lag: int, width: int, parts_of: Callable[[int], int]) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, lag: int, width: int, parts_of: Callable[[int], int]
+    ) -> None:
         self._group, self._lag, self._width, self._parts_of = group, lag, width, parts_of
         self._pending: deque[tuple[int, Tensor, dist.Work]] = deque()
         self._sums: dict[int, tuple[float, float]] = {}  # loss so far, and parts that are missing
         self.known: dict[int, float] = {}  # by minibatch
 
     def exchange(self, count: int, parts: Sequence[tuple[int, float]]) -> None:
-        """Add this worker's new parts, of the last `width` of `count` minibatches; all workers call it together."""
+        """Add this worker's new parts, of the last `width` of `count` minibatches; all workers call
+        it together.
+        """
         if count and count - 1 not in self.known:
             self._sums.setdefault(count - 1, (0.0, self._parts_of(count - 1)))
         sums = torch.zeros(self._width, 2, dtype=torch.float64)
@@ -110,7 +123,8 @@ class Pipeline:
         check_loss(plan, options)
         if not started_as_worker():
             raise InputError(
-                "planner.pipeline runs in workers, and this process is none: the environment has no RANK and no "
+                "planner.pipeline runs in workers, and this process is none: the environment has "
+                "no RANK and no "
                 "WORLD_SIZE",
                 hint=f"start the script with: torchrun --nproc-per-node {plan.workers} script.py",
             )
@@ -119,21 +133,27 @@ class Pipeline:
         self._heartbeat = start_worker(job)
         self._depth = max(stage.in_flight * stage.replicas for stage in plan.stages)
         self._kept = 2 * self._depth + 2 * max(plan.replicas)
-        self._data = FedBatches(sample_parts(plan) * plan.microbatches, self._kept, shares_function(plan.loss, spec))
+        self._data = FedBatches(
+            sample_parts(plan) * plan.microbatches, self._kept, shares_function(plan.loss, spec)
+        )
         self._group = ExitStack()
         self._evaluated: FedEvaluation | None = None
         self._checkpoints: Checkpointer | None = None
         self._resumed: str | None = None  # the checkpoint that the state is from
 
     def __enter__(self) -> "Pipeline":
-        """Join the other workers, unless the script has already done so, and build this worker's stages."""
+        """Join the other workers, unless the script has already done so, and build this worker's
+        stages.
+        """
         job, heartbeat = self._job, self._heartbeat
         place = take_place(job, heartbeat)
         with ExitStack() as entering:  # an error in here leaves the others as one in the loop does
             supervisor = Supervisor(job, heartbeat, script=True)
             entering.enter_context(joined(job, heartbeat, supervisor))
             # Of its own, because a rank's script may take as long as it likes between its calls.
-            limit = FOR_EVER if supervisor.watches else message_timeout(job.run_options.hang_timeout_s)
+            limit = (
+                FOR_EVER if supervisor.watches else message_timeout(job.run_options.hang_timeout_s)
+            )
             calls_group = dist.new_group(backend=GLOO, timeout=limit)
             self._calls = SharedCalls(calls_group, heartbeat)
             self._context = pipeline_context(job, self._spec, place, heartbeat, self._data)
@@ -141,10 +161,13 @@ class Pipeline:
             groups, observers = Groups.create(self._context), Observers(self._context.heartbeat)
             if (evaluation := self._context.evaluation) is not None:
                 fixed = evaluation.batch_size
-                self._evaluated = FedEvaluation(fixed or self._context.microbatch_size, fixed=fixed is not None)
+                self._evaluated = FedEvaluation(
+                    fixed or self._context.microbatch_size, fixed=fixed is not None
+                )
             # Links cannot look ahead: nobody knows whether a minibatch will follow.
             self._loop = Loop(self._context, groups, observers, evaluation_data=self._evaluated)
-            # Under an asynchronous schedule nobody waits for the newest losses: the device, too, goes on meanwhile.
+            # Under an asynchronous schedule nobody waits for the newest losses: the device, too,
+            # goes on meanwhile.
             lag = self._depth if self.plan.schedule.asynchronous else 0
             self._unread = lag * self.plan.microbatches
             self._losses = SharedLosses(calls_group, lag, self._kept + lag, self._data.parts_of)
@@ -155,7 +178,10 @@ class Pipeline:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         """Drain the pipeline, unless something failed, and leave the other workers."""
         if error is not None and not isinstance(error, SystemExit):
@@ -167,7 +193,9 @@ class Pipeline:
                 raise error
             self._drain()
             self._loop.worker.drain()
-            self._context.heartbeat.enter("waiting for the other ranks to end the loop", meeting=True)
+            self._context.heartbeat.enter(
+                "waiting for the other ranks to end the loop", meeting=True
+            )
             dist.barrier(control_group())
 
     def step(self, batch: Any) -> float | None:
@@ -177,33 +205,41 @@ class Pipeline:
             batch: (args, target) or (args, kwargs, target), the same on every worker.
 
         Returns:
-            The loss of the newest minibatch that all workers know, the same on each of them: of `batch` under a
-            synchronous schedule, of an earlier one under an asynchronous schedule; None before the first.
+            The loss of the newest minibatch that all workers know, the same on each of them: of
+            `batch` under a synchronous schedule, of an earlier one under an asynchronous schedule;
+            None before the first.
 
         Raises:
-            InputError: where ranks are given different minibatches, or some of them have ended their loops. No weights
-                have seen such a minibatch then.
+            InputError: where ranks are given different minibatches, or some of them have ended
+                their loops. No weights have seen such a minibatch then.
         """
         minibatch = make_batch(batch, "the batch given to step()")
         size = self._context.minibatch_size
         if minibatch.size > size:
             raise InputError(
-                f"a minibatch of {minibatch.size} samples was given to step(), and the plan is for {size}",
+                f"a minibatch of {minibatch.size} samples was given to step(), and the plan is "
+                f"for {size}",
                 hint="give as many samples as the plan says, or fewer in a last one",
             )
         check_labels(minibatch, self._context.loss, self._spec.origin)
         with self._called():
-            self._calls.announce(Call.STEP, self._data.count, minibatch.size, self._digests([minibatch]))
+            self._calls.announce(
+                Call.STEP, self._data.count, minibatch.size, self._digests([minibatch])
+            )
             # Messages of another size than their receivers expect end a process.
             if not self.plan.schedule.asynchronous or minibatch.size != size:
                 self._calls.compare()
             self._data.feed(minibatch)
-            self._loop.run_allowed(self._data.count, self._unread, before_update=self._calls.compare)
+            self._loop.run_allowed(
+                self._data.count, self._unread, before_update=self._calls.compare
+            )
             self._share_losses()
         return self._losses.newest
 
     def drain(self) -> float | None:
-        """Finish all minibatches in flight, as at the end of a run; return the newest loss, as `step` does."""
+        """Finish all minibatches in flight, as at the end of a run; return the newest loss, as
+        `step` does.
+        """
         with self._called(Call.DRAIN):
             self._drain()
         return self._losses.newest
@@ -216,7 +252,8 @@ class Pipeline:
             self._loop.begin(self._data.count)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the newest weights of this worker's stages, by their names in the unsplit model; drain first.
+        """Return the newest weights of this worker's stages, by their names in the unsplit model;
+        drain first.
 
         Replicas and ranks that divide their weights all call it, and get them whole.
         """
@@ -227,7 +264,9 @@ class Pipeline:
 
     @property
     def losses(self) -> dict[int, float]:
-        """The losses that all workers know, by minibatch; those of all minibatches after a drain."""
+        """The losses that all workers know, by minibatch; those of all minibatches after a
+        drain.
+        """
         return dict(self._losses.known)
 
     @property
@@ -245,17 +284,23 @@ class Pipeline:
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """The optimizers of this worker's stages, for schedulers of the script's own; none without trained weights."""
+        """The optimizers of this worker's stages, for schedulers of the script's own; none without
+        trained weights.
+        """
         return [optimizer for optimizer, _ in self._rates()]
 
     @property
     def learning_rate(self) -> float | None:
-        """The learning rate of the first group of parameters; None on a worker without trained weights.
+        """The learning rate of the first group of parameters; None on a worker without trained
+        weights.
 
-        Setting it, on all workers alike, changes all groups from the next update of each stage on. Under asynchronous
-        schedules stages are at different minibatches then; `drain` first if that matters.
+        Setting it, on all workers alike, changes all groups from the next update of each stage on.
+        Under asynchronous schedules stages are at different minibatches then; `drain` first if that
+        matters.
         """
-        return next((float(each.param_groups[0]["lr"]) / factor for each, factor in self._rates()), None)
+        return next(
+            (float(each.param_groups[0]["lr"]) / factor for each, factor in self._rates()), None
+        )
 
     @learning_rate.setter
     def learning_rate(self, value: float) -> None:
@@ -266,7 +311,11 @@ class Pipeline:
     def _rates(self) -> list[tuple[Optimizer, float]]:
         """Return the optimizers, and by what each stage multiplies the learning rate."""
         held = [stage.optimizer for stage in self._context.stages.values()]
-        return [(each.optimizer, each.learning_rate_factor) for each in held if each.optimizer is not None]
+        return [
+            (each.optimizer, each.learning_rate_factor)
+            for each in held
+            if each.optimizer is not None
+        ]
 
     def evaluate(self, batches: Iterable[Any]) -> Evaluation:
         """Drain, and evaluate the newest weights; all workers call it with the same batches.
@@ -275,7 +324,8 @@ class Pipeline:
             batches: as for `step`, each of as many samples as a microbatch at most.
 
         Raises:
-            InputError: where the pipeline was made without `evaluates`, or ranks are given different batches.
+            InputError: where the pipeline was made without `evaluates`, or ranks are given
+                different batches.
         """
         if self._evaluated is None:
             raise InputError(
@@ -285,7 +335,9 @@ class Pipeline:
         self._evaluated.feed(batches)
         fed = self._evaluated.batches
         with self._called():
-            self._calls.agree(Call.EVALUATE, self._data.count, sum(self._evaluated.sizes), self._digests(fed))
+            self._calls.agree(
+                Call.EVALUATE, self._data.count, sum(self._evaluated.sizes), self._digests(fed)
+            )
             self._drain()
             found = self._loop.evaluate(self._data.count)
             self._context.heartbeat.enter("sharing the evaluation", meeting=True)
@@ -307,14 +359,17 @@ class Pipeline:
         with self._called(Call.SAVE_CHECKPOINT):
             self._drain()
             if self._checkpoints is None or self._checkpoints.folder != Path(folder):
-                options = CheckpointOptions(folder=str(folder), every=1, keep=keep, resume=self._resumed)
+                options = CheckpointOptions(
+                    folder=str(folder), every=1, keep=keep, resume=self._resumed
+                )
                 self._checkpoints = make_checkpointer(self._context, options, per_epoch=None)
                 self._checkpoints.begin(self._data.count)
             self._checkpoints.save(self._data.count)
         self._checkpoints.check_last()
 
     def load_checkpoint(self, path: str | Path) -> int:
-        """Continue from a checkpoint, or the newest of a folder; all workers call it before the first step.
+        """Continue from a checkpoint, or the newest of a folder; all workers call it before the
+        first step.
 
         Returns:
             The minibatches done before, which the script must not hand in again.
@@ -328,7 +383,9 @@ class Pipeline:
                 hint="load it before the first step",
             )
         with self._called(Call.LOAD_CHECKPOINT):
-            found = make_checkpointer(self._context, CheckpointOptions(resume=str(path)), per_epoch=None)
+            found = make_checkpointer(
+                self._context, CheckpointOptions(resume=str(path)), per_epoch=None
+            )
             first = found.restore()
             self._resumed = str(found.resumed_from)
             self._data.count = first
@@ -336,7 +393,9 @@ class Pipeline:
         return first
 
     def save_weights(self, path: str | Path) -> None:
-        """Drain, and write the whole model's weights to one file on the first worker; all workers call it."""
+        """Drain, and write the whole model's weights to one file on the first worker; all workers
+        call it.
+        """
         with self._called(Call.SAVE_WEIGHTS):
             self._drain()
             save_weights(self._context, Path(path))
@@ -346,8 +405,8 @@ class Pipeline:
     def _called(self, call: Call | None = None) -> Iterator[None]:
         """Carry out a call of the script, which all ranks must make where it is given here.
 
-        Layers that draw random numbers seed the generators first, and ranks have different layers. What the script
-        draws between calls stays the same on all of them.
+        Layers that draw random numbers seed the generators first, and ranks have different layers.
+        What the script draws between calls stays the same on all of them.
         """
         with generators_kept():
             if call is not None:
@@ -377,18 +436,24 @@ def pipeline(
     evaluates: bool = False,
     hang_timeout: float = RunOptions().hang_timeout_s,
 ) -> Pipeline:
-    """Return a pipeline for a custom training loop, in a script that torchrun starts once per worker of the plan.
+    """Return a pipeline for a custom training loop, in a script that torchrun starts once per
+    worker of the plan.
 
     Args:
         plan: from `solve` or `load_plan`.
         model: the model file that it was made for, or what `in_memory` returns.
         seed: of the initial weights of a model file, and of dropout.
-        device: "cpu", "cuda" or another kind as PyTorch calls it; None for the kind that the plan was made for.
-        backend: of messages: "nccl", with a GPU for each worker, or "gloo"; None for what suits the device.
-        options: how to train; those of data and evaluation have no effect, because the script does both itself.
-        evaluates: whether the script calls `evaluate`, for which stages are captured in evaluation mode, too.
-        hang_timeout: seconds after which the run ends when a rank makes no progress in a call of the pipeline, or does
-            not make a call that others wait in. It is no hang when all ranks run the script's own code.
+        device: "cpu", "cuda" or another kind as PyTorch calls it; None for the kind that the plan
+            was made for.
+        backend: of messages: "nccl", with a GPU for each worker, or "gloo"; None for what suits the
+            device.
+        options: how to train; those of data and evaluation have no effect, because the script does
+            both itself.
+        evaluates: whether the script calls `evaluate`, for which stages are captured in evaluation
+            mode, too.
+        hang_timeout: seconds after which the run ends when a rank makes no progress in a call of
+            the pipeline, or does not make a call that others wait in. It is no hang when all ranks
+            run the script's own code.
 
     Raises:
         PlannerError: for anything wrong with the model, the plan or the environment.
@@ -396,7 +461,9 @@ def pipeline(
     spec = model if isinstance(model, TrainingSpec) else TrainingSpec.from_file(model)
     options = replace(options or TrainingOptions(), evaluate_every=1 if evaluates else None)
     if not hang_timeout > 0:
-        raise InputError(f"hang_timeout={hang_timeout} is no time to wait", hint="give seconds, more than 0")
+        raise InputError(
+            f"hang_timeout={hang_timeout} is no time to wait", hint="give seconds, more than 0"
+        )
     job = Job(
         model=spec.origin,
         plan=plan,

@@ -1,9 +1,11 @@
 """Read batches ahead in a thread of their own, so that training does not wait for slow datasets.
 
-What is trained stays what it is without the thread. A dataset that draws random numbers from a global generator is read
-by the training thread, which draws from it as well: see `draws`. So is one that fails in the thread.
+What is trained stays what it is without the thread. A dataset that draws random numbers from a
+global generator is read by the training thread, which draws from it as well: see `draws`. So is one
+that fails in the thread.
 
-A DataLoader's worker processes draw from generators of their own, and cannot always have a model file's dataset.
+A DataLoader's worker processes draw from generators of their own, and cannot always have a model
+file's dataset.
 """
 
 import queue
@@ -27,9 +29,13 @@ WORTH_S = 0.5e-3  # for what is read faster, handing it from thread to thread ta
 
 
 class ReadAhead(ChangedBatches):
-    """Batches of `source` for `device`, which a thread reads ahead within `reading` if each takes `worth_s` or more."""
+    """Batches of `source` for `device`, which a thread reads ahead within `reading` if each takes
+    `worth_s` or more.
+    """
 
-    def __init__(self, source: BatchSource, device: torch.device | None = None, *, worth_s: float = WORTH_S) -> None:
+    def __init__(
+        self, source: BatchSource, device: torch.device | None = None, *, worth_s: float = WORTH_S
+    ) -> None:
         super().__init__(source)
         source.device = device or source.device
         self._worth_s = worth_s
@@ -69,14 +75,24 @@ class ReadAhead(ChangedBatches):
             return batch
         units, self._upcoming = self._upcoming, iter(())
         if alone and median(self._times_s) >= self._worth_s:
-            self._stop, self._ready = threading.Event(), queue.Queue[tuple[Unit, Batch] | None](AHEAD)
+            self._stop, self._ready = (
+                threading.Event(),
+                queue.Queue[tuple[Unit, Batch] | None](AHEAD),
+            )
             # A daemon: a dataset that hangs must not keep a worker that has failed from ending.
             arguments = units, self._ready, self._stop
-            self._thread = threading.Thread(target=self._run, args=arguments, name="reading ahead", daemon=True)
+            self._thread = threading.Thread(
+                target=self._run, args=arguments, name="reading ahead", daemon=True
+            )
             self._thread.start()
         return batch
 
-    def _run(self, units: Iterator[Unit], ready: queue.Queue[tuple[Unit, Batch] | None], stop: threading.Event) -> None:
+    def _run(
+        self,
+        units: Iterator[Unit],
+        ready: queue.Queue[tuple[Unit, Batch] | None],
+        stop: threading.Event,
+    ) -> None:
         try:
             with draws_refused():
                 for unit in units:
@@ -91,7 +107,8 @@ class ReadAhead(ChangedBatches):
         if self._thread is None:
             return
         self._stop.set()
-        while not self._ready.empty():  # a thread that waits for room sees only then that it is to stop
+        # a thread that waits for room sees only then that it is to stop
+        while not self._ready.empty():
             self._ready.get_nowait()
         if wait:
             self._thread.join()

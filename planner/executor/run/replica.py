@@ -1,4 +1,6 @@
-"""Compute one stage on one worker: its layers, the versions of its weights, and the units in flight."""
+"""Compute one stage on one worker: its layers, the versions of its weights, and the units in
+flight.
+"""
 
 from collections import defaultdict
 from collections.abc import Collection
@@ -33,15 +35,20 @@ class _InFlight:
 
     received: dict[str, Tensor] = field(default_factory=dict)
     outputs: dict[str, Tensor] = field(default_factory=dict)  # until they are sent
-    ends: dict[str, GradientEdge] = field(default_factory=dict)  # of the graph, where outputs' gradients enter it
+    # of the graph, where outputs' gradients enter it
+    ends: dict[str, GradientEdge] = field(default_factory=dict)
     loss: Tensor | None = None
     gradients: dict[str, Tensor] = field(default_factory=dict)  # of the outputs, from later stages
 
 
 class StageReplica:
-    """Computes one stage for the units that come to this worker; `replicas` is the group of several."""
+    """Computes one stage for the units that come to this worker; `replicas` is the group of
+    several.
+    """
 
-    def __init__(self, stage: HeldStage, context: PipelineContext, replicas: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, stage: HeldStage, context: PipelineContext, replicas: dist.ProcessGroup | None
+    ) -> None:
         parameters, sharding = list(stage.module.parameters()), stage.optimizer.sharding
         self.index = stage.number
         self.module = stage.module
@@ -49,11 +56,16 @@ class StageReplica:
         self.versions = WeightVersions(parameters, stage.module.arrange)
         self.shared = stage.shared
         self._context, self._data = context, context.data
-        # Names of what the stage sends, and of what it gets and whose gradients it sends back, by the other stage.
+        # Names of what the stage sends, and of what it gets and whose gradients it sends back, by
+        # the other stage.
         ends = context.transfers.items()
-        self._sent = {to: [spec.name for spec in specs] for (own, to), specs in ends if own == self.index}
+        self._sent = {
+            to: [spec.name for spec in specs] for (own, to), specs in ends if own == self.index
+        }
         self._with_gradient = {
-            of: [spec.name for spec in specs if spec.requires_grad] for (of, own), specs in ends if own == self.index
+            of: [spec.name for spec in specs if spec.requires_grad]
+            for (of, own), specs in ends
+            if own == self.index
         }
         self._replica_buffers = None
         self._buffer_readings: list[Reading] = []
@@ -63,24 +75,31 @@ class StageReplica:
         self._averager = None
         self._ddp: DistributedDataParallel | None = None
         if replicas is not None and context.job.baseline is not None:
-            # What a loss does not depend on gets no gradient, and DistributedDataParallel must know of it.
+            # What a loss does not depend on gets no gradient, and DistributedDataParallel must know
+            # of it.
             unused = context.spec.defines("blocks") or leaves_out_weights(context, stage.module)
-            self._ddp = DistributedDataParallel(stage.module, process_group=replicas, find_unused_parameters=unused)
+            self._ddp = DistributedDataParallel(
+                stage.module, process_group=replicas, find_unused_parameters=unused
+            )
         elif replicas is not None:
             whole = [WholeBucket(chunk) for chunk in chunks(parameters)]
-            self._averager = GradientAverager(whole if sharding is None else sharding.buckets, replicas)
+            self._averager = GradientAverager(
+                whole if sharding is None else sharding.buckets, replicas
+            )
             if sharding is not None:
                 sharding.connect(replicas)
         self._sharding = sharding
-        # Whether replicas must run equally often: those of DistributedDataParallel, and those that gather weights. One
-        # without samples then runs another microbatch, which counts for nothing.
+        # Whether replicas must run equally often: those of DistributedDataParallel, and those that
+        # gather weights. One without samples then runs another microbatch, which counts for
+        # nothing.
         self._together = self._ddp is not None or context.plan.stages[stage.number].shards_gradients
         self._recomputes = context.plan.stages[stage.number].recomputes
         # Replicas have equal gradients, or each a part of them.
         has_part = sharding is not None and sharding.has_own_part
         self._counts_in_norm = context.is_first_replica(stage.number) or has_part
         self._loss_check = context.loss_check if stage.module.has_loss else None
-        self._units: defaultdict[Unit, _InFlight] = defaultdict(_InFlight)  # from their first message on
+        # from their first message on
+        self._units: defaultdict[Unit, _InFlight] = defaultdict(_InFlight)
         self._averaged = 1  # minibatches whose gradients the next update averages
         self._rests: dict[Unit, WeightGradients] = {}  # second parts of backwards in two parts
 
@@ -90,10 +109,16 @@ class StageReplica:
         self._units[unit].received.update(values)
 
     def forward(self, unit: Unit, version: int | None = None) -> None:
-        """Run the layers on `unit`, with a `version` of the weights or the newest, and keep what its backward needs."""
+        """Run the layers on `unit`, with a `version` of the weights or the newest, and keep what
+        its backward needs.
+        """
         if self._context.state_watch is not None:
             self._context.state_watch.check(unit.minibatch)
-        record, device, run = self._units[unit], self._context.place.compute, self._ddp or self.module
+        record, device, run = (
+            self._units[unit],
+            self._context.place.compute,
+            self._ddp or self.module,
+        )
         if self._ddp is not None:
             # As no_sync() does: the forward says whether its backward all-reduces.
             own = self._context.shape.units_of(self.index, self._context.rank, unit.minibatch)
@@ -101,13 +126,17 @@ class StageReplica:
         if self._data.size(unit) == 0 and not self._together:
             extent = self._data.extent(unit)
             for spec in self.module.sent:
-                record.outputs[spec.name] = torch.zeros(spec.shape(extent), dtype=spec.dtype, device=device)
+                record.outputs[spec.name] = torch.zeros(
+                    spec.shape(extent), dtype=spec.dtype, device=device
+                )
             return
         taken = self._counting(unit) if self._together else unit
         batch = self._data.batch(taken).to(device) if self.module.needs_batch else None
         # Updates of a stage without trained parameters make no versions.
         self.versions.stash(unit, version if self.optimizer.parameters else None)
-        self.module.set_random_key(self._context.job.seed, unit.minibatch, self._data.numbered(unit).microbatch)
+        self.module.set_random_key(
+            self._context.job.seed, unit.minibatch, self._data.numbered(unit).microbatch
+        )
         with self.versions.stashed(unit):
             record.outputs = run(batch, record.received)
         if self._replica_buffers is not None and unit.minibatch in self._compared:
@@ -115,8 +144,11 @@ class StageReplica:
         record.loss = record.outputs.pop(LOSS, None)
         if record.loss is not None and self._loss_check is not None:
             self._loss_check.see(unit, self._own_units, batch, record.outputs, record.loss)
-        # Once an output is sent, only its place in the graph is needed: its memory is freed, unless a layer saved it.
-        record.ends = {name: get_gradient_edge(v) for name, v in record.outputs.items() if v.requires_grad}
+        # Once an output is sent, only its place in the graph is needed: its memory is freed, unless
+        # a layer saved it.
+        record.ends = {
+            name: get_gradient_edge(v) for name, v in record.outputs.items() if v.requires_grad
+        }
 
     def take_readings(self) -> list[Reading]:
         """Return what the host has to compare of the newest forward, when it is computed."""
@@ -128,17 +160,23 @@ class StageReplica:
         return {name: outputs.pop(name) for name in self._sent[target]}  # each is sent once
 
     def accept_gradient(self, unit: Unit, values: dict[str, Tensor]) -> None:
-        """Store the gradients that a later stage returned for outputs of `unit`, at this stage's loss scale."""
+        """Store the gradients that a later stage returned for outputs of `unit`, at this stage's
+        loss scale.
+        """
         if self.optimizer.scaler is not None:
             # A power of two, mostly 1, which on a GPU the host does not know: the product is exact.
-            torch._foreach_mul_(list(values.values()), self.optimizer.scaler.scale / values.pop(SCALE))
+            torch._foreach_mul_(
+                list(values.values()), self.optimizer.scaler.scale / values.pop(SCALE)
+            )
         self._units[unit].gradients.update(values)
 
     def backward(self, unit: Unit, *, last_of_round: bool, split: bool = False) -> Tensor | None:
-        """Run the backward of `unit`; return its part of the minibatch's loss, on the stage that has it.
+        """Run the backward of `unit`; return its part of the minibatch's loss, on the stage that
+        has it.
 
         Args:
-            last_of_round: whether it completes the gradients, which may then be all-reduced as they come.
+            last_of_round: whether it completes the gradients, which may then be all-reduced as they
+                come.
             split: leave the gradients of the weights to `backward_weight`.
         """
         record = self._units[unit]
@@ -152,9 +190,12 @@ class StageReplica:
             gradients: list[Tensor | None] = [record.gradients[name] for name in reached]
             loss = None if record.loss is None else self._weighted(unit, record.loss)
             if loss is not None and loss.requires_grad:
-                scaled = loss if self.optimizer.scaler is None else loss * self.optimizer.scaler.scale
+                scaled = (
+                    loss if self.optimizer.scaler is None else loss * self.optimizer.scaler.scale
+                )
                 if self._ddp is not None and self._context.shape.schedule.divides:
-                    scaled = scaled * self._ddp.process_group.size()  # it averages, and microbatches' gradients add up
+                    # it averages, and microbatches' gradients add up
+                    scaled = scaled * self._ddp.process_group.size()
                 roots.insert(0, get_gradient_edge(scaled))
                 gradients.insert(0, None)
             if self._averager is not None and last_of_round:
@@ -162,9 +203,12 @@ class StageReplica:
             if self._sharding is not None:
                 self._sharding.begin_backward(last=last_of_round)
             wanted = [value for value in record.received.values() if value.requires_grad]
-            # With recomputation the backward is whole: a second part would keep all activations for longer.
+            # With recomputation the backward is whole: a second part would keep all activations for
+            # longer.
             if roots and split and wanted and not self._recomputes:
-                self._rests[unit] = input_gradients(roots, gradients, wanted, self.module.parameters())
+                self._rests[unit] = input_gradients(
+                    roots, gradients, wanted, self.module.parameters()
+                )
             elif roots:
                 torch.autograd.backward(roots, gradients)
         record.ends.clear()
@@ -177,7 +221,8 @@ class StageReplica:
 
     def backward_weight(self, unit: Unit, *, last_of_round: bool) -> None:
         """Run the part of a backward that `split` left."""
-        # No version is restored: schedules that split the backward are synchronous, with no update between its parts.
+        # No version is restored: schedules that split the backward are synchronous, with no update
+        # between its parts.
         rest = self._rests.pop(unit, None)
         if self._averager is not None and last_of_round:
             self._averager.begin()
@@ -185,31 +230,47 @@ class StageReplica:
             rest.run()
 
     def gradient(self, unit: Unit, source: int) -> dict[str, Tensor]:
-        """Return the gradients, after the backward of `unit`, of the values that stage `source` sent."""
+        """Return the gradients, after the backward of `unit`, of the values that stage `source`
+        sent.
+        """
         record = self._units[unit]
         received = {name: record.received.pop(name) for name in self._with_gradient[source]}
         values = {n: torch.zeros_like(v) if v.grad is None else v.grad for n, v in received.items()}
         self._forget_if_done(unit, record)
         self.optimizer.note_sent(values.values())
         if self.optimizer.scaler is not None:
-            values[SCALE] = torch.full((), self.optimizer.scaler.scale, device=self._context.place.compute)
+            values[SCALE] = torch.full(
+                (), self.optimizer.scaler.scale, device=self._context.place.compute
+            )
         return values
 
     def average(self, divisor: int) -> None:
-        """Wait for the all-reduce of the round's gradients over the replicas, and divide them by `divisor`."""
+        """Wait for the all-reduce of the round's gradients over the replicas, and divide them by
+        `divisor`.
+        """
         self._averaged = divisor
         if self._averager is not None:
             self._averager.finish(divisor)
         elif divisor > 1 and self._ddp is None:
-            gradients = [parameter.grad for parameter in self.optimizer.parameters if parameter.grad is not None]
+            gradients = [
+                parameter.grad
+                for parameter in self.optimizer.parameters
+                if parameter.grad is not None
+            ]
             torch._foreach_div_(gradients, divisor)
 
     def norm_share(self) -> float:
         """Return this replica's part of the squared norm over all stages."""
-        return self.optimizer.squared_norm(self.shared.counted_elsewhere) if self._counts_in_norm else 0.0
+        return (
+            self.optimizer.squared_norm(self.shared.counted_elsewhere)
+            if self._counts_in_norm
+            else 0.0
+        )
 
     def update(self, kept: Collection[int] = (), squared_norm: float | None = None) -> None:
-        """Step the optimizer with the gradients of a round, which makes a new weight version beside those `kept`."""
+        """Step the optimizer with the gradients of a round, which makes a new weight version beside
+        those `kept`.
+        """
         if self.optimizer.parameters:
             self.versions.update(lambda: self.optimizer.step(squared_norm), kept)
             self.optimizer.forget_gradients()
@@ -219,7 +280,9 @@ class StageReplica:
         self._averaged = 1
 
     def _own_units(self, minibatch: int) -> list[Unit]:
-        """Return the microbatches of a minibatch that this worker computes, and that have samples."""
+        """Return the microbatches of a minibatch that this worker computes, and that have
+        samples.
+        """
         units = self._context.shape.units_of(self.index, self._context.rank, minibatch)
         return [unit for unit in units if self._data.size(unit)]
 
@@ -244,7 +307,9 @@ class StageReplica:
 
 
 def leaves_out_weights(context: PipelineContext, module: StageModule) -> bool:
-    """Return whether some weight gets no gradient in a step of the module, which is run once to see."""
+    """Return whether some weight gets no gradient in a step of the module, which is run once to
+    see.
+    """
     found: set[int] = set()
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     hooks: list[RemovableHandle] = []

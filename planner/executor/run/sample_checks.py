@@ -1,16 +1,18 @@
-"""Check during training that a dataset gives all workers the same items, and the same ones as before.
+"""Check during training that a dataset gives all workers the same items, and the same ones as
+before.
 
-Replicas of a stage read different microbatches, so nothing that they read for training can be compared. A dataset may
-differ between them by the order of a set, of a folder, or by RANK: labels of another meaning, without an error. So all
-workers that read data read one common item more, at the start and then at the minibatches that `comparison` compares,
-and compare its digest.
+Replicas of a stage read different microbatches, so nothing that they read for training can be
+compared. A dataset may differ between them by the order of a set, of a folder, or by RANK: labels
+of another meaning, without an error. So all workers that read data read one common item more, at
+the start and then at the minibatches that `comparison` compares, and compare its digest.
 
-A dataset may also depend on how much was read before, and not within the first batch: a cache that was filled, a
-curriculum that counts. Then replicas, which read different numbers of items, train on data that no single process has.
-So the common item of the check before is read again, and its digest must be what it was.
+A dataset may also depend on how much was read before, and not within the first batch: a cache that
+was filled, a curriculum that counts. Then replicas, which read different numbers of items, train on
+data that no single process has. So the common item of the check before is read again, and its
+digest must be what it was.
 
-The order of an epoch and the number of samples are compared as well. All reads are seeded, and leave the generators as
-they were: see `SampleReader`.
+The order of an epoch and the number of samples are compared as well. All reads are seeded, and
+leave the generators as they were: see `SampleReader`.
 """
 
 from dataclasses import dataclass
@@ -23,7 +25,8 @@ from planner.model.batch import Batch
 from planner.schedule.instructions import Unit
 
 _START = -1  # number of the check before the first minibatch, whichever that is for a worker
-_COMMON = 64  # about as many items are taken in turn, so that all workers know them without the order of an epoch
+# about as many items are taken in turn, so that all workers know them without the order of an epoch
+_COMMON = 64
 
 
 @dataclass(frozen=True)
@@ -47,15 +50,22 @@ class ItemChecks:
         """Read an item as all workers do in this turn.
 
         Raises:
-            ModelFileError: where another worker finds another item, or where the one of the turn before has changed.
+            ModelFileError: where another worker finds another item, or where the one of the turn
+                before has changed.
         """
         reading = _Reading(epoch, index, self._reader.item_digest(epoch, index))
-        self._comparison.compare(Fact(self._reader.item_name(index), reading.digest, READ_HINT, turn))
+        self._comparison.compare(
+            Fact(self._reader.item_name(index), reading.digest, READ_HINT, turn)
+        )
 
         earlier = self._earlier
-        if earlier is not None and self._reader.item_digest(earlier.epoch, earlier.index) != earlier.digest:
+        if (
+            earlier is not None
+            and self._reader.item_digest(earlier.epoch, earlier.index) != earlier.digest
+        ):
             raise ModelFileError(
-                f"{self._reader.item_name(earlier.index)} is another sample than before, when it was read with the "
+                f"{self._reader.item_name(earlier.index)} is another sample than before, when it "
+                f"was read with the "
                 "same random numbers: it depends on how much was read in between",
                 hint=SAME_ITEM_HINT,
             )
@@ -64,7 +74,9 @@ class ItemChecks:
 
 
 class CheckedSamples(ChangedBatches):
-    """The batches of a dataset, with checks of its order and of single items at some minibatches."""
+    """The batches of a dataset, with checks of its order and of single items at some
+    minibatches.
+    """
 
     def __init__(self, source: DatasetBatches, comparison: BatchComparison) -> None:
         super().__init__(source)
@@ -81,7 +93,9 @@ class CheckedSamples(ChangedBatches):
         return self._source.batch(unit).pinned(self.device)
 
     def _check(self, minibatch: int) -> None:
-        """Do what is due before `minibatch` is read: other replicas do the same when they read that or a later one."""
+        """Do what is due before `minibatch` is read: other replicas do the same when they read that
+        or a later one.
+        """
         if self._first is None:
             self._check_order(0)
             order = self._dataset.order(0)
@@ -103,7 +117,9 @@ class CheckedSamples(ChangedBatches):
     def _check_order(self, epoch: int) -> None:
         digest = self._dataset.order_digest(epoch)
         if digest is not None:
-            self._comparison.compare(Fact(f"the order of epoch {epoch}, which sampler() gives,", digest, READ_HINT))
+            self._comparison.compare(
+                Fact(f"the order of epoch {epoch}, which sampler() gives,", digest, READ_HINT)
+            )
         self._ordered = epoch
 
     def _check_item(self, number: int, epoch: int) -> None:

@@ -1,11 +1,13 @@
-"""Read samples of a dataset such that all workers, whatever else they read before, find the same ones.
+"""Read samples of a dataset such that all workers, whatever else they read before, find the same
+ones.
 
-Around each item and each batch all global generators are seeded, as docs/guides/own-model.md says, and restored
-afterwards. What a dataset draws is then a function of seed, epoch and index, under any plan and after any resume.
+Around each item and each batch all global generators are seeded, as docs/guides/own-model.md says,
+and restored afterwards. What a dataset draws is then a function of seed, epoch and index, under any
+plan and after any resume.
 
-A dataset may still depend on what was read before: by a generator of its own, by what it counts or keeps. So the first
-batch is read twice, in another order, and what differs is refused. Later single items are read again: see
-`planner.executor.run.sample_checks`.
+A dataset may still depend on what was read before: by a generator of its own, by what it counts or
+keeps. So the first batch is read twice, in another order, and what differs is refused. Later single
+items are read again: see `planner.executor.run.sample_checks`.
 
 Seeding takes about 8 microseconds per item, and 100 per batch, on one core of an EPYC.
 """
@@ -30,19 +32,24 @@ Collate = Callable[[Sequence[Any]], Batch]
 
 EVALUATION = "evaluation"  # in place of an epoch: evaluation data are drawn alike each time
 
-# Datasets are read by one thread at a time: those of training and of evaluation may share an open file.
+# Datasets are read by one thread at a time: those of training and of evaluation may share an open
+# file.
 _ONE_READER = threading.Lock()
 
 SAME_ITEM_HINT = (
-    "every worker reads the data for itself, and all must find the same: draw from the global generators of torch, "
-    "numpy.random or random, which are seeded for each item, or from a generator that __getitem__ makes from the "
+    "every worker reads the data for itself, and all must find the same: draw from the global "
+    "generators of torch, "
+    "numpy.random or random, which are seeded for each item, or from a generator that __getitem__ "
+    "makes from the "
     "index, such as numpy.random.default_rng(index); and keep nothing that was drawn or counted"
 )
 
 
 @dataclass
 class _Trace:
-    """What a batch consisted of, and the state in which each item and collate left the generators."""
+    """What a batch consisted of, and the state in which each item and collate left the
+    generators.
+    """
 
     items: dict[int, int] = field(default_factory=dict)  # place in the batch -> digest
     states: dict[int, State] = field(default_factory=dict)
@@ -77,7 +84,8 @@ class SampleReader:
         self.draws = False  # whether the first batch drew from a global generator
 
     def read(self, epoch: int | str, indices: Sequence[int], start: int) -> Batch:
-        """Return the batch of the samples `indices`, the first of which has place `start` in the epoch's order.
+        """Return the batch of the samples `indices`, the first of which has place `start` in the
+        epoch's order.
 
         Raises:
             ModelFileError: where the first batch differs when it is read again.
@@ -110,7 +118,9 @@ class SampleReader:
         start: int,
         trace: _Trace | None = None,
     ) -> Batch:
-        """Read the items at (place in the batch, index), in this order, and collate them by their places."""
+        """Read the items at (place in the batch, index), in this order, and collate them by their
+        places.
+        """
         samples: dict[int, Any] = {}
         for place, index in places:
             self._seed_for(epoch, "item", index)
@@ -140,7 +150,8 @@ class SampleReader:
         self.draws = first.drew
 
         if not first.drew:
-            # What draws nothing is the same under other seeds. If not, it draws, and puts the states back itself.
+            # What draws nothing is the same under other seeds. If not, it draws, and puts the
+            # states back itself.
             other = _Trace()
             self._read(f"not {epoch}", reversed(places), start, other)
             if (other.items, other.batch, other.drew) == (first.items, first.batch, False):
@@ -158,17 +169,22 @@ class SampleReader:
             what = self.item_name(index)
             if first.items[place] != again.items[place]:
                 raise ModelFileError(
-                    f"{what} is another sample when it is read again with the same random numbers", hint=SAME_ITEM_HINT
+                    f"{what} is another sample when it is read again with the same random numbers",
+                    hint=SAME_ITEM_HINT,
                 )
             if first.states[place] != again.states[place]:
                 raise ModelFileError(
-                    f"{what} draws other random numbers when it is read again, so it depends on what was read before",
+                    f"{what} draws other random numbers when it is read again, so it depends on "
+                    f"what was read before",
                     hint=SAME_ITEM_HINT,
                 )
 
         if (first.batch, first.collate_state) != (again.batch, again.collate_state):
             raise ModelFileError(
-                f"collate() makes another batch of the same samples of {self._name} when it is called again with the "
+                f"collate() makes another batch of the same samples of {self._name} when it is "
+                f"called again with the "
                 "same random numbers",
-                hint=SAME_ITEM_HINT.replace("__getitem__ makes from the index", "collate() makes from the samples"),
+                hint=SAME_ITEM_HINT.replace(
+                    "__getitem__ makes from the index", "collate() makes from the samples"
+                ),
             )

@@ -1,4 +1,6 @@
-"""Which minibatches are looked at more closely: the first ones of a run, a few later ones, and the last."""
+"""Which minibatches are looked at more closely: the first ones of a run, a few later ones, and the
+last.
+"""
 
 from planner.executor.run.comparison import EVERY, FIRST
 

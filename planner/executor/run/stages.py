@@ -1,7 +1,9 @@
-"""Build the modules of a worker's stages from the plan and the model, and the group of ranks that divides them.
+"""Build the modules of a worker's stages from the plan and the model, and the group of ranks that
+divides them.
 
-A worker's own weights have the same initial values however they are made: by the whole constructor, by the part of it
-that makes the worker's weights, or from the files that pretrained() names. So hosts need not agree on a way.
+A worker's own weights have the same initial values however they are made: by the whole constructor,
+by the part of it that makes the worker's weights, or from the files that pretrained() names. So
+hosts need not agree on a way.
 """
 
 import logging
@@ -54,20 +56,24 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# Of the host's memory that whole models, one per local worker, may take: training on a CPU needs the rest, and on a GPU
-# its data and checkpoints do.
+# Of the host's memory that whole models, one per local worker, may take: training on a CPU needs
+# the rest, and on a GPU its data and checkpoints do.
 _WHOLE_MODELS = 0.5
-_MOST_CHECKED = 10**8  # parameters of a model that is compared with its captured layers at the start
+# parameters of a model that is compared with its captured layers at the start
+_MOST_CHECKED = 10**8
 _FEW = 2  # samples for that
 _LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
 def defers(job: Job) -> bool:
-    """Return whether a worker is to make only its own stages' weights: as the job says, or where memory demands it."""
+    """Return whether a worker is to make only its own stages' weights: as the job says, or where
+    memory demands it.
+    """
     if job.defer_weights is not None:
         return job.defer_weights
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    weights_bytes = sum(stage.memory.weights_bytes for stage in job.plan.stages)  # from above: with versions
+    # from above: with versions
+    weights_bytes = sum(stage.memory.weights_bytes for stage in job.plan.stages)
     return local * weights_bytes > _WHOLE_MODELS * host_memory_bytes()
 
 
@@ -81,7 +87,9 @@ def host_memory_bytes() -> int:
 
 
 class _Making:
-    """Builds the model of `job`, captures it, and gives the weights of `stages` their initial values."""
+    """Builds the model of `job`, captures it, and gives the weights of `stages` their initial
+    values.
+    """
 
     graph: LayerGraph  # of the captured model
     other_sizes: OtherSizes  # of microbatches, for which the graph may not hold
@@ -94,7 +102,9 @@ class _Making:
         self.defers = spec.path is not None and defers(job)
 
     def make(self) -> None:
-        """Make the weights; a model that cannot be built without those of other stages is built whole."""
+        """Make the weights; a model that cannot be built without those of other stages is built
+        whole.
+        """
         if self.defers:
             try:
                 with generators_kept(on_success=False):
@@ -131,16 +141,22 @@ class _Making:
         self._check_captured()
 
     def _built_from_files(self) -> DeferredModel | None:
-        """Return the model without random numbers; None unless files have all that the constructor would draw."""
+        """Return the model without random numbers; None unless files have all that the constructor
+        would draw.
+        """
         if self.pretrained is None:
             return None
         with generators_kept():
             try:
                 deferred = DeferredModel(self.spec.build_model, draw=False)
-            except ModelFileError:  # it reads values that it makes, perhaps small ones, which are made where it draws
+            # it reads values that it makes, perhaps small ones, which are made where it draws
+            except ModelFileError:
                 return None
         parameters = {name for name, _ in deferred.model.named_parameters(remove_duplicate=False)}
-        all_read = parameters <= self.pretrained.sources(deferred.model).keys() and not deferred.draws_buffers
+        all_read = (
+            parameters <= self.pretrained.sources(deferred.model).keys()
+            and not deferred.draws_buffers
+        )
         return deferred if all_read else None
 
     def _seed(self) -> None:
@@ -157,13 +173,17 @@ class _Making:
         graph = self.graph = capture_file(spec, example, model, options=options)
         if graph.hash != plan.graph_hash:
             raise PlanError(
-                f"the plan was made for another model than '{spec.origin}': graph {plan.graph_hash} in the plan, "
+                f"the plan was made for another model than '{spec.origin}': graph "
+                f"{plan.graph_hash} in the plan, "
                 f"{graph.hash} captured",
-                hint="profile and solve again: plan profile, plan solve; where a script of your own profiles a model "
+                hint="profile and solve again: plan profile, plan solve; where a script of your "
+                "own profiles a model "
                 "that goes through a set, start it with PYTHONHASHSEED=0",
             )
         constants = {node.name for node in graph.fixed}
-        check_same_model(plan, [layer.name for layer in graph.layers], graph.edges, constants, sums_of(graph))
+        check_same_model(
+            plan, [layer.name for layer in graph.layers], graph.edges, constants, sums_of(graph)
+        )
         # Now, while the model is in this mode, and before ranks keep parts of its weights only.
         self.other_sizes = OtherSizes(graph, spec.loss, example)
         if self.job.options.evaluate_every is not None:
@@ -173,9 +193,11 @@ class _Making:
         return set(graph.names_of(own))
 
     def _check_captured(self) -> None:
-        """Compare the captured layers with the model, where the profile did not: an estimate runs neither.
+        """Compare the captured layers with the model, where the profile did not: an estimate runs
+        neither.
 
-        A worker of the first stage does so, on its CPU; where it has not all weights, or many, it says that it did not.
+        A worker of the first stage does so, on its CPU; where it has not all weights, or many, it
+        says that it did not.
         """
         graph, spec = self.graph, self.spec
         if self.job.plan.capture_checked or 0 not in self.stages:
@@ -191,7 +213,9 @@ class _Making:
             options = replace(graph.options, autocast=None, device="cpu")
             try:
                 with generators_kept():
-                    batch = spec.example_batch(_FEW if graph.batch_size is None else graph.batch_size)
+                    batch = spec.example_batch(
+                        _FEW if graph.batch_size is None else graph.batch_size
+                    )
                     check_captured(spec, replace(graph, options=options), [batch], options)
             except PlannerError:
                 raise
@@ -199,7 +223,8 @@ class _Making:
                 problem = f"on a CPU the model fails: {reason_of(cause)}"
         if problem is not None:
             _log.warning(
-                f"warning: the captured layers are not compared with the model: {problem}; a profile that is measured "
+                f"warning: the captured layers are not compared with the model: {problem}; a "
+                f"profile that is measured "
                 "compares them"
             )
 
@@ -222,14 +247,18 @@ def accepts_divided_loss(job: Job) -> bool:
 
 
 def divides_loss(job: Job) -> bool:
-    """Return whether the losses of parts of a minibatch must add up to its own, and the user accepts no other."""
+    """Return whether the losses of parts of a minibatch must add up to its own, and the user
+    accepts no other.
+    """
     plan = job.plan
     parts = sample_parts(plan) * plan.microbatches
     return plan.schedule.divides and parts > 1 and not accepts_divided_loss(job)
 
 
 def sums_of(graph: LayerGraph) -> Iterator[Sum]:
-    """Yield the gradients of a model that are sums of those of several layers: of values, then of weights."""
+    """Yield the gradients of a model that are sums of those of several layers: of values, then of
+    weights.
+    """
     names = [layer.name for layer in graph.layers]
     for node in graph.crossing:
         if graph.specs[node].requires_grad:
@@ -247,7 +276,9 @@ def sums_of(graph: LayerGraph) -> Iterator[Sum]:
 
 
 def tensor_group(plan: Plan, rank: int) -> "TensorGroup | None":
-    """Return the group of ranks that divides a worker's layers; None where each is whole on a rank."""
+    """Return the group of ranks that divides a worker's layers; None where each is whole on
+    a rank.
+    """
     check_divided(plan)
     own = next(stage for stage in plan.stages if rank in stage.ranks)
     if not own.divides_layers:
@@ -257,7 +288,8 @@ def tensor_group(plan: Plan, rank: int) -> "TensorGroup | None":
     return TensorGroup(own.ranks_per_replica, own.place_of(rank))
 
 
-SharedNames = Mapping[tuple[int, int], Collection[str]]  # for two stages, the trained weights that both hold
+# for two stages, the trained weights that both hold
+SharedNames = Mapping[tuple[int, int], Collection[str]]
 
 
 @dataclass(frozen=True)
@@ -265,14 +297,16 @@ class Modules:
     """A worker's stages."""
 
     training: dict[int, StageModule]  # by number
-    evaluation: EvaluationStages | None  # the same stages of the evaluation graph, with the same parameters
+    # the same stages of the evaluation graph, with the same parameters
+    evaluation: EvaluationStages | None
     lengths: tuple[Length, ...]  # of batches, that vary
     shared: SharedNames  # of all stages of the plan, on this worker or not
     trained: Sequence[TrainedParameter]  # of the whole model
     parts: Sequence[Sequence[str]]  # the names of those that each stage of the plan trains
     deferred: bool  # whether no other stage's weights were made to build them
     other_sizes: OtherSizes  # whether the captured model holds for other sizes of microbatches
-    loss: LossMean | None = None  # what the plan says of the loss, with what the model says against it
+    # what the plan says of the loss, with what the model says against it
+    loss: LossMean | None = None
     output: WholeOutput | None = None  # of the model, which the last stage returns with the loss
     state: PythonState | None = None  # of what the user's code reads, where it must stay as it was
 
@@ -285,17 +319,20 @@ def build_modules(
     tensor: "TensorGroup | None" = None,
     read_samples: Callable[[], Sequence[Batch]] = list,
 ) -> Modules:
-    """Build the model for a `kind` of device, capture it, and keep the layers of `stages`, without the rest.
+    """Build the model for a `kind` of device, capture it, and keep the layers of `stages`, without
+    the rest.
 
-    What the plan says of the loss is checked with batches of the training data, which `read_samples` returns.
+    What the plan says of the loss is checked with batches of the training data, which
+    `read_samples` returns.
 
-    Raise PlannerError when the plan has no model, when the captured model is not the one that was profiled, or when
-    stages share a weight whose copies the schedule cannot keep equal.
+    Raise PlannerError when the plan has no model, when the captured model is not the one that was
+    profiled, or when stages share a weight whose copies the schedule cannot keep equal.
     """
     plan = job.plan
     if not plan.trainable or plan.microbatch_size is None:
         raise PlanError(
-            f"the plan for '{plan.model}' comes from an imported profile, which holds no model to train",
+            f"the plan for '{plan.model}' comes from an imported profile, which holds no model to "
+            f"train",
             hint="profile your model file with: plan profile model.py",
         )
     initial = _Making(job, stages, spec, kind)
@@ -310,9 +347,13 @@ def build_modules(
     division = UNDIVIDED
     if tensor is not None:
         samples = plan.microbatch_size if plan.by_samples else 0
-        division = division_of(graph, tensor_parallel_plan(spec, graph, tensor.degree, samples), tensor, samples)
+        division = division_of(
+            graph, tensor_parallel_plan(spec, graph, tensor.degree, samples), tensor, samples
+        )
         by_tokens = plan.cluster.sequence_parallel and not plan.by_samples
-        division = replace(division, by_tokens=by_tokens, sends_parts=by_tokens and plan.divides_alike)
+        division = replace(
+            division, by_tokens=by_tokens, sends_parts=by_tokens and plan.divides_alike
+        )
         if by_tokens and not division.within(graph, ()).tokens:
             raise PlanError(
                 f"{tensor.degree} ranks cannot divide the tokens of any value evenly",
@@ -367,16 +408,20 @@ def _parts_of_minibatch(plan: Plan) -> int:
 
 
 def _state(job: Job, graph: LayerGraph, spec: TrainingSpec) -> PythonState | None:
-    """Return what must stay as it was; None where all blocks are on one worker, which calls on_update(), too."""
+    """Return what must stay as it was; None where all blocks are on one worker, which calls
+    on_update(), too.
+    """
     if graph.blocks is None:
         return PythonState(spec, graph.model)
     return PythonState(spec, graph.model, attributes=False) if job.plan.workers > 1 else None
 
 
 def _compared_output(job: Job, graph: LayerGraph, spec: TrainingSpec) -> WholeOutput | None:
-    """Return the model's output where training compares its loss with that of loss(output, target)."""
-    # Ranks that divide layers have parts of outputs, and DistributedDataParallel takes all that a stage returns for
-    # what is trained on.
+    """Return the model's output where training compares its loss with that of loss(output,
+    target).
+    """
+    # Ranks that divide layers have parts of outputs, and DistributedDataParallel takes all that a
+    # stage returns for what is trained on.
     if spec.loss is None or job.plan.divides_layers or job.baseline is not None:
         return None
     return WholeOutput.of(graph)
@@ -394,17 +439,26 @@ def _parts(plan: Plan, graph: LayerGraph, trained: Iterable[TrainedParameter]) -
 
 
 def _shared(job: Job, graph: LayerGraph, spec: TrainingSpec) -> SharedNames:
-    """Return the trained weights that stages share; raise PlanError when their copies would not stay equal."""
-    trained = {name for name, parameter in graph.model.named_parameters() if parameter.requires_grad}
+    """Return the trained weights that stages share; raise PlanError when their copies would not
+    stay equal.
+    """
+    trained = {
+        name for name, parameter in graph.model.named_parameters() if parameter.requires_grad
+    }
     layers = [stage.layers for stage in job.plan.stages]
-    weights = list(shared_weights(layers, {each.name: trained.intersection(each.parameters) for each in graph.layers}))
+    weights = list(
+        shared_weights(
+            layers, {each.name: trained.intersection(each.parameters) for each in graph.layers}
+        )
+    )
     problem = obstacle(job.plan, weights)
     schedule, options = job.plan.schedule, job.options
     apart = {
         "have learning rates of their own with `late_lr`": options.late_lr,
         "clip their gradients each by its own norm": options.clip_grad_norm is not None,
         "scale float16 losses each by its own factor": job.scales_loss,
-        "are at different steps of scheduler() when they update it": schedule.stashes and spec.defines("scheduler"),
+        "are at different steps of scheduler() when they update it": schedule.stashes
+        and spec.defines("scheduler"),
     }
     if problem is None and weights and schedule.asynchronous and any(apart.values()):
         why = next(why for why, given in apart.items() if given)
@@ -418,8 +472,12 @@ def _shared(job: Job, graph: LayerGraph, spec: TrainingSpec) -> SharedNames:
     return found
 
 
-def check_sizes(modules: Iterable[StageModule], sizes: Iterable[int], other: OtherSizes, spec: TrainingSpec) -> None:
-    """Raise ModelFileError for `sizes` of microbatches, at an epoch's end, that the model does not take as captured."""
+def check_sizes(
+    modules: Iterable[StageModule], sizes: Iterable[int], other: OtherSizes, spec: TrainingSpec
+) -> None:
+    """Raise ModelFileError for `sizes` of microbatches, at an epoch's end, that the model does not
+    take as captured.
+    """
     for size in sorted(set(sizes) - {0}):
         problem = None
         if any(size < module.least_batch_size for module in modules):
@@ -429,22 +487,30 @@ def check_sizes(modules: Iterable[StageModule], sizes: Iterable[int], other: Oth
                 problem = other.problem(spec.example_batch(size))
         if problem is not None:
             raise ModelFileError(
-                f"the last minibatch of an epoch has microbatches of {counted(size, 'sample')}: {problem}",
+                f"the last minibatch of an epoch has microbatches of {counted(size, 'sample')}: "
+                f"{problem}",
                 hint="leave it out with `drop_last`",
             )
 
 
-def transferred(plan: Plan, modules: Mapping[int, StageModule]) -> dict[tuple[int, int], list[ValueSpec]]:
-    """Return, by (source, target) stage, the values that travel to and from the stages in `modules`."""
+def transferred(
+    plan: Plan, modules: Mapping[int, StageModule]
+) -> dict[tuple[int, int], list[ValueSpec]]:
+    """Return, by (source, target) stage, the values that travel to and from the stages in
+    `modules`.
+    """
     found = {}
     for t in plan.transfers:
         ends = [modules[stage] for stage in (t.source, t.target) if stage in modules]
         specs = {spec.name: spec for end in ends for spec in (*end.received, *end.sent)}
         # Plans of before each stage made what depends on constants alone send that, too.
-        values = [name for name in t.values if not any(name in end.made_by_all for end in ends)] or t.values
+        values = [
+            name for name in t.values if not any(name in end.made_by_all for end in ends)
+        ] or t.values
         if ends and (missing := [name for name in values if name not in specs]):
             raise PlanError(
-                f"the plan sends value '{missing[0]}' from stage {t.source} to {t.target}, which do not exchange it",
+                f"the plan sends value '{missing[0]}' from stage {t.source} to {t.target}, which "
+                f"do not exchange it",
                 hint="make the plan again with: plan solve",
             )
         if ends:

@@ -1,8 +1,9 @@
-"""Notice when a number of Python that loss() or forward() reads changes: captured layers keep the one that they had.
+"""Notice when a number of Python that loss() or forward() reads changes: captured layers keep the
+one that they had.
 
-on_update() may count epochs, a dataset may anneal, a script may set an attribute of its model. In one process the next
-step sees that. Here layers are captured once; and blocks, which run as they are, are on several workers, one of which
-alone calls on_update().
+on_update() may count epochs, a dataset may anneal, a script may set an attribute of its model. In
+one process the next step sees that. Here layers are captured once; and blocks, which run as they
+are, are on several workers, one of which alone calls on_update().
 """
 
 from planner.errors import ModelFileError
@@ -10,10 +11,13 @@ from planner.executor.run.some_minibatches import SomeMinibatches
 from planner.model.python_state import PythonState
 
 _HINT = (
-    "let forward() count in a buffer, return it with the output where loss() needs it, and train with one microbatch: "
+    "let forward() count in a buffer, return it with the output where loss() needs it, and train "
+    "with one microbatch: "
     "`microbatches=1`"
 )
-_BLOCKS_HINT = "let blocks return what later ones need; what on_update() changes needs a plan for one worker"
+_BLOCKS_HINT = (
+    "let blocks return what later ones need; what on_update() changes needs a plan for one worker"
+)
 
 
 class StateWatch:
@@ -38,12 +42,18 @@ class StateWatch:
         change = self._state.change()
         if change is None:
             return
-        what = f"before minibatch {minibatch} {change.words} is another value than when the model was captured"
+        what = (
+            f"before minibatch {minibatch} {change.words} is another value than when the "
+            f"model was captured"
+        )
         if self._runs_blocks:
             raise ModelFileError(
-                f"{what}, and loss() or a block reads it: those of other workers do not see the change",
+                f"{what}, and loss() or a block reads it: those of other workers do not see the "
+                f"change",
                 hint=_BLOCKS_HINT,
             )
         raise ModelFileError(
-            f"{what}, and loss() or forward() reads it: the captured layers keep the value that it had", hint=_HINT
+            f"{what}, and loss() or forward() reads it: the captured layers keep the value that "
+            f"it had",
+            hint=_HINT,
         )

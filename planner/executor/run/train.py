@@ -19,7 +19,13 @@ from planner.executor.checkpoint.copies import Copies
 from planner.executor.checkpoint.recovery import Recovery
 from planner.executor.communication.control import control_group, gather_bytes, merge_losses
 from planner.executor.observe.memory import PeakMemory
-from planner.executor.observe.progress import ProgressCallback, Reporter, WorkerLog, hook, steady_state
+from planner.executor.observe.progress import (
+    ProgressCallback,
+    Reporter,
+    WorkerLog,
+    hook,
+    steady_state,
+)
 from planner.executor.observe.recording import TraceRecorder, gather_timeline
 from planner.executor.observe.run_log import NOTHING
 from planner.executor.observe.untouched import TrainedState
@@ -63,9 +69,11 @@ def train_worker(
     supervisor: Supervisor | None = None,
     recovery: Recovery | None = None,
 ) -> TrainResult | None:
-    """Run this process's part of `job`, or the rest of it after a `recovery`, and return the result on rank 0.
+    """Run this process's part of `job`, or the rest of it after a `recovery`, and return the result
+    on rank 0.
 
-    The last stage tells `on_progress` of every update, and rank 0 `on_timeline` of a trace, if the job asks for one.
+    The last stage tells `on_progress` of every update, and rank 0 `on_timeline` of a trace, if the
+    job asks for one.
     """
     heartbeat = start_worker(job, heartbeat)
     if job.baseline is not None:
@@ -78,14 +86,18 @@ def train_worker(
 
 
 def data_parallel(job: Job) -> Job:
-    """Return the baseline of a job: all layers in one stage, replicated by DistributedDataParallel on all workers.
+    """Return the baseline of a job: all layers in one stage, replicated by DistributedDataParallel
+    on all workers.
 
-    If the plan divides minibatches, the workers share the microbatches of each, which is larger than the plan's where
-    that has fewer microbatches than workers. If not, an update averages over whole minibatches, one of each worker.
+    If the plan divides minibatches, the workers share the microbatches of each, which is larger
+    than the plan's where that has fewer microbatches than workers. If not, an update averages over
+    whole minibatches, one of each worker.
     """
     plan, workers = job.plan, job.plan.workers
     microbatches = max(plan.microbatches, workers) if plan.microbatches > 1 else 1
-    unknown = StageMemory(**dict.fromkeys((name for name in StageMemory.model_fields if name.endswith("_bytes")), 0))
+    unknown = StageMemory(
+        **dict.fromkeys((name for name in StageMemory.model_fields if name.endswith("_bytes")), 0)
+    )
     stage = Stage(
         layers=tuple(layer for each in plan.stages for layer in each.layers),
         ranks=tuple(sorted({rank for each in plan.stages for rank in each.ranks})),
@@ -116,7 +128,8 @@ def train(
     """Train in the joined group, and gather on rank 0 what all workers measured."""
     options, place = context.job.run_options, context.place
     context.await_models()
-    # Every worker makes the same process groups, in this order: links, replicas, checkpoints, norm, evaluation.
+    # Every worker makes the same process groups, in this order: links, replicas, checkpoints, norm,
+    # evaluation.
     groups = Groups.create(context)
     kept = restore(context, recovery)
     checkpointer, copies, first = kept
@@ -140,13 +153,17 @@ def train(
     peak = PeakMemory(place.compute, sum(held.values()))
     recorder = None
     if options.trace is not None:
-        recorder = TraceRecorder(context.rank, options.trace_minibatches, place.compute, peak.now_bytes)
+        recorder = TraceRecorder(
+            context.rank, options.trace_minibatches, place.compute, peak.now_bytes
+        )
     # Who is told of updates has them read from the device, so only where somebody is.
     observers = Observers(context.heartbeat, None if reporter is None else on_update, recorder)
     loop = Loop(context, groups, observers, ahead=True)
     if context.data.random:  # made at first use, random batches would count as training time
         context.heartbeat.enter("making random data")
-        upcoming = _units(context, context.stream(first, min(first + RANDOM_BATCHES, context.minibatches)))
+        upcoming = _units(
+            context, context.stream(first, min(first + RANDOM_BATCHES, context.minibatches))
+        )
         for unit in islice(upcoming, MOST_RANDOM):
             context.data.batch(unit)
     context.connect()
@@ -188,7 +205,9 @@ def train(
 
 
 def _trained_state(context: PipelineContext) -> TrainedState | None:
-    """Return what on_update() may not change; None where this worker's one optimizer is that of the whole model."""
+    """Return what on_update() may not change; None where this worker's one optimizer is that of the
+    whole model.
+    """
     if context.plan.workers == 1 and len(context.plan.stages) == 1:
         return None
     held = context.stages.values()
@@ -196,14 +215,20 @@ def _trained_state(context: PipelineContext) -> TrainedState | None:
     return TrainedState([each.module for each in held], optimizers)
 
 
-def _train_segments(context: PipelineContext, loop: Loop, kept: Kept, reporter: Reporter | None) -> None:
+def _train_segments(
+    context: PipelineContext, loop: Loop, kept: Kept, reporter: Reporter | None
+) -> None:
     """Train from the first minibatch that is not done to the end."""
     worker, (checkpointer, copies, first) = loop.worker, kept
     every = context.job.options.evaluate_every
     for start, end in context.segments(first):
         loop.begin(start, end)
         at_end = end == context.minibatches
-        for point in () if every is None else evaluation_points(context.shape, start, end, every, at_end=at_end):
+        for point in (
+            ()
+            if every is None
+            else evaluation_points(context.shape, start, end, every, at_end=at_end)
+        ):
             loop.run_to_evaluation(point)
             evaluation = loop.evaluate(point)
             if evaluation is not None and reporter is not None:
@@ -211,7 +236,11 @@ def _train_segments(context: PipelineContext, loop: Loop, kept: Kept, reporter: 
         loop.drain()
         worker.settle()
         disk_every = context.job.checkpoints.every
-        if checkpointer is not None and disk_every is not None and (at_end or end % disk_every == 0):
+        if (
+            checkpointer is not None
+            and disk_every is not None
+            and (at_end or end % disk_every == 0)
+        ):
             checkpointer.save(end, worker.log.losses, loop.evaluations)
         if copies is not None and not at_end and end % context.job.elastic.copy_every == 0:
             copies.save(end, worker.log.losses, loop.evaluations)
@@ -240,7 +269,8 @@ def restore(context: PipelineContext, recovery: Recovery | None = None) -> Kept:
     if first > context.minibatches:
         source = "copy" if checkpointer is None else f"checkpoint '{checkpointer.resumed_from}'"
         raise InputError(
-            f"the {source} is of a run of {first} minibatches, and the whole run is to have {context.minibatches}",
+            f"the {source} is of a run of {first} minibatches, and the whole run is to have "
+            f"{context.minibatches}",
             hint="`steps` and `epochs` count from the beginning of the first run",
         )
     return Kept(checkpointer, copies, first)
@@ -249,8 +279,16 @@ def restore(context: PipelineContext, recovery: Recovery | None = None) -> Kept:
 def gather_result(
     context: PipelineContext, loop: Loop, peak: PeakMemory, kept: Kept, seconds: float
 ) -> TrainResult | None:
-    """Gather what all workers measured on rank 0, which returns the result; None elsewhere. All workers call it."""
-    job, plan, shape, data, place = context.job, context.plan, context.shape, context.data, context.place
+    """Gather what all workers measured on rank 0, which returns the result; None elsewhere. All
+    workers call it.
+    """
+    job, plan, shape, data, place = (
+        context.job,
+        context.plan,
+        context.shape,
+        context.data,
+        context.place,
+    )
     log, stages = loop.worker.log, loop.worker.stages
     checkpointer, copies, first = kept
     per_minibatch = sum(len(shape.units_of(stage, context.rank, 0)) for stage in stages)
@@ -267,7 +305,10 @@ def gather_result(
         weight_versions=max(replica.versions.most_versions for replica in stages.values()),
         deferred_weights=context.deferred,
     )
-    reports = [WorkerReport.model_validate_json(text) for text in gather_bytes(own.model_dump_json().encode())]
+    reports = [
+        WorkerReport.model_validate_json(text)
+        for text in gather_bytes(own.model_dump_json().encode())
+    ]
     losses = merge_losses(gather_bytes(json.dumps(log.losses).encode()))
     lines = "\n".join(evaluation.model_dump_json() for evaluation in loop.evaluations)
     evaluations = [line for part in gather_bytes(lines.encode()) for line in part.splitlines()]
@@ -275,7 +316,8 @@ def gather_result(
         return None
     if not losses and context.minibatches > first:
         raise PlannerError(
-            f"no worker has computed a loss, of {context.minibatches - first} minibatches, so nothing was trained, and "
+            f"no worker has computed a loss, of {context.minibatches - first} minibatches, so "
+            f"nothing was trained, and "
             "no weights are saved",
             hint="solve again, and report this with the plan if that does not help",
         )
@@ -292,10 +334,14 @@ def gather_result(
         minibatches=context.minibatches - first,
         first_minibatch=first,
         minibatch_size=context.minibatch_size,
-        samples=sum(data.minibatch_size(minibatch) for minibatch in range(first, context.minibatches)),
+        samples=sum(
+            data.minibatch_size(minibatch) for minibatch in range(first, context.minibatches)
+        ),
         seconds=seconds,
-        # Every sample passes the last stage once; ranks that divide samples, too, have as many each.
-        samples_per_s=sample_parts(job.plan) * sum(reports[rank].samples_per_s for rank in plan.stages[-1].ranks),
+        # Every sample passes the last stage once; ranks that divide samples, too, have as many
+        # each.
+        samples_per_s=sample_parts(job.plan)
+        * sum(reports[rank].samples_per_s for rank in plan.stages[-1].ranks),
         predicted_samples_per_s=None if job.baseline is not None else plan.predicted.samples_per_s,
         random_data=data.random,
         losses=(*past.losses, *losses),
@@ -314,13 +360,18 @@ def _units(context: PipelineContext, instructions: Iterable[Instruction]) -> Ite
         if not isinstance(each, Forward) or not context.data.size(each.unit):
             continue
         # Where lengths vary, a worker reads all that passes it, once for all of its stages.
-        if each.stage == min(context.stages) if context.lengths else context.stages[each.stage].module.needs_batch:
+        if (
+            each.stage == min(context.stages)
+            if context.lengths
+            else context.stages[each.stage].module.needs_batch
+        ):
             yield each.unit
 
 
 @cache  # once per thread, however many runs it trains
 def _let_messages_interrupt(_thread: int) -> None:
-    # Nicer than the threads of gloo, which move what a full socket has not taken at once. On a shared core, Linux lets
-    # a woken thread wait until the running one has had its slice, unless that one is nicer: a message then arrives
-    # milliseconds late. On Linux `nice` is of the calling thread alone.
+    # Nicer than the threads of gloo, which move what a full socket has not taken at once. On a
+    # shared core, Linux lets a woken thread wait until the running one has had its slice, unless
+    # that one is nicer: a message then arrives milliseconds late. On Linux `nice` is of the calling
+    # thread alone.
     os.nice(_NICER)

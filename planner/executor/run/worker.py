@@ -41,7 +41,8 @@ class Observers:
 class PipelineWorker:
     """Executes the stream of one rank's stages: one, or several chunks.
 
-    With `joint_norm` all stages clip or skip an update together, by the norm of all their gradients.
+    With `joint_norm` all stages clip or skip an update together, by the norm of all their
+    gradients.
     """
 
     def __init__(
@@ -56,7 +57,8 @@ class PipelineWorker:
     ) -> None:
         self.stages, self.links = stages, links
         self.log = WorkerLog()
-        self.gradient_norm: float | None = None  # of the newest update, where the stages clip or scale together
+        # of the newest update, where the stages clip or scale together
+        self.gradient_norm: float | None = None
         self._observers = observers
         self._stop_on_nan = stop_on_nan
         self._busy = BusyTime(device, self.log)
@@ -69,7 +71,8 @@ class PipelineWorker:
         for stage in stages.values():
             if stage.optimizer.sharding is not None:
                 stage.optimizer.sharding.note = self._note_wait
-        self._due: list[Update] = []  # updates of this worker's stages that wait for those of its other stages
+        # updates of this worker's stages that wait for those of its other stages
+        self._due: list[Update] = []
 
     def run(self, instructions: Iterable[Instruction], unread: int = 0) -> None:
         """Execute `instructions` in order, and wait for all losses but the `unread` newest."""
@@ -94,7 +97,9 @@ class PipelineWorker:
             self._checks.flush()
 
     def settle(self) -> None:
-        """Wait for the checks of all messages received so far, and for all computations; the pipeline must be empty."""
+        """Wait for the checks of all messages received so far, and for all computations; the
+        pipeline must be empty.
+        """
         self.links.settle()
         self._busy.flush()
 
@@ -138,7 +143,9 @@ class PipelineWorker:
                 assert_never(instruction)
 
     def _note_wait(self, activity: str, waits: bool) -> None:
-        """Note that an update waits for other replicas, or no more: no hang of its own, and no computing time."""
+        """Note that an update waits for other replicas, or no more: no hang of its own, and no
+        computing time.
+        """
         self._observers.heartbeat.enter(activity, meeting=waits)
         if waits:
             self._busy.end(completes=False)
@@ -148,14 +155,18 @@ class PipelineWorker:
             self._busy.begin()
 
     def _update(self, instruction: Update) -> None:
-        """Update the stage, or all of this worker's stages at once when their gradients are complete."""
+        """Update the stage, or all of this worker's stages at once when their gradients are
+        complete.
+        """
         self._due.append(instruction)
         norm = None
         if self._joint_group is not None:
             if len(self._due) < len(self.stages):
                 return
             # Squares, so that workers' parts add up: each makes one sum per update.
-            squared = torch.tensor(sum(each.norm_share() for each in self.stages.values()), dtype=torch.float64)
+            squared = torch.tensor(
+                sum(each.norm_share() for each in self.stages.values()), dtype=torch.float64
+            )
             self._observers.heartbeat.enter("waiting for all gradients' norm", meeting=True)
             dist.all_reduce(squared, group=self._joint_group)
             norm = float(squared)
@@ -176,7 +187,8 @@ class PipelineWorker:
         if self._stop_on_nan and not math.isfinite(loss):
             raise LossNotFiniteError(
                 f"the loss of minibatch {unit.minibatch} is {loss}",
-                hint="lower the learning rate, or continue from an earlier checkpoint with `resume`",
+                hint="lower the learning rate, or continue from an earlier checkpoint with "
+                "`resume`",
             )
         self.log.losses.append((unit.minibatch, loss))
 

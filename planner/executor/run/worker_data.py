@@ -1,6 +1,8 @@
-"""The training data of one worker: the model file's, or what a loop hands in, as its plan divides it.
+"""The training data of one worker: the model file's, or what a loop hands in, as its plan divides
+it.
 
-dataset -> checks of items -> shares of the loss -> read ahead -> of this rank -> of varying lengths -> compared
+dataset -> checks of items -> shares of the loss -> read ahead -> of this rank -> of varying lengths
+-> compared
 """
 
 from collections.abc import Callable, Iterable
@@ -34,7 +36,9 @@ if TYPE_CHECKING:
 
 
 def batches_of_file(job: Job, spec: TrainingSpec, device: torch.device) -> BatchSource:
-    """Divide the model file's data as the plan does, over all ranks of a group that divide samples."""
+    """Divide the model file's data as the plan does, over all ranks of a group that divide
+    samples.
+    """
     plan = job.plan
     assert plan.microbatch_size is not None  # or building the modules had failed
     ranks = sample_parts(plan)
@@ -63,8 +67,12 @@ def read_by_worker(
     return ReadAhead(weighted(source, built.loss, spec, whole=whole), device)
 
 
-def data_facts(read: Callable[[], BatchSource] | None, built: Modules, spec: TrainingSpec) -> Iterable[Fact]:
-    """Yield what all workers must find alike of the data before any is read; `read` is None for an own loop."""
+def data_facts(
+    read: Callable[[], BatchSource] | None, built: Modules, spec: TrainingSpec
+) -> Iterable[Fact]:
+    """Yield what all workers must find alike of the data before any is read; `read` is None for an
+    own loop.
+    """
     source = None if read is None else read()
     if isinstance(source, DatasetBatches):
         yield Fact("the number of samples of dataset()", source.samples, READ_HINT)

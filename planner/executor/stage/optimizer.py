@@ -1,7 +1,9 @@
-"""Update the parameters of a stage: unscale and clip the gradients of a round, and step the user's optimizer.
+"""Update the parameters of a stage: unscale and clip the gradients of a round, and step the user's
+optimizer.
 
-Gradients that are small underflow in float16, so backward starts from a loss times a large factor, the loss scale
-(Micikevicius et al., "Mixed Precision Training", ICLR 2018; the constants are those of torch.amp.GradScaler).
+Gradients that are small underflow in float16, so backward starts from a loss times a large factor,
+the loss scale (Micikevicius et al., "Mixed Precision Training", ICLR 2018; the constants are those
+of torch.amp.GradScaler).
 """
 
 import math
@@ -61,16 +63,18 @@ class LossScaler:
 
 
 class StageOptimizer:
-    """The user's optimizer for one stage's trained parameters, with its scheduler, loss scaler and clipping.
+    """The user's optimizer for one stage's trained parameters, with its scheduler, loss scaler and
+    clipping.
 
-    It has the groups of the whole model's optimizer: see `planner.model.optimizer_part`. With `sharding` it steps this
-    replica's part of each parameter, and replicas exchange the weights.
+    It has the groups of the whole model's optimizer: see `planner.model.optimizer_part`. With
+    `sharding` it steps this replica's part of each parameter, and replicas exchange the weights.
 
     Args:
         whole: all trained parameters of the model; None for those of `module` alone.
 
     Raises:
-        PlanError: when the optimizer is to be divided, and does not treat each element of a parameter alone.
+        PlanError: when the optimizer is to be divided, and does not treat each element of a
+            parameter alone.
     """
 
     def __init__(
@@ -84,45 +88,63 @@ class StageOptimizer:
         sharding: Sharding | None = None,
         whole: Sequence[TrainedParameter] | None = None,
     ) -> None:
-        trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+        trained = {
+            name: parameter
+            for name, parameter in module.named_parameters()
+            if parameter.requires_grad
+        }
         self._spec = spec
         self._division = divided_weights(module)
         self.parameters = list(trained.values())
         self.learning_rate_factor = learning_rate_factor if trained else 1.0
         self.optimizer: Optimizer | None = None
-        self.groups_digest: int | None = None  # of what optimizer() returned, for all parameters of the model
+        # of what optimizer() returned, for all parameters of the model
+        self.groups_digest: int | None = None
         reference: ReferenceOptimizer | None = None
         if trained:
             everything = trained_parameters(module) if whole is None else whole
             named = dict(module.named_parameters(remove_duplicate=False))
             # First, because user code may keep the optimizer that it has returned last.
             divided = sharding is not None or bool(self._division.cuts)
-            reference = ReferenceOptimizer(spec, everything, named, learning_rate_factor, divided=divided)
+            reference = ReferenceOptimizer(
+                spec, everything, named, learning_rate_factor, divided=divided
+            )
             self.optimizer = optimizer_of_part(spec, everything, named)
             reference.check_groups(self.optimizer, named)
             self.groups_digest = reference.digest
         self.sharding = sharding
-        self._alike = [parameter for name, parameter in trained.items() if name not in self._division.cuts]
+        self._alike = [
+            parameter for name, parameter in trained.items() if name not in self._division.cuts
+        ]
         over_ranks = len(self._alike) < len(trained)
         if over_ranks and self.optimizer is not None and not is_elementwise(self.optimizer):
             raise _indivisible(self.optimizer, "weights over ranks", "solve with `tensor=1`")
-        self._stepped = {parameter: parameter for parameter in self.parameters}  # what steps, by whole parameters
+        # what steps, by whole parameters
+        self._stepped = {parameter: parameter for parameter in self.parameters}
         if sharding is not None and self.optimizer is not None:
             undivided = kept_whole(self.optimizer) if sharding.divides else []
             if undivided is None:
                 raise _indivisible(
-                    self.optimizer, "the optimizer's state over replicas", "solve again with `shard_optimizer=never`"
+                    self.optimizer,
+                    "the optimizer's state over replicas",
+                    "solve again with `shard_optimizer=never`",
                 )
             sharding.divide(self.optimizer, set(undivided))
-            self._stepped = {parameter: shard.stepped for parameter, shard in sharding.shards.items()}
-            self.parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]  # may be new
+            self._stepped = {
+                parameter: shard.stepped for parameter, shard in sharding.shards.items()
+            }
+            # may be new
+            self.parameters = [
+                parameter for parameter in module.parameters() if parameter.requires_grad
+            ]
         for group in self.optimizer.param_groups if self.optimizer is not None else ():
             group["lr"] = group["lr"] * learning_rate_factor
         self.scheduler = self._scheduled(reference)
         self.scaler = LossScaler() if scale_loss else None
         self.skipped = 0  # updates, because a gradient was not finite
         self._clip_grad_norm = clip_grad_norm
-        self._overflow: Tensor | None = None  # on the device: whether there was one in a gradient that was sent on
+        # on the device: whether there was one in a gradient that was sent on
+        self._overflow: Tensor | None = None
         self._unscaled = False
 
     def _scheduled(self, reference: ReferenceOptimizer | None) -> StageScheduler | None:
@@ -139,30 +161,40 @@ class StageOptimizer:
         return {name: each for name, each in both.items() if each is not None}
 
     def note_sent(self, gradients: Iterable[Tensor]) -> None:
-        """Look for an overflow in `gradients`, on a stage without parameters: it has no others to find it in."""
+        """Look for an overflow in `gradients`, on a stage without parameters: it has no others to
+        find it in.
+        """
         if self.scaler is not None and not self.parameters:
             for gradient in gradients:
                 overflow = torch.isfinite(gradient).all().logical_not()
                 self._overflow = overflow if self._overflow is None else self._overflow | overflow
 
     def squared_norm(self, leave_out: Iterable[nn.Parameter] = ()) -> float:
-        """Unscale all gradients and return the squared norm of this worker's part; inf or nan after an overflow."""
+        """Unscale all gradients and return the squared norm of this worker's part; inf or nan after
+        an overflow.
+        """
         self._prepare()
         if self._overflow is not None and bool(self._overflow):
             return math.inf
         gradients = self._counted_gradients(leave_out)
-        # Squared in float64: its root is exactly the norm that float32 gave, as clip_grad_norm_ would use it.
+        # Squared in float64: its root is exactly the norm that float32 gave, as clip_grad_norm_
+        # would use it.
         return float(get_total_norm(gradients)) ** 2 if gradients else 0.0
 
     def step(self, squared_norm: float | None) -> None:
-        """Unscale and clip the gradients, by this stage's own norm or that of all, and step unless one overflowed."""
+        """Unscale and clip the gradients, by this stage's own norm or that of all, and step unless
+        one overflowed.
+        """
         self._prepare()
-        # Whether there was an overflow, the host must know: it waits for the device, once per update under float16.
+        # Whether there was an overflow, the host must know: it waits for the device, once per
+        # update under float16.
         if self.scaler is not None:
             if squared_norm is None:
                 squared_norm = self.squared_norm()
                 if not self._is_whole:
-                    squared_norm = float(self._sum(self.parameters[0].new_tensor(squared_norm, dtype=torch.float64)))
+                    squared_norm = float(
+                        self._sum(self.parameters[0].new_tensor(squared_norm, dtype=torch.float64))
+                    )
             finite = math.isfinite(squared_norm)
             self._unscaled, self._overflow = False, None
             self.scaler.update(finite)
@@ -170,7 +202,9 @@ class StageOptimizer:
                 self.skipped += 1
                 return
         if self._clip_grad_norm is not None and self.parameters:
-            clip_grads_with_norm_(list(self._stepped.values()), self._clip_grad_norm, self._norm(squared_norm))
+            clip_grads_with_norm_(
+                list(self._stepped.values()), self._clip_grad_norm, self._norm(squared_norm)
+            )
         if self.optimizer is None:
             return
         if self.sharding is None:
@@ -194,7 +228,11 @@ class StageOptimizer:
         gradients = self._counted_gradients()
         if self._is_whole:
             return get_total_norm(gradients)
-        own = get_total_norm(gradients) if gradients else self.parameters[0].new_zeros((), dtype=torch.float64)
+        own = (
+            get_total_norm(gradients)
+            if gradients
+            else self.parameters[0].new_zeros((), dtype=torch.float64)
+        )
         return self._sum(own.double().square()).sqrt().to(own.dtype)
 
     @property
@@ -210,7 +248,11 @@ class StageOptimizer:
         return [stepped.grad for stepped in counted if stepped.grad is not None]
 
     def _sum(self, value: Tensor) -> Tensor:
-        total = self.sharding.sum(value) if self.sharding is not None and self.sharding.divides else value
+        total = (
+            self.sharding.sum(value)
+            if self.sharding is not None and self.sharding.divides
+            else value
+        )
         return total if self._division.group is None else self._division.group.sum(total)
 
     def _prepare(self) -> None:

@@ -1,4 +1,6 @@
-"""The user's scheduler of a stage's optimizer, some of whose steps are compared with those of one process."""
+"""The user's scheduler of a stage's optimizer, some of whose steps are compared with those of one
+process.
+"""
 
 import copy
 import warnings
@@ -21,7 +23,9 @@ class StageScheduler:
         ModelFileError: where the stage's groups get other hyperparameters than in one process.
     """
 
-    def __init__(self, scheduler: LRScheduler, optimizer: Optimizer, reference: ReferenceOptimizer) -> None:
+    def __init__(
+        self, scheduler: LRScheduler, optimizer: Optimizer, reference: ReferenceOptimizer
+    ) -> None:
         self._scheduler = scheduler
         self._optimizer = optimizer
         self._reference = reference
@@ -36,8 +40,8 @@ class StageScheduler:
             self._reference.follow(self._optimizer)
 
         with warnings.catch_warnings():
-            # PyTorch warns when the first update was skipped; the schedule follows the data, not the updates. The
-            # optimizer of the reference never steps.
+            # PyTorch warns when the first update was skipped; the schedule follows the data, not
+            # the updates. The optimizer of the reference never steps.
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
             self._scheduler.step()
             self._reference.step()

@@ -1,4 +1,6 @@
-"""Refuse a plan whose stages, replicas or ranks would each step parts of what the user's optimizer combines."""
+"""Refuse a plan whose stages, replicas or ranks would each step parts of what the user's optimizer
+combines.
+"""
 
 from collections.abc import Sequence
 
@@ -26,7 +28,8 @@ def check_separate(
         device: where the optimizers will run.
 
     Raises:
-        PlanError: when the optimizer would update the parts otherwise than one process updates all parameters.
+        PlanError: when the optimizer would update the parts otherwise than one process updates all
+            parameters.
         ModelFileError: when it communicates in step(), or when scheduler() is of no use to stages.
     """
     if not whole:
@@ -50,7 +53,9 @@ def check_separate(
 
 
 def _check_optimizer(tried: Separability, plan: Plan, *, divided: bool) -> None:
-    """Raise PlanError where the optimizer was seen to be of no use to the plan; `divided`: if it divides parameters."""
+    """Raise PlanError where the optimizer was seen to be of no use to the plan; `divided`: if it
+    divides parameters.
+    """
     if tried.problem is None:
         return
 
@@ -74,14 +79,22 @@ def _division(plan: Plan) -> tuple[str, str]:
 
 
 def _accepted(tried: Separability) -> bool:
-    """Return whether the optimizer's own word counts: only where trying it has shown nothing against it."""
+    """Return whether the optimizer's own word counts: only where trying it has shown nothing
+    against it.
+    """
     return tried.claimed and not tried.combines
 
 
 def _inseparable(tried: Separability, plan: Plan) -> PlanError:
     divided, hint = _division(plan)
     if tried.combines:
-        hint += "; for a norm of all gradients there is `clip_grad_norm`, beside an optimizer that does not clip"
+        hint += (
+            "; for a norm of all gradients there is `clip_grad_norm`, beside an optimizer "
+            "that does not clip"
+        )
     else:
-        hint += f"; or, if each parameter is updated by itself, let optimizer() set {tried.kind}.separable = True"
+        hint += (
+            f"; or, if each parameter is updated by itself, let optimizer() set "
+            f"{tried.kind}.separable = True"
+        )
     return PlanError(f"{divided}, but {tried.kind} {tried.problem}", hint=hint)

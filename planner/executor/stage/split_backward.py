@@ -1,16 +1,19 @@
-"""Split a backward in two parts: first the gradients that earlier stages wait for, later those of the weights.
+"""Split a backward in two parts: first the gradients that earlier stages wait for, later those of
+the weights.
 
-Source: Qi, Wan, Huang and Lin, "Zero Bubble Pipeline Parallelism", ICLR 2024, section 2. The first part notes the
-gradients that reach each operation where a weight joins the path from the stage's outputs back to what it received, and
-the second part starts from there:
+Source: Qi, Wan, Huang and Lin, "Zero Bubble Pipeline Parallelism", ICLR 2024, section 2. The first
+    part notes the
+gradients that reach each operation where a weight joins the path from the stage's outputs back to
+what it received, and the second part starts from there:
 
     received <- ... <- operation <- operation <- ... <- output        first part, along this path
                           |              |
                         weight         weight                         second part, from each operation to its weights
 
-PyTorch's operations compute only the input gradients that are asked for, so nothing is computed twice, except in a
-user's `torch.autograd.Function`. The gradient of a weight that joins the path at several operations, or not on the path
-at all, is computed in the first part: started at one operation, autograd would also reach it through the others.
+PyTorch's operations compute only the input gradients that are asked for, so nothing is computed
+twice, except in a user's `torch.autograd.Function`. The gradient of a weight that joins the path at
+several operations, or not on the path at all, is computed in the first part: started at one
+operation, autograd would also reach it through the others.
 """
 
 from collections import defaultdict
@@ -24,19 +27,26 @@ from torch.autograd.graph import GradientEdge, Node
 
 @dataclass
 class WeightGradients:
-    """The second part of a unit's backward: operations where weights join, with the gradients that reached them."""
+    """The second part of a unit's backward: operations where weights join, with the gradients that
+    reached them.
+    """
 
     _pending: "list[_Joint]" = field(default_factory=list)
 
     def run(self) -> None:
         """Accumulate the gradients of the weights in `.grad`, and free the graph."""
         for joint in self._pending:
-            edges = [GradientEdge(joint.node, index) for index, g in enumerate(joint.gradients) if g is not None]
+            edges = [
+                GradientEdge(joint.node, index)
+                for index, g in enumerate(joint.gradients)
+                if g is not None
+            ]
             if not edges:
                 continue  # no gradient reached this operation
             arrived = [gradient for gradient in joint.gradients if gradient is not None]
-            # As any backward it accumulates, and calls the hooks of the weights; `torch.autograd.grad` would, too, and
-            # what it returns would pass them once more on its way to `.grad`.
+            # As any backward it accumulates, and calls the hooks of the weights;
+            # `torch.autograd.grad` would, too, and what it returns would pass them once more on its
+            # way to `.grad`.
             torch.autograd.backward(edges, arrived, inputs=joint.weights)
         self._pending.clear()
 
@@ -59,7 +69,9 @@ def input_gradients(
     received: Sequence[Tensor],
     weights: Iterable[Tensor],
 ) -> WeightGradients:
-    """Accumulate the gradients of `received`, leaves of the graph of `roots`, in `.grad`; return the second part."""
+    """Accumulate the gradients of `received`, leaves of the graph of `roots`, in `.grad`; return
+    the second part.
+    """
     joints, others = _joints([root.node for root in roots], received, weights)
     handles = [joint.node.register_prehook(joint.note) for joint in joints]
     try:
@@ -73,12 +85,14 @@ def input_gradients(
 def _joints(
     roots: Sequence[Node], received: Sequence[Tensor], weights: Iterable[Tensor]
 ) -> tuple[list[_Joint], list[Tensor]]:
-    # The operations to continue from, each with weights that join there only, and all other weights.
+    # The operations to continue from, each with weights that join there only, and all other
+    # weights.
     wanted = {id(weight) for weight in weights if weight.requires_grad}
     ends = {id(tensor) for tensor in received}
     order = _topological(roots)
     on_path: set[Node] = set()
-    joined: defaultdict[Node, dict[int, Tensor]] = defaultdict(dict)  # weights behind nodes that are not on the path
+    # weights behind nodes that are not on the path
+    joined: defaultdict[Node, dict[int, Tensor]] = defaultdict(dict)
     for node in reversed(order):  # children first
         if node.name() == "torch::autograd::AccumulateGrad":
             leaf: Tensor = node.variable  # type: ignore[attr-defined]
@@ -97,11 +111,14 @@ def _joints(
     uses: defaultdict[int, int] = defaultdict(int)
     for node in [*at, *(root for root in dict.fromkeys(roots) if root not in on_path)]:
         for key in joined.get(node, {}):
-            # Nothing on the path stands for a root beside it: count such a weight as one that joins twice.
+            # Nothing on the path stands for a root beside it: count such a weight as one that joins
+            # twice.
             uses[key] += 1 if node in on_path else 2
     found = {key: weight for nodes in joined.values() for key, weight in nodes.items()}
     joints = [_Joint(node, [w for key, w in joined[node].items() if uses[key] == 1]) for node in at]
-    return [joint for joint in joints if joint.weights], [w for key, w in found.items() if uses[key] != 1]
+    return [joint for joint in joints if joint.weights], [
+        w for key, w in found.items() if uses[key] != 1
+    ]
 
 
 def _topological(roots: Sequence[Node]) -> list[Node]:
@@ -116,5 +133,9 @@ def _topological(roots: Sequence[Node]) -> list[Node]:
         elif node not in seen:
             seen.add(node)
             stack.append((node, True))
-            stack.extend((child, False) for child, _ in node.next_functions if child is not None and child not in seen)
+            stack.extend(
+                (child, False)
+                for child, _ in node.next_functions
+                if child is not None and child not in seen
+            )
     return done[::-1]

@@ -1,11 +1,12 @@
-"""Weight stashing: a backward sees the weights that its forward saw (PipeDream, SOSP'19, section 3.3).
+"""Weight stashing: a backward sees the weights that its forward saw (PipeDream, SOSP'19, section
+3.3).
 
-Each version has its own storage. An update writes in place if nothing else needs the newest version, otherwise into
-other storage, recycled from a version that nothing needs any more.
+Each version has its own storage. An update writes in place if nothing else needs the newest
+version, otherwise into other storage, recycled from a version that nothing needs any more.
 
-Autograd checks at a backward, by a counter per tensor, that no tensor saved by its forward has been written since. An
-update bumps the parameters' counters whichever storage they point at, so it runs inside
-`_unsafe_preserve_version_counter`: storage that a unit in flight uses is never written.
+Autograd checks at a backward, by a counter per tensor, that no tensor saved by its forward has been
+written since. An update bumps the parameters' counters whichever storage they point at, so it runs
+inside `_unsafe_preserve_version_counter`: storage that a unit in flight uses is never written.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -28,10 +29,15 @@ class _Version:
 class WeightVersions:
     """The versions of a stage's weights that units in flight, or forwards yet to come, still need.
 
-    A version's number is the number of updates it has had. `arrange` lays out a new version's tensors.
+    A version's number is the number of updates it has had. `arrange` lays out a new version's
+    tensors.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], arrange: Arrange = lambda parameters, tensors: None) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        arrange: Arrange = lambda parameters, tensors: None,
+    ) -> None:
         self._parameters = list(parameters)
         self._arrange = arrange
         self._newest = 0
@@ -59,15 +65,20 @@ class WeightVersions:
         return _Pointed(self, self._used[unit])
 
     def restored(self, unit: object) -> AbstractContextManager[None]:
-        """Let the parameters hold what the forward of `unit` saw, while its backward runs; then forget the unit."""
+        """Let the parameters hold what the forward of `unit` saw, while its backward runs; then
+        forget the unit.
+        """
         return _Pointed(self, self._used.pop(unit), last_use=True)
 
     def update(self, step: Callable[[], object], kept: Collection[int] = ()) -> None:
-        """Run `step`, which writes the parameters in place, on storage that no unit and no forward to come needs."""
+        """Run `step`, which writes the parameters in place, on storage that no unit and no forward
+        to come needs.
+        """
         self._drop_unneeded(frozenset(kept))
         current = self._versions[self._newest]
         self._newest += 1
-        # Copy only if someone still needs the weights from before the step: the copy costs a pass over all weights.
+        # Copy only if someone still needs the weights from before the step: the copy costs a pass
+        # over all weights.
         if current.users or self._newest - 1 in self._kept:
             if self._free:
                 fresh = self._free.pop()

@@ -1,7 +1,8 @@
 """Leave out all but three of a model's equal blocks, whose costs one of them tells.
 
-A transformer has dozens of equal blocks, and what a step of one costs, the steps of all cost. The first of them takes
-what an embedding made, and what the last one makes goes elsewhere, so that these two stay as well.
+A transformer has dozens of equal blocks, and what a step of one costs, the steps of all cost. The
+first of them takes what an embedding made, and what the last one makes goes elsewhere, so that
+these two stay as well.
 """
 
 from collections.abc import Iterator
@@ -17,17 +18,20 @@ from planner.model.capture.repeated import STANDS
 
 @contextmanager
 def abridged(graph: LayerGraph) -> Iterator[tuple[LayerGraph, list[int]]]:
-    """Give a graph without the blocks that were not traced, and for each layer the one that stands for it.
+    """Give a graph without the blocks that were not traced, and for each layer the one that stands
+    for it.
 
-    The layers are positions in the shorter graph. While the context lasts, the operations after what is left out take
-    the values of the block that stands for it, in the given graph, too.
+    The layers are positions in the shorter graph. While the context lasts, the operations after
+    what is left out take the values of the block that stands for it, in the given graph, too.
     """
     kept = list(range(len(graph.layers)))
     stands = list(kept)
     undo: list[tuple[fx.Node, Any, Any]] = []
     users: dict[fx.Node, dict[fx.Node, None]] = {}
     for path, count in graph.repeated.items():
-        first, *spared, last = blocks = [_block(graph, f"{path}.{number}.") for number in range(STANDS, count)]
+        first, *spared, last = blocks = [
+            _block(graph, f"{path}.{number}.") for number in range(STANDS, count)
+        ]
         if len({(len(block), len(_nodes(graph, block))) for block in blocks}) > 1:
             continue  # an operation at its border joined a layer of another block
         for block in spared:
@@ -42,7 +46,11 @@ def abridged(graph: LayerGraph) -> Iterator[tuple[LayerGraph, list[int]]]:
                     node.replace_input_with(each, replaced[each])
     place = {position: index for index, position in enumerate(kept)}
     try:
-        shorter = graph if not undo else replace(graph, layers=tuple(graph.layers[position] for position in kept))
+        shorter = (
+            graph
+            if not undo
+            else replace(graph, layers=tuple(graph.layers[position] for position in kept))
+        )
         yield shorter, [place[position] for position in stands]
     finally:
         for node, args, kwargs in undo:
@@ -54,7 +62,11 @@ def abridged(graph: LayerGraph) -> Iterator[tuple[LayerGraph, list[int]]]:
 
 def _block(graph: LayerGraph, prefix: str) -> range:
     """Return the positions of a block's layers, which are behind each other."""
-    own = [position for position, layer in enumerate(graph.layers) if f"{layer.name}.".startswith(prefix)]
+    own = [
+        position
+        for position, layer in enumerate(graph.layers)
+        if f"{layer.name}.".startswith(prefix)
+    ]
     return range(own[0], own[-1] + 1) if own else range(0)
 
 

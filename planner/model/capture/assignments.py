@@ -1,8 +1,10 @@
-"""Attributes that a model's forward assigns: those that it writes before it reads them are of no concern.
+"""Attributes that a model's forward assigns: those that it writes before it reads them are of no
+concern.
 
-Tracing drops what a forward leaves in attributes. That is right for scratch space, such as a list of features that
-later modules of the same call read, and wrong for what the next call reads. To tell them apart the model is traced once
-more, with tensors in those attributes that may not be read: the two graphs must be equal.
+Tracing drops what a forward leaves in attributes. That is right for scratch space, such as a list
+of features that later modules of the same call read, and wrong for what the next call reads. To
+tell them apart the model is traced once more, with tensors in those attributes that may not be
+read: the two graphs must be equal.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -50,7 +52,8 @@ class _Unreadable(Tensor):
 def noting_assignments(model: nn.Module, noted: list[Assignment]) -> Iterator[None]:
     """Note the attributes of `model` that a traced forward gives other tensors.
 
-    What has a new name is removed again: it is the tracer's, without data, and of no use to later code.
+    What has a new name is removed again: it is the tracer's, without data, and of no use to later
+    code.
     """
     before = _held_tensors(model)
     yield
@@ -67,10 +70,11 @@ def noting_assignments(model: nn.Module, noted: list[Assignment]) -> Iterator[No
 
 @contextmanager
 def attributes_kept(model: nn.Module) -> Iterator[None]:
-    """Restore attributes afterwards, also a list that several modules share: the tracer gives each a copy.
+    """Restore attributes afterwards, also a list that several modules share: the tracer gives each
+    a copy.
 
-    Those that are new are removed. A forward that prepares its modules at its first call, and then remembers that it
-    has, does so again at the next.
+    Those that are new are removed. A forward that prepares its modules at its first call, and then
+    remembers that it has, does so again at the next.
     """
     attributes = [(vars(module), _without_registries(module)) for module in model.modules()]
     contents: dict[int, tuple[Any, Any]] = {}
@@ -85,7 +89,8 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
                 del current[name]
             current.update(values)
         for container, content in contents.values():
-            if not _holds(container, content):  # one that refuses changes, such as a configuration, has none
+            # one that refuses changes, such as a configuration, has none
+            if not _holds(container, content):
                 _fill(container, content)
 
 
@@ -95,7 +100,8 @@ def trace_scratch(
     noted: Sequence[Assignment],
     first: fx.GraphModule,
 ) -> None:
-    """Trace once more, as every forward after the first runs; raise CaptureError where that gives another graph.
+    """Trace once more, as every forward after the first runs; raise CaptureError where that gives
+    another graph.
 
     `trace` notes assignments, and `noted` are those of the `first` trace.
     """
@@ -105,7 +111,9 @@ def trace_scratch(
 
     with attributes_kept(model):
         for each in noted:
-            unreadable = tree_map(lambda leaf: _Unreadable() if leaf is _TENSOR else leaf, each.value)
+            unreadable = tree_map(
+                lambda leaf: _Unreadable() if leaf is _TENSOR else leaf, each.value
+            )
             current = each.attributes[each.name]
             if isinstance(current, _CONTAINERS) and type(current) is type(unreadable):
                 _fill(current, unreadable)  # for all modules that share it
@@ -124,7 +132,8 @@ def _text(module: fx.GraphModule) -> str:
     constants = [
         repr(value.tolist())
         for node in module.graph.find_nodes(op="get_attr")
-        if isinstance(value := _attribute(module, str(node.target)), Tensor) and not isinstance(value, nn.Parameter)
+        if isinstance(value := _attribute(module, str(node.target)), Tensor)
+        and not isinstance(value, nn.Parameter)
     ]
     return f"{module.graph} {constants}"
 
@@ -150,7 +159,9 @@ def _note_contents(value: Any, contents: dict[int, tuple[Any, Any]]) -> None:
 def _holds(container: Any, content: Any) -> bool:
     """Return whether a container holds the very objects of `content`, in the same order."""
     if isinstance(container, dict):
-        return [*container] == [*content] and _holds(list(container.values()), list(content.values()))
+        return [*container] == [*content] and _holds(
+            list(container.values()), list(content.values())
+        )
     return [*map(id, container)] == [*map(id, content)]
 
 
@@ -164,8 +175,13 @@ def _fill(container: Any, content: Any) -> None:
 
 def _held_tensors(model: nn.Module) -> dict[tuple[int, str], tuple[nn.Module, str, list[Tensor]]]:
     return {
-        # The tracer wraps a module that has several names, each time anew. Its wrappers share the module's attributes.
-        (id(vars(module)), name): (module, name, [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)])
+        # The tracer wraps a module that has several names, each time anew. Its wrappers share the
+        # module's attributes.
+        (id(vars(module)), name): (
+            module,
+            name,
+            [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)],
+        )
         for module in model.modules()
         for name, value in {**vars(module), **module._buffers}.items()
         if isinstance(value, (Tensor, list, tuple, dict)) and name not in _REGISTRIES

@@ -1,6 +1,8 @@
-"""Capture a model as a sequence of modules that its file names: for what no tracer captures, such as `if` on a tensor.
+"""Capture a model as a sequence of modules that its file names: for what no tracer captures, such
+as `if` on a tensor.
 
-The blocks run as they are. The graph has one opaque operation per block, so all else works as on a traced one.
+The blocks run as they are. The graph has one opaque operation per block, so all else works as on a
+traced one.
 """
 
 import copy
@@ -43,14 +45,19 @@ from planner.model.options import PLAIN, LossFunction, ModuleOptions, autocastin
 from planner.model.randomness import keep_state
 from planner.runtime import address_of, runtime_of
 
-_CONTRACT = "each block takes what the one before it returned, as in nn.Sequential; see docs/guides/own-model.md"
+_CONTRACT = (
+    "each block takes what the one before it returned, as in nn.Sequential; see "
+    "docs/guides/own-model.md"
+)
 _Named = Sequence[tuple[str, nn.Module]]
 _Span = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class _Results:
-    """What blocks return, and the loss, on a batch and on twice as many samples; spans of blocks that share a layer."""
+    """What blocks return, and the loss, on a batch and on twice as many samples; spans of blocks
+    that share a layer.
+    """
 
     small: list[Any]
     large: list[Any]
@@ -68,12 +75,13 @@ def capture_blocks(
 ) -> LayerGraph:
     """Return the graph of `blocks`, each a layer, followed by the loss.
 
-    The blocks are run on `batch`, and on twice as many samples to see which sizes depend on the batch; weights, buffers
-    and random state are left as they were. A block that changes its input in place shares a layer with the block that
-    made it, and so do blocks that share a buffer. Without `values`, the weights have none: the blocks run on tensors
-    without data, and that the loss is the model's is not checked. Raise CaptureError when the blocks fail, compute
-    something else than the model, or exchange what cannot travel; ModelFileError when one decides by values that are
-    not there.
+    The blocks are run on `batch`, and on twice as many samples to see which sizes depend on the
+    batch; weights, buffers and random state are left as they were. A block that changes its input
+    in place shares a layer with the block that made it, and so do blocks that share a buffer.
+    Without `values`, the weights have none: the blocks run on tensors without data, and that the
+    loss is the model's is not checked. Raise CaptureError when the blocks fail, compute something
+    else than the model, or exchange what cannot travel; ModelFileError when one decides by values
+    that are not there.
     """
     refuse_untrainable(model)
     example = batch.doubled() if batch.size == 1 else batch
@@ -90,8 +98,12 @@ def capture_blocks(
                 refuse_loss(found.dim(), found.requires_grad)
                 # With gradients, which a forward may itself ask for, as of its input.
                 with _same_start([model]), RefuseForeignWeights(model):
-                    expected = loss_of(model(*example.args, **example.kwargs), example.target, loss).detach()
-                if not torch.allclose(found.detach(), expected, rtol=1e-3, atol=1e-6, equal_nan=True):
+                    expected = loss_of(
+                        model(*example.args, **example.kwargs), example.target, loss
+                    ).detach()
+                if not torch.allclose(
+                    found.detach(), expected, rtol=1e-3, atol=1e-6, equal_nan=True
+                ):
                     raise CaptureError(
                         "the blocks compute another loss than the model on example_batch(): "
                         f"{found.item():.6g} instead of {expected.item():.6g}",
@@ -102,8 +114,12 @@ def capture_blocks(
         graph = build(results)
         if options.device == "cpu" or options.autocast is None:
             return graph
-        # Autocast on a GPU leaves other dtypes. The hash is the same for each device that the model may train on.
-        return replace(build(_run_on_gpu(named, example, loss, options.device, options.autocast)), hash=graph.hash)
+        # Autocast on a GPU leaves other dtypes. The hash is the same for each device that the model
+        # may train on.
+        return replace(
+            build(_run_on_gpu(named, example, loss, options.device, options.autocast)),
+            hash=graph.hash,
+        )
 
 
 def _run(named: _Named, example: Batch, loss: LossFunction | None) -> _Results:
@@ -117,7 +133,9 @@ def _run(named: _Named, example: Batch, loss: LossFunction | None) -> _Results:
     for index, (_, block) in enumerate(named):
         for buffer in block.buffers():  # its state must stay in one stage
             users.setdefault(id(buffer), []).append(index)
-    return _Results(small, large, [*joined, *((indices[0], indices[-1]) for indices in users.values())])
+    return _Results(
+        small, large, [*joined, *((indices[0], indices[-1]) for indices in users.values())]
+    )
 
 
 @contextmanager
@@ -128,9 +146,14 @@ def _same_start(modules: Sequence[nn.Module]) -> Iterator[None]:
         yield
 
 
-def _run_blocks(named: _Named, batch: Batch, loss: LossFunction | None) -> tuple[list[Any], list[_Span]]:
-    """Return what each block returns, and the loss; and from each block that made memory to those that write it."""
-    results: list[Any] = []  # kept, for freed memory would be given to another value, and look shared
+def _run_blocks(
+    named: _Named, batch: Batch, loss: LossFunction | None
+) -> tuple[list[Any], list[_Span]]:
+    """Return what each block returns, and the loss; and from each block that made memory to those
+    that write it.
+    """
+    # kept, for freed memory would be given to another value, and look shared
+    results: list[Any] = []
     spans: list[_Span] = []
     makers: dict[int, int] = {}
     for index, (name, block) in enumerate(named):
@@ -139,7 +162,9 @@ def _run_blocks(named: _Named, batch: Batch, loss: LossFunction | None) -> tuple
         try:
             results.append(block(results[-1]) if index else block(*batch.args, **batch.kwargs))
         except Exception as cause:  # whatever the user's forward raises
-            raise CaptureError(f"block '{name}' fails: {reason_of(cause)}", hint=_CONTRACT) from cause
+            raise CaptureError(
+                f"block '{name}' fails: {reason_of(cause)}", hint=_CONTRACT
+            ) from cause
         for tensor, version in zip(taken, versions, strict=True):
             if tensor._version != version:
                 spans.append((makers[address_of(tensor)], index))
@@ -169,8 +194,12 @@ def _run_without_values(
         ) from error
 
 
-def _run_on_gpu(named: _Named, example: Batch, loss: LossFunction | None, kind: str, autocast: torch.dtype) -> _Results:
-    """Run copies of the blocks on a kind of GPU under autocast; without data where they need none."""
+def _run_on_gpu(
+    named: _Named, example: Batch, loss: LossFunction | None, kind: str, autocast: torch.dtype
+) -> _Results:
+    """Run copies of the blocks on a kind of GPU under autocast; without data where they
+    need none.
+    """
     device = fake_device(kind)
     try:
         with pretended(kind), autocasting(kind, autocast):
@@ -178,7 +207,8 @@ def _run_on_gpu(named: _Named, example: Batch, loss: LossFunction | None, kind: 
     except ModelFileError:
         if not runtime_of(kind).available():
             raise
-    copies = copy.deepcopy([block for _, block in named])  # together, so that what they share stays shared
+    # together, so that what they share stays shared
+    copies = copy.deepcopy([block for _, block in named])
     moved = [(name, block.to(device)) for (name, _), block in zip(named, copies, strict=True)]
     with autocasting(kind, autocast):
         return _run(moved, example.to(device), loss)
@@ -190,20 +220,28 @@ def _named(model: nn.Module, blocks: Sequence[nn.Module]) -> list[tuple[str, nn.
     if not is_list or not all(isinstance(block, nn.Module) for block in blocks):
         raise CaptureError(
             f"blocks(model) returned a {type(blocks).__name__} that is not a list of modules",
-            hint="return a list of modules; write one that does in its forward what happens between two modules",
+            hint="return a list of modules; write one that does in its forward what happens "
+            "between two modules",
         )
     paths = {module: path for path, module in model.named_modules()}
     parameters = {id(parameter) for parameter in model.parameters()}
     named: dict[str, nn.Module] = {}
     for index, block in enumerate(blocks):
         for part in (each for each in block.modules() if each not in paths):
-            # A buffer is refused even if the model has it too: moving the stage would leave this module's behind.
-            foreign = [name for name, p in part._parameters.items() if p is not None and id(p) not in parameters]
+            # A buffer is refused even if the model has it too: moving the stage would leave this
+            # module's behind.
+            foreign = [
+                name
+                for name, p in part._parameters.items()
+                if p is not None and id(p) not in parameters
+            ]
             foreign += [name for name, buffer in part._buffers.items() if buffer is not None]
             if foreign:
                 raise CaptureError(
-                    f"block {index} of blocks(model) has a parameter or buffer of its own, '{foreign[0]}'",
-                    hint="make all parameters and buffers in build_model(); blocks() only groups the modules",
+                    f"block {index} of blocks(model) has a parameter or buffer of its own, "
+                    f"'{foreign[0]}'",
+                    hint="make all parameters and buffers in build_model(); blocks() only groups "
+                    "the modules",
                 )
         name = base = paths.get(block) or f"blocks.{index}"
         number = 2
@@ -219,7 +257,12 @@ def block(*_: Any) -> Any:
 
 
 def _graph(
-    model: nn.Module, named: _Named, batch: Batch, loss: LossFunction | None, options: ModuleOptions, run: _Results
+    model: nn.Module,
+    named: _Named,
+    batch: Batch,
+    loss: LossFunction | None,
+    options: ModuleOptions,
+    run: _Results,
 ) -> LayerGraph:
     code = fx.Graph()
     specs: dict[fx.Node, ValueSpec] = {}
@@ -232,23 +275,27 @@ def _graph(
     leaves, batch_spec = batch.flatten()
     pairs = enumerate(zip(leaves, batch.doubled().flatten()[0], strict=True))
     inputs = [value(code.placeholder(f"batch_{index}"), *pair) for index, pair in pairs]
-    arguments = len(inputs) - batch_spec.children()[-1].num_leaves  # the targets are the last leaves
+    # the targets are the last leaves
+    arguments = len(inputs) - batch_spec.children()[-1].num_leaves
     end = len(named)
-    # An output that cannot be sent stays in one layer with the loss, which counts as one block more.
+    # An output that cannot be sent stays in one layer with the loss, which counts as one block
+    # more.
     spans = [*run.joined, *([(end - 1, end)] if structure_of(run.small[-2]) is None else [])]
     inside = {index for first, last in spans for index in range(first + 1, last + 1)}
     starts = [index for index in range(end + 1) if index not in inside]
     graph_layers: list[GraphLayer] = []
     layers: list[BlockLayer] = []
     takes, taken = None, inputs[:arguments]
-    outputs, output_spec = tree_flatten([])  # of the model, unless its last block shares a layer with the loss
+    # of the model, unless its last block shares a layer with the loss
+    outputs, output_spec = tree_flatten([])
     for start, after in zip(starts, [*starts[1:], end + 1], strict=True):
         blocks = tuple(named[start:after])
         has_loss = after > end
         taken = [*taken, *(inputs[arguments:] if has_loss else ())]
         # The classes within the blocks, so that graphs of different models differ.
         description = "; ".join(
-            f"{name}: " + ", ".join(f"{path} {type(part).__name__}" for path, part in module.named_modules())
+            f"{name}: "
+            + ", ".join(f"{path} {type(part).__name__}" for path, part in module.named_modules())
             for name, module in blocks
         )
         node = code.call_function(block, (description, *taken))
@@ -260,8 +307,10 @@ def _graph(
             gives = structure_of(small)
             if gives is None:
                 raise CaptureError(
-                    f"block '{blocks[-1][0]}' returns something that cannot be sent to another stage",
-                    hint="return tensors, within tuples, lists and dicts, beside numbers and strings",
+                    f"block '{blocks[-1][0]}' returns something that cannot be sent to another "
+                    f"stage",
+                    hint="return tensors, within tuples, lists and dicts, beside numbers and "
+                    "strings",
                 )
             both = zip(tensors_of(small), gives.tensors(large, blocks[-1][0]), strict=True)
             for index, pair in enumerate(both):
@@ -304,7 +353,11 @@ def _graph(
 def _spec(name: str, small: Tensor, large: Tensor, samples: int) -> ValueSpec:
     """Return the spec of a value, given the value for `samples` samples and for twice as many."""
     sizes = []
-    alike = small.dim() == large.dim() and small.dtype == large.dtype and small.requires_grad == large.requires_grad
+    alike = (
+        small.dim() == large.dim()
+        and small.dtype == large.dtype
+        and small.requires_grad == large.requires_grad
+    )
     for one, two in zip(small.shape, large.shape, strict=False):
         per_sample, rest = divmod(two - one, samples)
         alike = alike and not rest
@@ -312,9 +365,11 @@ def _spec(name: str, small: Tensor, large: Tensor, samples: int) -> ValueSpec:
         sizes.append(one if one == two else per_sample * BATCH + (one - per_sample * samples))
     if not alike:
         raise CaptureError(
-            f"value '{name}' is {small.dtype} of shape {tuple(small.shape)} for {samples} samples, but {large.dtype} "
+            f"value '{name}' is {small.dtype} of shape {tuple(small.shape)} for {samples} "
+            f"samples, but {large.dtype} "
             f"of {tuple(large.shape)} for {2 * samples}",
-            hint="what crosses from block to block must have the same type for every batch, and no size that depends "
+            hint="what crosses from block to block must have the same type for every batch, and "
+            "no size that depends "
             "on the data",
         )
     return ValueSpec.of(name, small, sizes)

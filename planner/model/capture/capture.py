@@ -1,4 +1,6 @@
-"""Capture a model and its loss as a LayerGraph: through torch.export with dynamic sizes of the batch, or as blocks."""
+"""Capture a model and its loss as a LayerGraph: through torch.export with dynamic sizes of the
+batch, or as blocks.
+"""
 
 import dataclasses
 from collections.abc import Iterator, Sequence, Set
@@ -44,7 +46,11 @@ from planner.model.capture.recurrent import recurrence_untraced
 from planner.model.capture.regions import regions_noted, regions_of
 from planner.model.capture.repeated import extended, noting_nodes, shortened
 from planner.model.capture.size import SizeReader, is_symbolic
-from planner.model.capture.untraced_calls import RefuseGenerators, noting_gradients, refuse_gradients
+from planner.model.capture.untraced_calls import (
+    RefuseGenerators,
+    noting_gradients,
+    refuse_gradients,
+)
 from planner.model.deferred_weights import allocate_buffers, is_deferred, without_storage
 from planner.model.lengths import Varying, varying
 from planner.model.loss import loss_of
@@ -64,14 +70,17 @@ def capture_file(
     options: ModuleOptions = PLAIN,
     quickly: bool = False,
 ) -> LayerGraph:
-    """Return the graph of a model with its loss, as `capture` or, where the user names blocks, `capture_blocks` does.
+    """Return the graph of a model with its loss, as `capture` or, where the user names blocks,
+    `capture_blocks` does.
 
-    The model was built from `spec`, its weights perhaps without memory. For training, modules that it has in evaluation
-    mode stay so, unless all are; for evaluation, all are in evaluation mode while it is captured.
-    Of equal blocks five are traced, `quickly`, which a model deceives that treats the twentieth alone in another way.
+    The model was built from `spec`, its weights perhaps without memory. For training, modules that
+    it has in evaluation mode stay so, unless all are; for evaluation, all are in evaluation mode
+    while it is captured. Of equal blocks five are traced, `quickly`, which a model deceives that
+    treats the twentieth alone in another way.
 
     Raises:
-        CaptureError: as `capture` does, or when forward changes which parameters there are, or are trained.
+        CaptureError: as `capture` does, or when forward changes which parameters there are, or are
+            trained.
     """
     model = spec.build_model() if model is None else model
     check_samples(batch, partial(spec.example_batch, checked=False), spec.place("example_batch"))
@@ -93,17 +102,27 @@ def _capture_as_it_is(
     if spec.defines("blocks"):
         if lengths is not None:
             raise CaptureError(
-                f"'{spec.origin}' has lengths() and blocks(), and blocks are captured for one length only",
+                f"'{spec.origin}' has lengths() and blocks(), and blocks are captured for one "
+                f"length only",
                 hint="leave one of them out",
             )
         return capture_blocks(
-            model, spec.blocks(model), batch, options.loss(spec.loss), options=options, values=not deferred
+            model,
+            spec.blocks(model),
+            batch,
+            options.loss(spec.loss),
+            options=options,
+            values=not deferred,
         )
     options.prepare(model)  # now, because without storage nothing can be copied
     with without_storage(model):
         loss = options.loss(spec.loss)
         graph = _captured_quickly(model, batch, loss, options, lengths) if quickly else None
-        return capture(model, batch, loss, options=options, lengths=lengths) if graph is None else graph
+        return (
+            capture(model, batch, loss, options=options, lengths=lengths)
+            if graph is None
+            else graph
+        )
 
 
 def capture(
@@ -116,20 +135,22 @@ def capture(
 ) -> LayerGraph:
     """Return the graph of `model` on batches like `batch`, up to the loss.
 
-    The modes of modules are fixed in the graph; the model's parameters become the stages' own. Values between layers
-    have the dtypes that they will have under autocast on the device of `options`. Channels-last weights are laid out in
-    place.
+    The modes of modules are fixed in the graph; the model's parameters become the stages' own.
+    Values between layers have the dtypes that they will have under autocast on the device of
+    `options`. Channels-last weights are laid out in place.
 
     Raises:
-        CaptureError: when the model depends on values of tensors, changes its weights in forward, makes no loss, or
-            takes not all of the `lengths`.
+        CaptureError: when the model depends on values of tensors, changes its weights in forward,
+            makes no loss, or takes not all of the `lengths`.
     """
     return observed(traced(model, batch, loss, options, lengths), options)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Trace:
-    """What the tracer made of a model and its loss, before anything is known of the device that will train."""
+    """What the tracer made of a model and its loss, before anything is known of the device that
+    will train.
+    """
 
     model: nn.Module
     module: fx.GraphModule  # the flat graph
@@ -140,9 +161,15 @@ class Trace:
 
 
 def _captured_quickly(
-    model: nn.Module, batch: Batch, loss: LossFunction | None, options: ModuleOptions, lengths: Varying | None
+    model: nn.Module,
+    batch: Batch,
+    loss: LossFunction | None,
+    options: ModuleOptions,
+    lengths: Varying | None,
 ) -> LayerGraph | None:
-    """Return what `capture` does, from a trace with few of the model's equal blocks; None if these do not tell all."""
+    """Return what `capture` does, from a trace with few of the model's equal blocks; None if these
+    do not tell all.
+    """
     trace = None
     with shortened(model) as lists, suppress(CaptureError), noting_nodes() as made:
         trace = traced(model, batch, loss, options, lengths) if lists else None
@@ -167,8 +194,8 @@ def traced(
     example = (batch.doubled() if batch.size == 1 else batch).distinct().prepared(options)
     leaves, spec = example.flatten()
     tree = spec.unflatten(leaves)
-    # AUTO, because a model may pin its batch size, which a dimension declared dynamic would refuse. What it pins of
-    # lengths is found afterwards, with the place.
+    # AUTO, because a model may pin its batch size, which a dimension declared dynamic would refuse.
+    # What it pins of lengths is found afterwards, with the place.
     places = () if lengths is None else lengths.places
     dynamic = spec.unflatten(
         [
@@ -183,13 +210,19 @@ def traced(
     def trace(noted: list[Assignment]) -> fx.GraphModule:
         forward = _ForwardToLoss(model, loss, output, noted)
         with attributes_kept(model):
-            # Not strict: the user's Python runs as it is. The contexts around find what this silently loses.
+            # Not strict: the user's Python runs as it is. The contexts around find what this
+            # silently loses.
             made = export(forward, tree, dynamic_shapes=dynamic, strict=False).module()
         assert isinstance(made, fx.GraphModule)
         return made
 
     with ExitStack() as contexts:
-        for context in (silent_tracer(), regions_noted(), refuse_custom_autograd(), refuse_new_hooks()):
+        for context in (
+            silent_tracer(),
+            regions_noted(),
+            refuse_custom_autograd(),
+            refuse_new_hooks(),
+        ):
             contexts.enter_context(context)
         for context in (recurrence_untraced(), noting_places()) if places else ():
             contexts.enter_context(context)
@@ -207,8 +240,8 @@ def traced(
     name_slices(module, model)
     if lengths is not None:
         refuse_pinned(model, module.graph.find_nodes(op="placeholder"), lengths)
-    # Without the tracer's checks and unused attributes. Backwards, so that the arguments of a removed check have no
-    # users when it is their turn.
+    # Without the tracer's checks and unused attributes. Backwards, so that the arguments of a
+    # removed check have no users when it is their turn.
     for node in reversed(list(module.graph.nodes)):
         if is_check(node) or (node.op == "get_attr" and not node.users):
             module.graph.erase_node(node)
@@ -218,7 +251,9 @@ def traced(
 
 
 def observed(trace: Trace, options: ModuleOptions) -> LayerGraph:
-    """Return the graph of a traced model for stages that run with `options`; errors are those of `capture`."""
+    """Return the graph of a traced model for stages that run with `options`; errors are those of
+    `capture`.
+    """
     model, module = trace.model, trace.module
     facts, on_cpu = _facts(trace, options)
     names = Names(model, module)
@@ -227,7 +262,9 @@ def observed(trace: Trace, options: ModuleOptions) -> LayerGraph:
     calls = [node for node in module.graph.nodes if node.op == "call_function"]
     symbolic = {node: value for node in calls if is_symbolic(value := node.meta.get("val"))}
     # Every stage computes itself the numbers that depend on the batch size alone.
-    operations = [node for node in calls if node not in symbolic or reader.expression(symbolic[node]) is None]
+    operations = [
+        node for node in calls if node not in symbolic or reader.expression(symbolic[node]) is None
+    ]
     values = [*placeholders, *operations]
     specs = _specs(values, reader, facts)
     loss, outputs = _outputs(trace, specs)
@@ -249,10 +286,13 @@ def observed(trace: Trace, options: ModuleOptions) -> LayerGraph:
         constants=_constants(trace.example),
         options=options,
         written=_written(module, names, facts),
-        lengths=tuple(map(trace.lengths.length, reader.places)) if trace.lengths is not None else (),
+        lengths=tuple(map(trace.lengths.length, reader.places))
+        if trace.lengths is not None
+        else (),
     )
     graph = dataclasses.replace(graph, fixed=_fixed(graph, operations, facts))
-    # The hash is the same for each device that the model may train on, whose values differ under autocast.
+    # The hash is the same for each device that the model may train on, whose values differ under
+    # autocast.
     return dataclasses.replace(graph, hash=graph_digest(graph, _specs(values, reader, on_cpu)))
 
 
@@ -264,26 +304,38 @@ def _pinned(placeholders: Sequence[fx.Node]) -> bool:
 
 
 def _constants(example: Batch) -> dict[int, Any]:
-    """Return what is no tensor in a batch, by its place among the leaves: the tracer made it part of the graph."""
-    return {place: leaf for place, leaf in enumerate(example.flatten()[0]) if not isinstance(leaf, Tensor)}
+    """Return what is no tensor in a batch, by its place among the leaves: the tracer made it part
+    of the graph.
+    """
+    return {
+        place: leaf
+        for place, leaf in enumerate(example.flatten()[0])
+        if not isinstance(leaf, Tensor)
+    }
 
 
 def layouts_kept() -> AbstractContextManager[object]:
     """Let the tracer record `contiguous()` also where it copies nothing.
 
-    The kernels of another device may lay values out otherwise. nn.MultiheadAttention is such a case: on a CPU its
-    attention leaves nothing to copy, on CUDA it does. Tensor.contiguous by itself asks before it calls an operation.
+    The kernels of another device may lay values out otherwise. nn.MultiheadAttention is such a
+    case: on a CPU its attention leaves nothing to copy, on CUDA it does. Tensor.contiguous by
+    itself asks before it calls an operation.
     """
-    return mock.patch.object(Tensor, "contiguous", lambda self, **layout: torch.ops.aten.contiguous(self, **layout))
+    return mock.patch.object(
+        Tensor, "contiguous", lambda self, **layout: torch.ops.aten.contiguous(self, **layout)
+    )
 
 
-def _causal_if_told(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
+def _causal_if_told(
+    mask: Tensor | None, is_causal: bool | None = None, size: int | None = None
+) -> bool:
     """Return whether a mask is known to be causal without a look at it."""
     return bool(is_causal)
 
 
 def _masks_unread() -> AbstractContextManager[object]:
-    """Let nn.Transformer take its masks as they are: it looks at them for kernels that need none if they are causal.
+    """Let nn.Transformer take its masks as they are: it looks at them for kernels that need none if
+    they are causal.
 
     Both compute the same, to rounding.
     """
@@ -291,24 +343,40 @@ def _masks_unread() -> AbstractContextManager[object]:
 
 
 def _distributions_unchecked() -> AbstractContextManager[object]:
-    """Let torch.distributions not look at arguments and samples, unless a distribution asks for it itself.
+    """Let torch.distributions not look at arguments and samples, unless a distribution asks for it
+    itself.
 
-    Those that a distribution makes for its own use look as well, whatever it was told. They compute the same.
+    Those that a distribution makes for its own use look as well, whatever it was told. They compute
+    the same.
     """
     return mock.patch.object(Distribution, "_validate_args", False)
 
 
 @contextmanager
 def values_unread() -> Iterator[None]:
-    """Let what PyTorch and the model ask of values be answered, or not be asked, where a tracer has none."""
-    with layouts_kept(), _masks_unread(), _distributions_unchecked(), KnownConstants(), RefuseGenerators():
+    """Let what PyTorch and the model ask of values be answered, or not be asked, where a tracer has
+    none.
+    """
+    with (
+        layouts_kept(),
+        _masks_unread(),
+        _distributions_unchecked(),
+        KnownConstants(),
+        RefuseGenerators(),
+    ):
         yield
 
 
 class _ForwardToLoss(nn.Module):
     """The model followed by the loss, so that both are captured together."""
 
-    def __init__(self, model: nn.Module, loss: LossFunction | None, output: "_Output", noted: list[Assignment]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: LossFunction | None,
+        output: "_Output",
+        noted: list[Assignment],
+    ) -> None:
         super().__init__()
         self.add_module(MODEL, model)
         self._loss = partial(loss_of, loss=loss)  # it may be a module, which is not the model's
@@ -316,9 +384,12 @@ class _ForwardToLoss(nn.Module):
         self._tell_output = partial(setattr, output)
         self._noting = partial(noting_assignments, noted=noted)
 
-    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> tuple[Any, ...]:
+    def forward(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
+    ) -> tuple[Any, ...]:
         model = self.get_submodule(MODEL)
-        # Here, because the tracer puts other tensors in place of the parameters, and takes them out afterwards.
+        # Here, because the tracer puts other tensors in place of the parameters, and takes them out
+        # afterwards.
         with values_unread(), refuse_changed_parameters(model), RefuseForeignWeights(model):
             with self._noting(model):
                 output = model(*args, **kwargs)
@@ -330,19 +401,25 @@ class _ForwardToLoss(nn.Module):
 
 
 class _Output:
-    """The model's output while it was traced: outside the module, whose attributes the tracer restores."""
+    """The model's output while it was traced: outside the module, whose attributes the tracer
+    restores.
+    """
 
     leaves: list[Any]
     spec: TreeSpec
 
 
 def as_tree(output: Any) -> Any:
-    """Return `output` with dataclasses as dicts by field, because PyTorch's trees know registered ones only."""
+    """Return `output` with dataclasses as dicts by field, because PyTorch's trees know registered
+    ones only.
+    """
     leaves, _ = tree_flatten(output)
     if len(leaves) != 1 or leaves[0] is not output:  # it is a tree, not a leaf
         return tree_map(as_tree, output, is_leaf=lambda part: part is not output)
     if dataclasses.is_dataclass(output) and not isinstance(output, type):
-        return {field.name: as_tree(getattr(output, field.name)) for field in dataclasses.fields(output)}
+        return {
+            field.name: as_tree(getattr(output, field.name)) for field in dataclasses.fields(output)
+        }
     return output
 
 
@@ -350,15 +427,19 @@ def _facts(trace: Trace, options: ModuleOptions) -> tuple[TensorFacts, TensorFac
     """Return the facts on the device that trains, and those on a CPU."""
     run = partial(fake_run, trace.module, trace.example.flatten()[0])
     try:
-        # Without autocast nothing depends on the device but the layout that its kernels choose, if it is there to ask.
-        if options.device == "cpu" or (options.autocast is None and not runtime_of(options.device).available()):
+        # Without autocast nothing depends on the device but the layout that its kernels choose, if
+        # it is there to ask.
+        if options.device == "cpu" or (
+            options.autocast is None and not runtime_of(options.device).available()
+        ):
             facts = run("cpu", options.autocast)
             return facts, facts
         facts = run(options.device, options.autocast)
         try:
             on_cpu = run("cpu", options.autocast)
         except RuntimeError:
-            # Some operations refuse the mixed dtypes that autocast leaves on a CPU, and take those that CUDA's leaves.
+            # Some operations refuse the mixed dtypes that autocast leaves on a CPU, and take those
+            # that CUDA's leaves.
             on_cpu = run("cpu", None)
     except PlannerError:
         raise
@@ -367,14 +448,21 @@ def _facts(trace: Trace, options: ModuleOptions) -> tuple[TensorFacts, TensorFac
     return facts.sharing_as(on_cpu), on_cpu
 
 
-def _specs(nodes: Sequence[fx.Node], reader: SizeReader, facts: TensorFacts) -> dict[fx.Node, ValueSpec]:
+def _specs(
+    nodes: Sequence[fx.Node], reader: SizeReader, facts: TensorFacts
+) -> dict[fx.Node, ValueSpec]:
     specs = {}
     for node in nodes:
         traced_as, value = node.meta.get("val"), facts.values.get(node)
-        if value is not None and isinstance(traced_as, Tensor) and traced_as.layout == torch.strided:
+        if (
+            value is not None
+            and isinstance(traced_as, Tensor)
+            and traced_as.layout == torch.strided
+        ):
             sizes = reader.sizes(traced_as)
             if sizes is not None:
-                # An in-place operation can make a value made before it need a gradient: the value knows by now.
+                # An in-place operation can make a value made before it need a gradient: the value
+                # knows by now.
                 specs[node] = ValueSpec.of(node.name, value, sizes)
     return specs
 
@@ -404,40 +492,62 @@ def _written(module: fx.GraphModule, names: Names, facts: TensorFacts) -> frozen
             if (parameter := names.parameter(node)) is not None:
                 raise CaptureError(
                     f"parameter '{parameter}' is changed in forward, by {writers[storage].target}",
-                    hint="minibatches in flight need the weights they started with; without Embedding(max_norm=...) "
+                    hint="minibatches in flight need the weights they started with; without "
+                    "Embedding(max_norm=...) "
                     "or in-place changes of weights the model can be trained in a pipeline",
                 )
             found.add(node)
-    found.update(node for node in module.graph.find_nodes(op="placeholder") if facts.storages[node] & writers.keys())
+    found.update(
+        node
+        for node in module.graph.find_nodes(op="placeholder")
+        if facts.storages[node] & writers.keys()
+    )
     return frozenset(found)
 
 
-def _fixed(graph: LayerGraph, operations: Sequence[fx.Node], facts: TensorFacts) -> frozenset[fx.Node]:
-    """Return the operations on constants alone, such as those that make a causal mask, of layers that do more.
+def _fixed(
+    graph: LayerGraph, operations: Sequence[fx.Node], facts: TensorFacts
+) -> frozenset[fx.Node]:
+    """Return the operations on constants alone, such as those that make a causal mask, of layers
+    that do more.
 
-    A mask has as many bytes as an activation where samples are long. A stage that makes it receives none.
+    A mask has as many bytes as an activation where samples are long. A stage that makes it receives
+    none.
     """
     owner = graph.owner
     written = {storage for storages in facts.writes.values() for storage in storages}
     kept = {leaf for leaf in graph.outputs if isinstance(leaf, fx.Node)}
     known = {node for node in operations if node not in kept and not facts.writes[node]}
-    known = {node for node in known if not (facts.storages[node] & written or is_random(node, graph.module))}
-    known = {node for node in known if not regions_of(node)}  # code that runs it may be in another region
+    known = {
+        node
+        for node in known
+        if not (facts.storages[node] & written or is_random(node, graph.module))
+    }
+    # code that runs it may be in another region
+    known = {node for node in known if not regions_of(node)}
 
     def constant(node: fx.Node) -> bool:
         if node.op == "get_attr":
             weight = graph.names.parameter(node) or graph.names.buffer(node)
-            return weight is None and isinstance(graph.names.constant(node), Tensor) and node not in graph.written
+            return (
+                weight is None
+                and isinstance(graph.names.constant(node), Tensor)
+                and node not in graph.written
+            )
         return node.op == "call_function" and node not in owner  # a number
 
     def found(among: Set[fx.Node]) -> set[fx.Node]:
         fixed = set[fx.Node]()
         for node in operations:
-            if node in among and all(source in fixed or constant(source) for source in node.all_input_nodes):
+            if node in among and all(
+                source in fixed or constant(source) for source in node.all_input_nodes
+            ):
                 fixed.add(node)
         return fixed
 
     fixed = found(known)
     # A layer of nothing else stays one: the layers after it would not follow it otherwise.
-    whole = {node for layer in graph.layers if fixed.issuperset(layer.nodes) for node in layer.nodes}
+    whole = {
+        node for layer in graph.layers if fixed.issuperset(layer.nodes) for node in layer.nodes
+    }
     return frozenset(found(known - whole))

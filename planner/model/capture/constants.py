@@ -1,8 +1,9 @@
 """Values of the tensors that a forward makes from numbers alone, known while a model is traced.
 
-The tracer's tensors have no values, so it refuses `torch.arange(2, ndim).tolist()` as it does a look at the batch. But
-what no argument, weight or buffer is part of, and no random number, has the same values in every run. So each operation
-on such tensors runs once more, on tensors with values, and a look at one gives what one process would see.
+The tracer's tensors have no values, so it refuses `torch.arange(2, ndim).tolist()` as it does a
+look at the batch. But what no argument, weight or buffer is part of, and no random number, has the
+same values in every run. So each operation on such tensors runs once more, on tensors with values,
+and a look at one gives what one process would see.
 """
 
 from collections.abc import Mapping, Sequence
@@ -47,7 +48,8 @@ _READERS = frozenset(
         torch.is_nonzero,
     )
 )
-_WITHOUT_VALUES = ("empty", "new_empty", "resize", "set_", "__set__", "from_")  # or with those of others
+# or with those of others
+_WITHOUT_VALUES = ("empty", "new_empty", "resize", "set_", "__set__", "from_")
 _UNKNOWN = object()
 _LARGEST = 1 << 22  # elements; nobody decides by the values of larger ones
 
@@ -57,14 +59,20 @@ class KnownConstants(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        # What has the values of a tensor, and how often the tensor had been changed in place when it had them.
+        # What has the values of a tensor, and how often the tensor had been changed in place when
+        # it had them.
         self._known = WeakTensorKeyDictionary()
 
     def __torch_function__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_dynamo_compiling():  # branches of torch.cond are traced by another tracer, whole
+        # branches of torch.cond are traced by another tracer, whole
+        if torch.compiler.is_dynamo_compiling():
             return func(*args, **kwargs)
 
         leaves = tree_leaves((args, kwargs))
@@ -86,7 +94,11 @@ class KnownConstants(TorchFunctionMode):
         return made
 
     def _is_known(self, leaf: Any) -> bool:
-        return isinstance(leaf, Tensor) and leaf in self._known and self._known[leaf][1] == leaf._version
+        return (
+            isinstance(leaf, Tensor)
+            and leaf in self._known
+            and self._known[leaf][1] == leaf._version
+        )
 
     def _is_constant(self, leaf: Any) -> bool:
         if isinstance(leaf, slice):
@@ -95,7 +107,9 @@ class KnownConstants(TorchFunctionMode):
 
     def _compute(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return what a function makes of values; _UNKNOWN where that is random."""
-        valued_args, valued_kwargs = tree_map_only(Tensor, lambda leaf: self._known[leaf][0], (args, kwargs))
+        valued_args, valued_kwargs = tree_map_only(
+            Tensor, lambda leaf: self._known[leaf][0], (args, kwargs)
+        )
         # The tracer's mode for functions would note that gradients are switched off.
         with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
             before = torch.get_rng_state()
@@ -121,7 +135,11 @@ class KnownConstants(TorchFunctionMode):
                     self._known[tensor] = (value, tensor._version)
 
     def _forget_changed(self, arguments: Sequence[Tensor], *, always: bool) -> None:
-        changed = {address_of(self._known[each][0]) for each in arguments} if always else self._changed(arguments)
+        changed = (
+            {address_of(self._known[each][0]) for each in arguments}
+            if always
+            else self._changed(arguments)
+        )
         for tensor in list(self._known):
             if address_of(self._known[tensor][0]) in changed:
                 del self._known[tensor]
@@ -137,7 +155,10 @@ def _has_values(func: Any, made: Any) -> bool:
     if _name(func).startswith(_WITHOUT_VALUES):
         return False
     tensors = [leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
-    return all(all(type(size) is int for size in each.shape) and each.numel() <= _LARGEST for each in tensors)
+    return all(
+        all(type(size) is int for size in each.shape) and each.numel() <= _LARGEST
+        for each in tensors
+    )
 
 
 def _name(func: Any) -> str:

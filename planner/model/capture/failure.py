@@ -1,4 +1,6 @@
-"""Explain, in terms of the user's source, why a model cannot be captured or an operation of it fails."""
+"""Explain, in terms of the user's source, why a model cannot be captured or an operation of it
+fails.
+"""
 
 import contextlib
 import io
@@ -27,12 +29,22 @@ from planner.units import counted
 
 _STANDARD = Path(contextlib.__file__).parent
 _log = logging.getLogger(__name__)
-_LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[2])  # whose frames are not the user's
-_DATA_DEPENDENT = ("data-dependent", "GuardOnDataDependent", "DynamicOutputShape", "DataDependentOutput")
-_BLOCKS = "name parts of the model that run as they are in blocks(model): see docs/guides/own-model.md"
+# whose frames are not the user's
+_LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[2])
+_DATA_DEPENDENT = (
+    "data-dependent",
+    "GuardOnDataDependent",
+    "DynamicOutputShape",
+    "DataDependentOutput",
+)
+_BLOCKS = (
+    "name parts of the model that run as they are in blocks(model): see docs/guides/own-model.md"
+)
 _VALUE_HINT = (
-    f"replace Python's if, while and .item() on tensors by operations such as torch.where, or {_BLOCKS}; make "
-    "no distributions with validate_args=True; where only the model's own loss does this, give it no labels, and "
+    f"replace Python's if, while and .item() on tensors by operations such as torch.where, or "
+    f"{_BLOCKS}; make "
+    "no distributions with validate_args=True; where only the model's own loss does this, give it "
+    "no labels, and "
     "define loss(output, target)"
 )
 _NEEDS_DATA = (DataDependentOutputException, DynamicOutputShapeException)
@@ -50,39 +62,50 @@ def capture_failure(cause: Exception, model: nn.Module) -> PlannerError:
         return CaptureError(f"{what}: this depends on the values of a tensor", hint=_VALUE_HINT)
     return CaptureError(
         f"{what}: {reason_of(cause)}",
-        hint=f"the model must run on example_batch(n), and must not depend on the values of tensors; or {_BLOCKS}",
+        hint=f"the model must run on example_batch(n), and must not depend on the values of "
+        f"tensors; or {_BLOCKS}",
     )
 
 
 def run_failure(cause: Exception, model: nn.Module, samples: int) -> ModelFileError:
-    """Return the error for a model that raised `cause` as the user wrote it, on so many samples or on some of them."""
+    """Return the error for a model that raised `cause` as the user wrote it, on so many samples or
+    on some of them.
+    """
     return ModelFileError(
-        f"{type(model).__name__} fails on {counted(samples, 'sample')} of example_batch() or fewer{_place_in(cause)}: "
+        f"{type(model).__name__} fails on {counted(samples, 'sample')} of example_batch() or "
+        f"fewer{_place_in(cause)}: "
         f"{reason_of(cause)}",
-        hint="the model and loss(output, target) must run on any number of samples, as output.squeeze(-1) does where "
+        hint="the model and loss(output, target) must run on any number of samples, as "
+        "output.squeeze(-1) does where "
         "output.squeeze() fails for one; or profile with a larger `batch_size`",
     )
 
 
 def _place_in(cause: Exception) -> str:
-    """Return the innermost line of the user's that led to an error, as " at model.py:12, 'return x'"."""
+    """Return the innermost line of the user's that led to an error, as " at model.py:12, 'return
+    x'".
+    """
     frames = traceback.extract_tb(cause.__traceback__)
     own = [each for each in frames if Path(each.filename).is_file() and is_users(each.filename)]
     return f" at {own[-1].filename}:{own[-1].lineno}, '{own[-1].line}'" if own else ""
 
 
 def decides_by_values(error: BaseException | None) -> bool:
-    """Return whether a run without data failed because sizes or branches depend on the values of a tensor."""
+    """Return whether a run without data failed because sizes or branches depend on the values of a
+    tensor.
+    """
     while error is not None and not isinstance(error, _NEEDS_DATA):
         error = error.__cause__
     return error is not None
 
 
 class FailuresPlaced:
-    """Context that raises a LayerError, with its place in the user's file, where a captured operation fails.
+    """Context that raises a LayerError, with its place in the user's file, where a captured
+    operation fails.
 
-    `places` are by the names of values in the generated code; the errors of blocks lead to the user's line themselves.
-    One may be entered many times: a generator would take longer for every unit.
+    `places` are by the names of values in the generated code; the errors of blocks lead to the
+    user's line themselves. One may be entered many times: a generator would take longer for every
+    unit.
     """
 
     def __init__(self, places: Mapping[str, str]) -> None:
@@ -91,14 +114,18 @@ class FailuresPlaced:
     def __enter__(self) -> None:
         return
 
-    def __exit__(self, _: type[BaseException] | None, cause: BaseException | None, __: TracebackType | None) -> None:
-        if not isinstance(cause, (RuntimeError, IndexError, ValueError, TypeError)):  # what an operation raises
+    def __exit__(
+        self, _: type[BaseException] | None, cause: BaseException | None, __: TracebackType | None
+    ) -> None:
+        # what an operation raises
+        if not isinstance(cause, (RuntimeError, IndexError, ValueError, TypeError)):
             return
         frames = traceback.extract_tb(cause.__traceback__)
         generated = [frame for frame in frames if frame.filename.startswith("<eval_with")]
         if not generated or not self._places:
             return
-        # A line of generated code begins with the value that it makes: "linear_1 = torch.nn.functional.linear(...)".
+        # A line of generated code begins with the value that it makes: "linear_1 =
+        # torch.nn.functional.linear(...)".
         name = re.match(r"\w+", generated[-1].line or "")
         hint = "does every sample of dataset() fit the model, as those of example_batch() do?"
         if isinstance(cause, torch.OutOfMemoryError):
@@ -108,7 +135,9 @@ class FailuresPlaced:
 
 
 def user_place(node: fx.Node) -> str | None:
-    """Return where the user's code asked for the operation: "model.py:12", or the part where only a library did."""
+    """Return where the user's code asked for the operation: "model.py:12", or the part where only a
+    library did.
+    """
     frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
     own = [f"{file}:{line}" for file, line in frames if is_users(file)]
     if own:
@@ -121,7 +150,9 @@ def user_place(node: fx.Node) -> str | None:
 
 @contextlib.contextmanager
 def noting_places() -> Iterator[None]:
-    """Let the tracer note with all that it assumes of sizes which line of the user's made it do so."""
+    """Let the tracer note with all that it assumes of sizes which line of the user's made
+    it do so.
+    """
     located = ShapeEnv._get_sloc
 
     def noted(env: ShapeEnv, *args: Any, **kwargs: Any) -> Any:
@@ -132,7 +163,9 @@ def noting_places() -> Iterator[None]:
 
 
 def calling_place() -> str | None:
-    """Return the line of the user's that is being run, "model.py:12"; None where only libraries are."""
+    """Return the line of the user's that is being run, "model.py:12"; None where only libraries
+    are.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not _runs_users_code(frame.f_code.co_filename):
         frame = frame.f_back
@@ -145,9 +178,12 @@ def _runs_users_code(file: str) -> bool:
 
 
 def refuse_pinned(model: nn.Module, placeholders: Sequence[fx.Node], lengths: Varying) -> None:
-    """Raise CaptureError where what the tracer assumed of sizes does not hold for all lengths that may come."""
+    """Raise CaptureError where what the tracer assumed of sizes does not hold for all lengths that
+    may come.
+    """
     shapes: list[Any] = [
-        node.meta["val"].shape if isinstance(node.meta["val"], Tensor) else () for node in placeholders
+        node.meta["val"].shape if isinstance(node.meta["val"], Tensor) else ()
+        for node in placeholders
     ]
     pinned = [place for place in lengths.places if isinstance(shapes[place[0]][place[1]], int)]
     symbolic = {
@@ -167,9 +203,11 @@ def refuse_pinned(model: nn.Module, placeholders: Sequence[fx.Node], lengths: Va
         place = "" if where is None else f", at {where}"
         given = ", ".join(f"{name} {length}" for name, length in named.items())
         raise CaptureError(
-            f"{type(model).__name__} does not compute the same for all that lengths() says: what it does for the "
+            f"{type(model).__name__} does not compute the same for all that lengths() says: what "
+            f"it does for the "
             f"greatest ones is another thing for {given}{place}",
-            hint="take sizes from the inputs' shapes in place of numbers, and do not branch on them; or let lengths() "
+            hint="take sizes from the inputs' shapes in place of numbers, and do not branch on "
+            "them; or let lengths() "
             "say less, and pad to the rest",
         )
 
@@ -192,7 +230,8 @@ def refuse_untrainable(model: nn.Module) -> None:
             if hasattr(nn.Module, name):
                 place = f"{path}.{name}".removeprefix(".")
                 raise CaptureError(
-                    f"'{place}' of {type(model).__name__} is named like a method of torch.nn.Module, which hides it",
+                    f"'{place}' of {type(model).__name__} is named like a method of "
+                    f"torch.nn.Module, which hides it",
                     hint=f"give it another name, such as 'own_{name}'",
                 )
     if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -205,14 +244,19 @@ def refuse_untrainable(model: nn.Module) -> None:
 def refuse_loss(dimensions: int, requires_grad: bool) -> None:
     """Raise for a loss that cannot be trained."""
     if dimensions or not requires_grad:
-        what = "is not a single number" if dimensions else "does not depend on the model's parameters"
+        what = (
+            "is not a single number" if dimensions else "does not depend on the model's parameters"
+        )
         raise CaptureError(
-            f"the loss {what}", hint="loss(output, target) must return a 0-dimensional tensor made from the output"
+            f"the loss {what}",
+            hint="loss(output, target) must return a 0-dimensional tensor made from the output",
         )
 
 
 def unregistered_modules(model: nn.Module) -> Iterator[tuple[str, str, list[nn.Module]]]:
-    """Yield the modules in Python lists, tuples and dicts of a model, with path and type of each list."""
+    """Yield the modules in Python lists, tuples and dicts of a model, with path and type of each
+    list.
+    """
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             if name.startswith("_") or not isinstance(value, (list, tuple, dict)):
@@ -222,22 +266,29 @@ def unregistered_modules(model: nn.Module) -> Iterator[tuple[str, str, list[nn.M
 
 
 def warn_of_unregistered(model: nn.Module) -> None:
-    """Say which modules never train, because they are in a Python list, tuple or dict: PyTorch does not."""
+    """Say which modules never train, because they are in a Python list, tuple or dict: PyTorch does
+    not.
+    """
     known = {id(parameter) for parameter in model.parameters()}
     for place, kind, modules in unregistered_modules(model):
-        if not known.issuperset(id(parameter) for each in modules for parameter in each.parameters()):
+        if not known.issuperset(
+            id(parameter) for each in modules for parameter in each.parameters()
+        ):
             _log.warning(
                 f"warning: the modules in the {kind} '{place}' of {type(model).__name__} will "
-                "never be trained, moved to a GPU or saved, because PyTorch does not see them there; hint: make it "
+                "never be trained, moved to a GPU or saved, because PyTorch does not see them "
+                "there; hint: make it "
                 "an nn.ModuleList or nn.ModuleDict"
             )
 
 
 @contextlib.contextmanager
 def refuse_custom_autograd() -> Iterator[None]:
-    """Raise when a model uses its own torch.autograd.Function: tracing would silently drop its backward.
+    """Raise when a model uses its own torch.autograd.Function: tracing would silently drop its
+    backward.
 
-    `Function.apply` may be bound already, as in `scan = Scan.apply`, so it is refused where that ends.
+    `Function.apply` may be bound already, as in `scan = Scan.apply`, so it is refused where that
+    ends.
     """
     base = torch.autograd.function._SingleLevelFunction
 
@@ -245,10 +296,12 @@ def refuse_custom_autograd() -> Iterator[None]:
         if cls.__module__.startswith("torch._library"):  # a registered operation keeps its backward
             return super(base, cls).apply(*args, **kwargs)  # type: ignore[misc]
         raise CaptureError(
-            f"the model uses the autograd function '{cls.__name__}', whose backward cannot be captured",
+            f"the model uses the autograd function '{cls.__name__}', whose backward cannot be "
+            f"captured",
             hint="call torch.utils.checkpoint.checkpoint with use_reentrant=False"
             if cls.__name__ == "CheckpointFunction"
-            else f"write it with ordinary tensor operations, register it with torch.library.custom_op, or {_BLOCKS}",
+            else f"write it with ordinary tensor operations, register it with "
+            f"torch.library.custom_op, or {_BLOCKS}",
         )
 
     with mock.patch.object(base, "apply", classmethod(refuse)):

@@ -1,7 +1,9 @@
-"""Run models and graphs on tensors without data, among others to find what torch.export does not record.
+"""Run models and graphs on tensors without data, among others to find what torch.export does not
+record.
 
-Export traces under no_grad and without autocast, so the graph does not tell which values need a gradient, share memory,
-or have another dtype on another device. Fake tensors pretend to be on a device, which decides on the operations.
+Export traces under no_grad and without autocast, so the graph does not tell which values need a
+gradient, share memory, or have another dtype on another device. Fake tensors pretend to be on a
+device, which decides on the operations.
 """
 
 import copy
@@ -34,7 +36,9 @@ CPU = torch.device("cpu")
 
 
 def on_meta(build: Callable[[], T]) -> T:
-    """Return what `build` returns, on the meta device, or in memory if it looks at the tensors' numbers."""
+    """Return what `build` returns, on the meta device, or in memory if it looks at the tensors'
+    numbers.
+    """
     try:
         with torch.device("meta"):
             return build()
@@ -86,21 +90,28 @@ _GUARDS = "_ZN3c104impl26device_guard_impl_registryE"
 
 def fake_device(kind: str) -> torch.device:
     """Return the device of a kind for fake tensors."""
-    # With a number, or PyTorch asks the guard for it. The current one, for fake tensors open a context on theirs.
-    return torch.device(kind) if kind == "cpu" else torch.device(kind, runtime_of(kind).current_index())
+    # With a number, or PyTorch asks the guard for it. The current one, for fake tensors open a
+    # context on theirs.
+    return (
+        torch.device(kind)
+        if kind == "cpu"
+        else torch.device(kind, runtime_of(kind).current_index())
+    )
 
 
 @contextmanager
 def pretended(kind: str) -> Iterator[None]:
-    """Let fake tensors within run on CUDA devices, if that is the kind and none is there; other kinds must be there.
+    """Let fake tensors within run on CUDA devices, if that is the kind and none is there; other
+    kinds must be there.
 
     So PyTorch's own rules for autocast are observed instead of a copy of its tables.
     """
     if kind != "cuda" or runtime_of(kind).available():
         yield
         return
-    # Autograd and some operations end the process without a guard of the device. This one does nothing, as the meta
-    # device's. FakeTensorMode sets one only where PyTorch has CUDA and the machine has no GPU, and in newer versions.
+    # Autograd and some operations end the process without a guard of the device. This one does
+    # nothing, as the meta device's. FakeTensorMode sets one only where PyTorch has CUDA and the
+    # machine has no GPU, and in newer versions.
     guards = _guards()
     before, guards[_CUDA] = guards[_CUDA], guards[_META]
     try:
@@ -129,7 +140,11 @@ def _guards() -> ctypes.Array[ctypes.c_void_p]:
 
 
 def _gru_cell(
-    _input_gates: Tensor, _hidden_gates: Tensor, hx: Tensor, _bias: Tensor | None = None, _hidden: Tensor | None = None
+    _input_gates: Tensor,
+    _hidden_gates: Tensor,
+    hx: Tensor,
+    _bias: Tensor | None = None,
+    _hidden: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     return torch.empty_like(hx), hx.new_empty(hx.shape[0], 5 * hx.shape[1])
 
@@ -142,22 +157,34 @@ _RUNNING = ("running_mean", "running_var")
 class TensorFacts:
     """What the values of a graph are like, by node."""
 
-    values: dict[fx.Node, Tensor] = field(default_factory=dict)  # those that another stage could receive
+    # those that another stage could receive
+    values: dict[fx.Node, Tensor] = field(default_factory=dict)
     storages: dict[fx.Node, frozenset[int]] = field(default_factory=dict)  # that a value lies in
     writes: dict[fx.Node, frozenset[int]] = field(default_factory=dict)  # that an operation writes
 
     def sharing_as(self, other: "TensorFacts") -> "TensorFacts":
-        """Return these facts, with memory counted as shared or written also where it is so in `other`."""
+        """Return these facts, with memory counted as shared or written also where it is so in
+        `other`.
+        """
         # Complements are negative: the numbers of one run stay apart from those of the other.
-        storages = {node: own | {~each for each in other.storages[node]} for node, own in self.storages.items()}
-        writes = {node: own | {~each for each in other.writes[node]} for node, own in self.writes.items()}
+        storages = {
+            node: own | {~each for each in other.storages[node]}
+            for node, own in self.storages.items()
+        }
+        writes = {
+            node: own | {~each for each in other.writes[node]} for node, own in self.writes.items()
+        }
         return replace(self, storages=storages, writes=writes)
 
 
-def fake_run(module: fx.GraphModule, leaves: list[Any], kind: str, autocast: torch.dtype | None) -> TensorFacts:
-    """Run `module` on `leaves` (as `Batch.flatten` gives them) without data, weights or side effects.
+def fake_run(
+    module: fx.GraphModule, leaves: list[Any], kind: str, autocast: torch.dtype | None
+) -> TensorFacts:
+    """Run `module` on `leaves` (as `Batch.flatten` gives them) without data, weights or side
+    effects.
 
-    The kind is "cpu", "cuda", which need not be there, or another that is there. Weights may be FakeTensors already.
+    The kind is "cpu", "cuda", which need not be there, or another that is there. Weights may be
+    FakeTensors already.
     """
     device = fake_device(kind)
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
@@ -171,7 +198,8 @@ def fake_run(module: fx.GraphModule, leaves: list[Any], kind: str, autocast: tor
 
 class _FakeRun(fx.Interpreter):
     def __init__(self, module: fx.GraphModule, mode: FakeTensorMode, device: torch.device) -> None:
-        # All values are kept to the end, because freed memory would be given to another value, and look shared.
+        # All values are kept to the end, because freed memory would be given to another value, and
+        # look shared.
         super().__init__(module, garbage_collect_values=False)
         self._mode, self._device = mode, device
         self._attributes: dict[int, Any] = {}
@@ -188,7 +216,8 @@ class _FakeRun(fx.Interpreter):
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         args, kwargs = moved(target, args, kwargs, self._device, self._device.type)
         if isinstance(target, torch._ops.HigherOrderOperator) and not enters_region(target):
-            return super().call_function(target, args, kwargs)  # a branch or a loop, in which export permits no writes
+            # a branch or a loop, in which export permits no writes
+            return super().call_function(target, args, kwargs)
         with self._writes:
             return super().call_function(target, args, kwargs)
 
@@ -200,12 +229,16 @@ class _FakeRun(fx.Interpreter):
         if (
             isinstance(value, Tensor)
             and _unwrapped(value) is value
-            and not any(isinstance(size, torch.SymInt) for size in value.shape)  # which would depend on data
+            # which would depend on data
+            and not any(isinstance(size, torch.SymInt) for size in value.shape)
         ):
             facts.values[n] = value
         facts.storages[n] = _storages(value)
-        # Of its arguments: what it wrote besides has been freed, and its number may be another value's later.
-        facts.writes[n] = _storages([self.env[each] for each in n.all_input_nodes]) & self._writes.storages
+        # Of its arguments: what it wrote besides has been freed, and its number may be another
+        # value's later.
+        facts.writes[n] = (
+            _storages([self.env[each] for each in n.all_input_nodes]) & self._writes.storages
+        )
         return value
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
@@ -222,7 +255,9 @@ class _FakeRun(fx.Interpreter):
 
 
 class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Mode that collects the storages that operations write in place, those of nested graphs included."""
+    """Mode that collects the storages that operations write in place, those of nested graphs
+    included.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -233,7 +268,9 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         declared = func._schema.arguments
         given = dict(zip((argument.name for argument in declared), args, strict=False)) | kwargs
         for argument in declared:
-            if (argument.alias_info is not None and argument.alias_info.is_write) or argument.name in _RUNNING:
+            if (
+                argument.alias_info is not None and argument.alias_info.is_write
+            ) or argument.name in _RUNNING:
                 self.storages |= _storages(given.get(argument.name))
         return func(*args, **kwargs)
 
@@ -244,7 +281,9 @@ def _storages(value: Any) -> frozenset[int]:
 
 
 def _unwrapped(tensor: Tensor) -> Tensor:
-    """Return the tensor within one that exists inside torch.vmap or torch.func only; itself if it is none."""
+    """Return the tensor within one that exists inside torch.vmap or torch.func only; itself if it
+    is none.
+    """
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor

@@ -1,4 +1,6 @@
-"""LayerGraph: a captured training forward with its loss, as a chain of layers and the values between them."""
+"""LayerGraph: a captured training forward with its loss, as a chain of layers and the values
+between them.
+"""
 
 import hashlib
 import math
@@ -26,15 +28,17 @@ LOSS = "loss"  # the key under which a stage returns the loss
 class ValueSpec:
     """A tensor that one layer makes and later layers use.
 
-    Kernels sum in another order for other layouts, so a copy in another order changes the last digits downstream. An
-    expanded element (of a mask, of key-value heads that several heads share) is sent once, and the receiver expands it.
+    Kernels sum in another order for other layouts, so a copy in another order changes the last
+    digits downstream. An expanded element (of a mask, of key-value heads that several heads share)
+    is sent once, and the receiver expands it.
     """
 
     name: str  # in the graph
     dtype: torch.dtype
     requires_grad: bool
     sizes: tuple[Size, ...]
-    order: tuple[int, ...]  # dimensions from the outermost in memory to the innermost; (0, 1, ...) where contiguous
+    # dimensions from the outermost in memory to the innermost; (0, 1, ...) where contiguous
+    order: tuple[int, ...]
     expanded: tuple[int, ...] = ()  # dimensions along which the memory holds one element for all
 
     @classmethod
@@ -60,17 +64,25 @@ class ValueSpec:
         """Return the shape of what `to_wire` returns."""
         shape = self.shape(extent)
         # A microbatch without samples has nothing to repeat.
-        return tuple(min(1, shape[each]) if each in self.expanded else shape[each] for each in self.order)
+        return tuple(
+            min(1, shape[each]) if each in self.expanded else shape[each] for each in self.order
+        )
 
     def to_wire(self, value: Tensor) -> Tensor:
-        """Return a view of `value` in its memory order, without repetition: what a message should copy."""
+        """Return a view of `value` in its memory order, without repetition: what a message should
+        copy.
+        """
         for dimension in self.expanded:
             value = value.narrow(dimension, 0, min(1, value.shape[dimension]))
         return value if self._in_order else value.permute(self.order)
 
     def from_wire(self, copy: Tensor, extent: Extent) -> Tensor:
         """Return the value, given a contiguous copy of what `to_wire` returned."""
-        value = copy if self._in_order else copy.permute(sorted(range(len(self.order)), key=self.order.__getitem__))
+        value = (
+            copy
+            if self._in_order
+            else copy.permute(sorted(range(len(self.order)), key=self.order.__getitem__))
+        )
         return value.expand(self.shape(extent)) if self.expanded else value
 
     def size_bytes(self, extent: Extent) -> int:
@@ -110,7 +122,9 @@ _TENSOR = object()  # stands for a tensor among the leaves
 
 @dataclass(frozen=True, eq=False)
 class Structure:
-    """What a block returns besides tensors: lists, tuples, dicts, numbers and strings, the same for every batch."""
+    """What a block returns besides tensors: lists, tuples, dicts, numbers and strings, the same for
+    every batch.
+    """
 
     spec: TreeSpec
     leaves: tuple[Any, ...]
@@ -121,14 +135,17 @@ class Structure:
         if found is None or found.spec != self.spec or found.leaves != self.leaves:
             raise CaptureError(
                 f"block '{block}' returns another structure than on the example batch",
-                hint="the number of tensors, and everything beside them, must be the same for every batch",
+                hint="the number of tensors, and everything beside them, must be the same for "
+                "every batch",
             )
         return tensors_of(value)
 
     def value(self, tensors: Sequence[Any]) -> Any:
         """Return what the next block takes, given the tensors in it."""
         rest = iter(tensors)
-        return self.spec.unflatten([next(rest) if leaf is _TENSOR else leaf for leaf in self.leaves])
+        return self.spec.unflatten(
+            [next(rest) if leaf is _TENSOR else leaf for leaf in self.leaves]
+        )
 
 
 def structure_of(value: Any) -> Structure | None:
@@ -144,8 +161,10 @@ class BlockLayer:
     """Blocks that share a layer; the last layer computes the loss, perhaps without any block."""
 
     blocks: tuple[tuple[str, nn.Module], ...]  # with their names
-    takes: Structure | None  # of what the layer before returns; None for the first layer, which takes the batch
-    gives: Structure | None  # of what the layer after takes; None for the last layer, which computes the loss
+    # of what the layer before returns; None for the first layer, which takes the batch
+    takes: Structure | None
+    # of what the layer after takes; None for the last layer, which computes the loss
+    gives: Structure | None
     training: tuple[bool, ...]  # for each of `modules`, the mode that it is put into
 
     @property
@@ -183,16 +202,21 @@ class LayerGraph:
     output_spec: TreeSpec
     loss: fx.Node
     tied_parameters: tuple[tuple[str, ...], ...]  # groups of names of one and the same parameter
-    batch_size: int | None  # the only one that the graph is valid for; None when it is valid for any
+    # the only one that the graph is valid for; None when it is valid for any
+    batch_size: int | None
     options: ModuleOptions
-    written: frozenset[fx.Node]  # inputs, and nodes that read buffers and constants, whose memory the forward writes
+    # inputs, and nodes that read buffers and constants, whose memory the forward writes
+    written: frozenset[fx.Node]
     hash: str = ""  # see `graph_digest`
     blocks: BlockChain | None = None  # to run instead of the graph's operations
-    repeated: Mapping[str, int] = field(default_factory=dict)  # how many blocks a list has of which few were traced
+    # how many blocks a list has of which few were traced
+    repeated: Mapping[str, int] = field(default_factory=dict)
     lengths: tuple[Length, ...] = ()  # of the batch, that vary
-    constants: Mapping[int, Any] = field(default_factory=dict)  # leaves of the batch that are part of the graph
+    # leaves of the batch that are part of the graph
+    constants: Mapping[int, Any] = field(default_factory=dict)
     pinned_at: str | None = None  # the user's line that fixes `batch_size`, where one does
-    fixed: frozenset[fx.Node] = frozenset()  # operations on constants alone: each piece of code runs those it needs
+    # operations on constants alone: each piece of code runs those it needs
+    fixed: frozenset[fx.Node] = frozenset()
 
     @cached_property
     def values(self) -> dict[str, ValueSpec]:
@@ -209,8 +233,13 @@ class LayerGraph:
         return {node: index for index, layer in enumerate(self.layers) for node in layer.nodes}
 
     def last_use(self, node: fx.Node) -> int:
-        """Return the index of the last layer that uses `node`; of its own layer when no later one does."""
-        return max((self.owner[user] for user in node.users if user in self.owner), default=self.owner[node])
+        """Return the index of the last layer that uses `node`; of its own layer when no later one
+        does.
+        """
+        return max(
+            (self.owner[user] for user in node.users if user in self.owner),
+            default=self.owner[node],
+        )
 
     def users(self, node: fx.Node) -> set[int]:
         """Return the indices of the layers that use `node`."""
@@ -220,7 +249,9 @@ class LayerGraph:
     def crossing(self) -> tuple[fx.Node, ...]:
         """Operations whose result a later layer receives, in execution order."""
         return tuple(
-            node for node, index in self.owner.items() if self.last_use(node) > index and node not in self.fixed
+            node
+            for node, index in self.owner.items()
+            if self.last_use(node) > index and node not in self.fixed
         )
 
     @cached_property
@@ -247,7 +278,9 @@ class LayerGraph:
 
     def read_by(self, layers: Sequence[GraphLayer]) -> tuple[fx.Node, ...]:
         """Return every node that the code of layers reads, in it or before it."""
-        used = dict.fromkeys(source for layer in layers for node in layer.nodes for source in node.all_input_nodes)
+        used = dict.fromkeys(
+            source for layer in layers for node in layer.nodes for source in node.all_input_nodes
+        )
         waiting = [node for node in used if node in self.fixed]
         while waiting:
             new = [source for source in waiting.pop().all_input_nodes if source not in used]
@@ -267,18 +300,23 @@ class LayerGraph:
     def names_of(self, parameters: Sequence[str]) -> tuple[str, ...]:
         """Return `parameters` with all other names of the tied ones among them."""
         groups = {name: group for group in self.tied_parameters for name in group}
-        return tuple(dict.fromkeys(alias for name in parameters for alias in groups.get(name, (name,))))
+        return tuple(
+            dict.fromkeys(alias for name in parameters for alias in groups.get(name, (name,)))
+        )
 
 
 def graph_digest(graph: LayerGraph, specs: Mapping[fx.Node, ValueSpec]) -> str:
-    """Return the SHA-256 of operations, arguments, shapes, dtypes (of `specs`, on a CPU), parameter names and layers.
+    """Return the SHA-256 of operations, arguments, shapes, dtypes (of `specs`, on a CPU), parameter
+    names and layers.
 
-    It says whether a plan was made for this model. It does not depend on the process, the device or, unless the model
-    pins it, the batch size.
+    It says whether a plan was made for this model. It does not depend on the process, the device
+    or, unless the model pins it, the batch size.
     """
     lines = []
     for name, parameter in graph.model.named_parameters(remove_duplicate=False):
-        lines.append(f"parameter {name} {tuple(parameter.shape)} {parameter.dtype} {parameter.requires_grad}")
+        lines.append(
+            f"parameter {name} {tuple(parameter.shape)} {parameter.dtype} {parameter.requires_grad}"
+        )
     for name, buffer in graph.model.named_buffers(remove_duplicate=False):
         lines.append(f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}")
     lines += [f"tied {group}" for group in graph.tied_parameters]
@@ -286,14 +324,22 @@ def graph_digest(graph: LayerGraph, specs: Mapping[fx.Node, ValueSpec]) -> str:
     lines += [f"autocast {graph.options.autocast}"] if graph.options.autocast is not None else []
     lines += ["channels-last"] if graph.options.channels_last else []
     lines += ["master weights"] if graph.options.half is not None else []
-    lines += [f"lengths {[(each.least, each.most) for each in graph.lengths]}"] if graph.lengths else []
+    lines += (
+        [f"lengths {[(each.least, each.most) for each in graph.lengths]}"] if graph.lengths else []
+    )
     lines += [f"layer {layer.name} {[node.name for node in layer.nodes]}" for layer in graph.layers]
     for node in graph.module.graph.nodes:
         spec = specs.get(node)
-        value = f" {spec.dtype} {spec.requires_grad} {[str(size) for size in spec.sizes]} {spec.order}" if spec else ""
+        value = (
+            f" {spec.dtype} {spec.requires_grad} {[str(size) for size in spec.sizes]} {spec.order}"
+            if spec
+            else ""
+        )
         value += f" {spec.expanded}" if spec and spec.expanded else ""
         value += "".join(f" in {region}" for region in regions_of(node))
-        lines.append(f"{node.op} {node.name} {_target(graph, node)} {_arguments(graph, node)}{value}")
+        lines.append(
+            f"{node.op} {node.name} {_target(graph, node)} {_arguments(graph, node)}{value}"
+        )
     return hashlib.sha256("".join(line + "\n" for line in lines).encode()).hexdigest()
 
 
@@ -307,12 +353,17 @@ def _target(graph: LayerGraph, node: fx.Node) -> str:
     if isinstance(constant, Tensor):
         return f"{constant.dtype} {constant.tolist()}"
     assert isinstance(constant, fx.GraphModule)
-    return " ".join(f"{inner.op} {_plain(inner.target)} {_arguments(graph, inner)}" for inner in constant.graph.nodes)
+    return " ".join(
+        f"{inner.op} {_plain(inner.target)} {_arguments(graph, inner)}"
+        for inner in constant.graph.nodes
+    )
 
 
 def _plain(target: Any) -> str:
     # The default text of a function contains its address, which differs between processes.
-    return str(target) if isinstance(target, (str, torch._ops.OpOverload)) else type(target).__name__
+    return (
+        str(target) if isinstance(target, (str, torch._ops.OpOverload)) else type(target).__name__
+    )
 
 
 def _arguments(graph: LayerGraph, node: fx.Node) -> str:

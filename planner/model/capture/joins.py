@@ -13,7 +13,9 @@ from planner.model.capture.operations import Names
 LEAST_RUNS = 4  # layers that one would have been
 LEAST_SHARE = 0.25  # of all operations
 
-_COPY_HINT = "write it where it is first read, and let later layers use a copy, as in self.{name}.clone()"
+_COPY_HINT = (
+    "write it where it is first read, and let later layers use a copy, as in self.{name}.clone()"
+)
 _BUFFER_HINT = "write it where it is first read, and let later layers use a copy of it"
 _INPUT_HINT = "write into a copy: x = x.clone()"
 _IN_PLACE_HINT = "leave out the in-place operation, as in x = x + y for x += y"
@@ -31,11 +33,18 @@ class Span:
 
 
 def written(names: Names, reader: fx.Node | None) -> Cause:
-    """Return the cause of a span that a write makes; `reader` reads the memory, if it outlives the forward."""
+    """Return the cause of a span that a write makes; `reader` reads the memory, if it outlives the
+    forward.
+    """
     if reader is None:
-        return Cause(reason="an operation writes, in place, a value that is made before them", hint=_IN_PLACE_HINT)
+        return Cause(
+            reason="an operation writes, in place, a value that is made before them",
+            hint=_IN_PLACE_HINT,
+        )
     if reader.op == "placeholder":
-        return Cause(reason="they use an input of the model, which forward writes", hint=_INPUT_HINT)
+        return Cause(
+            reason="they use an input of the model, which forward writes", hint=_INPUT_HINT
+        )
     buffer = names.buffer(reader)
     if buffer is None:
         return Cause(reason="they use a constant, which forward writes", hint=_BUFFER_HINT)
@@ -44,7 +53,9 @@ def written(names: Names, reader: fx.Node | None) -> Cause:
 
 
 def unsent(node: fx.Node) -> Cause:
-    """Return the cause of a span from a value that cannot be sent to the last operation that uses it."""
+    """Return the cause of a span from a value that cannot be sent to the last operation that uses
+    it.
+    """
     value = node.meta.get("val")
     if isinstance(value, Tensor) and value.layout == torch.strided:
         reason = f"they use value '{node.name}', whose size depends on the data"
@@ -83,19 +94,34 @@ def operations_in(module: fx.GraphModule, nodes: Sequence[fx.Node]) -> int:
     return sum(1 + _nested_operations(module, node) for node in nodes)
 
 
-def cause_of_nesting(module: fx.GraphModule, nodes: Sequence[fx.Node], all_nodes: Sequence[fx.Node]) -> Cause | None:
-    """Return why a layer cannot be cut that runs many operations as one, as a branch or a loop does."""
+def cause_of_nesting(
+    module: fx.GraphModule, nodes: Sequence[fx.Node], all_nodes: Sequence[fx.Node]
+) -> Cause | None:
+    """Return why a layer cannot be cut that runs many operations as one, as a branch or a loop
+    does.
+    """
     nested = max(nodes, key=lambda node: _nested_operations(module, node))
     inside = _nested_operations(module, nested)
     if inside < LEAST_RUNS or inside < LEAST_SHARE * operations_in(module, all_nodes):
         return None
-    return Cause(reason=f"they are in one operation, '{nested.name}', a branch or a loop", hint=_NESTED_HINT)
+    return Cause(
+        reason=f"they are in one operation, '{nested.name}', a branch or a loop", hint=_NESTED_HINT
+    )
 
 
 def _nested_operations(module: fx.GraphModule, node: fx.Node) -> int:
     if not isinstance(node.target, torch._ops.HigherOrderOperator):
         return 0
-    read = [attrgetter(str(each.target))(module) for each in node.all_input_nodes if each.op == "get_attr"]
+    read = [
+        attrgetter(str(each.target))(module)
+        for each in node.all_input_nodes
+        if each.op == "get_attr"
+    ]
     graphs = [each for each in read if isinstance(each, fx.GraphModule)]
-    calls = [(graph, each) for graph in graphs for each in graph.graph.nodes if each.op == "call_function"]
+    calls = [
+        (graph, each)
+        for graph in graphs
+        for each in graph.graph.nodes
+        if each.op == "call_function"
+    ]
     return sum(1 + _nested_operations(graph, each) for graph, each in calls)

@@ -1,8 +1,9 @@
 """Group the operations of a flat graph into layers.
 
-A layer is what one call of a leaf module computes. An operation that a larger module calls itself starts a layer when
-it is heavy (a matrix product, attention, a pooling); a light one joins the layer before it. Layers are then joined
-around values that cannot be sent, around in-place writes, and behind the loss.
+A layer is what one call of a leaf module computes. An operation that a larger module calls itself
+starts a layer when it is heavy (a matrix product, attention, a pooling); a light one joins the
+layer before it. Layers are then joined around values that cannot be sent, around in-place writes,
+and behind the loss.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,8 +24,10 @@ _LOSS = None  # the scope of the loss function's operations
 
 # Light as well, although they are declared neither as element-wise nor as views.
 _LIGHT = (
-    "cat stack lift_fresh_copy dropout feature_dropout alpha_dropout hardswish mean sum masked_fill where type_as tril "
-    "triu rsub empty_like zeros_like ones_like full_like new_full new_zeros new_ones repeat_interleave"
+    "cat stack lift_fresh_copy dropout feature_dropout alpha_dropout hardswish mean sum "
+    "masked_fill where type_as tril "
+    "triu rsub empty_like zeros_like ones_like full_like new_full new_zeros new_ones "
+    "repeat_interleave"
 )
 
 
@@ -65,7 +68,9 @@ def group_layers(
     for run, first in merged:
         name = run.name
         if name in seen:
-            name = next(other for number in count(2) if (other := f"{run.name}_{number}") not in taken)
+            name = next(
+                other for number in count(2) if (other := f"{run.name}_{number}") not in taken
+            )
             taken.add(name)
         seen.add(name)
         reads = [argument for node in run.nodes for argument in node.all_input_nodes]
@@ -74,23 +79,30 @@ def group_layers(
         nodes = tuple(run.nodes)
         cause = causes.get(first) or cause_of_nesting(module, nodes, operations)
         layers.append(GraphLayer(name, run.op, nodes, tuple(parameters), tuple(buffers), cause))
-    # In evaluation the stages have the weights that training gave them, whether an operation reads them or not.
+    # In evaluation the stages have the weights that training gave them, whether an operation reads
+    # them or not.
     return adopt_unused(layers, names) if is_training(model) else tuple(layers)
 
 
 def _runs(operations: Sequence[fx.Node], model: nn.Module) -> list[_Run]:
     scopes = {node: scope_of(node) for node in operations}
-    last_of_model = max((i for i, node in enumerate(operations) if scopes[node] is not _LOSS), default=-1)
+    last_of_model = max(
+        (i for i, node in enumerate(operations) if scopes[node] is not _LOSS), default=-1
+    )
     # Leaves are modules within which no other module ran: what they do belongs together.
     inner = {scope for scope in scopes.values() if scope}
     leaves = {scope for scope in inner if not any(other.startswith(scope + ".") for other in inner)}
     runs: list[_Run] = []
-    pending: list[fx.Node] = []  # light operations at the start of a module: they join the layer after them
+    # light operations at the start of a module: they join the layer after them
+    pending: list[fx.Node] = []
     for index, node in enumerate(operations):
         scope, call, name = scopes[node], _call(node), _op_name(node)
         last = runs[-1] if runs and not pending else None
         if scope is _LOSS and index > last_of_model:
-            joins, new = bool(runs) and runs[-1].scope is _LOSS, _Run(_LOSS, call, "loss", "loss", [])
+            joins, new = (
+                bool(runs) and runs[-1].scope is _LOSS,
+                _Run(_LOSS, call, "loss", "loss", []),
+            )
             last = runs[-1] if joins else None
         elif scope in leaves and scope:
             joins = last is not None and last.call == call
@@ -129,7 +141,9 @@ def _op_name(node: fx.Node) -> str:
 
 
 def _is_light(node: fx.Node) -> bool:
-    """Return whether an operation is element-wise, a view, a constant, listed, or on indices and masks."""
+    """Return whether an operation is element-wise, a view, a constant, listed, or on indices and
+    masks.
+    """
     target = node.target
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor) and not (value.is_floating_point() or value.is_complex()):
@@ -150,7 +164,8 @@ def _spans_of_writes(
 ) -> Iterable[Span]:
     """Yield the span from each value to the last operation that writes its memory.
 
-    For buffers and inputs, whose memory outlives the forward, the span covers all operations that use it.
+    For buffers and inputs, whose memory outlives the forward, the span covers all operations that
+    use it.
     """
     held = {
         storage: node
@@ -181,19 +196,25 @@ def _merge(runs: list[_Run], spans: Iterable[Span]) -> list[tuple[_Run, int]]:
             groups.append((index, [run]))
     for _, (first, *others) in groups:
         first.nodes += [node for run in others for node in run.nodes]
-        first.op = "+".join([first.op, *(run.op for run in others[:2]), *(["..."] if len(others) > 2 else [])])
+        first.op = "+".join(
+            [first.op, *(run.op for run in others[:2]), *(["..."] if len(others) > 2 else [])]
+        )
     return [(group[0], index) for index, group in groups]
 
 
 def adopt_unused(layers: Sequence[GraphLayer], names: Names) -> tuple[GraphLayer, ...]:
-    """Give each weight that no operation reads to the layer of the closest name: all stages have the model's state."""
+    """Give each weight that no operation reads to the layer of the closest name: all stages have
+    the model's state.
+    """
     used = {name for layer in layers for name in (*layer.parameters, *layer.buffers)}
     paths = [layer.name.split(".") for layer in layers]
     adopted = list(layers)
     for kind, group in zip(("parameters", "buffers"), names.all(), strict=True):
         for name in (each for each in group if each not in used):
             parts = name.split(".")
-            pairs = ([one == other for one, other in zip(path, parts, strict=False)] for path in paths)
+            pairs = (
+                [one == other for one, other in zip(path, parts, strict=False)] for path in paths
+            )
             shared = [sum(takewhile(bool, same)) for same in pairs]
             closest = shared.index(max(shared))
             more: dict[str, Any] = {kind: (*getattr(adopted[closest], kind), name)}

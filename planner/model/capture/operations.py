@@ -1,8 +1,10 @@
-"""The operations of a captured graph: weights they read, modules that ran them, their random numbers and device.
+"""The operations of a captured graph: weights they read, modules that ran them, their random
+numbers and device.
 
-The tracer wrote the device that it ran on into the graph. That stays as it is, and so does its hash: who runs its
-operations rewrites each with `moved`. `movable` makes copies of nested graphs, of regions under no_grad or autocast and
-of branches, that hold a buffer: it goes where their stage goes, and its device is the one that their operations need.
+The tracer wrote the device that it ran on into the graph. That stays as it is, and so does its
+hash: who runs its operations rewrites each with `moved`. `movable` makes copies of nested graphs,
+of regions under no_grad or autocast and of branches, that hold a buffer: it goes where their stage
+goes, and its device is the one that their operations need.
 """
 
 import copy
@@ -18,9 +20,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 MODEL = "model"  # attribute of the exported wrapper that holds the user's model
 _PREFIX = MODEL + "."
 _SLICE = re.compile(r"\.slice\(([^)]*)\)")
-_SLICED = re.compile(r"(?P<slices>(?:\.slice\([^)]*\))+)(?:\.(?P<inner>\w+))?")  # one slice of another, and what of it
+# one slice of another, and what of it
+_SLICED = re.compile(r"(?P<slices>(?:\.slice\([^)]*\))+)(?:\.(?P<inner>\w+))?")
 
-# An operation draws nothing where one of these arguments is zero, nor where it has an argument `train` that is false.
+# An operation draws nothing where one of these arguments is zero, nor where it has an argument
+# `train` that is false.
 _SHARES = ("p", "dropout", "dropout_p")
 
 
@@ -50,13 +54,18 @@ class Names:
         return self._name(node, self._buffers)
 
     def constant(self, node: fx.Node) -> Any:
-        """Return what a `get_attr` node reads besides weights: a tensor made in forward, or a nested graph."""
+        """Return what a `get_attr` node reads besides weights: a tensor made in forward, or a
+        nested graph.
+        """
         assert node.op == "get_attr"
         return attrgetter(str(node.target))(self._module)
 
     def all(self) -> tuple[tuple[str, ...], ...]:
         """Return the names of all parameters and of all buffers, each tensor once."""
-        return tuple(tuple(n for n in named if self._first[n] == n) for named in (self._parameters, self._buffers))
+        return tuple(
+            tuple(n for n in named if self._first[n] == n)
+            for named in (self._parameters, self._buffers)
+        )
 
     def _name(self, node: fx.Node, tensors: dict[str, Any]) -> str | None:
         if node.op != "get_attr":
@@ -66,7 +75,9 @@ class Names:
 
 
 def scope_of(node: fx.Node) -> str | None:
-    """Return the path of the innermost module that ran `node`, "" for the model; None for the loss function."""
+    """Return the path of the innermost module that ran `node`, "" for the model; None for the loss
+    function.
+    """
     paths = [path for path, _ in node.meta.get("nn_module_stack", {}).values()]
     inside = [path for path in paths if path == MODEL or path.startswith(_PREFIX)]
     # The tracer numbers the calls of a module that is called more than once: "block@1".
@@ -74,7 +85,8 @@ def scope_of(node: fx.Node) -> str | None:
 
 
 def name_slices(module: fx.GraphModule, model: nn.Module) -> None:
-    """Write into a traced graph which modules ran that the model took from a slice of a list, by their own paths.
+    """Write into a traced graph which modules ran that the model took from a slice of a list, by
+    their own paths.
 
     Where a module has several names, the tracer (read in PyTorch 2.13) calls those of `layers[1:3]`
     "layers.slice(1, 3, None).0" and so on.
@@ -82,7 +94,9 @@ def name_slices(module: fx.GraphModule, model: nn.Module) -> None:
     for node in module.graph.nodes:
         stack = node.meta.get("nn_module_stack", {})
         if any(_SLICE.search(path) for path, _ in stack.values()):
-            named = {key: (_without_slices(path, model), kind) for key, (path, kind) in stack.items()}
+            named = {
+                key: (_without_slices(path, model), kind) for key, (path, kind) in stack.items()
+            }
             node.meta["nn_module_stack"] = named
 
 
@@ -95,7 +109,9 @@ def _without_slices(path: str, model: nn.Module) -> str:
     container = model.get_submodule(holder.removeprefix(MODEL).removeprefix("."))
     names = [*container._modules]
     for bounds in _SLICE.findall(match["slices"]):
-        names = names[slice(*(None if bound == "None" else int(bound) for bound in bounds.split(", ")))]
+        names = names[
+            slice(*(None if bound == "None" else int(bound) for bound in bounds.split(", ")))
+        ]
 
     inner = match["inner"]
     if inner is None:
@@ -105,7 +121,8 @@ def _without_slices(path: str, model: nn.Module) -> str:
     return _without_slices(f"{holder}.{name}{rest}", model)
 
 
-# The tracer's checks of its assumptions pin a device or cost time. A stage checks its inputs itself.
+# The tracer's checks of its assumptions pin a device or cost time. A stage checks its inputs
+# itself.
 _CHECKS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range")
 _PLACE = "_place"  # name of the buffer
 _AUTOCAST, _NO_GRAD = "wrap_with_autocast", "wrap_with_set_grad_enabled"
@@ -118,8 +135,12 @@ def is_check(node: fx.Node) -> bool:
     return node.op == "call_module"
 
 
-def moved(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: Any, kind: Any) -> tuple[Any, Any]:
-    """Return the arguments of an operation on another device than the one it was traced on, and of another kind."""
+def moved(
+    target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: Any, kind: Any
+) -> tuple[Any, Any]:
+    """Return the arguments of an operation on another device than the one it was traced on, and of
+    another kind.
+    """
     if enters_autocast(target):
         args = (kind, *args[1:])
     placed: tuple[Any, Any] = tree_map(
@@ -134,12 +155,16 @@ def enters_autocast(target: Any) -> bool:
 
 
 def enters_region(target: torch._ops.HigherOrderOperator) -> bool:
-    """Return whether an operation runs its nested graph once as it is, under no_grad or autocast."""
+    """Return whether an operation runs its nested graph once as it is, under no_grad or
+    autocast.
+    """
     return target.__name__ in (_AUTOCAST, _NO_GRAD)
 
 
 def movable(graph: fx.GraphModule) -> fx.GraphModule:
-    """Return a copy of a nested graph that runs on the device of its buffers, without the tracer's checks."""
+    """Return a copy of a nested graph that runs on the device of its buffers, without the tracer's
+    checks.
+    """
     new = fx.GraphModule(graph, copy.deepcopy(graph.graph))
     new.register_buffer(_PLACE, torch.zeros(()))
     new._non_persistent_buffers_set.update(new._buffers)  # no part of the model's state
@@ -151,7 +176,9 @@ def movable(graph: fx.GraphModule) -> fx.GraphModule:
         has_kind = enters_autocast(node.target)
         if is_check(node):
             code.erase_node(node)
-        elif has_kind or any(isinstance(leaf, torch.device) for leaf in tree_leaves((node.args, dict(node.kwargs)))):
+        elif has_kind or any(
+            isinstance(leaf, torch.device) for leaf in tree_leaves((node.args, dict(node.kwargs)))
+        ):
             with code.inserting_before(node):
                 device = code.call_function(getattr, (code.get_attr(_PLACE), "device"))
                 kind = code.call_function(getattr, (device, "type")) if has_kind else None
@@ -170,10 +197,16 @@ def place_nested(graph: nn.Module, place: Tensor) -> None:
 def is_random(node: fx.Node, module: nn.Module) -> bool:
     """Return whether an operation draws random numbers; dropout of probability 0 does not."""
     if isinstance(node.target, torch._ops.OpOverload):
-        given = {argument.name: argument.default_value for argument in node.target._schema.arguments}
+        given = {
+            argument.name: argument.default_value for argument in node.target._schema.arguments
+        }
         given |= dict(zip(given, node.args, strict=False)) | node.kwargs
         draws_nothing = any(given.get(name) == 0 for name in _SHARES) or given.get("train") is False
         return torch.Tag.nondeterministic_seeded in node.target.tags and not draws_nothing
-    read = [getattr(module, str(each.target), None) for each in node.all_input_nodes if each.op == "get_attr"]
+    read = [
+        getattr(module, str(each.target), None)
+        for each in node.all_input_nodes
+        if each.op == "get_attr"
+    ]
     nested = [graph for graph in read if isinstance(graph, fx.GraphModule)]
     return any(is_random(inner, graph) for graph in nested for inner in graph.graph.nodes)

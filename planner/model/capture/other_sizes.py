@@ -1,8 +1,9 @@
 """Check that a captured graph is what the model computes on batches of another size, too.
 
-The tracer sees one batch. It takes every size for two or more, and what the model does for a single sample, such as
-`output.squeeze()` or a branch on `x.shape[0] == 1`, leaves no trace. So model and graph run once more on tensors of the
-other size without data, and what they ask PyTorch for is compared.
+The tracer sees one batch. It takes every size for two or more, and what the model does for a single
+sample, such as `output.squeeze()` or a branch on `x.shape[0] == 1`, leaves no trace. So model and
+graph run once more on tensors of the other size without data, and what they ask PyTorch for is
+compared.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,12 +36,21 @@ _Shape: TypeAlias = tuple[int | None, ...]
 _Operation: TypeAlias = tuple[str, tuple[_Shape, ...]]
 
 # They compute nothing that others use, and the tracer leaves some of them out or adds some.
-_SILENT = ("aten.detach", "aten.alias", "aten.lift", "aten.sym_", "aten._assert", "aten._local_scalar_dense", "prim.")
+_SILENT = (
+    "aten.detach",
+    "aten.alias",
+    "aten.lift",
+    "aten.sym_",
+    "aten._assert",
+    "aten._local_scalar_dense",
+    "prim.",
+)
 _SLICE = "aten.slice"  # which the tracer also writes where it takes everything, as in x[:, None]
 
 
 class OtherSizes:
-    """A model and its captured graph, without data, to be run on batches of other sizes than the captured one.
+    """A model and its captured graph, without data, to be run on batches of other sizes than the
+    captured one.
 
     The model is in the mode that it was captured in.
     """
@@ -51,7 +61,9 @@ class OtherSizes:
         self._only = None if graph.batch_size is None else only_size(graph)
         self._blocks = graph.blocks is not None  # which run as they are, for any size
         self._problems: dict[int, str | None] = {usual.size: None}
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
+        self._mode = FakeTensorMode(
+            allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True
+        )
         self._model: nn.Module | None = None
         if self._only is None and not self._blocks:
             with suppress(Exception):  # whatever the copies of the user's modules raise
@@ -59,7 +71,9 @@ class OtherSizes:
         self._graph = _WithoutData(graph.module, self._mode)
 
     def problem(self, batch: Batch) -> str | None:
-        """Return why the graph cannot stand for the model on batches of this size; None where it can."""
+        """Return why the graph cannot stand for the model on batches of this size; None where it
+        can.
+        """
         if batch.size not in self._problems:
             self._problems[batch.size] = self._found(batch)
         return self._problems[batch.size]
@@ -76,7 +90,8 @@ class OtherSizes:
 
     @cached_property
     def _tells(self) -> bool:
-        """Whether model and graph can be compared so: they agree where the graph is known to be right.
+        """Whether model and graph can be compared so: they agree where the graph is known to be
+        right.
 
         A model may run another kernel without the tracer, one that takes no tensors without data.
         """
@@ -92,7 +107,8 @@ class OtherSizes:
             return f"the model fails on it: {reason_of(cause)}"
         try:
             of_graph = self._operations(batch, self._run_graph)
-        except Exception as cause:  # whatever an operation raises on sizes that it was not captured for
+        # whatever an operation raises on sizes that it was not captured for
+        except Exception as cause:
             return f"the captured model fails on it: {reason_of(cause)}"
         return _difference(of_model, of_graph)
 
@@ -115,7 +131,9 @@ class OtherSizes:
 
 
 class _WithoutData(fx.Interpreter):
-    """Runs a copy of a graph on fake tensors, without the tracer's checks; it leads to no weight of the model."""
+    """Runs a copy of a graph on fake tensors, without the tracer's checks; it leads to no weight of
+    the model.
+    """
 
     def __init__(self, module: fx.GraphModule, mode: FakeTensorMode) -> None:
         graph = fx.Graph()
@@ -135,7 +153,9 @@ class _WithoutData(fx.Interpreter):
 
 
 def _without_data(value: Any, mode: FakeTensorMode) -> Any:
-    """Return a fake tensor in place of a weight or constant; a nested graph, which has neither, as it is."""
+    """Return a fake tensor in place of a weight or constant; a nested graph, which has neither, as
+    it is.
+    """
     if not isinstance(value, Tensor):
         return value
     with mode:
@@ -161,7 +181,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _shape(tensor: Tensor) -> _Shape:
-    return tuple(size.node.maybe_as_int() if isinstance(size, torch.SymInt) else size for size in tensor.shape)
+    return tuple(
+        size.node.maybe_as_int() if isinstance(size, torch.SymInt) else size
+        for size in tensor.shape
+    )
 
 
 def _difference(of_model: Sequence[_Operation], of_graph: Sequence[_Operation]) -> str | None:
@@ -169,7 +192,8 @@ def _difference(of_model: Sequence[_Operation], of_graph: Sequence[_Operation]) 
     for modelled, captured in zip(of_model, of_graph, strict=False):
         if modelled != captured:
             return (
-                f"the model computes something else on it than was captured: {_text(modelled)}, not {_text(captured)}"
+                f"the model computes something else on it than was captured: "
+                f"{_text(modelled)}, not {_text(captured)}"
             )
     if len(of_model) != len(of_graph):
         return f"the model runs {len(of_model)} operations on it, and {len(of_graph)} were captured"

@@ -1,7 +1,8 @@
 """Refuse models whose forward changes which parameters there are, or which of them are trained.
 
-Stages hold the parameters that the model has when it is captured, and train those that require a gradient then. A
-forward that freezes one, or makes a new one, would train otherwise in a plain process, without a word.
+Stages hold the parameters that the model has when it is captured, and train those that require a
+gradient then. A forward that freezes one, or makes a new one, would train otherwise in a plain
+process, without a word.
 """
 
 from collections.abc import Iterator
@@ -15,7 +16,8 @@ from planner.errors import CaptureError
 
 @contextmanager
 def refuse_changed_parameters(model: nn.Module, prefix: str = "") -> Iterator[None]:
-    """Raise CaptureError when code within makes, removes or replaces a parameter, or changes its `requires_grad`.
+    """Raise CaptureError when code within makes, removes or replaces a parameter, or changes its
+    `requires_grad`.
 
     After an error the model has the parameters, and these the flags, that it had before.
 
@@ -44,33 +46,42 @@ class _Parameters:
         self._flags = {name: parameter.requires_grad for name, parameter in self._named.items()}
 
     def compare(self, after: "_Parameters", model: str, prefix: str) -> None:
-        """Raise CaptureError where the parameters `after` a forward are others, or not trained as before."""
+        """Raise CaptureError where the parameters `after` a forward are others, or not trained as
+        before.
+        """
         for name in after._flags:
             if name not in self._flags:
                 raise CaptureError(
-                    f"forward of {model} makes parameter '{prefix}{name}', which the optimizer of a plain training "
+                    f"forward of {model} makes parameter '{prefix}{name}', which the optimizer of "
+                    f"a plain training "
                     "would not know",
-                    hint="make it in build_model(), or call the model once there, on a batch of a few samples",
+                    hint="make it in build_model(), or call the model once there, on a batch of a "
+                    "few samples",
                 )
 
         for name, flag in self._flags.items():
             if name not in after._flags:
                 raise CaptureError(
                     f"forward of {model} removes parameter '{prefix}{name}'",
-                    hint="build the model without it in build_model(), or call the model once there",
+                    hint="build the model without it in build_model(), or call the model once "
+                    "there",
                 )
             if after._named[name] is not self._named[name]:
                 raise CaptureError(
-                    f"forward of {model} puts another parameter in the place of '{prefix}{name}', which the optimizer "
+                    f"forward of {model} puts another parameter in the place of '{prefix}{name}', "
+                    f"which the optimizer "
                     "of a plain training would not know",
-                    hint="compute with a tensor made from the parameter, as in F.linear(x, 0.5 * self.weight), and "
+                    hint="compute with a tensor made from the parameter, as in F.linear(x, 0.5 * "
+                    "self.weight), and "
                     "leave the parameter in its place",
                 )
             if after._flags[name] != flag:
                 raise CaptureError(
-                    f"forward of {model} sets requires_grad of parameter '{prefix}{name}' to {after._flags[name]}, and "
+                    f"forward of {model} sets requires_grad of parameter '{prefix}{name}' to "
+                    f"{after._flags[name]}, and "
                     f"a pipeline would go on with {flag}",
-                    hint="set requires_grad in build_model(), where it holds from the first step on",
+                    hint="set requires_grad in build_model(), where it holds from the first step "
+                    "on",
                 )
 
     def restore(self) -> None:

@@ -1,4 +1,6 @@
-"""Say where a model fixes its number of samples, and what that means for training on its dataset."""
+"""Say where a model fixes its number of samples, and what that means for training on its
+dataset.
+"""
 
 import logging
 from collections.abc import Iterator
@@ -19,7 +21,9 @@ _log = logging.getLogger(__name__)
 
 @contextmanager
 def noting_pins() -> Iterator[list[str]]:
-    """Yield a list that gets the lines of the user's at which the tracer takes one number for a size of the batch."""
+    """Yield a list that gets the lines of the user's at which the tracer takes one number for a
+    size of the batch.
+    """
     places: list[str] = []
     replace = ShapeEnv._set_replacement
 
@@ -46,7 +50,9 @@ def warn_of_only_size(graph: LayerGraph, spec: TrainingSpec) -> None:
     if graph.batch_size is None or graph.blocks is not None or not spec.defines("dataset"):
         return
     _log.warning(
-        f"warning: {only_size(graph)}: an epoch whose last minibatch is smaller will be refused; hint: in forward and "
-        "loss() take x.shape[0] in place of len(x), int(x.shape[0]) or the example's own number; or train with "
+        f"warning: {only_size(graph)}: an epoch whose last minibatch is smaller will be refused; "
+        f"hint: in forward and "
+        "loss() take x.shape[0] in place of len(x), int(x.shape[0]) or the example's own number; "
+        "or train with "
         "`drop_last`"
     )

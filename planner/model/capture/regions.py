@@ -1,14 +1,16 @@
-"""Regions of a forward under torch.autocast, or with gradients switched off or on: cut as everything else.
+"""Regions of a forward under torch.autocast, or with gradients switched off or on: cut as
+everything else.
 
-The tracer notes where a region begins and ends, and then puts its operations into a nested graph, which one operation
-of the flat graph runs. So a model could not be cut within a region: a forward that is decorated with autocast was a
-single layer. Of a region without gradients in one under autocast the tracer even loses the inner one. So here its
-passes are replaced: operations stay in the flat graph, each with the regions that it is in, and code that runs them
-enters these again.
+The tracer notes where a region begins and ends, and then puts its operations into a nested graph,
+which one operation of the flat graph runs. So a model could not be cut within a region: a forward
+that is decorated with autocast was a single layer. Of a region without gradients in one under
+autocast the tracer even loses the inner one. So here its passes are replaced: operations stay in
+the flat graph, each with the regions that it is in, and code that runs them enters these again.
 
-Casts of weights that autocast remembers are those of one process as long as a region stays in one piece of code: two
-uses of a weight in a region have one cast. A weight that is used on both sides of a cut has copies on both anyway.
-Where a model says `cache_enabled=False`, gradients of weights that are used twice in a region differ by rounding.
+Casts of weights that autocast remembers are those of one process as long as a region stays in one
+piece of code: two uses of a weight in a region have one cast. A weight that is used on both sides
+of a cut has copies on both anyway. Where a model says `cache_enabled=False`, gradients of weights
+that are used twice in a region differ by rounding.
 """
 
 from collections.abc import Iterator, Sequence
@@ -75,12 +77,15 @@ def entered(node: fx.Node, device_type: str) -> ExitStack:
 
 @contextmanager
 def regions_noted() -> Iterator[None]:
-    """Let the tracer note the regions of operations, in place of its own passes (read in PyTorch 2.13).
+    """Let the tracer note the regions of operations, in place of its own passes (read in PyTorch
+    2.13).
 
     Graphs of branches and loops keep their regions as nested graphs: they are run as they are.
     """
     with (
-        mock.patch.object(replace_set_grad_with_hop_pass, "replace_set_grad_with_hop_pass", _note_regions),
+        mock.patch.object(
+            replace_set_grad_with_hop_pass, "replace_set_grad_with_hop_pass", _note_regions
+        ),
         mock.patch.object(replace_autocast_with_hop_pass, "replace_autocast_with_hop_pass", _leave),
     ):
         yield
@@ -91,7 +96,9 @@ def _leave(module: fx.GraphModule, signature: Any) -> tuple[fx.GraphModule, Any]
 
 
 def _note_regions(module: fx.GraphModule, signature: Any) -> tuple[fx.GraphModule, Any]:
-    """Give every operation of a flat graph its regions, and take out the nodes where they begin and end."""
+    """Give every operation of a flat graph its regions, and take out the nodes where they begin and
+    end.
+    """
     usual = torch.is_grad_enabled()
     gradients: Region | None = None
     autocast: dict[fx.Node, Region] = {}  # in the order that they were entered
@@ -105,9 +112,12 @@ def _note_regions(module: fx.GraphModule, signature: Any) -> tuple[fx.GraphModul
         elif node.target is _exit_autocast:
             del autocast[node.args[0]]
         elif node.op == "call_function":
-            # What autocast does is the same whether gradients are on, so theirs may be the innermost region.
+            # What autocast does is the same whether gradients are on, so theirs may be the
+            # innermost region.
             node.meta[_META] = (*autocast.values(), *([gradients] if gradients is not None else []))
-        elif node.op == "get_attr" and isinstance(nested := getattr(module, str(node.target), None), fx.GraphModule):
+        elif node.op == "get_attr" and isinstance(
+            nested := getattr(module, str(node.target), None), fx.GraphModule
+        ):
             for replaced in (_set_grad_pass, _autocast_pass):
                 nested, _ = replaced(nested, None)
             setattr(module, str(node.target), nested)
@@ -128,13 +138,17 @@ class RegionWriter:
         self.used = False
 
     def move_to(self, regions: Sequence[Region], device_type: fx.Node | None = None) -> None:
-        """Be in these regions from here on: leave others, innermost first, and enter those that are missing."""
+        """Be in these regions from here on: leave others, innermost first, and enter those that are
+        missing.
+        """
         same = 0
         while same < min(len(regions), len(self._open)) and regions[same] is self._open[same][0]:
             same += 1
         while len(self._open) > same:
             region, handle = self._open.pop()
-            self._code.call_function(_exit_autocast if region.grad is None else torch._C._set_grad_enabled, (handle,))
+            self._code.call_function(
+                _exit_autocast if region.grad is None else torch._C._set_grad_enabled, (handle,)
+            )
 
         for region in regions[same:]:
             self.used = True
@@ -143,13 +157,17 @@ class RegionWriter:
                 self._code.call_function(torch._C._set_grad_enabled, (region.grad,))
             else:
                 kind = device_type if region.device_type == _TRACED_ON else region.device_type
-                handle = self._code.call_function(_enter_autocast, (kind, region.dtype, region.enabled))
+                handle = self._code.call_function(
+                    _enter_autocast, (kind, region.dtype, region.enabled)
+                )
             self._open.append((region, handle))
 
 
 @contextmanager
 def restored_after_failure(device_type: str) -> Iterator[None]:
-    """Restore what regions change where an operation within them fails, and so nothing leaves them."""
+    """Restore what regions change where an operation within them fails, and so nothing
+    leaves them.
+    """
     # Devices that compute nothing, such as meta, follow the CPU's rules.
     device_type = device_type if device_type in known_kinds() else "cpu"
     grad, cached = torch.is_grad_enabled(), torch.is_autocast_cache_enabled()

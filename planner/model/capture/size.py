@@ -1,4 +1,6 @@
-"""Sizes that depend on the batch: an int, or an expression in the number of samples and in lengths that vary."""
+"""Sizes that depend on the batch: an int, or an expression in the number of samples and in lengths
+that vary.
+"""
 
 from collections.abc import Callable, Iterable
 from functools import lru_cache
@@ -12,7 +14,8 @@ BATCH = sympy.Symbol("batch", integer=True, positive=True)
 
 Size: TypeAlias = "int | sympy.Expr"
 MOST_EXTENTS = 4096  # of which what follows from them is kept: there may be as many as batches
-Extent: TypeAlias = "int | tuple[int, ...]"  # the samples of a batch; where lengths vary, these after the samples
+# the samples of a batch; where lengths vary, these after the samples
+Extent: TypeAlias = "int | tuple[int, ...]"
 
 
 def length_symbol(number: int) -> sympy.Symbol:
@@ -22,12 +25,16 @@ def length_symbol(number: int) -> sympy.Symbol:
 
 @lru_cache(maxsize=MOST_EXTENTS)
 def _function(expression: sympy.Expr, lengths: int) -> Callable[..., Any]:
-    """Return the expression as a function of the extent: Python computes one a thousand times as fast as sympy."""
+    """Return the expression as a function of the extent: Python computes one a thousand times as
+    fast as sympy.
+    """
     symbols = (BATCH, *map(length_symbol, range(lengths)))
     polynomial = expression.as_poly(*symbols)
     if polynomial is not None and polynomial.domain.is_ZZ:
         return sympy.lambdify(symbols, expression)  # type: ignore[no-any-return]
-    return lambda *values: expression.xreplace(dict(zip(symbols, map(sympy.Integer, values), strict=True)))
+    return lambda *values: expression.xreplace(
+        dict(zip(symbols, map(sympy.Integer, values), strict=True))
+    )
 
 
 @lru_cache(maxsize=MOST_EXTENTS)
@@ -54,7 +61,8 @@ def _value(expression: sympy.Expr, extent: Extent) -> Any:
 
 @lru_cache(maxsize=4096)
 def telling(sizes: tuple[Size, ...]) -> dict[sympy.Symbol, int]:
-    """Return the symbols that sizes tell, each with the place of the size that tells it when those before are known.
+    """Return the symbols that sizes tell, each with the place of the size that tells it when those
+    before are known.
 
     A size tells a symbol where it is linear in it and has no other that is unknown.
     """
@@ -72,7 +80,9 @@ def telling(sizes: tuple[Size, ...]) -> dict[sympy.Symbol, int]:
 
 
 def extent_told(sizes: tuple[Size, ...], values: Iterable[int], lengths: int) -> Extent:
-    """Return the extent, with so many lengths, at which sizes have these values; 0 stands for what none tells."""
+    """Return the extent, with so many lengths, at which sizes have these values; 0 stands for what
+    none tells.
+    """
     known, given = dict[sympy.Symbol, int](), list(values)
     for symbol, place in telling(sizes).items():
         if sizes[place] == symbol:
@@ -90,7 +100,8 @@ def is_symbolic(value: object) -> bool:
 
 
 class SizeReader:
-    """Rewrite the tracer's symbols in terms of the batch; other symbols stand for sizes that depend on data.
+    """Rewrite the tracer's symbols in terms of the batch; other symbols stand for sizes that depend
+    on data.
 
     Its `places` say where in a batch each length is: the leaf and the dimension.
     """
@@ -98,13 +109,16 @@ class SizeReader:
     def __init__(self, placeholders: list[fx.Node]) -> None:
         values = [node.meta.get("val") for node in placeholders]
         shapes: list[Any] = [value.shape if isinstance(value, Tensor) else () for value in values]
-        symbols = (shape[0].node.expr.free_symbols for shape in shapes if shape and is_symbolic(shape[0]))
+        symbols = (
+            shape[0].node.expr.free_symbols for shape in shapes if shape and is_symbolic(shape[0])
+        )
         self._symbols = dict.fromkeys(set().union(*symbols), BATCH)
         self.places: list[tuple[int, int]] = []
         for leaf, shape in enumerate(shapes):
             for dimension, size in enumerate(shape):
                 symbol = size.node.expr if is_symbolic(size) else None
-                # A size that is computed from another, such as a length and one, has that one's symbol.
+                # A size that is computed from another, such as a length and one, has that one's
+                # symbol.
                 if isinstance(symbol, sympy.Symbol) and symbol not in self._symbols:
                     self._symbols[symbol] = length_symbol(len(self.places))
                     self.places.append((leaf, dimension))

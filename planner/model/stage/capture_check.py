@@ -1,9 +1,11 @@
-"""Check that captured layers compute what the model does: its loss, and the gradients of its parameters.
+"""Check that captured layers compute what the model does: its loss, and the gradients of its
+parameters.
 
-A capture records one call, without autograd. What the model takes from elsewhere (a count of its calls, random numbers
-of Python or NumPy) became a constant there, and what changes gradients but no value (hooks, tensors saved with fewer
-digits) is not there at all. Training would go on with it in silence. So one step of each is compared, on several
-batches: a constant may fit the batch that it was captured with.
+A capture records one call, without autograd. What the model takes from elsewhere (a count of its
+calls, random numbers of Python or NumPy) became a constant there, and what changes gradients but no
+value (hooks, tensors saved with fewer digits) is not there at all. Training would go on with it in
+silence. So one step of each is compared, on several batches: a constant may fit the batch that it
+was captured with.
 """
 
 import math
@@ -32,22 +34,26 @@ from planner.model.stage.stage import build_stage
 
 # Relative differences that are none: some kernels of GPUs add in another order each time.
 _SAME, _EPSILONS = 1e-4, 4
-# Gradients that should be zero, as of a bias in front of BatchNorm, are the rounding of much larger numbers. So a
-# difference counts from this part of all parameters' gradients on.
+# Gradients that should be zero, as of a bias in front of BatchNorm, are the rounding of much larger
+# numbers. So a difference counts from this part of all parameters' gradients on.
 _LEAST_SHARE = 1e-2
 _DRAWN_STD = 0.02  # of the numbers that stand for weights that are zero
 _FEW = 2  # samples, of another batch size
 
 _VALUE_HINT = (
-    "draw random numbers with torch alone, and keep counts of calls in buffers: all other numbers stay as they were "
+    "draw random numbers with torch alone, and keep counts of calls in buffers: all other numbers "
+    "stay as they were "
     "when the model was captured"
 )
 _COUNT_HINT = (
-    "let forward() count in a buffer, return it with the output where loss() needs it, and train with one microbatch"
+    "let forward() count in a buffer, return it with the output where loss() needs it, "
+    "and train with one microbatch"
 )
 _GRADIENT_HINT = (
-    "hooks on gradients and on saved tensors are not captured: write them with operations, as in x * s + x.detach() * "
-    "(1 - s) for x with its gradient multiplied by s, and torch.no_grad for torch.inference_mode; or name parts that "
+    "hooks on gradients and on saved tensors are not captured: write them with operations, as in "
+    "x * s + x.detach() * "
+    "(1 - s) for x with its gradient multiplied by s, and torch.no_grad for torch.inference_mode; "
+    "or name parts that "
     "run as they are in blocks(model)"
 )
 _TWO_CALLS = "two calls of the model with the same batch and the same random numbers of torch"
@@ -55,17 +61,22 @@ _BOTH = "the model and its captured layers"
 
 
 def can_be_checked(graph: LayerGraph, device_type: str) -> bool:
-    """Return whether all weights of the model have values on a kind of device, without which it cannot run."""
+    """Return whether all weights of the model have values on a kind of device, without which it
+    cannot run.
+    """
     return all(parameter.device.type == device_type for parameter in graph.model.parameters())
 
 
-def check_captured(spec: TrainingSpec, graph: LayerGraph, batches: Sequence[Batch], options: ModuleOptions) -> None:
-    """Raise CaptureError where the model and its captured layers differ in a step on one of `batches`.
+def check_captured(
+    spec: TrainingSpec, graph: LayerGraph, batches: Sequence[Batch], options: ModuleOptions
+) -> None:
+    """Raise CaptureError where the model and its captured layers differ in a step on one of
+    `batches`.
 
     So it does where a step of the model changes which parameters there are, or are trained.
 
-    The model runs twice on the first one. Weights, buffers, gradients and random numbers are left as they were. All
-    weights must be where the batches are.
+    The model runs twice on the first one. Weights, buffers, gradients and random numbers are left
+    as they were. All weights must be where the batches are.
     """
     runs = _Runs(spec, graph, replace(options, compiled=False))
     with generators_kept(), _gradients_kept(graph.model), _no_weight_zero(graph.model):
@@ -82,7 +93,8 @@ def check_captured(spec: TrainingSpec, graph: LayerGraph, batches: Sequence[Batc
         for batch in batches[1:]:
             try:
                 steps = runs.model(batch, seed=0), runs.captured(batch)
-            except Exception:  # whatever either raises that takes one number of samples: so would training
+            # whatever either raises that takes one number of samples: so would training
+            except Exception:
                 if batch.size == batches[0].size:
                     raise
                 continue
@@ -90,19 +102,24 @@ def check_captured(spec: TrainingSpec, graph: LayerGraph, batches: Sequence[Batc
 
 
 def _refuse_counting(state: PythonState) -> None:
-    """Raise CaptureError where a call of the model has left another value than the call before it."""
+    """Raise CaptureError where a call of the model has left another value than the call
+    before it.
+    """
     change = state.change()
     if change is None:
         return
     raise CaptureError(
-        f"each call of the model and of loss() changes {change.words}, and they may read it: trials and other workers "
+        f"each call of the model and of loss() changes {change.words}, and they may read it: "
+        f"trials and other workers "
         "call them more often, or never",
         hint=_COUNT_HINT,
     )
 
 
 def _refuse_exchange(runs: "_Runs", spec: TrainingSpec, batches: Sequence[Batch]) -> None:
-    """Raise CaptureError where blocks leave what follows from a batch in globals: other workers would not see it."""
+    """Raise CaptureError where blocks leave what follows from a batch in globals: other workers
+    would not see it.
+    """
     state = PythonState(spec, runs.graph.model, attributes=False)
     for batch in batches[1:]:
         if batch.size != batches[0].size:
@@ -111,16 +128,19 @@ def _refuse_exchange(runs: "_Runs", spec: TrainingSpec, batches: Sequence[Batch]
         change = state.change()
         if change is not None:
             raise CaptureError(
-                f"blocks(model) leave a number that depends on the batch in '{change.name}', and blocks on other "
+                f"blocks(model) leave a number that depends on the batch in '{change.name}', and "
+                f"blocks on other "
                 "workers would not see it",
                 hint="let the block return it, for the next one to pass on",
             )
 
 
 def further_batches(spec: TrainingSpec, graph: LayerGraph, batch: Batch) -> list[Batch]:
-    """Return example batches beside `batch`: one of as many samples, and one of fewer, or of more if it has two.
+    """Return example batches beside `batch`: one of as many samples, and one of fewer, or of more
+    if it has two.
 
-    A graph that is valid for one number of samples has no second size, nor has a model that takes no other.
+    A graph that is valid for one number of samples has no second size, nor has a model that takes
+    no other.
     """
     with generators_kept():
         drawn = [spec.example_batch(batch.size)]
@@ -132,7 +152,9 @@ def further_batches(spec: TrainingSpec, graph: LayerGraph, batch: Batch) -> list
 
 @dataclass(frozen=True)
 class _Step:
-    """The loss of a step, and the gradients of parameters by name; None where a parameter got none."""
+    """The loss of a step, and the gradients of parameters by name; None where a parameter
+    got none.
+    """
 
     loss: Tensor
     gradients: dict[str, Tensor | None]  # on the host
@@ -146,10 +168,14 @@ class _Runs:
         self._calls = 0
         self._stage = build_stage(graph, [layer.name for layer in graph.layers])
         regions = {region for node in graph.module.graph.nodes for region in regions_of(node)}
-        self._dtypes_of_regions = {each.dtype for each in regions if each.enabled and each.dtype is not None}
+        self._dtypes_of_regions = {
+            each.dtype for each in regions if each.enabled and each.dtype is not None
+        }
 
     def compare(self, batch: Batch, one: _Step, captured: _Step) -> None:
-        """Raise CaptureError where steps of the model and of its captured layers on a batch differ."""
+        """Raise CaptureError where steps of the model and of its captured layers on a batch
+        differ.
+        """
         if self._difference(one, captured) is None:
             return
 
@@ -163,7 +189,9 @@ class _Runs:
         """Run a step of the model as the user wrote it."""
         model = self.graph.model
         with refuse_changed_parameters(model):
-            return self._step(seed, lambda: unsplit_loss(model, self._spec, batch.copied(), self._options))
+            return self._step(
+                seed, lambda: unsplit_loss(model, self._spec, batch.copied(), self._options)
+            )
 
     def captured(self, batch: Batch) -> _Step:
         """Run the same step of the captured layers."""
@@ -174,7 +202,9 @@ class _Runs:
         difference = self._difference(one, other)
         if difference is None:
             return
-        hint = _VALUE_HINT if difference.startswith("losses") or what == _TWO_CALLS else _GRADIENT_HINT
+        hint = (
+            _VALUE_HINT if difference.startswith("losses") or what == _TWO_CALLS else _GRADIENT_HINT
+        )
         raise CaptureError(f"{what} give {difference}", hint=hint)
 
     def _step(self, seed: int, run: Callable[[], Tensor]) -> _Step:
@@ -183,7 +213,8 @@ class _Runs:
             parameter.grad = None
         self._calls += 1
         with keep_state(self.graph.model):
-            # Python's and NumPy's go on from call to call: what a model draws from them is a constant in its graph.
+            # Python's and NumPy's go on from call to call: what a model draws from them is a
+            # constant in its graph.
             seed_generators(self._calls)
             torch.manual_seed(seed)
             loss = run()
@@ -195,7 +226,9 @@ class _Runs:
         return _Step(loss.detach(), gradients)
 
     def _difference(self, one: _Step, other: _Step) -> str | None:
-        """Return what is different in two steps: the losses, or the gradient of the first such parameter."""
+        """Return what is different in two steps: the losses, or the gradient of the first such
+        parameter.
+        """
         tolerance = self._tolerance(one.loss.dtype)
         if not torch.allclose(one.loss, other.loss, rtol=tolerance, atol=0.0, equal_nan=True):
             return f"losses of {float(one.loss):.6g} and {float(other.loss):.6g}"
@@ -209,11 +242,16 @@ class _Runs:
         return None
 
     def _tolerance(self, dtype: torch.dtype) -> float:
-        computed_in = {self._options.autocast or self._options.half or dtype, *self._dtypes_of_regions}
+        computed_in = {
+            self._options.autocast or self._options.half or dtype,
+            *self._dtypes_of_regions,
+        }
         return max(_SAME, *(_EPSILONS * torch.finfo(each).eps for each in computed_in))
 
 
-def _gradient_difference(one: Tensor | None, other: Tensor | None, tolerance: float, least: float) -> str | None:
+def _gradient_difference(
+    one: Tensor | None, other: Tensor | None, tolerance: float, least: float
+) -> str | None:
     """Return how two gradients differ; `least` is the least norm that rounding is compared with."""
     if one is None and other is None:
         return None
@@ -232,7 +270,9 @@ def _shown_norm(gradient: Tensor | None) -> str:
 
 
 def _norm(gradient: Tensor) -> float:
-    """Return the norm of a gradient, which may be complex, or have fewer digits than a norm needs."""
+    """Return the norm of a gradient, which may be complex, or have fewer digits than a norm
+    needs.
+    """
     return float((gradient if gradient.is_complex() else gradient.float()).norm())
 
 
@@ -244,12 +284,18 @@ def _on_host(gradient: Tensor | None) -> Tensor | None:
 
 
 class _DrawsByShape(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Mode in which random numbers depend on their operation and its shapes alone, whatever was drawn before."""
+    """Mode in which random numbers depend on their operation and its shapes alone, whatever was
+    drawn before.
+    """
 
     supports_higher_order_operators = True
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
             shapes = [tuple(each.shape) if isinstance(each, Tensor) else each for each in args]
@@ -269,7 +315,9 @@ def _gradients_kept(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _no_weight_zero(model: nn.Module) -> Iterator[None]:
-    """Draw the weights that are zero, behind which all gradients would be zero and equal; make them zero afterwards."""
+    """Draw the weights that are zero, behind which all gradients would be zero and equal; make them
+    zero afterwards.
+    """
     with torch.no_grad():
         zeros = [each for each in model.parameters() if each.is_floating_point() and not each.any()]
         for parameter in zeros:

@@ -1,4 +1,6 @@
-"""Make a stage's generated code fast: with torch.compile, or else with functions that Python calls faster."""
+"""Make a stage's generated code fast: with torch.compile, or else with functions that Python calls
+faster.
+"""
 
 from collections.abc import Callable
 from functools import cache
@@ -14,10 +16,12 @@ Code = Callable[..., Any]
 
 
 def compiled(code: Code, *, dynamic: bool = False) -> Code:
-    """Return `code` through torch.compile, which compiles it at its first call: for its sizes, or `dynamic` for all.
+    """Return `code` through torch.compile, which compiles it at its first call: for its sizes, or
+    `dynamic` for all.
 
-    Compiled code is interrupted where a layer is seeded (`randomness.reseed`), and `fallback_random` makes it draw with
-    PyTorch's own kernels: the same random numbers as without compilation.
+    Compiled code is interrupted where a layer is seeded (`randomness.reseed`), and
+    `fallback_random` makes it draw with PyTorch's own kernels: the same random numbers as without
+    compilation.
     """
     return torch.compile(code, dynamic=dynamic, options={"fallback_random": True})
 
@@ -27,8 +31,13 @@ def check_compiler(device_type: str) -> None:
     """Compile a tiny function, to report in one sentence what this machine lacks."""
     try:
         compiled(lambda x: x.sin() + 1)(torch.ones(8, device=device_type))
-    except Exception as cause:  # whatever the tracer, the code generator or the compiler behind it raises
-        needed = "a C++ compiler (g++ or clang++) and Python's headers" if device_type == "cpu" else "Triton and gcc"
+    # whatever the tracer, the code generator or the compiler behind it raises
+    except Exception as cause:
+        needed = (
+            "a C++ compiler (g++ or clang++) and Python's headers"
+            if device_type == "cpu"
+            else "Triton and gcc"
+        )
         raise InputError(
             f"torch.compile does not work for {device_type} on this machine: {first_line(cause)}",
             hint=f"it needs {needed}; or profile without `compiled`",

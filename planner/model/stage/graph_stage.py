@@ -1,4 +1,6 @@
-"""Generate the code of a stage: the operations of its layers, or calls of the blocks that the model's file names."""
+"""Generate the code of a stage: the operations of its layers, or calls of the blocks that the
+model's file names.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,14 +21,15 @@ from planner.model.stage.parts import Boundary, LayerObserver, Segment, Variant
 from planner.model.stage.weights import holder_of, place_of, weights_of
 from planner.model.tensor.division import Regions
 
-CONSTANT = "_constant_"  # begins the names of constants and nested graphs, which are of this graph alone
+# begins the names of constants and nested graphs, which are of this graph alone
+CONSTANT = "_constant_"
 
 
 class StageBlocks:
     """The blocks within `boundary` of a graph of blocks.
 
-    Its `weights` are bare modules under the model's names, with the registries of the blocks' modules, because blocks
-    must see when a stage that is moved replaces buffers.
+    Its `weights` are bare modules under the model's names, with the registries of the blocks'
+    modules, because blocks must see when a stage that is moved replaces buffers.
     """
 
     def __init__(self, graph: LayerGraph, boundary: Boundary, variant: Variant) -> None:
@@ -41,18 +44,22 @@ class StageBlocks:
                 holder = holder_of(self.weights, path)
                 for registry in ("_parameters", "_buffers", "_non_persistent_buffers_set"):
                     holder.__dict__[registry] = getattr(module, registry)
-        # Then the names that no module inside has: other names of tied weights, and weights that no block uses.
+        # Then the names that no module inside has: other names of tied weights, and weights that no
+        # block uses.
         weights_of(graph, boundary.layers, self.weights)
         self._calls = {block: compiled(block) if variant.compiled else block for block in blocks}
 
     def code_of(self, index: int) -> Callable[..., Any]:
-        """Return what runs the blocks of a layer: from the tensors that it takes to those that it makes, or the loss.
+        """Return what runs the blocks of a layer: from the tensors that it takes to those that it
+        makes, or the loss.
 
-        The first layer takes the leaves of the arguments, the last one those of the target, too, at the end.
+        The first layer takes the leaves of the arguments, the last one those of the target, too, at
+        the end.
         """
         layer, loss = self._chain.layers[index], self._chain.loss
         modes = list(zip(layer.modules, layer.training, strict=True))
-        # Only this layer's: the chain, which the function would keep, leads to the whole model's weights.
+        # Only this layer's: the chain, which the function would keep, leads to the whole model's
+        # weights.
         blocks = [(module, self._calls[module]) for _, module in layer.blocks]
         spec = self._batch_spec
         target_spec = spec.children()[-1]
@@ -77,7 +84,9 @@ class StageBlocks:
 
 
 def made_last(tensors: Sequence[Tensor]) -> Tensor | None:
-    """Return the tensor whose backward runs first: autograd takes the highest sequence number first."""
+    """Return the tensor whose backward runs first: autograd takes the highest sequence number
+    first.
+    """
     with_gradient = [tensor for tensor in tensors if tensor.grad_fn is not None]
     return max(with_gradient, key=lambda tensor: tensor.grad_fn._sequence_nr(), default=None)  # type: ignore[union-attr]
 
@@ -88,20 +97,31 @@ def _notify(observer: LayerObserver | None, index: int, values: Sequence[Tensor]
 
 
 def numbers_of(graph: LayerGraph, part: Boundary) -> dict[fx.Node, Any]:
-    """Return the numbers that layers use and that depend on the batch size alone, as expressions of it."""
+    """Return the numbers that layers use and that depend on the batch size alone, as expressions of
+    it.
+    """
     values = {node: node.meta.get("val") for node in part.used}
-    found = {node: graph.reader.expression(value) for node, value in values.items() if is_symbolic(value)}
+    found = {
+        node: graph.reader.expression(value) for node, value in values.items() if is_symbolic(value)
+    }
     return {node: expression for node, expression in found.items() if expression is not None}
 
 
 class SegmentBuilder:
-    """Builder of a segment's code: the operations of its layers, or the blocks, copied into a graph of their own.
+    """Builder of a segment's code: the operations of its layers, or the blocks, copied into a graph
+    of their own.
 
-    Its `places` say where the user's file makes each value of the code, by the value's name; none of blocks.
+    Its `places` say where the user's file makes each value of the code, by the value's name; none
+    of blocks.
     """
 
     def __init__(
-        self, graph: LayerGraph, part: Boundary, variant: Variant, weights: nn.Module, blocks: StageBlocks | None
+        self,
+        graph: LayerGraph,
+        part: Boundary,
+        variant: Variant,
+        weights: nn.Module,
+        blocks: StageBlocks | None,
     ) -> None:
         self._graph, self._part, self._variant, self._blocks = graph, part, variant, blocks
         self._weights = weights
@@ -115,7 +135,9 @@ class SegmentBuilder:
         self._regions = Regions(graph, variant.division, self._new)
 
     def written(self) -> set[str]:
-        """Return the names of the buffers that the built segment writes; blocks may write any of theirs."""
+        """Return the names of the buffers that the built segment writes; blocks may write any of
+        theirs.
+        """
         if self._blocks is not None:
             return {name for layer in self._part.layers for name in layer.buffers}
         return {name for node, name in self._attributes.items() if node in self._graph.written}
@@ -123,14 +145,27 @@ class SegmentBuilder:
     def build(self) -> Segment:
         taken = [*self._part.takes, *numbers_of(self._graph, self._part)]
         makes = self._part.makes
-        self._attributes = {source: self._attribute(source) for source in self._part.used if source.op == "get_attr"}
-        # Weights are looked up before the code runs, because `nn.Module.__getattr__` searches at every dot of
-        # `self.block.qkv.weight`. That saves Python's time, which compiled code does not take.
+        self._attributes = {
+            source: self._attribute(source) for source in self._part.used if source.op == "get_attr"
+        }
+        # Weights are looked up before the code runs, because `nn.Module.__getattr__` searches at
+        # every dot of `self.block.qkv.weight`. That saves Python's time, which compiled code does
+        # not take.
         modules = dict(self._weights.named_modules())
-        names = [] if self._compiled else dict.fromkeys(n for n in self._attributes.values() if n not in modules)
-        arguments = {name: self._new.placeholder(f"weight_{number}") for number, name in enumerate(names)}
-        self._copies = {node: arguments[name] for node, name in self._attributes.items() if name in arguments}
-        self._device, self._key, self._observer = map(self._new.placeholder, ("device", "random_key", "observer"))
+        names = (
+            []
+            if self._compiled
+            else dict.fromkeys(n for n in self._attributes.values() if n not in modules)
+        )
+        arguments = {
+            name: self._new.placeholder(f"weight_{number}") for number, name in enumerate(names)
+        }
+        self._copies = {
+            node: arguments[name] for node, name in self._attributes.items() if name in arguments
+        }
+        self._device, self._key, self._observer = map(
+            self._new.placeholder, ("device", "random_key", "observer")
+        )
         self._copies |= {node: self._new.placeholder(node.name) for node in taken}
         self._copies |= {node: self._regions.taken(node, self._copies[node]) for node in taken}
         self._copy_fixed()
@@ -140,7 +175,9 @@ class SegmentBuilder:
         self._new.output(tuple(self._regions.made(node, self._copies) for node in makes))
         # Only the generated function is kept; the module around it, with the graph, is dropped.
         code = type(fx.GraphModule(self._weights, self._new)).forward
-        self.places = {copy.name: place for node, copy in self._copies.items() if (place := user_place(node))}
+        self.places = {
+            copy.name: place for node, copy in self._copies.items() if (place := user_place(node))
+        }
         code = compiled(code, dynamic=bool(self._graph.lengths)) if self._compiled else code
         weights, looked_up = self._weights, [place_of(self._weights, name) for name in names]
 
@@ -155,9 +192,11 @@ class SegmentBuilder:
         return Segment(run, tuple(node.name for node in taken), tuple(node.name for node in makes))
 
     def _copy_layer(self, index: int, layer: GraphLayer) -> None:
-        # Each random layer is seeded anew, so that its numbers do not depend on what the process ran before. From
-        # outside, one cannot see whether a block draws random numbers.
-        if self._blocks is not None or any(is_random(node, self._graph.module) for node in layer.nodes):
+        # Each random layer is seeded anew, so that its numbers do not depend on what the process
+        # ran before. From outside, one cannot see whether a block draws random numbers.
+        if self._blocks is not None or any(
+            is_random(node, self._graph.module) for node in layer.nodes
+        ):
             reseeding: Any = torch.compiler.disable(reseed) if self._compiled else reseed  # type: ignore[no-untyped-call]
             self._new.call_function(reseeding, (self._key, self._device, index))
         if self._blocks is not None:
@@ -168,14 +207,23 @@ class SegmentBuilder:
             if node not in self._copies:
                 self._copy_in_regions(node)
         if self._variant.observable:
-            # Of a layer's values the one whose backward runs first; of operations, that is the last.
+            # Of a layer's values the one whose backward runs first; of operations, that is the
+            # last.
             specs, path = self._graph.specs, self._graph.loss_path
-            nodes = [node for node in layer.nodes if node in specs and specs[node].requires_grad and node in path]
-            last = [self._copies[node] for node in (nodes if self._blocks is not None else nodes[-1:])]
+            nodes = [
+                node
+                for node in layer.nodes
+                if node in specs and specs[node].requires_grad and node in path
+            ]
+            last = [
+                self._copies[node] for node in (nodes if self._blocks is not None else nodes[-1:])
+            ]
             self._new.call_function(_notify, (self._observer, index, last))
 
     def _copy_fixed(self) -> None:
-        """Run what is fixed and read within regions first: it is in no region, and would be run where it is read."""
+        """Run what is fixed and read within regions first: it is in no region, and would be run
+        where it is read.
+        """
         nodes = [node for layer in self._part.layers for node in layer.nodes if regions_of(node)]
         for source in (source for node in nodes for source in node.all_input_nodes):
             if source in self._graph.fixed and source not in self._copies:
@@ -197,13 +245,16 @@ class SegmentBuilder:
         for source in node.all_input_nodes:
             if source.op == "get_attr" and source not in self._copies:
                 self._copies[source] = self._new.get_attr(self._attributes[source])
-            elif source in self._graph.fixed and source not in self._copies:  # an earlier piece has run it for itself
+            # an earlier piece has run it for itself
+            elif source in self._graph.fixed and source not in self._copies:
                 self._copy(source)
         if enters_autocast(node.target):
             self._device_kind()
         copy = self._new.node_copy(node, self._regions.reader(node, self._copies))
         # The stage runs where its inputs are.
-        copy.args, copy.kwargs = moved(node.target, copy.args, copy.kwargs, self._device, self._kind)
+        copy.args, copy.kwargs = moved(
+            node.target, copy.args, copy.kwargs, self._device, self._kind
+        )
         if not self._compiled:
             copy.target = FUNCTIONS.get(copy.target, copy.target)
         self._copies[node] = self._regions.result(node, copy)

@@ -1,8 +1,10 @@
-"""What a stage is made of: how its code departs from the graph, what it exchanges with others, and its segments.
+"""What a stage is made of: how its code departs from the graph, what it exchanges with others, and
+its segments.
 
-A segment that recomputes keeps the values that enter it, and runs its forward again right before its own backward (Chen
-et al. 2016, arXiv 1604.06174, section 3). The second forward reads the buffers that the first one read, such as
-BatchNorm's statistics, and does not undo what later ones wrote.
+A segment that recomputes keeps the values that enter it, and runs its forward again right before
+its own backward (Chen et al. 2016, arXiv 1604.06174, section 3). The second forward reads the
+buffers that the first one read, such as BatchNorm's statistics, and does not undo what later ones
+wrote.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
@@ -29,7 +31,9 @@ class LayerObserver(Protocol):
     """Protocol of what is told when each layer has run."""
 
     def after_layer(self, index: int, value: Tensor | None) -> None:
-        """Layer `index` has run; `value` is the last of its results to need a gradient, whose backward runs first."""
+        """Layer `index` has run; `value` is the last of its results to need a gradient, whose
+        backward runs first.
+        """
         ...
 
 
@@ -37,11 +41,13 @@ class LayerObserver(Protocol):
 class Variant:
     """How a stage's code departs from the operations as captured."""
 
-    observable: bool = False  # tell an observer of every layer: what is compiled or recomputes cannot
+    # tell an observer of every layer: what is compiled or recomputes cannot
+    observable: bool = False
     compiled: bool = False  # torch.compile makes one piece of code of the layers, or of each block
     recompute: tuple[tuple[str, ...], ...] = ()  # groups of layers, by name
     division: DividedWeights = UNDIVIDED  # the weights that a group of ranks divides
-    units: tuple[tuple[str, ...], ...] = ()  # all layers, by name, where replicas divide the weights of each unit
+    # all layers, by name, where replicas divide the weights of each unit
+    units: tuple[tuple[str, ...], ...] = ()
 
     def __post_init__(self) -> None:
         assert not (self.observable and (self.compiled or self.recompute))
@@ -94,13 +100,20 @@ def boundary_of(
     received = [node for node in graph.crossing if node in used and graph.owner[node] not in own]
     made = [node for layer in layers for node in layer.nodes]
     passing = [node for node in (*received, *made) if node not in graph.fixed or node.name in keep]
-    sent = [node for node in passing if not later.isdisjoint(graph.users(node)) or node.name in keep]
+    sent = [
+        node for node in passing if not later.isdisjoint(graph.users(node)) or node.name in keep
+    ]
     loss = graph.loss if graph.loss in made else None
-    return Boundary(tuple(positions), layers, used, tuple(inputs), tuple(received), tuple(sent), loss)
+    return Boundary(
+        tuple(positions), layers, used, tuple(inputs), tuple(received), tuple(sent), loss
+    )
 
 
-def stage_boundary(graph: LayerGraph, positions: Sequence[int], later: Set[int], keep: Sequence[str]) -> Boundary:
-    """Return the boundary of a stage: as `boundary_of`, but what it takes tells the size of the batch and its lengths.
+def stage_boundary(
+    graph: LayerGraph, positions: Sequence[int], later: Set[int], keep: Sequence[str]
+) -> Boundary:
+    """Return the boundary of a stage: as `boundary_of`, but what it takes tells the size of the
+    batch and its lengths.
 
     Layers that use no input may still depend on them, and run on some device.
     """
@@ -120,7 +133,9 @@ def stage_boundary(graph: LayerGraph, positions: Sequence[int], later: Set[int],
             inputs = (*inputs, leaf)
     has_tensor = inputs or boundary.received or any(layer.parameters for layer in boundary.layers)
     if not has_tensor:  # which tells the device
-        inputs = tuple((index, leaf) for index, leaf in enumerate(graph.inputs) if leaf in graph.specs)[:1]
+        inputs = tuple(
+            (index, leaf) for index, leaf in enumerate(graph.inputs) if leaf in graph.specs
+        )[:1]
     return replace(boundary, inputs=inputs)
 
 
@@ -135,27 +150,37 @@ class Segment:
     """Layers of a stage, one after the other, that run as one piece of code."""
 
     run: Callable[..., tuple[Tensor, ...]]  # (device, key, observer, *taken) -> made
-    takes: tuple[str, ...]  # names of the values that it reads: the stage's own, or those that earlier segments make
+    # names of the values that it reads: the stage's own, or those that earlier segments make
+    takes: tuple[str, ...]
     makes: tuple[str, ...]  # names of the values that `run` returns
 
 
-def divided(graph: LayerGraph, boundary: Boundary, groups: Sequence[Sequence[str]]) -> list[tuple[Boundary, bool]]:
-    """Divide the layers of a stage into segments, given the groups that recompute; for each whether it recomputes."""
+def divided(
+    graph: LayerGraph, boundary: Boundary, groups: Sequence[Sequence[str]]
+) -> list[tuple[Boundary, bool]]:
+    """Divide the layers of a stage into segments, given the groups that recompute; for each whether
+    it recomputes.
+    """
     # Places are those in the stage, whose layers need not follow one another in the graph.
     place_of = {layer.name: place for place, layer in enumerate(boundary.layers)}
     segments = []
     start = 0
-    for places, names in sorted((sorted(place_of.get(name, -1) for name in names), names) for names in groups):
+    for places, names in sorted(
+        (sorted(place_of.get(name, -1) for name in names), names) for names in groups
+    ):
         first, last = places[0], places[-1]
         if first < start or places != list(range(first, last + 1)):
             raise CaptureError(
-                f"the layers {list(names)}, which are to recompute together, do not follow one another in their stage, "
+                f"the layers {list(names)}, which are to recompute together, do not follow one "
+                f"another in their stage, "
                 "or some are in two groups",
                 hint="make the plan again with: plan solve",
             )
         segments += [(start, first - 1, False), (first, last, True)]
         start = last + 1
-    segments = [each for each in [*segments, (start, len(place_of) - 1, False)] if each[0] <= each[1]]
+    segments = [
+        each for each in [*segments, (start, len(place_of) - 1, False)] if each[0] <= each[1]
+    ]
     if len(segments) == 1:
         return [(boundary, segments[0][2])]
     kept = [node.name for node in boundary.sent]
@@ -168,33 +193,44 @@ def divided(graph: LayerGraph, boundary: Boundary, groups: Sequence[Sequence[str
 
 
 def joined(segments: Sequence[Segment], takes: Sequence[str], results: Sequence[str]) -> Segment:
-    """Return one segment that runs `segments` one after the other; it takes what the stage reads."""
+    """Return one segment that runs `segments` one after the other; it takes what the stage
+    reads.
+    """
     if len(segments) == 1:
         return segments[0]
     needed = set(results)
     steps: list[tuple[Segment, list[str]]] = []
     for segment in reversed(segments):
-        # What only this segment still needs must not outlive it: activations would take memory until the stage's end.
+        # What only this segment still needs must not outlive it: activations would take memory
+        # until the stage's end.
         steps.append((segment, [name for name in segment.takes if name not in needed]))
         needed.update(segment.takes)
     steps.reverse()
 
-    def run(device: torch.device, key: RandomKey, observer: Any, *values: Any) -> tuple[Tensor, ...]:
+    def run(
+        device: torch.device, key: RandomKey, observer: Any, *values: Any
+    ) -> tuple[Tensor, ...]:
         known = dict(zip(takes, values, strict=True))
         for segment, last_used in steps:
             taken = [known[name] for name in segment.takes]
             for name in last_used:
                 del known[name]
-            known.update(zip(segment.makes, segment.run(device, key, observer, *taken), strict=True))
+            known.update(
+                zip(segment.makes, segment.run(device, key, observer, *taken), strict=True)
+            )
         return tuple(known[name] for name in results)
 
     return Segment(run, tuple(takes), tuple(results))
 
 
 def recomputing(segment: Segment, buffers: Sequence[Place], places: Mapping[str, str]) -> Segment:
-    """Return a segment that keeps only what it takes, and runs again before its backward; it writes `buffers`."""
+    """Return a segment that keeps only what it takes, and runs again before its backward; it writes
+    `buffers`.
+    """
 
-    def run(device: torch.device, key: RandomKey, observer: Any, *values: Any) -> tuple[Tensor, ...]:
+    def run(
+        device: torch.device, key: RandomKey, observer: Any, *values: Any
+    ) -> tuple[Tensor, ...]:
         # The stage's key will have been set for other units when the forward runs again.
         forward = partial(segment.run, device, key.copy(), observer)
         if not torch.is_grad_enabled():
@@ -214,7 +250,8 @@ def recomputing(segment: Segment, buffers: Sequence[Place], places: Mapping[str,
             forward_twice,
             *values,
             use_reentrant=False,
-            preserve_rng_state=False,  # each layer that draws random numbers seeds the generator by the key first
+            # each layer that draws random numbers seeds the generator by the key first
+            preserve_rng_state=False,
             early_stop=False,  # predictions count a whole forward
         )
         return made

@@ -1,6 +1,8 @@
-"""Build a stage: a module that computes some layers of a LayerGraph, and holds their weights and no others.
+"""Build a stage: a module that computes some layers of a LayerGraph, and holds their weights and no
+others.
 
-The layers of a stage run in the order of the graph. With those of earlier stages they include all that they need.
+The layers of a stage run in the order of the graph. With those of earlier stages they include all
+that they need.
 """
 
 import math
@@ -35,8 +37,9 @@ TRAINING = 5  # batch_norm's argument
 class StageModule(nn.Module):
     """Some layers of a model, made by `build_stage`.
 
-    Its parameters and buffers are those of the original model: the same objects under the same names, each tied
-    parameter under all its names. It keeps no graph and no node: these lead to the whole model's weights.
+    Its parameters and buffers are those of the original model: the same objects under the same
+    names, each tied parameter under all its names. It keeps no graph and no node: these lead to the
+    whole model's weights.
     """
 
     units: Units | None  # of which replicas divide the weights
@@ -48,44 +51,53 @@ class StageModule(nn.Module):
         boundary: Boundary,
         weights: nn.Module,
         code: Segment,
-        places: Mapping[str, str],  # where the user's file makes each value of the code, by the value's name
+        # where the user's file makes each value of the code, by the value's name
+        places: Mapping[str, str],
         division: DividedWeights,
         specs: Mapping[fx.Node, ValueSpec],  # of the values that it exchanges
         units: Units | None = None,
     ) -> None:
         super().__init__()
         self.layer_names = tuple(layer.name for layer in boundary.layers)
-        # Values that come from earlier stages, and that later ones use or that were to be kept, as they are made.
+        # Values that come from earlier stages, and that later ones use or that were to be kept, as
+        # they are made.
         self.received = tuple(specs[node] for node in boundary.received)
         self.sent = tuple(specs[node] for node in boundary.sent)
-        self.made_by_all = frozenset(node.name for node in graph.fixed)  # values that no stage sends
+        # values that no stage sends
+        self.made_by_all = frozenset(node.name for node in graph.fixed)
         self.has_loss = boundary.loss is not None  # whether `forward` returns the loss
-        self.fixed_batch_size = graph.batch_size  # the only number of samples that the stage takes, if any
-        self.least_batch_size = _least_batch_size(boundary.layers)  # that the stage can be trained on
+        # the only number of samples that the stage takes, if any
+        self.fixed_batch_size = graph.batch_size
+        # that the stage can be trained on
+        self.least_batch_size = _least_batch_size(boundary.layers)
         self.lengths = graph.lengths  # of the batch, that vary
         self.division = division  # which of its weights are parts
         self.__dict__["units"] = units  # they are no modules of the model
-        self._code = code  # of the inputs, the received values and the numbers: the sent values, then the loss
+        # of the inputs, the received values and the numbers: the sent values, then the loss
+        self._code = code
         self._failures = FailuresPlaced(places)
         self._inputs = tuple((index, graph.specs.get(leaf)) for index, leaf in boundary.inputs)
         self._batch_spec = graph.batch_spec
         self._constants = graph.constants
         self._written = {index for index, leaf in boundary.inputs if leaf in graph.written}
         self._expressions = tuple(numbers_of(graph, boundary).values())  # in the batch size
-        self._numbers: dict[tuple[tuple[torch.Size, torch.dtype], ...], list[Any]] = {}  # by the shapes they are for
+        # by the shapes they are for
+        self._numbers: dict[tuple[tuple[torch.Size, torch.dtype], ...], list[Any]] = {}
         self._results = (*(spec.name for spec in self.sent), *([LOSS] if self.has_loss else []))
         self.options = graph.options
         self._recurrent = recurrent_modules(graph, boundary.layers)
         self._key = RandomKey()
         self._observer: LayerObserver | None = None
-        # The generated code looks the weights up in a module of their own. The stage shares that module's registries,
-        # so that .to(), state_dict() and the like see the weights. From here on nn.Module's assignment would write to
-        # them where the model has the same names.
+        # The generated code looks the weights up in a module of their own. The stage shares that
+        # module's registries, so that .to(), state_dict() and the like see the weights. From here
+        # on nn.Module's assignment would write to them where the model has the same names.
         for registry in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[registry] = getattr(weights, registry)
 
     def extent(self, batch: Batch) -> Extent:
-        """Return the extent of a batch; raise ModelFileError for a length that is beyond what lengths() says."""
+        """Return the extent of a batch; raise ModelFileError for a length that is beyond what
+        lengths() says.
+        """
         return extent_of(batch, self.lengths)
 
     @property
@@ -94,12 +106,18 @@ class StageModule(nn.Module):
         return bool(self._inputs)
 
     def set_random_key(self, seed: int, minibatch: int, microbatch: int) -> None:
-        """Make each layer that draws random numbers seed its device's generator first, by these and its number."""
+        """Make each layer that draws random numbers seed its device's generator first, by these and
+        its number.
+        """
         self._key.set(seed, minibatch, microbatch)
 
     def arrange(self, parameters: Sequence[nn.Parameter], tensors: Sequence[Tensor]) -> None:
-        """Lay out `tensors`, which stand for some of the stage's `parameters` one for one, as their kernels need it."""
-        standing_for = {id(parameter): tensor for parameter, tensor in zip(parameters, tensors, strict=True)}
+        """Lay out `tensors`, which stand for some of the stage's `parameters` one for one, as their
+        kernels need it.
+        """
+        standing_for = {
+            id(parameter): tensor for parameter, tensor in zip(parameters, tensors, strict=True)
+        }
         for module, names in self._recurrent:
             weights = [standing_for.get(id(self.get_parameter(name))) for name in names]
             known = [weight for weight in weights if weight is not None]
@@ -109,7 +127,8 @@ class StageModule(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "StageModule":
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         parameters = list(self.parameters())
-        self.arrange(parameters, parameters)  # not their `data`, whose new place would not be theirs
+        # not their `data`, whose new place would not be theirs
+        self.arrange(parameters, parameters)
         return self
 
     def set_observer(self, observer: LayerObserver | None) -> None:
@@ -117,7 +136,8 @@ class StageModule(nn.Module):
         self.__dict__["_observer"] = observer
 
     def forward(self, batch: Batch | None, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Run the layers; return the values in `self.sent` by name, and "loss" where the stage has it.
+        """Run the layers; return the values in `self.sent` by name, and "loss" where the stage has
+        it.
 
         The batch may be None when `needs_batch` is False.
 
@@ -128,7 +148,9 @@ class StageModule(nn.Module):
         inputs = self._read(batch) if self._inputs else []
         values = [received[spec.name] for spec in self.received]
         numbers = self._numbers_for(inputs, values)
-        tensors = values or [leaf for leaf in (*inputs, *self.parameters()) if isinstance(leaf, Tensor)]
+        tensors = values or [
+            leaf for leaf in (*inputs, *self.parameters()) if isinstance(leaf, Tensor)
+        ]
         device = tensors[0].device if tensors else torch.device("cpu")
         with autocasting(device.type, self.options.autocast), self._failures:
             results = self._code.run(device, self._key, self._observer, *inputs, *values, *numbers)
@@ -136,20 +158,25 @@ class StageModule(nn.Module):
 
     def _read(self, batch: Batch | None) -> list[Any]:
         if batch is None:
-            raise ModelFileError("this stage reads the batch, but got none", hint="pass the batch to every stage")
+            raise ModelFileError(
+                "this stage reads the batch, but got none", hint="pass the batch to every stage"
+            )
         leaves, spec = batch.flatten()
         if spec != self._batch_spec and _structure(spec) != _structure(self._batch_spec):
             raise ModelFileError(
-                f"a batch's (args, kwargs, target) are {_outline(spec)}, but those of example_batch() were "
+                f"a batch's (args, kwargs, target) are {_outline(spec)}, but those of "
+                f"example_batch() were "
                 f"{_outline(self._batch_spec)}",
                 hint="dataset() and example_batch() must give the model the same arguments",
             )
         for place, captured in self._constants.items():
             if not _is_same(leaves[place], captured):
                 raise ModelFileError(
-                    f"a batch has {_named(leaves[place])} where example_batch() had {_named(captured)}, and what is no "
+                    f"a batch has {_named(leaves[place])} where example_batch() had "
+                    f"{_named(captured)}, and what is no "
                     "tensor is part of the captured model",
-                    hint="leave it out of the batch, or let example_batch() and dataset() give a tensor with one "
+                    hint="leave it out of the batch, or let example_batch() and dataset() give a "
+                    "tensor with one "
                     "element for each sample",
                 )
         # The batch may be read again, by another stage or to recompute this one.
@@ -164,27 +191,45 @@ class StageModule(nn.Module):
         ]
 
     def _numbers_for(self, inputs: Sequence[Any], received: Sequence[Tensor]) -> Sequence[Any]:
-        """Return the numbers that the code takes with these values, whose dtypes and shapes are checked."""
-        leaves = [leaf for (_, spec), leaf in zip(self._inputs, inputs, strict=True) if spec is not None]
+        """Return the numbers that the code takes with these values, whose dtypes and shapes are
+        checked.
+        """
+        leaves = [
+            leaf for (_, spec), leaf in zip(self._inputs, inputs, strict=True) if spec is not None
+        ]
         seen = tuple([(tensor.shape, tensor.dtype) for tensor in (*received, *leaves)])
         found = self._numbers.get(seen)
         if found is None:
             specs = (*self.received, *(spec for _, spec in self._inputs if spec is not None))
             given = list(zip(specs, (*received, *leaves), strict=True))
-            pairs = [pair for spec, tensor in given for pair in zip(spec.sizes, tensor.shape, strict=False)]
-            size = extent_told(tuple(size for size, _ in pairs), (value for _, value in pairs), len(self.lengths))
+            pairs = [
+                pair
+                for spec, tensor in given
+                for pair in zip(spec.sizes, tensor.shape, strict=False)
+            ]
+            size = extent_told(
+                tuple(size for size, _ in pairs), (value for _, value in pairs), len(self.lengths)
+            )
             if self.fixed_batch_size is not None:
-                size = (self.fixed_batch_size, *size[1:]) if isinstance(size, tuple) else self.fixed_batch_size
+                size = (
+                    (self.fixed_batch_size, *size[1:])
+                    if isinstance(size, tuple)
+                    else self.fixed_batch_size
+                )
             for spec, tensor in given:
                 if tensor.dtype != spec.dtype or tensor.shape != spec.shape(size):
                     raise ModelFileError(
-                        f"batch input '{spec.name}' is {tensor.dtype} of shape {tuple(tensor.shape)}, the model was "
+                        f"batch input '{spec.name}' is {tensor.dtype} of shape "
+                        f"{tuple(tensor.shape)}, the model was "
                         f"captured with {spec.dtype} of shape {spec.shape(size)}",
-                        hint="dataset() and example_batch() must give tensors of the same shape and dtype",
+                        hint="dataset() and example_batch() must give tensors of the same shape "
+                        "and dtype",
                     )
             if len(self._numbers) >= MOST_EXTENTS:
                 self._numbers.clear()
-            found = self._numbers[seen] = [evaluate_number(expression, size) for expression in self._expressions]
+            found = self._numbers[seen] = [
+                evaluate_number(expression, size) for expression in self._expressions
+            ]
         return found
 
 
@@ -198,7 +243,9 @@ def _named(leaf: Any) -> str:
 
 
 def _structure(spec: TreeSpec) -> object:
-    """Return the structure with lists as tuples, because a DataLoader makes lists of a dataset's tuples."""
+    """Return the structure with lists as tuples, because a DataLoader makes lists of a dataset's
+    tuples.
+    """
     kind = tuple if spec.type is list else spec.type
     return kind, spec.context, [_structure(child) for child in spec.children()]
 
@@ -209,7 +256,9 @@ def _outline(spec: TreeSpec) -> str:
 
 
 def _least_batch_size(layers: Iterable[GraphLayer]) -> int:
-    """Return 2 where a BatchNorm has one value per channel and sample, of which there is no variance; else 1."""
+    """Return 2 where a BatchNorm has one value per channel and sample, of which there is no
+    variance; else 1.
+    """
     for node in (node for layer in layers for node in layer.nodes):
         if node.target is torch.ops.aten.batch_norm.default and node.args[TRAINING]:
             positions = node.args[0].meta["val"].shape[2:]  # type: ignore[union-attr]
@@ -226,22 +275,26 @@ def build_stage(
     of: StageModule | None = None,
     before: Collection[str] | None = None,
 ) -> StageModule:
-    """Return the stage of `graph` that computes the layers named; stages share the graph's parameters.
+    """Return the stage of `graph` that computes the layers named; stages share the graph's
+    parameters.
 
     Args:
         keep: further values made here that `forward` returns, for instance the model's outputs.
         of: the same stage in training, for one with units, which are its own then.
-        before: the layers of earlier stages; by default those that stand before this stage's first one, and then its
-            own must follow one another.
+        before: the layers of earlier stages; by default those that stand before this stage's first
+            one, and then its own must follow one another.
     """
     for name in layer_names:
         if name not in graph.position:
-            raise CaptureError(f"the model has no layer '{name}'", hint="was the plan made for this model?")
+            raise CaptureError(
+                f"the model has no layer '{name}'", hint="was the plan made for this model?"
+            )
     positions = [graph.position[name] for name in layer_names]
     earlier = _earlier(graph, positions, before)
     later = set(range(len(graph.layers))) - earlier - set(positions)
     boundary = parts.stage_boundary(graph, positions, later, keep)
-    graph.options.prepare(graph.model)  # again, for deferred weights: they were made after the capture
+    # again, for deferred weights: they were made after the capture
+    graph.options.prepare(graph.model)
     blocks = None if graph.blocks is None else StageBlocks(graph, boundary, variant)
     weights = weights_of(graph, boundary.layers) if blocks is None else blocks.weights
     if of is not None:
@@ -251,12 +304,18 @@ def build_stage(
     specs = {node: division.exchanged(node, graph.specs[node]) for node in borders}
     places: dict[str, str] = {}
     segments = []
-    for part, again in parts.divided(graph, boundary, [*filter(None, variant.units)] or variant.recompute):
+    for part, again in parts.divided(
+        graph, boundary, [*filter(None, variant.units)] or variant.recompute
+    ):
         builder = SegmentBuilder(graph, part, replace(variant, division=division), weights, blocks)
         segment = builder.build()
         places |= builder.places
-        if again and (not variant.units or tuple(layer.name for layer in part.layers) in variant.recompute):
-            segment = parts.recomputing(segment, parts.places_of(weights, builder.written()), places)
+        if again and (
+            not variant.units or tuple(layer.name for layer in part.layers) in variant.recompute
+        ):
+            segment = parts.recomputing(
+                segment, parts.places_of(weights, builder.written()), places
+            )
         segments.append(segment)
     takes = [node.name for node in (*boundary.takes, *numbers_of(graph, boundary))]
     units = None
@@ -270,10 +329,16 @@ def build_stage(
     return StageModule(graph, boundary, weights, code, places, variant.division, specs, units)
 
 
-def _earlier(graph: LayerGraph, positions: Sequence[int], before: Collection[str] | None) -> set[int]:
-    """Return the positions of the layers before a stage; raise CaptureError if it cannot run after them."""
+def _earlier(
+    graph: LayerGraph, positions: Sequence[int], before: Collection[str] | None
+) -> set[int]:
+    """Return the positions of the layers before a stage; raise CaptureError if it cannot run after
+    them.
+    """
     names = [graph.layers[position].name for position in positions]
-    in_a_row = bool(positions) and positions == list(range(positions[0], positions[0] + len(positions)))
+    in_a_row = bool(positions) and positions == list(
+        range(positions[0], positions[0] + len(positions))
+    )
     if before is None and not in_a_row:
         raise CaptureError(
             f"the layers {names} do not follow one another in the model",
@@ -301,7 +366,8 @@ def _earlier(graph: LayerGraph, positions: Sequence[int], before: Collection[str
 
 
 def warm_up(stage: StageModule, batch: Batch) -> None:
-    """Run `stage` on zeros instead of what earlier stages send, then restore buffers and random state.
+    """Run `stage` on zeros instead of what earlier stages send, then restore buffers and random
+    state.
 
     The batch is any of the size to come, on the same device.
     """
@@ -314,8 +380,13 @@ def warm_up(stage: StageModule, batch: Batch) -> None:
         return spec.from_wire(wire, extent).requires_grad_(spec.requires_grad)
 
     with keep_state(stage) as device:
-        results = stage(batch if stage.needs_batch else None, {spec.name: zeros(spec) for spec in stage.received})
-        roots = [value for value in results.values() if value.requires_grad and value.grad_fn is not None]
+        results = stage(
+            batch if stage.needs_batch else None,
+            {spec.name: zeros(spec) for spec in stage.received},
+        )
+        roots = [
+            value for value in results.values() if value.requires_grad and value.grad_fn is not None
+        ]
         if roots:
             torch.autograd.backward(roots, [torch.zeros_like(root) for root in roots])
     for parameter in stage.parameters():

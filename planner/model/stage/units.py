@@ -1,4 +1,6 @@
-"""The units of a stage whose replicas divide its weights: PyTorch's `fully_shard` gathers the weights of each apart."""
+"""The units of a stage whose replicas divide its weights: PyTorch's `fully_shard` gathers the
+weights of each apart.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -17,14 +19,19 @@ Run = Callable[..., tuple[Tensor, ...]]
 
 
 class Unit(nn.Module):
-    """Runs the code that it is given; hooks of `fully_shard` gather its weights before, and part with them after."""
+    """Runs the code that it is given; hooks of `fully_shard` gather its weights before, and part
+    with them after.
+    """
 
     def forward(self, run: Run, *values: object) -> tuple[Tensor, ...]:
         made = run(*values)
         # What autocast remembers of weights would outlive them.
         torch.clear_autocast_cache()
-        # A view that the next unit writes to would lose the hook that gathers the weights for the backward.
-        return tuple(each.clone() if each._is_view() and each.requires_grad else each for each in made)
+        # A view that the next unit writes to would lose the hook that gathers the weights for the
+        # backward.
+        return tuple(
+            each.clone() if each._is_view() and each.requires_grad else each for each in made
+        )
 
     def hold(self, module: nn.Module) -> None:
         """Hold the weights and buffers of `module`, but not those of modules within it."""
@@ -36,24 +43,34 @@ class Unit(nn.Module):
 
 @dataclass(frozen=True)
 class Units:
-    """The units of a stage, and what runs them all, in which the weights are that several units use."""
+    """The units of a stage, and what runs them all, in which the weights are that several units
+    use.
+    """
 
     layers: tuple[tuple[str, ...], ...]  # of each unit, in order
     weights: tuple[frozenset[str], ...]  # of each unit alone, under all names
     parts: tuple[Unit, ...]
     whole: Unit
 
-    def wrapped(self, segments: Sequence[Segment], layers: Sequence[Sequence[str]]) -> list[Segment]:
+    def wrapped(
+        self, segments: Sequence[Segment], layers: Sequence[Sequence[str]]
+    ) -> list[Segment]:
         """Return segments that the units run, one for each that has `layers`."""
         parts = (part for part, names in zip(self.parts, layers, strict=True) if names)
-        return [replace(each, run=partial(part, each.run)) for part, each in zip(parts, segments, strict=True)]
+        return [
+            replace(each, run=partial(part, each.run))
+            for part, each in zip(parts, segments, strict=True)
+        ]
 
 
 def units_of(graph: LayerGraph, layers: Sequence[Sequence[str]]) -> Units:
-    """Return units of these layers, which are all of the graph's; raise PlanError for what `fully_shard` cannot cut."""
+    """Return units of these layers, which are all of the graph's; raise PlanError for what
+    `fully_shard` cannot cut.
+    """
     if graph.blocks is not None and (found := recurrent_modules(graph, graph.layers)):
         raise PlanError(
-            f"replicas that divide weights cannot gather those of a recurrent layer, such as '{found[0][1][0]}', in a "
+            f"replicas that divide weights cannot gather those of a recurrent layer, such as "
+            f"'{found[0][1][0]}', in a "
             "block, which runs as it is and remembers them",
             hint="leave out blocks(), or solve with `shard_optimizer=never`",
         )
@@ -62,7 +79,8 @@ def units_of(graph: LayerGraph, layers: Sequence[Sequence[str]]) -> Units:
     unit_of = {name: number for number, names in enumerate(layers) for name in names}
     units = [unit_of[layer.name] for layer in graph.layers]
     users: dict[str, set[int]] = {}
-    computed: dict[fx.Node, set[str]] = {}  # values that depend on weights alone, perhaps views of them
+    # values that depend on weights alone, perhaps views of them
+    computed: dict[fx.Node, set[str]] = {}
     for unit, layer in zip(units, graph.layers, strict=True):
         for name in layer.parameters:
             users.setdefault(name, set()).add(unit)
@@ -76,7 +94,12 @@ def units_of(graph: LayerGraph, layers: Sequence[Sequence[str]]) -> Units:
                 for name in computed.get(source, ()):
                     users.setdefault(name, set()).add(unit)
     own = [
-        frozenset(alias for name, using in users.items() if using == {number} for alias in graph.names_of([name]))
+        frozenset(
+            alias
+            for name, using in users.items()
+            if using == {number}
+            for alias in graph.names_of([name])
+        )
         for number in range(len(layers))
     ]
     return Units(tuple(map(tuple, layers)), tuple(own), tuple(Unit() for _ in layers), Unit())

@@ -1,7 +1,9 @@
-"""Collect a stage's part of the model's parameters and buffers, and lay out those of recurrent layers.
+"""Collect a stage's part of the model's parameters and buffers, and lay out those of recurrent
+layers.
 
-cuDNN needs the weights of a recurrent layer in one piece of memory, or copies all of them in every forward. PyTorch's
-modules see to it when they move, but a stage calls the operation: so what moves it lays them out, each version anew.
+cuDNN needs the weights of a recurrent layer in one piece of memory, or copies all of them in every
+forward. PyTorch's modules see to it when they move, but a stage calls the operation: so what moves
+it lays them out, each version anew.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,7 +15,9 @@ from planner.model.capture.graph import GraphLayer, LayerGraph
 
 
 class Place(NamedTuple):
-    """Where code looks a weight up; modules replace the entries of their registries, but never a registry itself."""
+    """Where code looks a weight up; modules replace the entries of their registries, but never a
+    registry itself.
+    """
 
     registry: dict[str, Tensor | None]
     name: str
@@ -27,8 +31,12 @@ def place_of(weights: nn.Module, name: str) -> Place:
     return Place(next(each for each in registries if last in each), last)
 
 
-def recurrent_modules(graph: LayerGraph, layers: Iterable[GraphLayer]) -> list[tuple[nn.RNNBase, list[str]]]:
-    """Return the recurrent modules whose weights are parameters of `layers`, none computed, with their names."""
+def recurrent_modules(
+    graph: LayerGraph, layers: Iterable[GraphLayer]
+) -> list[tuple[nn.RNNBase, list[str]]]:
+    """Return the recurrent modules whose weights are parameters of `layers`, none computed, with
+    their names.
+    """
     own = set(graph.names_of([name for layer in layers for name in layer.parameters]))
     modules = [each for each in graph.model.named_modules() if isinstance(each[1], nn.RNNBase)]
     named = [
@@ -39,7 +47,9 @@ def recurrent_modules(graph: LayerGraph, layers: Iterable[GraphLayer]) -> list[t
 
 
 def join_weights(module: nn.RNNBase, weights: Sequence[Tensor]) -> None:
-    """Move `weights`, which stand for those of a recurrent module, into one piece of memory if cuDNN will use them."""
+    """Move `weights`, which stand for those of a recurrent module, into one piece of memory if
+    cuDNN will use them.
+    """
     own, module._flat_weights = module._flat_weights, list(weights)
     try:
         module.flatten_parameters()
@@ -47,10 +57,17 @@ def join_weights(module: nn.RNNBase, weights: Sequence[Tensor]) -> None:
         module._flat_weights = own
 
 
-def weights_of(graph: LayerGraph, layers: Sequence[GraphLayer], root: nn.Module | None = None) -> nn.Module:
-    """Return a tree of bare modules with the layers' parameters and buffers, named and ordered as in the model."""
+def weights_of(
+    graph: LayerGraph, layers: Sequence[GraphLayer], root: nn.Module | None = None
+) -> nn.Module:
+    """Return a tree of bare modules with the layers' parameters and buffers, named and ordered as
+    in the model.
+    """
     root = root or nn.Module()
-    present = {*dict(root.named_parameters(remove_duplicate=False)), *dict(root.named_buffers(remove_duplicate=False))}
+    present = {
+        *dict(root.named_parameters(remove_duplicate=False)),
+        *dict(root.named_buffers(remove_duplicate=False)),
+    }
     names = {name for layer in layers for name in (*layer.parameters, *layer.buffers)}
     wanted = set(graph.names_of(sorted(names))) - present
     parameters = graph.model.named_parameters(remove_duplicate=False)
@@ -68,7 +85,9 @@ def weights_of(graph: LayerGraph, layers: Sequence[GraphLayer], root: nn.Module 
 
 
 def use_registries(root: nn.Module, of: nn.Module) -> None:
-    """Let the tree at `root` see every parameter that replaces one of the same name in that of `of`."""
+    """Let the tree at `root` see every parameter that replaces one of the same name in that of
+    `of`.
+    """
     theirs = dict(of.named_modules(remove_duplicate=False))
     for path, module in root.named_modules(remove_duplicate=False):
         if path in theirs:

@@ -1,4 +1,6 @@
-"""The model's output as the last stage sees it: of one microbatch, of some of its samples, or of several together."""
+"""The model's output as the last stage sees it: of one microbatch, of some of its samples, or of
+several together.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ class WholeOutput:
 
     @classmethod
     def of(cls, graph: LayerGraph) -> WholeOutput | None:
-        """Return the output of a graph; None where there is none apart from the loss, which may write to it."""
+        """Return the output of a graph; None where there is none apart from the loss, which may
+        write to it.
+        """
         if graph.blocks is not None and graph.blocks.layers[-1].blocks:
             return None
         nodes = {leaf for leaf in graph.outputs if isinstance(leaf, fx.Node)}
@@ -59,10 +63,15 @@ class WholeOutput:
         return tuple(name for name in dict.fromkeys(names) if name not in self.inputs)
 
     def tensors(self, known: Mapping[str, Tensor], batch: Batch) -> list[Any]:
-        """Return the leaves of the output of a batch; NaN stands for what no layer of the stage has."""
+        """Return the leaves of the output of a batch; NaN stands for what no layer of the stage
+        has.
+        """
         values = dict(zip(self.inputs, batch.flatten()[0], strict=True)) | dict(known)
         unknown = torch.tensor(float("nan"))
-        return [leaf.value if leaf.name is None else values.get(leaf.name, unknown) for leaf in self.leaves]
+        return [
+            leaf.value if leaf.name is None else values.get(leaf.name, unknown)
+            for leaf in self.leaves
+        ]
 
     def rows(self, leaves: Sequence[Any], samples: range) -> list[Any]:
         """Return what the output has of some samples."""
@@ -93,7 +102,9 @@ def _joined(leaf: OutputLeaf, values: Sequence[Any]) -> Any:
     if leaf.name is None or leaf.same_for_all or not isinstance(first, Tensor):
         return first
     if leaf.dimension is not None and first.dim():
-        shapes = {(*value.shape[: leaf.dimension], *value.shape[leaf.dimension + 1 :]) for value in values}
+        shapes = {
+            (*value.shape[: leaf.dimension], *value.shape[leaf.dimension + 1 :]) for value in values
+        }
         return torch.cat(list(values), leaf.dimension) if len(shapes) == 1 else None
     return first  # it stands for what no layer of the stage has
 
@@ -122,18 +133,27 @@ def _depends_on_weights_alone(node: fx.Node) -> bool:
 
 
 def _dimensions_of_samples(spec: ValueSpec, fixed: int | None) -> list[int]:
-    """Return the dimensions with one entry for each sample; of a graph for one batch size the first may be."""
+    """Return the dimensions with one entry for each sample; of a graph for one batch size the first
+    may be.
+    """
     if fixed is not None:
         return [0] if spec.sizes and spec.sizes[0] == fixed else []
     return [place for place, size in enumerate(spec.sizes) if size == BATCH]
 
 
 def _is_written(graph: LayerGraph, outputs: set[fx.Node]) -> bool:
-    """Return whether the loss may write to the memory of the output, which would then be another."""
+    """Return whether the loss may write to the memory of the output, which would then be
+    another.
+    """
     memory = {_origin(node) for node in outputs}
     for node in graph.module.graph.nodes:
         schema = getattr(node.target, "_schema", None)
-        if node.op != "call_function" or scope_of(node) is not None or schema is None or not schema.is_mutable:
+        if (
+            node.op != "call_function"
+            or scope_of(node) is not None
+            or schema is None
+            or not schema.is_mutable
+        ):
             continue
         for argument, value in zip(schema.arguments, node.args, strict=False):
             is_written = argument.alias_info is not None and argument.alias_info.is_write
@@ -146,7 +166,9 @@ def _origin(node: fx.Node) -> fx.Node:
     """Return the operation that made the memory of which a value is a view."""
     while node.op == "call_function" and node.args and isinstance(node.args[0], fx.Node):
         schema = getattr(node.target, "_schema", None)
-        if schema is None or not any(returned.alias_info is not None for returned in schema.returns):
+        if schema is None or not any(
+            returned.alias_info is not None for returned in schema.returns
+        ):
             break
         node = node.args[0]
     return node

@@ -1,6 +1,8 @@
-"""The dimension along which ranks divide a value: where operations move it, and what its blocks are.
+"""The dimension along which ranks divide a value: where operations move it, and what its blocks
+are.
 
-Of several values that one product makes, such as query, key and value, a rank needs its heads of each.
+Of several values that one product makes, such as query, key and value, a rank needs its heads of
+each.
 """
 
 import math
@@ -22,14 +24,20 @@ class Packing:
     """The blocks of a product's outputs."""
 
     blocks: tuple[int, ...]  # their sizes
-    packed: Mapping[fx.Node, int]  # values that hold them one after the other, the product's first; the dimension
-    opened: Mapping[fx.Node, int]  # operations that take them apart; the dimension of their results that ranks divide
+    # values that hold them one after the other, the product's first; the dimension
+    packed: Mapping[fx.Node, int]
+    # operations that take them apart; the dimension of their results that ranks divide
+    opened: Mapping[fx.Node, int]
 
 
 def packing(product: fx.Node) -> Packing | None:
     """Return what a product's outputs are blocks of; None where they are one."""
     size = shape_of(product)[-1]
-    packed, cuts, dimensions = {product: len(shape_of(product)) - 1}, dict[fx.Node, set[int]](), dict[fx.Node, int]()
+    packed, cuts, dimensions = (
+        {product: len(shape_of(product)) - 1},
+        dict[fx.Node, set[int]](),
+        dict[fx.Node, int](),
+    )
     ahead = [product]
     while ahead:
         value = ahead.pop()
@@ -55,14 +63,20 @@ def packing(product: fx.Node) -> Packing | None:
 
 
 def _opened(user: fx.Node, value: fx.Node, dimension: int) -> tuple[set[int], int] | None:
-    """Return the borders of the blocks that an operation makes values of their own, and the dimension of those."""
+    """Return the borders of the blocks that an operation makes values of their own, and the
+    dimension of those.
+    """
     operation, size = packet_of(user), shape_of(value)[dimension]
     if along(user) == dimension:
         if operation in PARTS:
             sizes = [part.shape[dimension] for part in user.meta["val"]]
             return set(accumulate(sizes, initial=0)), dimension
         step = user.args[4] if operation is _aten.slice and len(user.args) > 4 else 1
-        if operation in (_aten.slice, _aten.narrow) and step == 1 and isinstance(start := start_of(user), int):
+        if (
+            operation in (_aten.slice, _aten.narrow)
+            and step == 1
+            and isinstance(start := start_of(user), int)
+        ):
             return {start % size, start % size + shape_of(user)[dimension]}, dimension
     if operation in VIEWS and (outer := dimension_of(user, {value: dimension})) is not None:
         count = shape_of(user)[outer]
@@ -77,7 +91,9 @@ def start_of(node: fx.Node) -> Any:
 
 
 def _taken_apart(node: fx.Node, dimension: int) -> bool:
-    """Return whether the elements along a dimension become values of their own, as in `qkv.unbind(0)`."""
+    """Return whether the elements along a dimension become values of their own, as in
+    `qkv.unbind(0)`.
+    """
     for user in node.users:
         if along(user) == dimension and packet_of(user) in (*ONES, *PARTS):
             return True
@@ -88,16 +104,24 @@ def _taken_apart(node: fx.Node, dimension: int) -> bool:
 
 
 def _kept(user: fx.Node, value: fx.Node, dimension: int) -> int | None:
-    """Return where an operation on a packed value alone has the packed dimension; None where it has not."""
+    """Return where an operation on a packed value alone has the packed dimension; None where it has
+    not.
+    """
     others = (each for each in user.all_input_nodes if each is not value)
-    if packet_of(user) is _aten.dropout or any(each.op == "get_attr" or shape_of(each) for each in others):
+    if packet_of(user) is _aten.dropout or any(
+        each.op == "get_attr" or shape_of(each) for each in others
+    ):
         return None  # it would meet what is in the order of the whole
     after = dimension_of(user, {value: dimension})
-    return after if after is not None and shape_of(user)[after] == shape_of(value)[dimension] else None
+    return (
+        after if after is not None and shape_of(user)[after] == shape_of(value)[dimension] else None
+    )
 
 
 class Product(NamedTuple):
-    """Where a product has its weight, which follows the value that it multiplies, and what the dimensions are."""
+    """Where a product has its weight, which follows the value that it multiplies, and what the
+    dimensions are.
+    """
 
     weight: int  # place among the arguments
     outputs: int  # dimension of the weight
@@ -121,7 +145,9 @@ def weight_of(node: fx.Node) -> Any:
 
 
 def sums(node: fx.Node, cut: "Cut") -> bool:
-    """Return whether the result of an operation with a divided weight is the sum of what the ranks compute."""
+    """Return whether the result of an operation with a divided weight is the sum of what the ranks
+    compute.
+    """
     return cut.dimension == (PRODUCTS[node.target].inputs if node.target in PRODUCTS else 0)
 
 
@@ -135,8 +161,12 @@ class Cut:
 
     def part(self, whole: Tensor, place: int, of: int) -> Tensor:
         """Return one of so many ranks' part."""
-        blocks = torch.split(whole, list(self.blocks) or whole.shape[self.dimension], self.dimension)
-        return torch.cat([block.chunk(of, self.dimension)[place] for block in blocks], self.dimension)
+        blocks = torch.split(
+            whole, list(self.blocks) or whole.shape[self.dimension], self.dimension
+        )
+        return torch.cat(
+            [block.chunk(of, self.dimension)[place] for block in blocks], self.dimension
+        )
 
     def whole(self, parts: Sequence[Tensor]) -> Tensor:
         """Return the tensor of which these are all ranks' parts, in the order of the ranks."""
@@ -153,12 +183,23 @@ VIEWS = (_aten.view, _aten.reshape, _aten.unflatten)
 RESHAPES = (*VIEWS, _aten.flatten, _aten._unsafe_view, _aten.unsqueeze, _aten.squeeze)
 COPIES = (_aten.clone, _aten.contiguous, _aten.to, _aten._to_copy, _aten.alias, _aten.detach)
 _SAME = (*COPIES, _aten.dropout, _aten.expand)
-# These compute, cut or join along a dimension, which is the argument in that place, or else the first one.
+# These compute, cut or join along a dimension, which is the argument in that place, or else the
+# first one.
 PARTS = (_aten.split, _aten.split_with_sizes, _aten.chunk)  # of their input, along a dimension
 _ALONG = dict.fromkeys(PARTS, 2) | dict.fromkeys(
-    (_aten.softmax, _aten._softmax, _aten.cat, _aten.slice, _aten.narrow, _aten.select, _aten.unbind), 1
+    (
+        _aten.softmax,
+        _aten._softmax,
+        _aten.cat,
+        _aten.slice,
+        _aten.narrow,
+        _aten.select,
+        _aten.unbind,
+    ),
+    1,
 )
-_NORMS = (_aten.layer_norm, _aten.rms_norm)  # over the last dimensions, whose sizes are the second argument
+# over the last dimensions, whose sizes are the second argument
+_NORMS = (_aten.layer_norm, _aten.rms_norm)
 _SUMS = (_aten.mean, _aten.sum, _aten.var)  # over the dimensions that are the second argument
 ONES = (_aten.select, _aten.unbind)  # parts of a single element, without the dimension
 
@@ -169,7 +210,9 @@ def packet_of(node: fx.Node) -> Any:
 
 
 def shape_of(node: fx.Node) -> Sequence[Any]:
-    """Return the shape of a node's result, or of the first of several; empty where it is no tensor."""
+    """Return the shape of a node's result, or of the first of several; empty where it is no
+    tensor.
+    """
     value = node.meta.get("val")
     first = value[0] if isinstance(value, (tuple, list)) and value else value
     return tuple(first.shape) if isinstance(first, Tensor) else ()
@@ -180,7 +223,9 @@ def is_tensor(node: fx.Node) -> bool:
 
 
 def along(node: fx.Node) -> int | None:
-    """Return the dimension of its input that an operation computes, cuts or joins along; None for other operations."""
+    """Return the dimension of its input that an operation computes, cuts or joins along; None for
+    other operations.
+    """
     place = _ALONG.get(packet_of(node))
     if place is None:
         return None
@@ -188,8 +233,11 @@ def along(node: fx.Node) -> int | None:
     return int(given) % len(shape_of(node.all_input_nodes[0]))  # type: ignore[arg-type]
 
 
-def dimension_of(node: fx.Node, divided: Mapping[fx.Node, int], *, parts: bool = False) -> int | None:
-    """Return the dimension along which an operation's result is divided; None where it does not work on parts alone.
+def dimension_of(
+    node: fx.Node, divided: Mapping[fx.Node, int], *, parts: bool = False
+) -> int | None:
+    """Return the dimension along which an operation's result is divided; None where it does not
+    work on parts alone.
 
     `parts`: whether each rank may take its part of a whole value.
     """
@@ -203,13 +251,19 @@ def dimension_of(node: fx.Node, divided: Mapping[fx.Node, int], *, parts: bool =
         heads = {len(shape_of(source)) - 3 for source in divided}
         return heads.pop() if set(divided.values()) == heads and first in divided else None
     if operation in (_aten.matmul, _aten.bmm):
-        batch = len(divided) == 2 and set(divided.values()) == {dimension} and dimension < len(shape_of(node)) - 2
+        batch = (
+            len(divided) == 2
+            and set(divided.values()) == {dimension}
+            and dimension < len(shape_of(node)) - 2
+        )
         return dimension if batch else None
     if operation in _ALONG:
         own = along(node)
         if own is None or own == dimension:
             return None
-        same = all(divided.get(each) == dimension for each in node.all_input_nodes if shape_of(each))
+        same = all(
+            divided.get(each) == dimension for each in node.all_input_nodes if shape_of(each)
+        )
         return dimension - (operation in ONES and own < dimension) if same else None
     if not isinstance(first, fx.Node):
         return None
@@ -222,7 +276,9 @@ def dimension_of(node: fx.Node, divided: Mapping[fx.Node, int], *, parts: bool =
         if operation in (*_NORMS, *_SUMS):
             given: Any = node.args[1] if len(node.args) > 1 else ()
             over = range(-len(given), 0) if operation in _NORMS else given
-            return dimension if over and dimension < min(each % len(before) for each in over) else None
+            return (
+                dimension if over and dimension < min(each % len(before) for each in over) else None
+            )
         if operation in _SAME:
             same = len(before) == len(after) and before[dimension] == after[dimension]
             return dimension if same else None
@@ -243,7 +299,9 @@ def _pointwise(node: fx.Node, divided: Mapping[fx.Node, int], parts: bool) -> in
 
 
 def _viewed(before: Sequence[Any], after: Sequence[Any], dimension: int) -> int | None:
-    """Return where a divided dimension is in another view: outermost of those that it is split into or joined with."""
+    """Return where a divided dimension is in another view: outermost of those that it is split into
+    or joined with.
+    """
     if not all(isinstance(size, int) for size in before[dimension:]):
         return None
     elements = math.prod(before[dimension:])

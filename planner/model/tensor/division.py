@@ -1,4 +1,6 @@
-"""Which weights a group of ranks divides, and where a stage's code makes values DTensors, and whole again."""
+"""Which weights a group of ranks divides, and where a stage's code makes values DTensors, and whole
+again.
+"""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -29,7 +31,14 @@ from planner.model.tensor.dimensions import (
     weight_of,
 )
 from planner.model.tensor.experts import EXPERTS, Experts, find_experts, offsets_of
-from planner.model.tensor.parallel_plan import COLUMNS, GATHERED, ROWS, Plan, divides_samples, style_of
+from planner.model.tensor.parallel_plan import (
+    COLUMNS,
+    GATHERED,
+    ROWS,
+    Plan,
+    divides_samples,
+    style_of,
+)
 from planner.model.tensor.tokens import divided_by_tokens
 
 if TYPE_CHECKING:  # importing DTensor takes a second, which only plans with groups are worth
@@ -41,19 +50,22 @@ _aten = torch.ops.aten
 class Regions:
     """The operations of a piece of code whose results are DTensors; there are none without a group.
 
-    They begin with products whose weights are divided, and end with those whose results the ranks sum up; what leaves
-    the piece is whole, too. Operations that DTensor cannot divide run whole on every rank.
+    They begin with products whose weights are divided, and end with those whose results the ranks
+    sum up; what leaves the piece is whole, too. Operations that DTensor cannot divide run whole on
+    every rank.
 
-    Values that ranks divide by tokens are DTensors from a sum on, also between the pieces of a stage. At the `borders`
-    of the stage they are ordinary tensors: whole, or this rank's part.
+    Values that ranks divide by tokens are DTensors from a sum on, also between the pieces of a
+    stage. At the `borders` of the stage they are ordinary tensors: whole, or this rank's part.
 
-    Rows of a rank's experts, and what is summed up behind them, are ordinary tensors within the piece.
+    Rows of a rank's experts, and what is summed up behind them, are ordinary tensors within the
+    piece.
     """
 
     def __init__(self, graph: LayerGraph, division: "DividedWeights", code: fx.Graph) -> None:
         self._graph, self._code, self._division = graph, code, division
         self._tokens, self._experts = division.tokens, division.routed
-        self._rows = dict[fx.Node, fx.Node]()  # values of which this piece has the rows of a rank's experts; offsets
+        # values of which this piece has the rows of a rank's experts; offsets
+        self._rows = dict[fx.Node, fx.Node]()
         self._weights: dict[fx.Node, Cut] = {}
         self._packed: dict[fx.Node, Cut] = {}
         self._opened: dict[fx.Node, Packing] = {}
@@ -72,7 +84,9 @@ class Regions:
                 cut = self._weights.get(weight_of(node)) if node.target in PRODUCTS else None
                 packed = packing(node) if cut is not None and cut.blocks else None
                 if packed is not None:
-                    self._packed |= {value: Cut(each, packed.blocks) for value, each in packed.packed.items()}
+                    self._packed |= {
+                        value: Cut(each, packed.blocks) for value, each in packed.packed.items()
+                    }
                     self._opened |= dict.fromkeys(packed.opened, packed)
             self._replaced = {
                 _aten.dropout.default: division.group.dropout,
@@ -88,13 +102,21 @@ class Regions:
 
     def made(self, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
         """Return a value as it leaves the piece."""
-        if node not in self._tokens or (node in self._division.borders and not self._division.sends_parts):
+        if node not in self._tokens or (
+            node in self._division.borders and not self._division.sends_parts
+        ):
             return self.whole(node, copies)
-        return self._code.call_method("to_local", (copies[node],)) if node in self._division.borders else copies[node]
+        return (
+            self._code.call_method("to_local", (copies[node],))
+            if node in self._division.borders
+            else copies[node]
+        )
 
     def reader(self, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> Callable[[fx.Node], fx.Node]:
         """Return what an operation reads in place of the values that it read in the graph."""
-        reads_rows = offsets_of(node) is not None or not self._rows.keys().isdisjoint(node.all_input_nodes)
+        reads_rows = offsets_of(node) is not None or not self._rows.keys().isdisjoint(
+            node.all_input_nodes
+        )
         if reads_rows and node in self._experts.rows:
             self._rows[node] = self._experts.rows[node]
             return lambda source: self._by_experts(node, source, copies)
@@ -114,18 +136,31 @@ class Regions:
             copy.target = self._replaced.get(node.target, copy.target)
             if node in self._opened:
                 self._take_apart(node, copy)
-            given: list[Any] = [self._gathered[source] for source in node.all_input_nodes if source in self._gathered]
+            given: list[Any] = [
+                self._gathered[source]
+                for source in node.all_input_nodes
+                if source in self._gathered
+            ]
             if given and cut is not None:
                 compute: Any = node.target
                 copy.target, copy.args = self._group.product, (given[0], compute, *copy.args)
             elif given and node not in self._tokens and packet_of(node) in RESHAPES:
-                self._gathered[node] = given[0]  # to be recognised by the product that multiplies the view
+                # to be recognised by the product that multiplies the view
+                self._gathered[node] = given[0]
         if node in self._tokens:
             scattered = (copy, self._tokens[node])
-            return self._code.call_function(self._group.scatter, scattered) if is_tensor(node) else copy
-        # The result is the sum of what the ranks compute with their parts of a weight, or is gathered. It stays a sum
-        # where it is scattered next.
-        ends = cut is not None and (cut.gathered or sums(node, cut)) and not self._tokens.keys() & node.users.keys()
+            return (
+                self._code.call_function(self._group.scatter, scattered)
+                if is_tensor(node)
+                else copy
+            )
+        # The result is the sum of what the ranks compute with their parts of a weight, or is
+        # gathered. It stays a sum where it is scattered next.
+        ends = (
+            cut is not None
+            and (cut.gathered or sums(node, cut))
+            and not self._tokens.keys() & node.users.keys()
+        )
         if within and ends:
             return self._code.call_function(self._group.leave, (copy,))
         if within and (is_tensor(node) or isinstance(node.meta.get("val"), (tuple, list))):
@@ -155,14 +190,23 @@ class Regions:
             copy.target, copy.args, copy.kwargs = self._group.split, (value, blocks, dimension), {}
         else:
             start, length = start_of(node) % shape_of(source)[dimension], shape_of(node)[dimension]
-            copy.target, copy.args, copy.kwargs = self._group.narrow, (value, start, length, dimension), {}
+            copy.target, copy.args, copy.kwargs = (
+                self._group.narrow,
+                (value, start, length, dimension),
+                {},
+            )
 
     def _divided(self, node: fx.Node) -> list[fx.Node]:
         """Return what an operation reads of divided weights and values."""
-        return [source for source in node.all_input_nodes if source in self._weights or source in self._inside]
+        return [
+            source
+            for source in node.all_input_nodes
+            if source in self._weights or source in self._inside
+        ]
 
     def _runs_whole(self, node: fx.Node) -> bool:
-        """Return whether each rank runs an operation on whole values: nested graphs, and random numbers.
+        """Return whether each rank runs an operation on whole values: nested graphs, and random
+        numbers.
 
         So does what takes nothing divided but tokens, and does not work on each token alone.
         """
@@ -172,11 +216,14 @@ class Regions:
             return not self._views_for_products(node)
         if node.target in self._replaced or node.target is getitem:
             return False
-        return not isinstance(node.target, torch._ops.OpOverload) or is_random(node, self._graph.module)
+        return not isinstance(node.target, torch._ops.OpOverload) or is_random(
+            node, self._graph.module
+        )
 
     def _views_for_products(self, node: fx.Node) -> bool:
         return packet_of(node) in RESHAPES and all(
-            weight_of(user) in self._weights or self._views_for_products(user) for user in node.users
+            weight_of(user) in self._weights or self._views_for_products(user)
+            for user in node.users
         )
 
     def _within(self, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
@@ -190,7 +237,9 @@ class Regions:
             return self._once(self._group.part, node, copies[node], cut.dimension)
         return self._once(self._group.enter, node, self._added(node, copies))
 
-    def _by_experts(self, node: fx.Node, source: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
+    def _by_experts(
+        self, node: fx.Node, source: fx.Node, copies: dict[fx.Node, fx.Node]
+    ) -> fx.Node:
         """Return what an operation on the rows of a rank's experts reads in place of a value."""
         offsets, is_product = self._rows[node], offsets_of(node) is not None
         if source in self._rows:
@@ -220,7 +269,9 @@ class Regions:
         return copy
 
     def _once(self, function: Callable[..., object], node: fx.Node, *given: Any) -> fx.Node:
-        """Return the result of a call that is about a value, where all that need it take the same."""
+        """Return the result of a call that is about a value, where all that need it take
+        the same.
+        """
         if (function.__name__, node) not in self._calls:
             self._calls[function.__name__, node] = self._code.call_function(function, given)
         return self._calls[function.__name__, node]
@@ -231,13 +282,17 @@ class DividedWeights:
     """The weights of a stage that its ranks divide."""
 
     group: "TensorGroup | None" = None  # the ranks; None for a single one
-    cuts: Mapping[str, Cut] = field(default_factory=dict)  # by weight, under all of its names, how it is divided
-    experts: Mapping[str, int] = field(default_factory=dict)  # by weight that they divide by experts, how many it has
+    # by weight, under all of its names, how it is divided
+    cuts: Mapping[str, Cut] = field(default_factory=dict)
+    # by weight that they divide by experts, how many it has
+    experts: Mapping[str, int] = field(default_factory=dict)
     by_samples: bool = False  # whether each has samples of its own, and divides no other weights
     by_tokens: bool = False  # whether they divide values by tokens, too
     sends_parts: bool = False  # whether stages exchange a rank's part of these
-    tokens: Mapping[fx.Node, int] = field(default_factory=dict)  # those of a stage's graph, with the tokens' dimension
-    routed: Experts = field(default_factory=Experts)  # values of a stage's graph that belong to experts
+    # those of a stage's graph, with the tokens' dimension
+    tokens: Mapping[fx.Node, int] = field(default_factory=dict)
+    # values of a stage's graph that belong to experts
+    routed: Experts = field(default_factory=Experts)
     borders: Collection[fx.Node] = ()  # the values that the stage exchanges
 
     @property
@@ -266,13 +321,20 @@ class DividedWeights:
     def exchanged(self, node: fx.Node, spec: ValueSpec) -> ValueSpec:
         """Return the spec of what stages exchange of a value."""
         each = self.group.degree if self.group is not None and self.sends_parts else 1
-        sizes = (size // each if self.tokens.get(node) == place else size for place, size in enumerate(spec.sizes))
+        sizes = (
+            size // each if self.tokens.get(node) == place else size
+            for place, size in enumerate(spec.sizes)
+        )
         return replace(spec, sizes=tuple(sizes))
 
     def part(self, name: str, whole: Tensor) -> Tensor:
         """Return this rank's part of a weight, or of a tensor of its shape."""
         cut = self.cuts.get(name)
-        return whole if cut is None or self.group is None else cut.part(whole, self.group.place, self.group.degree)
+        return (
+            whole
+            if cut is None or self.group is None
+            else cut.part(whole, self.group.place, self.group.degree)
+        )
 
     def whole(self, name: str, part: Tensor) -> Tensor:
         """Return the whole of a weight, or of a tensor of its shape; all ranks call it."""
@@ -286,7 +348,9 @@ class DividedWeights:
         cut = self.cuts.get(name)
         if cut is None or self.group is None:
             return shape
-        return torch.Size(size * self.group.degree if d == cut.dimension else size for d, size in enumerate(shape))
+        return torch.Size(
+            size * self.group.degree if d == cut.dimension else size for d, size in enumerate(shape)
+        )
 
 
 UNDIVIDED = DividedWeights()
@@ -315,7 +379,8 @@ def refuse_divided_hooks(name: str, parameter: Tensor) -> None:
     """Raise PlanError for a parameter that ranks divide and that has a hook on its gradient."""
     if gradient_hooks(parameter):
         raise PlanError(
-            f"parameter '{name}' has a hook on its gradient, which would see a part of it where ranks divide the "
+            f"parameter '{name}' has a hook on its gradient, which would see a part of it where "
+            f"ranks divide the "
             "parameter",
             hint="solve with `tensor=1` and `shard_optimizer=never`",
         )
@@ -338,11 +403,14 @@ def own_memory(weight: Tensor) -> Tensor:
     return weight.to_local() if is_divided(weight) else weight  # type: ignore[attr-defined]
 
 
-def whole_state(module: nn.Module, *, kept: bool = True, masters: bool = False) -> dict[str, Tensor]:
+def whole_state(
+    module: nn.Module, *, kept: bool = True, masters: bool = False
+) -> dict[str, Tensor]:
     """Return the state of a module with its weights whole; all ranks that divide them call it.
 
-    Weights that replicas divide are on the CPU, or empty where they are not to be `kept`, and rounded as they are used,
-    where replicas have nothing but `masters` of them, and those are not asked for.
+    Weights that replicas divide are on the CPU, or empty where they are not to be `kept`, and
+    rounded as they are used, where replicas have nothing but `masters` of them, and those are not
+    asked for.
     """
     division, wholes = divided_weights(module), dict[int, Tensor]()
     state = module.state_dict(keep_vars=True)
@@ -357,22 +425,34 @@ def whole_state(module: nn.Module, *, kept: bool = True, masters: bool = False) 
     return {name: wholes[id(tensor)] for name, tensor in state.items()}
 
 
-def division_of(graph: LayerGraph, plan: Plan, group: "TensorGroup", samples: int = 0) -> DividedWeights:
-    """Return how the ranks divide the weights of a captured model; raise PlanError where they cannot.
+def division_of(
+    graph: LayerGraph, plan: Plan, group: "TensorGroup", samples: int = 0
+) -> DividedWeights:
+    """Return how the ranks divide the weights of a captured model; raise PlanError where they
+    cannot.
 
     Where they divide nothing but experts, each has a part of a microbatch's `samples`.
     """
     if graph.blocks is not None:
         raise PlanError(
-            "ranks divide the products of a captured graph, and the model file names blocks, which run as they are",
+            "ranks divide the products of a captured graph, and the model file names blocks, "
+            "which run as they are",
             hint="leave out blocks(), or solve with `tensor=1`",
         )
-    weights = {node: name for node in graph.module.graph.nodes if (name := graph.names.parameter(node)) is not None}
+    weights = {
+        node: name
+        for node in graph.module.graph.nodes
+        if (name := graph.names.parameter(node)) is not None
+    }
     products: dict[str, list[fx.Node]] = {}  # by the module that has the weight
     for node in graph.module.graph.nodes:
         if node.target in PRODUCTS and (name := weights.get(weight_of(node))) is not None:
             products.setdefault(name.rpartition(".")[0], []).append(node)
-    whole = {module for module, own in products.items() if any(_splits_heads(each, group.degree) for each in own)}
+    whole = {
+        module
+        for module, own in products.items()
+        if any(_splits_heads(each, group.degree) for each in own)
+    }
     experts, found = find_experts(graph).counts, {}
     for name, parameter in graph.model.named_parameters():
         aliases = graph.names_of([name])
@@ -381,7 +461,8 @@ def division_of(graph: LayerGraph, plan: Plan, group: "TensorGroup", samples: in
         style = next((each for each in (*COLUMNS, *GATHERED, *ROWS) if each in styles), None)
         if name in experts:
             style = EXPERTS if style_of(plan, name) == EXPERTS else None
-        if style is None or (parameter.dim() == 1 and style in ROWS):  # the bias of a sum is added once
+        # the bias of a sum is added once
+        if style is None or (parameter.dim() == 1 and style in ROWS):
             continue
         users = [node for module in modules for node in products.get(module, ())]
         dimension = 0
@@ -396,17 +477,22 @@ def division_of(graph: LayerGraph, plan: Plan, group: "TensorGroup", samples: in
         if not cut.divides(parameter.shape[dimension], group.degree):
             size = " + ".join(map(str, cut.blocks or (parameter.shape[dimension],)))
             raise PlanError(
-                f"{group.degree} ranks cannot divide the {size} elements of '{name}' along dimension {dimension} "
+                f"{group.degree} ranks cannot divide the {size} elements of '{name}' along "
+                f"dimension {dimension} "
                 "evenly",
                 hint="solve with smaller degrees in `tensor`",
             )
         found.update(dict.fromkeys(aliases, cut))
     by_samples = divides_samples(graph, group.degree, samples) and set(plan.values()) == {EXPERTS}
-    return DividedWeights(group, found, {name: n for name, n in experts.items() if name in found}, by_samples)
+    return DividedWeights(
+        group, found, {name: n for name, n in experts.items() if name in found}, by_samples
+    )
 
 
 def _splits_heads(product: fx.Node, degree: int) -> bool:
-    """Return whether a product's outputs are heads that the ranks do not divide: its module stays whole then."""
+    """Return whether a product's outputs are heads that the ranks do not divide: its module stays
+    whole then.
+    """
     packed = packing(product)
     opened = {product: len(shape_of(product)) - 1} if packed is None else packed.opened
     for node, dimension in opened.items():
@@ -421,7 +507,9 @@ def _splits_heads(product: fx.Node, degree: int) -> bool:
 
 
 def _heads(view: fx.Node, value: fx.Node) -> int:
-    """Return the outermost of the sizes that a view divides a value's last dimension into; 0 if it keeps it."""
+    """Return the outermost of the sizes that a view divides a value's last dimension into; 0 if it
+    keeps it.
+    """
     last = len(shape_of(value)) - 1
     place = dimension_of(view, {value: last}) if packet_of(view) in VIEWS else None
     return 0 if place is None or place == len(shape_of(view)) - 1 else int(shape_of(view)[place])

@@ -1,13 +1,16 @@
-"""Expert parallelism: the grouped products of a mixture of experts, whose experts the ranks of a group divide.
+"""Expert parallelism: the grouped products of a mixture of experts, whose experts the ranks of a
+group divide.
 
-Tokens are sorted by their expert, and a grouped product multiplies each expert's rows with its own matrix. A rank has
-the matrices of its experts. There are two ways to get it the rows that chose them:
+Tokens are sorted by their expert, and a grouped product multiplies each expert's rows with its own
+matrix. A rank has the matrices of its experts. There are two ways to get it the rows that chose
+them:
 
-- Each rank has a part of the samples, and the whole of all other weights. The ranks exchange rows by an all-to-all
-  before the products and by one behind them, and twice again in the backward (Lepikhin et al., "GShard", 2021, section
-  3.1); and they all-reduce the gradients of what they have alike.
-- All ranks have all tokens, as between divided products of other layers. Each takes the rows of its experts, and they
-  sum up what they make of them.
+- Each rank has a part of the samples, and the whole of all other weights. The ranks exchange rows
+  by an all-to-all before the products and by one behind them, and twice again in the backward
+  (Lepikhin et al., "GShard", 2021, section 3.1); and they all-reduce the gradients of what they
+  have alike.
+- All ranks have all tokens, as between divided products of other layers. Each takes the rows of its
+  experts, and they sum up what they make of them.
 """
 
 from collections.abc import Container, Mapping
@@ -31,13 +34,16 @@ _VIEWS = (_aten.transpose, _aten.permute)
 class Experts:
     """What ranks compute of a graph's grouped products."""
 
-    # Values of which a rank has its experts' rows, each with the value that tells where the rows of each expert end.
+    # Values of which a rank has its experts' rows, each with the value that tells where the rows of
+    # each expert end.
     rows: Mapping[fx.Node, fx.Node] = field(default_factory=dict)
-    counts: Mapping[str, int] = field(default_factory=dict)  # experts, by name of the divided weights
+    # experts, by name of the divided weights
+    counts: Mapping[str, int] = field(default_factory=dict)
 
 
 def find_experts(graph: LayerGraph, divided: Container[str] | None = None) -> Experts:
-    """Return which values of a graph have rows of experts, if ranks divide these weights: all that they can, for None.
+    """Return which values of a graph have rows of experts, if ranks divide these weights: all that
+    they can, for None.
 
     A weight can be divided if nothing but grouped products uses it.
     """
@@ -58,7 +64,9 @@ def find_experts(graph: LayerGraph, divided: Container[str] | None = None) -> Ex
 
 
 def _products(weight: fx.Node) -> dict[fx.Node, fx.Node]:
-    """Return the grouped products that use a weight or views of it, with offsets; nothing if anything else does."""
+    """Return the grouped products that use a weight or views of it, with offsets; nothing if
+    anything else does.
+    """
     found = dict[fx.Node, fx.Node]()
     for user in weight.users:
         if (offsets := offsets_of(user)) is not None and user.args[1] is weight:
@@ -71,7 +79,9 @@ def _products(weight: fx.Node) -> dict[fx.Node, fx.Node]:
 
 
 def offsets_of(node: fx.Node) -> fx.Node | None:
-    """Return what tells a grouped product of rows where those of each expert end; None for other operations."""
+    """Return what tells a grouped product of rows where those of each expert end; None for other
+    operations.
+    """
     if getattr(packet_of(node), "__name__", "") not in GROUPED:
         return None
     rows, matrices, *rest = node.args
@@ -81,7 +91,9 @@ def offsets_of(node: fx.Node) -> fx.Node | None:
 
 
 def _keeps_rows(graph: LayerGraph, node: fx.Node, known: Mapping[fx.Node, fx.Node]) -> bool:
-    """Return whether an operation makes each row of one row of these values, and needs nothing else that has rows."""
+    """Return whether an operation makes each row of one row of these values, and needs nothing else
+    that has rows.
+    """
     is_mutable = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
     if is_random(node, graph.module) or (is_mutable and node.args[0] not in known):
         return False

@@ -1,7 +1,8 @@
 """The DTensors of a stage's code: what a group of ranks computes each with its part of the weights.
 
-Values are whole on every rank, as ordinary tensors, up to the first product that the ranks divide, and behind the one
-whose results they sum up. Between the two they are DTensors. So all that surrounds a stage sees ordinary tensors.
+Values are whole on every rank, as ordinary tensors, up to the first product that the ranks divide,
+and behind the one whose results they sum up. Between the two they are DTensors. So all that
+surrounds a stage sees ordinary tensors.
 """
 
 import math
@@ -33,7 +34,9 @@ class Rows(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """How ranks that have samples of their own exchange rows, so that each has those of its experts."""
+    """How ranks that have samples of their own exchange rows, so that each has those of its
+    experts.
+    """
 
     offsets: Tensor  # where the rows of each of this rank's experts end
     order: Tensor  # of the rows that come, by sender, in which they are by expert
@@ -43,7 +46,9 @@ class Exchange(NamedTuple):
 
 
 class TensorGroup:
-    """The ranks that divide a worker's stages between them; the code of stages calls its methods."""
+    """The ranks that divide a worker's stages between them; the code of stages calls its
+    methods.
+    """
 
     def __init__(self, degree: int, place: int) -> None:
         self.degree, self.place = degree, place
@@ -60,7 +65,9 @@ class TensorGroup:
         return self._mesh
 
     def enter(self, value: Tensor) -> Tensor:
-        """Return a value that all ranks have whole, for operations on divided ones; their gradients are summed up."""
+        """Return a value that all ranks have whole, for operations on divided ones; their gradients
+        are summed up.
+        """
         return DTensor.from_local(value, self.mesh, [Replicate()], run_check=False)
 
     def part(self, value: Tensor, dimension: int) -> Tensor:
@@ -68,19 +75,27 @@ class TensorGroup:
         return DTensor.from_local(value, self.mesh, [Shard(dimension)], run_check=False)
 
     def scatter(self, value: Tensor, dimension: int) -> Tensor:
-        """Return a value of which each rank keeps its part along `dimension`, where it may be whole or a sum so far."""
+        """Return a value of which each rank keeps its part along `dimension`, where it may be whole
+        or a sum so far.
+        """
         own = Shard(dimension)
         whole = value if isinstance(value, DTensor) else self.enter(value)
         assert isinstance(whole, DTensor)
         return whole if whole.placements == (own,) else whole.redistribute(placements=[own])
 
     def gather(self, value: Tensor) -> Tensor:
-        """Return the whole of a value that ranks divide by tokens, for a product whose weight they divide."""
+        """Return the whole of a value that ranks divide by tokens, for a product whose weight they
+        divide.
+        """
         whole: Tensor = _Gathered.apply(value)  # type: ignore[no-untyped-call]
         return whole
 
-    def product(self, gathered: DTensor, compute: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """Compute with what `gather` returned, or a view of it; the backward gathers it again from the part."""
+    def product(
+        self, gathered: DTensor, compute: Callable[..., Tensor], *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Compute with what `gather` returned, or a view of it; the backward gathers it again from
+        the part.
+        """
         node, like = gathered.grad_fn, (gathered.placements, gathered.numel())
 
         def kept(saved: Tensor) -> Any:
@@ -94,19 +109,27 @@ class TensorGroup:
             return compute(*args, **kwargs)
 
     def leave(self, value: Tensor, dimension: int = 0, blocks: tuple[int, ...] = ()) -> Tensor:
-        """Return a divided value as a tensor that is whole on every rank; `Cut` explains dimension and blocks."""
+        """Return a divided value as a tensor that is whole on every rank; `Cut` explains dimension
+        and blocks.
+        """
         assert isinstance(value, DTensor)
         whole: Tensor = value.redistribute(placements=[Replicate()]).to_local()
-        return Cut(dimension, blocks).whole(whole.chunk(self.degree, dimension)) if blocks else whole
+        return (
+            Cut(dimension, blocks).whole(whole.chunk(self.degree, dimension)) if blocks else whole
+        )
 
     def rows(self, offsets: Tensor, whole: Tensor) -> Rows:
-        """Return which rows of a value belong to this rank's experts, given where those of each expert end.
+        """Return which rows of a value belong to this rank's experts, given where those of each
+        expert end.
 
-        Without data, as many as any other rank's. The host waits for the offsets, as sizes depend on them.
+        Without data, as many as any other rank's. The host waits for the offsets, as sizes depend
+        on them.
         """
         each, total = offsets.shape[0] // self.degree, whole.shape[0]
         if isinstance(offsets, FakeTensor):
-            return Rows(offsets[:each], self.place * total // self.degree, total // self.degree, total)
+            return Rows(
+                offsets[:each], self.place * total // self.degree, total // self.degree, total
+            )
         first, ends = self.place * each, [0, *offsets.tolist()]
         start = ends[first]
         return Rows(offsets[first : first + each] - start, start, ends[first + each] - start, total)
@@ -121,7 +144,9 @@ class TensorGroup:
         return F.pad(value, (*[0, 0] * (value.dim() - 1), rows.start, after))
 
     def alone(self, value: Tensor) -> Tensor:
-        """Return a value that all ranks have whole, for a computation that each does for itself with a part."""
+        """Return a value that all ranks have whole, for a computation that each does for itself
+        with a part.
+        """
         made: Tensor = _Alone.apply(value, self.mesh.get_group()) if value.requires_grad else value  # type: ignore[no-untyped-call]
         return made
 
@@ -140,17 +165,23 @@ class TensorGroup:
             sends, takes = torch.stack([given.sum(1), taken.sum(1)]).tolist()
         own = torch.arange(taken.shape[1], device=offsets.device).repeat(self.degree)
         order = own.repeat_interleave(taken.flatten(), output_size=sum(takes)).argsort(stable=True)
-        return Exchange(taken.sum(0).cumsum(0).to(offsets.dtype), order, order.argsort(), sends, takes)
+        return Exchange(
+            taken.sum(0).cumsum(0).to(offsets.dtype), order, order.argsort(), sends, takes
+        )
 
     def give(self, value: Tensor, rows: Exchange) -> Tensor:
         """Return the rows of this rank's experts, of the values of all ranks."""
         return self._moved(value, rows.takes, rows.sends)[rows.order]
 
     def back(self, value: Tensor, rows: Exchange) -> Tensor:
-        """Return the rows of this rank's samples, of the values that all ranks made of their experts' rows."""
+        """Return the rows of this rank's samples, of the values that all ranks made of their
+        experts' rows.
+        """
         return self._moved(value[rows.back], rows.sends, rows.takes)
 
-    def _moved(self, value: Tensor, takes: list[int] | None = None, sends: list[int] | None = None) -> Tensor:
+    def _moved(
+        self, value: Tensor, takes: list[int] | None = None, sends: list[int] | None = None
+    ) -> Tensor:
         group = self.mesh.get_group()
         if over_gloo(group) and not isinstance(value, FakeTensor):
             equal = [len(value) // self.degree] * self.degree
@@ -165,7 +196,9 @@ class TensorGroup:
         return own
 
     def split(self, value: Tensor, sizes: Sequence[int], dimension: int) -> tuple[Tensor, ...]:
-        """Return the blocks of a packed value, of these sizes in the whole, each of which the ranks divide."""
+        """Return the blocks of a packed value, of these sizes in the whole, each of which the ranks
+        divide.
+        """
         own = [size // self.degree for size in sizes]
         parts = torch.split(self._own(value, dimension), own, dimension)
         return tuple(self.part(each, dimension) for each in parts)
@@ -173,13 +206,20 @@ class TensorGroup:
     def narrow(self, value: Tensor, start: int, length: int, dimension: int) -> Tensor:
         """Return one block of a packed value, which the ranks divide."""
         own = self._own(value, dimension)
-        return self.part(own.narrow(dimension, start // self.degree, length // self.degree), dimension)
+        return self.part(
+            own.narrow(dimension, start // self.degree, length // self.degree), dimension
+        )
 
     def stack(self, value: Tensor, blocks: int, dimension: int) -> Tensor:
-        """Return a packed value with a dimension of its own for its blocks, before the one that the ranks divide."""
+        """Return a packed value with a dimension of its own for its blocks, before the one that the
+        ranks divide.
+        """
         own = self._own(value, dimension)
         size = own.shape[dimension] // blocks
-        return self.part(own.reshape(*own.shape[:dimension], blocks, size, *own.shape[dimension + 1 :]), dimension + 1)
+        return self.part(
+            own.reshape(*own.shape[:dimension], blocks, size, *own.shape[dimension + 1 :]),
+            dimension + 1,
+        )
 
     def _own(self, value: Tensor, dimension: int) -> Tensor:
         assert isinstance(value, DTensor)
@@ -190,7 +230,9 @@ class TensorGroup:
         return DTensor.from_local(value, self.mesh, [Partial()], run_check=False).full_tensor()
 
     def dropout(self, value: DTensor, p: float, train: bool) -> Tensor:
-        """Drop what dropout of the whole value drops: every rank draws all of it, and takes its part."""
+        """Drop what dropout of the whole value drops: every rank draws all of it, and takes its
+        part.
+        """
         if not train or p == 0:
             return value
         noise = F.dropout(torch.ones(value.shape, dtype=value.dtype, device=value.device), p)
@@ -209,16 +251,20 @@ class TensorGroup:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """Attend with each rank's heads: `scaled_dot_product_attention`, of which DTensor lacks the CPU's kernels.
+        """Attend with each rank's heads: `scaled_dot_product_attention`, of which DTensor lacks the
+        CPU's kernels.
 
-        Where they do not divide the heads, all compute the whole; key-value heads are copied for the query's.
+        Where they do not divide the heads, all compute the whole; key-value heads are copied for
+        the query's.
         """
         dimension = query.dim() - 3
         heads = query.shape[dimension]
         if enable_gqa and key.shape[dimension] % self.degree:
             key, value = (_expanded(each, heads) for each in (key, value))
             enable_gqa = False
-        divides = dimension >= 0 and not any(each.shape[dimension] % self.degree for each in (query, key))
+        divides = dimension >= 0 and not any(
+            each.shape[dimension] % self.degree for each in (query, key)
+        )
         own = Shard(dimension) if divides else Replicate()
         tensors = [each.redistribute(placements=[own]).to_local() for each in (query, key, value)]  # type: ignore[attr-defined]
         mask = None
@@ -227,14 +273,17 @@ class TensorGroup:
             by_heads = divides and attn_mask.dim() >= 3 and attn_mask.shape[-3] == heads
             placement = Shard(attn_mask.dim() - 3) if by_heads else Replicate()
             gradient = placement if by_heads or not divides else Partial()
-            mask = attn_mask.redistribute(placements=[placement]).to_local(grad_placements=[gradient])
+            mask = attn_mask.redistribute(placements=[placement]).to_local(
+                grad_placements=[gradient]
+            )
         q, k, v = tensors
         if dropout_p == 0:
             made = F.scaled_dot_product_attention(
                 q, k, v, mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
             )
             return DTensor.from_local(made, self.mesh, [own], run_check=False)
-        # By its formula: the kernels draw the numbers themselves, those of a part others than those of the whole.
+        # By its formula: the kernels draw the numbers themselves, those of a part others than those
+        # of the whole.
         shape = (*query.shape[:-1], key.shape[-2])
         noise = F.dropout(torch.ones(shape, dtype=query.dtype, device=query.device), dropout_p)
         noise = noise.chunk(self.degree, dimension)[self.place] if divides else noise
@@ -245,8 +294,14 @@ class TensorGroup:
         if is_causal:
             mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
         if mask is not None:
-            scores = scores.masked_fill(mask.logical_not(), -math.inf) if mask.dtype == torch.bool else scores + mask
-        return DTensor.from_local((scores.softmax(-1) * noise) @ v, self.mesh, [own], run_check=False)
+            scores = (
+                scores.masked_fill(mask.logical_not(), -math.inf)
+                if mask.dtype == torch.bool
+                else scores + mask
+            )
+        return DTensor.from_local(
+            (scores.softmax(-1) * noise) @ v, self.mesh, [own], run_check=False
+        )
 
 
 class _Alone(torch.autograd.Function):
@@ -259,7 +314,9 @@ class _Alone(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        summed: Tensor = torch.ops._c10d_functional.wait_tensor(funcol.all_reduce(gradient, "sum", ctx.group))
+        summed: Tensor = torch.ops._c10d_functional.wait_tensor(
+            funcol.all_reduce(gradient, "sum", ctx.group)
+        )
         return summed, None
 
 
@@ -267,7 +324,9 @@ class _Swapped(torch.autograd.Function):
     """Rows that go to other ranks, over gloo; their gradients come back."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, takes: list[int], sends: list[int], group: dist.ProcessGroup) -> Tensor:
+    def forward(
+        ctx: Any, value: Tensor, takes: list[int], sends: list[int], group: dist.ProcessGroup
+    ) -> Tensor:
         ctx.back = sends, takes, group
         own, whole = dist.get_rank(group), value.new_empty((sum(takes), *value.shape[1:]))
         given, taken = torch.split(value.contiguous(), sends), torch.split(whole, takes)
@@ -282,7 +341,9 @@ class _Swapped(torch.autograd.Function):
 
 
 class _Gathered(torch.autograd.Function):
-    """All ranks' parts of a value, which are gathered again for the backward of products with it."""
+    """All ranks' parts of a value, which are gathered again for the backward of products
+    with it.
+    """
 
     @staticmethod
     def forward(ctx: Any, part: DTensor) -> DTensor:

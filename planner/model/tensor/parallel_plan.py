@@ -1,8 +1,9 @@
 """How a model's modules are divided over ranks: as the model says, or as its captured graph allows.
 
-Ranks sum up the gradients of a "colwise" product's input, and the outputs of a "rowwise" one and of an embedding
-(Shoeybi et al., "Megatron-LM", 2019, section 3). In a graph, a column product goes with a later row product if every
-operation between them works on each part alone. What does not end in a row product stays whole.
+Ranks sum up the gradients of a "colwise" product's input, and the outputs of a "rowwise" one and of
+an embedding (Shoeybi et al., "Megatron-LM", 2019, section 3). In a graph, a column product goes
+with a later row product if every operation between them works on each part alone. What does not end
+in a row product stays whole.
 """
 
 import re
@@ -15,18 +16,29 @@ from torch import fx, nn
 from planner.errors import InputError
 from planner.model.capture.graph import LayerGraph
 from planner.model.spec import TrainingSpec
-from planner.model.tensor.dimensions import PRODUCTS, Cut, Packing, dimension_of, packing, shape_of, weight_of
+from planner.model.tensor.dimensions import (
+    PRODUCTS,
+    Cut,
+    Packing,
+    dimension_of,
+    packing,
+    shape_of,
+    weight_of,
+)
 from planner.model.tensor.experts import EXPERTS, find_experts
 
 Plan = Mapping[str, str]  # how modules are divided, by patterns of their names
 COLUMNS, ROWS = ("colwise", "packed_colwise"), ("rowwise", "embedding_rowwise")
-GATHERED = ("colwise_gather_output", "colwise_rep")  # columns, whose outputs every rank has whole right behind
+# columns, whose outputs every rank has whole right behind
+GATHERED = ("colwise_gather_output", "colwise_rep")
 
 
 def _models_own_plan(model: nn.Module) -> Plan | None:
     for name, module in model.named_modules():
         if plan := getattr(module, "tp_plan", None):
-            return {f"{name}.{pattern}" if name else pattern: style for pattern, style in plan.items()}
+            return {
+                f"{name}.{pattern}" if name else pattern: style for pattern, style in plan.items()
+            }
     return None
 
 
@@ -36,10 +48,13 @@ def style_of(plan: Plan, name: str) -> str | None:
     return plan.get(name, plan.get(general))
 
 
-def tensor_parallel_plan(training_spec: TrainingSpec, graph: LayerGraph, degree: int, samples: int = 0) -> Plan:
+def tensor_parallel_plan(
+    training_spec: TrainingSpec, graph: LayerGraph, degree: int, samples: int = 0
+) -> Plan:
     """Return how so many ranks divide a model's modules: as it says, or else as its graph allows.
 
-    Of a model with experts they divide these alone, where each rank can have a part of a microbatch's `samples`.
+    Of a model with experts they divide these alone, where each rank can have a part of a
+    microbatch's `samples`.
     """
     if training_spec.defines("tensor_parallel_plan"):
         return training_spec.tensor_parallel_plan()
@@ -50,21 +65,27 @@ def tensor_parallel_plan(training_spec: TrainingSpec, graph: LayerGraph, degree:
     if found := found_plan(graph, degree):
         return found
     raise InputError(
-        f"the model '{training_spec.name}' does not say how its layers are divided, and nothing was found that "
+        f"the model '{training_spec.name}' does not say how its layers are divided, and nothing "
+        f"was found that "
         f"{degree} ranks can divide",
-        hint="write tensor_parallel_plan() into the model file, as docs/guides/tensor-parallelism.md shows, or leave "
+        hint="write tensor_parallel_plan() into the model file, as "
+        "docs/guides/tensor-parallelism.md shows, or leave "
         "out `tensor`",
     )
 
 
 def found_plan(graph: LayerGraph, degree: int) -> dict[str, str]:
-    """Return how so many ranks divide the modules of a captured model, as `tensor_parallel_plan()` would say it."""
+    """Return how so many ranks divide the modules of a captured model, as `tensor_parallel_plan()`
+    would say it.
+    """
     nodes = [node for layer in graph.layers for node in layer.nodes]
     names = {node: graph.names.parameter(node) for node in graph.module.graph.nodes}
     uses = Counter(names[source] for node in nodes for source in node.all_input_nodes)
     # A weight that is used once, as the weight of a product or an embedding.
     read = {node: name for node in nodes if (name := names.get(weight_of(node))) is not None}
-    weights = {node: name for node, name in read.items() if uses[name] == 1 and name.endswith(".weight")}
+    weights = {
+        node: name for node, name in read.items() if uses[name] == 1 and name.endswith(".weight")
+    }
     parameters = dict(graph.model.named_parameters())
     shapes = {node: parameters[name].shape for node, name in weights.items()}
     packings = {node: packing(node) for node in weights if node.target in PRODUCTS}
@@ -74,13 +95,21 @@ def found_plan(graph: LayerGraph, degree: int) -> dict[str, str]:
         if not failed:
             break
         whole |= failed
-    styles = {weights[node]: "colwise" for node in columns} | {weights[node]: "rowwise" for node in rows}
+    styles = {weights[node]: "colwise" for node in columns} | {
+        weights[node]: "rowwise" for node in rows
+    }
     for node, name in read.items():
-        if node.target is torch.ops.aten.embedding.default and parameters[name].shape[0] % degree == 0:
+        if (
+            node.target is torch.ops.aten.embedding.default
+            and parameters[name].shape[0] % degree == 0
+        ):
             users = [other.target in PRODUCTS for other, own in read.items() if own == name]
-            if len(users) == uses[name] <= 2 and name.endswith(".weight"):  # a head may have the embedding's weight
+            # a head may have the embedding's weight
+            if len(users) == uses[name] <= 2 and name.endswith(".weight"):
                 styles[name] = GATHERED[0] if any(users) else "embedding_rowwise"
-    return {name.rpartition(".")[0]: style for name, style in styles.items()} | expert_plan(graph, degree)
+    return {name.rpartition(".")[0]: style for name, style in styles.items()} | expert_plan(
+        graph, degree
+    )
 
 
 def divides_samples(graph: LayerGraph, degree: int, samples: int) -> bool:
@@ -89,8 +118,12 @@ def divides_samples(graph: LayerGraph, degree: int, samples: int) -> bool:
 
 
 def expert_plan(graph: LayerGraph, degree: int) -> dict[str, str]:
-    """Return which weights of grouped products so many ranks divide by experts, by the names of the weights."""
-    return {name: EXPERTS for name, count in find_experts(graph).counts.items() if count % degree == 0}
+    """Return which weights of grouped products so many ranks divide by experts, by the names of the
+    weights.
+    """
+    return {
+        name: EXPERTS for name, count in find_experts(graph).counts.items() if count % degree == 0
+    }
 
 
 def _walk(
@@ -100,13 +133,17 @@ def _walk(
     packings: Mapping[fx.Node, Packing | None],
     whole: set[fx.Node],
 ) -> tuple[set[fx.Node], set[fx.Node], set[fx.Node]]:
-    """Walk through the graph with every product divided by its outputs, but for those that are whole.
+    """Walk through the graph with every product divided by its outputs, but for those that are
+    whole.
 
-    `shapes` are of weights. The products returned are those divided by outputs, those by inputs, and those that fail.
+    `shapes` are of weights. The products returned are those divided by outputs, those by inputs,
+    and those that fail.
     """
     rows, columns, failed, ended = set[fx.Node](), set[fx.Node](), set[fx.Node](), set[fx.Node]()
-    divided: dict[fx.Node, tuple[int, frozenset[fx.Node]]] = {}  # dimension, and the products it comes from
-    opened: dict[fx.Node, int] = {}  # where what takes packed values apart has the divided dimension
+    # dimension, and the products it comes from
+    divided: dict[fx.Node, tuple[int, frozenset[fx.Node]]] = {}
+    # where what takes packed values apart has the divided dimension
+    opened: dict[fx.Node, int] = {}
     for node in nodes:
         inputs = [source for source in node.all_input_nodes if source in divided]
         sources = frozenset[fx.Node]().union(*(divided[source][1] for source in inputs))
@@ -121,12 +158,18 @@ def _walk(
                 continue
             failed |= sources
             cut = Cut(product.outputs, () if packed is None else packed.blocks)
-            if not sources and node not in whole and cut.divides(shapes[node][cut.dimension], degree):
+            if (
+                not sources
+                and node not in whole
+                and cut.divides(shapes[node][cut.dimension], degree)
+            ):
                 columns.add(node)
                 divided[node] = len(shape_of(node)) - 1, frozenset([node])
                 opened |= {} if packed is None else packed.opened
         elif inputs:
-            dimension = opened.get(node, dimension_of(node, {source: divided[source][0] for source in inputs}))
+            dimension = opened.get(
+                node, dimension_of(node, {source: divided[source][0] for source in inputs})
+            )
             size = None if dimension is None else shape_of(node)[dimension]
             if dimension is None or not isinstance(size, int) or size % degree:
                 failed |= sources

@@ -1,4 +1,6 @@
-"""A module whose weights PyTorch's `fully_shard` divides over replicas, and gathers before the module runs."""
+"""A module whose weights PyTorch's `fully_shard` divides over replicas, and gathers before the
+module runs.
+"""
 
 from collections.abc import Sequence
 from typing import Any

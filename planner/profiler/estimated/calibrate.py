@@ -1,18 +1,21 @@
 """Fit a device to what was measured on it: profiles, or whole steps whose times are known.
 
-Profiles determine the shares of the peaks that each class of kernels achieves. Few sums of steps, such as those that a
-log says, cannot tell the classes apart. So they determine two factors: one of all shares of the arithmetic, and one of
-all shares of the bandwidth (clocks that fall under load, caches). With measured sums t of estimates e(x), where x are
-the logarithms of the factors, the fit minimises
+Profiles determine the shares of the peaks that each class of kernels achieves. Few sums of steps,
+such as those that a log says, cannot tell the classes apart. So they determine two factors: one of
+all shares of the arithmetic, and one of all shares of the bandwidth (clocks that fall under load,
+caches). With measured sums t of estimates e(x), where x are the logarithms of the factors, the fit
+minimises
 
     sum((log(e(x) / t) / 0.05)²) + sum((x / 0.16)²)
 
-that is: a step's estimate is right to 5% once the factors are, and the table's shares are right to 16%.
+that is: a step's estimate is right to 5% once the factors are, and the table's shares are right to
+16%.
 
-Such a fit is used only where it has been seen to help with what it was not fitted to. The steps are put into groups:
-for a model that is among them each model and batch size is one, for others each model. Every group is left out in turn,
-and its error with a fit to the others is compared with the table's. The mean gain must exceed three of its standard
-errors, over three groups or more: a smaller one, of few steps, is chance.
+Such a fit is used only where it has been seen to help with what it was not fitted to. The steps are
+put into groups: for a model that is among them each model and batch size is one, for others each
+model. Every group is left out in turn, and its error with a fit to the others is compared with the
+table's. The mean gain must exceed three of its standard errors, over three groups or more: a
+smaller one, of few steps, is chance.
 """
 
 import math
@@ -40,9 +43,11 @@ Floats = NDArray[np.float64]
 _REMEDY = "see `KnownStep` in planner/profiler/estimated/calibrate.py for its fields"
 _STEP_ERROR = 0.05  # of an estimate with the right factors
 _SHARE_ERROR = 0.16  # of the table's shares
-_LEAST_GROUPS, _LEAST_ERRORS = 3, 3.0  # that say whether a fit helps, and standard errors of the gain
+# that say whether a fit helps, and standard errors of the gain
+_LEAST_GROUPS, _LEAST_ERRORS = 3, 3.0
 _Seconds = Annotated[float, Field(gt=0)]
-# Weight of the table, where a profile has weight 1: shares that no profile depends on stay as they are.
+# Weight of the table, where a profile has weight 1: shares that no profile depends on stay as they
+# are.
 _TRUST_IN_TABLE = 1e-5
 _LEAST_S = 1e-7  # shorter times are noise
 _ITERATIONS = 60
@@ -54,12 +59,18 @@ def least_squares(residuals: Callable[[Floats], Floats], start: Floats) -> Float
     best, error = start, residuals(start)
     damping = 1e-2
     for _ in range(_ITERATIONS):
-        slopes = np.stack([(residuals(best + _STEP * unit) - error) / _STEP for unit in np.eye(len(best))], axis=1)
+        slopes = np.stack(
+            [(residuals(best + _STEP * unit) - error) / _STEP for unit in np.eye(len(best))], axis=1
+        )
         normal = slopes.T @ slopes
         while damping < 1e8:
-            # Without the small constant, an unknown that no time depends on would make the matrix singular.
-            step = np.linalg.solve(normal + damping * np.diag(np.diag(normal) + 1e-12), -slopes.T @ error)
-            # The clip keeps a trial step within a factor e of the shares, where the slopes still hold.
+            # Without the small constant, an unknown that no time depends on would make the matrix
+            # singular.
+            step = np.linalg.solve(
+                normal + damping * np.diag(np.diag(normal) + 1e-12), -slopes.T @ error
+            )
+            # The clip keeps a trial step within a factor e of the shares, where the slopes still
+            # hold.
             candidate = best + np.clip(step, -1, 1)
             new = residuals(candidate)
             if new @ new < error @ error:
@@ -97,7 +108,12 @@ class KnownStep(Record):
     @property
     def times(self) -> dict[tuple[int, ...], float]:
         """The known sums, by which of forward, backward and update they contain."""
-        parts = {(0, 1, 2): self.step_s, (0,): self.forward_s, (1,): self.backward_s, (2,): self.update_s}
+        parts = {
+            (0, 1, 2): self.step_s,
+            (0,): self.forward_s,
+            (1,): self.backward_s,
+            (2,): self.update_s,
+        }
         return {part: seconds for part, seconds in parts.items() if seconds is not None}
 
 
@@ -105,8 +121,8 @@ class KnownSteps(Record):
     """Steps on one type of device.
 
     {"schema_version": 1,
-     "steps": [{"model": "gpt.py", "batch_size": 4, "dtype": "float16", "fusion": "compiler", "master_weights": true,
-                "forward_s": 0.131, "backward_s": 0.274}]}
+     "steps": [{"model": "gpt.py", "batch_size": 4, "dtype": "float16", "fusion": "compiler",
+                "master_weights": true, "forward_s": 0.131, "backward_s": 0.274}]}
     """
 
     schema_version: Literal[1] = 1
@@ -152,35 +168,55 @@ def load_calibration(path: Path | str) -> list[Calibration]:
 
 
 def calibrated(
-    spec: DeviceSpec, calibrations: Sequence[Calibration], dtype: DType, target: TrainingSpec | None = None
+    spec: DeviceSpec,
+    calibrations: Sequence[Calibration],
+    dtype: DType,
+    target: TrainingSpec | None = None,
 ) -> DeviceSpec:
-    """Return `spec` fitted to profiles (its shares and launch time), and then to steps (two factors).
+    """Return `spec` fitted to profiles (its shares and launch time), and then to steps (two
+    factors).
 
-    Without calibrations it is `spec` itself. `target` is the model to estimate; None for one that is not known.
+    Without calibrations it is `spec` itself. `target` is the model to estimate; None for one that
+    is not known.
 
     Raises:
-        InputError: for a profile of another kind of device, or of another model than its model file's.
+        InputError: for a profile of another kind of device, or of another model than its model
+            file's.
     """
     fitted, samples, groups = spec, [], dict[Hashable, list[Timed]]()
-    own = target is not None and any(_model(each.training_spec) == _model(target) for each in calibrations)
+    own = target is not None and any(
+        _model(each.training_spec) == _model(target) for each in calibrations
+    )
     for each in calibrations:
         if isinstance(each.measured, Profile):
-            samples.append((_trace_of(each.measured, each.training_spec, spec, dtype), each.measured))
+            samples.append(
+                (_trace_of(each.measured, each.training_spec, spec, dtype), each.measured)
+            )
         else:
             group = _model(each.training_spec), each.measured.batch_size if own else None
-            groups.setdefault(group, []).extend(_timed(each.measured, each.training_spec, spec.kind))
+            groups.setdefault(group, []).extend(
+                _timed(each.measured, each.training_spec, spec.kind)
+            )
     if samples:
         device = samples[0][1].device
         fitted = replace(fit(spec, samples), name=device.name, memory_bytes=device.memory_bytes)
     if groups and (better := fit_times(fitted, list(groups.values()))) is not None:
         fitted = better
     elif len(groups) >= _LEAST_GROUPS:
-        return replace(fitted, name=f"{fitted.name}, not calibrated: known steps do not predict each other any better")
+        return replace(
+            fitted,
+            name=f"{fitted.name}, not calibrated: known steps do not predict each other any better",
+        )
     elif groups:
         what = "batch sizes" if own else "models"
-        return replace(fitted, name=f"{fitted.name}, not calibrated: that takes steps of {_LEAST_GROUPS} {what}")
+        return replace(
+            fitted,
+            name=f"{fitted.name}, not calibrated: that takes steps of {_LEAST_GROUPS} {what}",
+        )
     models = [profile.model for _, profile in samples]
-    models += [each.training_spec.name for each in calibrations if isinstance(each.measured, KnownStep)]
+    models += [
+        each.training_spec.name for each in calibrations if isinstance(each.measured, KnownStep)
+    ]
     if not models:
         return spec
     return replace(fitted, name=f"{fitted.name}, calibrated on {', '.join(dict.fromkeys(models))}")
@@ -191,16 +227,22 @@ def _model(training_spec: TrainingSpec) -> Hashable:
     return None if path is None else path.resolve(), training_spec.builder
 
 
-def _timed(step: KnownStep, training_spec: TrainingSpec, kind: Literal["cpu", "cuda"]) -> list[Timed]:
+def _timed(
+    step: KnownStep, training_spec: TrainingSpec, kind: Literal["cpu", "cuda"]
+) -> list[Timed]:
     """Trace a step, and return its sums; raise InputError for what is estimated only for GPUs."""
     if kind == "cpu" and (step.fusion is not None or step.master_weights):
         raise InputError(
             f"the step of '{step.model}' ran on a GPU, and the estimate is for a CPU",
             hint="leave 'fusion' and 'master_weights' out of the file, or name a GPU",
         )
-    execution = Execution(kind, None if step.fusion is None else compiler, step.master_weights, step.sums_in_half)
+    execution = Execution(
+        kind, None if step.fusion is None else compiler, step.master_weights, step.sums_in_half
+    )
     trace = trace_step(training_spec, step.batch_size, step.dtype, execution=execution)
-    return [Timed(measured_s, partial(_sum, trace, parts)) for parts, measured_s in step.times.items()]
+    return [
+        Timed(measured_s, partial(_sum, trace, parts)) for parts, measured_s in step.times.items()
+    ]
 
 
 def _sum(trace: StepTrace, parts: Iterable[int], spec: DeviceSpec) -> float:
@@ -208,18 +250,22 @@ def _sum(trace: StepTrace, parts: Iterable[int], spec: DeviceSpec) -> float:
     return sum(sum(seconds[part]) for part in parts)
 
 
-def _trace_of(profile: Profile, training_spec: TrainingSpec, spec: DeviceSpec, dtype: DType) -> StepTrace:
+def _trace_of(
+    profile: Profile, training_spec: TrainingSpec, spec: DeviceSpec, dtype: DType
+) -> StepTrace:
     """Trace the step that the profile measured."""
     if profile.device.kind != spec.kind:
         raise InputError(
-            f"a profile of {profile.device.name} ({profile.device.kind}) cannot calibrate {spec.name}, which is of "
+            f"a profile of {profile.device.name} ({profile.device.kind}) cannot calibrate "
+            f"{spec.name}, which is of "
             f"kind {spec.kind}",
             hint="give a profile that was measured on such a device",
         )
     trace = trace_step(
         training_spec,
         profile.microbatch_size or 1,
-        # Whether float32 products used TF32 on a GPU is not recorded in older profiles, so the user says it.
+        # Whether float32 products used TF32 on a GPU is not recorded in older profiles, so the user
+        # says it.
         profile.autocast or ("tf32" if dtype == "tf32" else "float32"),
         profile.memory_format,
         Execution(spec.kind, compiler if profile.compiled else None),
@@ -233,12 +279,16 @@ def _trace_of(profile: Profile, training_spec: TrainingSpec, spec: DeviceSpec, d
 
 
 def fit_times(spec: DeviceSpec, groups: Sequence[Sequence[Timed]]) -> DeviceSpec | None:
-    """Return the device with both factors fitted; None where fits to all groups but one do not help with that one."""
+    """Return the device with both factors fitted; None where fits to all groups but one do not help
+    with that one.
+    """
     if len(groups) < _LEAST_GROUPS:
         return None
     gains = []
     for group in groups:
-        fitted = _fit_factors(spec, [each for other in groups if other is not group for each in other])
+        fitted = _fit_factors(
+            spec, [each for other in groups if other is not group for each in other]
+        )
         gains.append(fmean(_error(spec, each) - _error(fitted, each) for each in group))
     if fmean(gains) <= _LEAST_ERRORS * stdev(gains) / math.sqrt(len(gains)):
         return None
@@ -264,33 +314,46 @@ def scaled(spec: DeviceSpec, arithmetic: float, bandwidth: float) -> DeviceSpec:
     """Return the device with its achieved shares times these factors."""
     return replace(
         spec,
-        achieved_arithmetic={name: arithmetic * share for name, share in spec.achieved_arithmetic.items()},
-        achieved_bandwidth={name: bandwidth * share for name, share in spec.achieved_bandwidth.items()},
+        achieved_arithmetic={
+            name: arithmetic * share for name, share in spec.achieved_arithmetic.items()
+        },
+        achieved_bandwidth={
+            name: bandwidth * share for name, share in spec.achieved_bandwidth.items()
+        },
     )
 
 
 def fit(spec: DeviceSpec, samples: Sequence[tuple[StepTrace, Profile]]) -> DeviceSpec:
-    """Minimise the squares of log(estimated / measured) over the forward, backward and update of layers.
+    """Minimise the squares of log(estimated / measured) over the forward, backward and update of
+    layers.
 
-    An error's weight is the square root of the layer's share of its profile's time: long layers matter, and short ones
-    are many. The unknowns are the logarithms of the launch time and of the achieved shares of the classes that occur.
-    The method is Levenberg-Marquardt (Marquardt 1963).
+    An error's weight is the square root of the layer's share of its profile's time: long layers
+    matter, and short ones are many. The unknowns are the logarithms of the launch time and of the
+    achieved shares of the classes that occur. The method is Levenberg-Marquardt (Marquardt 1963).
     """
     occurring = {name for trace, _ in samples for name in trace.costs.classes()} | {"update"}
     computing = [name for name in COMPUTE_CLASSES if name in occurring]
     moving = [name for name in OP_CLASSES if name in occurring]
-    shares = [spec.achieved_arithmetic[name] for name in computing] + [spec.achieved_bandwidth[name] for name in moving]
+    shares = [spec.achieved_arithmetic[name] for name in computing] + [
+        spec.achieved_bandwidth[name] for name in moving
+    ]
     start: Floats = np.log([*shares, spec.launch_s])
     measured = [_measured(profile) for _, profile in samples]
-    weights = np.concatenate([np.sqrt(times / times.sum()) * (times > _LEAST_S) for times in measured])
+    weights = np.concatenate(
+        [np.sqrt(times / times.sum()) * (times > _LEAST_S) for times in measured]
+    )
     target = np.log(np.maximum(np.concatenate(measured), _LEAST_S))
 
     def described(logs: Floats) -> DeviceSpec:
         *shares, launch_s = map(float, np.exp(np.clip(logs, -50, 50)))
         split = len(computing)
-        arithmetic = dict(spec.achieved_arithmetic) | dict(zip(computing, shares[:split], strict=True))
+        arithmetic = dict(spec.achieved_arithmetic) | dict(
+            zip(computing, shares[:split], strict=True)
+        )
         bandwidth = dict(spec.achieved_bandwidth) | dict(zip(moving, shares[split:], strict=True))
-        return replace(spec, achieved_arithmetic=arithmetic, achieved_bandwidth=bandwidth, launch_s=launch_s)
+        return replace(
+            spec, achieved_arithmetic=arithmetic, achieved_bandwidth=bandwidth, launch_s=launch_s
+        )
 
     def residuals(logs: Floats) -> Floats:
         guess = described(logs)
@@ -302,11 +365,18 @@ def fit(spec: DeviceSpec, samples: Sequence[tuple[StepTrace, Profile]]) -> Devic
 
 
 def _measured(profile: Profile) -> Floats:
-    """Return forward, backward and update of all layers; processor time where it is known, without interruptions."""
+    """Return forward, backward and update of all layers; processor time where it is known, without
+    interruptions.
+    """
 
     def column(part: str, better: str) -> list[float]:
         times = [(getattr(layer, better, None), getattr(layer, part)) for layer in profile.layers]
         return [wall_s if thread_s is None else thread_s for thread_s, wall_s in times]
 
-    forward, backward = column("forward_s", "forward_thread_s"), column("backward_s", "backward_thread_s")
-    return np.array([*forward, *backward, *(layer.update_s for layer in profile.layers)], dtype=np.float64)
+    forward, backward = (
+        column("forward_s", "forward_thread_s"),
+        column("backward_s", "backward_thread_s"),
+    )
+    return np.array(
+        [*forward, *backward, *(layer.update_s for layer in profile.layers)], dtype=np.float64
+    )

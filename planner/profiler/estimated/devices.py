@@ -1,22 +1,25 @@
-"""Describe devices, for profiles without them: peaks from data sheets, and the share of them that operations achieve.
+"""Describe devices, for profiles without them: peaks from data sheets, and the share of them that
+operations achieve.
 
-A device is one of the table, found by its name there or by what the driver calls it, or is described in a file
-(`estimate.DeviceFile`). The table of GPUs is `gpus.json`. No pydantic here: the help of the command line lists it, and
-shows at once.
+A device is one of the table, found by its name there or by what the driver calls it, or is
+described in a file (`estimate.DeviceFile`). The table of GPUs is `gpus.json`. No pydantic here: the
+help of the command line lists it, and shows at once.
 
-Peaks are dense (no sparsity), at boost clock. They are those of the makers' data sheets: P100 (2016), V100 (2018),
-T4 (2019), A6000 (2020), A100, A10, A10G (for AWS) and A40 (2021), H100 (2022, SXM), L4, L40S, H200, GH200 (96 GB) and
-MI300X (2023), B200 (2024, one of HGX B200); and of NVIDIA's white papers on GA102 (2020), Ada (2022) and RTX Blackwell
-(2025), whose products in half precision are summed in single. The Titan X has 3072 cores x 2 x 1.089 GHz (Maxwell) or
-3584 x 2 x 1.531 GHz (Pascal); the CPU is a core with two AVX-512 multiply-add units: 2 x 2 x 16 x 4 GHz = 256 GFLOP/s.
+Peaks are dense (no sparsity), at boost clock. They are those of the makers' data sheets: P100
+(2016), V100 (2018), T4 (2019), A6000 (2020), A100, A10, A10G (for AWS) and A40 (2021), H100 (2022,
+SXM), L4, L40S, H200, GH200 (96 GB) and MI300X (2023), B200 (2024, one of HGX B200); and of NVIDIA's
+white papers on GA102 (2020), Ada (2022) and RTX Blackwell (2025), whose products in half precision
+are summed in single. The Titan X has 3072 cores x 2 x 1.089 GHz (Maxwell) or 3584 x 2 x 1.531 GHz
+(Pascal); the CPU is a core with two AVX-512 multiply-add units: 2 x 2 x 16 x 4 GHz = 256 GFLOP/s.
 
-"Achieved" is the share of the peak that PyTorch's kernels reach on large operations, by class. Products, fused
-attention and pointwise kernels have those that were measured on an architecture (benchmarks/gpu_truth/README.md has the
-sources): long products of H100, B200 and L40S lower the clock, which takes their share below the others'; the H200's
-are PyTorch 2.11's own, and the H100's attention is FlashAttention-2. The GPUs' others are the same for all,
-and were set so that the V100 meets the times of PipeDream's published profiles (benchmarks/estimate says how well). The
-CPU's were fitted to profiles measured on an AMD EPYC (Zen 5) core. Calibration (`calibrate`) fits them to another
-device.
+"Achieved" is the share of the peak that PyTorch's kernels reach on large operations, by class.
+Products, fused attention and pointwise kernels have those that were measured on an architecture
+(benchmarks/gpu_truth/README.md has the sources): long products of H100, B200 and L40S lower the
+clock, which takes their share below the others'; the H200's are PyTorch 2.11's own, and the H100's
+attention is FlashAttention-2. The GPUs' others are the same for all, and were set so that the V100
+meets the times of PipeDream's published profiles (benchmarks/estimate says how well). The CPU's
+were fitted to profiles measured on an AMD EPYC (Zen 5) core. Calibration (`calibrate`) fits them to
+another device.
 """
 
 import json
@@ -55,15 +58,19 @@ class DeviceSpec:
         peak_flops_per_s: by data type; a missing type is not supported.
         bandwidth_bytes_per_s: of the memory.
         memory_bytes: of the device that a process can use; None for a CPU.
-        achieved_arithmetic: share of the peak, by class. Above 1 where the algorithm multiplies less than the
-            definition does: Winograd's needs 2.25 times fewer multiplications for 3x3 (Lavin & Gray 2016).
+        achieved_arithmetic: share of the peak, by class. Above 1 where the algorithm multiplies
+            less than the definition does: Winograd's needs 2.25 times fewer multiplications for 3x3
+            (Lavin & Gray 2016).
         achieved_bandwidth: share of the bandwidth, by class. Above 1 where tensors stay in caches.
-        launch_s: fixed time of one operation: dispatch on a CPU, start and end of a kernel on a GPU.
-        dispatch_s: of a GPU's host, to launch one kernel (`HOSTS`); it runs ahead of the device while that is busy.
-        processors: streaming multiprocessors or compute units, over which a GPU spreads the tiles of a product; None
-            for a CPU.
-        reported: pattern of the names that PyTorch gives it, without the maker. Boards of other power or fewer units
-            (H100 PCIe, RTX 3090 Ti) have other peaks, so it fits the whole name.
+        launch_s: fixed time of one operation: dispatch on a CPU, start and end of a kernel on a
+            GPU.
+        dispatch_s: of a GPU's host, to launch one kernel (`HOSTS`); it runs ahead of the device
+            while that is busy.
+        processors: streaming multiprocessors or compute units, over which a GPU spreads the tiles
+            of a product; None for a CPU.
+        reported: pattern of the names that PyTorch gives it, without the maker. Boards of other
+            power or fewer units (H100 PCIe, RTX 3090 Ti) have other peaks, so it fits the whole
+            name.
     """
 
     name: str
@@ -79,11 +86,18 @@ class DeviceSpec:
     reported: str | None = None
 
     def at_clock(self, share: float) -> "DeviceSpec":
-        """Return the device with its processors at this share of their boost clock; the memory keeps its own."""
-        return replace(self, peak_flops_per_s={name: share * peak for name, peak in self.peak_flops_per_s.items()})
+        """Return the device with its processors at this share of their boost clock; the memory
+        keeps its own.
+        """
+        return replace(
+            self,
+            peak_flops_per_s={name: share * peak for name, peak in self.peak_flops_per_s.items()},
+        )
 
     def peak(self, dtype: DType) -> float:
-        """Return the arithmetic operations per second; TF32 is single precision where a device has no TF32."""
+        """Return the arithmetic operations per second; TF32 is single precision where a device has
+        no TF32.
+        """
         return self.peak_flops_per_s.get(dtype, self.peak_flops_per_s["float32"])
 
 
@@ -111,23 +125,28 @@ _BANDWIDTH: Mapping[OpClass, tuple[float, float]] = {
 }
 
 
-# Of the nominal memory a process sees this share. PyTorch reports 39.4 to 39.6 of an A100's 40 GiB, 79.1 to 79.3 of 80,
-# 23.7 of an RTX 4090's 24. The error correction of data centres' cards with GDDR6 takes a sixteenth besides: a T4 has
-# 14.75 of 16 GiB, an L40S 44.4 to 44.5 of 48, and the driver shows 22.5 of an A10G's 24.
+# Of the nominal memory a process sees this share. PyTorch reports 39.4 to 39.6 of an A100's 40 GiB,
+# 79.1 to 79.3 of 80, 23.7 of an RTX 4090's 24. The error correction of data centres' cards with
+# GDDR6 takes a sixteenth besides: a T4 has 14.75 of 16 GiB, an L40S 44.4 to 44.5 of 48, and the
+# driver shows 22.5 of an A10G's 24.
 _USABLE, _CORRECTED = 0.985, 15 / 16
 
 
 # Seconds of a host per launch of a kernel, by kind of program.
-# eager: PyTorch's operations one by one, from Python. Training a small transformer on an H200's server takes 38 µs per
-#   launch in float32 and under autocast, 44 all in bfloat16; decoding Llama-7B on an A100, without gradients, 25 (Team
-#   PyTorch, "Accelerating Generative AI II", 2023: 25.5 tokens per second, in 1,580 launches as traced).
-# fused, compiled: kernels that one call from C++ or from generated code launches: PyTorch's dispatch, a lower bound.
-# graphs: forward and backward are captured once as CUDA graphs.
+# eager: PyTorch's operations one by one, from Python. Training a small transformer on an H200's
+# server takes 38 µs per
+#   launch in float32 and under autocast, 44 all in bfloat16; decoding Llama-7B on an A100, without
+#   gradients, 25 (Team PyTorch, "Accelerating Generative AI II", 2023: 25.5 tokens per second, in
+#   1,580 launches as traced).
+# fused, compiled: kernels that one call from C++ or from generated code launches: PyTorch's
+# dispatch, a lower bound. graphs: forward and backward are captured once as CUDA graphs.
 HOSTS: Mapping[str, float] = {"eager": 38e-6, "compiled": 6e-6, "fused": 6e-6, "graphs": 0.0}
 
 
 def _read() -> dict[str, dict[str, Any]]:
-    table: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("gpus.json").read_text(encoding="utf-8"))
+    table: dict[str, dict[str, Any]] = json.loads(
+        Path(__file__).with_name("gpus.json").read_text(encoding="utf-8")
+    )
     return table
 
 
@@ -141,7 +160,8 @@ def _gpu(
     corrected: bool = False,
     **known: Any,
 ) -> DeviceSpec:
-    """Return a GPU, given its bandwidth in GB/s and its peaks in TFLOP/s; half stands for both types of 16 bits.
+    """Return a GPU, given its bandwidth in GB/s and its peaks in TFLOP/s; half stands for both
+    types of 16 bits.
 
     `arithmetic` and `moving` are the shares that were measured on its architecture.
     """
@@ -153,8 +173,10 @@ def _gpu(
         peak_flops_per_s={dtype: peaks[dtype] * 1e12 for dtype in DTYPES if dtype in peaks},
         bandwidth_bytes_per_s=bandwidth * 1e9,
         memory_bytes=int(memory_gib * 1024 * _USABLE * (_CORRECTED if corrected else 1)) * 2**20,
-        achieved_arithmetic={name: of_gpu for name, (of_gpu, _) in _ARITHMETIC.items()} | dict(arithmetic),
-        achieved_bandwidth={name: of_gpu for name, (of_gpu, _) in _BANDWIDTH.items()} | dict(moving),
+        achieved_arithmetic={name: of_gpu for name, (of_gpu, _) in _ARITHMETIC.items()}
+        | dict(arithmetic),
+        achieved_bandwidth={name: of_gpu for name, (of_gpu, _) in _BANDWIDTH.items()}
+        | dict(moving),
         launch_s=5e-6,
         dispatch_s=HOSTS["eager"],
         **known,
@@ -187,7 +209,10 @@ def launch_of(host: str) -> float:
     try:
         return parse_seconds(host)
     except UnitError:
-        message, hint = f"'{host}' is no kind of host program", f"give one of {', '.join(HOSTS)}, or a time, as 35us"
+        message, hint = (
+            f"'{host}' is no kind of host program",
+            f"give one of {', '.join(HOSTS)}, or a time, as 35us",
+        )
         raise InputError(message, hint=did_you_mean(host, HOSTS) + hint) from None
 
 
@@ -201,14 +226,17 @@ def device_spec(name: str, dtype: DType) -> DeviceSpec:
     if spec is None:
         raise InputError(
             f"there is no estimate for device '{name}'",
-            hint=f"{did_you_mean(name, DEVICES)}known are {', '.join(DEVICES)}; describe others in a file, and give it "
+            hint=f"{did_you_mean(name, DEVICES)}known are {', '.join(DEVICES)}; describe others "
+            f"in a file, and give it "
             "as `device_file`",
         )
     return supporting(spec, dtype, f"device '{name}'")
 
 
 def usual_dtype(name: str) -> DType:
-    """Return the type that people train in on such a GPU: bfloat16 where it has it, else float16."""
+    """Return the type that people train in on such a GPU: bfloat16 where it has it, else
+    float16.
+    """
     peaks = device_spec(name, "float32").peak_flops_per_s
     return next(dtype for dtype in ("bfloat16", "float16", "float32") if dtype in peaks)
 
@@ -230,11 +258,15 @@ def parse_dtype(text: str) -> DType:
     for dtype in DTYPES:
         if dtype == _ALIASES.get(text, text):
             return dtype
-    raise InputError(f"'{text}' is not a data type of estimates", hint=f"give one of {', '.join(DTYPES)}")
+    raise InputError(
+        f"'{text}' is not a data type of estimates", hint=f"give one of {', '.join(DTYPES)}"
+    )
 
 
 def find_device(name: str) -> DeviceSpec | None:
-    """Return the device of that name, as the table or the driver calls it; None where the table has no such."""
+    """Return the device of that name, as the table or the driver calls it; None where the table has
+    no such.
+    """
     plain = name.removeprefix("NVIDIA ")
     for spec in DEVICES.values():
         if name == spec.name or (spec.reported is not None and re.fullmatch(spec.reported, plain)):

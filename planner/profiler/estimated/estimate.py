@@ -1,4 +1,6 @@
-"""Estimate the profile of a model file for a device that need not be there, of the table or described in a file."""
+"""Estimate the profile of a model file for a device that need not be there, of the table or
+described in a file.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -47,7 +49,8 @@ class DeviceFile(Record):
     bandwidth_bytes_per_s: _Positive
     memory_bytes: Annotated[int, Field(gt=0)]
     processors: Annotated[int, Field(gt=0)]  # streaming multiprocessors or compute units
-    clock: Annotated[float, Field(gt=0, le=1)] = 1.0  # share of the boost clock that it keeps under load
+    # share of the boost clock that it keeps under load
+    clock: Annotated[float, Field(gt=0, le=1)] = 1.0
     # By class of operation, in place of the table's.
     achieved_arithmetic: dict[ComputeClass, _Positive] = Field(default_factory=dict)
     achieved_bandwidth: dict[OpClass, _Positive] = Field(default_factory=dict)
@@ -87,12 +90,16 @@ class EstimateOptions:
         dtype: of products and convolutions; "bfloat16" and "float16" stand for autocast.
         memory_format: that the plan's stages will have; it does not change the estimate.
         calibration: what was measured on such a device, to fit the achieved shares to first.
-        fusion: which operations are fused into one kernel, as by `compiler`; None as PyTorch runs them.
-        master_weights: weights are in `dtype`, gradients summed in float32, and the optimizer steps float32 copies.
-        host: kind of program that launches the kernels, of `HOSTS`, or its time per launch; None for "compiled" where
-            the compiler fuses, and for what the device says otherwise, which is "eager" in the table.
+        fusion: which operations are fused into one kernel, as by `compiler`; None as PyTorch runs
+            them.
+        master_weights: weights are in `dtype`, gradients summed in float32, and the optimizer steps
+            float32 copies.
+        host: kind of program that launches the kernels, of `HOSTS`, or its time per launch; None
+            for "compiled" where the compiler fuses, and for what the device says otherwise, which
+            is "eager" in the table.
         tensor: numbers of ranks, for each of which the costs of divided layers are estimated, too.
-        where_divided: leave out those that cannot divide the model's layers, which are refused otherwise.
+        where_divided: leave out those that cannot divide the model's layers, which are refused
+            otherwise.
     """
 
     device: str | DeviceSpec
@@ -106,28 +113,40 @@ class EstimateOptions:
     where_divided: bool = False
 
 
-def estimate_profile(training_spec: TrainingSpec, batch_size: int, options: EstimateOptions) -> Profile:
+def estimate_profile(
+    training_spec: TrainingSpec, batch_size: int, options: EstimateOptions
+) -> Profile:
     """Return what each layer of a model should cost in training on a device.
 
-    The model runs once, forward and backward, on tensors without data. Each operation takes its roofline time,
-    max(flops / (peak · achieved), bytes / (bandwidth · achieved)), plus a fixed time per launch. The bytes that layers
-    hold and exchange are counted as in a measured profile.
+    The model runs once, forward and backward, on tensors without data. Each operation takes its
+    roofline time, max(flops / (peak · achieved), bytes / (bandwidth · achieved)), plus a fixed time
+    per launch. The bytes that layers hold and exchange are counted as in a measured profile.
 
     Raises:
         ModelFileError, CaptureError: when the model file or the model cannot be used.
-        InputError: for a device or data type that the table does not have, and for what is estimated only for GPUs.
+        InputError: for a device or data type that the table does not have, and for what is
+            estimated only for GPUs.
     """
     estimator = Estimator(training_spec, options)
     return estimator.divided(estimator.profile(batch_size))
 
 
 class Estimator:
-    """Estimates profiles of a model, which it captures once for all batch sizes and tensor degrees."""
+    """Estimates profiles of a model, which it captures once for all batch sizes and tensor
+    degrees.
+    """
 
     def __init__(self, training_spec: TrainingSpec, options: EstimateOptions) -> None:
         self._training_spec, self._options = training_spec, options
-        dtype, host = options.dtype, options.host or ("compiled" if options.fusion is compiler else None)
-        device = options.device if isinstance(options.device, DeviceSpec) else device_spec(options.device, dtype)
+        dtype, host = (
+            options.dtype,
+            options.host or ("compiled" if options.fusion is compiler else None),
+        )
+        device = (
+            options.device
+            if isinstance(options.device, DeviceSpec)
+            else device_spec(options.device, dtype)
+        )
         _check_kind(device, options)
         spec = calibrated(device, options.calibration, dtype, training_spec)
         told = None if host is None or device.kind == "cpu" else launch_of(host)
@@ -142,8 +161,13 @@ class Estimator:
         profile = profile_of_trace(trace, self._spec)
         divisible = has_divisible_optimizer(self._training_spec, trace.graph.model)
         profile = profile.model_copy(update={"optimizer_elementwise": divisible})
-        traces = (self._trace(batch_size, lengths=lengths) for lengths in other_lengths(self._training_spec))
-        return with_lengths(profile, [profile_of_trace(each, self._spec) for each in traces], self._training_spec)
+        traces = (
+            self._trace(batch_size, lengths=lengths)
+            for lengths in other_lengths(self._training_spec)
+        )
+        return with_lengths(
+            profile, [profile_of_trace(each, self._spec) for each in traces], self._training_spec
+        )
 
     def divided(self, profile: Profile) -> Profile:
         """Return a profile of this model with the costs of layers that ranks divide."""
@@ -151,15 +175,22 @@ class Estimator:
         for degree in list(self._degrees):
             try:
                 part = self._trace(batch_size, degree)
-            except (InputError, LayerError, PlanError):  # a model's own plan may be one that its operations refuse
+            # a model's own plan may be one that its operations refuse
+            except (InputError, LayerError, PlanError):
                 if not self._options.where_divided:
                     raise
                 self._degrees.remove(degree)
                 continue
-            costs.append(degree_costs(profile_of_trace(part, self._spec), part.division, part.weights, part.counts))
+            costs.append(
+                degree_costs(
+                    profile_of_trace(part, self._spec), part.division, part.weights, part.counts
+                )
+            )
         return profile.model_copy(update={"tensor": tuple(costs)}) if costs else profile
 
-    def _trace(self, batch_size: int, degree: int = 1, lengths: Mapping[str, int] | None = None) -> StepTrace:
+    def _trace(
+        self, batch_size: int, degree: int = 1, lengths: Mapping[str, int] | None = None
+    ) -> StepTrace:
         asked = self._options
         execution = Execution(self._spec.kind, asked.fusion, asked.master_weights)
         how = (asked.dtype, asked.memory_format, execution, degree)

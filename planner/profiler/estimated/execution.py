@@ -1,13 +1,16 @@
-"""Describe how the device of an estimate runs a training step: with CUDA's own operations, and with fused kernels.
+"""Describe how the device of an estimate runs a training step: with CUDA's own operations, and with
+fused kernels.
 
-PyTorch chooses operations by device. On CUDA dropout and attention are one kernel each, softmax widens its input
-itself, and autocast keeps softmax, norms and powers in float32. Tensors that only pretend to be on CUDA would show
-that, but a build of PyTorch without CUDA cannot record a backward for them. So the choices are registered with
-PyTorch's dispatcher for tensors of the CPU, and taken back at the end.
+PyTorch chooses operations by device. On CUDA dropout and attention are one kernel each, softmax
+widens its input itself, and autocast keeps softmax, norms and powers in float32. Tensors that only
+pretend to be on CUDA would show that, but a build of PyTorch without CUDA cannot record a backward
+for them. So the choices are registered with PyTorch's dispatcher for tensors of the CPU, and taken
+back at the end.
 
-Operations are fused as compilers and libraries do: what one kernel passes to itself never reaches the memory. They keep
-their place in the list, so that layers keep theirs. A fused one loses the bytes that it reads from its own kernel, and
-those that it writes if nobody else reads them; only the first of a kernel is launched.
+Operations are fused as compilers and libraries do: what one kernel passes to itself never reaches
+the memory. They keep their place in the list, so that layers keep theirs. A fused one loses the
+bytes that it reads from its own kernel, and those that it writes if nobody else reads them; only
+the first of a kernel is launched.
 """
 
 import warnings
@@ -44,11 +47,17 @@ class Flow:
 
     def producers(self, number: int) -> list[int]:
         """Return the operations whose results this one reads."""
-        return [self.writer[value] for value, _ in self.operations[number].reads if value in self.writer]
+        return [
+            self.writer[value] for value, _ in self.operations[number].reads if value in self.writer
+        ]
 
     def users(self, number: int) -> list[int]:
         """Return the operations that read a result of this one."""
-        return [user for value, _ in self.operations[number].writes for user in self.readers.get(value, ())]
+        return [
+            user
+            for value, _ in self.operations[number].writes
+            for user in self.readers.get(value, ())
+        ]
 
 
 Fusion = Callable[[Flow], Sequence[str | None]]
@@ -68,7 +77,8 @@ class Execution:
     fusion: Fusion | None = None  # into one kernel: `compiler`, or the kernels of another program
     # Weights in half precision, and copies in float32; otherwise half precision means autocast.
     master_weights: bool = False
-    sums_in_half: bool = False  # then gradients are in half precision, too, as in Apex and older Megatron
+    # then gradients are in half precision, too, as in Apex and older Megatron
+    sums_in_half: bool = False
 
 
 EAGER_CPU = Execution()
@@ -104,7 +114,8 @@ def _first_of_kernel(flow: Flow, kernels: Sequence[str | None]) -> list[int]:
             crosses = (producer < flow.backward) != (number < flow.backward)
             if crosses or kernel is None or kernels[producer] != kernel:
                 continue
-            # What it needs besides must be there before the kernel starts: it may itself need the kernel's results.
+            # What it needs besides must be there before the kernel starts: it may itself need the
+            # kernel's results.
             if all(other < joined or first[other] == joined for other in producers):
                 first[number] = joined
                 break
@@ -112,7 +123,9 @@ def _first_of_kernel(flow: Flow, kernels: Sequence[str | None]) -> list[int]:
 
 
 def _fuse(operations: list[Operation], members: Sequence[int], flow: Flow) -> None:
-    """Make one kernel of operations: it reads each value once, and writes none that only it reads."""
+    """Make one kernel of operations: it reads each value once, and writes none that only it
+    reads.
+    """
     inside = set(members)
     known = {value for number in members for value, _ in operations[number].writes}
     for number in members:
@@ -124,7 +137,9 @@ def _fuse(operations: list[Operation], members: Sequence[int], flow: Flow) -> No
             if not readers or not inside.issuperset(readers):
                 moved += size
         launches = operation.launches if number == members[0] else 0
-        operations[number] = replace(operation, bytes=min(operation.bytes, float(moved)), launches=launches)
+        operations[number] = replace(
+            operation, bytes=min(operation.bytes, float(moved)), launches=launches
+        )
 
 
 aten = torch.ops.aten
@@ -132,8 +147,9 @@ aten = torch.ops.aten
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 _HALVES = (torch.float16, torch.bfloat16)
 _FLASH_HEAD = 256  # largest head of the flash kernels
-# Operations that autocast runs in float32 on CUDA and not on a CPU (torch/aten/src/ATen/autocast_mode.h), as far as
-# models use them. Losses are in float32 on both, but for the softmax of the cross-entropy, which CUDA leaves in half.
+# Operations that autocast runs in float32 on CUDA and not on a CPU
+# (torch/aten/src/ATen/autocast_mode.h), as far as models use them. Losses are in float32 on both,
+# but for the softmax of the cross-entropy, which CUDA leaves in half.
 _SINGLE = (
     "exp",
     "expm1",
@@ -158,7 +174,9 @@ _SINGLE = (
 
 @contextmanager
 def cuda_operations() -> Iterator[None]:
-    """Run CUDA's operations within this context; tensors must be fake, because a CPU cannot compute them all."""
+    """Run CUDA's operations within this context; tensors must be fake, because a CPU cannot compute
+    them all.
+    """
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     with warnings.catch_warnings():
         # PyTorch says that a kernel is replaced, which is what we want.
@@ -177,7 +195,10 @@ def _substitutes() -> Iterator[tuple[str, str, Callable[..., Any]]]:
     yield "scaled_dot_product_attention", "AutogradCPU", _attention
     if hasattr(aten, "_fused_rms_norm"):  # of torch 2.9
         yield "rms_norm", "AutogradCPU", _rms_norm
-    for name, kernel in (("softmax.int", aten._softmax.default), ("log_softmax.int", aten._log_softmax.default)):
+    for name, kernel in (
+        ("softmax.int", aten._softmax.default),
+        ("log_softmax.int", aten._log_softmax.default),
+    ):
         yield name, "AutogradCPU", _normalised(kernel, autocast=False)
         yield name, "AutocastCPU", _normalised(kernel, autocast=True)
     yield "cross_entropy_loss", "AutocastCPU", torch.library.fallthrough_kernel
@@ -197,14 +218,20 @@ def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
     return result
 
 
-def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    """Run CUDA's layer norm, whose kernels are those of the RMS norm without means (`layer_norm_kernel.cu`)."""
+def _rms_norm(
+    x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    """Run CUDA's layer norm, whose kernels are those of the RMS norm without means
+    (`layer_norm_kernel.cu`).
+    """
     result: Tensor = aten.native_layer_norm.default(x, shape, weight, None, eps or 1e-6)[0]
     return result
 
 
 def _normalised(kernel: Any, *, autocast: bool) -> Callable[..., Tensor]:
-    """Return softmax or its logarithm: the kernel reads half precision and writes single, where that is asked for."""
+    """Return softmax or its logarithm: the kernel reads half precision and writes single, where
+    that is asked for.
+    """
 
     def run(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
         with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
@@ -232,7 +259,9 @@ def _widened(leaf: Any) -> Any:
 def _sum_in_single(operation: Any) -> Callable[..., Tensor]:
     def run(x: Tensor, *args: Any, dtype: torch.dtype | None = None) -> Tensor:
         with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
-            result: Tensor = operation(x, *args, dtype=torch.float32 if x.dtype in _HALVES and dtype is None else dtype)
+            result: Tensor = operation(
+                x, *args, dtype=torch.float32 if x.dtype in _HALVES and dtype is None else dtype
+            )
             return result
 
     return run
@@ -249,7 +278,9 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Choose the kernel as CUDA does: flash in half precision without a mask, otherwise the memory-efficient one."""
+    """Choose the kernel as CUDA does: flash in half precision without a mask, otherwise the
+    memory-efficient one.
+    """
     if q.dtype in _HALVES and attn_mask is None and q.shape[-1] <= _FLASH_HEAD:
         flash: Tensor = aten._scaled_dot_product_flash_attention.default(
             q, k, v, dropout_p, is_causal, False, scale=scale
@@ -259,7 +290,9 @@ def _attention(
         k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
     if attn_mask is not None:
         if attn_mask.dtype == torch.bool:
-            attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill(attn_mask.logical_not(), -torch.inf)
+            attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill(
+                attn_mask.logical_not(), -torch.inf
+            )
         attn_mask = attn_mask.expand(*q.shape[:-1], k.shape[-2])
     efficient: Tensor = aten._scaled_dot_product_efficient_attention.default(
         q, k, v, attn_mask, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale

@@ -1,4 +1,6 @@
-"""Record the operations of a training step, and count what each computes and moves, from shapes alone."""
+"""Record the operations of a training step, and count what each computes and moves, from shapes
+alone.
+"""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -18,41 +20,107 @@ from planner.profiler.step.counters import COLLECTIVES, GROUPED, Counter, Totals
 aten = torch.ops.aten
 
 _HALF: dict[torch.dtype, DType] = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
-# Fused attention reaches its share of the peak with heads of this size, and less by this power of theirs with smaller
-# ones. With a causal mask, so many keys more are computed than are needed (devices.py says of what measurements).
+# Fused attention reaches its share of the peak with heads of this size, and less by this power of
+# theirs with smaller ones. With a causal mask, so many keys more are computed than are needed
+# (devices.py says of what measurements).
 _HEAD, _NARROW_HEADS, _DIAGONAL_KEYS = 128, 0.17, 400
 _LEAST_KEYS = 512  # fewer take a GPU as long: each tile of queries is filled and written once
-# Wide copies to tensor cores want rows that begin at multiples of 16 bytes. FLOP/s of a processor without them: where
-# the result has other rows, and where only an operand has.
+# Wide copies to tensor cores want rows that begin at multiples of 16 bytes. FLOP/s of a processor
+# without them: where the result has other rows, and where only an operand has.
 _RESULT_UNALIGNED, _OPERAND_UNALIGNED = 0.71e12, 1.11e12
 _LONG_ROW = 1024  # of a softmax: longer ones are read three times (`SoftMax.cu`)
-_STATES_KEPT = 11.3  # hidden states that oneDNN saves per step and sample besides the gates, as measured
+# hidden states that oneDNN saves per step and sample besides the gates, as measured
+_STATES_KEPT = 11.3
 
 # Class by the start of the operation's name; the first that fits.
 _CLASSES: tuple[tuple[OpClass, tuple[str, ...]], ...] = (
     ("attention", ("_scaled_dot_product", "_flash_attention", "_efficient_attention")),
     ("conv", ("convolution", "_convolution", "mkldnn_convolution", "conv_")),
-    ("gemm", ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "_scaled_mm", *GROUPED)),
+    (
+        "gemm",
+        ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "_scaled_mm", *GROUPED),
+    ),
     ("random", ("bernoulli", "native_dropout", "normal", "uniform", "rand", "exponential")),
-    ("norm", ("native_batch_norm", "_native_batch_norm", "native_layer_norm", "native_group_norm", "cudnn_batch_norm")),
-    ("norm", ("_fused_rms_norm", "batch_norm", "_batch_norm", "miopen_batch_norm", "mean", "sum", "var", "std")),
+    (
+        "norm",
+        (
+            "native_batch_norm",
+            "_native_batch_norm",
+            "native_layer_norm",
+            "native_group_norm",
+            "cudnn_batch_norm",
+        ),
+    ),
+    (
+        "norm",
+        (
+            "_fused_rms_norm",
+            "batch_norm",
+            "_batch_norm",
+            "miopen_batch_norm",
+            "mean",
+            "sum",
+            "var",
+            "std",
+        ),
+    ),
     ("pool", ("max_pool", "avg_pool", "_adaptive_avg_pool", "adaptive_", "upsample")),
-    ("gather", ("embedding", "index", "gather", "scatter", "_embedding_bag", "nll_loss", "select_backward")),
-    ("special", ("gelu", "tanh", "sigmoid", "_softmax", "_safe_softmax", "_log_softmax", "silu", "exp", "log", "pow")),
+    (
+        "gather",
+        (
+            "embedding",
+            "index",
+            "gather",
+            "scatter",
+            "_embedding_bag",
+            "nll_loss",
+            "select_backward",
+        ),
+    ),
+    (
+        "special",
+        (
+            "gelu",
+            "tanh",
+            "sigmoid",
+            "_softmax",
+            "_safe_softmax",
+            "_log_softmax",
+            "silu",
+            "exp",
+            "log",
+            "pow",
+        ),
+    ),
     ("special", ("erf", "sin", "cos", "sqrt", "rsqrt", "softplus", "elu", "mish")),
 )
 # These read as much as they write, however large the table is that they read from.
 _LOOKUPS = ("embedding", "index", "index_select", "gather", "nll_loss_forward", "take")
-# How often a GPU reads their inputs again: with one kernel for the gradient of the input and one for those of the
-# weights; to copy them and to change the copy; to write gradient times result first. The last fills with zeros instead.
-_READ_AGAIN = {"native_layer_norm_backward": 1.0, "native_group_norm_backward": 1.0, "masked_fill": 1.0}
+# How often a GPU reads their inputs again: with one kernel for the gradient of the input and one
+# for those of the weights; to copy them and to change the copy; to write gradient times result
+# first. The last fills with zeros instead.
+_READ_AGAIN = {
+    "native_layer_norm_backward": 1.0,
+    "native_group_norm_backward": 1.0,
+    "masked_fill": 1.0,
+}
 _READ_AGAIN |= {"_softmax_backward_data": 1.5, "nll_loss_backward": -1.0}
-_NO_WORK = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_local_scalar_dense", "device")
+_NO_WORK = (
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "_local_scalar_dense",
+    "device",
+)
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation, or the sum of a sequence that takes several `launches` (the steps of a recurrent layer)."""
+    """One operation, or the sum of a sequence that takes several `launches` (the steps of a
+    recurrent layer).
+    """
 
     op_class: OpClass
     flops: float
@@ -60,7 +128,8 @@ class Operation:
     dtype: DType
     launches: int = 1
     name: str = ""  # without namespace and overload
-    product: tuple[int, int, int, int] | None = None  # or convolution: how many of equal size, m, n and k
+    # or convolution: how many of equal size, m, n and k
+    product: tuple[int, int, int, int] | None = None
     limit: float = math.inf  # FLOP/s of a GPU's processor
     # Values by number, with their bytes. An operation that changes a value writes a new one.
     reads: tuple[tuple[int, int], ...] = ()
@@ -74,7 +143,8 @@ class OperationRecorder(Counter):  # type: ignore[no-untyped-call]  # of a base 
         single: the type of float32 products: "tf32" on devices that use it, or "float32".
         op_class: class for all operations; None for the class of each.
         gpu: whether the operations stand for a GPU's kernels.
-        grouped: the type of grouped products of float32 under autocast, which casts those that their kernel is made of.
+        grouped: the type of grouped products of float32 under autocast, which casts those that
+            their kernel is made of.
     """
 
     def __init__(
@@ -96,12 +166,16 @@ class OperationRecorder(Counter):  # type: ignore[no-untyped-call]  # of a base 
         self._values: dict[int, int] = {}  # number of the value that a storage has now
         self._numbers = count()
 
-    def saw(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    def saw(
+        self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+    ) -> None:
         super().saw(func, args, kwargs, out)
         self.allocated.note((args, kwargs), out)
         name = func._schema.name.partition("::")[2]
         read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        written = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)] or _changed(func, args)
+        written = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)] or _changed(
+            func, args
+        )
         idle = func.namespace in ("prim", COLLECTIVES) or name.rstrip("_") in _NO_WORK
         if idle or _is_view(func, read, written):
             return
@@ -114,9 +188,13 @@ class OperationRecorder(Counter):  # type: ignore[no-untyped-call]  # of a base 
         moved = 2 * _bytes(written) if name in _LOOKUPS else _bytes(read) + _bytes(written)
         if self._gpu:
             long = name in ("_softmax", "_log_softmax") and args[0].shape[args[1]] > _LONG_ROW
-            moved += round(_bytes(read) * (2 if long else _READ_AGAIN.get(name.removesuffix("_"), 0)))
+            moved += round(
+                _bytes(read) * (2 if long else _READ_AGAIN.get(name.removesuffix("_"), 0))
+            )
         # Values have numbers instead of storages, whose memory is used again.
-        reads = tuple((self._values.get(storage, -1 - storage), size) for storage, size in map(_sized, read))
+        reads = tuple(
+            (self._values.get(storage, -1 - storage), size) for storage, size in map(_sized, read)
+        )
         self._values.update({address_of(tensor): next(self._numbers) for tensor in written})
         self.operations.append(
             Operation(
@@ -126,9 +204,13 @@ class OperationRecorder(Counter):  # type: ignore[no-untyped-call]  # of a base 
                 dtype,
                 name=name.removesuffix("_"),
                 product=_product(name, args, written),
-                limit=_limit(read, written) if op_class == "gemm" and dtype in _HALF.values() else math.inf,
+                limit=_limit(read, written)
+                if op_class == "gemm" and dtype in _HALF.values()
+                else math.inf,
                 reads=reads,
-                writes=tuple((self._values[storage], size) for storage, size in map(_sized, written)),
+                writes=tuple(
+                    (self._values[storage], size) for storage, size in map(_sized, written)
+                ),
             )
         )
 
@@ -140,13 +222,19 @@ class OperationRecorder(Counter):  # type: ignore[no-untyped-call]  # of a base 
 
 
 class RecurrentWorkspace(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Gives fused recurrent layers the workspace that they save for their backward, which is empty without data.
+    """Gives fused recurrent layers the workspace that they save for their backward, which is empty
+    without data.
 
-    It has the gates, the cell, and twice the states that go in and out, per step and sample, as in oneDNN's LSTM.
+    It has the gates, the cell, and twice the states that go in and out, per step and sample, as in
+    oneDNN's LSTM.
     """
 
     def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         if func is not aten.mkldnn_rnn_layer.default:
@@ -158,14 +246,19 @@ class RecurrentWorkspace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _changed(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> list[Tensor]:
-    """Return the lists of tensors that an optimizer's kernel changes in place of returning results."""
+    """Return the lists of tensors that an optimizer's kernel changes in place of returning
+    results.
+    """
     if func._schema.returns:
         return []
     changed = [
         value
         for argument, value in zip(func._schema.arguments, args, strict=False)
-        # Fused optimizers could unscale the gradients in place, but do so only when they are given a scale.
-        if argument.alias_info is not None and argument.alias_info.is_write and argument.name != "grads"
+        # Fused optimizers could unscale the gradients in place, but do so only when they are given
+        # a scale.
+        if argument.alias_info is not None
+        and argument.alias_info.is_write
+        and argument.name != "grads"
     ]
     return [leaf for leaf in tree_leaves(changed) if isinstance(leaf, Tensor)]
 
@@ -174,13 +267,16 @@ def _sized(tensor: Tensor) -> tuple[int, int]:
     return address_of(tensor), _bytes([tensor])
 
 
-def _product(name: str, args: tuple[Any, ...], written: Sequence[Tensor]) -> tuple[int, int, int, int] | None:
+def _product(
+    name: str, args: tuple[Any, ...], written: Sequence[Tensor]
+) -> tuple[int, int, int, int] | None:
     """Return the sizes of a matrix product, or of the one that a convolution is."""
     if name == "convolution":
         return _implicit_product(args[1], args[0] if args[6] else written[0], groups=args[8])
     if name == "convolution_backward":
         return _implicit_product(args[2], args[1] if args[7] else args[0], groups=args[9])
-    if name.startswith(GROUPED) and args[1].dim() == 3:  # rows of each group, as many as of any other
+    # rows of each group, as many as of any other
+    if name.startswith(GROUPED) and args[1].dim() == 3:
         groups, inner, columns = args[1].shape
         return groups, max(1, args[0].shape[0] // groups), columns, inner
     if name not in ("mm", "addmm", "bmm", "baddbmm"):
@@ -194,24 +290,38 @@ def _limit(read: Sequence[Tensor], written: Sequence[Tensor]) -> float:
     """Return the FLOP/s of a processor that the beginnings of rows allow."""
     for limit, matrices in ((_RESULT_UNALIGNED, written), (_OPERAND_UNALIGNED, read)):
         for each in matrices:
-            steps = [step * each.itemsize for n, step in zip(each.shape, each.stride(), strict=True) if n > 1 < step]
+            steps = [
+                step * each.itemsize
+                for n, step in zip(each.shape, each.stride(), strict=True)
+                if n > 1 < step
+            ]
             if each.dim() > 1 and any(step % 16 for step in steps):
                 return limit
     return math.inf
 
 
-def _implicit_product(weight: Tensor, pixels: Tensor, groups: int) -> tuple[int, int, int, int] | None:
+def _implicit_product(
+    weight: Tensor, pixels: Tensor, groups: int
+) -> tuple[int, int, int, int] | None:
     """Return the sizes of a convolution: pixels by channels, summed over what one of them sees.
 
-    cuDNN computes it as a product of these sizes (Chetlur et al. 2014, section 3). The backward's two products have the
-    same three sizes in other roles, and as many multiplications. Grouped convolutions have kernels of their own.
+    cuDNN computes it as a product of these sizes (Chetlur et al. 2014, section 3). The backward's
+    two products have the same three sizes in other roles, and as many multiplications. Grouped
+    convolutions have kernels of their own.
     """
     if groups > 1:
         return None
-    return 1, pixels.numel() // max(1, pixels.shape[1]), weight.shape[0], math.prod(weight.shape[1:])
+    return (
+        1,
+        pixels.numel() // max(1, pixels.shape[1]),
+        weight.shape[0],
+        math.prod(weight.shape[1:]),
+    )
 
 
-def _is_view(func: torch._ops.OpOverload, read: Sequence[Tensor], written: Sequence[Tensor]) -> bool:
+def _is_view(
+    func: torch._ops.OpOverload, read: Sequence[Tensor], written: Sequence[Tensor]
+) -> bool:
     if func._schema.is_mutable or not written:
         return not written
     storages = {address_of(tensor) for tensor in read}
@@ -222,7 +332,9 @@ def _bytes(tensors: Sequence[Tensor]) -> int:
     """Return the bytes in memory: repeated reads of an expanded dimension hit the caches."""
     total = 0
     for tensor in tensors:
-        size = math.prod(n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride or n == 0)
+        size = math.prod(
+            n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride or n == 0
+        )
         total += size * tensor.dtype.itemsize
     return total
 
@@ -236,7 +348,9 @@ def _class_of(name: str, args: tuple[Any, ...], dtype: DType) -> OpClass:
 
 
 def _suits_winograd(name: str, args: tuple[Any, ...]) -> bool:
-    """Return whether cuDNN takes Winograd's algorithm in float32: 3x3, stride 1, one group, enough channels."""
+    """Return whether cuDNN takes Winograd's algorithm in float32: 3x3, stride 1, one group, enough
+    channels.
+    """
     first = 1 if name == "convolution_backward" else 0
     _, weight = args[first], args[first + 1]
     stride, dilation = args[first + 3], args[first + 5]
@@ -248,23 +362,30 @@ def _suits_winograd(name: str, args: tuple[Any, ...]) -> bool:
     )
 
 
-def _flops(gpu: bool, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
-    """Return the number of multiplications and additions that the kernel does, counted separately."""
+def _flops(
+    gpu: bool, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+) -> float:
+    """Return the number of multiplications and additions that the kernel does, counted
+    separately.
+    """
     flops, name = float(model_flops(func, args, kwargs, out)), func._schema.name.partition("::")[2]
     if not name.startswith("_scaled_dot_product"):
         return flops
-    # The fused kernels leave out the tiles above the diagonal, but for those that it crosses. In the backward they
-    # compute the scores again, a fifth product beside the four of the gradients.
+    # The fused kernels leave out the tiles above the diagonal, but for those that it crosses. In
+    # the backward they compute the scores again, a fifth product beside the four of the gradients.
     given = dict(zip([argument.name for argument in func._schema.arguments], args, strict=False))
     query, key = given["query"], given["key"]
     causal = 0.5 * (1 + _DIAGONAL_KEYS / key.shape[-2]) if given.get("is_causal", False) else 1.0
     narrow = (_HEAD / query.shape[-1]) ** _NARROW_HEADS
     short = max(1.0, _LEAST_KEYS / key.shape[-2]) if gpu else 1.0
-    return float(flops * min(1.0, causal) * short * narrow * (1.25 if name.endswith("backward") else 1.0))
+    return float(
+        flops * min(1.0, causal) * short * narrow * (1.25 if name.endswith("backward") else 1.0)
+    )
 
 
 def _recurrent(name: str, args: tuple[Any, ...], dtype: DType) -> Iterator[Operation]:
-    """Yield one layer in one direction: a product over all steps, then per step a product that needs the last step's.
+    """Yield one layer in one direction: a product over all steps, then per step a product that
+    needs the last step's.
 
     The backward does each twice: once for the weights, over all steps, and once for the inputs.
     """
@@ -279,8 +400,13 @@ def _recurrent(name: str, args: tuple[Any, ...], dtype: DType) -> Iterator[Opera
     over_steps = element * (steps * batch * (w_input.shape[1] + gates) + w_input.numel())
     yield Operation("recurrent", products * steps * input_flops, products * over_steps, dtype)
     if products == 2:
-        yield Operation("recurrent", steps * step_flops, over_steps, dtype)  # gradient of the recurrent weights
+        # gradient of the recurrent weights
+        yield Operation("recurrent", steps * step_flops, over_steps, dtype)
     # Each step reads the weights again, and launches a product and the gates' arithmetic.
     yield Operation(
-        "recurrent", steps * step_flops, steps * (_bytes([w_hidden]) + hidden_bytes), dtype, launches=2 * steps
+        "recurrent",
+        steps * step_flops,
+        steps * (_bytes([w_hidden]) + hidden_bytes),
+        dtype,
+        launches=2 * steps,
     )

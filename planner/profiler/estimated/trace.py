@@ -33,7 +33,13 @@ from planner.model.stage.stage import StageModule, build_stage
 from planner.model.tensor.division import UNDIVIDED, DividedWeights, division_of, keep_parts
 from planner.model.tensor.parallel_plan import tensor_parallel_plan
 from planner.profiler.estimated.devices import DeviceSpec, DType
-from planner.profiler.estimated.execution import EAGER_CPU, Execution, compiler, cuda_operations, fused
+from planner.profiler.estimated.execution import (
+    EAGER_CPU,
+    Execution,
+    compiler,
+    cuda_operations,
+    fused,
+)
 from planner.profiler.estimated.operations import OperationRecorder, RecurrentWorkspace
 from planner.profiler.estimated.roofline import Costs
 from planner.profiler.estimated.update import Shapes, UpdateTrace, trace_updates
@@ -55,7 +61,8 @@ _HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 class StepTrace:
     """What a training step does, layer by layer, on no device in particular.
 
-    Of a model's equal blocks few run. Operations are listed by the layers that ran, and all else by those of the graph.
+    Of a model's equal blocks few run. Operations are listed by the layers that ran, and all else by
+    those of the graph.
     """
 
     model: str
@@ -67,10 +74,12 @@ class StepTrace:
     layers: LayerMarks[int]  # marks between the operations of those that ran
     stands: Sequence[int]  # for each layer, the one of those that ran whose operations it has
     saved_bytes: list[int]  # from forward to backward, by layer
-    workspace_bytes: list[int]  # what a layer's forward or backward allocates beyond what the step holds anyway
+    # what a layer's forward or backward allocates beyond what the step holds anyway
+    workspace_bytes: list[int]
     updates: list[UpdateTrace]
     known_updates: dict[Shapes, UpdateTrace]  # of this trace and of those like it
-    weights: list[dict[str, nn.Parameter]]  # by the first layer that uses them; a rank's parts, where ranks divide them
+    # by the first layer that uses them; a rank's parts, where ranks divide them
+    weights: list[dict[str, nn.Parameter]]
     counts: LayerCounts
     division: DividedWeights  # of the weights, where ranks divide them
     unfused: Costs | None = None  # where a compiler fuses
@@ -84,7 +93,9 @@ class StepTrace:
         if spec.dispatch_s:
             host = self._by_layer(self.costs.host_seconds(spec))
             forward, backward = _at_hosts_pace(forward, host[0]), _at_hosts_pace(backward, host[1])
-            updates = _at_hosts_pace(updates, [update.host_launches * spec.dispatch_s for update in self.updates])
+            updates = _at_hosts_pace(
+                updates, [update.host_launches * spec.dispatch_s for update in self.updates]
+            )
         return forward, backward, updates
 
     def _by_layer(self, seconds: NDArray[np.float64]) -> tuple[list[float], list[float]]:
@@ -96,10 +107,18 @@ class StepTrace:
     def estimate(self, spec: DeviceSpec) -> Measurement:
         """Return what the layers cost on such a device."""
         forward, backward, update = self.layer_seconds(spec)
-        times = [StepTimes([forward_s], [backward_s]) for forward_s, backward_s in zip(forward, backward, strict=True)]
+        times = [
+            StepTimes([forward_s], [backward_s])
+            for forward_s, backward_s in zip(forward, backward, strict=True)
+        ]
         alone = {id(each): each.estimate(spec) for each in self.updates}
-        updates = [replace(alone[id(each)], update_s=s) for each, s in zip(self.updates, update, strict=True)]
-        columns = zip(times, updates, self.saved_bytes, self.workspace_bytes, self.counts.flops, strict=True)
+        updates = [
+            replace(alone[id(each)], update_s=s)
+            for each, s in zip(self.updates, update, strict=True)
+        ]
+        columns = zip(
+            times, updates, self.saved_bytes, self.workspace_bytes, self.counts.flops, strict=True
+        )
         return Measurement([LayerMeasurement(*column) for column in columns])
 
 
@@ -109,10 +128,11 @@ def _for_all(ran: Sequence[_T], stands: Sequence[int]) -> list[_T]:
 
 
 def _at_hosts_pace(device: list[float], host: list[float]) -> list[float]:
-    """Return the layers' seconds, which add up to the device's or the host's, whichever takes longer.
+    """Return the layers' seconds, which add up to the device's or the host's, whichever takes
+    longer.
 
-    The host runs ahead while the device is busy, so only the sums compete. A layer that the host launches more slowly
-    than the device computes it gets its share of the difference.
+    The host runs ahead while the device is busy, so only the sums compete. A layer that the host
+    launches more slowly than the device computes it gets its share of the difference.
     """
     slower = [max(pair) for pair in zip(device, host, strict=True)]
     total = sum(slower)
@@ -124,8 +144,8 @@ def _at_hosts_pace(device: list[float], host: list[float]) -> list[float]:
 def collecting(every: int) -> Iterator[None]:
     """Let the garbage collector look after so many allocations; 0 for never.
 
-    It goes through the millions of objects of the tracer, which stay: a fifth of the time of a trace, and a tenth of
-    that of a search after it.
+    It goes through the millions of objects of the tracer, which stay: a fifth of the time of a
+    trace, and a tenth of that of a search after it.
     """
     before = gc.get_threshold()
     gc.set_threshold(every)
@@ -146,49 +166,62 @@ def trace_step(
     like: StepTrace | None = None,
     lengths: Mapping[str, int] | None = None,
 ) -> StepTrace:
-    """Run one step of the model without data: nothing is computed, and weights and activations need no memory.
+    """Run one step of the model without data: nothing is computed, and weights and activations need
+    no memory.
 
-    A model whose file names blocks is built in memory, because blocks run to show what they exchange. Where a model
-    or a block decides by values, as experts that choose their tokens do, the step runs with the weights and the data of
-    the model file, on the CPU: its sizes are those that they happen to give.
+    A model whose file names blocks is built in memory, because blocks run to show what they
+    exchange. Where a model or a block decides by values, as experts that choose their tokens do,
+    the step runs with the weights and the data of the model file, on the CPU: its sizes are those
+    that they happen to give.
 
     Args:
         training_spec: whose model can be built on the meta device; others are built in memory once.
         dtype: "bfloat16" and "float16" run the forward under autocast.
-        execution: how the device runs it; autocast on its kind says in which dtypes values cross between stages.
+        execution: how the device runs it; autocast on its kind says in which dtypes values cross
+            between stages.
         degree: ranks that divide the layers; the step is that of the first one.
-        like: a trace of the same model in the same dtype and execution, whose graph serves again where it holds for
-            this size, and its updates.
+        like: a trace of the same model in the same dtype and execution, whose graph serves again
+            where it holds for this size, and its updates.
         lengths: of the batch, where they vary; None for the greatest.
 
     Raises:
         ModelFileError, CaptureError: when the model file or the model cannot be used.
-        InputError: when the batch makes no sense, the optimizer looks at numbers, or no layer is divided.
+        InputError: when the batch makes no sense, the optimizer looks at numbers, or no layer is
+            divided.
         PlanError: where so many ranks cannot divide them.
     """
     check_positive("batch_size", batch_size)
     half = _HALF.get(dtype)
     if execution.master_weights and half is None:
         raise InputError(
-            "master weights in float32 belong to weights in half precision", hint="give `dtype` float16 or bfloat16"
+            "master weights in float32 belong to weights in half precision",
+            hint="give `dtype` float16 or bfloat16",
         )
     autocast, halved = (None, half) if execution.master_weights else (half, None)
     layout = memory_format == "channels-last"
-    options = ModuleOptions(autocast, layout, device=execution.kind, half=halved, sums_in_half=execution.sums_in_half)
+    options = ModuleOptions(
+        autocast, layout, device=execution.kind, half=halved, sums_in_half=execution.sums_in_half
+    )
     one_rank = first_rank(degree, torch.device("cpu")) if degree > 1 else nullcontext()
     with seeded(0), one_rank as group:
         known = {} if like is None else like.known_updates
-        return _Tracer(training_spec, batch_size, dtype, execution, options, group, known, lengths).trace(like)
+        return _Tracer(
+            training_spec, batch_size, dtype, execution, options, group, known, lengths
+        ).trace(like)
 
 
 def _fake_blocks(graph: LayerGraph, mode: FakeTensorMode) -> LayerGraph:
     chain = graph.blocks
     assert chain is not None
-    # The blocks together with the model, because they may be modules of their own around the model's.
-    model, *blocks = fake_modules((graph.model, *(block for layer in chain.layers for _, block in layer.blocks)), mode)
+    # The blocks together with the model, because they may be modules of their own around the
+    # model's.
+    model, *blocks = fake_modules(
+        (graph.model, *(block for layer in chain.layers for _, block in layer.blocks)), mode
+    )
     rest = iter(blocks)
     layers = tuple(
-        replace(layer, blocks=tuple((name, next(rest)) for name, _ in layer.blocks)) for layer in chain.layers
+        replace(layer, blocks=tuple((name, next(rest)) for name, _ in layer.blocks))
+        for layer in chain.layers
     )
     return replace(graph, model=model, blocks=replace(chain, layers=layers))
 
@@ -218,17 +251,22 @@ class _Tracer:
             warn_of_modes(model)
             if not has_blocks:
                 self.options.prepare(model)
-                (model,) = fake_modules([model], FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()))
+                (model,) = fake_modules(
+                    [model], FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+                )
             graph = self._captured(model)
         # The device's own operations; with data, those of the CPU that computes.
         operations = cuda_operations() if self.execution.kind == "cuda" else nullcontext()
         try:
-            # Tensors of two modes do not mix, so the weights must be fake ones of the run's mode, as the batch is.
+            # Tensors of two modes do not mix, so the weights must be fake ones of the run's mode,
+            # as the batch is.
             if has_blocks:
                 with FakeTensorMode(allow_non_fake_inputs=True) as mode, operations:
                     fake = _fake_blocks(graph, mode)
                     stage = self._whole(fake)
-                    return self._run(fake, stage, fake_batch(self._batch(stage)), range(len(fake.layers)))
+                    return self._run(
+                        fake, stage, fake_batch(self._batch(stage)), range(len(fake.layers))
+                    )
             with abridged(graph) as (shorter, stands):
                 stage = self._whole(shorter)
                 batch = self._batch(stage)
@@ -243,7 +281,8 @@ class _Tracer:
             graph = self._captured(spec.build_model())
         stage = self._whole(graph)
         batch = make_batch(
-            spec.example_batch(stage.division.samples_of(self.batch_size), self.lengths), "example_batch"
+            spec.example_batch(stage.division.samples_of(self.batch_size), self.lengths),
+            "example_batch",
         )
         trace = self._run(graph, stage, batch, range(len(graph.layers)))
         return replace(trace, with_data=True)
@@ -254,24 +293,39 @@ class _Tracer:
         return on_meta(lambda: self.training_spec.example_batch(size, self.lengths))
 
     def _captured(self, model: nn.Module) -> LayerGraph:
-        """Capture with few samples, as example batches have data; with all where the graph is good for one size."""
-        spec, capture = self.training_spec, partial(capture_file, model=model, options=self.options, quickly=True)
+        """Capture with few samples, as example batches have data; with all where the graph is good
+        for one size.
+        """
+        spec, capture = (
+            self.training_spec,
+            partial(capture_file, model=model, options=self.options, quickly=True),
+        )
         graph = capture(spec, spec.example_batch(min(self.batch_size, _FEW)))
-        return graph if graph.batch_size is None else capture(spec, spec.example_batch(self.batch_size))
+        return (
+            graph
+            if graph.batch_size is None
+            else capture(spec, spec.example_batch(self.batch_size))
+        )
 
     def _whole(self, graph: LayerGraph) -> StageModule:
         """Build a stage of all layers."""
         division = UNDIVIDED
         if self.group is not None:
-            plan = tensor_parallel_plan(self.training_spec, graph, self.group.degree, self.batch_size)
+            plan = tensor_parallel_plan(
+                self.training_spec, graph, self.group.degree, self.batch_size
+            )
             division = division_of(graph, plan, self.group, self.batch_size)
         variant = replace(OBSERVABLE, division=division)
         stage = build_stage(graph, [layer.name for layer in graph.layers], variant=variant)
         keep_parts(stage)
         return stage
 
-    def _run(self, graph: LayerGraph, stage: StageModule, batch: Batch, stands: Sequence[int]) -> StepTrace:
-        """Run forward, backward and updates of `stage`, with all layers of `graph`; `stands` is that of the trace."""
+    def _run(
+        self, graph: LayerGraph, stage: StageModule, batch: Batch, stands: Sequence[int]
+    ) -> StepTrace:
+        """Run forward, backward and updates of `stage`, with all layers of `graph`; `stands` is
+        that of the trace.
+        """
 
         def run(observer: LayerObserver) -> dict[str, Tensor]:
             stage.set_observer(observer)
@@ -280,9 +334,12 @@ class _Tracer:
 
         with RecurrentWorkspace():  # type: ignore[no-untyped-call]
             first = dict[str, Tensor]()
-            saved = saved_bytes([stage], lambda observer: first.update(run(observer)), len(graph.layers))
+            saved = saved_bytes(
+                [stage], lambda observer: first.update(run(observer)), len(graph.layers)
+            )
             if self.group is not None:
-                # DTensor runs an operation that it has not met yet on tensors without data first, which would count.
+                # DTensor runs an operation that it has not met yet on tensors without data first,
+                # which would count.
                 first[LOSS].backward()  # type: ignore[no-untyped-call]
                 drop_gradients(stage.parameters())
             first.clear()
@@ -297,9 +354,14 @@ class _Tracer:
         parameters = dict(stage.named_parameters(remove_duplicate=False))
         names = first_uses(layer.parameters for layer in graph.layers)
         weights = [{name: parameters[name] for name in own} for own in names]
-        trained = [{name: each for name, each in own.items() if each.grad is not None} for own in weights]
+        trained = [
+            {name: each for name, each in own.items() if each.grad is not None} for own in weights
+        ]
         made = last_uses([layer.parameters for layer in graph.layers])
-        gradients = [sum(gradient_bytes(parameters[n]) for n in own if parameters[n].grad is not None) for own in made]
+        gradients = [
+            sum(gradient_bytes(parameters[n]) for n in own if parameters[n].grad is not None)
+            for own in made
+        ]
         # The batch was there before, but in training it comes with the step.
         batch_bytes = sum(tensor.nbytes for tensor in tensors_of_batch(batch))
         peaks = recorder.allocated.peaks
@@ -307,7 +369,9 @@ class _Tracer:
         workspaces = beyond_held(marks, peaks, saved, gradients, (batch_bytes, batch_bytes))
         counts = layer_counts(marks, recorder.totals_until.__getitem__)
         whole = trained_parameters(graph.model)
-        updates = trace_updates(trained, self.training_spec, self.execution, self.known_updates, whole)
+        updates = trace_updates(
+            trained, self.training_spec, self.execution, self.known_updates, whole
+        )
         return StepTrace(
             model=self.training_spec.name,
             dtype=self.dtype,
@@ -325,7 +389,9 @@ class _Tracer:
             division=stage.division,
             counts=LayerCounts(
                 flops=_for_all(counts.flops, stands),
-                reduced={name: tuple(_for_all(column, stands)) for name, column in counts.reduced.items()},
+                reduced={
+                    name: tuple(_for_all(column, stands)) for name, column in counts.reduced.items()
+                },
             ),
             unfused=Costs(recorder.operations) if fusion is compiler else None,
             tokens_per_sample=batch.tokens_per_sample,

@@ -23,7 +23,8 @@ Shapes = tuple[tuple[str, torch.Size, torch.dtype, bool], ...]
 Whole = Sequence[TrainedParameter]
 
 _NUMBERS = re.compile(r"\d+")
-_LISTED = 1 / 16  # of a launch, for each tensor of a list: AdamW by `foreach` took a host 20 µs per weight
+# of a launch, for each tensor of a list: AdamW by `foreach` took a host 20 µs per weight
+_LISTED = 1 / 16
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,8 @@ class UpdateTrace:
 
     def seconds(self, spec: DeviceSpec) -> float:
         """Return the time of the step on such a device."""
-        # On GPUs torch's optimizers launch each of their operations once for all parameters (foreach).
+        # On GPUs torch's optimizers launch each of their operations once for all parameters
+        # (foreach).
         launches = replace(spec, launch_s=0.0) if spec.kind == "cuda" else spec
         return float(self.step.seconds(launches).sum())
 
@@ -55,13 +57,16 @@ def trace_updates(
     known: dict[Shapes, UpdateTrace],
     whole: Whole | None = None,
 ) -> list[UpdateTrace]:
-    """Trace the update of the parameters of each layer, but for those `known`, to which the others are added.
+    """Trace the update of the parameters of each layer, but for those `known`, to which the others
+    are added.
 
     Args:
-        whole: all trained parameters of the model, from which optimizer() may choose; None for each layer's alone.
+        whole: all trained parameters of the model, from which optimizer() may choose; None for each
+            layer's alone.
     """
     taken = None if whole is None else _taken(training_spec, whole)
-    # Models have many layers of the same shapes and the same names but for their numbers, whose updates are alike.
+    # Models have many layers of the same shapes and the same names but for their numbers, whose
+    # updates are alike.
     updates = []
     for weights in layers:
         shapes = tuple(
@@ -79,7 +84,9 @@ def _taken(training_spec: TrainingSpec, whole: Whole) -> set[str]:
     stand_ins = {each.name: each.stand_in() for each in whole}
     optimizer = training_spec.optimizer(stand_ins)
     identities = {id(each) for group in optimizer.param_groups for each in group["params"]}
-    return {name for each in whole if id(stand_ins[each.name]) in identities for name in each.aliases}
+    return {
+        name for each in whole if id(stand_ins[each.name]) in identities for name in each.aliases
+    }
 
 
 def _trace_update(
@@ -113,7 +120,8 @@ def _trace_update(
                 recorder.end_span()
     except (NotImplementedError, RuntimeError) as cause:
         raise InputError(
-            f"the step of the optimizer in '{training_spec.origin}' cannot be estimated, it looks at numbers: "
+            f"the step of the optimizer in '{training_spec.origin}' cannot be estimated, it looks "
+            f"at numbers: "
             f"{first_line(cause)}",
             hint="measure it on the device, or estimate with another optimizer",
         ) from cause
@@ -121,15 +129,21 @@ def _trace_update(
     # Step counters are on no device, and their arithmetic takes no time worth counting.
     least = min(parameter.nbytes for parameter in masters)
     step = [operation for operation in recorder.operations if operation.bytes >= least]
-    host_launches = sum(len(masters) * _LISTED if op.name.startswith(("_foreach", "_fused")) else 1.0 for op in step)
+    host_launches = sum(
+        len(masters) * _LISTED if op.name.startswith(("_foreach", "_fused")) else 1.0 for op in step
+    )
     if execution.master_weights:
-        # Weights become half again after the step, and gradients float32 before it, if they were not summed so.
+        # Weights become half again after the step, and gradients float32 before it, if they were
+        # not summed so.
         step += [
-            _moving(weight.nbytes + master.nbytes) for weight, master in zip(weights.values(), masters, strict=True)
+            _moving(weight.nbytes + master.nbytes)
+            for weight, master in zip(weights.values(), masters, strict=True)
         ] * (1 + execution.sums_in_half)
         state_bytes += sum(master.nbytes for master in masters)
     # Accumulation reads both gradients and writes their sum.
-    accumulate = [_moving(weight.nbytes + 2 * gradient_bytes(weight)) for weight in weights.values()]
+    accumulate = [
+        _moving(weight.nbytes + 2 * gradient_bytes(weight)) for weight in weights.values()
+    ]
     return UpdateTrace(Costs(step), state_bytes, Costs(accumulate), workspace_bytes, host_launches)
 
 

@@ -1,8 +1,10 @@
-"""Time messages, all-reduces and codecs between the processes of a torch.distributed job, level by level.
+"""Time messages, all-reduces and codecs between the processes of a torch.distributed job, level by
+level.
 
-Within a host, neighbouring workers exchange messages, one pair at a time on each host. Between hosts, all workers of a
-host exchange with those of the next one at once, because they share the host's link. A level is as fast as its slowest
-measurement. As in a pipeline, messages travel both ways at the same time, and follow one another without a pause.
+Within a host, neighbouring workers exchange messages, one pair at a time on each host. Between
+hosts, all workers of a host exchange with those of the next one at once, because they share the
+host's link. A level is as fast as its slowest measurement. As in a pipeline, messages travel both
+ways at the same time, and follow one another without a pause.
 """
 
 import os
@@ -35,12 +37,15 @@ _LATENCY_ROUNDS = 100
 _SECONDS = 1.0  # for the long messages of one set of pairs
 _FIRST_ROUNDS = 3  # in which TCP comes up to speed
 _LEAST_ROUNDS = 8
-_SLOW_S = 5.0  # a message that takes longer is not repeated: the first few rounds are accurate enough
+# a message that takes longer is not repeated: the first few rounds are accurate enough
+_SLOW_S = 5.0
 _SMALL_SUM_BYTES = 2**16
-_CPU_SUM_BYTES = 2**20  # what models exchange on CPUs: rates of larger sums are better, and say little of those
+# what models exchange on CPUs: rates of larger sums are better, and say little of those
+_CPU_SUM_BYTES = 2**20
 _SUMMED_BYTES = 2**22  # in a row: small sums are many, because what one of them takes varies most
 _SUM_TURNS = 8
-_PAIRS = 4, 12  # of products before a small sum: one and four milliseconds, after which more hardly add to the wait
+# of products before a small sum: one and four milliseconds, after which more hardly add to the wait
+_PAIRS = 4, 12
 _SMALL_UNIT_BYTES = 2**18
 _UNITS, _UNIT_WIDTH, _UNIT_ROWS = 4, 512, 1024  # of a small network with divided weights
 _TURNS = 4  # with and without all-reduces: what disturbs the one disturbs the other
@@ -60,7 +65,8 @@ class _Sums(NamedTuple):
 
 
 def pairs_by_turn(hosts: int, workers: int) -> tuple[list[Pairs], list[Pairs]]:
-    """Return the pairs within hosts and those between hosts; the items of each list are measured one after the other.
+    """Return the pairs within hosts and those between hosts; the items of each list are measured
+    one after the other.
 
     Args:
         workers: on each host; worker k of host h has rank h * workers + k.
@@ -72,19 +78,25 @@ def pairs_by_turn(hosts: int, workers: int) -> tuple[list[Pairs], list[Pairs]]:
 
 
 class LevelMeasurement:
-    """Measures each level of the job's cluster; all workers of the job make it, and call the same methods.
+    """Measures each level of the job's cluster; all workers of the job make it, and call the same
+    methods.
 
-    Each number is the slowest rank's, by a maximum over all. So it is the same on every rank, as the rounds that follow
-    from it must be. What is measured goes through groups for data; the rest, and the order of all, through the default
-    group, which is of gloo.
+    Each number is the slowest rank's, by a maximum over all. So it is the same on every rank, as
+    the rounds that follow from it must be. What is measured goes through groups for data; the rest,
+    and the order of all, through the default group, which is of gloo.
     """
 
-    def __init__(self, place: Place, timeout: timedelta, message_bytes: int, bucket_bytes: int) -> None:
+    def __init__(
+        self, place: Place, timeout: timedelta, message_bytes: int, bucket_bytes: int
+    ) -> None:
         self._device = place.wire
         self._message_bytes, self._bucket_bytes = message_bytes, bucket_bytes
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         if self._world == 1:
-            raise InputError("a single worker has no links", hint="start at least two: torchrun --nproc-per-node 2 ...")
+            raise InputError(
+                "a single worker has no links",
+                hint="start at least two: torchrun --nproc-per-node 2 ...",
+            )
         workers = self._workers = self._common("LOCAL_WORLD_SIZE")
         hosts = self._hosts = self._world // workers
         self._inner, self._outer = pairs_by_turn(hosts, workers)
@@ -100,19 +112,27 @@ class LevelMeasurement:
         across = [range(k, self._world, workers) for k in range(workers)]
         # Every worker makes every group, those that it is not in included.
         self._within, self._across = (
-            [groups.for_collectives(ring) for ring in rings if len(ring) > 1] for rings in (within, across)
+            [groups.for_collectives(ring) for ring in rings if len(ring) > 1]
+            for rings in (within, across)
         )
         groups.use_once()
         spare = place.kind != "cpu" or cores_to_send(workers)
-        self.overlap = not self._slowest(0.0 if spare else 1.0)  # where every host has cores to send with
+        # where every host has cores to send with
+        self.overlap = not self._slowest(0.0 if spare else 1.0)
 
     def levels(self) -> tuple[Level, ...]:
         """Return the levels on rank 0, none elsewhere."""
         levels, workers = [], self._workers
         if workers > 1:
-            levels.append(self._level(workers, self._inner, self._within[self._rank // workers], sharing=1))
+            levels.append(
+                self._level(workers, self._inner, self._within[self._rank // workers], sharing=1)
+            )
         if self._hosts > 1:
-            levels.append(self._level(self._hosts, self._outer, self._across[self._rank % workers], sharing=workers))
+            levels.append(
+                self._level(
+                    self._hosts, self._outer, self._across[self._rank % workers], sharing=workers
+                )
+            )
         return tuple(levels) if self._rank == 0 else ()
 
     def codec_times(self) -> tuple[CodecTime, ...]:
@@ -121,7 +141,8 @@ class LevelMeasurement:
         return tuple(
             CodecTime(
                 codec=codec.name,
-                s_per_byte=self._coding_s(codec) / (2 * codec.size_bytes(self._message_bytes, FLOAT_BYTES)),
+                s_per_byte=self._coding_s(codec)
+                / (2 * codec.size_bytes(self._message_bytes, FLOAT_BYTES)),
             )
             for codec in _CODECS
         )
@@ -129,8 +150,13 @@ class LevelMeasurement:
     def _coding_s(self, codec: Codec) -> float:
         """Return the seconds of coding and decoding a message, in all processes at once."""
         value = torch.ones(self._message_bytes // FLOAT_BYTES, device=self._device)
-        coding, size = coding_of(codec, value.nbytes, value.dtype), codec.size_bytes(value.nbytes, value.itemsize)
-        place = coding.place(torch.empty(size, dtype=torch.uint8, device=self._device), 0, value.shape)
+        coding, size = (
+            coding_of(codec, value.nbytes, value.dtype),
+            codec.size_bytes(value.nbytes, value.itemsize),
+        )
+        place = coding.place(
+            torch.empty(size, dtype=torch.uint8, device=self._device), 0, value.shape
+        )
 
         def code() -> None:
             coding.write(place, value)
@@ -138,7 +164,9 @@ class LevelMeasurement:
 
         return self._median_s(code, _CODINGS)
 
-    def _level(self, size: int, turns: Sequence[Pairs], ring: dist.ProcessGroup, sharing: int) -> Level:
+    def _level(
+        self, size: int, turns: Sequence[Pairs], ring: dist.ProcessGroup, sharing: int
+    ) -> Level:
         """Measure one level of `size` members, of which `sharing` pairs at a time share a link."""
         latency_s = max(self._latency_s(pairs if sharing == 1 else pairs[:1]) for pairs in turns)
         bandwidth = min(self._bandwidth(pairs, sharing) for pairs in turns)
@@ -160,8 +188,12 @@ class LevelMeasurement:
         return level
 
     def _latency_s(self, pairs: Pairs) -> float:
-        """Return the latency of a message; pairs that share a link would wait for each other, which is no latency."""
-        outgoing, incoming = (torch.zeros(_SHORT_BYTES, dtype=torch.uint8, device=self._device) for _ in range(2))
+        """Return the latency of a message; pairs that share a link would wait for each other, which
+        is no latency.
+        """
+        outgoing, incoming = (
+            torch.zeros(_SHORT_BYTES, dtype=torch.uint8, device=self._device) for _ in range(2)
+        )
         peer = _peer_of(self._rank, pairs)
 
         def exchange() -> None:
@@ -172,35 +204,44 @@ class LevelMeasurement:
         return self._median_s(exchange, _LATENCY_ROUNDS)
 
     def _bandwidth(self, pairs: Pairs, sharing: int) -> float:
-        """Return the bytes per second of the slowest link each way, after a first round that brings it up to speed."""
+        """Return the bytes per second of the slowest link each way, after a first round that brings
+        it up to speed.
+        """
         bandwidth, between_s = self._stream(pairs, sharing, _FIRST_ROUNDS)
         if between_s < _SLOW_S:
-            bandwidth, _ = self._stream(pairs, sharing, max(_LEAST_ROUNDS, int(_SECONDS / between_s)))
+            bandwidth, _ = self._stream(
+                pairs, sharing, max(_LEAST_ROUNDS, int(_SECONDS / between_s))
+            )
         return bandwidth
 
     def _stream(self, pairs: Pairs, sharing: int, rounds: int) -> tuple[float, float]:
         """Send long messages one after the other, both ways at once.
 
-        Pairs that share a link do not all get the same part of it, and what one leaves the others take. So for those
-        all bytes count, until the last pair is done; a pair that has a link to itself has the median between messages.
+        Pairs that share a link do not all get the same part of it, and what one leaves the others
+        take. So for those all bytes count, until the last pair is done; a pair that has a link to
+        itself has the median between messages.
 
         Returns:
-            Bytes per second of the slowest link, and median seconds from message to message of the slowest pair.
+            Bytes per second of the slowest link, and median seconds from message to message of the
+            slowest pair.
         """
         peer = _peer_of(self._rank, pairs)
         self._wait_for_all()
         start_s = time.perf_counter()
         ends_s = [] if peer is None else self._arrivals_s(peer, rounds)
-        between_s = self._slowest(median([later - earlier for earlier, later in pairwise(ends_s)] or [0.0]))
+        between_s = self._slowest(
+            median([later - earlier for earlier, later in pairwise(ends_s)] or [0.0])
+        )
         all_s = self._slowest(ends_s[-1] - start_s if ends_s else 0.0)
         size = self._message_bytes
         return (sharing * rounds * size / all_s if sharing > 1 else size / between_s), between_s
 
     def _arrivals_s(self, peer: int, rounds: int) -> list[float]:
-        """Return the time at which each of `rounds` messages of `peer` arrived, while as many travel the other way.
+        """Return the time at which each of `rounds` messages of `peer` arrived, while as many
+        travel the other way.
 
-        `POSTED` messages are open each way, as in a run, so that the link never rests: after a pause TCP speeds up
-        anew, and each time differently.
+        `POSTED` messages are open each way, as in a run, so that the link never rests: after a
+        pause TCP speeds up anew, and each time differently.
         """
         outgoing = torch.zeros(self._message_bytes, dtype=torch.uint8, device=self._device)
         incoming = [torch.zeros_like(outgoing) for _ in range(POSTED)]
@@ -210,7 +251,8 @@ class LevelMeasurement:
             if number >= POSTED:
                 receive, send = opened.popleft()
                 receive.wait()
-                # `wait` orders only the stream, not the host. A device-wide wait would include later messages.
+                # `wait` orders only the stream, not the host. A device-wide wait would include
+                # later messages.
                 runtime_of(self._device).current_stream(self._device).synchronize()
                 ends_s.append(time.perf_counter())
                 send.wait()
@@ -218,9 +260,11 @@ class LevelMeasurement:
                 opened.append(self._post(peer, outgoing, incoming[number % POSTED]))
         return ends_s
 
-    def _post(self, peer: int, outgoing: torch.Tensor, incoming: torch.Tensor) -> tuple[dist.Work, dist.Work]:
-        # Each direction is a communicator of its own, made before: neither call waits for the peer, so neither end can
-        # keep the other from its second.
+    def _post(
+        self, peer: int, outgoing: torch.Tensor, incoming: torch.Tensor
+    ) -> tuple[dist.Work, dist.Work]:
+        # Each direction is a communicator of its own, made before: neither call waits for the peer,
+        # so neither end can keep the other from its second.
         receive = dist.irecv(incoming, src=peer, group=self._groups[peer, self._rank])
         send = dist.isend(outgoing, dst=peer, group=self._groups[self._rank, peer])
         assert receive is not None
@@ -228,9 +272,11 @@ class LevelMeasurement:
         return receive, send
 
     def _all_reduce(self, ring: dist.ProcessGroup, size: int) -> float:
-        """Return the bytes that each worker sends per second, 2(r-1)/r per bucket, while all rings reduce at once.
+        """Return the bytes that each worker sends per second, 2(r-1)/r per bucket, while all rings
+        reduce at once.
 
-        Gradients are copied together and averaged, as in a run: beside the fast links of a host that takes long, too.
+        Gradients are copied together and averaged, as in a run: beside the fast links of a host
+        that takes long, too.
         """
         bucket = torch.ones(self._bucket_bytes // 4, device=self._device)
 
@@ -244,21 +290,36 @@ class LevelMeasurement:
         return 2 * (size - 1) / size * self._bucket_bytes / self._median_s(reduce, rounds)
 
     def _sums(self, ring: dist.ProcessGroup, size: int, reduced_per_s: float) -> "_Sums":
-        """Return what all-reduces between computations take, by two sizes, and by short and long computations."""
+        """Return what all-reduces between computations take, by two sizes, and by short and long
+        computations.
+        """
         small = _SMALL_SUM_BYTES
-        large = _CPU_SUM_BYTES if self._device.type == "cpu" else max(2 * small, self._message_bytes)
+        large = (
+            _CPU_SUM_BYTES if self._device.type == "cpu" else max(2 * small, self._message_bytes)
+        )
         (short_s, short_gap_s), (long_s, long_gap_s), (large_s, _) = (
-            self._added_s(each, max(2, int(min(_SUMMED_BYTES, _SECONDS / 8 * reduced_per_s) / each)), pairs, ring)
+            self._added_s(
+                each,
+                max(2, int(min(_SUMMED_BYTES, _SECONDS / 8 * reduced_per_s) / each)),
+                pairs,
+                ring,
+            )
             for each, pairs in ((small, _PAIRS[0]), (small, _PAIRS[1]), (large, 1))
         )
-        longer_s = long_gap_s - short_gap_s  # than nothing, unless something disturbed the measurement
+        # than nothing, unless something disturbed the measurement
+        longer_s = long_gap_s - short_gap_s
         share = max(0.0, long_s - short_s) / longer_s if longer_s > 0 else 0.0
-        wait_s = max(0.0, min(share * long_gap_s, long_s))  # a disturbed sum may have added less than nothing
+        # a disturbed sum may have added less than nothing
+        wait_s = max(0.0, min(share * long_gap_s, long_s))
         ends = (small, long_s - wait_s), (large, large_s - wait_s)
         return _Sums(*_line(2 * (size - 1), size, *ends, reduced_per_s), share, wait_s)
 
-    def _sharded(self, ring: dist.ProcessGroup, size: int, sharing: int, reduced_per_s: float) -> dict[str, float]:
-        """Return the rates and latencies of what `fully_shard` does for a unit between computations, by two sizes."""
+    def _sharded(
+        self, ring: dist.ProcessGroup, size: int, sharing: int, reduced_per_s: float
+    ) -> dict[str, float]:
+        """Return the rates and latencies of what `fully_shard` does for a unit between
+        computations, by two sizes.
+        """
         from planner.model.tensor.sharded_unit import POSSIBLE  # which takes a second to import
 
         if not POSSIBLE:
@@ -273,21 +334,29 @@ class LevelMeasurement:
         ):
             small, large = zip(sizes, added_s, strict=True)
             rate, latency_s = _line(size - 1, size, small, large, reduced_per_s)
-            found |= {f"{what}_bandwidth_bytes_per_s": rate * sharing, f"{what}_latency_s": max(0.0, latency_s)}
+            found |= {
+                f"{what}_bandwidth_bytes_per_s": rate * sharing,
+                f"{what}_latency_s": max(0.0, latency_s),
+            }
         return found
 
     def _units_s(self, ring: dist.ProcessGroup, size_bytes: int) -> list[float]:
-        """Return the seconds of a unit of so many bytes, forward and backward, by what its replicas divide.
+        """Return the seconds of a unit of so many bytes, forward and backward, by what its replicas
+        divide.
 
-        That is nothing, gradients, and weights, too, which are gathered twice. They compute as long as such units do in
-        training, because an exchange waits for the replica that something has disturbed.
+        That is nothing, gradients, and weights, too, which are gathered twice. They compute as long
+        as such units do in training, because an exchange waits for the replica that something has
+        disturbed.
         """
         from planner.model.tensor.sharded_unit import divide
 
         mesh, rows, nets = DeviceMesh.from_group(ring, self._device.type), exchange_over(ring), []
         for divides in ("nothing", "gradients", "weights"):
             inner = max(1, size_bytes // (8 * _UNIT_WIDTH))
-            layers = [(nn.Linear(_UNIT_WIDTH, inner), nn.Linear(inner, _UNIT_WIDTH)) for _ in range(_UNITS)]
+            layers = [
+                (nn.Linear(_UNIT_WIDTH, inner), nn.Linear(inner, _UNIT_WIDTH))
+                for _ in range(_UNITS)
+            ]
             net = nn.Sequential(*(nn.Sequential(*each) for each in layers))
             if divides != "nothing":
                 again = divides == "weights"
@@ -301,17 +370,25 @@ class LevelMeasurement:
                 self._wait_for_all()
                 start_s = time.perf_counter()
                 net(torch.ones(_UNIT_ROWS, _UNIT_WIDTH)).sum().backward()
-                taken_s[number] += (time.perf_counter() - start_s) * (turn > 0)  # the first one prepares
+                # the first one prepares
+                taken_s[number] += (time.perf_counter() - start_s) * (turn > 0)
         return [self._slowest(each / (_TURNS * _UNITS)) for each in taken_s]
 
-    def _added_s(self, size: int, rounds: int, pairs: int, ring: dist.ProcessGroup) -> tuple[float, float]:
-        """Return the seconds that an all-reduce of `size` bytes adds to `pairs` of products before it, and of these.
+    def _added_s(
+        self, size: int, rounds: int, pairs: int, ring: dist.ProcessGroup
+    ) -> tuple[float, float]:
+        """Return the seconds that an all-reduce of `size` bytes adds to `pairs` of products before
+        it, and of these.
 
-        It waits for the slowest process, and for threads and memory that were at work until then, and leaves the sum
-        where the next computation has to fetch it from. Right after another all-reduce it is several times as fast.
+        It waits for the slowest process, and for threads and memory that were at work until then,
+        and leaves the sum where the next computation has to fetch it from. Right after another
+        all-reduce it is several times as fast.
         """
         # Zeros stay zeros, where other numbers would soon be infinite or too small for full speed.
-        few, many = torch.zeros(512, 512, device=self._device), torch.zeros(size // 4 // 512, 512, device=self._device)
+        few, many = (
+            torch.zeros(512, 512, device=self._device),
+            torch.zeros(size // 4 // 512, 512, device=self._device),
+        )
         taken_s = {True: 0.0, False: 0.0}
         for sums in (True, False) * _SUM_TURNS:
             self._wait_for_all()
@@ -326,7 +403,9 @@ class LevelMeasurement:
         return self._slowest(taken_s[True] - taken_s[False]), self._slowest(taken_s[False])
 
     def _median_s(self, action: Callable[[], object], rounds: int) -> float:
-        """Return the median seconds of an action that all processes begin at once, of the slowest one."""
+        """Return the median seconds of an action that all processes begin at once, of the slowest
+        one.
+        """
         times_s = []
         for _ in range(rounds):
             self._wait_for_all()
@@ -363,9 +442,12 @@ class LevelMeasurement:
 def _line(
     steps: int, size: int, small: tuple[int, float], large: tuple[int, float], otherwise: float
 ) -> tuple[float, float]:
-    """Return bytes per second and the latency of a step, by what two sizes take: bytes, and seconds."""
+    """Return bytes per second and the latency of a step, by what two sizes take: bytes, and
+    seconds.
+    """
     moved = steps / size * (large[0] - small[0])
-    # Where something disturbed the measurement so much that the larger one was no slower, gradients' rate counts.
+    # Where something disturbed the measurement so much that the larger one was no slower,
+    # gradients' rate counts.
     rate = moved / (large[1] - small[1]) if large[1] > small[1] else otherwise
     return rate, (small[1] - steps / size * small[0] / rate) / steps
 

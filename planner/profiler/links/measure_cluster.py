@@ -1,4 +1,6 @@
-"""Measure the links between workers, in a job or on this host -> the Cluster that `plan solve` takes."""
+"""Measure the links between workers, in a job or on this host -> the Cluster that `plan solve`
+takes.
+"""
 
 import json
 import os
@@ -43,9 +45,9 @@ def measure_cluster(
         backend: that sends them: "gloo" or "nccl"; None for NCCL with GPUs.
 
     Returns:
-        On rank 0 the cluster: one level for the workers of a host where it has several, one for the hosts where there
-        are several. None on the others. Where a host's workers compute on all of its cores, messages do not overlap
-        with computation.
+        On rank 0 the cluster: one level for the workers of a host where it has several, one for the
+        hosts where there are several. None on the others. Where a host's workers compute on all of
+        its cores, messages do not overlap with computation.
 
     Raises:
         InputError: outside torchrun, with a single worker, or with hosts of different sizes.
@@ -53,8 +55,10 @@ def measure_cluster(
     """
     if not started_as_worker():
         raise InputError(
-            "the links between workers are measured by those workers, and torchrun did not start this process",
-            hint="run the same command on each host under torchrun: torchrun --nnodes 2 --nproc-per-node 1 "
+            "the links between workers are measured by those workers, and torchrun did not start "
+            "this process",
+            hint="run the same command on each host under torchrun: torchrun --nnodes 2 "
+            "--nproc-per-node 1 "
             "--rdzv-backend c10d --rdzv-endpoint HOST:PORT -m planner ...",
         )
     torch.set_num_threads(1)
@@ -68,13 +72,19 @@ def measure_cluster(
         dist.init_process_group(GLOO, store=store, rank=rank, world_size=world, timeout=_TIMEOUT)
         try:
             measurement = LevelMeasurement(place, _TIMEOUT, message_bytes, bucket_bytes)
-            levels, times, overlap = measurement.levels(), measurement.codec_times(), measurement.overlap
+            levels, times, overlap = (
+                measurement.levels(),
+                measurement.codec_times(),
+                measurement.overlap,
+            )
         finally:
             dist.destroy_process_group()
-    except (RuntimeError, ValueError) as cause:  # what torch.distributed raises for lost or unreachable peers
+    # what torch.distributed raises for lost or unreachable peers
+    except (RuntimeError, ValueError) as cause:
         raise WorkerError(
             f"the links cannot be measured: {first_line(cause)}",
-            hint="do all hosts reach each other? GLOO_SOCKET_IFNAME names the network interface to use",
+            hint="do all hosts reach each other? GLOO_SOCKET_IFNAME names the network interface "
+            "to use",
         ) from cause
     if not levels:
         return None
@@ -90,7 +100,9 @@ def measure_host(workers: int, device: DeviceType, backend: Backend | None = Non
         loopback = dict.fromkeys(VARIABLES, LOOPBACK)
         environment = {**loopback, **os.environ}
         pipe = subprocess.PIPE
-        with subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True) as launcher:
+        with subprocess.Popen(
+            command, env=environment, stdout=pipe, stderr=pipe, text=True
+        ) as launcher:
             try:
                 _, complaints = launcher.communicate(timeout=_LIMIT_S)
             except subprocess.TimeoutExpired:

@@ -1,9 +1,11 @@
-"""Find a buffer that forward() changes otherwise when a batch comes in parts: a count of calls, a moving average.
+"""Find a buffer that forward() changes otherwise when a batch comes in parts: a count of calls, a
+moving average.
 
-In one process a forward sees a whole minibatch. Divided, it runs once for each microbatch: a count of steps then counts
-microbatches, the codebook of a VQ-VAE moves by the mean of fewer samples, and spectral_norm makes more power
-iterations. A sum over samples comes out the same, and is no such buffer where the loss does not read it. The
-statistics of BatchNorm are left out: in training nothing reads them.
+In one process a forward sees a whole minibatch. Divided, it runs once for each microbatch: a count
+of steps then counts microbatches, the codebook of a VQ-VAE moves by the mean of fewer samples, and
+spectral_norm makes more power iterations. A sum over samples comes out the same, and is no such
+buffer where the loss does not read it. The statistics of BatchNorm are left out: in training
+nothing reads them.
 """
 
 from __future__ import annotations
@@ -26,17 +28,22 @@ from planner.model.spec import TrainingSpec
 from planner.profiler.loss_mean.trial import Attempt, ModelOnTrial, on_trial, ranges
 
 _log = logging.getLogger(__name__)
-# What rounding may change, relative to the largest element of a buffer. In float64 parts of a model may yet compute in
-# float32.
+# What rounding may change, relative to the largest element of a buffer. In float64 parts of a model
+# may yet compute in float32.
 _RELATIVE = {torch.float64: 1e-6}
 _RELATIVE_IN_FLOAT32 = 1e-4
 _RELATIVE_LOSS = 1e-4
 
 
 def buffer_of_parts(
-    spec: TrainingSpec, model: nn.Module, batch: Batch, options: ModuleOptions, attempts: Sequence[Attempt]
+    spec: TrainingSpec,
+    model: nn.Module,
+    batch: Batch,
+    options: ModuleOptions,
+    attempts: Sequence[Attempt],
 ) -> str | None:
-    """Return the name of a buffer that parts of a batch, in turn, leave or read in another state than the whole batch.
+    """Return the name of a buffer that parts of a batch, in turn, leave or read in another state
+    than the whole batch.
 
     None where there is no such buffer, and where the model does not run: other trials say so.
     """
@@ -47,7 +54,11 @@ def buffer_of_parts(
         if attempt.evaluates:  # when forward() changes no buffer
             continue
         try:
-            with generators_kept(), warnings.catch_warnings(), on_trial(spec, model, options, attempt) as trial:
+            with (
+                generators_kept(),
+                warnings.catch_warnings(),
+                on_trial(spec, model, options, attempt) as trial,
+            ):
                 warnings.simplefilter("ignore")  # of the model
                 return _tried(trial, model, batch)
         except (ModelFileError, torch.OutOfMemoryError):
@@ -68,7 +79,8 @@ def _tried(trial: ModelOnTrial, model: nn.Module, batch: Batch) -> str | None:
     try:
         losses, parts = trial.run_in_turn(batch, [first, second])
         (alone,), _ = trial.run_in_turn(batch, [second])
-    except Exception as cause:  # a model that takes one batch size, or draws what no part can repeat
+    # a model that takes one batch size, or draws what no part can repeat
+    except Exception as cause:
         _log.debug("buffers of parts of a batch are not known: %s", cause)
         return changed[0]
     if not math.isclose(losses[1], alone, rel_tol=_RELATIVE_LOSS):
@@ -85,7 +97,11 @@ def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _is_equal(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype and bool(((one == other) | (one != one)).all())
+    return (
+        one.shape == other.shape
+        and one.dtype == other.dtype
+        and bool(((one == other) | (one != one)).all())
+    )
 
 
 def _differ(one: Tensor, other: Tensor) -> bool:

@@ -1,15 +1,16 @@
-"""Find what a loss is a mean over: the one answer that explains every trial, where a trial speaks against each other.
+"""Find what a loss is a mean over: the one answer that explains every trial, where a trial speaks
+against each other.
 
-An answer gives each part of a batch its share. It explains a trial if the losses of the parts, weighted by their
-shares, add up to the loss of the whole, and the gradients do. The trials are
+An answer gives each part of a batch its share. It explains a trial if the losses of the parts,
+weighted by their shares, add up to the loss of the whole, and the gradients do. The trials are
 
-1. batches of the model file's own: the example batch, with its weights and with changed ones, under which a head that
-   begins at zero is none; and batches from several places of the dataset;
-2. the example batch with other labels and masks in one half: those that the model looks for, and those that people
-   pad with.
+1. batches of the model file's own: the example batch, with its weights and with changed ones, under
+   which a head that begins at zero is none; and batches from several places of the dataset;
+2. the example batch with other labels and masks in one half: those that the model looks for, and
+   those that people pad with.
 
-No answer explains the first: then the loss belongs to the whole batch. One explains the first and not all of the
-second: then it holds as long as those labels do not come, and training refuses them.
+No answer explains the first: then the loss belongs to the whole batch. One explains the first and
+not all of the second: then it holds as long as those labels do not come, and training refuses them.
 """
 
 import logging
@@ -52,7 +53,8 @@ _PLACES = 3  # of the dataset, from each of which a batch is taken
 SAMPLES = LossMean(over="samples")
 _DEPENDS_ON_PADDING = LossMean(
     over="unchecked",
-    reason="it depends on how far samples are padded, and collate() pads each microbatch to its own longest sample",
+    reason="it depends on how far samples are padded, and collate() pads each microbatch to its "
+    "own longest sample",
 )
 
 
@@ -69,15 +71,22 @@ class Evidence(NamedTuple):
 
 
 def find_loss_mean(
-    spec: TrainingSpec, graph: LayerGraph, batch: Batch, options: ModuleOptions, *, reads_data: bool = True
+    spec: TrainingSpec,
+    graph: LayerGraph,
+    batch: Batch,
+    options: ModuleOptions,
+    *,
+    reads_data: bool = True,
 ) -> LossMean | None:
-    """Return what the loss is a mean over; None where memory has no room for a trial, or weights have no values.
+    """Return what the loss is a mean over; None where memory has no room for a trial, or weights
+    have no values.
 
     Args:
         reads_data: whether to take batches of the model file's dataset, too.
 
     Raises:
-        ModelFileError: when the model file's loss_weight() does not count what the loss is a mean over.
+        ModelFileError: when the model file's loss_weight() does not count what the loss is a mean
+            over.
     """
     if any(parameter.is_meta for parameter in graph.model.parameters()):
         return None
@@ -88,7 +97,9 @@ def find_loss_mean(
         small = small_batch(spec, graph, batch)
     buffer = buffer_of_parts(spec, graph.model, small, options, attempts(spec, graph))
     if buffer is not None:
-        return LossMean(over="unchecked", reason=f"forward() changes buffer '{buffer}' once for each microbatch")
+        return LossMean(
+            over="unchecked", reason=f"forward() changes buffer '{buffer}' once for each microbatch"
+        )
     if spec.defines("loss_weight"):
         return _own_weight(spec, evidence)
     return _answer(spec, graph, batch, evidence)
@@ -97,7 +108,9 @@ def find_loss_mean(
 def gather(
     spec: TrainingSpec, graph: LayerGraph, batch: Batch, options: ModuleOptions, *, reads_data: bool
 ) -> Evidence | LossMean | None:
-    """Run the trials; where none can be run, return what is then known of the loss, or None for want of memory."""
+    """Run the trials; where none can be run, return what is then known of the loss, or None for
+    want of memory.
+    """
     reason = ""
     try:
         for attempt in attempts(spec, graph):
@@ -122,7 +135,9 @@ def _attempt(
     *,
     reads_data: bool,
 ) -> Evidence | str:
-    """Run the trials in one way; return why that cannot be, where a part of the batch is no part of the whole."""
+    """Run the trials in one way; return why that cannot be, where a part of the batch is no part of
+    the whole.
+    """
     options = replace(options, autocast=None, half=None, compiled=False)
     try:
         with (
@@ -134,7 +149,9 @@ def _attempt(
             small = small_batch(spec, graph, batch)
             first = model.try_whole(small)
             if not model.repeats(small, first):
-                return "it differs from call to call, with the same batch and the same random numbers"
+                return (
+                    "it differs from call to call, with the same batch and the same random numbers"
+                )
             return _run(spec, graph, model, small, first, reads_data=reads_data)
     except (ModelFileError, torch.OutOfMemoryError):
         raise
@@ -148,13 +165,15 @@ def attempts(spec: TrainingSpec, graph: LayerGraph) -> list[Attempt]:
     """Return the ways to run a model, the most telling first."""
     found = [
         Attempt(torch.float32),
-        Attempt(torch.float32, autocasts=True),  # for a model that casts by hand what its autocast takes
+        # for a model that casts by hand what its autocast takes
+        Attempt(torch.float32, autocasts=True),
         Attempt(torch.float32, evaluates=True),
     ]
     if not is_large(graph):
         found.insert(0, Attempt(torch.float64))
     if graph.batch_size is not None and spec.loss is not None:
-        # Nobody can run the whole minibatch of such a model: its loss is that of the microbatches' outputs.
+        # Nobody can run the whole minibatch of such a model: its loss is that of the microbatches'
+        # outputs.
         found.append(Attempt(torch.float32, divides_outputs=True))
     return found
 
@@ -164,7 +183,13 @@ def is_large(graph: LayerGraph) -> bool:
 
 
 def _run(
-    spec: TrainingSpec, graph: LayerGraph, model: ModelOnTrial, batch: Batch, first: Trial, *, reads_data: bool
+    spec: TrainingSpec,
+    graph: LayerGraph,
+    model: ModelOnTrial,
+    batch: Batch,
+    first: Trial,
+    *,
+    reads_data: bool,
 ) -> Evidence:
     """Run all trials of a model that can be run, after the first one."""
     natural = [first]
@@ -195,7 +220,9 @@ def _run(
             of_target = None
             natural.append(trial)
 
-    return Evidence(tuple(natural), tuple(vary(spec, graph, model, batch, of_target)), tuple(padded))
+    return Evidence(
+        tuple(natural), tuple(vary(spec, graph, model, batch, of_target)), tuple(padded)
+    )
 
 
 def vary(
@@ -207,7 +234,9 @@ def vary(
     *,
     guesses: bool = True,
 ) -> Iterator[Trial]:
-    """Yield the trials of other labels and masks that are legal; without `guesses`, of those that the model names."""
+    """Yield the trials of other labels and masks that are legal; without `guesses`, of those that
+    the model names.
+    """
     arguments = len(tree_leaves((batch.args, batch.kwargs)))
     until_s = time.monotonic() + GUESSING_S
     for variation in variations(graph, batch, model.noted.numbers):
@@ -215,7 +244,11 @@ def vary(
             continue
         in_target = variation.leaf >= arguments
         # Other targets need no more than the outputs that are there.
-        if not variation.known and not in_target and (is_large(graph) or time.monotonic() > until_s):
+        if (
+            not variation.known
+            and not in_target
+            and (is_large(graph) or time.monotonic() > until_s)
+        ):
             continue
         changed = varied(batch, variation, len(ranges(batch.size)[0]))
         if changed is None:
@@ -243,10 +276,13 @@ def _tried(
     gradients: bool = False,
     parts: tuple[Batch, ...] | None = None,
 ) -> Trial | None:
-    """Run a trial; return None where the model does not take the batch, or its loss is not finite."""
+    """Run a trial; return None where the model does not take the batch, or its loss is not
+    finite.
+    """
     try:
         trial = model.try_whole(batch, variation, gradients=gradients, parts=parts)
-    except Exception as cause:  # whatever a model raises at a number that is no label or index of its own
+    # whatever a model raises at a number that is no label or index of its own
+    except Exception as cause:
         _log.debug("a batch that the model does not take: %s", cause)
         return None
     return trial if trial.whole.finite else None
@@ -262,7 +298,8 @@ def _answer(spec: TrainingSpec, graph: LayerGraph, batch: Batch, evidence: Evide
     refuting = {each: against(spec, each, explaining, evidence.varied) for each in explaining}
     best = min(explaining, key=lambda each: (len(refuting[each]), explaining.index(each)))
     if best.over == "labels" and _is_sample_label(best, evidence):
-        # Where each sample has a label that counts, samples do, and no worker has to read whole minibatches.
+        # Where each sample has a label that counts, samples do, and no worker has to read whole
+        # minibatches.
         best = next((each for each in explaining if each.over == "samples"), best)
     if not explains(spec, best, evidence.padded):
         return _DEPENDS_ON_PADDING
@@ -277,7 +314,9 @@ def _hypotheses(evidence: Evidence) -> list[LossMean]:
     for trial in evidence.varied:
         assert trial.variation is not None
         leaf, value = trial.variation.leaf, trial.variation.value
-        labels = LossMean(over="labels", ignored=value, leaf=None if leaves[leaf] is usual else leaf)
+        labels = LossMean(
+            over="labels", ignored=value, leaf=None if leaves[leaf] is usual else leaf
+        )
         found.append(labels)
         if leaves[leaf].dim() > 1 and leaves[leaf].shape[1] > 1:
             found.append(labels.model_copy(update={"shifted": True}))
@@ -288,8 +327,12 @@ def explains(spec: TrainingSpec, mean: LossMean, trials: Sequence[Trial]) -> boo
     return all(trial.explained_by(_shares(spec, mean, trial)) for trial in trials)
 
 
-def against(spec: TrainingSpec, mean: LossMean, answers: Sequence[LossMean], trials: Sequence[Trial]) -> list[Trial]:
-    """Return the trials that an answer does not explain, or that another one with other shares explains as well."""
+def against(
+    spec: TrainingSpec, mean: LossMean, answers: Sequence[LossMean], trials: Sequence[Trial]
+) -> list[Trial]:
+    """Return the trials that an answer does not explain, or that another one with other shares
+    explains as well.
+    """
     found = []
     for trial in trials:
         shares = _shares(spec, mean, trial)
@@ -302,7 +345,9 @@ def against(spec: TrainingSpec, mean: LossMean, answers: Sequence[LossMean], tri
 
 def _counts(mean: LossMean, trial: Trial) -> bool:
     """Return whether an answer is one for which the trial was made."""
-    return mean.over == "samples" or (trial.variation is not None and mean.ignored == trial.variation.value)
+    return mean.over == "samples" or (
+        trial.variation is not None and mean.ignored == trial.variation.value
+    )
 
 
 def _shares(spec: TrainingSpec, mean: LossMean, trial: Trial) -> list[float]:
@@ -315,13 +360,20 @@ def _is_sample_label(mean: LossMean, evidence: Evidence) -> bool:
     for trial in evidence.natural:
         for each in trial.parts:
             labels = labels_of(each, mean.leaf)
-            if labels is None or mean.ignored is None or labels.dim() > 1 or bool(labels.eq(mean.ignored).any()):
+            if (
+                labels is None
+                or mean.ignored is None
+                or labels.dim() > 1
+                or bool(labels.eq(mean.ignored).any())
+            ):
                 return False
     return True
 
 
 def with_forbidden(mean: LossMean, refuting: Sequence[Trial], evidence: Evidence) -> LossMean:
-    """Return the answer with the labels that it does not hold for; none holds where the model file has such labels."""
+    """Return the answer with the labels that it does not hold for; none holds where the model file
+    has such labels.
+    """
     forbidden = []
     for trial in refuting:
         assert trial.variation is not None
@@ -345,8 +397,10 @@ def _own_weight(spec: TrainingSpec, evidence: Evidence) -> LossMean:
         error = trial.error_of(_shares(spec, mean, trial))
         if error > 1:
             raise ModelFileError(
-                f"loss_weight() of '{spec.origin}' does not count what the loss is a mean over: weighted by it, the "
-                f"losses and gradients of the parts of a batch differ from those of the whole by {error:.1e} times "
+                f"loss_weight() of '{spec.origin}' does not count what the loss is a mean over: "
+                f"weighted by it, the "
+                f"losses and gradients of the parts of a batch differ from those of the whole by "
+                f"{error:.1e} times "
                 "what rounding explains",
                 hint="return how many labels of the target the loss is a mean over",
             )
@@ -374,7 +428,8 @@ def small_batch(spec: TrainingSpec, graph: LayerGraph, batch: Batch) -> Batch:
 
 
 def _of_dataset(spec: TrainingSpec, like: Batch) -> Iterator[tuple[Batch, tuple[Batch, ...]]]:
-    """Yield batches from several places of the dataset, each with its parts as collate() makes them of their samples.
+    """Yield batches from several places of the dataset, each with its parts as collate() makes them
+    of their samples.
 
     None where it cannot be read here.
     """
@@ -386,9 +441,15 @@ def _of_dataset(spec: TrainingSpec, like: Batch) -> Iterator[tuple[Batch, tuple[
         for start in starts if length else ():
             items = [dataset[index] for index in range(start, min(start + like.size, length))]  # type: ignore[index]
             parts = [items[each.start : each.stop] for each in ranges(len(items))]
-            batches.append((spec.collate(items), tuple(spec.collate(part) for part in parts if part)))
-    except Exception as cause:  # whatever the user's code raises, on a machine without the data perhaps
-        _log.warning("labels that only dataset() has are not known, because it cannot be read: %s", first_line(cause))
+            batches.append(
+                (spec.collate(items), tuple(spec.collate(part) for part in parts if part))
+            )
+    # whatever the user's code raises, on a machine without the data perhaps
+    except Exception as cause:
+        _log.warning(
+            "labels that only dataset() has are not known, because it cannot be read: %s",
+            first_line(cause),
+        )
         return
 
     for batch, of_parts in batches:

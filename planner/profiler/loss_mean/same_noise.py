@@ -1,7 +1,9 @@
-"""Let parts of a batch see what the whole batch saw: the same noise, no dropout, no statistics of the batch.
+"""Let parts of a batch see what the whole batch saw: the same noise, no dropout, no statistics of
+the batch.
 
-A batch and its parts otherwise differ by these, whatever their loss is a mean over. The model stays in training mode,
-because a loss may have parts that are for training alone, such as the load balancing of experts.
+A batch and its parts otherwise differ by these, whatever their loss is a mean over. The model stays
+in training mode, because a loss may have parts that are for training alone, such as the load
+balancing of experts.
 """
 
 import inspect
@@ -28,7 +30,8 @@ _IN_TRAINING = (
 )
 # Builtins, by the position of that argument.
 _BUILTINS = {torch.batch_norm: 5, torch.dropout: 2, torch.dropout_: 2, torch.feature_dropout: 2}
-_RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)  # whose only float is the dropout between layers
+# whose only float is the dropout between layers
+_RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 _ATTENTION_DROPOUT = 4  # position of scaled_dot_product_attention's
 
 
@@ -37,10 +40,11 @@ class UnequalNoiseError(RuntimeError):
 
 
 class NoiseOfWhole(TorchDispatchMode):
-    """Mode under which parts of a batch draw the random numbers that the whole batch drew for the same samples.
+    """Mode under which parts of a batch draw the random numbers that the whole batch drew for the
+    same samples.
 
-    What a batch draws is recorded in order. Then a part gets, for each of its draws, the rows of its samples, along
-    the dimension in which its draw is smaller than the whole batch's.
+    What a batch draws is recorded in order. Then a part gets, for each of its draws, the rows of
+    its samples, along the dimension in which its draw is smaller than the whole batch's.
     """
 
     def __init__(self) -> None:
@@ -62,7 +66,11 @@ class NoiseOfWhole(TorchDispatchMode):
         return self
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if torch.Tag.nondeterministic_seeded not in func.tags:
@@ -77,7 +85,9 @@ class NoiseOfWhole(TorchDispatchMode):
 
     def _repeat(self, drawn: Sequence[Tensor], samples: range) -> None:
         if self._next >= len(self.draws):
-            raise UnequalNoiseError("a part of a batch draws more random numbers than the whole batch")
+            raise UnequalNoiseError(
+                "a part of a batch draws more random numbers than the whole batch"
+            )
         recorded = self.draws[self._next]
         self._next += 1
 
@@ -89,26 +99,40 @@ class NoiseOfWhole(TorchDispatchMode):
         if whole.shape == shape:
             return whole
         if whole.dim() != len(shape):
-            raise UnequalNoiseError(f"a part of a batch draws {tuple(shape)}, and the whole batch {tuple(whole.shape)}")
+            raise UnequalNoiseError(
+                f"a part of a batch draws {tuple(shape)}, and the whole batch {tuple(whole.shape)}"
+            )
 
-        unequal = [d for d, (one, other) in enumerate(zip(shape, whole.shape, strict=True)) if one != other]
+        unequal = [
+            d for d, (one, other) in enumerate(zip(shape, whole.shape, strict=True)) if one != other
+        ]
         each, rest = divmod(whole.shape[unequal[0]], self._size)
         if len(unequal) > 1 or rest or shape[unequal[0]] != each * len(samples):
-            raise UnequalNoiseError(f"a part of a batch draws {tuple(shape)}, and the whole batch {tuple(whole.shape)}")
+            raise UnequalNoiseError(
+                f"a part of a batch draws {tuple(shape)}, and the whole batch {tuple(whole.shape)}"
+            )
         return whole.narrow(unequal[0], each * samples.start, each * len(samples))
 
 
 class Quiet(TorchFunctionMode):
-    """Mode without dropout, in which BatchNorm takes the statistics that it has, as in evaluation."""
+    """Mode without dropout, in which BatchNorm takes the statistics that it has, as in
+    evaluation.
+    """
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         args, kwargs = _quiet(func, args, dict(kwargs or {}))
         return func(*args, **kwargs)
 
 
-def _quiet(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _quiet(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
     if func in _IN_TRAINING:
         bound = inspect.signature(func).bind(*args, **kwargs)
         if func is not F.batch_norm or bound.arguments.get("running_mean") is not None:

@@ -1,7 +1,7 @@
 """Check what a plan says of a loss against the model that it is to train, by a few trials.
 
-A plan's file may have been edited, or made for another dataset; one of an estimate says nothing. These trials are of
-losses alone, on few samples, because every start of a training waits for them.
+A plan's file may have been edited, or made for another dataset; one of an estimate says nothing.
+These trials are of losses alone, on few samples, because every start of a training waits for them.
 """
 
 import logging
@@ -44,8 +44,8 @@ def check_stated(
 ) -> LossMean | None:
     """Check what a plan says of a loss; return it with all labels that it does not hold for.
 
-    A plan that says nothing stands for the samples. Nothing is checked of large models, and of those that no trial
-    can be made of.
+    A plan that says nothing stands for the samples. Nothing is checked of large models, and of
+    those that no trial can be made of.
 
     Args:
         batches: of the training data, which must not differ from what the plan says either.
@@ -63,7 +63,8 @@ def check_stated(
                 evidence = _gather(spec, graph, batches, options, attempt)
         except (ModelFileError, torch.OutOfMemoryError):
             raise
-        except Exception as cause:  # whatever a model raises that takes float32 only, or one batch size
+        # whatever a model raises that takes float32 only, or one batch size
+        except Exception as cause:
             reason = first_line(cause)
             continue
         if evidence is not None:
@@ -74,20 +75,28 @@ def check_stated(
 
 
 def _check_buffers(spec: TrainingSpec, graph: LayerGraph, options: ModuleOptions) -> None:
-    """Raise PlanError where forward() changes a buffer once for each microbatch: older profiles do not say so."""
+    """Raise PlanError where forward() changes a buffer once for each microbatch: older profiles do
+    not say so.
+    """
     with generators_kept():
         batch = small_batch(spec, graph, spec.example_batch(graph.batch_size or 2))
     buffer = buffer_of_parts(spec, graph.model, batch, options, attempts(spec, graph))
     if buffer is not None:
         raise PlanError(
-            f"forward() of '{spec.origin}' changes buffer '{buffer}' once for each microbatch, and one process does "
+            f"forward() of '{spec.origin}' changes buffer '{buffer}' once for each microbatch, "
+            f"and one process does "
             "so once for a minibatch",
-            hint="plan one microbatch with `microbatches=1`, or train so with `accept_divided_loss`",
+            hint="plan one microbatch with `microbatches=1`, or train so with "
+            "`accept_divided_loss`",
         )
 
 
 def _gather(
-    spec: TrainingSpec, graph: LayerGraph, batches: Sequence[Batch], options: ModuleOptions, attempt: Attempt
+    spec: TrainingSpec,
+    graph: LayerGraph,
+    batches: Sequence[Batch],
+    options: ModuleOptions,
+    attempt: Attempt,
 ) -> Evidence | None:
     """Run the trials; return None where the model is not the same function twice."""
     options = replace(options, autocast=None, half=None, compiled=False)
@@ -108,11 +117,20 @@ def _checked(spec: TrainingSpec, stated: LossMean | None, evidence: Evidence) ->
     if not explains(spec, mean, evidence.natural):
         says = f"takes the loss of '{spec.origin}' for a {mean.words}, and the model's is another"
         if stated is None:
-            says = f"does not say what the loss of '{spec.origin}' is a mean over, and it is none over samples"
+            says = (
+                f"does not say what the loss of '{spec.origin}' is a mean over, and it is "
+                f"none over samples"
+            )
         raise PlanError(
-            f"the plan {says}: the losses of the parts of a batch, weighted so, do not add up to the loss of the batch",
-            hint="profile the model and solve again: plan profile, plan solve; where only the data have such labels or "
+            f"the plan {says}: the losses of the parts of a batch, weighted so, do not add up to "
+            f"the loss of the batch",
+            hint="profile the model and solve again: plan profile, plan solve; where only the "
+            "data have such labels or "
             "masks, give example_batch() some, or define loss_weight(target)",
         )
-    forbidden = with_forbidden(mean, against(spec, mean, [mean], evidence.varied), evidence).forbidden
-    return mean.model_copy(update={"forbidden": tuple(dict.fromkeys((*mean.forbidden, *forbidden)))})
+    forbidden = with_forbidden(
+        mean, against(spec, mean, [mean], evidence.varied), evidence
+    ).forbidden
+    return mean.model_copy(
+        update={"forbidden": tuple(dict.fromkeys((*mean.forbidden, *forbidden)))}
+    )

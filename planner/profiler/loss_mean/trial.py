@@ -1,6 +1,8 @@
-"""One trial: the loss of a batch and of its parts, and the gradients, with weights that tell samples apart.
+"""One trial: the loss of a batch and of its parts, and the gradients, with weights that tell
+samples apart.
 
-Small models run in float64, where what rounding leaves of gradients that cancel is far below an auxiliary loss's.
+Small models run in float64, where what rounding leaves of gradients that cancel is far below an
+auxiliary loss's.
 """
 
 import math
@@ -22,7 +24,8 @@ from planner.model.spec import TrainingSpec
 from planner.profiler.loss_mean.same_noise import NoiseOfWhole, Quiet
 from planner.profiler.loss_mean.variations import NotedNumbers, Variation
 
-MOST_IN_FLOAT64 = 50_000_000  # weights: above, copies in float64 would take more memory than training does
+# weights: above, copies in float64 would take more memory than training does
+MOST_IN_FLOAT64 = 50_000_000
 _SKETCH = 1 << 13  # elements of a gradient that are compared
 _NOISE = 0.3  # of weights, relative to the root mean square of each tensor's
 _OF_ZEROS = 0.1  # of weights that are all zero, and no matrix
@@ -30,7 +33,9 @@ _OF_ZEROS = 0.1  # of weights that are all zero, and no matrix
 
 @dataclass(frozen=True)
 class Tolerance:
-    """What rounding allows: relative to the loss, to a weight's gradient, and to the largest weight's."""
+    """What rounding allows: relative to the loss, to a weight's gradient, and to the largest
+    weight's.
+    """
 
     loss: float
     gradient: float
@@ -38,9 +43,12 @@ class Tolerance:
 
     @staticmethod
     def of(dtype: torch.dtype) -> "Tolerance":
-        """Return that of computing in `dtype`; in float64 parts of a model may yet compute in float32."""
+        """Return that of computing in `dtype`; in float64 parts of a model may yet compute in
+        float32.
+        """
         if dtype == torch.float64:
-            # So the floor is some 40 roundings of float32: gradients of a head that begins at zero may be no more.
+            # So the floor is some 40 roundings of float32: gradients of a head that begins at zero
+            # may be no more.
             return Tolerance(loss=3e-6, gradient=1e-3, floor=5e-3)
         return Tolerance(loss=3e-5, gradient=5e-3, floor=1e-2)
 
@@ -50,11 +58,14 @@ class Outcome:
     """Of one batch, or a part of one."""
 
     loss: float
-    gradients: tuple[Tensor, ...] = ()  # of each weight, in few elements; none where the trial is of losses alone
+    # of each weight, in few elements; none where the trial is of losses alone
+    gradients: tuple[Tensor, ...] = ()
 
     @property
     def finite(self) -> bool:
-        return math.isfinite(self.loss) and all(bool(each.isfinite().all()) for each in self.gradients)
+        return math.isfinite(self.loss) and all(
+            bool(each.isfinite().all()) for each in self.gradients
+        )
 
 
 @dataclass(frozen=True)
@@ -72,10 +83,16 @@ class Trial:
         return self.error_of(shares) <= 1.0
 
     def error_of(self, shares: Sequence[float]) -> float:
-        """Return how far the weighted sum of the parts is from the whole, relative to what rounding allows."""
-        counted = [(share, each) for share, each in zip(shares, self.of_parts, strict=True) if share]
+        """Return how far the weighted sum of the parts is from the whole, relative to what rounding
+        allows.
+        """
+        counted = [
+            (share, each) for share, each in zip(shares, self.of_parts, strict=True) if share
+        ]
         total = sum(share * each.loss for share, each in counted)
-        scale = max(abs(self.whole.loss), sum(share * abs(each.loss) for share, each in counted), _TINY)
+        scale = max(
+            abs(self.whole.loss), sum(share * abs(each.loss) for share, each in counted), _TINY
+        )
         error = abs(total - self.whole.loss) / scale / self.tolerance.loss
         if not math.isfinite(error):
             return math.inf
@@ -96,8 +113,15 @@ class Trial:
         scale = max(abs(self.whole.loss), _TINY)
         if any(abs(each.loss - first.loss) > 10 * self.tolerance.loss * scale for each in others):
             return True
-        pairs = ((one, two) for each in others for one, two in zip(first.gradients, each.gradients, strict=True))
-        return any(float((one - two).norm()) > 10 * self.tolerance.gradient * float(one.norm()) for one, two in pairs)
+        pairs = (
+            (one, two)
+            for each in others
+            for one, two in zip(first.gradients, each.gradients, strict=True)
+        )
+        return any(
+            float((one - two).norm()) > 10 * self.tolerance.gradient * float(one.norm())
+            for one, two in pairs
+        )
 
 
 _TINY = torch.finfo(torch.float32).tiny
@@ -108,9 +132,12 @@ class Attempt:
     """A way to run trials."""
 
     dtype: torch.dtype
-    autocasts: bool = False  # where the model itself says so: then rounding hides what the loss is a mean over
-    evaluates: bool = False  # in evaluation mode, for models that draw in training what no part of a batch can repeat
-    divides_outputs: bool = False  # run the whole batch alone, and divide its outputs: tells of the loss function
+    # where the model itself says so: then rounding hides what the loss is a mean over
+    autocasts: bool = False
+    # in evaluation mode, for models that draw in training what no part of a batch can repeat
+    evaluates: bool = False
+    # run the whole batch alone, and divide its outputs: tells of the loss function
+    divides_outputs: bool = False
 
 
 TargetTrials: TypeAlias = Callable[[Batch, Variation | None], Trial]
@@ -119,7 +146,9 @@ TargetTrials: TypeAlias = Callable[[Batch, Variation | None], Trial]
 class ModelOnTrial:
     """The model while its weights are others: made by `on_trial`."""
 
-    def __init__(self, spec: TrainingSpec, model: nn.Module, options: ModuleOptions, attempt: Attempt) -> None:
+    def __init__(
+        self, spec: TrainingSpec, model: nn.Module, options: ModuleOptions, attempt: Attempt
+    ) -> None:
         self._spec = spec
         self._model = model
         self._options = options
@@ -129,7 +158,9 @@ class ModelOnTrial:
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
     def perturb(self) -> None:
-        """Change every weight by noise of its own scale; weights that are zero get that of usual first weights."""
+        """Change every weight by noise of its own scale; weights that are zero get that of usual
+        first weights.
+        """
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for weight in self._model.parameters():
@@ -139,16 +170,23 @@ class ModelOnTrial:
                 weight.data += _scale_of(weight) * noise.to(weight.device)
 
     def repeats(self, batch: Batch, trial: Trial) -> bool:
-        """Return whether the batch of a trial has the same loss again, with the same random numbers."""
+        """Return whether the batch of a trial has the same loss again, with the same random
+        numbers.
+        """
         batch, noise = self._cast(batch), NoiseOfWhole()
         again = self._outcome(batch, noise.of_whole(batch.size), gradients=False)
         return math.isclose(trial.whole.loss, again.loss, rel_tol=self.tolerance.loss)
 
-    def run_in_turn(self, batch: Batch, samples: Sequence[range]) -> tuple[list[float], dict[str, Tensor]]:
-        """Run parts of a batch one after the other; return their losses, and the buffers that they leave."""
+    def run_in_turn(
+        self, batch: Batch, samples: Sequence[range]
+    ) -> tuple[list[float], dict[str, Tensor]]:
+        """Run parts of a batch one after the other; return their losses, and the buffers that they
+        leave.
+        """
         batch, noise = self._cast(batch), NoiseOfWhole()
         if len(samples) > 1 or samples[0] != range(batch.size):
-            self._outcome(batch, noise.of_whole(batch.size), gradients=False)  # for its random numbers
+            # for its random numbers
+            self._outcome(batch, noise.of_whole(batch.size), gradients=False)
         losses = []
         with self._running(noise), torch.no_grad():
             for each in samples:
@@ -157,7 +195,9 @@ class ModelOnTrial:
                     noise.of_whole(batch.size)
                 else:
                     noise.of_part(each)
-                losses.append(float(unsplit_loss(self._model, self._spec, part.copied(), self._options)))
+                losses.append(
+                    float(unsplit_loss(self._model, self._spec, part.copied(), self._options))
+                )
             named = self._model.named_buffers(remove_duplicate=False)
             buffers = {name: buffer.detach().clone() for name, buffer in named}
         return losses, buffers
@@ -211,10 +251,16 @@ class ModelOnTrial:
         return run
 
     def _try_outputs(self, batch: Batch, variation: Variation | None) -> Trial:
-        """Run the loss on the outputs of a batch and on parts of them; gradients are those of the outputs."""
+        """Run the loss on the outputs of a batch and on parts of them; gradients are those of the
+        outputs.
+        """
         batch, noise = self._cast(batch), NoiseOfWhole()
         outputs = self._output(batch, noise.of_whole(batch.size))
-        trained = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        trained = [
+            leaf
+            for leaf in tree_leaves(outputs)
+            if isinstance(leaf, Tensor) and leaf.is_floating_point()
+        ]
 
         def outcome(samples: range) -> Outcome:
             for leaf in trained:
@@ -254,7 +300,9 @@ class ModelOnTrial:
     def _loss_of_output(self, output: Any, batch: Batch, noise: NoiseOfWhole) -> Outcome:
         output = tree_map_only(Tensor, torch.clone, output)  # a loss may write to it
         with self._running(noise), torch.no_grad():
-            return Outcome(float(loss_of(output, batch.target, self._options.loss(self._spec.loss))))
+            return Outcome(
+                float(loss_of(output, batch.target, self._options.loss(self._spec.loss)))
+            )
 
     @contextmanager
     def _running(self, noise: NoiseOfWhole) -> Iterator[None]:
@@ -273,7 +321,9 @@ class ModelOnTrial:
             return tensor.to(self._attempt.dtype) if tensor.is_floating_point() else tensor
 
         leaves, spec = batch.flatten()
-        return Batch(*spec.unflatten([cast(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]))
+        return Batch(
+            *spec.unflatten([cast(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
+        )
 
 
 @contextmanager
@@ -294,12 +344,18 @@ def _without_autocast() -> Iterator[None]:
 
 
 @contextmanager
-def on_trial(spec: TrainingSpec, model: nn.Module, options: ModuleOptions, attempt: Attempt) -> Iterator[ModelOnTrial]:
+def on_trial(
+    spec: TrainingSpec, model: nn.Module, options: ModuleOptions, attempt: Attempt
+) -> Iterator[ModelOnTrial]:
     """Give a model copies of its weights as an attempt says, and its own ones afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     tensors = {id(each): each for each in (*model.parameters(), *model.buffers())}
     kept = [(tensor, tensor.data, tensor.grad) for tensor in tensors.values()]
-    summed = [(each, gradient_dtype(each)) for each in model.parameters() if gradient_dtype(each) != each.dtype]
+    summed = [
+        (each, gradient_dtype(each))
+        for each in model.parameters()
+        if gradient_dtype(each) != each.dtype
+    ]
     default = torch.get_default_dtype()
     try:
         if attempt.evaluates:
@@ -308,7 +364,9 @@ def on_trial(spec: TrainingSpec, model: nn.Module, options: ModuleOptions, attem
             weight.grad_dtype = None
         for tensor, data, _ in kept:
             tensor.grad = None
-            tensor.data = data.to(attempt.dtype, copy=True) if tensor.is_floating_point() else data.clone()
+            tensor.data = (
+                data.to(attempt.dtype, copy=True) if tensor.is_floating_point() else data.clone()
+            )
         torch.set_default_dtype(attempt.dtype)
         yield ModelOnTrial(spec, model, options, attempt)
     finally:
@@ -330,7 +388,9 @@ def ranges(size: int) -> tuple[range, range]:
 
 
 def rows_of(output: Any, samples: range, size: int) -> Any:
-    """Return what a model's output has of some samples: of every tensor that has a row for each of them."""
+    """Return what a model's output has of some samples: of every tensor that has a row for each of
+    them.
+    """
     rows = slice(samples.start, samples.stop)
 
     def rows_in(tensor: Tensor) -> Tensor:
@@ -351,7 +411,9 @@ def _sketch(weight: Tensor) -> Tensor:
     step = -(-weight.numel() // _SKETCH) or 1
     gradient = weight.grad
     if gradient is None:
-        return torch.zeros(len(range(0, weight.numel(), step)), dtype=torch.float64, device=weight.device)
+        return torch.zeros(
+            len(range(0, weight.numel(), step)), dtype=torch.float64, device=weight.device
+        )
     if gradient.is_sparse:
         gradient = gradient.to_dense()
     return gradient.detach().flatten()[::step].double()

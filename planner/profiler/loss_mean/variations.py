@@ -1,8 +1,9 @@
-"""Labels and masks that a batch may have and the example batch may not: what to change in it, to see what counts.
+"""Labels and masks that a batch may have and the example batch may not: what to change in it, to
+see what counts.
 
-A cross entropy, and what compares labels with a number, say which number: the captured graph leads from them back to
-the tensor of the batch. Other numbers are guesses, which people pad labels with. A guess that is no label of the model
-raises an error, and tells nothing.
+A cross entropy, and what compares labels with a number, say which number: the captured graph leads
+from them back to the tensor of the batch. Other numbers are guesses, which people pad labels with.
+A guess that is no label of the model raises an error, and tells nothing.
 """
 
 from collections.abc import Iterator, Mapping
@@ -28,7 +29,8 @@ _LIKELIHOODS: Mapping[Any, int] = {
     _aten.nll_loss2d_forward: 4,
 }
 _DEFAULT = -100  # that a graph leaves out
-# Comparisons with a number, by what is to be added to it for a label on the other side of the border.
+# Comparisons with a number, by what is to be added to it for a label on the other side of the
+# border.
 _COMPARISONS: Mapping[Any, int] = {
     _aten.eq: 0,
     _aten.ne: 0,
@@ -60,15 +62,28 @@ def variations(graph: LayerGraph, batch: Batch, noted: set[int]) -> list[Variati
     known = list(dict.fromkeys(_known(graph)))
     found = [Variation(leaf, value, known=True) for leaf, value in known]
     leaves = dict(_tensors(batch))
-    found += [Variation(leaf, value, known=True) for leaf in leaves if is_mask(leaves[leaf]) for value in (0, 1)]
+    found += [
+        Variation(leaf, value, known=True)
+        for leaf in leaves
+        if is_mask(leaves[leaf])
+        for value in (0, 1)
+    ]
 
     # A GPU's kernels end the process at an index out of range.
-    guesses = () if batch.device_type != "cpu" or _trusts_indices(graph) else (*sorted(noted), *_GUESSES)
+    guesses = (
+        () if batch.device_type != "cpu" or _trusts_indices(graph) else (*sorted(noted), *_GUESSES)
+    )
     for leaf, tensor in leaves.items():
-        if not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype != torch.bool:
+        if (
+            not tensor.is_floating_point()
+            and not tensor.is_complex()
+            and tensor.dtype != torch.bool
+        ):
             found += [Variation(leaf, value, known=False) for value in dict.fromkeys(guesses)]
     distinct = {(each.leaf, each.value): each for each in reversed(found)}
-    return [each for each in found if distinct[each.leaf, each.value] is each and each.leaf in leaves]
+    return [
+        each for each in found if distinct[each.leaf, each.value] is each and each.leaf in leaves
+    ]
 
 
 def is_mask(tensor: Tensor) -> bool:
@@ -77,10 +92,11 @@ def is_mask(tensor: Tensor) -> bool:
 
 
 def varied(batch: Batch, variation: Variation, samples: int) -> Batch | None:
-    """Return the batch with the value in some places of its first `samples`; None where it is there already.
+    """Return the batch with the value in some places of its first `samples`; None where it is there
+    already.
 
-    Of some samples only the first and the last label stay, so that it matters whether the first one counts. Of one
-    label per sample the last one stays.
+    Of some samples only the first and the last label stay, so that it matters whether the first one
+    counts. Of one label per sample the last one stays.
     """
     leaves, spec = batch.flatten()
     before: Tensor = leaves[variation.leaf]
@@ -102,11 +118,15 @@ def varied(batch: Batch, variation: Variation, samples: int) -> Batch | None:
 
 
 def spread(batch: Batch) -> Batch:
-    """Return a batch whose samples differ: with noise in the model's numbers, and rows of integers moved along."""
+    """Return a batch whose samples differ: with noise in the model's numbers, and rows of integers
+    moved along.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def changed(tensor: Tensor) -> Tensor:
-        if tensor.is_floating_point() and (not is_mask(tensor) or bool((tensor == tensor.flatten()[0]).all())):
+        if tensor.is_floating_point() and (
+            not is_mask(tensor) or bool((tensor == tensor.flatten()[0]).all())
+        ):
             noise = torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)
             return tensor + noise.to(tensor.device)
         if tensor.dim() > 1 and not tensor.is_complex():
@@ -133,12 +153,18 @@ def _tensors(batch: Batch) -> Iterator[tuple[int, Tensor]]:
 
 
 def _known(graph: LayerGraph) -> Iterator[tuple[int, int]]:
-    """Yield tensors of the batch, by number, with a number that a loss ignores in them or compares them with."""
+    """Yield tensors of the batch, by number, with a number that a loss ignores in them or compares
+    them with.
+    """
     for node in graph.module.graph.nodes:
         packet = getattr(node.target, "overloadpacket", None)
         if packet in _LIKELIHOODS:
             target, position = node.args[1], _LIKELIHOODS[packet]
-            ignored = node.args[position] if len(node.args) > position else node.kwargs.get("ignore_index", _DEFAULT)
+            ignored = (
+                node.args[position]
+                if len(node.args) > position
+                else node.kwargs.get("ignore_index", _DEFAULT)
+            )
         elif packet in _COMPARISONS and len(node.args) > 1 and isinstance(node.args[1], int):
             target, ignored = node.args[0], int(node.args[1]) + _COMPARISONS[packet]
         else:
@@ -150,7 +176,9 @@ def _known(graph: LayerGraph) -> Iterator[tuple[int, int]]:
 
 
 def _leaves_behind(graph: LayerGraph, node: Any) -> list[int]:
-    """Return the tensors of the batch that an operation's value is made of without any weight, by number."""
+    """Return the tensors of the batch that an operation's value is made of without any weight, by
+    number.
+    """
     if not isinstance(node, fx.Node):
         return []
     numbers = {leaf: number for number, leaf in enumerate(graph.inputs)}
@@ -171,18 +199,26 @@ def _trusts_indices(graph: LayerGraph) -> bool:
 
 
 class NotedNumbers(TorchDispatchMode):
-    """Mode that notes what losses within ignore, and what integers are compared with: a graph of blocks hides them."""
+    """Mode that notes what losses within ignore, and what integers are compared with: a graph of
+    blocks hides them.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.numbers: set[int] = set()
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         packet = func.overloadpacket
         if packet in _LIKELIHOODS and len(args) > _LIKELIHOODS[packet]:
             self.numbers.add(args[_LIKELIHOODS[packet]])
-        elif packet in _COMPARISONS and isinstance(args[1], int) and not args[0].is_floating_point():
+        elif (
+            packet in _COMPARISONS and isinstance(args[1], int) and not args[0].is_floating_point()
+        ):
             self.numbers.add(int(args[1]) + _COMPARISONS[packet])
         return func(*args, **(kwargs or {}))

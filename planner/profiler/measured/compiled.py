@@ -1,13 +1,15 @@
 """Compute the layers' times where torch.compile makes one piece of code of a stage's layers.
 
-Nothing can be marked inside such code. So runs of layers are compiled, each on its own, and marked at their ends, in
-steps of the whole model. A layer's time is its share of its run's uncompiled time, times the time of the compiled run.
-Layers that gain much from compilation and layers that gain little are thus told apart as finely as runs are.
+Nothing can be marked inside such code. So runs of layers are compiled, each on its own, and marked
+at their ends, in steps of the whole model. A layer's time is its share of its run's uncompiled
+time, times the time of the compiled run. Layers that gain much from compilation and layers that
+gain little are thus told apart as finely as runs are.
 
-The runs take longer than the whole model compiled at once, because what crosses their ends is written out in the layout
-that others expect, and read in again. The difference is subtracted from the runs in proportion to the bytes that they
-exchange, so that the layers sum to the whole. Subtracted in proportion to their times instead, stages of ResNet-50 at
-its large early activations came out 13% too slow and the others as much too fast.
+The runs take longer than the whole model compiled at once, because what crosses their ends is
+written out in the layout that others expect, and read in again. The difference is subtracted from
+the runs in proportion to the bytes that they exchange, so that the layers sum to the whole.
+Subtracted in proportion to their times instead, stages of ResNet-50 at its large early activations
+came out 13% too slow and the others as much too fast.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,15 +46,19 @@ class CompiledTimes:
     exchanged_bytes: Sequence[int]
 
 
-def measure_compiled(graph: LayerGraph, batch: Batch, plain: Measurement, steps: Steps, effort: Effort) -> Measurement:
-    """Time runs of layers and the whole model, compiled, in turn, and scale the uncompiled layers to that.
+def measure_compiled(
+    graph: LayerGraph, batch: Batch, plain: Measurement, steps: Steps, effort: Effort
+) -> Measurement:
+    """Time runs of layers and the whole model, compiled, in turn, and scale the uncompiled layers
+    to that.
 
     The graph's model and the batch are on the device; `plain` was measured uncompiled.
     """
     assert plain.whole is not None
     layers = [layer.times for layer in plain.layers]
     if graph.blocks is not None:
-        spans = [range(index, index + 1) for index in range(len(layers))]  # any stage compiles blocks one by one
+        # any stage compiles blocks one by one
+        spans = [range(index, index + 1) for index in range(len(layers))]
     else:
         spans = equal_spans([median(each.forward_s) + median(each.backward_s) for each in layers])
     found = _measure_runs(graph, batch, spans, steps, effort)
@@ -60,7 +66,9 @@ def measure_compiled(graph: LayerGraph, batch: Batch, plain: Measurement, steps:
     return Measurement(
         [
             replace(layer, times=times, saved_bytes=size)
-            for layer, times, size in zip(plain.layers, as_compiled(layers, found), saved, strict=True)
+            for layer, times, size in zip(
+                plain.layers, as_compiled(layers, found), saved, strict=True
+            )
         ],
         found.whole,
         Compiled(
@@ -92,7 +100,9 @@ def _measure_runs(
             received = {spec.name: known[spec.name] for spec in stage.received}
             results = stage(batch if stage.needs_batch else None, received)
             known.update(results)
-            observer.after_layer(index, made_last([value for name, value in results.items() if name not in received]))
+            observer.after_layer(
+                index, made_last([value for name, value in results.items() if name not in received])
+            )
         return known[LOSS]
 
     def measure(whole: StepTimes, runs: Sequence[StepTimes]) -> None:
@@ -102,7 +112,9 @@ def _measure_runs(
     # Fewer bytes than uncompiled: compiled code recomputes some values instead of saving them.
     saved = saved_bytes(stages, forward)
     extent = extent_of(batch, graph.lengths)
-    exchanged = [sum(spec.size_bytes(extent) for spec in (*stage.received, *stage.sent)) for stage in stages]
+    exchanged = [
+        sum(spec.size_bytes(extent) for spec in (*stage.received, *stage.sent)) for stage in stages
+    ]
     for done in range(effort.warmup):
         effort.progress("compiling", done / effort.warmup)
         measure(StepTimes(), [StepTimes() for _ in spans])
@@ -138,12 +150,18 @@ def as_compiled(layers: Sequence[StepTimes], measured: CompiledTimes) -> list[St
         for run_s, span in zip(within_s, measured.spans, strict=True):
             factor = _ratio(run_s, sum(median(of_part(layers[index])) for index in span))
             for index in span:
-                of_part(scaled[index]).extend(seconds * factor for seconds in of_part(layers[index]))
+                of_part(scaled[index]).extend(
+                    seconds * factor for seconds in of_part(layers[index])
+                )
     return scaled
 
 
-def _without_ends(runs_s: Sequence[float], whole_s: float, exchanged_bytes: Sequence[int]) -> list[float]:
-    """Return the times of the runs without the cost of what they exchange; they sum to the whole's."""
+def _without_ends(
+    runs_s: Sequence[float], whole_s: float, exchanged_bytes: Sequence[int]
+) -> list[float]:
+    """Return the times of the runs without the cost of what they exchange; they sum to the
+    whole's.
+    """
     excess_s, exchanged = sum(runs_s) - whole_s, sum(exchanged_bytes)
     left_s = list(runs_s)
     if excess_s > 0 and exchanged:
@@ -161,7 +179,9 @@ def saved_as_compiled(layers: Sequence[int], measured: CompiledTimes) -> list[in
     for run_bytes, span in zip(measured.saved_bytes, measured.spans, strict=True):
         of_layers = sum(layers[index] for index in span)
         # Where no layer saves anything, what the run saves counts for its first layer.
-        shares = [layers[index] / of_layers if of_layers else float(index == span[0]) for index in span]
+        shares = [
+            layers[index] / of_layers if of_layers else float(index == span[0]) for index in span
+        ]
         for index, share in zip(span, shares, strict=True):
             scaled[index] = round(run_bytes * share)
     return scaled

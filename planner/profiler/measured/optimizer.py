@@ -1,4 +1,6 @@
-"""Try the user's optimizer and scheduler before anything is measured: what no plan could train is refused here."""
+"""Try the user's optimizer and scheduler before anything is measured: what no plan could train is
+refused here.
+"""
 
 import logging
 from contextlib import nullcontext
@@ -16,12 +18,15 @@ _log = logging.getLogger(__name__)
 
 
 def try_optimizer(spec: TrainingSpec, model: nn.Module, device: torch.device) -> bool | None:
-    """Return whether stages may each step their part of the parameters; None where nothing is trained.
+    """Return whether stages may each step their part of the parameters; None where nothing is
+    trained.
 
-    It is tried as in a worker among others, so that an optimizer that communicates there does so here.
+    It is tried as in a worker among others, so that an optimizer that communicates there does so
+    here.
 
     Raises:
-        ModelFileError: when the optimizer communicates or fails, or when stages cannot follow the scheduler.
+        ModelFileError: when the optimizer communicates or fails, or when stages cannot follow the
+            scheduler.
     """
     whole = trained_parameters(model)
     if not whole:
@@ -37,13 +42,16 @@ def try_optimizer(spec: TrainingSpec, model: nn.Module, device: torch.device) ->
         return True
     if problem is not None:
         _log.warning(
-            f"scheduler() {problem}: `plan solve` makes plans of one stage alone; hint: let it follow the number of "
+            f"scheduler() {problem}: `plan solve` makes plans of one stage alone; hint: let it "
+            f"follow the number of "
             "steps alone"
         )
         return False
     _log.warning(
-        f"{tried.kind} {tried.problem}: `plan solve` makes plans of one stage alone; hint: with an optimizer that "
-        "updates each parameter by itself, such as AdamW, there are others; a norm of all gradients is "
+        f"{tried.kind} {tried.problem}: `plan solve` makes plans of one stage alone; hint: with "
+        f"an optimizer that "
+        "updates each parameter by itself, such as AdamW, there are others; a norm of all "
+        "gradients is "
         "`clip_grad_norm` of `plan train`"
     )
     return False

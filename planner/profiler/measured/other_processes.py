@@ -1,7 +1,8 @@
-"""Load the machine's other cores while measuring, and notice other processes that disturb the measurement.
+"""Load the machine's other cores while measuring, and notice other processes that disturb the
+measurement.
 
-The workers on one machine share its caches and memory bandwidth, so each is slower while the others work. A model that
-is measured alone does not show that.
+The workers on one machine share its caches and memory bandwidth, so each is slower while the others
+work. A model that is measured alone does not show that.
 """
 
 import json
@@ -31,7 +32,9 @@ _READY = "ready"
 
 
 def disturbance(whole: Sequence[StepTimes], threads: int) -> Disturbance:
-    """Say what disturbed the measurement of the whole step: a first one, and a second one if there was one."""
+    """Say what disturbed the measurement of the whole step: a first one, and a second one if there
+    was one.
+    """
     wall_s = sum(sum(times.forward_s) + sum(times.backward_s) for times in whole)
     thread_s = sum(sum(times.forward_thread_s) + sum(times.backward_thread_s) for times in whole)
     drift = whole[1].median_s() / whole[0].median_s() - 1 if len(whole) > 1 else None
@@ -46,18 +49,21 @@ def check_processes(processes: int, threads: int, device: torch.device, spec: Tr
         return
     if device.type != "cpu":
         raise InputError(
-            f"`processes={processes}` cannot be measured on '{device}', because a GPU serves one worker",
+            f"`processes={processes}` cannot be measured on '{device}', because a GPU serves one "
+            f"worker",
             hint="leave `processes` out, or give `device=cpu`",
         )
     cores = available_cores()
     if processes * threads > cores:
         raise InputError(
-            f"{processes} processes of {threads} threads need {processes * threads} cores of this machine's {cores}",
+            f"{processes} processes of {threads} threads need {processes * threads} cores of this "
+            f"machine's {cores}",
             hint=f"it has room for `processes={max(1, cores // threads)}`",
         )
     if spec.path is None:
         raise InputError(
-            f"the model '{spec.name}' is in this process's memory, where {processes - 1} others cannot load it",
+            f"the model '{spec.name}' is in this process's memory, where {processes - 1} others "
+            f"cannot load it",
             hint="write it to a model file, or leave `processes` out",
         )
 
@@ -68,8 +74,8 @@ def contention(
 ) -> Iterator[None]:
     """Let `others` more processes train the model within the context, each on cores of its own.
 
-    They run the model uncompiled. They end with the context, or with this process. Raise WorkerError when one cannot be
-    started, or ends before the context does.
+    They run the model uncompiled. They end with the context, or with this process. Raise
+    WorkerError when one cannot be started, or ends before the context does.
     """
     if not others:
         yield
@@ -99,7 +105,12 @@ def contention(
 @contextmanager
 def _worker(order: str) -> Iterator[subprocess.Popen[str]]:
     """Run one process, which also ends when its standard input is closed."""
-    command = [sys.executable, "-c", f"import sys, {__name__} as it; sys.exit(it.main(sys.argv[1]))", order]
+    command = [
+        sys.executable,
+        "-c",
+        f"import sys, {__name__} as it; sys.exit(it.main(sys.argv[1]))",
+        order,
+    ]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
         try:
@@ -128,7 +139,9 @@ def _train(order: str, ready: TextIO) -> None:
     put_in_training(model)
     batch = spec.example_batch(parsed["batch_size"])
     options.prepare(model)
-    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    parameters = {
+        name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
     update = Update(spec, parameters)
     for step in count():
         model.zero_grad()

@@ -1,9 +1,11 @@
-"""Measure a model that is larger than its device: some layers at a time are there, the values between them on the host.
+"""Measure a model that is larger than its device: some layers at a time are there, the values
+between them on the host.
 
-A part is a run of layers. It is measured as the whole model is: whole steps of it with marks between its layers. What
-it takes from earlier parts comes from their forward; the gradients of what it gives are made up, because times do not
-depend on them. Bytes count as in the whole step: what an earlier part has saved already is not counted again, and what
-lies on the device between the parts in a whole step is added.
+A part is a run of layers. It is measured as the whole model is: whole steps of it with marks
+between its layers. What it takes from earlier parts comes from their forward; the gradients of what
+it gives are made up, because times do not depend on them. Bytes count as in the whole step: what an
+earlier part has saved already is not counted again, and what lies on the device between the parts
+in a whole step is added.
 """
 
 import gc
@@ -21,11 +23,24 @@ from planner.model.spec import TrainingSpec
 from planner.model.stage.parts import LayerObserver
 from planner.profiler.make_profile import LayerMeasurement, Measurement, first_uses
 from planner.profiler.measured.step_measurement import StepMeasurement
-from planner.profiler.step.allocation import address_of, saved_bytes, tensors_of_batch, workspace_bytes
-from planner.profiler.step.timing import PARTS, Effort, HasBackward, StepTimes, drop_gradients, step_failure
+from planner.profiler.step.allocation import (
+    address_of,
+    saved_bytes,
+    tensors_of_batch,
+    workspace_bytes,
+)
+from planner.profiler.step.timing import (
+    PARTS,
+    Effort,
+    HasBackward,
+    StepTimes,
+    drop_gradients,
+    step_failure,
+)
 from planner.runtime import runtime_of
 
-# Of the device's free memory, the weights of a part: its gradients, its optimizer's state and what it saves need more.
+# Of the device's free memory, the weights of a part: its gradients, its optimizer's state and what
+# it saves need more.
 _WEIGHTS_SHARE = 1 / 8
 _HOST = torch.device("cpu")
 
@@ -33,10 +48,11 @@ _HOST = torch.device("cpu")
 def measure_in_parts(
     spec: TrainingSpec, graph: LayerGraph, batch: Batch, device: torch.device, effort: Effort
 ) -> Measurement:
-    """Measure the layers of `graph`, whose weights stay on the host but for those of the part that is measured.
+    """Measure the layers of `graph`, whose weights stay on the host but for those of the part that
+    is measured.
 
-    On a CPU each layer is a part of its own. Raise ModelFileError when a step fails, also for want of memory for a
-    single layer.
+    On a CPU each layer is a part of its own. Raise ModelFileError when a step fails, also for want
+    of memory for a single layer.
     """
     runtime = runtime_of(device)
     free = runtime.free_and_total_bytes(device)[0] if runtime.counts_memory else 0
@@ -49,14 +65,17 @@ def measure_in_parts(
         span = pending.pop()
         share = replace(effort, seconds=effort.seconds * len(span) / len(graph.layers))
         try:
-            measured: Measurement | None = _measure_part(spec, graph, batch, device, between, span, share)
+            measured: Measurement | None = _measure_part(
+                spec, graph, batch, device, between, span, share
+            )
         except torch.OutOfMemoryError as cause:
             if len(span) == 1:
                 raise step_failure(cause) from cause
             measured = None
         except RuntimeError as cause:
             raise step_failure(cause) from cause
-        if measured is None:  # outside of the handler, whose traceback keeps the step's tensors alive
+        # outside of the handler, whose traceback keeps the step's tensors alive
+        if measured is None:
             half = len(span) // 2
             pending += [span[half:], span[:half]]
             gc.collect()
@@ -67,7 +86,9 @@ def measure_in_parts(
         wholes.append(measured.whole)
     # The first repeats of all parts make the first step, and so on, as far as all parts have one.
     columns = {name: [getattr(part, name) for part in wholes] for name in (*PARTS, "update_s")}
-    whole = {name: [sum(each) for each in zip(*column, strict=False)] for name, column in columns.items()}
+    whole = {
+        name: [sum(each) for each in zip(*column, strict=False)] for name, column in columns.items()
+    }
     return Measurement(layers, StepTimes(**whole))
 
 
@@ -94,7 +115,8 @@ def _parts(graph: LayerGraph, most_bytes: int) -> Iterator[range]:
     """Yield runs of layers whose weights are at most `most_bytes`, or single layers."""
     tensors = dict(graph.model.named_parameters())
     sizes = [
-        sum(tensors[name].nbytes for name in names) for names in first_uses(each.parameters for each in graph.layers)
+        sum(tensors[name].nbytes for name in names)
+        for names in first_uses(each.parameters for each in graph.layers)
     ]
     start, total = 0, 0
     for index, size in enumerate(sizes):
@@ -106,11 +128,13 @@ def _parts(graph: LayerGraph, most_bytes: int) -> Iterator[range]:
 
 
 class _Between:
-    """The values that cross from part to part, on the host, and the batch, which stays on the device.
+    """The values that cross from part to part, on the host, and the batch, which stays on the
+    device.
 
     Attributes:
         values: by name.
-        saved: names of those that an earlier part has saved for its backward, and of such leaves of the batch.
+        saved: names of those that an earlier part has saved for its backward, and of such leaves of
+            the batch.
         batch: its leaves, by names that no value has.
     """
 
@@ -118,25 +142,43 @@ class _Between:
         self._graph, self._extent = graph, extent_of(batch, graph.lengths)
         self.values: dict[str, Tensor] = {}
         self.saved: set[str] = set()
-        self.batch = {f"batch {number}": tensor for number, tensor in enumerate(tensors_of_batch(batch))}
+        self.batch = {
+            f"batch {number}": tensor for number, tensor in enumerate(tensors_of_batch(batch))
+        }
 
     def unsaved_bytes(self, first: int) -> int:
-        """Return the bytes that are on the device before layer `first`, and that nobody has saved."""
+        """Return the bytes that are on the device before layer `first`, and that nobody has
+        saved.
+        """
         graph = self._graph
-        alive = [node.name for node in graph.crossing if graph.owner[node] < first <= graph.last_use(node)]
+        alive = [
+            node.name
+            for node in graph.crossing
+            if graph.owner[node] < first <= graph.last_use(node)
+        ]
         there = self.batch | {name: self.values[name] for name in alive if name in self.values}
         return sum(tensor.nbytes for name, tensor in there.items() if name not in self.saved)
 
     def gradient_bytes(self, first: int, end: int) -> int:
-        """Return the bytes of gradients, of values from before `first`, that layers from `end` on have made."""
+        """Return the bytes of gradients, of values from before `first`, that layers from `end` on
+        have made.
+        """
         graph = self._graph
-        passing = [node for node in graph.crossing if graph.owner[node] < first and graph.last_use(node) >= end]
+        passing = [
+            node
+            for node in graph.crossing
+            if graph.owner[node] < first and graph.last_use(node) >= end
+        ]
         specs = [graph.specs[node] for node in passing]
-        return sum(spec.of_gradient.size_bytes(self._extent) for spec in specs if spec.requires_grad)
+        return sum(
+            spec.of_gradient.size_bytes(self._extent) for spec in specs if spec.requires_grad
+        )
 
 
 class _Give(torch.autograd.Function):
-    """What later parts do: its backward gives every output of a part a gradient, and keeps no output."""
+    """What later parts do: its backward gives every output of a part a gradient, and keeps no
+    output.
+    """
 
     @staticmethod
     def forward(ctx: Any, part: "_PartMeasurement", *outputs: Tensor) -> Tensor:
@@ -168,7 +210,13 @@ class _PartMeasurement(StepMeasurement):
     """
 
     def __init__(
-        self, spec: TrainingSpec, graph: LayerGraph, batch: Batch, device: torch.device, span: range, between: _Between
+        self,
+        spec: TrainingSpec,
+        graph: LayerGraph,
+        batch: Batch,
+        device: torch.device,
+        span: range,
+        between: _Between,
     ) -> None:
         super().__init__(spec, graph, batch, device, span)
         self._between = between
@@ -184,7 +232,8 @@ class _PartMeasurement(StepMeasurement):
         self._stage.to(_HOST)
 
     def gradient(self, index: int, like: Tensor) -> Tensor:
-        """Return a gradient of output `index`, which is like a tensor on the meta device; any number will do.
+        """Return a gradient of output `index`, which is like a tensor on the meta device; any
+        number will do.
 
         It is made once, as times want it, or in every backward, as the memory of a whole step does.
         """
@@ -196,29 +245,45 @@ class _PartMeasurement(StepMeasurement):
 
     def _forward(self, observer: LayerObserver | None) -> HasBackward:
         results = self._run(observer)
-        outputs = [value for name, value in results.items() if name not in self._received and value.requires_grad]
+        outputs = [
+            value
+            for name, value in results.items()
+            if name not in self._received and value.requires_grad
+        ]
         if LOSS in results and len(outputs) == 1:
             return results[LOSS]
         if not outputs:
-            return torch.zeros((), requires_grad=True)  # no gradient returns, and this backward does nothing
+            # no gradient returns, and this backward does nothing
+            return torch.zeros((), requires_grad=True)
         given: Tensor = _Give.apply(self, *outputs)  # type: ignore[no-untyped-call]
         return given
 
     def _run(self, observer: LayerObserver | None) -> Mapping[str, Tensor]:
         self._stage.set_observer(None if observer is None else _Shifted(observer, self._span.start))
-        given = {name: value.detach().requires_grad_(self._grads[name]) for name, value in self._received.items()}
+        given = {
+            name: value.detach().requires_grad_(self._grads[name])
+            for name, value in self._received.items()
+        }
         results: dict[str, Tensor] = self._stage(self._batch, given)
         return results
 
     def _saved(self) -> list[int]:
         there = self._received | self._between.batch
-        known = {address_of(tensor) for name, tensor in there.items() if name in self._between.saved}
+        known = {
+            address_of(tensor) for name, tensor in there.items() if name in self._between.saved
+        }
 
         def forward(observer: LayerObserver) -> object:
             results = self._run(observer)
             sent = {value.name: results[value.name].detach() for value in self._stage.sent}
-            self.made = {name: value.to(_HOST, copy=True) for name, value in sent.items() if name not in there}
-            self.saved_names = {name for name, tensor in (there | sent).items() if address_of(tensor) in known}
+            self.made = {
+                name: value.to(_HOST, copy=True)
+                for name, value in sent.items()
+                if name not in there
+            }
+            self.saved_names = {
+                name for name, tensor in (there | sent).items() if address_of(tensor) in known
+            }
             return results
 
         return saved_bytes([self._stage], forward, len(self._span), known)
@@ -228,4 +293,6 @@ class _PartMeasurement(StepMeasurement):
         first, end = self._span.start, self._span.stop
         before = self._between.unsaved_bytes(first)
         passing = self._between.gradient_bytes(first, end)
-        return workspace_bytes(self._forward, self._device, saved, gradients, (before, before + passing))
+        return workspace_bytes(
+            self._forward, self._device, saved, gradients, (before, before + passing)
+        )

@@ -34,14 +34,20 @@ from planner.profiler.measured.other_processes import check_processes, contentio
 from planner.profiler.measured.part_by_part import measure_in_parts
 from planner.profiler.measured.step_measurement import StepMeasurement, measure_degrees
 from planner.profiler.step.timing import Effort, ProgressCallback, step_failure
-from planner.profiler.this_machine import check_positive, describe_device, parse_device, thread_count
+from planner.profiler.this_machine import (
+    check_positive,
+    describe_device,
+    parse_device,
+    thread_count,
+)
 from planner.runtime import runtime_of
 from planner.workers.numerics import Numerics, computing
 from planner.workers.place import kind_here, set_gpu_variables
 
 _log = logging.getLogger(__name__)
 LEAST_REPEATS = 3
-WARMUP_CPU, WARMUP_GPU = 2, 10  # a GPU raises its clock, and its libraries load and choose kernels, over several steps
+# a GPU raises its clock, and its libraries load and choose kernels, over several steps
+WARMUP_CPU, WARMUP_GPU = 2, 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,10 +60,16 @@ class ProfilingOptions(ProfileOptions):
         half = None if self.dtype == TF32 else autocast_dtype(self.dtype)
         if self.master_weights and half is None:
             raise InputError(
-                f"`dtype={self.dtype}` needs no master weights", hint="give `dtype=bfloat16`, or leave them out"
+                f"`dtype={self.dtype}` needs no master weights",
+                hint="give `dtype=bfloat16`, or leave them out",
             )
-        layout, autocast = self.memory_format == "channels-last", None if self.master_weights else half
-        return ModuleOptions(autocast, layout, self.compiled, half=half if self.master_weights else None)
+        layout, autocast = (
+            self.memory_format == "channels-last",
+            None if self.master_weights else half,
+        )
+        return ModuleOptions(
+            autocast, layout, self.compiled, half=half if self.master_weights else None
+        )
 
     @property
     def numerics(self) -> Numerics:
@@ -65,12 +77,15 @@ class ProfilingOptions(ProfileOptions):
         return Numerics(self.dtype == TF32, self.deterministic)
 
     def checked_device(self) -> torch.device:
-        """Return the device; raise InputError when it does not exist, or another option cannot be used on it."""
+        """Return the device; raise InputError when it does not exist, or another option cannot be
+        used on it.
+        """
         for name, number in (("threads", self.threads), ("repeats", self.repeats)):
             check_positive(name, number)
         if not 0 <= self.seconds < float("inf"):
             raise InputError(
-                f"`seconds={self.seconds:g}` is no time to measure for", hint=f"give `seconds={SECONDS:g}`"
+                f"`seconds={self.seconds:g}` is no time to measure for",
+                hint=f"give `seconds={SECONDS:g}`",
             )
         if self.threads > (cores := os.cpu_count() or self.threads):
             raise InputError(
@@ -80,7 +95,10 @@ class ProfilingOptions(ProfileOptions):
         device = parse_device(self.device or kind_here())
         self.numerics.check(device.type)
         if self.tensor and self.compiled:
-            message = "tensor-parallel layers are measured in uncompiled steps, and not with `tensor` and `compiled`"
+            message = (
+                "tensor-parallel layers are measured in uncompiled steps, and not with "
+                "`tensor` and `compiled`"
+            )
             raise InputError(message, hint="leave out one of them")
         if self.stage.compiled:
             check_compiler(device.type)
@@ -93,10 +111,12 @@ def profile_model(
     options: ProfilingOptions | None = None,
     progress: ProgressCallback | None = None,
 ) -> Profile:
-    """Measure what each layer of a model costs in training, with (micro)batches of `batch_size` samples.
+    """Measure what each layer of a model costs in training, with (micro)batches of `batch_size`
+    samples.
 
-    Times are medians over whole training steps with marks between the layers. In between, the model runs as the user
-    wrote it, for `whole_step`. Weights are not trained: the optimizer steps with a learning rate of zero.
+    Times are medians over whole training steps with marks between the layers. In between, the model
+    runs as the user wrote it, for `whole_step`. Weights are not trained: the optimizer steps with a
+    learning rate of zero.
     """
     options = options or ProfilingOptions()
     set_gpu_variables()  # as in the workers, whose contexts take as much memory
@@ -113,7 +133,9 @@ def profile_model(
     with current, thread_count(options.threads), computing(options.numerics), kept, seeded(0):
         effort.progress("capturing", 0.0)
         # At the greatest lengths first, and then at others if they vary.
-        batch, *others = (spec.example_batch(batch_size, each) for each in (None, *other_lengths(spec)))
+        batch, *others = (
+            spec.example_batch(batch_size, each) for each in (None, *other_lengths(spec))
+        )
         model = spec.build_model()
         warn_of_unregistered(model)
         warn_of_modes(model)
@@ -122,7 +144,9 @@ def profile_model(
         warn_before_a_plan(graph.model)
         warn_of_only_size(graph, spec)
         separable = try_optimizer(spec, graph.model, device)
-        contended = contention(spec, batch_size, options.processes - 1, threads=options.threads, options=options.stage)
+        contended = contention(
+            spec, batch_size, options.processes - 1, threads=options.threads, options=options.stage
+        )
         # What the first calls of the model do not change, later ones may.
         with refuse_changed_parameters(graph.model), contended:
             half = replace(effort, seconds=effort.seconds / 2) if others else effort
@@ -130,7 +154,9 @@ def profile_model(
             share = replace(half, seconds=half.seconds / max(1, len(others)))
             shorter = [_measure(spec, graph, each, device, share, options) for each in others]
             degrees = set(options.tensor) - {1}
-            tensor = measure_degrees(spec, graph, batch, effort, sorted(degrees)) if degrees else None
+            tensor = (
+                measure_degrees(spec, graph, batch, effort, sorted(degrees)) if degrees else None
+            )
     checked = _check_captured(spec, graph, (batch, *others[-1:]), device, options)
     loss = _loss_mean(spec, graph, batch, device, options)
     described = describe_device(device, options.threads, options.processes)
@@ -151,16 +177,25 @@ def profile_model(
     if measured.passes and device.type == "cpu":
         found = disturbance(measured.passes, options.threads)
         own["provenance"] = profile.provenance.model_copy(update={"disturbance": found})
-    return profile.model_copy(update=own | ({"deterministic": True} if options.deterministic else {}))
+    return profile.model_copy(
+        update=own | ({"deterministic": True} if options.deterministic else {})
+    )
 
 
 def _check_captured(
-    spec: TrainingSpec, graph: LayerGraph, batches: Sequence[Batch], device: torch.device, options: ProfilingOptions
+    spec: TrainingSpec,
+    graph: LayerGraph,
+    batches: Sequence[Batch],
+    device: torch.device,
+    options: ProfilingOptions,
 ) -> bool:
-    """Compare the captured layers with the model; return whether that was possible: the device may hold parts only."""
+    """Compare the captured layers with the model; return whether that was possible: the device may
+    hold parts only.
+    """
     if not can_be_checked(graph, device.type):
         _log.warning(
-            f"warning: the captured layers were not compared with the model, which {device} does not hold as a whole"
+            f"warning: the captured layers were not compared with the model, which {device} does "
+            f"not hold as a whole"
         )
         return False
     batches = [batch.to(device) for batch in batches]
@@ -171,7 +206,11 @@ def _check_captured(
 
 
 def _loss_mean(
-    spec: TrainingSpec, graph: LayerGraph, batch: Batch, device: torch.device, options: ProfilingOptions
+    spec: TrainingSpec,
+    graph: LayerGraph,
+    batch: Batch,
+    device: torch.device,
+    options: ProfilingOptions,
 ) -> LossMean | None:
     """Return what the loss is a mean over; None where only parts of the model fit the device."""
     if not can_be_checked(graph, device.type):
@@ -182,17 +221,25 @@ def _loss_mean(
             return find_loss_mean(spec, graph, batch, options.stage)
         except (PlannerError, torch.OutOfMemoryError):
             raise
-        except Exception as cause:  # whatever the user's forward or loss raises on a batch, or on a part of it
+        # whatever the user's forward or loss raises on a batch, or on a part of it
+        except Exception as cause:
             raise run_failure(cause, graph.model, batch.size) from cause
 
 
 def _measure(
-    spec: TrainingSpec, graph: LayerGraph, batch: Batch, device: torch.device, effort: Effort, options: ProfilingOptions
+    spec: TrainingSpec,
+    graph: LayerGraph,
+    batch: Batch,
+    device: torch.device,
+    effort: Effort,
+    options: ProfilingOptions,
 ) -> Measurement:
     """Measure the whole model at once, or part by part where it does not fit the device."""
     if _may_fit(graph, device):
         try:
-            return StepMeasurement(spec, graph, batch, device).measure(effort, compiled=options.compiled)
+            return StepMeasurement(spec, graph, batch, device).measure(
+                effort, compiled=options.compiled
+            )
         except torch.OutOfMemoryError as cause:
             if options.compiled:
                 raise step_failure(cause) from cause
@@ -206,7 +253,9 @@ def _measure(
 
 
 def _may_fit(graph: LayerGraph, device: torch.device) -> bool:
-    """Return whether the device has room for the weights and their gradients, without which no step can be tried."""
+    """Return whether the device has room for the weights and their gradients, without which no step
+    can be tried.
+    """
     if not runtime_of(device).counts_memory:
         return True
     needed = sum(p.nbytes * (1 + p.requires_grad) for p in graph.model.parameters())

@@ -1,4 +1,6 @@
-"""Time training steps of the unsplit model, or of a rank's part of it, as a whole and layer by layer in turn."""
+"""Time training steps of the unsplit model, or of a rank's part of it, as a whole and layer by
+layer in turn.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -19,10 +21,22 @@ from planner.model.stage.parts import LayerObserver, Variant
 from planner.model.stage.stage import build_stage
 from planner.model.tensor.division import UNDIVIDED, DividedWeights, division_of, keep_parts
 from planner.model.tensor.parallel_plan import tensor_parallel_plan
-from planner.profiler.make_profile import LayerMeasurement, Measurement, first_uses, last_uses, make_profile
+from planner.profiler.make_profile import (
+    LayerMeasurement,
+    Measurement,
+    first_uses,
+    last_uses,
+    make_profile,
+)
 from planner.profiler.measured.compiled import measure_compiled
 from planner.profiler.step.allocation import saved_bytes, tensors_of_batch, workspace_bytes
-from planner.profiler.step.counters import Counter, LayerCounts, degree_costs, first_rank, layer_counts
+from planner.profiler.step.counters import (
+    Counter,
+    LayerCounts,
+    degree_costs,
+    first_rank,
+    layer_counts,
+)
 from planner.profiler.step.timing import (
     Clock,
     Effort,
@@ -38,11 +52,14 @@ from planner.profiler.step.update import Update, layer_updates
 from planner.profiler.this_machine import describe_device, free_memory_bytes
 
 _SECOND = 0.2  # share of the time that a second measurement has
-_FASTER = 0.97  # it counts where its steps take this much of the first's: what disturbs only makes them longer
+# it counts where its steps take this much of the first's: what disturbs only makes them longer
+_FASTER = 0.97
 
 
 class StepMeasurement:
-    """Measures training steps of the layers of `span` on one batch; None is all, and moves the model to the device."""
+    """Measures training steps of the layers of `span` on one batch; None is all, and moves the
+    model to the device.
+    """
 
     counts: LayerCounts  # once measured
 
@@ -66,14 +83,18 @@ class StepMeasurement:
         stage = build_stage(graph, names, variant=Variant(observable=True, division=division))
         keep_parts(stage)
         self._stage = stage.to(device)
-        self._parameters = {name: p for name, p in self._stage.named_parameters() if p.requires_grad}
+        self._parameters = {
+            name: p for name, p in self._stage.named_parameters() if p.requires_grad
+        }
         self._whole = trained_parameters(graph.model)
         self._clock = Clock(device)
 
     def measure(self, effort: Effort, *, compiled: bool = False) -> Measurement:
-        """Measure the model uncompiled; with `compiled`, spend half of the time on it through torch.compile.
+        """Measure the model uncompiled; with `compiled`, spend half of the time on it through
+        torch.compile.
 
-        Raise ModelFileError when a step fails, and torch.OutOfMemoryError when the device has no room for it.
+        Raise ModelFileError when a step fails, and torch.OutOfMemoryError when the device has no
+        room for it.
         """
         try:
             if not compiled:
@@ -87,33 +108,50 @@ class StepMeasurement:
             raise step_failure(cause) from cause
 
     def _measure_twice(self, effort: Effort) -> Measurement:
-        """Measure, and measure the steps once more and shorter: what other processes do comes and goes."""
+        """Measure, and measure the steps once more and shorter: what other processes do comes and
+        goes.
+        """
         first = self.measure_uncompiled(replace(effort, seconds=(1 - _SECOND) * effort.seconds))
         assert first.whole is not None
-        shorter = replace(effort, seconds=_SECOND * effort.seconds, least_repeats=min(2, effort.repeats), warmup=1)
+        shorter = replace(
+            effort, seconds=_SECOND * effort.seconds, least_repeats=min(2, effort.repeats), warmup=1
+        )
         layers, whole = self._measure_steps(shorter, "measuring again")
         passes = first.whole, whole
         if whole.median_s() > _FASTER * first.whole.median_s():
             return replace(first, passes=passes)
-        quieter = [replace(layer, times=times) for layer, times in zip(first.layers, layers, strict=True)]
+        quieter = [
+            replace(layer, times=times) for layer, times in zip(first.layers, layers, strict=True)
+        ]
         return replace(first, layers=quieter, whole=whole, passes=passes)
 
     def measure_uncompiled(self, effort: Effort) -> Measurement:
         """Measure the model as it is captured; raise RuntimeError when a step fails."""
         try:
             saved = self._saved()
-        except LayerError as failure:  # in training it says what to plan; here parts may be measured
-            raise failure.__cause__ if isinstance(failure.__cause__, torch.OutOfMemoryError) else failure from None
+        # in training it says what to plan; here parts may be measured
+        except LayerError as failure:
+            raise (
+                failure.__cause__
+                if isinstance(failure.__cause__, torch.OutOfMemoryError)
+                else failure
+            ) from None
         self.counts = self._counted()
         layers, whole = self._measure_steps(effort)
         effort.progress("measuring updates", 1.0)
         # The last step has left gradients, which updates need.
-        trained = self._by_layer({name: p for name, p in self._parameters.items() if p.grad is not None})
+        trained = self._by_layer(
+            {name: p for name, p in self._parameters.items() if p.grad is not None}
+        )
         updates = layer_updates(self._spec, trained, self._clock, self._device, self._whole)
         drop_gradients(self._parameters.values())
-        made = last_uses([layer.parameters for layer in self._graph.layers[self._span.start : self._span.stop]])
+        made = last_uses(
+            [layer.parameters for layer in self._graph.layers[self._span.start : self._span.stop]]
+        )
         known = self._parameters
-        gradients = [sum(gradient_bytes(known[name]) for name in own if name in known) for own in made]
+        gradients = [
+            sum(gradient_bytes(known[name]) for name in own if name in known) for own in made
+        ]
         # Last, because what libraries allocate once in the first steps would count.
         workspaces = self._workspaces(saved, gradients)
         columns = zip(layers, updates, saved, workspaces, self.counts.flops, strict=True)
@@ -123,27 +161,41 @@ class StepMeasurement:
         """Measure what the layers cost one of the ranks that divide them."""
         measured = self.measure_uncompiled(effort)
         part = make_profile(
-            "", self._graph, self._stage.extent(self._batch), measured, describe_device(self._device, 1, 1)
+            "",
+            self._graph,
+            self._stage.extent(self._batch),
+            measured,
+            describe_device(self._device, 1, 1),
         )
         weights = self._by_layer(dict(self._stage.named_parameters()))
         return degree_costs(part, self._stage.division, weights, self.counts)
 
-    def _measure_steps(self, effort: Effort, phase: str = "measuring") -> tuple[list[StepTimes], StepTimes]:
+    def _measure_steps(
+        self, effort: Effort, phase: str = "measuring"
+    ) -> tuple[list[StepTimes], StepTimes]:
         steps = self._steps()
         layers, whole = [StepTimes() for _ in self._span], StepTimes()
         for _ in range(effort.warmup):
             steps.marked(self._forward, [StepTimes() for _ in layers])
             steps.update()
         # Marks slow a step down a little, so the whole step is measured without them.
-        in_turn = [lambda: steps.whole(self._plain_forward, whole), lambda: steps.marked(self._forward, layers)]
+        in_turn = [
+            lambda: steps.whole(self._plain_forward, whole),
+            lambda: steps.marked(self._forward, layers),
+        ]
         repeat(effort, phase, in_turn)
         return layers, whole
 
     def _steps(self) -> Steps:
-        # Made anew for each measurement and dropped after it, because the optimizer's state takes memory.
+        # Made anew for each measurement and dropped after it, because the optimizer's state takes
+        # memory.
         if not self._parameters:
             return Steps(self._clock, [], lambda: None)
-        return Steps(self._clock, self._parameters.values(), Update(self._spec, self._parameters, self._whole))
+        return Steps(
+            self._clock,
+            self._parameters.values(),
+            Update(self._spec, self._parameters, self._whole),
+        )
 
     def _saved(self) -> list[int]:
         most_bytes = free_memory_bytes() if self._device.type == "cpu" else math.inf
@@ -161,7 +213,9 @@ class StepMeasurement:
     def _workspaces(self, saved: Sequence[int], gradients: Sequence[int]) -> list[int]:
         # The batch was there before this step, but in training it comes with the step.
         batch_bytes = sum(tensor.nbytes for tensor in tensors_of_batch(self._batch))
-        found = workspace_bytes(self._forward, self._device, saved, gradients, (batch_bytes, batch_bytes))
+        found = workspace_bytes(
+            self._forward, self._device, saved, gradients, (batch_bytes, batch_bytes)
+        )
         drop_gradients(self._parameters.values())
         return found
 
@@ -180,14 +234,18 @@ class StepMeasurement:
 
     def _by_layer(self, parameters: dict[str, nn.Parameter]) -> list[dict[str, nn.Parameter]]:
         """Return each parameter in the first layer that uses it."""
-        names = first_uses(layer.parameters for layer in self._graph.layers)[self._span.start : self._span.stop]
+        names = first_uses(layer.parameters for layer in self._graph.layers)[
+            self._span.start : self._span.stop
+        ]
         return [{name: parameters[name] for name in layer if name in parameters} for layer in names]
 
 
 def measure_degrees(
     spec: TrainingSpec, graph: LayerGraph, batch: Batch, effort: Effort, degrees: Sequence[int]
 ) -> tuple[DegreeCosts, ...]:
-    """Measure the layers as ranks of groups of these sizes compute them, on the device where the model is."""
+    """Measure the layers as ranks of groups of these sizes compute them, on the device where the
+    model is.
+    """
     device = next(graph.model.parameters()).device
     found = []
     for degree in degrees:
@@ -197,7 +255,10 @@ def measure_degrees(
             own = batch.split(degree)[0] if division.by_samples else batch
             by_tokens = replace(division, by_tokens=True)
             ways = (division, by_tokens) if by_tokens.within(graph, ()).tokens else (division,)
-            measured = (StepMeasurement(spec, graph, own, device, division=way).degree_costs(effort) for way in ways)
+            measured = (
+                StepMeasurement(spec, graph, own, device, division=way).degree_costs(effort)
+                for way in ways
+            )
             plain, *others = measured
             found.append(plain.model_copy(update={"by_tokens": others[0]}) if others else plain)
     return tuple(found)

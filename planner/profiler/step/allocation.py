@@ -1,4 +1,6 @@
-"""Count the bytes that a training step saves for its backward and allocates at its peak, layer by layer."""
+"""Count the bytes that a training step saves for its backward and allocates at its peak, layer by
+layer.
+"""
 
 import math
 import os
@@ -31,19 +33,25 @@ def saved_bytes(
     known: set[int] | None = None,
     most_bytes: float = math.inf,
 ) -> list[int]:
-    """Return the bytes of the distinct storages that autograd saves, by the piece of the forward that saves them first.
+    """Return the bytes of the distinct storages that autograd saves, by the piece of the forward
+    that saves them first.
 
-    Weights and buffers do not count, because they exist anyway. Tensors of the batch that are saved do. Storages at
-    `known` addresses do not count, and those that are saved are added to them.
+    Weights and buffers do not count, because they exist anyway. Tensors of the batch that are saved
+    do. Storages at `known` addresses do not count, and those that are saved are added to them.
 
     Args:
-        forward: runs the modules, tells an observer where each piece ends, and returns all that holds saved tensors.
+        forward: runs the modules, tells an observer where each piece ends, and returns all that
+            holds saved tensors.
         pieces: how many; None for one per module.
 
     Raises:
         torch.OutOfMemoryError: for more than `most_bytes`.
     """
-    weights = {address_of(tensor) for module in modules for tensor in (*module.parameters(), *module.buffers())}
+    weights = {
+        address_of(tensor)
+        for module in modules
+        for tensor in (*module.parameters(), *module.buffers())
+    }
     seen = set[int]() if known is None else known
     storages = _SavedStorages(len(modules) if pieces is None else pieces, weights, seen, most_bytes)
     with saved_tensors_hooks(storages.pack, lambda tensor: tensor):
@@ -70,13 +78,20 @@ class _SavedStorages:
             self.bytes[self._piece] += own.untyped_storage().nbytes()
             if sum(self.bytes) > self._most_bytes:
                 # The system does not refuse memory, it ends the process that uses it.
-                raise torch.OutOfMemoryError("a step saves more for its backward than the machine has memory free")
-        # Detached, because an output saved by its own operation would be a cycle that is never freed.
+                raise torch.OutOfMemoryError(
+                    "a step saves more for its backward than the machine has memory free"
+                )
+        # Detached, because an output saved by its own operation would be a cycle that is never
+        # freed.
         return tensor.detach()
 
 
 def tensors_of_batch(batch: Batch) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves((batch.args, batch.kwargs, batch.target)) if isinstance(leaf, Tensor)]
+    return [
+        leaf
+        for leaf in tree_leaves((batch.args, batch.kwargs, batch.target))
+        if isinstance(leaf, Tensor)
+    ]
 
 
 def workspace_bytes(
@@ -86,15 +101,18 @@ def workspace_bytes(
     gradients: Sequence[int],
     before: tuple[int, int] = (0, 0),
 ) -> list[int]:
-    """Return by layer what its forward or backward allocates at its peak beyond what the step holds anyway.
+    """Return by layer what its forward or backward allocates at its peak beyond what the step holds
+    anyway.
 
-    The step holds what this layer and earlier ones have saved, the gradients of the weights of this layer and of later
-    ones, and all weights. It runs once, so warm up before: what libraries allocate once and keep would count.
+    The step holds what this layer and earlier ones have saved, the gradients of the weights of this
+    layer and of later ones, and all weights. It runs once, so warm up before: what libraries
+    allocate once and keep would count.
 
     Args:
         saved: bytes by layer, as `saved_bytes` counts them.
         gradients: bytes of the weights', by layer; there must be none yet.
-        before: bytes that a training step would allocate in its forward and in its backward, but were there before.
+        before: bytes that a training step would allocate in its forward and in its backward, but
+            were there before.
     """
     meter = meter_for(device)
     with meter:
@@ -110,7 +128,9 @@ def beyond_held(
     gradients: Sequence[int],
     before: tuple[int, int],
 ) -> list[int]:
-    """Return the workspaces, given the most bytes in each span; marks are the numbers of the spans that they end."""
+    """Return the workspaces, given the most bytes in each span; marks are the numbers of the spans
+    that they end.
+    """
     saved = list(accumulate(saved))
     made = list(accumulate(reversed(gradients)))[::-1]
     most = [0] * len(saved)
@@ -123,14 +143,16 @@ def beyond_held(
 def meter_for(device: torch.device) -> "_AllocatorMeter | _CpuMeter":
     """Return a meter of the bytes that are allocated on `device` within its context.
 
-    Its `mark` ends a span and returns the span's number; span 0 begins with the context. Its `peaks` are the most bytes
-    in each span, relative to the beginning of the context.
+    Its `mark` ends a span and returns the span's number; span 0 begins with the context. Its
+    `peaks` are the most bytes in each span, relative to the beginning of the context.
     """
     return _AllocatorMeter(device) if runtime_of(device).counts_memory else _CpuMeter()
 
 
 class _AllocatorMeter:
-    """Reads the caching allocator's peak, which counts requests of the host, so it need not wait for the device."""
+    """Reads the caching allocator's peak, which counts requests of the host, so it need not wait
+    for the device.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._runtime = device, runtime_of(device)
@@ -154,10 +176,13 @@ class _AllocatorMeter:
 
 
 class _CpuMeter:
-    """Reads PyTorch's profiler, because the CPU's allocator has no statistics; oneDNN's memory counts, too."""
+    """Reads PyTorch's profiler, because the CPU's allocator has no statistics; oneDNN's memory
+    counts, too.
+    """
 
     def __init__(self) -> None:
-        # Otherwise the library announces on stderr that it starts and stops. It reads this when it is first used.
+        # Otherwise the library announces on stderr that it starts and stops. It reads this when it
+        # is first used.
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         self._profile = profile(use_kineto=False, profile_memory=True)
         self._marks = 0
@@ -192,7 +217,8 @@ class _CpuMeter:
 
 
 class Allocations:
-    """Meters the storages that operations make, on tensors with data or without: those that were there count nothing.
+    """Meters the storages that operations make, on tensors with data or without: those that were
+    there count nothing.
 
     `mark` ends a span, and `peaks` are the most bytes in each.
     """
@@ -203,10 +229,16 @@ class Allocations:
         self.peaks: list[int] = []
 
     def note(self, arguments: Any, results: Any) -> None:
-        """Count the new storages among the tensors that an operation returned; what it was given is none."""
+        """Count the new storages among the tensors that an operation returned; what it was given is
+        none.
+        """
         given = {address_of(leaf) for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)}
         for tensor in tree_leaves(results):
-            if not isinstance(tensor, Tensor) or (address := address_of(tensor)) in given or address in self._sizes:
+            if (
+                not isinstance(tensor, Tensor)
+                or (address := address_of(tensor)) in given
+                or address in self._sizes
+            ):
                 continue
             storage = tensor.untyped_storage()
             self._sizes[address] = storage.nbytes()

@@ -1,12 +1,15 @@
-"""Count what the operations of a step compute, and what they exchange where ranks divide the layers.
+"""Count what the operations of a step compute, and what they exchange where ranks divide the
+layers.
 
-Model FLOPs are those of the model's definition, as utilisation counts them (Chowdhery et al. 2022, PaLM, appendix B):
-multiplications and additions of products, convolutions and attention. Causal attention counts whole, though kernels
-leave out half of it. Recomputation does not count, nor what is only moved or changed point by point.
+Model FLOPs are those of the model's definition, as utilisation counts them (Chowdhery et al. 2022,
+PaLM, appendix B): multiplications and additions of products, convolutions and attention. Causal
+attention counts whole, though kernels leave out half of it. Recomputation does not count, nor what
+is only moved or changed point by point.
 
-Layers that ranks divide run in one process, as the first rank of a group that is not there. It computes with its parts
-of the weights, as in training. Its collectives move nothing, through PyTorch's backend `fake`: their bytes are counted,
-because what they take depends on the links of a cluster and not on the model.
+Layers that ranks divide run in one process, as the first rank of a group that is not there. It
+computes with its parts of the weights, as in training. Its collectives move nothing, through
+PyTorch's backend `fake`: their bytes are counted, because what they take depends on the links of a
+cluster and not on the model.
 """
 
 import sys
@@ -34,25 +37,31 @@ if TYPE_CHECKING:  # importing DTensor takes a second, which only groups are wor
 
 _VECTORS = ("mv", "addmv", "dot")
 _FUSED_RECURRENT = ("mkldnn_rnn_layer", "_cudnn_rnn")
-# Of mixtures of experts: each group of rows has its own matrix. The last is what Transformers does without the first.
+# Of mixtures of experts: each group of rows has its own matrix. The last is what Transformers does
+# without the first.
 GROUPED = ("_grouped_mm", "_scaled_grouped_mm", "grouped_mm_fallback")
-_OTHERS = ("_scaled_dot_product", *_VECTORS, *_FUSED_RECURRENT, *GROUPED)  # beside those that PyTorch counts
+# beside those that PyTorch counts
+_OTHERS = ("_scaled_dot_product", *_VECTORS, *_FUSED_RECURRENT, *GROUPED)
 COLLECTIVES = "_c10d_functional"  # the namespace of their operations
-# What each is of a ring all-reduce, in bytes and in steps. An all-to-all waits for every other rank.
+# What each is of a ring all-reduce, in bytes and in steps. An all-to-all waits for every other
+# rank.
 _SHARES = {
     "all_reduce": (1.0, 1.0),
     "all_gather_into_tensor": (0.5, 0.5),
     "reduce_scatter_tensor": (0.5, 0.5),
     "all_to_all_single": (0.5, 1.0),
 }
-_GLOO_SHARES = {**_SHARES, "reduce_scatter_tensor": (1.0, 1.0)}  # gloo's sends as much as its all-reduce
+# gloo's sends as much as its all-reduce
+_GLOO_SHARES = {**_SHARES, "reduce_scatter_tensor": (1.0, 1.0)}
 Totals = tuple[float, float, float]  # model FLOPs, bytes that are all-reduced, and all-reduces
 
 
 class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of a base class without types
-    """Counts, within its context, model FLOPs and collectives as all-reduces, on tensors with data or without.
+    """Counts, within its context, model FLOPs and collectives as all-reduces, on tensors with data
+    or without.
 
-    PyTorch's `FlopCounterMode` counts FLOPs alike, but leaves out recurrent layers and products with vectors.
+    PyTorch's `FlopCounterMode` counts FLOPs alike, but leaves out recurrent layers and products
+    with vectors.
     """
 
     def __init__(self) -> None:
@@ -63,7 +72,11 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of a base 
         return self.flops, self.reduced_bytes, self.reduces
 
     def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         # Operations of DTensors run those of their parts, which count, instead.
         if any(kind.__name__ == "DTensor" for kind in types):
@@ -74,7 +87,9 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of a base 
             self.saw(func, args, kwargs, out)
         return out
 
-    def saw(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    def saw(
+        self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+    ) -> None:
         """Take note of an operation that has run."""
         if _counts(func):
             self.flops += model_flops(func, args, kwargs, out)
@@ -111,10 +126,14 @@ def layer_counts(marks: LayerMarks[MarkT], totals: Callable[[MarkT], Totals]) ->
 @cache
 def _counts(func: torch._ops.OpOverload) -> bool:
     """Return whether calls of an operation may have FLOPs: most operations of a step have none."""
-    return func._overloadpacket in flop_registry or func._schema.name.partition("::")[2].startswith(_OTHERS)
+    return func._overloadpacket in flop_registry or func._schema.name.partition("::")[2].startswith(
+        _OTHERS
+    )
 
 
-def model_flops(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+def model_flops(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+) -> int:
     """Return the number of multiplications and additions of one call, counted separately."""
     name = func._schema.name.partition("::")[2]
     if name.startswith("_scaled_dot_product"):
@@ -128,8 +147,9 @@ def model_flops(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict
     if name in _VECTORS:
         return 2 * max(leaf.numel() for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
     if name.startswith(GROUPED):
-        # Every number of the one is multiplied with a row of its group's matrix. Where the groups divide the other's
-        # columns (3 and 2 dimensions), each number meets its own group's columns alone.
+        # Every number of the one is multiplied with a row of its group's matrix. Where the groups
+        # divide the other's columns (3 and 2 dimensions), each number meets its own group's columns
+        # alone.
         one, other = args[0], args[1]
         groups = one.shape[0] if one.dim() == 3 and other.dim() == 2 else 1
         return int(2 * one.numel() * other.shape[-1] // groups)
@@ -145,12 +165,15 @@ def model_flops(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict
 
 @contextmanager
 def fake_group(size: int) -> Iterator[None]:
-    """Let this process be the first of so many, of which no other is there: what it sends goes nowhere."""
+    """Let this process be the first of so many, of which no other is there: what it sends goes
+    nowhere.
+    """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     hook = sys.excepthook
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
-    sys.excepthook = hook  # PyTorch puts one more "[rank0]: " before each line of an error for every group
+    # PyTorch puts one more "[rank0]: " before each line of an error for every group
+    sys.excepthook = hook
     try:
         yield
     finally:
@@ -159,11 +182,14 @@ def fake_group(size: int) -> Iterator[None]:
 
 @contextmanager
 def first_rank(degree: int, device: torch.device) -> "Iterator[TensorGroup]":
-    """Make a group of which only this process is there; raise InputError if it has joined others."""
+    """Make a group of which only this process is there; raise InputError if it has joined
+    others.
+    """
     if dist.is_initialized():
         raise InputError(
             "what ranks divide is profiled by one process alone, and this one has joined others",
-            hint="start plan profile without torchrun; the times of all-reduces follow from the cluster's links",
+            hint="start plan profile without torchrun; the times of all-reduces follow from the "
+            "cluster's links",
         )
     from planner.model.tensor.group import TensorGroup
 
@@ -175,7 +201,10 @@ def first_rank(degree: int, device: torch.device) -> "Iterator[TensorGroup]":
 
 
 def degree_costs(
-    part: Profile, division: DividedWeights, layers: Sequence[Mapping[str, Tensor]], counts: LayerCounts
+    part: Profile,
+    division: DividedWeights,
+    layers: Sequence[Mapping[str, Tensor]],
+    counts: LayerCounts,
 ) -> DegreeCosts:
     """Return the costs of a rank's layers.
 
@@ -184,12 +213,16 @@ def degree_costs(
         division: what the ranks divide.
         layers: its weights, each in the first layer that uses it.
     """
-    columns: dict[str, Any] = {name: tuple(getattr(each, name) for each in part.layers) for name in DEGREE_COLUMNS}
+    columns: dict[str, Any] = {
+        name: tuple(getattr(each, name) for each in part.layers) for name in DEGREE_COLUMNS
+    }
     columns["by_samples"] = division.by_samples or None
     columns["weight_bytes"] = tuple(sum(p.nbytes for p in layer.values()) for layer in layers)
     columns["gradient_bytes"] = tuple(sum(map(gradient_bytes, layer.values())) for layer in layers)
     columns |= counts.reduced
     if division.experts:
-        columns["experts"] = tuple(max((division.experts.get(name, 0) for name in own), default=0) for own in layers)
+        columns["experts"] = tuple(
+            max((division.experts.get(name, 0) for name in own), default=0) for own in layers
+        )
     assert division.group is not None
     return DegreeCosts(degree=division.group.degree, source=part.provenance.source, **columns)

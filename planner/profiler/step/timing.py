@@ -15,7 +15,8 @@ from planner.model.stage.parts import LayerObserver
 from planner.runtime import runtime_of
 
 MarkT = TypeVar("MarkT")
-ProgressCallback = Callable[[str, float], None]  # is told the phase and how much of it is done, 0 to 1
+# is told the phase and how much of it is done, 0 to 1
+ProgressCallback = Callable[[str, float], None]
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,8 @@ class Effort:
     seconds: float  # until the repeat that exceeds them
     repeats: int  # at most
     least_repeats: int  # whatever the time
-    warmup: int  # steps that do not count: the first ones allocate memory, fill caches and choose kernels
+    # steps that do not count: the first ones allocate memory, fill caches and choose kernels
+    warmup: int
     progress: ProgressCallback = field(default=lambda _phase, _done: None)
 
 
@@ -42,8 +44,9 @@ Forward = Callable[[LayerObserver], HasBackward]  # tells the observer where eac
 class Clock:
     """Takes marks on a device, whose work between two of them is timed once it is done.
 
-    A mark is an event, because to wait at each mark would add idle time on a GPU, and the time that this thread has had
-    the processor, which means something where an operation is done when its call returns.
+    A mark is an event, because to wait at each mark would add idle time on a GPU, and the time that
+    this thread has had the processor, which means something where an operation is done when its
+    call returns.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -65,7 +68,8 @@ class Clock:
         return float(start[0].elapsed_time(end[0])) / 1e3
 
     def thread_seconds(self, start: Any, end: Any) -> float:
-        """Return how long this thread had the processor, which leaves out other processes and other threads.
+        """Return how long this thread had the processor, which leaves out other processes and other
+        threads.
 
         The backward of CPU operations counts, because it runs in the thread that asks for it.
         """
@@ -87,9 +91,10 @@ class Clock:
 class LayerMarks(Generic[MarkT]):
     """Marks between the layers of one undivided forward and backward, which `run` takes.
 
-    The stage calls `after_layer` between layers. In the backward, the operation of a layer that runs first is the one
-    that ran last in its forward, because autograd takes the highest sequence number first. A hook before that
-    operation marks where the layer's backward begins and the previous one ends, so the marks partition the backward.
+    The stage calls `after_layer` between layers. In the backward, the operation of a layer that
+    runs first is the one that ran last in its forward, because autograd takes the highest sequence
+    number first. A hook before that operation marks where the layer's backward begins and the
+    previous one ends, so the marks partition the backward.
     """
 
     def __init__(self, mark: Callable[[], MarkT], layers: int) -> None:
@@ -99,7 +104,9 @@ class LayerMarks(Generic[MarkT]):
         self._backward: list[tuple[int, MarkT]] = []
 
     def run(self, forward: Forward) -> None:
-        """Run a forward and its backward; raise ModelFileError if the backward fails, but not for want of memory."""
+        """Run a forward and its backward; raise ModelFileError if the backward fails, but not for
+        want of memory.
+        """
         self._start = self._mark()
         loss = forward(self)
         # Until the first hook, while autograd prepares, the backward counts for the last layer.
@@ -113,7 +120,9 @@ class LayerMarks(Generic[MarkT]):
         self._backward.append((-1, self._mark()))
 
     def after_layer(self, index: int, value: Tensor | None) -> None:
-        """End the forward of layer `index`; `value` is the last of its results that a gradient returns to."""
+        """End the forward of layer `index`; `value` is the last of its results that a gradient
+        returns to.
+        """
         self._forward.append((index, self._start, self._mark()))
         if value is not None and value.grad_fn is not None:
             value.grad_fn.register_prehook(lambda _: self._backward.append((index, self._mark())))
@@ -125,21 +134,26 @@ class LayerMarks(Generic[MarkT]):
         return self._backward[0][1]
 
     def spans(self) -> Iterator[tuple[int, bool, MarkT, MarkT]]:
-        """Yield what was marked: the layer, whether it is its backward, the first mark and the last."""
+        """Yield what was marked: the layer, whether it is its backward, the first mark and the
+        last.
+        """
         for layer, start, end in self._forward:
             yield layer, False, start, end
         for (layer, start), (_, end) in pairwise(self._backward):
             yield layer, True, start, end
 
     def sums(self, between: Callable[[MarkT, MarkT], float]) -> tuple[list[float], list[float]]:
-        """Return the forward and backward of each layer, as sums of what `between` returns for each span."""
+        """Return the forward and backward of each layer, as sums of what `between` returns for each
+        span.
+        """
         forward, backward = [0.0] * self._layers, [0.0] * self._layers
         for layer, in_backward, start, end in self.spans():
             (backward if in_backward else forward)[layer] += between(start, end)
         return forward, backward
 
 
-PARTS = ("forward_s", "backward_s", "forward_thread_s", "backward_thread_s")  # of a step's times, without the update
+# of a step's times, without the update
+PARTS = ("forward_s", "backward_s", "forward_thread_s", "backward_thread_s")
 
 
 @dataclass
@@ -159,10 +173,13 @@ class StepTimes:
 
 
 def step_failure(cause: Exception) -> ModelFileError:
-    """Return the error for whatever PyTorch raises in a step of the user's model, too little memory included."""
+    """Return the error for whatever PyTorch raises in a step of the user's model, too little memory
+    included.
+    """
     return ModelFileError(
         f"a training step of the model fails: {reason_of(cause)}",
-        hint="run it on example_batch(n) without planner: forward, loss, backward and the optimizer's step",
+        hint="run it on example_batch(n) without planner: forward, loss, backward and the "
+        "optimizer's step",
     )
 
 
@@ -175,7 +192,9 @@ def drop_gradients(parameters: Iterable[nn.Parameter]) -> None:
 class Steps:
     """Runs and times steps, each with new gradients."""
 
-    def __init__(self, clock: Clock, parameters: Iterable[nn.Parameter], update: Callable[[], object]) -> None:
+    def __init__(
+        self, clock: Clock, parameters: Iterable[nn.Parameter], update: Callable[[], object]
+    ) -> None:
         self._clock = clock
         self._parameters = list(parameters)
         self.update = update
@@ -212,7 +231,9 @@ class Steps:
             piece.forward_s.append(forward_s)
             piece.backward_s.append(backward_s)
         if clock.times_threads:
-            for piece, forward_s, backward_s in zip(times, *marks.sums(clock.thread_seconds), strict=True):
+            for piece, forward_s, backward_s in zip(
+                times, *marks.sums(clock.thread_seconds), strict=True
+            ):
                 piece.forward_thread_s.append(forward_s)
                 piece.backward_thread_s.append(backward_s)
 

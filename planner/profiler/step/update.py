@@ -1,8 +1,9 @@
 """Measure the optimizer's step and gradient accumulation, layer by layer.
 
-The first backward after an update sets the gradients. Each further one before the next update adds to them: it reads
-both and writes the sum. That sum is timed by itself, because the difference between two whole backwards would drown in
-noise (8 ms of 90 on VGG-16). As in a backward the new gradient was written just before, and the other one long ago.
+The first backward after an update sets the gradients. Each further one before the next update adds
+to them: it reads both and writes the sum. That sum is timed by itself, because the difference
+between two whole backwards would drown in noise (8 ms of 90 on VGG-16). As in a backward the new
+gradient was written just before, and the other one long ago.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,7 +29,9 @@ _LEAST_METERED_BYTES = 10**6
 
 @dataclass(frozen=True)
 class LayerUpdate:
-    """Cost of the optimizer's step on one layer's parameters alone, and of adding to their gradients."""
+    """Cost of the optimizer's step on one layer's parameters alone, and of adding to their
+    gradients.
+    """
 
     update_s: float
     optimizer_bytes: int  # its state
@@ -46,14 +49,20 @@ def still(optimizer: Optimizer) -> Optimizer:
 
 
 def layer_updates(
-    spec: TrainingSpec, layers: Layers, clock: Clock, device: torch.device, whole: Whole | None = None
+    spec: TrainingSpec,
+    layers: Layers,
+    clock: Clock,
+    device: torch.device,
+    whole: Whole | None = None,
 ) -> list[LayerUpdate]:
-    """Measure a step on the parameters of each layer, and additions to their gradients, which must be there.
+    """Measure a step on the parameters of each layer, and additions to their gradients, which must
+    be there.
 
     A layer none of whose parameters the optimizer takes has no update.
 
     Args:
-        whole: all trained parameters of the model, from which optimizer() may choose; None for each layer's alone.
+        whole: all trained parameters of the model, from which optimizer() may choose; None for each
+            layer's alone.
     """
     times = []
     for parameters in layers:
@@ -64,12 +73,18 @@ def layer_updates(
         update()  # which creates the state
         update_s = clock.median_s(update, _UPDATES) if update.takes_any else 0.0
         times.append((update_s, update.state_bytes))
-    # All layers before any is repeated: the caches then hold other gradients, as in a training step.
+    # All layers before any is repeated: the caches then hold other gradients, as in a training
+    # step.
     rounds = [[_addition_s(parameters, clock) for parameters in layers] for _ in range(_ADDITIONS)]
-    additions = [[median(part) for part in zip(*layer, strict=True)] for layer in zip(*rounds, strict=True)]
+    additions = [
+        [median(part) for part in zip(*layer, strict=True)] for layer in zip(*rounds, strict=True)
+    ]
     # Metered after all are timed, because metering slows steps down.
     sizes = update_workspaces(spec, layers, device, whole)
-    return [LayerUpdate(*update, size, *added) for update, size, added in zip(times, sizes, additions, strict=True)]
+    return [
+        LayerUpdate(*update, size, *added)
+        for update, size, added in zip(times, sizes, additions, strict=True)
+    ]
 
 
 def _addition_s(parameters: Mapping[str, nn.Parameter], clock: Clock) -> list[float]:
@@ -89,10 +104,13 @@ def _addition_s(parameters: Mapping[str, nn.Parameter], clock: Clock) -> list[fl
 def update_workspaces(
     spec: TrainingSpec, layers: Layers, device: torch.device, whole: Whole | None = None
 ) -> list[int]:
-    """Return the most that a step on each layer's parameters, which must have gradients, allocates beyond its state."""
+    """Return the most that a step on each layer's parameters, which must have gradients, allocates
+    beyond its state.
+    """
     sizes = []
     for parameters in layers:
-        # Metering takes longer than a small step itself, whose workspace is of a parameter's size and thus negligible.
+        # Metering takes longer than a small step itself, whose workspace is of a parameter's size
+        # and thus negligible.
         if sum(parameter.nbytes for parameter in parameters.values()) < _LEAST_METERED_BYTES:
             sizes.append(0)
             continue
@@ -111,22 +129,34 @@ class Update:
 
     Args:
         parameters: those that are stepped, by name, as far as the optimizer takes them.
-        whole: all trained parameters of the model, from which optimizer() may choose; None for `parameters` alone.
+        whole: all trained parameters of the model, from which optimizer() may choose; None for
+            `parameters` alone.
     """
 
-    def __init__(self, spec: TrainingSpec, parameters: Mapping[str, nn.Parameter], whole: Whole | None = None) -> None:
+    def __init__(
+        self, spec: TrainingSpec, parameters: Mapping[str, nn.Parameter], whole: Whole | None = None
+    ) -> None:
         self._spec = spec
         halves = [each for each in parameters.values() if gradient_dtype(each) != each.dtype]
-        self._masters = {each: nn.Parameter(each.detach().to(gradient_dtype(each))) for each in halves}
-        stepped = {name: self._masters.get(parameter, parameter) for name, parameter in parameters.items()}
-        self.optimizer = still(spec.optimizer(stepped) if whole is None else optimizer_of_part(spec, whole, stepped))
+        self._masters = {
+            each: nn.Parameter(each.detach().to(gradient_dtype(each))) for each in halves
+        }
+        stepped = {
+            name: self._masters.get(parameter, parameter) for name, parameter in parameters.items()
+        }
+        self.optimizer = still(
+            spec.optimizer(stepped) if whole is None else optimizer_of_part(spec, whole, stepped)
+        )
 
     def __call__(self) -> None:
         for parameter, master in self._masters.items():
             master.grad = parameter.grad
         step_part(self._spec, self.optimizer)
         if self._masters:
-            torch._foreach_copy_([each.data for each in self._masters], [each.data for each in self._masters.values()])
+            torch._foreach_copy_(
+                [each.data for each in self._masters],
+                [each.data for each in self._masters.values()],
+            )
 
     @property
     def takes_any(self) -> bool:
@@ -136,10 +166,14 @@ class Update:
     @property
     def state_bytes(self) -> int:
         """The bytes that it keeps between steps, once it has stepped."""
-        return state_bytes_of(self.optimizer) + sum(master.nbytes for master in self._masters.values())
+        return state_bytes_of(self.optimizer) + sum(
+            master.nbytes for master in self._masters.values()
+        )
 
 
 def state_bytes_of(optimizer: Optimizer) -> int:
     """Return the bytes of the tensors that the optimizer keeps between steps."""
-    state = [leaf for leaf in tree_leaves(list(optimizer.state.values())) if isinstance(leaf, Tensor)]
+    state = [
+        leaf for leaf in tree_leaves(list(optimizer.state.values())) if isinstance(leaf, Tensor)
+    ]
     return sum(tensor.nbytes for tensor in state)

@@ -1,7 +1,8 @@
 """The report: one HTML file that needs nothing else, not even a network.
 
-Puts together the parts in `html/`. Whatever comes from files goes through `escape`; the charts' data is JSON in a
-script element of its own, and the page's content security policy forbids it to load anything.
+Puts together the parts in `html/`. Whatever comes from files goes through `escape`; the charts'
+data is JSON in a script element of its own, and the page's content security policy forbids it to
+load anything.
 """
 
 import json
@@ -22,11 +23,25 @@ from planner.formats.plan_parts import config_words
 from planner.formats.timeline import LANES, LETTERS, Timeline
 from planner.reporting.tables import plan as words
 from planner.reporting.tables import runs as run_tables
-from planner.reporting.tables.answers import busy_table, comparison_legend, comparison_table, sentences
+from planner.reporting.tables.answers import (
+    busy_table,
+    comparison_legend,
+    comparison_table,
+    sentences,
+)
 from planner.reporting.tables.plan import memory_table, stage_table
 from planner.reporting.tables.table import Table
 from planner.reporting.tables.verdict import synchronous_ways, synchronous_words, verdict
-from planner.reporting.timeline import COLOURS, TEXTS, Row, colour_legend, ink_on, opening, rows_of, shown_workers
+from planner.reporting.timeline import (
+    COLOURS,
+    TEXTS,
+    Row,
+    colour_legend,
+    ink_on,
+    opening,
+    rows_of,
+    shown_workers,
+)
 from planner.simulator.excerpt import ROUNDS
 from planner.simulator.simulate_plan import simulate
 from planner.simulator.summary import Summary, summarize
@@ -34,8 +49,13 @@ from planner.units import counted, format_bytes, format_memory, format_rate, for
 from planner.version import __version__
 
 MOST_STAGES = 12  # whose table is open from the start
-_IN_FLIGHT = "In flight: microbatches, or undivided minibatches, whose activations a worker holds at once."
-_LATE = " Stale: updates between the weights that a gradient was computed with and those that it changes."
+_IN_FLIGHT = (
+    "In flight: microbatches, or undivided minibatches, whose activations a worker holds at once."
+)
+_LATE = (
+    " Stale: updates between the weights that a gradient was computed with and those that it "
+    "changes."
+)
 KINDS = tuple(LANES)
 SCRIPTS = ("axis.js", "timeline.js", "memory.js", "page.js")
 _DIGITS = 7  # of a time, relative to the run: finer than a pixel at the largest zoom
@@ -56,9 +76,14 @@ def report_page(
     What is None is left out; `why_not` says why, and `source` what the profile's times come from.
     """
     runs = [simulated] if measured is None else [simulated, measured]
-    summary, run = summarize(simulated), None if measured is None else compare_runs(simulated, measured)
+    summary, run = (
+        summarize(simulated),
+        None if measured is None else compare_runs(simulated, measured),
+    )
     ran = None if run is None else run.measured
-    timeline = fill("timeline.html", timeline_section(runs, shown_workers(simulated))) + restarts_list(runs[-1])
+    timeline = fill(
+        "timeline.html", timeline_section(runs, shown_workers(simulated))
+    ) + restarts_list(runs[-1])
     # Each has an anchor, a title and HTML.
     sections = [
         ("summary", "Summary", figures(plan, summary, ran)),
@@ -76,11 +101,14 @@ def report_page(
         "page.html",
         {
             "title": escape(f"{plan.model}: {config_words(plan.config)}"),
-            "heading": escape(f"{plan.model}: {config_words(plan.config)} on {counted(plan.workers, 'GPU')}"),
+            "heading": escape(
+                f"{plan.model}: {config_words(plan.config)} on {counted(plan.workers, 'GPU')}"
+            ),
             "lead": escape(f"{words.schedule_line(plan)} · {words.cluster_line(plan.cluster)}"),
             "contents": " ".join(f'<a href="#{name}">{title}</a>' for name, title, _ in shown),
             "sections": "\n".join(
-                f'<section id="{name}" aria-labelledby="{name}-title">\n<h2 id="{name}-title">{title}</h2>\n{body}\n'
+                f'<section id="{name}" aria-labelledby="{name}-title">\n<h2 '
+                f'id="{name}-title">{title}</h2>\n{body}\n'
                 "</section>"
                 for name, title, body in shown
             ),
@@ -107,7 +135,9 @@ def fill(name: str, values: dict[str, str]) -> str:
 
 
 def _part(name: str) -> str:
-    return files("planner.reporting.page").joinpath("html").joinpath(name).read_text(encoding="utf-8")
+    return (
+        files("planner.reporting.page").joinpath("html").joinpath(name).read_text(encoding="utf-8")
+    )
 
 
 def script_json(content: object) -> str:
@@ -117,7 +147,9 @@ def script_json(content: object) -> str:
 
 
 def _chart_data(runs: Sequence[Timeline], summary: Summary) -> dict[str, Any]:
-    """Return what the scripts draw, with times as whole numbers of ticks and starts as steps: a third of the size."""
+    """Return what the scripts draw, with times as whole numbers of ticks and starts as steps: a
+    third of the size.
+    """
     first = runs[0]
     workers = shown_workers(first)
     stages = {worker.rank: ", ".join(map(str, worker.stages)) for worker in summary.workers}
@@ -132,7 +164,11 @@ def _chart_data(runs: Sequence[Timeline], summary: Summary) -> dict[str, Any]:
         "steady": [summary.steady_from_s, summary.steady_to_s] if summary.steady else None,
         "microbatches": first.microbatches,
         "pipeline_length": first.pipeline_length,
-        "lengths": {run.source: {"names": run.length_names, "rows": run.lengths} for run in runs if run.lengths},
+        "lengths": {
+            run.source: {"names": run.length_names, "rows": run.lengths}
+            for run in runs
+            if run.lengths
+        },
         "kinds": [
             {
                 "letter": LETTERS[kind],
@@ -163,7 +199,9 @@ def _columns(row: Row, source: str, digits: int) -> dict[str, Any]:
         "lane": row.lane,
         "source": source,
         "step": [start - before for before, start in pairwise((0, *starts))],
-        "length": [round(event.end_s * scale) - start for event, start in zip(events, starts, strict=True)],
+        "length": [
+            round(event.end_s * scale) - start for event, start in zip(events, starts, strict=True)
+        ],
         "kind": _column(KINDS.index(event.kind) for event in events),
         "stage": _column(event.stage for event in events),
         "minibatch": _column(event.minibatch for event in events),
@@ -183,7 +221,11 @@ def _memory(runs: Sequence[Timeline], rank: int, digits: int) -> dict[str, Any] 
     if not curves:
         return None
     drawn = [
-        {"source": source, "time_s": [round(s, digits) for s in curve.time_s], "held_bytes": list(curve.held_bytes)}
+        {
+            "source": source,
+            "time_s": [round(s, digits) for s in curve.time_s],
+            "held_bytes": list(curve.held_bytes),
+        }
         for source, curve in curves
     ]
     return {"rank": rank, "limit_bytes": curves[0][1].limit_bytes, "curves": drawn}
@@ -205,8 +247,14 @@ def _folded(title: str, content: str, is_open: bool = False) -> str:
 
 def _table(label: str, table: Table) -> str:
     """Draw a table, which scrolls sideways if it is too wide."""
-    css = [' class="number"' if letter == "r" else "" for letter in table.align or "l" * len(table.headers)]
-    head = "".join(f'<th scope="col"{look}>{escape(name)}</th>' for name, look in zip(table.headers, css, strict=True))
+    css = [
+        ' class="number"' if letter == "r" else ""
+        for letter in table.align or "l" * len(table.headers)
+    ]
+    head = "".join(
+        f'<th scope="col"{look}>{escape(name)}</th>'
+        for name, look in zip(table.headers, css, strict=True)
+    )
     body = "".join(
         f"<tr>{''.join(f'<td{look}>{escape(str(cell))}</td>' for cell, look in zip(row, css, strict=True))}</tr>"
         for row in table.rows
@@ -223,17 +271,30 @@ def figures(plan: Plan, summary: Summary, measured: Summary | None) -> str:
     for name, run in runs.items():
         if run is not None:
             seconds = f"{format_seconds(run.seconds_per_minibatch)} per minibatch"
-            rate = "" if run.samples_per_s is None else f"{format_rate(run.samples_per_s)} samples/s"
+            rate = (
+                "" if run.samples_per_s is None else f"{format_rate(run.samples_per_s)} samples/s"
+            )
             tiles.append((name, rate or seconds, seconds if rate else ""))
     if tiles[-1][1:] == tiles[-2][1:]:
         tiles.pop()
-    tiles += [(f"over {way}", text, "") for way, text in words.speed_ups(plan).items() if text.endswith("x")]
-    with_ends, causes = f"{summary.bubble_share_of_run:.1%} with start-up and drain", run_tables.bubble_causes(summary)
+    tiles += [
+        (f"over {way}", text, "")
+        for way, text in words.speed_ups(plan).items()
+        if text.endswith("x")
+    ]
+    with_ends, causes = (
+        f"{summary.bubble_share_of_run:.1%} with start-up and drain",
+        run_tables.bubble_causes(summary),
+    )
     more = f"{with_ends}; waiting for {causes}" if causes else with_ends
     tiles.append(("bubble, simulated", f"{summary.bubble_share:.1%}", more))
     fullest = max(summary.workers, key=lambda worker: worker.peak_bytes or 0)
     if fullest.peak_bytes is not None:
-        limit = "no limit" if fullest.limit_bytes is None else f"of {format_memory(fullest.limit_bytes)}"
+        limit = (
+            "no limit"
+            if fullest.limit_bytes is None
+            else f"of {format_memory(fullest.limit_bytes)}"
+        )
         tiles.append(("fullest worker, predicted", format_bytes(fullest.peak_bytes), limit))
     items = "".join(
         f"<div><dt>{escape(name)}</dt><dd>{escape(value)}<small>{escape(more)}</small></dd></div>"
@@ -248,7 +309,9 @@ def figures(plan: Plan, summary: Summary, measured: Summary | None) -> str:
         *words.prediction_lines(plan, limits)[1:],
     ]
     prediction = Table(["", "predicted"], [line for line in lines if line[1] is not None])
-    notes = "".join(paragraph(f"{note[:1].upper()}{note[1:].removesuffix('.')}.", "note") for note in plan.notes)
+    notes = "".join(
+        paragraph(f"{note[:1].upper()}{note[1:].removesuffix('.')}.", "note") for note in plan.notes
+    )
     return f'<dl class="figures">{items}</dl>{_table("Prediction", prediction)}{notes}'
 
 
@@ -265,7 +328,9 @@ def limits_section(plan: Plan, summary: Summary, explanation: Explanation | None
 
 
 def stages_section(plan: Plan, source: str) -> str:
-    """Tabulate the stages and their memory, and list their layers; `source`: of the profile's times, if known."""
+    """Tabulate the stages and their memory, and list their layers; `source`: of the profile's
+    times, if known.
+    """
     layers = "".join(
         f"<li>stage {number}<ol>{''.join(f'<li>{escape(name)}</li>' for name in stage.layers)}</ol></li>"
         for number, stage in enumerate(plan.stages)
@@ -275,7 +340,9 @@ def stages_section(plan: Plan, source: str) -> str:
     note = paragraph(text + _IN_FLIGHT + (_LATE if plan.staleness else ""), "note")
     return (
         _folded("Stages, per microbatch", _table("Stages", stage_table(plan)) + note, few)
-        + _folded("Predicted memory per GPU", _table("Predicted memory per GPU", memory_table(plan)), few)
+        + _folded(
+            "Predicted memory per GPU", _table("Predicted memory per GPU", memory_table(plan)), few
+        )
         + _folded("All layers", f'<ul class="layers">{layers}</ul>')
     )
 
@@ -284,14 +351,19 @@ def timeline_section(runs: Sequence[Timeline], shown: Sequence[int]) -> dict[str
     """Describe the timeline's chart, and list its colours; the script draws the rest."""
     simulated = runs[0]
     text = (
-        f"{simulated.minibatches} minibatches, {' and '.join(run.source for run in runs)}. Each worker has a thick row "
-        "for its computations and thin rows for what it sends, receives and all-reduces; where a thick row is blank, "
+        f"{simulated.minibatches} minibatches, {' and '.join(run.source for run in runs)}. Each "
+        f"worker has a thick row "
+        "for its computations and thin rows for what it sends, receives and all-reduces; where a "
+        "thick row is blank, "
         "the worker waits. The shaded part is the simulation's steady state."
     )
     colours = colour_legend(kind for run in runs for kind in run.events.kind)
     swatches = [_swatch(name, f'style="background:{colour}"') for colour, name in colours]
     if len(runs) > 1:
-        text += " “Align by minibatch” moves the measured rows so that both runs begin the first minibatch together."
+        text += (
+            " “Align by minibatch” moves the measured rows so that both runs begin the first "
+            "minibatch together."
+        )
         swatches += [_swatch(f"mark of {run.source} rows", f'class="{run.source}"') for run in runs]
     if len(shown) < (workers := len(simulated.workers)):
         text += f" {len(shown)} of {workers} workers are shown."
@@ -301,7 +373,11 @@ def timeline_section(runs: Sequence[Timeline], shown: Sequence[int]) -> dict[str
 def restarts_list(run: Timeline) -> str:
     """List what made the run begin again before its minibatches here; "" if nothing did."""
     items = "".join(f"<li>{escape(each)}</li>" for each in run.restarts)
-    return f"{paragraph('Before these minibatches the workers were started again:')}<ol>{items}</ol>" if items else ""
+    return (
+        f"{paragraph('Before these minibatches the workers were started again:')}<ol>{items}</ol>"
+        if items
+        else ""
+    )
 
 
 def memory_section(summary: Summary, measured: Summary | None) -> str:
@@ -309,17 +385,33 @@ def memory_section(summary: Summary, measured: Summary | None) -> str:
     text = "Memory that each worker holds over time, simulated"
     if measured is not None:
         recorded = any(worker.peak_bytes is not None for worker in measured.workers)
-        text += " (filled) and measured (a line)" if recorded else "; the run did not record its memory"
+        text += (
+            " (filled) and measured (a line)" if recorded else "; the run did not record its memory"
+        )
     text += ". The limit is dashed if it is near."
-    over = [w.rank for w in summary.workers if w.peak_bytes and w.limit_bytes and w.peak_bytes > w.limit_bytes]
-    too_full = f"Worker{'s' * (len(over) > 1)} {', '.join(map(str, over))} would need more memory than there is."
-    table = run_tables.worker_table(summary.workers, measured.workers if measured is not None else ())
+    over = [
+        w.rank
+        for w in summary.workers
+        if w.peak_bytes and w.limit_bytes and w.peak_bytes > w.limit_bytes
+    ]
+    too_full = (
+        f"Worker{'s' * (len(over) > 1)} {', '.join(map(str, over))} would need more "
+        f"memory than there is."
+    )
+    table = run_tables.worker_table(
+        summary.workers, measured.workers if measured is not None else ()
+    )
     note = paragraph(f"Of computing, sending and receiving: {run_tables.legend(summary)}.", "note")
     return (
         f"{paragraph(text)}{paragraph(too_full, 'warn') if over else ''}"
-        '<div class="chart" id="memory-chart" role="img" aria-label="Memory of each worker over time">'
+        '<div class="chart" id="memory-chart" role="img" aria-label="Memory of each worker over '
+        'time">'
         "<canvas></canvas></div>"
-        + _folded("Simulated use of each worker", _table("Workers", table) + note, len(table.rows) <= MOST_STAGES)
+        + _folded(
+            "Simulated use of each worker",
+            _table("Workers", table) + note,
+            len(table.rows) <= MOST_STAGES,
+        )
     )
 
 

@@ -33,13 +33,17 @@ _WORTH_A_SENTENCE = 0.005  # share of the time spent waiting
 
 def comparison_report(comparison: Comparison) -> str:
     """Report the chosen plan and the baselines, one row each."""
-    head = named_values([("model", comparison.model), ("cluster", words.cluster_line(comparison.cluster))])
+    head = named_values(
+        [("model", comparison.model), ("cluster", words.cluster_line(comparison.cluster))]
+    )
     return f"{head}\n\n{comparison_table(comparison).text()}\n\n{comparison_legend(comparison)}"
 
 
 def comparison_table(comparison: Comparison) -> Table:
     chosen = comparison.rows[0]
-    each, each_s = ("sample", "samples/s") if chosen.samples_per_s is not None else ("batch", "batches/s")
+    each, each_s = (
+        ("sample", "samples/s") if chosen.samples_per_s is not None else ("batch", "batches/s")
+    )
     rate = "tokens/s" if chosen.tokens_per_s is not None else each_s
     return table_of([_cells(row, each, rate) for row in comparison.rows], "lllrrrrrrrr")
 
@@ -73,26 +77,45 @@ def comparison_legend(comparison: Comparison) -> str:
     """Explain the columns, and the rows that run under another schedule."""
     lines = []
     if comparison.over:
-        lines.append(f"speed-up: over {comparison.over}; sent vs DP: bytes, relative to data parallelism")
+        lines.append(
+            f"speed-up: over {comparison.over}; sent vs DP: bytes, relative to data parallelism"
+        )
     lines.append(
-        "memory: per GPU; stale: updates by which gradients are; idle: share of the workers' time without computation"
+        "memory: per GPU; stale: updates by which gradients are; idle: share of the workers' time "
+        "without computation"
     )
     lines.append(_updates_line(comparison))
     chosen, *others = comparison.rows
-    updates = {row.name: (row.schedule, row.microbatches) for row in others if row.schedule != chosen.schedule}
+    updates = {
+        row.name: (row.schedule, row.microbatches)
+        for row in others
+        if row.schedule != chosen.schedule
+    }
     for schedule, microbatches in dict.fromkeys(updates.values()):
         own = [name for name, update in updates.items() if update == (schedule, microbatches)]
         named = ", ".join(own) if len(own) < len(others) else "all others"
         lines.append(f"{named}: {schedule}, one update for {microbatches} microbatches")
     if any("ZeRO" in row.name for row in others):
-        lines.append("ZeRO-1 to 3: data parallel, with the optimizer's state, gradients, weights sharded over the GPUs")
+        lines.append(
+            "ZeRO-1 to 3: data parallel, with the optimizer's state, gradients, weights sharded "
+            "over the GPUs"
+        )
     if any(row.name == PACKED for row in others):
-        lines.append("packed: several samples in one row of the greatest length, without any padding between them")
+        lines.append(
+            "packed: several samples in one row of the greatest length, without any padding "
+            "between them"
+        )
     if chosen.flop_utilisation is not None:
-        lines.append("MFU: share of the GPUs' peak that the model's FLOPs take, without recomputation")
-    if by_formula := [row.name for row in comparison.rows if not row.simulated and "ZeRO-" not in row.name]:
+        lines.append(
+            "MFU: share of the GPUs' peak that the model's FLOPs take, without recomputation"
+        )
+    if by_formula := [
+        row.name for row in comparison.rows if not row.simulated and "ZeRO-" not in row.name
+    ]:
         names = ", ".join(by_formula) if len(by_formula) < len(comparison.rows) else "all"
-        lines.append(f"{names}: by the cost model, without simulation, so waiting for messages is left out")
+        lines.append(
+            f"{names}: by the cost model, without simulation, so waiting for messages is left out"
+        )
     return "\n".join(lines)
 
 
@@ -106,11 +129,21 @@ def _updates_line(comparison: Comparison) -> str:
 
 
 def fit_report(answer: Fit) -> str:
-    """Say whether the model fits, how to split it, how fast it is, and what other ways and fewer GPUs give."""
+    """Say whether the model fits, how to split it, how fast it is, and what other ways and fewer
+    GPUs give.
+    """
     plan = answer.asked.plan
     if plan is None:
-        others = (f"it fits {row.gpus} of these GPUs" for row in reversed(answer.others) if row.plan is not None)
-        least = f"nor does it fit {answer.others[0].gpus}" if answer.others else "no other number of GPUs was tried"
+        others = (
+            f"it fits {row.gpus} of these GPUs"
+            for row in reversed(answer.others)
+            if row.plan is not None
+        )
+        least = (
+            f"nor does it fit {answer.others[0].gpus}"
+            if answer.others
+            else "no other number of GPUs was tried"
+        )
         known = "not known" if answer.asked.unknown else "no"
         why = f"{known}: {answer.asked.why_not}; {next(others, least)}"
         parts = [named_values([("model", answer.model), ("fits", why)])]
@@ -138,9 +171,13 @@ def _head(answer: Fit, plan: Plan) -> list[tuple[str, str | None]]:
     split = _split(plan)
     saved = {"recomputation": sum(bool(stage.recomputes) for stage in plan.stages)}
     if "ZeRO" not in split:
-        saved["a sharded optimizer's state"] = sum(stage.shards_optimizer_alone for stage in plan.stages)
+        saved["a sharded optimizer's state"] = sum(
+            stage.shards_optimizer_alone for stage in plan.stages
+        )
     of_all = f" of {len(plan.stages)} stages" if len(plan.stages) > 1 else ""
-    saving = [f", {what}" + (of_all and f" in {count}{of_all}") for what, count in saved.items() if count]
+    saving = [
+        f", {what}" + (of_all and f" in {count}{of_all}") for what, count in saved.items() if count
+    ]
     return [
         (
             "model",
@@ -155,7 +192,11 @@ def _head(answer: Fit, plan: Plan) -> list[tuple[str, str | None]]:
         ("gradients", words.staleness_line(plan) if plan.staleness else None),
         ("speed", words.speed(plan) + ("" if used is None else f", {used:.0%} of the GPUs' peak")),
         ("baselines", words.best_baseline_line(plan)),
-        ("numbers", "estimated, on no GPU: docs/gpu-truth.md compares such estimates with published measurements"),
+        (
+            "numbers",
+            "estimated, on no GPU: docs/gpu-truth.md compares such estimates with published "
+            "measurements",
+        ),
     ]
 
 
@@ -169,7 +210,9 @@ def _ways(plan: Plan) -> Table:
         rate = "" if over else format_rate(_per_s(plan) * share)
         ratio = words.speed_over(1 / share, over)
         memory = format_bytes(way.memory_bytes)
-        rows.append([way.name, config_words(way.config), memory, words.row_update(way, plan), rate, ratio])
+        rows.append(
+            [way.name, config_words(way.config), memory, words.row_update(way, plan), rate, ratio]
+        )
     headers = ["on the same GPUs", "config", "memory", "per update", _unit(plan), "the plan is"]
     return Table(headers, rows, "llrrrr")
 
@@ -180,9 +223,19 @@ def _numbers_of_gpus(answer: Fit) -> Table:
     unit = _unit(plans[0]) if plans else ""
     cells = []
     for row in sorted(rows, key=lambda row: row.gpus, reverse=answer.asked.plan is not None):
-        cell = {"GPUs": f"{row.gpus}", "split": "no plan fits", "memory": "", unit: "", "per GPU": ""}
+        cell = {
+            "GPUs": f"{row.gpus}",
+            "split": "no plan fits",
+            "memory": "",
+            unit: "",
+            "per GPU": "",
+        }
         if (plan := row.plan) is not None:
-            cell |= {"split": _split(plan), "memory": format_bytes(_most(plan)), unit: format_rate(_per_s(plan))}
+            cell |= {
+                "split": _split(plan),
+                "memory": format_bytes(_most(plan)),
+                unit: format_rate(_per_s(plan)),
+            }
             cell["per GPU"] = format_rate(_per_s(plan) / plan.workers)
         cells.append(cell)
     return table_of(cells, "rlrrr")
@@ -220,7 +273,10 @@ def explanation_report(explanation: Explanation, *, verbose: bool = False) -> st
     parts = [sentences(explanation), busy_table(explanation, least_share).text()]
     idle = sum(use.share < least_share for use in explanation.uses)
     if idle:
-        parts.append(f"left out: {counted(idle, 'resource')}, busy for less than {WORTH_A_ROW:.0%} of the time")
+        parts.append(
+            f"left out: {counted(idle, 'resource')}, busy for less than {WORTH_A_ROW:.0%} of the "
+            f"time"
+        )
     return "\n\n".join(parts)
 
 
@@ -228,14 +284,17 @@ def sentences(explanation: Explanation) -> str:
     """Say what limits the plan, whether it is optimal, and what would help."""
     bottleneck, seconds = explanation.bottleneck, explanation.seconds_per_minibatch
     lines = [
-        f"The plan {config_words(explanation.config)} takes {format_seconds(seconds)} per minibatch, limited by "
-        f"{words.bottleneck_place(bottleneck)}, which is busy {bottleneck.busy_s / seconds:.0%} of that."
+        f"The plan {config_words(explanation.config)} takes {format_seconds(seconds)} per "
+        f"minibatch, limited by "
+        f"{words.bottleneck_place(bottleneck)}, which is busy {bottleneck.busy_s / seconds:.0%} "
+        f"of that."
     ]
     update = update_words(explanation.samples_per_update, explanation.microbatch_size)
     lines.append(f"It updates the weights after {update}.")
     if explanation.waiting_s > _WORTH_A_SENTENCE * seconds:
         lines.append(
-            f"For the other {format_seconds(explanation.waiting_s)} ({explanation.waiting_s / seconds:.0%}) it waits "
+            f"For the other {format_seconds(explanation.waiting_s)} "
+            f"({explanation.waiting_s / seconds:.0%}) it waits "
             "for messages or for other replicas."
         )
     lines.append(_optimality(explanation))
@@ -252,7 +311,10 @@ def _optimality(explanation: Explanation) -> str:
     if solver.status == "optimal":
         least = format_seconds(solver.lower_bound_s)
         bound = f"By the cost model no plan{words.which_plans(solver)} takes less than {least}"
-        return f"{bound}: the search was exact{', up to 1% of simulation' if solver.simulated else ''}."
+        return (
+            f"{bound}: the search was "
+            f"exact{', up to 1% of simulation' if solver.simulated else ''}."
+        )
     return f"By the cost model {words.bound_words(solver)}."
 
 
@@ -262,12 +324,16 @@ def _gain(alternative: Alternative) -> str:
         return f"{start} no plan would fit."
     if gain == 0:
         return f"{start} it would not be faster."
-    faster = as_fast(1 + gain) if gain >= 1 else f"{abs(gain):.1%} {'faster' if gain > 0 else 'slower'}"
+    faster = (
+        as_fast(1 + gain) if gain >= 1 else f"{abs(gain):.1%} {'faster' if gain > 0 else 'slower'}"
+    )
     return f"{start} the plan would be {config_words(alternative.config or '')}, {faster}."
 
 
 def busy_table(explanation: Explanation, least_share: float = 0.0) -> Table:
-    """Return the busy times and the slack of the resources that are busy for so much of the time."""
+    """Return the busy times and the slack of the resources that are busy for so much of the
+    time.
+    """
     seconds = explanation.seconds_per_minibatch
     rows = [
         {
@@ -275,7 +341,9 @@ def busy_table(explanation: Explanation, least_share: float = 0.0) -> Table:
             "resource": _NAMES.get(use.resource, use.resource),
             "busy": format_seconds(use.busy_s),
             "of the time": f"{use.share:.1%}",
-            "slack": format_seconds(slack_s if (slack_s := seconds - use.busy_s) > SLACK * seconds else 0.0),
+            "slack": format_seconds(
+                slack_s if (slack_s := seconds - use.busy_s) > SLACK * seconds else 0.0
+            ),
         }
         for use in explanation.uses
         if use.share >= least_share

@@ -1,4 +1,6 @@
-"""The report of a plan: what it runs on, what to expect of it, and how it compares with other ways to train."""
+"""The report of a plan: what it runs on, what to expect of it, and how it compares with other ways
+to train.
+"""
 
 import math
 from collections import Counter
@@ -47,7 +49,9 @@ _RESOURCES = {
 
 
 def plan_report(plan: Plan, *, verbose: bool = False) -> str:
-    """Report a verdict on the plan, its stages and its prediction; if `verbose`, also how it was found."""
+    """Report a verdict on the plan, its stages and its prediction; if `verbose`, also how it was
+    found.
+    """
     limits = simulated_limits(plan)
     parts = [
         "\n".join([*verdict_lines(plan, limits), *_bound(plan)]),
@@ -66,13 +70,21 @@ def _bound(plan: Plan) -> list[str]:
     """Say of a time that was not simulated that it is a lower bound."""
     if plan.predicted.by == "simulation":
         return []
-    seconds, why = format_seconds(plan.predicted.seconds_per_minibatch), _by(plan).removeprefix("by the cost model: ")
+    seconds, why = (
+        format_seconds(plan.predicted.seconds_per_minibatch),
+        _by(plan).removeprefix("by the cost model: "),
+    )
     # A model of 340 billion parameters on 256 GPUs: 4.10 s by the cost model, 4.93 s simulated.
-    return [f"at least {seconds} per minibatch, a lower bound ({why}): waiting is left out, which took up to 20% more"]
+    return [
+        f"at least {seconds} per minibatch, a lower bound ({why}): waiting is left out, which "
+        f"took up to 20% more"
+    ]
 
 
 def unused_gpus(plan: Plan) -> str:
-    """Say how many of the cluster's GPUs a plan leaves: " (2 of 4 GPUs are not used)"; nothing where it uses all."""
+    """Say how many of the cluster's GPUs a plan leaves: " (2 of 4 GPUs are not used)"; nothing
+    where it uses all.
+    """
     unused = plan.cluster.gpus - plan.workers
     # Only a plan that is proven optimal knows what the unused GPUs would do.
     verdict = "would not make it faster" if plan.solver.status == "optimal" else "are not used"
@@ -82,13 +94,19 @@ def unused_gpus(plan: Plan) -> str:
 def _head(plan: Plan) -> list[tuple[str, str | None]]:
     return [
         ("model", plan.model),
-        ("plan", f"{config_words(plan.config)} on {counted(plan.workers, 'GPU')}{unused_gpus(plan)}"),
+        (
+            "plan",
+            f"{config_words(plan.config)} on {counted(plan.workers, 'GPU')}{unused_gpus(plan)}",
+        ),
         ("sharding", plan.stages[0].sharding_words if plan.stages[0].repeats_shards else None),
         ("schedule", schedule_line(plan)),
         ("update", update_line(plan)),
         ("gradients", staleness_line(plan)),
         ("cluster", cluster_line(plan.cluster)),
-        ("device", f"{plan.device.name} ({plan.device.kind})" if plan.device.name != "unknown" else None),
+        (
+            "device",
+            f"{plan.device.name} ({plan.device.kind})" if plan.device.name != "unknown" else None,
+        ),
         ("lengths", lengths_line(plan)),
         ("stages run", options_words(plan)),
     ]
@@ -104,7 +122,10 @@ def prediction_lines(
     used = plan.predicted.flop_utilisation
     lines = [
         ("predicted", f"{speed(plan)}, {_by(plan)}"),
-        ("utilisation", f"{used:.1%} of the GPUs' peak, by the model's FLOPs" if used is not None else None),
+        (
+            "utilisation",
+            f"{used:.1%} of the GPUs' peak, by the model's FLOPs" if used is not None else None,
+        ),
         ("limited by", _limited_by(plan, limits)),
         ("speed-up", _speed_up(plan)),
         ("baselines", best_baseline_line(plan)),
@@ -116,7 +137,9 @@ def prediction_lines(
 
 
 def _limited_by(plan: Plan, limits: Limits | None) -> str:
-    """Name the busiest resource of the simulation; without one, that of the cost model, which leaves waiting out."""
+    """Name the busiest resource of the simulation; without one, that of the cost model, which
+    leaves waiting out.
+    """
     if limits is not None:
         return f"{limits.place}, busy {limits.share:.0%} of the time"
     return f"{bottleneck_place(plan.predicted.bottleneck)}, by the cost model"
@@ -132,7 +155,9 @@ def _open_end(plan: Plan) -> str | None:
 def _search_lines(plan: Plan) -> list[tuple[str, str | None]]:
     """Say how the plan was found, and how far from the fastest it can be."""
     solver = plan.solver
-    open_question = plan.predicted.by == "simulation" and solver.status != "optimal" and solver.name != GIVEN
+    open_question = (
+        plan.predicted.by == "simulation" and solver.status != "optimal" and solver.name != GIVEN
+    )
     return [
         ("solver", _solver(plan)),
         ("bound", bound_words(solver) if open_question else None),
@@ -148,9 +173,15 @@ def _losses(plan: Plan) -> list[tuple[str, str | None]]:
     of_link = f"{format_seconds(cost.copy_s)} of its link, by which {COPY_EVERY} minibatches take"
     of_link = f"{of_link} {format_seconds(COPY_EVERY * plan.predicted.seconds_per_minibatch)}"
     copies = f"up to {format_bytes(cost.memory_bytes)} of a host's memory; each takes {of_link}"
-    moves = f"{format_seconds(cost.restore_s)} until the state is in place, at most, beside the start of processes"
+    moves = (
+        f"{format_seconds(cost.restore_s)} until the state is in place, at most, beside the "
+        f"start of processes"
+    )
     if cost.restore_s == math.inf:
-        moves = "of the one host of this plan: the run goes on from its newest checkpoint, if it writes any"
+        moves = (
+            "of the one host of this plan: the run goes on from its newest checkpoint, if it "
+            "writes any"
+        )
     return [("copies", copies), ("a loss", moves)]
 
 
@@ -160,19 +191,28 @@ def lengths_line(plan: Plan) -> str | None:
         return None
     ranges = zip(known.names, known.least, known.most, known.means, strict=True)
     words = ", ".join(
-        f"{name} {least} to {most}, {mean:.1f} in the mean microbatch" for name, least, most, mean in ranges
+        f"{name} {least} to {most}, {mean:.1f} in the mean microbatch"
+        for name, least, most, mean in ranges
     )
-    return f"{words}, {ORDERS.get(known.order, 'in an order of their own')}; memory for the greatest"
+    return (
+        f"{words}, {ORDERS.get(known.order, 'in an order of their own')}; memory for the greatest"
+    )
 
 
 def schedule_line(plan: Plan) -> str:
     if len(plan.stages) == 1 and plan.schedule.stashes:
-        return f"{plan.schedule}, which with one stage is data parallelism" if plan.workers > 1 else "one stage"
+        return (
+            f"{plan.schedule}, which with one stage is data parallelism"
+            if plan.workers > 1
+            else "one stage"
+        )
     return plan.schedule.title.format(microbatches=plan.microbatches, chunks=plan.chunks)
 
 
 def update_line(plan: Plan) -> str:
-    """Say after how many samples the weights are updated: "after a global batch of 128 samples, 4 at a time"."""
+    """Say after how many samples the weights are updated: "after a global batch of 128 samples, 4
+    at a time".
+    """
     line = f"after a global batch of {update_words(plan.samples_per_update, plan.microbatch_size)}"
     if plan.schedule.divides:
         line += in_tokens(plan)
@@ -184,7 +224,9 @@ def update_line(plan: Plan) -> str:
 
 
 def row_update(way: OtherWay, plan: Plan) -> str:
-    """Write the samples per update of another way; those of the plan's minibatches where an old file does not say."""
+    """Write the samples per update of another way; those of the plan's minibatches where an old
+    file does not say.
+    """
     if way.samples_per_update is not None:
         return update_range(way.samples_per_update)
     return f"{way.microbatches * (plan.microbatch_size or 1)}"
@@ -197,7 +239,9 @@ def update_range(samples: tuple[int, int]) -> str:
 
 
 def other_update(way: OtherWay, plan: Plan) -> str:
-    """Say of another way how many samples make an update; nothing where they are as many as the plan's."""
+    """Say of another way how many samples make an update; nothing where they are as many as the
+    plan's.
+    """
     if way.samples_per_update is None or way.samples_per_update == plan.samples_per_update:
         return ""
     return f", {update_words(way.samples_per_update, plan.microbatch_size)} per update"
@@ -211,22 +255,34 @@ def staleness_line(plan: Plan) -> str:
     updates = f"up to {counted(stale, 'update')} stale"
     if stale > LATE_UPDATES:
         return f"{updates}: TRAINING MAY NOT CONVERGE"
-    return f"{updates}, at the first stage" + ("; train with little momentum" if stale >= MOMENTUM_UPDATES else "")
+    return f"{updates}, at the first stage" + (
+        "; train with little momentum" if stale >= MOMENTUM_UPDATES else ""
+    )
 
 
 def staleness_warning(plan: Plan) -> tuple[str, str] | None:
-    """Return a warning and a hint for a plan whose gradients are stale for nothing, or by many updates; or None."""
+    """Return a warning and a hint for a plan whose gradients are stale for nothing, or by many
+    updates; or None.
+    """
     for way in (plan.synchronous, plan.synchronous_usual):
         if way is None or not plan.staleness or share_of_speed(plan, way) <= 1:
             continue
         batch = other_update(way, plan).replace(", ", " with ", 1)
-        faster = f"the best plan under {way.schedule} is {as_fast(share_of_speed(plan, way))}{batch}"
+        faster = (
+            f"the best plan under {way.schedule} is {as_fast(share_of_speed(plan, way))}{batch}"
+        )
         hint = f"solve with `schedule={way.schedule}` and `microbatches={way.microbatches}`"
         return f"{faster}, and none of its gradients is stale", hint
     if plan.staleness <= LATE_UPDATES:
         return None
-    stale = f"gradients are up to {plan.staleness} updates stale, at which many models converge slowly or not at all"
-    return stale, f"bound it with `max_staleness={LATE_UPDATES}`, or choose a synchronous `schedule`"
+    stale = (
+        f"gradients are up to {plan.staleness} updates stale, at which many models converge "
+        f"slowly or not at all"
+    )
+    return (
+        stale,
+        f"bound it with `max_staleness={LATE_UPDATES}`, or choose a synchronous `schedule`",
+    )
 
 
 def cluster_line(cluster: Cluster) -> str:
@@ -256,24 +312,38 @@ def _memory(limit: int | None) -> str:
 
 
 def options_words(record: Profile | Plan) -> str | None:
-    """List the options that are set: "autocast to bfloat16, channels-last, compiled"; None without any."""
+    """List the options that are set: "autocast to bfloat16, channels-last, compiled"; None without
+    any.
+    """
     autocast = f"autocast to {record.autocast}" if record.autocast else None
     if record.master_weights:
         autocast = f"weights in {record.master_weights}, with float32 masters"
-    flags = {"TF32": record.tf32, "compiled": record.compiled, "deterministic": record.deterministic}
+    flags = {
+        "TF32": record.tf32,
+        "compiled": record.compiled,
+        "deterministic": record.deterministic,
+    }
     words = (autocast, record.memory_format, *(word for word, is_set in flags.items() if is_set))
     return ", ".join(word for word in words if word) or None
 
 
 def speed(plan: Plan) -> str:
-    """Write the predicted tokens and samples per second, as far as they are known, and the time of a minibatch."""
+    """Write the predicted tokens and samples per second, as far as they are known, and the time of
+    a minibatch.
+    """
     predicted = plan.predicted
-    tokens = "" if predicted.tokens_per_s is None else f"{format_rate(predicted.tokens_per_s)} tokens/s, "
+    tokens = (
+        ""
+        if predicted.tokens_per_s is None
+        else f"{format_rate(predicted.tokens_per_s)} tokens/s, "
+    )
     return tokens + pace(predicted.samples_per_s, predicted.seconds_per_minibatch)
 
 
 def in_tokens(plan: Plan) -> str:
-    """Write how many tokens the samples of a minibatch have: " (2.1M tokens)"; nothing where that is not known."""
+    """Write how many tokens the samples of a minibatch have: " (2.1M tokens)"; nothing where that
+    is not known.
+    """
     predicted = plan.predicted
     if predicted.tokens_per_s is None:
         return ""
@@ -283,13 +353,19 @@ def in_tokens(plan: Plan) -> str:
 def pace(samples_per_s: float | None, seconds_per_minibatch: float) -> str:
     """Write samples per second, if they are known, and the time of a minibatch."""
     seconds = f"{format_seconds(seconds_per_minibatch)} per minibatch"
-    return seconds if samples_per_s is None else f"{format_rate(samples_per_s)} samples/s, {seconds}"
+    return (
+        seconds if samples_per_s is None else f"{format_rate(samples_per_s)} samples/s, {seconds}"
+    )
 
 
 def _by(plan: Plan) -> str:
     if plan.predicted.by == "simulation":
         return "simulated"
-    why = "too large to simulate" if plan.solver.exhausted else "the search ended before it was simulated"
+    why = (
+        "too large to simulate"
+        if plan.solver.exhausted
+        else "the search ended before it was simulated"
+    )
     return f"by the cost model: {why}"
 
 
@@ -304,11 +380,16 @@ def speed_ups(plan: Plan) -> dict[str, str]:
     gpus = min(plan.cluster.gpus, plan.microbatches) if plan.schedule.divides else plan.cluster.gpus
     on = f"data parallel on {counted(gpus, 'GPU')}"
     one = speed_over(predicted.speedup_over_one_gpu, plan.over_memory_bytes(ONE_GPU))
-    return {"one GPU": one, on: speed_over(predicted.speedup_over_data_parallel, plan.over_memory_bytes(DATA_PARALLEL))}
+    return {
+        "one GPU": one,
+        on: speed_over(predicted.speedup_over_data_parallel, plan.over_memory_bytes(DATA_PARALLEL)),
+    }
 
 
 def speed_over(ratio: float | None, over_memory_bytes: int) -> str:
-    """Write a speed-up: "1.86x"; nothing where it is None; or that one of the two ways does not fit the memory."""
+    """Write a speed-up: "1.86x"; nothing where it is None; or that one of the two ways does not fit
+    the memory.
+    """
     if over_memory_bytes:
         return f"does not fit ({format_bytes(over_memory_bytes)} too many)"
     return "" if ratio is None else format_times(ratio)
@@ -318,11 +399,15 @@ def _speed_up(plan: Plan) -> str:
     if over := max(map(plan.lacking_bytes, range(len(plan.stages)))):
         return f"none: the plan {speed_over(None, over)}"
     ways = speed_ups(plan).items()
-    return ", ".join(f"{text} over {way}" if text.endswith("x") else f"{way} {text}" for way, text in ways)
+    return ", ".join(
+        f"{text} over {way}" if text.endswith("x") else f"{way} {text}" for way, text in ways
+    )
 
 
 def best_baseline_line(plan: Plan) -> str | None:
-    """Compare the plan with the fastest baseline that fits; None where data parallelism is that, or none is known."""
+    """Compare the plan with the fastest baseline that fits; None where data parallelism is that, or
+    none is known.
+    """
     best = best_baseline(plan)
     if best is None:
         return "none of them fits the memory" if plan.baselines else None
@@ -335,7 +420,10 @@ def best_baseline_line(plan: Plan) -> str | None:
 
 def _communication(plan: Plan) -> str:
     predicted = plan.predicted
-    own, theirs = predicted.communication_bytes_per_sample, predicted.data_parallel_communication_bytes_per_sample
+    own, theirs = (
+        predicted.communication_bytes_per_sample,
+        predicted.data_parallel_communication_bytes_per_sample,
+    )
     parts = [
         f"{format_bytes(own)} per sample" if own is not None else "",
         f"data parallel {format_bytes(theirs)}" if theirs is not None else "",
@@ -345,7 +433,9 @@ def _communication(plan: Plan) -> str:
 
 
 def _than_data_parallel(cut: float | None) -> str:
-    """Write a cut as "96% less than data parallel", or a negative one as "4% more"; nothing where it is neither."""
+    """Write a cut as "96% less than data parallel", or a negative one as "4% more"; nothing where
+    it is neither.
+    """
     if cut is None or not round(cut, 2):
         return ""
     return f"{abs(cut):.0%} {'less' if cut > 0 else 'more'} than data parallel"
@@ -380,7 +470,9 @@ def schedules_table(plan: Plan) -> Table:
 
 
 def which_plans(solver: SolverReport) -> str:
-    """Say which plans a bound holds for: " in the profile's order", with some cuts, or nothing where for all."""
+    """Say which plans a bound holds for: " in the profile's order", with some cuts, or nothing
+    where for all.
+    """
     limits = solver.bound_of.split(", ") if solver.bound_of else []
     parts = [f"with {each}" for each in limits if each != ALONG_ORDER]
     if ALONG_ORDER in limits or not solver.cuts:
@@ -389,24 +481,42 @@ def which_plans(solver: SolverReport) -> str:
 
 
 def bound_words(solver: SolverReport) -> str:
-    """Say what no plan is faster than by the cost model, and which of the simulated plans this is."""
+    """Say what no plan is faster than by the cost model, and which of the simulated plans
+    this is.
+    """
     least_s = format_seconds(solver.lower_bound_s)
     least = f"no plan{which_plans(solver)} takes less than {least_s}, {solver.gap:.1%} less"
     others = "no other" if solver.exhausted else "others"
-    return least + (f"; best of {solver.simulated} simulated; {others} could be faster" if solver.simulated else "")
+    return least + (
+        f"; best of {solver.simulated} simulated; {others} could be faster"
+        if solver.simulated
+        else ""
+    )
 
 
 def memory_table(plan: Plan) -> Table:
-    """Tabulate the memory per GPU and its parts; equal neighbours, and stages of one GPU, share a row."""
+    """Tabulate the memory per GPU and its parts; equal neighbours, and stages of one GPU, share a
+    row.
+    """
     ranks = [stage.ranks for stage in plan.stages]
-    parts = {number: memory_parts(plan, number) for number, own in enumerate(ranks) if ranks.index(own) == number}
+    parts = {
+        number: memory_parts(plan, number)
+        for number, own in enumerate(ranks)
+        if ranks.index(own) == number
+    }
     shown = [name for name in _PARTS if any(sizes[name] for sizes in parts.values())]
     rows = []
-    for cells, numbers in groupby(parts, key=lambda number: [format_bytes(parts[number][name]) for name in shown]):
+    for cells, numbers in groupby(
+        parts, key=lambda number: [format_bytes(parts[number][name]) for name in shown]
+    ):
         first, *others = numbers
         total = format_bytes(sum(parts[first].values()))
         rows.append([f"{first}-{others[-1]}" if others else f"{first}", total, *cells])
-    headers = ["stage", "memory per GPU", *(name.removesuffix("_bytes").replace("_", " ") for name in shown)]
+    headers = [
+        "stage",
+        "memory per GPU",
+        *(name.removesuffix("_bytes").replace("_", " ") for name in shown),
+    ]
     return Table(headers, rows, "l" + "r" * (len(headers) - 1))
 
 
@@ -420,7 +530,8 @@ def stage_table(plan: Plan) -> Table:
     """Tabulate the stages; columns in which nothing is to be said are left out."""
     stages = plan.stages
     stale = [plan.schedule.staleness(stage.in_flight) for stage in stages]
-    # A replica's first backward after an update has no gradients to accumulate into, so one microbatch never does.
+    # A replica's first backward after an update has no gradients to accumulate into, so one
+    # microbatch never does.
     accumulates = plan.microbatches > 1 and any(stage.accumulate_s for stage in stages)
     sent = Counter[int]()  # activations forward and gradients back, per microbatch
     for transfer in plan.transfers:
@@ -441,7 +552,10 @@ def stage_table(plan: Plan) -> Table:
             "compute": format_seconds(stage.compute_s),
             "accumulation": format_seconds(stage.accumulate_s) if accumulates else None,
             "sends": format_bytes(sent[number]),
-            **{part: f"1/{stage.shards}" if part in stage.sharded_parts else "whole" for part in sharded},
+            **{
+                part: f"1/{stage.shards}" if part in stage.sharded_parts else "whole"
+                for part in sharded
+            },
             "recomputes": (stage.recomputation_words or "nothing") if recomputes else None,
         }
         for number, stage in enumerate(stages)
@@ -453,7 +567,10 @@ def ranks_line(stage: Stage) -> str:
     """Write the ranks in ascending order: "0-3", "0, 2"; of many runs the first and the last."""
     # Within a run of consecutive ranks, rank minus place is the same.
     numbered = enumerate(sorted(stage.ranks))
-    runs = [[rank for _, rank in run] for _, run in groupby(numbered, key=lambda pair: pair[1] - pair[0])]
+    runs = [
+        [rank for _, rank in run]
+        for _, run in groupby(numbered, key=lambda pair: pair[1] - pair[0])
+    ]
     words = [f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs]
     return ", ".join(words if len(words) <= MOST_RUNS else [*words[:2], "...", words[-1]])
 

@@ -1,4 +1,6 @@
-"""The tables of a profile: its totals and its layers; and how the machine it was measured on disturbs a plan."""
+"""The tables of a profile: its totals and its layers; and how the machine it was measured on
+disturbs a plan.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +26,8 @@ def shared_host_notes(plan: Plan, profile: Profile) -> Iterator[tuple[str, str]]
         return
     if (device.processes or 1) == 1:
         yield (
-            f"the profile is of one process that had its host for itself; where workers share a host's cores and "
+            f"the profile is of one process that had its host for itself; where workers share a "
+            f"host's cores and "
             f"memory, all {plan.workers} are slower than the plan says",
             f"for workers on one host, profile with: plan profile MODEL `processes={plan.workers}`",
         )
@@ -33,18 +36,24 @@ def shared_host_notes(plan: Plan, profile: Profile) -> Iterator[tuple[str, str]]
 def uncut_notes(profile: Profile) -> Iterator[tuple[str, str]]:
     """Yield which operations share a layer and why, each with a hint."""
     for uncut in profile.uncut:
-        what = f"{uncut.operations} of {uncut.of} operations are one layer, '{uncut.layer}', and cannot be cut"
+        what = (
+            f"{uncut.operations} of {uncut.of} operations are one layer, '{uncut.layer}', and "
+            f"cannot be cut"
+        )
         yield f"{what}: {uncut.cause.reason}", uncut.cause.hint
 
 
 Order = Literal["order", "time", "output", "weights", "saved"]
-# What is worth saying of a measurement, as a share of its time. Quiet machines measure disturbances of 6 to 8%, and
-# predictions that miss by less than 15% are taken to be right: a tenth is more than noise and can matter.
+# What is worth saying of a measurement, as a share of its time. Quiet machines measure disturbances
+# of 6 to 8%, and predictions that miss by less than 15% are taken to be right: a tenth is more than
+# noise and can matter.
 _DISTURBED = 0.1
 
 
 def profile_report(profile: Profile, *, by: Order = "order", top: int | None = None) -> str:
-    """Report the layers' costs, equal blocks once where all are in order, their sums, and the step as measured."""
+    """Report the layers' costs, equal blocks once where all are in order, their sums, and the step
+    as measured.
+    """
     rows = [(1, layer) for layer in profile.layers]
     if by != "order":
         rows.sort(key=lambda row: _SIZES[by](row[1]), reverse=True)
@@ -58,7 +67,9 @@ def profile_report(profile: Profile, *, by: Order = "order", top: int | None = N
 
 
 def disturbance_words(profile: Profile) -> str | None:
-    """Say what disturbed the measurement so much that its times may be too long; None for nothing."""
+    """Say what disturbed the measurement so much that its times may be too long; None for
+    nothing.
+    """
     found = profile.provenance.disturbance
     if found is None:
         return None
@@ -66,7 +77,10 @@ def disturbance_words(profile: Profile) -> str | None:
     if (found.waited_share or 0.0) >= _DISTURBED:
         words.append(f"steps waited {found.waited_share:.0%} of their time for a core")
     if found.drift is not None and abs(found.drift) >= _DISTURBED:
-        words.append(f"a second measurement took {abs(found.drift):.0%} {'longer' if found.drift > 0 else 'less'}")
+        words.append(
+            f"a second measurement took {abs(found.drift):.0%} "
+            f"{'longer' if found.drift > 0 else 'less'}"
+        )
     return "; ".join(words) or None
 
 
@@ -98,18 +112,35 @@ def _head(profile: Profile) -> list[tuple[str, str | None]]:
         own += f", {format_memory(device.memory_bytes)} usable"
     size = "unknown" if profile.microbatch_size is None else f"{profile.microbatch_size} samples"
     valued = "; the sizes depend on values, and are those of example_batch with untrained weights"
-    tokens = "" if profile.tokens_per_sample is None else f", {profile.tokens_per_sample} tokens per sample"
-    flops = f"{format_flops(profile.flops)} per microbatch, forward and backward{tokens}" if profile.flops else None
-    sums = [sum(getattr(layer, name) for layer in layers) for name in ("forward_s", "backward_s", "update_s")]
+    tokens = (
+        ""
+        if profile.tokens_per_sample is None
+        else f", {profile.tokens_per_sample} tokens per sample"
+    )
+    flops = (
+        f"{format_flops(profile.flops)} per microbatch, forward and backward{tokens}"
+        if profile.flops
+        else None
+    )
+    sums = [
+        sum(getattr(layer, name) for layer in layers)
+        for name in ("forward_s", "backward_s", "update_s")
+    ]
     step = None if whole is None else _step(whole.forward_s, whole.backward_s, whole.update_s)
     accumulation = f"{format_seconds(accumulate_s)} more per microbatch that accumulates gradients"
     return [
         ("model", profile.model),
-        ("device", f"{device.name} ({device.kind}{own})" if device.name != "unknown" else "unknown"),
+        (
+            "device",
+            f"{device.name} ({device.kind}{own})" if device.name != "unknown" else "unknown",
+        ),
         ("microbatch", size + (f" of {profile.dtype}" if profile.dtype else "")),
         ("stages run", options_words(profile)),
         ("loss", None if profile.loss is None else profile.loss.words),
-        ("numbers", profile.provenance.source + ("" if profile.provenance.sizes is None else valued)),
+        (
+            "numbers",
+            profile.provenance.source + ("" if profile.provenance.sizes is None else valued),
+        ),
         ("sum of layers", _step(*sums)),
         ("model FLOPs", flops),
         ("measured whole", step),
@@ -124,16 +155,24 @@ def _lengths_words(profile: Profile) -> str | None:
     if (lengths := profile.lengths) is None:
         return None
     ranges = zip(lengths.names, lengths.least, lengths.most, lengths.samples, strict=True)
-    words = "; ".join(f"{name} {least} to {most}, mean {fmean(own):.1f}" for name, least, most, own in ranges)
-    return f"{words}; the numbers are those of the greatest, fitted to {len(lengths.profiled)} lengths"
+    words = "; ".join(
+        f"{name} {least} to {most}, mean {fmean(own):.1f}" for name, least, most, own in ranges
+    )
+    return (
+        f"{words}; the numbers are those of the greatest, fitted to {len(lengths.profiled)} lengths"
+    )
 
 
 def _growth(profile: Profile, layer: Layer) -> str | None:
-    """Say how a layer's times depend on lengths, and by how much of their mean the fit misses them."""
+    """Say how a layer's times depend on lengths, and by how much of their mean the fit
+    misses them.
+    """
     if profile.lengths is None:
         return None
     rows = zip(profile.layers, profile.lengths.layers, strict=True)
-    fits = next(fits for own, fits in rows if own.name == layer.name or fnmatchcase(own.name, layer.name))
+    fits = next(
+        fits for own, fits in rows if own.name == layer.name or fnmatchcase(own.name, layer.name)
+    )
     times = fits.forward_s, fits.backward_s
     kinds = [fit.kind for fit in times]
     kind = next(kind for kind in ("quadratic", "linear", "constant") if kind in kinds)
@@ -142,7 +181,9 @@ def _growth(profile: Profile, layer: Layer) -> str | None:
 
 def _step(*seconds: float) -> str:
     parts = zip(("forward", "backward", "update"), seconds, strict=False)
-    return f"{format_seconds(sum(seconds))}: " + ", ".join(f"{name} {format_seconds(each)}" for name, each in parts)
+    return f"{format_seconds(sum(seconds))}: " + ", ".join(
+        f"{name} {format_seconds(each)}" for name, each in parts
+    )
 
 
 def _layer_table(profile: Profile, rows: Sequence[tuple[int, Layer]]) -> Table:
@@ -169,11 +210,21 @@ def _layer_table(profile: Profile, rows: Sequence[tuple[int, Layer]]) -> Table:
     )
 
 
-SUMMED = ("forward_s", "backward_s", "update_s", "accumulate_s", "weight_bytes", "gradient_bytes", "saved_bytes")
+SUMMED = (
+    "forward_s",
+    "backward_s",
+    "update_s",
+    "accumulate_s",
+    "weight_bytes",
+    "gradient_bytes",
+    "saved_bytes",
+)
 
 
 def collapsed(profile: Profile) -> list[tuple[int, Layer]]:
-    """Return the layers in order, equal ones of repeated blocks once, with how often each occurs; costs are means."""
+    """Return the layers in order, equal ones of repeated blocks once, with how often each occurs;
+    costs are means.
+    """
     keys: list[object] = []
     repeated = {place for block in repeated_blocks(profile) for place in block}
     for place, layer in enumerate(profile.layers):
@@ -189,8 +240,13 @@ def collapsed(profile: Profile) -> list[tuple[int, Layer]]:
     for key, group in groups.items():
         mean = group[0]
         if isinstance(key, tuple):
-            means = {each: sum(getattr(layer, each) for layer in group) / len(group) for each in SUMMED}
-            whole = {each: round(value) if each.endswith("_bytes") else value for each, value in means.items()}
+            means = {
+                each: sum(getattr(layer, each) for layer in group) / len(group) for each in SUMMED
+            }
+            whole = {
+                each: round(value) if each.endswith("_bytes") else value
+                for each, value in means.items()
+            }
             mean = mean.model_copy(update={"name": key[0], **whole})
         rows.append((len(group), mean))
     return rows

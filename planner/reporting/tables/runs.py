@@ -27,7 +27,9 @@ def training_report(result: "TrainResult") -> str:
     parts = [named_values(_training_lines(result)), workers_table(result.reports), _loss(result)]
     if result.evaluations:
         last = result.evaluations[-1]
-        best = min(result.evaluations, key=lambda each: math.inf if each.loss is None else each.loss)
+        best = min(
+            result.evaluations, key=lambda each: math.inf if each.loss is None else each.loss
+        )
         parts.append(f"evaluation on {last.samples} samples: {last}")
         if best is not last:
             parts[-1] += f"\nbest after minibatch {best.minibatch}: {best}"
@@ -39,7 +41,9 @@ def _training_lines(result: "TrainResult") -> list[tuple[str, str | None]]:
     name = f" ({result.device_name})" if result.device_name is not None else ""
     predicted = deferred = resumed = None
     if (expected := result.predicted_samples_per_s) is not None:
-        predicted = f"{expected:.1f} samples/s" + (f" ({percent_error(expected, measured)})" if measured else "")
+        predicted = f"{expected:.1f} samples/s" + (
+            f" ({percent_error(expected, measured)})" if measured else ""
+        )
     if own := sum(report.deferred_weights for report in result.reports):
         deferred = f"made stage by stage: {own} of {result.workers} workers made only their own"
     if result.resumed_from is not None:
@@ -47,9 +51,22 @@ def _training_lines(result: "TrainResult") -> list[tuple[str, str | None]]:
     return [
         ("config", config_words(result.config)),
         ("schedule", str(result.schedule)),
-        ("device", None if result.device is None else f"{result.device}{name}, messages over {result.backend}"),
-        ("minibatches", f"{result.minibatches} of {result.minibatch_size} samples in {result.seconds:.1f} s"),
-        ("measured", f"{measured:.1f} samples/s in steady state" if measured else "too few minibatches to measure"),
+        (
+            "device",
+            None
+            if result.device is None
+            else f"{result.device}{name}, messages over {result.backend}",
+        ),
+        (
+            "minibatches",
+            f"{result.minibatches} of {result.minibatch_size} samples in {result.seconds:.1f} s",
+        ),
+        (
+            "measured",
+            f"{measured:.1f} samples/s in steady state"
+            if measured
+            else "too few minibatches to measure",
+        ),
         ("predicted", predicted),
         ("weights", deferred),
         *(("restarted", f"after {reason}") for reason in result.restarts),
@@ -87,7 +104,9 @@ def workers_table(reports: "Sequence[WorkerReport]") -> str:
 
 
 def loss_ends(losses: "tuple[Loss, ...]") -> tuple[float, float, int]:
-    """Return the mean losses of the first and of the last minibatches, and of how many minibatches they are."""
+    """Return the mean losses of the first and of the last minibatches, and of how many minibatches
+    they are.
+    """
     window = max(1, min(LOSS_WINDOW, len(losses) // 2))
     values = [math.nan if entry.loss is None else entry.loss for entry in losses]
     return sum(values[:window]) / window, sum(values[-window:]) / window, window
@@ -95,7 +114,9 @@ def loss_ends(losses: "tuple[Loss, ...]") -> tuple[float, float, int]:
 
 def _loss(result: "TrainResult") -> str:
     if result.random_data:
-        return "Trained on random batches: the model file has no dataset(), so the loss means nothing."
+        return (
+            "Trained on random batches: the model file has no dataset(), so the loss means nothing."
+        )
     diverged = next((entry.minibatch for entry in result.losses if entry.loss is None), None)
     if diverged is not None:
         return f"The loss is not finite from minibatch {diverged} on: lower the learning rate."
@@ -104,7 +125,11 @@ def _loss(result: "TrainResult") -> str:
     first, last, window = loss_ends(result.losses)
     if len(result.losses) == 1:
         return f"loss {first:.4f}"
-    ends = f"means of the first and the last {window} minibatches" if window > 1 else "first and last minibatch"
+    ends = (
+        f"means of the first and the last {window} minibatches"
+        if window > 1
+        else "first and last minibatch"
+    )
     return f"loss {first:.4f} -> {last:.4f} ({ends})"
 
 
@@ -118,7 +143,10 @@ def pace_table(comparison: RunComparison, plan: Plan) -> Table:
     predicted, runs = plan.predicted, (comparison.simulated, comparison.measured)
     paces = [pace(each.samples_per_s, each.seconds_per_minibatch) for each in (predicted, *runs)]
     measured_s = comparison.measured.seconds_per_minibatch
-    errors = [percent_error(each.seconds_per_minibatch, measured_s) for each in (predicted, comparison.simulated)]
+    errors = [
+        percent_error(each.seconds_per_minibatch, measured_s)
+        for each in (predicted, comparison.simulated)
+    ]
     rows = [
         ["pace", *paces],
         ["time, relative to measured", *errors, ""],
@@ -139,7 +167,11 @@ def stage_times_table(comparison: RunComparison) -> Table:
             simulated_s, measured_s = getattr(stage.simulated, what), getattr(stage.measured, what)
             error = f" ({percent_error(simulated_s, measured_s)})" if measured_s > 0 else ""
             rows[-1] += [format_seconds(simulated_s) + error, format_seconds(measured_s)]
-    return Table(["stage", "forward", "measured", "backward", "measured", "update", "measured"], rows, "lrrrrrr")
+    return Table(
+        ["stage", "forward", "measured", "backward", "measured", "update", "measured"],
+        rows,
+        "lrrrrrr",
+    )
 
 
 def timeline_report(timeline: Timeline) -> str:
@@ -156,8 +188,16 @@ def run_report(summary: Summary, plan: Plan | None = None) -> str:
 
 
 def _run_lines(summary: Summary, plan: Plan | None) -> list[tuple[str, str | None]]:
-    run = f"{summary.minibatches} minibatch{'es' * (summary.minibatches > 1)} in {format_seconds(summary.seconds)}"
-    rate, whole, predicted, kinds = summary.samples_per_s_of_run, summary.bubble_share_of_run, "", [""]
+    run = (
+        f"{summary.minibatches} minibatch{'es' * (summary.minibatches > 1)} in "
+        f"{format_seconds(summary.seconds)}"
+    )
+    rate, whole, predicted, kinds = (
+        summary.samples_per_s_of_run,
+        summary.bubble_share_of_run,
+        "",
+        [""],
+    )
     uneven = None
     if plan is not None and plan.lengths is not None:
         alike_s = simulated_s(plan.model_copy(update={"lengths": None}))
@@ -174,9 +214,15 @@ def _run_lines(summary: Summary, plan: Plan | None) -> list[tuple[str, str | Non
         ("stages on", ", ".join(kinds) if any(kinds) else None),
         (summary.source, pace(summary.samples_per_s, summary.seconds_per_minibatch) + predicted),
         ("whole run", run if rate is None else f"{format_rate(rate)} samples/s, {run}"),
-        ("start-up", f"{format_seconds(summary.start_up_s)} until the first backward of stage 0 has ended"),
+        (
+            "start-up",
+            f"{format_seconds(summary.start_up_s)} until the first backward of stage 0 has ended",
+        ),
         ("drain", f"{format_seconds(summary.drain_s)} from the last forward of stage 0"),
-        ("bubble", f"{summary.bubble_share:.1%} of the workers' time, {whole:.1%} with start-up and drain"),
+        (
+            "bubble",
+            f"{summary.bubble_share:.1%} of the workers' time, {whole:.1%} with start-up and drain",
+        ),
         ("waiting for", bubble_causes(summary)),
         ("lengths", uneven),
         ("busiest", f"{summary.busiest}, {summary.busiest_share:.1%}"),
@@ -190,7 +236,9 @@ def bubble_causes(summary: Summary) -> str | None:
 
 
 def worker_table(workers: Sequence[WorkerUse], measured: Sequence[WorkerUse] = ()) -> Table:
-    """Tabulate the workers, or of many the first of each stage, with the peaks that were measured."""
+    """Tabulate the workers, or of many the first of each stage, with the peaks that were
+    measured.
+    """
     if len(workers) > MOST_ROWS:
         workers = list({worker.stages: worker for worker in reversed(workers)}.values())[::-1]
     peaks = {worker.rank: worker.peak_bytes for worker in measured}
@@ -212,7 +260,9 @@ def worker_table(workers: Sequence[WorkerUse], measured: Sequence[WorkerUse] = (
 
 def _merged(rows: Sequence[dict[str, str | None]]) -> Iterator[dict[str, str | None]]:
     """Yield rows, of neighbours that are equal but for the worker one: "0-3"."""
-    for _, alike in groupby(rows, key=lambda row: [value for name, value in row.items() if name != "worker"]):
+    for _, alike in groupby(
+        rows, key=lambda row: [value for name, value in row.items() if name != "worker"]
+    ):
         first, *others = alike
         workers = f"{first['worker']}-{others[-1]['worker']}" if others else first["worker"]
         yield first | {"worker": workers}

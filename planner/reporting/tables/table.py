@@ -20,11 +20,14 @@ class Table:
     align: str = ""
 
     def text(self, width: int | None = None) -> str:
-        """Draw the table for a terminal of this width: the longest cells of the widest column may lose their middle."""
+        """Draw the table for a terminal of this width: the longest cells of the widest column may
+        lose their middle.
+        """
         width = shutil.get_terminal_size((UNLIMITED, 0)).columns if width is None else width
         rows = [[str(cell) for cell in row] for row in self.rows]
         widths = [
-            max([len(header) + GAP, *map(len, column)]) for header, *column in zip(self.headers, *rows, strict=True)
+            max([len(header) + GAP, *map(len, column)])
+            for header, *column in zip(self.headers, *rows, strict=True)
         ]
         over = sum(widths) + GAP * (len(widths) - 1) - width
         if over > 0 and rows:
@@ -37,11 +40,17 @@ class Table:
 
 
 def table_of(records: Sequence[Mapping[str, object]], align: str = "") -> Table:
-    """Return a table with a row per record and a column per key, without columns that are None in all records."""
+    """Return a table with a row per record and a column per key, without columns that are None in
+    all records.
+    """
     names = list(records[0]) if records else []
-    shown = [at for at, name in enumerate(names) if any(record[name] is not None for record in records)]
+    shown = [
+        at for at, name in enumerate(names) if any(record[name] is not None for record in records)
+    ]
     headers = [names[at] for at in shown]
-    rows = [["" if record[name] is None else record[name] for name in headers] for record in records]
+    rows = [
+        ["" if record[name] is None else record[name] for name in headers] for record in records
+    ]
     return Table(headers, rows, "".join(align[at] for at in shown) if align else "")
 
 
@@ -54,4 +63,6 @@ def _shortened(text: str, most: int) -> str:
 
 def named_values(lines: Iterable[tuple[str, str | None]]) -> str:
     """Draw names and values as two columns without headers; leave out values that are None."""
-    return tabulate([line for line in lines if line[1] is not None], tablefmt="plain", disable_numparse=True)
+    return tabulate(
+        [line for line in lines if line[1] is not None], tablefmt="plain", disable_numparse=True
+    )

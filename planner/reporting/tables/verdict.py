@@ -1,4 +1,6 @@
-"""What a plan comes to, in the lines that stand above its tables: what to use, what it gains, and at which price."""
+"""What a plan comes to, in the lines that stand above its tables: what to use, what it gains, and
+at which price.
+"""
 
 from planner.analysis.limits import Limits
 from planner.formats.plan import GIVEN, Plan
@@ -7,7 +9,8 @@ from planner.solver.alternatives.usual_ways import ONE_GPU
 from planner.stages.replicas import update_words
 from planner.units import counted, format_bytes, format_times
 
-LITTLE = 1.05  # times as fast as the best baseline: a pipeline that gains less is not worth its trouble
+# times as fast as the best baseline: a pipeline that gains less is not worth its trouble
+LITTLE = 1.05
 
 
 def verdict_lines(plan: Plan, limits: Limits | None) -> list[str]:
@@ -17,13 +20,17 @@ def verdict_lines(plan: Plan, limits: Limits | None) -> list[str]:
 
 
 def synchronous_ways(plan: Plan) -> list[OtherWay]:
-    """Return the synchronous plans to name: none where the plan's own gradients are not stale, unless one is faster."""
+    """Return the synchronous plans to name: none where the plan's own gradients are not stale,
+    unless one is faster.
+    """
     ways = [way for way in (plan.synchronous, plan.synchronous_usual) if way is not None]
     return [way for way in ways if plan.staleness or share_of_speed(plan, way) >= LITTLE]
 
 
 def verdict(plan: Plan, limits: Limits | None) -> str:
-    """Say what to use, and what it gains: "3 stages, 1.80x the best baseline (data parallel), 6% bubble"."""
+    """Say what to use, and what it gains: "3 stages, 1.80x the best baseline (data parallel), 6%
+    bubble".
+    """
     over = max(map(plan.lacking_bytes, range(len(plan.stages))))
     if over:
         return f"Does not fit: {format_bytes(over)} too many on the fullest GPU"
@@ -33,7 +40,9 @@ def verdict(plan: Plan, limits: Limits | None) -> str:
     parts = [counted(len(plan.stages), "stage")]
     best = best_baseline(plan)
     if best is not None:
-        parts.append(f"{format_times(1 / share_of_speed(plan, best))} the best baseline ({best.name})")
+        parts.append(
+            f"{format_times(1 / share_of_speed(plan, best))} the best baseline ({best.name})"
+        )
     elif plan.baselines:
         parts.append("where no baseline fits the memory")
     if limits is not None:
@@ -65,7 +74,9 @@ def _without_pipeline(plan: Plan) -> str:
 
 
 def mode_words(plan: Plan) -> str:
-    """Say whether gradients are stale: "asynchronous (PipeDream 1F1B, gradients up to 2 updates stale)"."""
+    """Say whether gradients are stale: "asynchronous (PipeDream 1F1B, gradients up to 2 updates
+    stale)".
+    """
     if plan.staleness:
         stale = f"gradients up to {counted(plan.staleness, 'update')} stale"
         return f"asynchronous ({plan.schedule.known_as}, {stale})"
@@ -75,7 +86,9 @@ def mode_words(plan: Plan) -> str:
 
 
 def synchronous_words(plan: Plan, way: OtherWay) -> str:
-    """Compare a plan with a synchronous one: "1f1b-flush at the same global batch: 0.91x, no stale gradients"."""
+    """Compare a plan with a synchronous one: "1f1b-flush at the same global batch: 0.91x, no stale
+    gradients".
+    """
     most = plan.samples_per_update[1]
     if way.samples_per_update is None:
         batch = f"in {way.microbatches} microbatches"
@@ -88,14 +101,17 @@ def synchronous_words(plan: Plan, way: OtherWay) -> str:
 
 
 def best_baseline(plan: Plan) -> OtherWay | None:
-    """Return the fastest baseline that fits, of those with the plan's global batch if there are any; None without.
+    """Return the fastest baseline that fits, of those with the plan's global batch if there are
+    any; None without.
 
     To be faster than one GPU is no merit where another way uses several.
     """
     fitting = [way for way in plan.baselines if not way.over_memory_bytes]
     several = [way for way in fitting if way.name != ONE_GPU]
     alike = [way for way in several if way.samples_per_update in (None, plan.samples_per_update)]
-    return min(alike or several or fitting, key=lambda way: way.seconds_per_microbatch, default=None)
+    return min(
+        alike or several or fitting, key=lambda way: way.seconds_per_microbatch, default=None
+    )
 
 
 def share_of_speed(plan: Plan, way: OtherWay) -> float:

@@ -15,7 +15,8 @@ from planner.solver.tuning.record import Tuning
 
 
 def fewer_hosts(cluster: Cluster, most: int) -> Iterator[Cluster]:
-    """Yield the cluster without one host, without two, up to `most`; GPUs that are all joined alike are a host each.
+    """Yield the cluster without one host, without two, up to `most`; GPUs that are all joined alike
+    are a host each.
 
     Raise ClusterError where that depends on which host is lost, or where none would be left.
     """
@@ -44,9 +45,11 @@ def with_fewer_hosts(
     clock: Clock,
     tuning: Tuning,
 ) -> Plan:
-    """Return the plan with the fastest plans for up to `options.survive` hosts fewer, or a note why there is none.
+    """Return the plan with the fastest plans for up to `options.survive` hosts fewer, or a note why
+    there is none.
 
-    They train the same minibatches under the same schedule, so that a run can go on with any of them.
+    They train the same minibatches under the same schedule, so that a run can go on with any of
+    them.
     """
     clusters = list(fewer_hosts(plan.cluster, options.survive))
     options = replace(
@@ -63,6 +66,8 @@ def with_fewer_hosts(
             smaller.append(find_plan(profile, cluster, options, clock.part(share), tuning))
         except PlannerError as error:  # no plan fits, or none takes so many microbatches
             # Still fewer GPUs have less memory in all.
-            plan = plan.noting(f"The loss of {number + 1} hosts cannot be survived: {explained(error).message}.")
+            plan = plan.noting(
+                f"The loss of {number + 1} hosts cannot be survived: {explained(error).message}."
+            )
             break
     return plan.model_copy(update={"smaller": tuple(smaller)})

@@ -28,10 +28,11 @@ def or_interleaved(
     clock: Clock,
     tuning: Tuning,
 ) -> Plan:
-    """Return the fastest regular interleaved plan where it is 2% faster than a plan under 1f1b-flush, or the plan.
+    """Return the fastest regular interleaved plan where it is 2% faster than a plan under
+    1f1b-flush, or the plan.
 
-    So much must several times as many messages earn, for what waits for them is not all known. Both have the same
-    minibatch, and the same table of other ways.
+    So much must several times as many messages earn, for what waits for them is not all known. Both
+    have the same minibatch, and the same table of other ways.
     """
     cluster = plan.cluster
     if options.alone or cluster.kinds:

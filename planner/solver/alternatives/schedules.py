@@ -1,4 +1,6 @@
-"""Plans under several schedules: the fastest of all, and the best synchronous plan beside an asynchronous one."""
+"""Plans under several schedules: the fastest of all, and the best synchronous plan beside an
+asynchronous one.
+"""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -22,7 +24,9 @@ from planner.stages.replicas import update_words
 from planner.units import as_fast, counted
 
 SYNCHRONOUS = "best synchronous plan"
-OUT_OF_TIME = "the search for synchronous plans beside this one ended with its time: there may be faster ones"
+OUT_OF_TIME = (
+    "the search for synchronous plans beside this one ended with its time: there may be faster ones"
+)
 
 
 def under_every_schedule(
@@ -32,10 +36,11 @@ def under_every_schedule(
     clock: Clock,
     tuning: Tuning,
 ) -> Plan:
-    """Return the fastest plan under any schedule, with the best ones under all others, or notes why there is none.
+    """Return the fastest plan under any schedule, with the best ones under all others, or notes why
+    there is none.
 
-    A plan whose gradients are stale is the answer only where `max_staleness` allows for it; it is named all the same.
-    Raise InfeasibleError if no schedule has a plan that may be the answer.
+    A plan whose gradients are stale is the answer only where `max_staleness` allows for it; it is
+    named all the same. Raise InfeasibleError if no schedule has a plan that may be the answer.
     """
     plans = list[Plan]()
     obstacles = dict[Schedule, PlannerError]()
@@ -43,7 +48,11 @@ def under_every_schedule(
         clock.progress.step = str(schedule)
         asked = under(schedule, options)
         try:
-            plans.append(find_plan(profile, cluster, asked, clock.part(1 / (len(SCHEDULES) - number)), tuning))
+            plans.append(
+                find_plan(
+                    profile, cluster, asked, clock.part(1 / (len(SCHEDULES) - number)), tuning
+                )
+            )
         except PlannerError as error:
             obstacles[schedule] = error
 
@@ -60,33 +69,41 @@ def under_every_schedule(
 
 
 def under(schedule: Schedule, options: SolveOptions) -> SolveOptions:
-    """Return the options under another schedule; one that divides no minibatches has one microbatch in each."""
+    """Return the options under another schedule; one that divides no minibatches has one microbatch
+    in each.
+    """
     microbatches = options.microbatches if schedule.divides else None
     return replace(options, schedule=schedule, microbatches=microbatches)
 
 
 def _may_be_the_answer(plan: Plan, options: SolveOptions) -> bool:
-    """Return whether the plan's gradients are no later than allowed, and its minibatches those that were asked for."""
+    """Return whether the plan's gradients are no later than allowed, and its minibatches those that
+    were asked for.
+    """
     in_time = options.max_staleness is not None or not plan.schedule.asynchronous
     return in_time and options.microbatches in (None, plan.microbatches)
 
 
 def _noting_other_sizes(best: Plan, plans: Sequence[Plan]) -> Plan:
-    """Say of the fastest plan which others update after another number of samples, and after how many."""
+    """Say of the fastest plan which others update after another number of samples, and after how
+    many.
+    """
     sizes = dict[tuple[int, int], list[str]]()
     for plan in plans:
         if plan.samples_per_update != best.samples_per_update:
             sizes.setdefault(plan.samples_per_update, []).append(str(plan.schedule))
     for size, names in sizes.items():
         best = best.noting(
-            f"plans under {', '.join(names)} update after {update_words(size, best.microbatch_size)}, "
+            f"plans under {', '.join(names)} update after "
+            f"{update_words(size, best.microbatch_size)}, "
             f"this one after {update_words(best.samples_per_update, best.microbatch_size)}"
         )
     return best
 
 
 def holding_minibatch(profile: Profile, options: SolveOptions) -> tuple[SolveOptions, str]:
-    """Return options whose schedule has the global batch that was given, where no schedule was; and a note on that.
+    """Return options whose schedule has the global batch that was given, where no schedule was; and
+    a note on that.
 
     Where a microbatch is the whole minibatch, the default schedule cannot have one of several.
     """
@@ -96,7 +113,8 @@ def holding_minibatch(profile: Profile, options: SolveOptions) -> tuple[SolveOpt
     if options.minibatch is None or size is None or options.minibatch <= size:
         return options, ""
     note = (
-        f"this plan is under {FLUSH}, as the global batch is of {options.minibatch} samples: under {options.order} a "
+        f"this plan is under {FLUSH}, as the global batch is of {options.minibatch} samples: "
+        f"under {options.order} a "
         f"minibatch has the {size} samples that were profiled"
     )
     return replace(options, schedule=FLUSH), note
@@ -109,16 +127,18 @@ def with_synchronous(
     clock: Clock,
     tuning: Tuning,
 ) -> Plan:
-    """Return an asynchronous plan with the best ones found under 1F1B with a flush; others as they are.
+    """Return an asynchronous plan with the best ones found under 1F1B with a flush; others as they
+    are.
 
-    There are two, because the size of a global batch decides how much draining costs: one has the plan's global batch,
-    and one the usual number of microbatches, where the user has said nothing of either. The search for each takes no
-    longer than that for the plan, or some seconds.
+    There are two, because the size of a global batch decides how much draining costs: one has the
+    plan's global batch, and one the usual number of microbatches, where the user has said nothing
+    of either. The search for each takes no longer than that for the plan, or some seconds.
 
-    Stale gradients have to earn something: where no schedule was asked for, and the plan is not `required_speedup`
-    times as fast as the one with its global batch, that one is the answer. It is, too, where it alone has the global
-    batch that was asked for. Of plans with another global batch only data parallelism takes its place, with a
-    microbatch on each GPU as the schedule itself has it.
+    Stale gradients have to earn something: where no schedule was asked for, and the plan is not
+    `required_speedup` times as fast as the one with its global batch, that one is the answer. It
+    is, too, where it alone has the global batch that was asked for. Of plans with another global
+    batch only data parallelism takes its place, with a microbatch on each GPU as the schedule
+    itself has it.
     """
     if not plan.schedule.asynchronous:
         return plan
@@ -148,9 +168,13 @@ def _or_data_parallel(
     clock: Clock,
     tuning: Tuning,
 ) -> Plan:
-    """Return a single stage where a pipeline with stale gradients is not enough faster, or the plan."""
+    """Return a single stage where a pipeline with stale gradients is not enough faster, or the
+    plan.
+    """
     enough = tuning.evaluate.min_speedup_per_stale_update
-    chosen_by_user = options.asked or options.minibatch is not None or options.microbatches is not None
+    chosen_by_user = (
+        options.asked or options.minibatch is not None or options.microbatches is not None
+    )
     if chosen_by_user or not plan.staleness or plan.predicted.speedup_over_data_parallel >= enough:
         return plan
 
@@ -171,7 +195,9 @@ def _with_usual_batch(
     clock: Clock,
     tuning: Tuning,
 ) -> Plan:
-    """Return the plan with the best synchronous one of as many microbatches as such plans usually have."""
+    """Return the plan with the best synchronous one of as many microbatches as such plans usually
+    have.
+    """
     if plan.schedule.divides or options.minibatch is not None or options.microbatches is not None:
         return plan
     usual = replace(options, schedule=FLUSH, max_staleness=None)
@@ -198,7 +224,9 @@ def _best_drained(
     clock: Clock,
     tuning: Tuning,
 ) -> Plan:
-    """Return the fastest synchronous plan on the plan's cluster, also of an interleaved pipeline."""
+    """Return the fastest synchronous plan on the plan's cluster, also of an interleaved
+    pipeline.
+    """
     least_s = tuning.answer.alternatives_s
     searching = clock.at_most(max(least_s, plan.solver.seconds))
     synchronous = find_plan(profile, plan.cluster, options, searching, tuning)
@@ -208,10 +236,11 @@ def _best_drained(
 
 
 def drained_options(plan: Plan, options: SolveOptions) -> SolveOptions:
-    """Return the options for the synchronous plan with the global batch of `plan`, or with the one that was given.
+    """Return the options for the synchronous plan with the global batch of `plan`, or with the one
+    that was given.
 
-    Under 1f1b a stage updates after a microbatch on each of its replicas, so the global batch is that of the stage with
-    the most replicas.
+    Under 1f1b a stage updates after a microbatch on each of its replicas, so the global batch is
+    that of the stage with the most replicas.
     """
     microbatches = None
     if options.minibatch is None:
@@ -225,7 +254,8 @@ def drained_options(plan: Plan, options: SolveOptions) -> SolveOptions:
 
 
 def required_speedup(plan: Plan, synchronous: Plan, tuning: Tuning) -> float:
-    """Return how many times as fast as the synchronous plan an asynchronous one must be to be the answer.
+    """Return how many times as fast as the synchronous plan an asynchronous one must be to be the
+    answer.
 
     Where no gradient is stale, plans are compared at equal samples per update alone.
     """
@@ -241,8 +271,10 @@ def _why_data_parallel(parallel: Plan, plan: Plan, ratio: float) -> str:
     this = update_words(parallel.samples_per_update, parallel.microbatch_size)
     that = update_words(plan.samples_per_update, plan.microbatch_size)
     return (
-        f"the best pipeline under {plan.schedule}, {short_config(plan.config)}, is {as_fast(ratio)} as data "
-        f"parallelism, and its gradients are up to {counted(plan.staleness, 'update')} stale; it updates after "
+        f"the best pipeline under {plan.schedule}, {short_config(plan.config)}, is "
+        f"{as_fast(ratio)} as data "
+        f"parallelism, and its gradients are up to {counted(plan.staleness, 'update')} stale; it "
+        f"updates after "
         f"{that}, this plan after {this}; for that one, solve with `schedule={plan.schedule}`"
     )
 
@@ -252,8 +284,10 @@ def _why_this_batch(synchronous: Plan, plan: Plan) -> str:
     this = update_words(synchronous.samples_per_update, synchronous.microbatch_size)
     that = update_words(plan.samples_per_update, plan.microbatch_size)
     return (
-        f"this plan is under {synchronous.schedule}, which updates after the {this} that were asked for: under "
-        f"{plan.schedule} a stage updates after a microbatch on each of its replicas, in {short_config(plan.config)} "
+        f"this plan is under {synchronous.schedule}, which updates after the {this} that were "
+        f"asked for: under "
+        f"{plan.schedule} a stage updates after a microbatch on each of its replicas, in "
+        f"{short_config(plan.config)} "
         f"after {that}"
     )
 
@@ -263,22 +297,31 @@ def _why_another_batch(plan: Plan, synchronous: Plan) -> str:
     asked = update_words(synchronous.samples_per_update, synchronous.microbatch_size)
     actual = update_words(plan.samples_per_update, plan.microbatch_size)
     return (
-        f"the global batch is {actual}, not {asked}: under {plan.schedule} a stage updates after a microbatch on each "
+        f"the global batch is {actual}, not {asked}: under {plan.schedule} a stage updates after "
+        f"a microbatch on each "
         "of its replicas"
     )
 
 
 def _why_synchronous(synchronous: Plan, plan: Plan, ratio: float, tuning: Tuning) -> str:
-    """Say how many times as fast the synchronous plan is, and after how many samples each of the two updates."""
+    """Say how many times as fast the synchronous plan is, and after how many samples each of the
+    two updates.
+    """
     is_as_fast = abs(ratio - 1) < tuning.answer.indistinguishable_share
     times = "" if is_as_fast else f"{ratio:.2f} times "
-    late = f", whose gradients are up to {counted(plan.staleness, 'update')} stale" if plan.staleness else ""
+    late = (
+        f", whose gradients are up to {counted(plan.staleness, 'update')} stale"
+        if plan.staleness
+        else ""
+    )
     sizes = ""
     if plan.samples_per_update != synchronous.samples_per_update:
         this = update_words(synchronous.samples_per_update, synchronous.microbatch_size)
         that = update_words(plan.samples_per_update, plan.microbatch_size)
         sizes = f"; this plan updates after {this}, that one after {that}"
     return (
-        f"this plan under {synchronous.schedule} is {times}as fast as the best under {plan.schedule}, "
-        f"{short_config(plan.config)}{late}{sizes}; for that one, solve with `schedule={plan.schedule}`"
+        f"this plan under {synchronous.schedule} is {times}as fast as the best under "
+        f"{plan.schedule}, "
+        f"{short_config(plan.config)}{late}{sizes}; for that one, solve with "
+        f"`schedule={plan.schedule}`"
     )

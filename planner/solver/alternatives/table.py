@@ -1,4 +1,6 @@
-"""The table of other ways beside a plan, and the row that takes its place where the search found nothing as fast."""
+"""The table of other ways beside a plan, and the row that takes its place where the search found
+nothing as fast.
+"""
 
 from collections.abc import Iterable
 from contextlib import suppress
@@ -37,7 +39,9 @@ class Rules:
     samples: tuple[int, int] | None  # per update; None where the schedule decides that
 
     def allow(self, way: Way) -> bool:
-        """Return whether the way is one that the user asked for, and trains as many samples per update."""
+        """Return whether the way is one that the user asked for, and trains as many samples per
+        update.
+        """
         return (
             way.problem.schedule in self.schedules
             and self.samples in (None, way.samples_per_update)
@@ -45,11 +49,14 @@ class Rules:
         )
 
     def _allow_stages(self, way: Way) -> bool:
-        """Return whether the stages are as the options want them, fit, and leave no replica idle."""
+        """Return whether the stages are as the options want them, fit, and leave no replica
+        idle.
+        """
         profile = way.problem.layer_costs.given
         rules = with_one_optimizer(self.options, profile).rules
         if self.options.alone or rules.recompute in ("always", "blocks"):
-            return False  # no row is recomputed as these say, or comes from the solver that was named
+            # no row is recomputed as these say, or comes from the solver that was named
+            return False
         if rules.tensor and 1 not in rules.tensor:
             return False  # no row divides layers
 
@@ -85,10 +92,12 @@ def no_slower_than_usual(
     clock: Clock,
     tuning: Tuning,
 ) -> Plan:
-    """Return the plan with its table; where a row that the options allow is faster, that row as the plan.
+    """Return the plan with its table; where a row that the options allow is faster, that row as the
+    plan.
 
-    Only rows of equally many samples per update are compared. Those that look faster are simulated, whatever time is
-    left: by the cost model alone, a row that waits for messages looks faster than it is.
+    Only rows of equally many samples per update are compared. Those that look faster are simulated,
+    whatever time is left: by the cost model alone, a row that waits for messages looks faster than
+    it is.
     """
     try:
         ways = _ways_beside(layer_costs_on(profile, plan.cluster), plan, clock, tuning)
@@ -97,7 +106,10 @@ def no_slower_than_usual(
 
     rules = Rules(options, _allowed_schedules(plan.schedule, options), plan.samples_per_update)
     last = _last_budget(clock, tuning)
-    ways = [_simulated(way, last) if rules.allow(way) and _seems_faster(way, plan) else way for way in ways]
+    ways = [
+        _simulated(way, last) if rules.allow(way) and _seems_faster(way, plan) else way
+        for way in ways
+    ]
     candidates = [way for way in ways if rules.allow(way) and _faster(way, plan)]
 
     best = _fastest_complete(candidates, plan, options)
@@ -111,7 +123,8 @@ def fastest_usual(
     clock: Clock,
     tuning: Tuning,
 ) -> Plan | None:
-    """Return the fastest of the usual ways that the options allow, for a search that had no answer; None without any.
+    """Return the fastest of the usual ways that the options allow, for a search that had no answer;
+    None without any.
 
     The plan has no table yet.
     """
@@ -141,7 +154,9 @@ def described_plan(name: str, plan: Plan) -> OtherWay:
 
 
 def seconds_per_microbatch(plan: Plan) -> float:
-    """Return the predicted seconds of a microbatch, which plans with other minibatches have in common."""
+    """Return the predicted seconds of a microbatch, which plans with other minibatches have in
+    common.
+    """
     return plan.predicted.seconds_per_minibatch / plan.microbatches
 
 
@@ -184,12 +199,16 @@ def _simulated(way: Way, budget: Budget) -> Way:
 
 
 def _seems_faster(way: Way, plan: Plan) -> bool:
-    """Return whether the way is shown with less time than the plan, by more than estimates are true."""
+    """Return whether the way is shown with less time than the plan, by more than estimates are
+    true.
+    """
     return way.seconds_per_microbatch < _clearly_faster_s(way.problem, plan)
 
 
 def _faster(way: Way, plan: Plan) -> bool:
-    """Return whether the way seems faster, and would be if it waits as most plans that were not simulated."""
+    """Return whether the way seems faster, and would be if it waits as most plans that were not
+    simulated.
+    """
     if plan.predicted.by == "cost model":
         return _seems_faster(way, plan)
     comparable_s = way.problem.comparable_s(way.plan) / way.problem.microbatches
@@ -208,13 +227,16 @@ def _in_place_of(plan: Plan, best: Plan) -> Plan:
         "notes": plan.notes,
         "synchronous": plan.synchronous if best.schedule.asynchronous else None,
         "synchronous_usual": plan.synchronous_usual if best.schedule.asynchronous else None,
-        "schedules": tuple(chosen if way.schedule is best.schedule else way for way in plan.schedules),
+        "schedules": tuple(
+            chosen if way.schedule is best.schedule else way for way in plan.schedules
+        ),
     }
     best = best.model_copy(update=context)
     if best.schedule is plan.schedule:
         return best
     return best.noting(
-        f"this plan under {best.schedule} is faster than the best that was found under {plan.schedule}, "
+        f"this plan under {best.schedule} is faster than the best that was found under "
+        f"{plan.schedule}, "
         f"{short_config(plan.config)}, which updates after as many samples"
     )
 
@@ -224,7 +246,8 @@ def _fastest_complete(
     slower: Plan | None,
     options: SolveOptions,
 ) -> Plan | None:
-    """Return the plan of the fastest way that has room for the copies of weights that several stages use.
+    """Return the plan of the fastest way that has room for the copies of weights that several
+    stages use.
 
     What a search knew of a `slower` plan under the same schedule holds for this one, too.
     """

@@ -1,4 +1,5 @@
-"""What people do by hand: the table of other ways to train, whose best rows compete with what a search finds.
+"""What people do by hand: the table of other ways to train, whose best rows compete with what a
+search finds.
 
     data parallel             a replica of the whole model on each GPU; where GPUs differ, also on those of one kind
     one GPU
@@ -6,9 +7,10 @@
     HSDP                      the same as ZeRO-3 inside each server, all of which have the whole model
     2, 4, 8 equal stages      pipelines of equally many blocks under 1F1B with a flush, with replicas on the other GPUs
 
-All rows have the question's samples per update. So no way has more replicas than a minibatch has microbatches: the
-others would idle, or the minibatch would have to grow. Under 1f1b, which does not divide minibatches, every stage
-updates after a minibatch on each of its replicas; there, rows differ, and each says its own number.
+All rows have the question's samples per update. So no way has more replicas than a minibatch has
+microbatches: the others would idle, or the minibatch would have to grow. Under 1f1b, which does not
+divide minibatches, every stage updates after a minibatch on each of its replicas; there, rows
+differ, and each says its own number.
 """
 
 from collections.abc import Iterator, Sequence
@@ -57,7 +59,9 @@ class Way:
 
     @property
     def samples_per_update(self) -> tuple[int, int]:
-        """Samples whose gradients make an update, at the stages of the fewest and of the most replicas."""
+        """Samples whose gradients make an update, at the stages of the fewest and of the most
+        replicas.
+        """
         return samples_per_update(
             self.problem.schedule,
             self.problem.microbatches,
@@ -90,8 +94,8 @@ def usual_ways(
 ) -> Iterator[Way]:
     """Yield the ways in the order of the table, each simulated as far as the budget goes.
 
-    All but the pipelines run under the options' schedule, without chunks. What does not fit the memory recomputes every
-    block, unless the options forbid it.
+    All but the pipelines run under the options' schedule, without chunks. What does not fit the
+    memory recomputes every block, unless the options forbid it.
     """
     schedule = options.order.unchunked
     whole = replace(options, schedule=schedule)
@@ -139,8 +143,8 @@ def _one_gpu(problem: Problem) -> Way:
 def _sharded(problem: Problem) -> Iterator[Way]:
     """Yield data parallelism at each sharding level.
 
-    From ZeRO-2 on, replicas exchange something for every microbatch. So they drain the pipeline, also where the
-    question's schedule does not, and have equally many microbatches each.
+    From ZeRO-2 on, replicas exchange something for every microbatch. So they drain the pipeline,
+    also where the question's schedule does not, and have equally many microbatches each.
     """
     stage = replicated(problem)
     if stage.replicas == 1:
@@ -156,10 +160,14 @@ def _sharded(problem: Problem) -> Iterator[Way]:
 
 
 def _drained(problem: Problem, replicas: int) -> Problem:
-    """Return a problem under a synchronous schedule with the samples per update of so many replicas."""
+    """Return a problem under a synchronous schedule with the samples per update of so many
+    replicas.
+    """
     if not problem.schedule.asynchronous:
         return problem
-    return problem.with_schedule(FLUSH, problem.microbatches if problem.schedule.divides else replicas)
+    return problem.with_schedule(
+        FLUSH, problem.microbatches if problem.schedule.divides else replicas
+    )
 
 
 def _equal_stages(problem: Problem) -> Iterator[Way]:

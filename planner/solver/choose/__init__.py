@@ -1,1 +1,3 @@
-"""Choose the answer: plans that take no search, alternatives that may wait less, local search from the best."""
+"""Choose the answer: plans that take no search, alternatives that may wait less, local search from
+the best.
+"""

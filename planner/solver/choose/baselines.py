@@ -1,4 +1,6 @@
-"""Baselines: plans that people make by hand without a planner, over legal cuts of the profile's order."""
+"""Baselines: plans that people make by hand without a planner, over legal cuts of the profile's
+order.
+"""
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
@@ -33,7 +35,10 @@ def equal_blocks(layer_costs: LayerCosts, stages: int) -> list[Candidate]:
     """
     blocks = blocks_of(layer_costs.profile)
     legal = np.array(legal_ends(layer_costs))
-    wanted = (blocks[taken - 1].stop for taken in accumulate(equal_counts(len(blocks), min(stages, len(blocks)))))
+    wanted = (
+        blocks[taken - 1].stop
+        for taken in accumulate(equal_counts(len(blocks), min(stages, len(blocks))))
+    )
     ends = sorted({0, *(int(legal[np.argmin(np.abs(legal - end))]) for end in wanted)})
     return candidates([range(first, end) for first, end in pairwise(ends)], [1] * (len(ends) - 1))
 
@@ -41,13 +46,18 @@ def equal_blocks(layer_costs: LayerCosts, stages: int) -> list[Candidate]:
 def equal_time(layer_costs: LayerCosts, gpus: int) -> list[Candidate]:
     """Return as many stages as GPUs, the slowest of which computes as little as possible.
 
-    torchgpipe balances by this block partition (Bárány & Grinberg 2015). Communication does not count.
+    torchgpipe balances by this block partition (Bárány & Grinberg 2015). Communication does not
+    count.
     """
     return next(equal_times(layer_costs, [gpus]))
 
 
-def equal_times(layer_costs: LayerCosts, counts: Iterable[int], clock: Clock = NO_LIMIT) -> Iterator[list[Candidate]]:
-    """Yield the partition of `equal_time` for each number of stages; after the deadline, only for the first."""
+def equal_times(
+    layer_costs: LayerCosts, counts: Iterable[int], clock: Clock = NO_LIMIT
+) -> Iterator[list[Candidate]]:
+    """Yield the partition of `equal_time` for each number of stages; after the deadline, only for
+    the first.
+    """
     chain = Chain(layer_costs)
     sums = chain.compute_s.tolist()
     for number, count in enumerate(counts):
@@ -84,7 +94,9 @@ def _greedy_ends(sums: Sequence[float], stages: int, most_s: float) -> list[int]
 
 
 def recomputing(layer_costs: LayerCosts, stages: Sequence[Candidate]) -> list[Candidate]:
-    """Return the stages with every block running its forward again before its backward, as checkpointing does."""
+    """Return the stages with every block running its forward again before its backward, as
+    checkpointing does.
+    """
     again = []
     for stage in stages:
         blocks = tuple(map(frozenset, units_of(layer_costs, sorted(stage.layers))))

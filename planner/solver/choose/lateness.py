@@ -1,11 +1,15 @@
-"""Choose the plan whose gradients are least late among those that are nearly as fast as the best."""
+"""Choose the plan whose gradients are least late among those that are nearly as fast as the
+best.
+"""
 
 from planner.solver.pool import Pool
 from planner.solver.problem.result import Evaluation
 
 
 def least_late(pool: Pool) -> None:
-    """Let the pool's best plan be the least late one of those that were simulated, and are nearly as fast."""
+    """Let the pool's best plan be the least late one of those that were simulated, and are nearly
+    as fast.
+    """
     best = pool.best
     if best is None or not best.simulated or not pool.question.schedule.stashes:
         return

@@ -21,7 +21,9 @@ class Leaner:
         self._choices = cache(Recomputation(question.layer_costs, question.rules.recompute).choices)
 
     def lean_enough(self, stages: Sequence[Candidate]) -> Evaluation | None:
-        """Return the priced plan, with stages that recompute as memory demands; None if it does not fit anyhow."""
+        """Return the priced plan, with stages that recompute as memory demands; None if it does not
+        fit anyhow.
+        """
         choices = [self._choices(stage.layers) for stage in stages]
         rows = [0] * len(stages)
 
@@ -35,7 +37,9 @@ class Leaner:
                     rows[number] = _next_row(choices[number], rows[number], in_flight, excess_bytes)
         return None
 
-    def _priced(self, stages: Sequence[Candidate], choices: Sequence[Choices], rows: Sequence[int]) -> Evaluation:
+    def _priced(
+        self, stages: Sequence[Candidate], choices: Sequence[Choices], rows: Sequence[int]
+    ) -> Evaluation:
         recomputing = []
         for stage, each, row in zip(stages, choices, rows, strict=True):
             options = replace(stage.options, recompute=each.groups(row))
@@ -52,9 +56,11 @@ class Leaner:
 
 
 def _next_row(choices: Choices, row: int, in_flight: int, excess_bytes: int) -> int:
-    """Return the quickest choice after `row` that should save the bytes; past the end where `row` was the last one.
+    """Return the quickest choice after `row` that should save the bytes; past the end where `row`
+    was the last one.
 
-    The bytes at work depend on the microbatches, too, so that a choice that seems to hold too much may just do.
+    The bytes at work depend on the microbatches, too, so that a choice that seems to hold too much
+    may just do.
     """
     held_bytes = in_flight * choices.saved_bytes + choices.working_bytes
     enough = np.flatnonzero(held_bytes[row + 1 :] <= held_bytes[row] - excess_bytes)

@@ -50,7 +50,9 @@ def _allotments(problem: Problem, stages: Sequence[Candidate]) -> list[tuple[Ran
 
 def _orders(problem: Problem, stages: Sequence[Candidate]) -> list[Sequence[int]]:
     """Return the orders in which stages take GPUs."""
-    shares_s = [float(problem.layer_costs.work(stage).compute_s) / stage.replicas for stage in stages]
+    shares_s = [
+        float(problem.layer_costs.work(stage).compute_s) / stage.replicas for stage in stages
+    ]
     numbers = range(len(stages))
     heaviest_first = sorted(numbers, key=lambda number: -shares_s[number])
     return [numbers, heaviest_first, numbers[::-1]]

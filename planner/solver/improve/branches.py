@@ -1,14 +1,16 @@
-"""Improve plans of graphs with many downsets: cuts near those of a plan, but not along the profile's order.
+"""Improve plans of graphs with many downsets: cuts near those of a plan, but not along the
+profile's order.
 
-A round looks at two stages and the cut between them as *very large-scale neighbourhood search* does (Ahuja et al.,
-2002): it lists some of the downsets near each cut of the best plan so far, and an exact search over all of them at once
-finds the best plan. Rounds take turns between two neighbourhoods:
+A round looks at two stages and the cut between them as *very large-scale neighbourhood search* does
+(Ahuja et al., 2002): it lists some of the downsets near each cut of the best plan so far, and an
+exact search over all of them at once finds the best plan. Rounds take turns between two
+neighbourhoods:
 
     moved     one layer moves to the other stage, with all that must go with it
     nearest   any layers move that together take the least time
 
-It ends where neither has a faster plan. On PipeDream's Inception v3 the result is that of a search over all of its
-221,565 downsets, in a hundredth of its states.
+It ends where neither has a faster plan. On PipeDream's Inception v3 the result is that of a search
+over all of its 221,565 downsets, in a hundredth of its states.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +30,9 @@ from planner.solver.tuning.searches import BranchesTuning
 Neighbourhood = Callable[[int, int], set[int]]  # of a downset: so many downsets near it
 
 
-def improved_paths(search: PipelineSearch, path: CutPath) -> Iterator[tuple[PipelineSearch, CutPath]]:
+def improved_paths(
+    search: PipelineSearch, path: CutPath
+) -> Iterator[tuple[PipelineSearch, CutPath]]:
     """Yield ever faster paths from the best along the order, each with the search of its space."""
 
     tuning = search.problem.tuning.branches
@@ -39,7 +43,9 @@ def improved_paths(search: PipelineSearch, path: CutPath) -> Iterator[tuple[Pipe
         return PipelineSearch(search.problem, space).faster(below_s, tuning.min_gain_share)
 
     graph = LayerGraph(search.problem.layer_costs)
-    states = tuning.near_choosing_states if chooses_recomputation(search.problem) else tuning.near_states
+    states = (
+        tuning.near_choosing_states if chooses_recomputation(search.problem) else tuning.near_states
+    )
     for space, better in improved_cuts(graph, search.space, path, faster, tuning, states=states):
         yield PipelineSearch(search.problem, space), better
 
@@ -59,7 +65,8 @@ def improved_cuts(
         graph: of the layers.
         space: of the first path.
         path: whose cuts are changed.
-        faster: returns the best path over a space that takes less than some seconds, if there is any.
+        faster: returns the best path over a space that takes less than some seconds, if there is
+            any.
         space_of: makes a space of downsets.
         tuning: how many rounds, and what they must gain.
         states: of each round, about; by default those of `tuning`.
@@ -84,7 +91,9 @@ def improved_cuts(
 
 
 def space_around(question: Problem, stages: Sequence[Candidate]) -> Downsets:
-    """Return the space of the cuts of some stages, those near them, and those along the profile's order."""
+    """Return the space of the cuts of some stages, those near them, and those along the profile's
+    order.
+    """
     graph = LayerGraph(question.layer_costs)
     cuts = [graph.of_layers(stage.before) for stage in stages[1:]]
     in_order = {(1 << count) - 1 for count in range(len(graph.groups))}

@@ -1,9 +1,10 @@
 """Improve the pool's best plan: local search on simulated times, and deeper pipelines.
 
-No change of one thing leads from nine replicas to a short pipeline, so local search begins at the fastest plan, and at
-the fastest of each of a few other numbers of stages. Where GPUs are of several kinds, it begins at the fastest plans by
-the cost model that differ in their cuts or replicas; it changes how many replicas each stage has, and
-`planner.solver.improve.allotment` says which GPUs they are.
+No change of one thing leads from nine replicas to a short pipeline, so local search begins at the
+fastest plan, and at the fastest of each of a few other numbers of stages. Where GPUs are of several
+kinds, it begins at the fastest plans by the cost model that differ in their cuts or replicas; it
+changes how many replicas each stage has, and `planner.solver.improve.allotment` says which GPUs
+they are.
 """
 
 import math
@@ -74,7 +75,9 @@ def climb(pool: Pool, searched: Problem) -> None:
 
 
 def _ways(searched: Problem, space: CutSpace) -> list[OptionsOf]:
-    """Return how stages may run: those that recompute more than they must have room for deeper pipelines."""
+    """Return how stages may run: those that recompute more than they must have room for deeper
+    pipelines.
+    """
     limited = searched.cluster.memory_bytes is not None and not searched.cluster.kinds
     published, *deeper = searched.tuning.improve.depth_ratios
     depths = [published, *(deeper if limited else ())]
@@ -82,7 +85,9 @@ def _ways(searched: Problem, space: CutSpace) -> list[OptionsOf]:
 
 
 def _fastest_simulated(pool: Pool) -> list[Evaluation]:
-    """Return the fastest plans that were simulated with each other number of stages, then with other replicas."""
+    """Return the fastest plans that were simulated with each other number of stages, then with
+    other replicas.
+    """
     best = pool.best
     assert best is not None
     seen = [plan for plan in pool.question.budget.seen.values() if pool.question.allows(plan)]
@@ -107,7 +112,9 @@ def _fastest_by_shape(pool: Pool) -> list[Evaluation]:
 
 
 class _Trials:
-    """What local search minimises: the simulated seconds of paths that may be faster than the pool's best plan."""
+    """What local search minimises: the simulated seconds of paths that may be faster than the
+    pool's best plan.
+    """
 
     def __init__(self, pool: Pool, searched: Problem, space: CutSpace, first: CutPath) -> None:
         self._pool = pool
@@ -125,7 +132,8 @@ class _Trials:
         self._instructions = tuning.most_instructions * max(1, farther // 2)
         self._budget = question.budget.apart(min(question.budget.left, self._instructions))
         self._question = replace(question, budget=self._budget)
-        # Stages on unlike GPUs update at different times, which the cost model of synchronous schedules adds up.
+        # Stages on unlike GPUs update at different times, which the cost model of synchronous
+        # schedules adds up.
         adds = question.cluster.kinds and not question.schedule.asynchronous
         self._lenient = tuning.overpriced_ratio if adds else 1 - SLACK
         assert pool.best is not None
@@ -155,7 +163,10 @@ class _Trials:
         if path == self._first:
             least_s = self._question.comparable_s(self._start)
         for order in self._orders.pop(path):
-            if self._budget.over or order.seconds >= min(least_s, self._pool.best_s) * self._lenient:
+            if (
+                self._budget.over
+                or order.seconds >= min(least_s, self._pool.best_s) * self._lenient
+            ):
                 break  # there is no time left; or simulating, which only adds waiting, cannot help
             evaluation = simulated(self._question, order, self._pool.best_s)
             if self._start.simulated and not evaluation.simulated:
@@ -178,8 +189,9 @@ class _Trials:
 def deepen(pool: Pool, searched: Problem) -> None:
     """Let stages recompute more and run deeper, where a long pipeline then waits less.
 
-    Under schedules that drain, a pipeline that is deeper in some stages alone may take twice as long, so that local
-    search, which changes a stage at a time, does not meet one that is deeper in all.
+    Under schedules that drain, a pipeline that is deeper in some stages alone may take twice as
+    long, so that local search, which changes a stage at a time, does not meet one that is deeper in
+    all.
     """
     best = pool.best
     question = pool.question
@@ -195,7 +207,8 @@ def deepen(pool: Pool, searched: Problem) -> None:
     if path is None:
         return
 
-    unlimited = replace(question, budget=question.budget.apart(math.inf))  # of what takes long because it waits
+    # of what takes long because it waits
+    unlimited = replace(question, budget=question.budget.apart(math.inf))
     for ratio in tuning.improve.depth_ratios[1:]:
         options = BestWays(searched, space, ratio).options(path.states, path.replicas)
         plan = pool.priced(stages_along(space, replace(path, options=options)))

@@ -1,1 +1,3 @@
-"""What a search is asked: the problem with its limits and budget, the states of the cuts, bounds, and the answer."""
+"""What a search is asked: the problem with its limits and budget, the states of the cuts, bounds,
+and the answer.
+"""

@@ -22,18 +22,24 @@ if TYPE_CHECKING:
 class Budget:
     """What one search may spend, and what it has spent.
 
-    Instructions are counted rather than seconds, so that the same problem has the same answer on any machine.
+    Instructions are counted rather than seconds, so that the same problem has the same answer on
+    any machine.
     """
 
-    clock: Clock = field(default_factory=Clock)  # when it passes, the simulation in progress ends without an answer
+    # when it passes, the simulation in progress ends without an answer
+    clock: Clock = field(default_factory=Clock)
     most: float | None = None  # instructions of all simulations; by default those of `tuning`
     tuning: BudgetTuning = STANDARD.budget
     count: int = 0  # candidate plans that were simulated, at one depth or several
-    exhausted: bool = True  # whether every candidate was looked at; False if instructions or time ran out
-    seen: dict[tuple[Candidate, ...], Evaluation] = field(default_factory=dict)  # what came of those simulated
-    known: dict[Hashable, float] = field(default_factory=dict)  # seconds of those simulated, by `PipelineCosts.key`
+    # whether every candidate was looked at; False if instructions or time ran out
+    exhausted: bool = True
+    # what came of those simulated
+    seen: dict[tuple[Candidate, ...], Evaluation] = field(default_factory=dict)
+    # seconds of those simulated, by `PipelineCosts.key`
+    known: dict[Hashable, float] = field(default_factory=dict)
     left: float = field(init=False)  # instructions that may still be simulated
-    searching: Clock = field(init=False)  # when searches end, so that some time is left to simulate what they found
+    # when searches end, so that some time is left to simulate what they found
+    searching: Clock = field(init=False)
 
     def __post_init__(self) -> None:
         self.left = self.tuning.most_instructions if self.most is None else self.most
@@ -45,7 +51,9 @@ class Budget:
         clock: Clock | None = None,
         tuning: BudgetTuning = STANDARD.budget,
     ) -> Budget:
-        """Return a budget for pricing single plans, each of which takes what it takes until the deadline."""
+        """Return a budget for pricing single plans, each of which takes what it takes until the
+        deadline.
+        """
         return cls(clock or Clock(), math.inf, tuning)
 
     def apart(self, most: float | None = None) -> Budget:
@@ -61,11 +69,14 @@ class Budget:
         """Whether the instructions or the time are used up."""
         return self.left <= 0 or self.clock.passed
 
-    def steady_s(self, pipeline: PipelineCosts, *, needed: bool = False, hopeless_s: float = math.inf) -> float | None:
-        """Simulate a pipeline, and return its seconds per minibatch in the steady state; infinity for a deadlock.
+    def steady_s(
+        self, pipeline: PipelineCosts, *, needed: bool = False, hopeless_s: float = math.inf
+    ) -> float | None:
+        """Simulate a pipeline, and return its seconds per minibatch in the steady state; infinity
+        for a deadlock.
 
-        Where a time is `needed`, only the deadline ends the simulation. Above `hopeless_s` a rough time does. Return
-        None if the budget ends before the simulation does.
+        Where a time is `needed`, only the deadline ends the simulation. Above `hopeless_s` a rough
+        time does. Return None if the budget ends before the simulation does.
         """
         if (known_s := self.known.get(key := pipeline.key)) is not None:
             return known_s

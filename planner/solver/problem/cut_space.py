@@ -1,7 +1,9 @@
-"""Which cuts of a question's model are searched: all that it has, where these are few, or those along the order.
+"""Which cuts of a question's model are searched: all that it has, where these are few, or those
+along the order.
 
-A graph has few downsets where its branches are short or few. Otherwise the search takes the first layers in the
-profile's order up to each place, and `planner.solver.improve.branches` changes what it finds. An answer says which.
+A graph has few downsets where its branches are short or few. Otherwise the search takes the first
+layers in the profile's order up to each place, and `planner.solver.improve.branches` changes what
+it finds. An answer says which.
 """
 
 from dataclasses import dataclass
@@ -36,7 +38,9 @@ class SearchedCuts:
 
     @property
     def words(self) -> str:
-        """What an answer says of them; nothing where there are no others than those along the order."""
+        """What an answer says of them; nothing where there are no others than those along the
+        order.
+        """
         if not self.complete:
             return IMPROVED if self.improved else ALONG_ORDER
         if not self.branches:
@@ -57,7 +61,11 @@ def searched_cuts(question: Problem) -> SearchedCuts:
     most = len(chain)
     if branches:
         tuning = question.tuning.branches
-        few = tuning.most_choosing_downsets if chooses_recomputation(question) else tuning.most_downsets
+        few = (
+            tuning.most_choosing_downsets
+            if chooses_recomputation(question)
+            else tuning.most_downsets
+        )
         most = max(most, few)
 
     downsets = graph.downsets(most)
@@ -69,10 +77,14 @@ def searched_cuts(question: Problem) -> SearchedCuts:
 
 
 def takes_branches(question: Problem) -> bool:
-    """Return whether plans may have other cuts than those along the order: some searches know no others."""
+    """Return whether plans may have other cuts than those along the order: some searches know no
+    others.
+    """
     return not (question.schedule.chunked or question.cluster.kinds or question.solver == "ilp")
 
 
 def chooses_recomputation(question: Problem) -> bool:
-    """Return whether stages may choose what recomputes, so that searches look at many ways to run each."""
+    """Return whether stages may choose what recomputes, so that searches look at many ways to run
+    each.
+    """
     return question.cluster.memory_bytes is not None and question.recompute == "auto"

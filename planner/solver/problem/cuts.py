@@ -6,7 +6,9 @@ from planner.solver.problem.problem import Problem
 
 
 def cut_after(question: Problem, ends: frozenset[int]) -> Problem:
-    """Return the question with cuts after these layers only, by position, where the profile allows them."""
+    """Return the question with cuts after these layers only, by position, where the profile allows
+    them.
+    """
     profile = question.layer_costs.profile
     forbidden = set(profile.no_cut_after)
     for position, layer in enumerate(profile.layers):

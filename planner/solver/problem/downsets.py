@@ -1,4 +1,6 @@
-"""Cuts of a graph with branches: its downsets as states of the search, instead of the first layers in its order."""
+"""Cuts of a graph with branches: its downsets as states of the search, instead of the first layers
+in its order.
+"""
 
 from functools import cached_property
 
@@ -19,7 +21,8 @@ class Downsets(CutSpace):
 
     def __init__(self, layer_costs: LayerCosts, inside: Flags) -> None:
         """Take the downsets, a row of flags each, in any order."""
-        # Each comes after those it contains: by compute time, then by size, then by content for repeatable answers.
+        # Each comes after those it contains: by compute time, then by size, then by content for
+        # repeatable answers.
         words = _words(inside)
         ticks = inside @ _ticks(layer_costs)
         order = np.lexsort((*words.T, inside.sum(axis=1), ticks))
@@ -35,7 +38,9 @@ class Downsets(CutSpace):
         self._contained: dict[int, Flags] = {}
 
     def _count_uses(self, layer_costs: LayerCosts) -> None:
-        """Count, for each value and state, whether it is made there, and how many of its users are."""
+        """Count, for each value and state, whether it is made there, and how many of its
+        users are.
+        """
         traffic = layer_costs.traffic
         uses = np.zeros((len(traffic), self._inside.shape[1]))
         for number, value in enumerate(traffic):
@@ -109,7 +114,9 @@ class Downsets(CutSpace):
         return np.asarray(self._amounts[:, live] @ unused)
 
     def _working(self, state: int, others: Integers) -> tuple[Floats, Floats, Floats]:
-        """Compute what `planner.cost.work.working_bytes` does, of stages with gaps in the profile's order."""
+        """Compute what `planner.cost.work.working_bytes` does, of stages with gaps in the profile's
+        order.
+        """
         at_work = self.layer_costs.at_work
         if at_work is None:
             nothing = np.asarray(0.0)
@@ -137,6 +144,8 @@ def _words(flags: Flags) -> NDArray[np.uint64]:
 
 
 def _ticks(layer_costs: LayerCosts) -> Floats:
-    """Return each layer's share of the compute time as a whole number, so that sums are the same in any order."""
+    """Return each layer's share of the compute time as a whole number, so that sums are the same in
+    any order.
+    """
     layers_s = seconds_of_layers(layer_costs)
     return np.asarray(np.rint(layers_s / max(layers_s.sum(), np.finfo(float).tiny) * _TICKS))

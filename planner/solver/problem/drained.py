@@ -20,9 +20,9 @@ layer, as many microbatches as there are GPUs from the stage on: at least m / (X
 seconds of the layers from this one on, up to m. All GPUs have room for the model's state once, and
 for that. What exceeds the room is saved by recomputing: `least_recomputation_s`.
 
-Stages of consecutive layers know more than stages of any layers: how far each may reach, what crosses its ends, and
-which layers come after it. Of the others, the longest stage has the layers that take most seconds for their bytes, and
-after a layer come at least those that it leads to.
+Stages of consecutive layers know more than stages of any layers: how far each may reach, what
+crosses its ends, and which layers come after it. Of the others, the longest stage has the layers
+that take most seconds for their bytes, and after a layer come at least those that it leads to.
 
 A single stage has a bound of its own: `planner.solver.problem.single_stages`.
 """
@@ -79,7 +79,9 @@ class _Ends:
 
 
 def _ends_in_order(problem: Problem, totals: GroupTotals) -> _Ends | None:
-    """Return what is known of stages of consecutive layers; None if a group of layers fits no GPU."""
+    """Return what is known of stages of consecutive layers; None if a group of layers fits
+    no GPU.
+    """
     ends = _farthest_ends(problem, totals)
     stages = _fewest_stages(ends)
     if stages is None:
@@ -170,7 +172,9 @@ def _longest_s(problem: Problem, totals: GroupTotals, ends: Integers) -> float:
 
 
 def _most_seconds(problem: Problem, totals: GroupTotals) -> Floats:
-    """Return the seconds per microbatch of each group, if it recomputes where the rule allows that."""
+    """Return the seconds per microbatch of each group, if it recomputes where the rule
+    allows that.
+    """
     if problem.recompute == "never":
         return totals.compute_s
     return totals.compute_s + totals.forward_s

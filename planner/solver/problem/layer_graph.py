@@ -1,12 +1,14 @@
-"""The graph of a model's layers, and its *downsets*: sets of layers that contain all predecessors of their layers.
+"""The graph of a model's layers, and its *downsets*: sets of layers that contain all predecessors
+of their layers.
 
-Layers that feed one another in one order have a downset for each place in it. Two branches of 10 layers side by side
-have 121, Inception v3 has 221,565, and NASNet more than can be listed. So they are listed up to a limit, or those that
-differ least from one of them.
+Layers that feed one another in one order have a downset for each place in it. Two branches of 10
+layers side by side have 121, Inception v3 has 221,565, and NASNet more than can be listed. So they
+are listed up to a limit, or those that differ least from one of them.
 
-Two rules leave some out. The layer with the loss is in the last stage. And the users of a value, or of a weight, are
-in stages in their order, so that gradients add up as in one process: see `planner.plan.sums`. Imported profiles are
-never trained, and their values may have users in any order.
+Two rules leave some out. The layer with the loss is in the last stage. And the users of a value, or
+of a weight, are in stages in their order, so that gradients add up as in one process: see
+`planner.plan.sums`. Imported profiles are never trained, and their values may have users in any
+order.
 """
 
 import heapq
@@ -35,7 +37,9 @@ class LayerGraph:
     def __init__(self, layer_costs: LayerCosts) -> None:
         self.layer_costs = layer_costs
         self.groups = uncut_groups(layer_costs)
-        self._group_of = {layer: number for number, group in enumerate(self.groups) for layer in group}
+        self._group_of = {
+            layer: number for number, group in enumerate(self.groups) for layer in group
+        }
         self._needs = [0] * len(self.groups)
         self._feeds = [0] * len(self.groups)
         for value in layer_costs.traffic:
@@ -57,7 +61,9 @@ class LayerGraph:
         self._feeds[producer] |= 1 << user
 
     def _users_in_order(self) -> Iterator[tuple[list[int], int]]:
-        """Yield groups that keep their order, ascending, and how many of the last are interchangeable."""
+        """Yield groups that keep their order, ascending, and how many of the last are
+        interchangeable.
+        """
         if self.layer_costs.profile.trainable:
             for value in self.layer_costs.traffic:
                 if value.gradient_bytes:
@@ -73,7 +79,12 @@ class LayerGraph:
         if len(users) <= interchangeable:
             return
         first = [sum(1 << user for user in users[:count]) for count in range(len(users) + 1)]
-        possible = frozenset([*first, *(first[-1 - interchangeable] | 1 << user for user in users[-interchangeable:])])
+        possible = frozenset(
+            [
+                *first,
+                *(first[-1 - interchangeable] | 1 << user for user in users[-interchangeable:]),
+            ]
+        )
         for user in users:
             self._users[user].append((first[-1], possible))
 
@@ -90,7 +101,9 @@ class LayerGraph:
         return sum(1 << group for group in self._groups_of(layers))
 
     def downsets(self, most: int) -> list[int] | None:
-        """Return all downsets, smaller ones first; None if there are more than `most`. O(downsets · groups)."""
+        """Return all downsets, smaller ones first; None if there are more than `most`. O(downsets ·
+        groups).
+        """
         found = [0]
         level = {0: self._border_of(0)}  # those of one size
         while level:
@@ -107,7 +120,9 @@ class LayerGraph:
         return found
 
     def nearest(self, downset: int, most: int) -> set[int]:
-        """Return the downsets that differ least from one, in seconds of the groups that only one of the two has."""
+        """Return the downsets that differ least from one, in seconds of the groups that only one of
+        the two has.
+        """
         queue = [(0.0, downset)]
         borders = {downset: self._border_of(downset)}
         nearest: set[int] = set()
@@ -127,9 +142,11 @@ class LayerGraph:
         return nearest
 
     def with_groups_moved(self, downset: int, most: int) -> set[int]:
-        """Return the downsets that one group makes of this one, and all that must go with it: those that differ least.
+        """Return the downsets that one group makes of this one, and all that must go with it: those
+        that differ least.
 
-        A group outside enters with all its predecessors, a group inside leaves with all that it leads to.
+        A group outside enters with all its predecessors, a group inside leaves with all that it
+        leads to.
         """
         moved = {downset}
         for group in range(len(self.groups)):
@@ -192,7 +209,9 @@ class LayerGraph:
         return all(downset & users in possible for users, possible in self._users[group])
 
     def seconds_led_to(self, seconds: Floats) -> Floats:
-        """Return, for each group, the sum of the seconds of it and of all groups that it leads to."""
+        """Return, for each group, the sum of the seconds of it and of all groups that it
+        leads to.
+        """
         return np.asarray(self._by_group(self._led_to) @ seconds)
 
     @cached_property
@@ -219,7 +238,9 @@ class LayerGraph:
 
     @cached_property
     def _seconds(self) -> list[float]:
-        """Seconds of each group, and a little more for each layer, so that those without time count, too."""
+        """Seconds of each group, and a little more for each layer, so that those without time
+        count, too.
+        """
         layers_s = seconds_of_layers(self.layer_costs)
         little_s = float(layers_s.mean()) or 1.0
         return [float(np.sum(layers_s[list(group)] + little_s)) for group in self.groups]

@@ -46,15 +46,19 @@ class Limits:
     memory_bytes: int | None = None  # of each GPU
     rules: StageRules = field(default_factory=StageRules)
     clock: Clock = NO_LIMIT  # when it passes, the best plan so far is the answer
-    deepest: int = UNLIMITED  # the most units in flight that a stage may have, for its gradients' sake
+    # the most units in flight that a stage may have, for its gradients' sake
+    deepest: int = UNLIMITED
     most_sharded: int = UNLIMITED  # replicas of a sharded stage, none of which may idle
     most_replicas: int = UNLIMITED
-    whole_stages: bool = False  # whether stages that may choose recompute all of their layers at once, or none
+    # whether stages that may choose recompute all of their layers at once, or none
+    whole_stages: bool = False
     tuning: Tuning = STANDARD  # of the question
 
     @property
     def counts_gpus(self) -> bool:
-        """Whether the GPUs after a stage decide whether it may be: they are in flight, or late, by them."""
+        """Whether the GPUs after a stage decide whether it may be: they are in flight, or late, by
+        them.
+        """
         return self.memory_bytes is not None or self.deepest < UNLIMITED
 
     def allows_stages(self, count: int) -> bool:
@@ -69,15 +73,20 @@ class Limits:
 
 @dataclass(frozen=True)
 class Problem:
-    """A model, what its plan is priced for, what the plan must respect, and what the search may spend."""
+    """A model, what its plan is priced for, what the plan must respect, and what the search may
+    spend.
+    """
 
     layer_costs: LayerCosts
     setting: Setting
     rules: StageRules = field(default_factory=StageRules)
     depth: DepthRule = "auto"
-    budget: Budget = field(default_factory=Budget, compare=False)  # of all searches for one plan and its variants
-    hopeless_s: float = math.inf  # seconds from which on a plan is of no use, because another one is faster
-    precision: float = 0.0  # how much faster, relatively, other plans may be than the answer of a search
+    # of all searches for one plan and its variants
+    budget: Budget = field(default_factory=Budget, compare=False)
+    # seconds from which on a plan is of no use, because another one is faster
+    hopeless_s: float = math.inf
+    # how much faster, relatively, other plans may be than the answer of a search
+    precision: float = 0.0
     reserve: Reserve = NO_RESERVE  # what was taken off the cluster's memory before: `with_room`
     most_replicas: int = UNLIMITED  # that a stage may have
     degree: int = 1  # ranks of each group, where what counts as a GPU is a group of ranks
@@ -120,25 +129,39 @@ class Problem:
         )
 
     def allows(self, plan: Evaluation) -> bool:
-        """Return whether a plan fits the memory, its versions suffice, no sharded replica idles, and so on."""
+        """Return whether a plan fits the memory, its versions suffice, no sharded replica idles,
+        and so on.
+        """
         schedule, most, limits = self.schedule, self.rules.max_staleness, self.limits
         for stage, depth in zip(plan.stages, plan.price.in_flight, strict=True):
             late = most is not None and schedule.staleness(depth) > most
-            most_here = min(limits.most_replicas, limits.most_sharded if stage.options.shards_optimizer else UNLIMITED)
+            most_here = min(
+                limits.most_replicas,
+                limits.most_sharded if stage.options.shards_optimizer else UNLIMITED,
+            )
             idle = stage.replicas > most_here
             uneven = stage.options.shards_gradients and self.microbatches % stage.replicas > 0
-            if late or idle or uneven or not schedule.versions_suffice(self.microbatches, stage.replicas, depth):
+            if (
+                late
+                or idle
+                or uneven
+                or not schedule.versions_suffice(self.microbatches, stage.replicas, depth)
+            ):
                 return False
         return limits.allows_stages(len(plan.stages)) and plan.fits(self.cluster)
 
     def comparable_s(self, plan: Evaluation) -> float:
-        """Return the seconds by which plans are compared: one that was not simulated counts as if it waited."""
+        """Return the seconds by which plans are compared: one that was not simulated counts as if
+        it waited.
+        """
         if plan.simulated:
             return plan.seconds
         return plan.seconds * (1 + self.tuning.evaluate.assumed_waiting_share)
 
     def is_faster(self, plan: Evaluation, other: Evaluation, share: float = SLACK) -> bool:
-        """Return whether a plan takes less time than another, by this share of it, as far as is known."""
+        """Return whether a plan takes less time than another, by this share of it, as far as is
+        known.
+        """
         return self.comparable_s(plan) < self.comparable_s(other) * (1 - share)
 
     @property
@@ -148,7 +171,9 @@ class Problem:
         rule = self.rules.shard_optimizer
         possible = rule != "never" and profile.may_shard_optimizer
         # Without a limit of memory, dividing the optimizer's state alone is as fast.
-        fully = self.cluster.has_memory_limit and not (self.degree > 1 or profile.compiled or profile.memory_format)
+        fully = self.cluster.has_memory_limit and not (
+            self.degree > 1 or profile.compiled or profile.memory_format
+        )
         return PossibleSharding(
             always=rule == "always",
             optimizer=possible,
@@ -163,17 +188,23 @@ class Problem:
 
     @cached_property
     def server_sizes(self) -> tuple[int, ...]:
-        """How many GPUs share the links inside a server, a rack, and so on, below the whole cluster; of one kind."""
+        """How many GPUs share the links inside a server, a rack, and so on, below the whole
+        cluster; of one kind.
+        """
         return () if self.cluster.kinds else tuple(int(size) for size in self.topology.groups[:-1])
 
     @property
     def placed(self) -> bool:
-        """Whether the search knows places, and the cluster has several levels for which they matter."""
+        """Whether the search knows places, and the cluster has several levels for which they
+        matter.
+        """
         return places_matter(self.cluster) and self.schedule.placed
 
     @property
     def link(self) -> Link:
-        """The slowest link of the cluster, which prices every message where places do not matter."""
+        """The slowest link of the cluster, which prices every message where places do not
+        matter.
+        """
         return link_of(self.cluster)
 
     @cached_property
@@ -190,15 +221,23 @@ class Problem:
         return self.cluster.gpus if kind is None else kind.count
 
     def asynchronous(self, link: Link | None = None) -> Bounds:
-        """Return the cost model of a stage, with its bounds, for the cluster's slowest or another link."""
+        """Return the cost model of a stage, with its bounds, for the cluster's slowest or another
+        link.
+        """
         return bounds_for(link or self.link, self.schedule, self.microbatches)
 
     def synchronous(self, link: Link | None = None) -> SynchronousModel:
-        """Return the cost model of a stage under a synchronous schedule, for the cluster's slowest or another link."""
+        """Return the cost model of a stage under a synchronous schedule, for the cluster's slowest
+        or another link.
+        """
         return SynchronousModel(link or self.link, self.schedule, self.microbatches)
 
-    def parts_s(self, work: Work, replicas: ArrayLike, link: Link | None = None) -> tuple[Floats, Floats]:
-        """Return stages' parts of the sum over all stages and of the maximum over them, which make a plan's seconds."""
+    def parts_s(
+        self, work: Work, replicas: ArrayLike, link: Link | None = None
+    ) -> tuple[Floats, Floats]:
+        """Return stages' parts of the sum over all stages and of the maximum over them, which make
+        a plan's seconds.
+        """
         if self.schedule.asynchronous:
             return np.asarray(0.0), self.asynchronous(link).stage_s(work, replicas)
         model = self.synchronous(link)
@@ -211,7 +250,9 @@ class Problem:
         return replace(priced, communication_bytes=priced.communication_bytes * degree)
 
     def in_groups(self, stages: Sequence[Candidate]) -> tuple[Problem, Sequence[Candidate], int]:
-        """Return a plan as one of the cluster's groups of ranks, with their size, where all stages have one size."""
+        """Return a plan as one of the cluster's groups of ranks, with their size, where all stages
+        have one size.
+        """
         degree = one_degree(stage.options for stage in stages)
         if degree is None or not any_divided(stage.options for stage in stages):
             return self, stages, 1
@@ -234,12 +275,16 @@ class Problem:
     def with_schedule(self, schedule: Schedule, microbatches: int | None = None) -> Problem:
         """Return the problem under another schedule, with one stage per worker."""
         many = microbatches or self.microbatches
-        return replace(self, setting=replace(self.setting, schedule=schedule, microbatches=many, chunks=1))
+        return replace(
+            self, setting=replace(self.setting, schedule=schedule, microbatches=many, chunks=1)
+        )
 
     def with_room(self, communicators: int) -> Problem:
-        """Return the problem on tensors alone, with the memory that so many communicators of each device leave.
+        """Return the problem on tensors alone, with the memory that so many communicators of each
+        device leave.
 
-        Searches count the communicators that a stage has in any plan among its buffers; these come on top.
+        Searches count the communicators that a stage has in any plan among its buffers; these come
+        on top.
         """
         overheads = self.layer_costs.overheads
         assert overheads is not None, "the devices have overheads"
@@ -248,7 +293,11 @@ class Problem:
         return replace(less, layer_costs=self.layer_costs.of_tensors, reserve=reserve)
 
     def leaner(self) -> list[Problem]:
-        """Return the problem under schedules that need less memory, as far as their gradients are not too late."""
+        """Return the problem under schedules that need less memory, as far as their gradients are
+        not too late.
+        """
         most, microbatches = self.rules.max_staleness, max(self.microbatches, self.cluster.gpus)
-        allowed = (each for each in self.schedule.leaner if most is None or each.staleness(1) <= most)
+        allowed = (
+            each for each in self.schedule.leaner if most is None or each.staleness(1) <= most
+        )
         return [self.with_schedule(schedule, microbatches) for schedule in allowed]

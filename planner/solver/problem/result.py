@@ -1,4 +1,6 @@
-"""What searches return: paths through the cuts, evaluated candidates, and the best of them with a bound."""
+"""What searches return: paths through the cuts, evaluated candidates, and the best of them with a
+bound.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +20,9 @@ RESOLUTION = 1e-12
 
 @dataclass(frozen=True)
 class CutPath:
-    """A plan as a path through the cuts: stage s runs the layers from `states[s]` to `states[s + 1]`."""
+    """A plan as a path through the cuts: stage s runs the layers from `states[s]` to `states[s +
+    1]`.
+    """
 
     states: tuple[int, ...]
     options: tuple[StageOptions, ...]
@@ -39,7 +43,8 @@ class BoundedPath:
     """The best path found."""
 
     path: CutPath | None  # None if no plan fits the memory
-    bound_s: float  # that no plan is below; on clusters of several levels, none on consecutive ranks
+    # that no plan is below; on clusters of several levels, none on consecutive ranks
+    bound_s: float
 
 
 def with_replicas(path: CutPath, replicas: Sequence[int]) -> CutPath:
@@ -93,12 +98,16 @@ class Evaluation:
 
     @property
     def ranks(self) -> tuple[tuple[int, ...], ...]:
-        """Ranks of each stage: its own, or consecutive ones in the order of the workers; groups of ranks count once."""
+        """Ranks of each stage: its own, or consecutive ones in the order of the workers; groups of
+        ranks count once.
+        """
         return tuple(map(tuple, ranks_of(self.stages, self.price.workers)))
 
     def divided(self, degree: int) -> "Evaluation":
         """Return a plan of a cluster's groups of so many ranks as one of its ranks."""
-        stages = tuple(replace(stage, options=replace(stage.options, tensor=degree)) for stage in self.stages)
+        stages = tuple(
+            replace(stage, options=replace(stage.options, tensor=degree)) for stage in self.stages
+        )
         price = replace(self.price, communication_bytes=self.price.communication_bytes * degree)
         return Evaluation(stages, price)
 
@@ -121,7 +130,8 @@ class Answer:
     bound_s: float  # seconds per minibatch that no plan is below
     name: str = "search"  # of the method
     bound_of: str = ""  # of which plans, where not of all
-    cuts: str = ""  # which were searched, where there are others than those along the profile's order
+    # which were searched, where there are others than those along the profile's order
+    cuts: str = ""
 
     def with_best(self, best: Evaluation) -> "Answer":
         """Return the answer with another plan; no bound is above the time of a plan that exists."""
@@ -130,7 +140,9 @@ class Answer:
 
 @dataclass(frozen=True)
 class IlpAnswer:
-    """The answer of an integer program: the best plan found, and whether it is proven to be the best."""
+    """The answer of an integer program: the best plan found, and whether it is proven to be the
+    best.
+    """
 
     stages: tuple[Candidate, ...]
     seconds: float

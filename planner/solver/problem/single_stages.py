@@ -68,7 +68,9 @@ def single_stage_s(
     *,
     divides_gradients: bool = False,
 ) -> float:
-    """Return the least seconds of a single stage, or of one that divides gradients, or `below_s` if that is less."""
+    """Return the least seconds of a single stage, or of one that divides gradients, or `below_s` if
+    that is less.
+    """
     blocks = _Blocks.of(problem.layer_costs)
     possible = problem.sharding._replace(always=False)
 

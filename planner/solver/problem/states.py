@@ -1,12 +1,13 @@
 """States of the search: which layers are before a cut, and the stages between them.
 
-The layers before a cut include all their predecessors: they are a *downset* of the graph. `Chain` has the downsets that
-are the first layers in the profile's order; if each layer feeds the next, there are no others. The other downsets of a
-graph with branches are in `planner.solver.problem.downsets`. A stage is a pair of states, one of which contains the
-other. Its work depends on nothing else, which makes the search exact.
+The layers before a cut include all their predecessors: they are a *downset* of the graph. `Chain`
+has the downsets that are the first layers in the profile's order; if each layer feeds the next,
+there are no others. The other downsets of a graph with branches are in
+`planner.solver.problem.downsets`. A stage is a pair of states, one of which contains the other. Its
+work depends on nothing else, which makes the search exact.
 
-Values that are live at the first state I and that no layer of the stage uses pass by the stage. With front(I) the bytes
-live at I, and passing(I, J) those among them that no layer of J \\ I uses,
+Values that are live at the first state I and that no layer of the stage uses pass by the stage.
+With front(I) the bytes live at I, and passing(I, J) those among them that no layer of J \\ I uses,
 
     received activations = front(I) - passing(I, J)        sent activations = front(J) - passing(I, J)
 
@@ -34,7 +35,8 @@ COUNTED = _TIMES + _BYTES  # quantities that are sums over a stage's layers
 
 
 class CutSpace(ABC):
-    """States in an order in which each comes after those that it contains: the first is empty, the last has all layers.
+    """States in an order in which each comes after those that it contains: the first is empty, the
+    last has all layers.
 
     Attributes:
         layer_costs: of the model.
@@ -43,7 +45,9 @@ class CutSpace(ABC):
     """
 
     def __init__(self, layer_costs: LayerCosts, sums: dict[str, Floats], fronts: Floats) -> None:
-        """Take the sums of each of `COUNTED` over the layers of all states, and what is live at them: `FRONTS`."""
+        """Take the sums of each of `COUNTED` over the layers of all states, and what is live at
+        them: `FRONTS`.
+        """
         self.layer_costs = layer_costs
         self._sums = sums
         self._fronts = fronts
@@ -55,11 +59,15 @@ class CutSpace(ABC):
 
     @abstractmethod
     def spread(self, most: int) -> Integers:
-        """Return about so many states at equal distances, each of which contains the one before, with both ends."""
+        """Return about so many states at equal distances, each of which contains the one before,
+        with both ends.
+        """
 
     @abstractmethod
     def rough(self, most: int) -> Integers | None:
-        """Return about so many states, over which a search finds a start; None where all of them are few enough."""
+        """Return about so many states, over which a search finds a start; None where all of them
+        are few enough.
+        """
 
     @abstractmethod
     def only(self, states: Integers) -> "CutSpace":
@@ -75,11 +83,14 @@ class CutSpace(ABC):
 
     @abstractmethod
     def between(self, state: int, other: int) -> Integers:
-        """Return the states at which the stage from `state` to `other` may be cut in two, ascending."""
+        """Return the states at which the stage from `state` to `other` may be cut in two,
+        ascending.
+        """
 
     @abstractmethod
     def cuts_at(self, targets_s: Floats) -> list[int] | None:
-        """Return states at about these seconds of compute, each inside the next; None where two would be the same.
+        """Return states at about these seconds of compute, each inside the next; None where two
+        would be the same.
 
         None of them is the first or the last state.
         """
@@ -90,15 +101,21 @@ class CutSpace(ABC):
 
     @abstractmethod
     def span(self, state: int, other: int) -> Sequence[int]:
-        """Return the positions of the layers in `other` but not in `state`, ascending; as a key for dictionaries."""
+        """Return the positions of the layers in `other` but not in `state`, ascending; as a key for
+        dictionaries.
+        """
 
     @abstractmethod
     def passing(self, state: int, others: Integers) -> Floats | None:
-        """Return what passes by the stage up to each of `others`, a row for each of `FRONTS`; None if nothing does."""
+        """Return what passes by the stage up to each of `others`, a row for each of `FRONTS`; None
+        if nothing does.
+        """
 
     @abstractmethod
     def _working(self, state: int, others: Integers) -> tuple[Floats, Floats, Floats]:
-        """Return the working, accumulating and updating bytes; 0 each of a profile without workspaces."""
+        """Return the working, accumulating and updating bytes; 0 each of a profile without
+        workspaces.
+        """
 
     def after(self, state: int) -> Integers:
         """Return the states that contain this one, without itself."""
@@ -109,7 +126,9 @@ class CutSpace(ABC):
         return tuple(self.span(state, other))
 
     def members(self, state: int, other: int) -> frozenset[int]:
-        """Return the layers as a set, which is made once: plans have most of their stages in common."""
+        """Return the layers as a set, which is made once: plans have most of their stages in
+        common.
+        """
         if (state, other) not in self._members:
             self._members[state, other] = frozenset(self.layers(state, other))
         return self._members[state, other]
@@ -119,11 +138,15 @@ class CutSpace(ABC):
         return {}
 
     def recomputation(self, rule: RecomputeRule) -> Recomputation:
-        """Return the choices of what recomputes in the stages; `benchmarks.piper.question` has others."""
+        """Return the choices of what recomputes in the stages; `benchmarks.piper.question` has
+        others.
+        """
         return Recomputation(self.layer_costs, rule)
 
     def sides(self, state: int, others: Integers) -> tuple[Floats, Floats]:
-        """Return what the stages up to `others` exchange with earlier stages and with later ones, as in `FRONTS`."""
+        """Return what the stages up to `others` exchange with earlier stages and with later ones,
+        as in `FRONTS`.
+        """
         before, after = self._fronts[:, state, None], self._fronts[:, others]
         if (by := self.passing(state, others)) is None:
             return np.broadcast_to(before, after.shape), after
@@ -139,7 +162,8 @@ class CutSpace(ABC):
             update_s=held("update_s"),
             accumulate_s=held("accumulate_s"),
             trainable_bytes=held("gradient_bytes"),
-            # Activations come from earlier stages (left) and go to later ones (right), gradients the other way.
+            # Activations come from earlier stages (left) and go to later ones (right), gradients
+            # the other way.
             received_bytes=left[0] + right[1],
             sent_bytes=right[0] + left[1],
             received_messages=left[2] + right[3],
@@ -155,10 +179,16 @@ class CutSpace(ABC):
         later = [self.after(state) for state in range(len(self) - 1)]
         works = [self.work(state, others) for state, others in enumerate(later)]
         counts = [len(others) for others in later]
-        return np.repeat(np.arange(len(later)), counts), np.concatenate(later), joined(works, counts)
+        return (
+            np.repeat(np.arange(len(later)), counts),
+            np.concatenate(later),
+            joined(works, counts),
+        )
 
     def footprint(self, state: int, others: Integers, work: Work) -> Footprint:
-        """Return the footprint of the stages from the state to each of `others`, whose work is known."""
+        """Return the footprint of the stages from the state to each of `others`, whose work is
+        known.
+        """
         held = partial(self._held, state, others)
         working, accumulating, updating = self._working(state, others)
         return Footprint(
@@ -179,7 +209,9 @@ class CutSpace(ABC):
 
 
 class Chain(CutSpace):
-    """The first layers in the profile's order, up to each legal cut: `no_cut_after` does not forbid it."""
+    """The first layers in the profile's order, up to each legal cut: `no_cut_after` does not forbid
+    it.
+    """
 
     def __init__(self, layer_costs: LayerCosts, states: Integers | None = None) -> None:
         """Take all of them, or some `states` by number, with both ends."""
@@ -189,11 +221,18 @@ class Chain(CutSpace):
         self._values = [  # the producer, the users ascending, and what the value adds to a front
             (value.producer, sorted(value.users), value.amounts) for value in layer_costs.traffic
         ]
-        sums = {name: np.concatenate(([0.0], np.cumsum(column(layer_costs, name)))) for name in COUNTED}
+        sums = {
+            name: np.concatenate(([0.0], np.cumsum(column(layer_costs, name)))) for name in COUNTED
+        }
         fronts = np.zeros((len(FRONTS), ends[-1] + 1))
         for producer, users, weights in self._values:
-            fronts[:, producer + 1 : users[-1] + 1] += weights[:, None]  # produced, and needed by a later user
-        super().__init__(layer_costs, {name: each[self._ends] for name, each in sums.items()}, fronts[:, self._ends])
+            # produced, and needed by a later user
+            fronts[:, producer + 1 : users[-1] + 1] += weights[:, None]
+        super().__init__(
+            layer_costs,
+            {name: each[self._ends] for name, each in sums.items()},
+            fronts[:, self._ends],
+        )
 
     def spread(self, most: int) -> Integers:
         return np.unique(np.linspace(0, len(self) - 1, most).astype(np.int64))
@@ -232,7 +271,9 @@ class Chain(CutSpace):
     def passing(self, state: int, others: Integers) -> Floats | None:
         """Sum live values by their next use: a value passes every stage that ends before it."""
         uses, sums = self._next_uses[state]
-        return sums[:, np.searchsorted(uses, self._ends[others], side="left")] if len(uses) else None
+        return (
+            sums[:, np.searchsorted(uses, self._ends[others], side="left")] if len(uses) else None
+        )
 
     def _working(self, state: int, others: Integers) -> tuple[Floats, Floats, Floats]:
         known, nothing = self.layer_costs.at_work, np.asarray(0.0)
@@ -246,7 +287,8 @@ class Chain(CutSpace):
 
     @cached_property
     def _next_uses(self) -> list[tuple[Integers, Floats]]:
-        """The next uses of each state's live values, ascending, and the sums of `FRONTS` from each use on.
+        """The next uses of each state's live values, ascending, and the sums of `FRONTS` from each
+        use on.
 
         A value that the next group uses is left out, because it passes by no stage.
         """
@@ -254,7 +296,8 @@ class Chain(CutSpace):
         for producer, users, weights in self._values:
             last = producer
             for user in users:
-                # States that contain `last` but not `user`; the stage from the last of them begins with the user.
+                # States that contain `last` but not `user`; the stage from the last of them begins
+                # with the user.
                 first, end = np.searchsorted(self._ends, (last, user), side="right")
                 for state in range(first, end - 1):
                     live[state].append((user, weights))
@@ -264,19 +307,29 @@ class Chain(CutSpace):
             entries.sort(key=lambda entry: entry[0])
             sums = np.zeros((len(FRONTS), len(entries) + 1))
             if entries:
-                sums[:, :-1] = np.cumsum(np.stack([weights for _, weights in entries[::-1]], axis=1), axis=1)[:, ::-1]
+                sums[:, :-1] = np.cumsum(
+                    np.stack([weights for _, weights in entries[::-1]], axis=1), axis=1
+                )[:, ::-1]
             found.append((np.array([use for use, _ in entries], dtype=np.int64), sums))
         return found
 
 
 def uncut_groups(layer_costs: LayerCosts) -> list[tuple[int, ...]]:
-    """Return the runs of consecutive layers that no cut may separate, by position; most have one layer."""
+    """Return the runs of consecutive layers that no cut may separate, by position; most have one
+    layer.
+    """
     profile = layer_costs.profile
     forbidden, last = set(profile.no_cut_after), len(profile.layers)
-    ends = [end for end, layer in enumerate(profile.layers, 1) if layer.name not in forbidden or end == last]
+    ends = [
+        end
+        for end, layer in enumerate(profile.layers, 1)
+        if layer.name not in forbidden or end == last
+    ]
     return [tuple(range(first, end)) for first, end in pairwise([0, *ends])]
 
 
 def column(layer_costs: LayerCosts, name: str) -> Floats:
     """Return one quantity of every layer."""
-    return np.array([getattr(layer, name) for layer in layer_costs.profile.layers], dtype=np.float64)
+    return np.array(
+        [getattr(layer, name) for layer in layer_costs.profile.layers], dtype=np.float64
+    )

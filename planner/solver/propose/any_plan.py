@@ -14,8 +14,8 @@ from planner.solver.search.pipeline_search import PipelineSearch
 def any_plan(question: Problem) -> Iterator[Batch]:
     """Yield a plan of stages as large as their memory allows: one walk over some of the cuts.
 
-    This is what is left to do when the time is over, so it does not end with it, and takes none for choices of what
-    recomputes.
+    This is what is left to do when the time is over, so it does not end with it, and takes none for
+    choices of what recomputes.
     """
     memory_bytes = question.cluster.memory_bytes
     if memory_bytes is None or question.schedule.chunked:

@@ -1,10 +1,13 @@
-"""Propose the best plan by the cost model, found by exact searches: along the profile's order, then over all cuts.
+"""Propose the best plan by the cost model, found by exact searches: along the profile's order, then
+over all cuts.
 
-Few plans with other cuts than those along the order are faster, and these take most of the time to find. So the first
-search is along the order, and the second one looks for plans that are faster than its best. Where there are too many
-cuts for that, the best plan is improved by others near its own.
+Few plans with other cuts than those along the order are faster, and these take most of the time to
+find. So the first search is along the order, and the second one looks for plans that are faster
+than its best. Where there are too many cuts for that, the best plan is improved by others near its
+own.
 
-On clusters of several levels it is the best one that the searches for those find: on consecutive ranks, and in columns.
+On clusters of several levels it is the best one that the searches for those find: on consecutive
+ranks, and in columns.
 """
 
 from collections.abc import Iterator
@@ -63,7 +66,9 @@ def propose_chain(question: Problem, pool: Pool) -> Iterator[Batch]:
 
 @dataclass(frozen=True)
 class _Found:
-    """The plans that one search proposes, the best on consecutive ranks first, and what no plan of its is below."""
+    """The plans that one search proposes, the best on consecutive ranks first, and what no plan of
+    its is below.
+    """
 
     path: CutPath  # the best; on clusters of several levels, for the nearest flat one
     plans: list[Evaluation]
@@ -76,13 +81,16 @@ class _Found:
         assert bounded.path is not None
         best = search.priced(bounded.path)
         columned = search.columned(path, best)
-        # The bound comes from the search and the seconds from the price, which add the same in another order.
+        # The bound comes from the search and the seconds from the price, which add the same in
+        # another order.
         bound_s = min(bounded.bound_s, columned.bound_s, best.seconds)
         return cls(path, [best, *columned.plans], bound_s)
 
 
 def _faster(search: PipelineSearch, known: _Found) -> _Found:
-    """Return what a search finds that takes less time than what is known, and a bound on all of its plans."""
+    """Return what a search finds that takes less time than what is known, and a bound on all of its
+    plans.
+    """
     path = search.best() if search.problem.placed else search.faster(known.path.seconds)
     if path is not None:
         return _Found.by(search, path)
@@ -98,7 +106,11 @@ class _Fits:
 
     def __call__(self, gpus: int, memory_bytes: int) -> Evaluation | None:
         plan = self._search.fits(gpus, memory_bytes)
-        if plan is not None or gpus != self._question.cluster.gpus or not self._question.sharding.gradients:
+        if (
+            plan is not None
+            or gpus != self._question.cluster.gpus
+            or not self._question.sharding.gradients
+        ):
             return plan
         # The search knows no replicas that divide gradients and weights.
         cluster = self._question.cluster.with_memory(lambda _: memory_bytes)

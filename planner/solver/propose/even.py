@@ -1,10 +1,12 @@
 """Plans under 1f1b for models with tied weights: the stages with a copy have equally many replicas.
 
-Replicas of a stage update in rounds. Copies on stages of unlike numbers of replicas would be updated at unlike times,
-and differ. So the number is fixed, and a search with that number finds the best plan, for each number in turn.
+Replicas of a stage update in rounds. Copies on stages of unlike numbers of replicas would be
+updated at unlike times, and differ. So the number is fixed, and a search with that number finds the
+best plan, for each number in turn.
 
-Every layer counts the tied weights that it uses. What stages hold to add up gradients counts as buffers: up to `depth`
-rounds of what they send and receive, because the deeper the pipeline, the more rounds wait for the sums.
+Every layer counts the tied weights that it uses. What stages hold to add up gradients counts as
+buffers: up to `depth` rounds of what they send and receive, because the deeper the pipeline, the
+more rounds wait for the sums.
 """
 
 from collections.abc import Iterator, Sequence
@@ -65,11 +67,14 @@ def propose_even(question: Problem, pool: Pool) -> Iterator[Batch]:
             yield from _fitting(question, copies, search, pool)
 
 
-def _fitting(question: Problem, copies: Problem, search: "EvenSearch", pool: Pool) -> Iterator[Batch]:
+def _fitting(
+    question: Problem, copies: Problem, search: "EvenSearch", pool: Pool
+) -> Iterator[Batch]:
     """Yield the best plans of the search until one fits.
 
-    What a stage holds at its peak is counted for its layers together with their copies, and then for its layers and its
-    copies apart, which may be more. A plan that does not fit for that reason is sought again with less memory.
+    What a stage holds at its peak is counted for its layers together with their copies, and then
+    for its layers and its copies apart, which may be more. A plan that does not fit for that reason
+    is sought again with less memory.
     """
     for _ in range(question.tuning.propose.most_even_tries):
         if question.clock.passed:
@@ -89,7 +94,9 @@ def _fitting(question: Problem, copies: Problem, search: "EvenSearch", pool: Poo
 
 
 def _uncounted_bytes(question: Problem, copies: Problem, stages: Sequence[Candidate]) -> int:
-    """Return by how many bytes the search counts too little of the stage that holds most beyond the memory."""
+    """Return by how many bytes the search counts too little of the stage that holds most beyond the
+    memory.
+    """
     cluster = question.cluster
     unlimited = replace(question.setting, cluster=cluster.model_copy(update={"memory_bytes": None}))
     price = priced(question, stages).price
@@ -108,7 +115,9 @@ class EvenSearch(Search):
 
     space: Chain
 
-    def __init__(self, space: Chain, model: Bounds, limits: Limits, users: Sequence[int], replicas: int) -> None:
+    def __init__(
+        self, space: Chain, model: Bounds, limits: Limits, users: Sequence[int], replicas: int
+    ) -> None:
         super().__init__(space, model, limits)
         self.users = users
         self.replicas = replicas
@@ -117,8 +126,8 @@ class EvenSearch(Search):
     def best(self, below_s: float | None = None, precision: float | None = None) -> CutPath | None:
         """Return the fastest plan up to `precision`, which is by default that of the record.
 
-        More replicas than the fewest may miss a target that fewer met, so seconds are halved on a logarithmic scale,
-        down to a time that no plan is below.
+        More replicas than the fewest may miss a target that fewer met, so seconds are halved on a
+        logarithmic scale, down to a time that no plan is below.
         """
         usual = self.limits.tuning.propose.even_precision
         if precision is None:

@@ -1,4 +1,6 @@
-"""Propose the best plan of an integer program: where one was asked for, or where GPUs of several kinds are few."""
+"""Propose the best plan of an integer program: where one was asked for, or where GPUs of several
+kinds are few.
+"""
 
 from collections.abc import Iterator
 
@@ -21,7 +23,8 @@ def check_solver(question: Problem) -> None:
         wants = "`solver=ilp`"
     if wants:
         raise InputError(
-            f"the schedule {question.schedule} is solved by the search alone, which does not take {wants}",
+            f"the schedule {question.schedule} is solved by the search alone, which does not take "
+            f"{wants}",
             hint="use another schedule, or leave them out",
         )
 
@@ -43,7 +46,9 @@ def propose_program(question: Problem, pool: Pool) -> Iterator[Batch]:
 
 
 def propose_small_program(question: Problem, pool: Pool) -> Iterator[Batch]:
-    """Yield the best plan of a small program, and nothing where a program is too large, or time ends before."""
+    """Yield the best plan of a small program, and nothing where a program is too large, or time
+    ends before.
+    """
     cluster = question.cluster
     columns = len(question.layer_costs.profile.layers) ** 2 * cluster.gpus * 2 ** len(cluster.kinds)
     too_many = columns > question.tuning.propose.most_program_columns
@@ -54,5 +59,6 @@ def propose_small_program(question: Problem, pool: Pool) -> Iterator[Batch]:
     except InfeasibleError:
         raise
     except PlannerError:
-        # Too large, or too little time: the search has proposed plans, or says itself why there is none.
+        # Too large, or too little time: the search has proposed plans, or says itself why there is
+        # none.
         return

@@ -16,7 +16,8 @@ from planner.solver.search.chain.interleaved import InterleavedSearch
 
 
 def propose_interleaved(question: Problem, pool: Pool) -> Iterator[Batch]:
-    """Yield the best plan of each number of workers and copies, as one batch; raise the pool's bound.
+    """Yield the best plan of each number of workers and copies, as one batch; raise the pool's
+    bound.
 
     Raises:
         InputError: if nothing can be interleaved with so few devices, cuts or microbatches.
@@ -30,9 +31,11 @@ def propose_interleaved(question: Problem, pool: Pool) -> Iterator[Batch]:
     if not paths:
         raise UnexplainedError(lambda: _explanation(question, space))
     if places_matter(question.cluster):
-        # With all links as near as the nearest no plan takes longer, so its bound holds, and the cuts suit plans whose
-        # pipelines stay within servers.
-        near = InterleavedSearch(space, question.setting, question.limits, question.topology.link(0))
+        # With all links as near as the nearest no plan takes longer, so its bound holds, and the
+        # cuts suit plans whose pipelines stay within servers.
+        near = InterleavedSearch(
+            space, question.setting, question.limits, question.topology.link(0)
+        )
         near_paths, bound_s = near.best()
         paths = _distinct([*paths, *near_paths])
     pool.raise_bound(bound_s)
@@ -49,9 +52,11 @@ def _check_shapes(question: Problem, space: Chain, search: InterleavedSearch) ->
         return
     chunks = question.setting.chunks
     raise InputError(
-        f"nothing can be interleaved with {question.limits.gpus} GPUs, {len(space) - 1} places to end a stage and "
+        f"nothing can be interleaved with {question.limits.gpus} GPUs, {len(space) - 1} places to "
+        f"end a stage and "
         f"{question.microbatches} microbatches",
-        hint=f"it takes 2 GPUs, {2 * chunks} such places for {chunks} chunks each, and 2 microbatches",
+        hint=f"it takes 2 GPUs, {2 * chunks} such places for {chunks} chunks each, and 2 "
+        f"microbatches",
     )
 
 
@@ -65,7 +70,9 @@ def _explanation(question: Problem, space: Chain) -> InfeasibleError:
 
 
 class _Fits:
-    """Finds any plan that fits so many GPUs of so much memory under a rule; None where there is none."""
+    """Finds any plan that fits so many GPUs of so much memory under a rule; None where there is
+    none.
+    """
 
     def __init__(self, question: Problem, space: Chain, recompute: RecomputeRule) -> None:
         self._question = question

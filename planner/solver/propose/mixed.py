@@ -28,7 +28,8 @@ Ranks = tuple[int, ...]
 
 
 def propose_mixed(question: Problem, pool: Pool) -> Iterator[Batch]:
-    """Yield plans of the whole model on each kind, and those that are met along the lines, as one batch.
+    """Yield plans of the whole model on each kind, and those that are met along the lines, as one
+    batch.
 
     Raises:
         InputError: for more kinds than orders can be tried of.
@@ -42,7 +43,11 @@ def propose_mixed(question: Problem, pool: Pool) -> Iterator[Batch]:
             hint=f"join kinds that are much alike: up to {most_kinds} are tried",
         )
     whole = list(_whole_models(question, kinds))
-    lines = _Lines(question, kinds, best_s=min((_price_s(question, stages) for stages in whole), default=np.inf))
+    lines = _Lines(
+        question,
+        kinds,
+        best_s=min((_price_s(question, stages) for stages in whole), default=np.inf),
+    )
     yield [*whole, *lines.plans()]
 
     if pool.best is None and not pool.usable and pool.untrained is None:
@@ -65,7 +70,9 @@ def _kinds_alike(question: Problem) -> list[Ranks]:
 
 
 def _whole_models(question: Problem, kinds: Sequence[Ranks]) -> Iterator[Sequence[Candidate]]:
-    """Yield the whole model on all GPUs, on those of each kind and on one of each, recomputing as memory demands."""
+    """Yield the whole model on all GPUs, on those of each kind and on one of each, recomputing as
+    memory demands.
+    """
     leaner = Leaner(question)
     gpus = question.cluster.gpus
     most = question.microbatches if question.schedule.divides else gpus
@@ -73,7 +80,9 @@ def _whole_models(question: Problem, kinds: Sequence[Ranks]) -> Iterator[Sequenc
     for ranks in {tuple(range(gpus)), *kinds, *(ranks[:1] for ranks in kinds)}:
         stage = everything_on(question.layer_costs, question.cluster, sorted(ranks)[:most])
         for sharding in question.sharding.of_replicas(stage.replicas, whole=True):
-            plan = leaner.lean_enough([replace(stage, options=stage.options.with_sharding(sharding))])
+            plan = leaner.lean_enough(
+                [replace(stage, options=stage.options.with_sharding(sharding))]
+            )
             if plan is not None:
                 yield plan.stages
 
@@ -84,7 +93,8 @@ def _price_s(question: Problem, stages: Sequence[Candidate]) -> float:
 
 @dataclass
 class _Lines:
-    """The plans that are met in every order of the kinds, with the links of every level and with slower ones.
+    """The plans that are met in every order of the kinds, with the links of every level and with
+    slower ones.
 
     Attributes:
         best_s: seconds of the fastest plan so far by the cost model, below which others are sought.
@@ -113,11 +123,15 @@ class _Lines:
         return sorted(links, key=lambda link: link.bandwidth_bytes_per_s)
 
     def _take(self, link: Link, *, true: bool) -> None:
-        """Meet plans for one link; for links that are not `true` their own seconds say which of them are fast."""
+        """Meet plans for one link; for links that are not `true` their own seconds say which of
+        them are fast.
+        """
         tables = self._tables(link)
         best_s = self.best_s if true else np.inf
         for order in permutations(range(len(self.kinds))):
-            search = LineSearch(self.question, tables, [(number, self.kinds[number]) for number in order])
+            search = LineSearch(
+                self.question, tables, [(number, self.kinds[number]) for number in order]
+            )
             for plan in _met_along(search, best_s, self.question):
                 self._met.append(plan.stages)
                 best_s = min(best_s, _price_s(self.question, plan.stages) if true else plan.seconds)
@@ -150,13 +164,16 @@ def _met_along(search: LineSearch, best_s: float, question: Problem) -> Iterator
 
 
 def _ever_faster(search: LineSearch, best_s: float, tuning: MixedTuning) -> Iterator[LinePlan]:
-    """Yield ever faster plans of an asynchronous pipeline, whose sum is zero; none if none is below the seconds."""
+    """Yield ever faster plans of an asynchronous pipeline, whose sum is zero; none if none is below
+    the seconds.
+    """
     low_s = 0.0
     high_s = np.inf
     plan = search.within(best_s * (1 - tuning.fine_step))
     if plan is None:
         return
-    while plan is not None and plan.max_s < high_s:  # not the same again, where a target rounds to its seconds
+    # not the same again, where a target rounds to its seconds
+    while plan is not None and plan.max_s < high_s:
         yield plan
         best_s = high_s = plan.max_s
         while True:
@@ -174,7 +191,9 @@ def _ever_faster(search: LineSearch, best_s: float, tuning: MixedTuning) -> Iter
 
 
 def _traded(search: LineSearch, best_s: float, tuning: MixedTuning) -> Iterator[LinePlan]:
-    """Yield plans of a synchronous pipeline that trade the sum against the maximum, and some near the best of them."""
+    """Yield plans of a synchronous pipeline that trade the sum against the maximum, and some near
+    the best of them.
+    """
     widest = search.within(np.inf)
     if widest is None:
         return

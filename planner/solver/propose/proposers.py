@@ -15,10 +15,12 @@ PROGRAM = "ilp, CBC"
 
 @dataclass(frozen=True)
 class Proposer:
-    """A method that yields candidates for a question, the promising ones first, while looking at the pool.
+    """A method that yields candidates for a question, the promising ones first, while looking at
+    the pool.
 
     Attributes:
-        propose: yields batches of candidates; raises OutOfTimeError and the errors of `planner.solver.portfolio`.
+        propose: yields batches of candidates; raises OutOfTimeError and the errors of
+            `planner.solver.portfolio`.
         method: its name in the answer.
     """
 

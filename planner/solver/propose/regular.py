@@ -1,15 +1,16 @@
 """Regular plans, as people choose them by hand: equal stages with equally many replicas each.
 
-They are the first answer, the answer where time runs out, and what no answer may be slower than. A grid of
+They are the first answer, the answer where time runs out, and what no answer may be slower than. A
+grid of
 
     stages      equal in time, or of equally many blocks; as many as are a power of two, and under schedules that drain
                 whatever number uses all GPUs: on 35 groups of GPUs 35, 17, 11, 8, 7
     replicas    as many as there are GPUs for; also on a half, a quarter and so on of the GPUs
     sharding    nothing, the optimizer's state, or of a single stage its gradients and weights, too, also inside servers
 
-A stage that does not fit the memory recomputes as little as makes it fit. Plans come in the order of their prices,
-though pricing a plan of many stages takes time, and finding what recomputes adds to the price: so both wait until
-nothing else can be the next.
+A stage that does not fit the memory recomputes as little as makes it fit. Plans come in the order
+of their prices, though pricing a plan of many stages takes time, and finding what recomputes adds
+to the price: so both wait until nothing else can be the next.
 """
 
 from collections.abc import Iterator, Sequence
@@ -73,11 +74,15 @@ class _Point:
 
 
 def _grid(question: Problem) -> Iterator[_Point]:
-    """Yield the plans whose weights and optimizer state have room; whether all of it has, is not known yet."""
+    """Yield the plans whose weights and optimizer state have room; whether all of it has, is not
+    known yet.
+    """
     costs = question.layer_costs
     gpus = question.cluster.gpus
     sums = _LayerSums.of(question)
-    counts = _numbers_of_stages(question, min(gpus, question.rules.max_stages or gpus, len(sums.compute_s)))
+    counts = _numbers_of_stages(
+        question, min(gpus, question.rules.max_stages or gpus, len(sums.compute_s))
+    )
 
     cuts = equal_times(costs, counts, question.budget.clock)
     for stages, equal in zip(counts, cuts, strict=False):
@@ -93,7 +98,9 @@ def _points(question: Problem, sums: "_LayerSums", cut: Cut) -> Iterator[_Point]
     """Yield the plans of one cut: all numbers of replicas, and all that they may divide."""
     stages = len(cut)
     gpus = question.cluster.gpus
-    most_replicas = min(question.most_replicas, question.microbatches if question.schedule.divides else gpus)
+    most_replicas = min(
+        question.most_replicas, question.microbatches if question.schedule.divides else gpus
+    )
     halves = [gpus >> power for power in range(gpus.bit_length())]
     whole = counts_to_try(gpus, question.tuning.restricted)
 
@@ -127,7 +134,9 @@ class _LayerSums:
         return cls(question, compute_s, kept_bytes, column(costs, "optimizer_bytes"))
 
     def least_s(self, cut: Cut, replicas: int) -> float:
-        """Return seconds per minibatch that a plan of this cut is not below: those of its slowest stage."""
+        """Return seconds per minibatch that a plan of this cut is not below: those of its slowest
+        stage.
+        """
         question = self.question
         if question.cluster.kinds:
             return 0.0  # devices may be faster than the profiled one
@@ -145,7 +154,8 @@ class _LayerSums:
             return True
         kept_parts = options.shards if options.shards_gradients else 1
         held_bytes = max(
-            _sum(self.kept_bytes, stage) / kept_parts + _sum(self.optimizer_bytes, stage) / options.shards
+            _sum(self.kept_bytes, stage) / kept_parts
+            + _sum(self.optimizer_bytes, stage) / options.shards
             for stage in cut
         )
         return held_bytes <= cluster.memory_bytes

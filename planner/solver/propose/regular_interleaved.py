@@ -1,15 +1,15 @@
 """Regular interleaved plans, beside what a search finds under 1F1B with a flush.
 
-Several chunks of the model per worker make the bubble as many times smaller, for as many times more messages and some
-more memory (Narayanan et al., SC 2021, section 2.2). A grid of
+Several chunks of the model per worker make the bubble as many times smaller, for as many times more
+messages and some more memory (Narayanan et al., SC 2021, section 2.2). A grid of
 
     degree      ranks that divide the layers
     workers     in one pipeline: as many as some number of copies leaves for each
     copies      of the pipeline, as many as there are GPUs for; they divide the optimizer's state where that is allowed
     chunks      of equally many blocks, from 2 on, on each worker
 
-Of each worker's chunks the first ones recompute their blocks, as many as memory demands. A point of the grid is not
-below, for the work of one microbatch in `once_s` seconds,
+Of each worker's chunks the first ones recompute their blocks, as many as memory demands. A point of
+the grid is not below, for the work of one microbatch in `once_s` seconds,
 
     (m / copies + (workers - 1) / chunks) · once_s / workers
 """
@@ -31,7 +31,9 @@ from planner.stages.sharding import UNSHARDED
 
 @dataclass(frozen=True)
 class Interleaved:
-    """The fastest regular interleaved plan, and its problem; None where none takes less than was asked for."""
+    """The fastest regular interleaved plan, and its problem; None where none takes less than was
+    asked for.
+    """
 
     problem: Problem
     best: Evaluation | None
@@ -40,7 +42,9 @@ class Interleaved:
 
 @dataclass(frozen=True, order=True)
 class _Point:
-    """A point of the grid, and seconds that no plan there is below; the most promising is the least."""
+    """A point of the grid, and seconds that no plan there is below; the most promising is the
+    least.
+    """
 
     least_s: float
     degree: int
@@ -83,7 +87,9 @@ def interleaved(problem: Problem, below_s: float) -> Interleaved:
     return _fastest(problem, leans, below_s, bound_s)
 
 
-def _fastest(problem: Problem, leans: Sequence[_Lean], below_s: float, bound_s: float) -> Interleaved:
+def _fastest(
+    problem: Problem, leans: Sequence[_Lean], below_s: float, bound_s: float
+) -> Interleaved:
     """Simulate the best by the cost model, and return the fastest."""
     most = problem.tuning.propose.most_interleaved_simulated
     answer = Interleaved(problem, None, bound_s)
@@ -146,7 +152,9 @@ def _chunked(problem: Problem, degree: int, workers: int, copies: int) -> Iterat
 
 
 def _lean_at(problem: Problem, point: _Point) -> _Lean | None:
-    """Return the plan of a point whose workers recompute as few of their chunks as fit; None if it does not fit."""
+    """Return the plan of a point whose workers recompute as few of their chunks as fit; None if it
+    does not fit.
+    """
     groups = _under_chunks(problem.on_groups_of(point.degree), point.chunks)
     stages = equal_blocks(groups.layer_costs, point.workers * point.chunks)
     if len(stages) < point.workers * point.chunks:
@@ -169,14 +177,16 @@ class _Recomputing:
     workers: int
 
     def lean_enough(self) -> Evaluation | None:
-        """Return the plan that recomputes as little as the rule and the memory allow; None if none fits."""
+        """Return the plan that recomputes as little as the rule and the memory allow; None if none
+        fits.
+        """
         chunks = self.problem.setting.chunks
         match self.problem.recompute:
             case "never":
                 return self._allowed(0)
             case "auto":
-                # Blocks that recompute one by one each keep what enters them; as one group, they need more memory when
-                # they run.
+                # Blocks that recompute one by one each keep what enters them; as one group, they
+                # need more memory when they run.
                 return self._fewest(0, chunks, whole=False) or self._fewest(0, chunks, whole=True)
             case "blocks":
                 return self._allowed(chunks)
@@ -184,7 +194,9 @@ class _Recomputing:
                 return self._allowed(chunks, whole=True)
 
     def _fewest(self, least: int, most: int, *, whole: bool) -> Evaluation | None:
-        """Return the plan with the fewest chunks that fits; the more recompute, the less is held."""
+        """Return the plan with the fewest chunks that fits; the more recompute, the less is
+        held.
+        """
         best = self._allowed(most, whole=whole)
         while best is not None and least < most:
             middle = (least + most) // 2
@@ -197,7 +209,9 @@ class _Recomputing:
         return best
 
     def _allowed(self, chunks: int, *, whole: bool = False) -> Evaluation | None:
-        """Return the priced plan whose workers recompute so many chunks; None if it is not allowed."""
+        """Return the priced plan whose workers recompute so many chunks; None if it is not
+        allowed.
+        """
         stages = []
         for number, stage in enumerate(self.stages):
             groups: tuple[frozenset[int], ...] = ()

@@ -1,6 +1,8 @@
-"""Propose simpler plans under asynchronous schedules, which may wait less than the best by the cost model.
+"""Propose simpler plans under asynchronous schedules, which may wait less than the best by the cost
+model.
 
-For each kind of plans, and on ever fewer GPUs, the best one by the cost model is found for links that are all alike:
+For each kind of plans, and on ever fewer GPUs, the best one by the cost model is found for links
+that are all alike:
 
     kinds       data parallel; without replicas; with replicas of the first stage, or of the first and the last; all
     links       the slowest of the cluster; slower ones, where messages weigh more, so that plans have fewer of them;
@@ -25,10 +27,21 @@ from planner.solver.search.chain.search import Search
 from planner.solver.search.levels.levels import local_search_for
 from planner.solver.search.levels.prices import PathPrices
 from planner.solver.search.pipeline_search import PipelineSearch
-from planner.solver.search.restricted import DataParallelSearch, EndsSearch, FrontSearch, StraightSearch
+from planner.solver.search.restricted import (
+    DataParallelSearch,
+    EndsSearch,
+    FrontSearch,
+    StraightSearch,
+)
 from planner.units import SLACK
 
-SEARCHES: tuple[type[Search], ...] = (DataParallelSearch, StraightSearch, FrontSearch, EndsSearch, Search)
+SEARCHES: tuple[type[Search], ...] = (
+    DataParallelSearch,
+    StraightSearch,
+    FrontSearch,
+    EndsSearch,
+    Search,
+)
 
 # Changes a path that is not below some seconds to a better one near it.
 Adapt = Callable[[CutPath, float], CutPath]
@@ -61,7 +74,8 @@ def propose_straight(search: PipelineSearch, pool: Pool) -> Iterator[Batch]:
 
 
 def propose_simpler(search: PipelineSearch, pool: Pool) -> Iterator[Batch]:
-    """Yield the best plan of each kind on ever fewer GPUs, until its busiest resource alone is too slow.
+    """Yield the best plan of each kind on ever fewer GPUs, until its busiest resource alone is too
+    slow.
 
     On several levels local search adapts it to the cluster's links.
     """
@@ -74,7 +88,9 @@ def propose_simpler(search: PipelineSearch, pool: Pool) -> Iterator[Batch]:
 
 
 def _on_fewer_gpus(question: Problem, kind: Kind, pool: Pool) -> Iterator[CutPath]:
-    """Yield the best path of a kind for each number of GPUs, as long as it may be faster than the best plan."""
+    """Yield the best path of a kind for each number of GPUs, as long as it may be faster than the
+    best plan.
+    """
     model = question.asynchronous(kind.link)
     # On a slower link a plan looks slower than it is, so its limit is more generous.
     is_slower = kind.link.bandwidth_bytes_per_s < question.link.bandwidth_bytes_per_s
@@ -97,7 +113,9 @@ def _on_fewer_gpus(question: Problem, kind: Kind, pool: Pool) -> Iterator[CutPat
 
 
 def _adapting(search: PipelineSearch) -> Adapt:
-    """Return what adapts paths to the links of a cluster of several levels; on others they stay as they are."""
+    """Return what adapts paths to the links of a cluster of several levels; on others they stay as
+    they are.
+    """
     question = search.problem
     if not question.placed or question.cluster.gpus > question.tuning.levels.most_placed_gpus:
         return lambda path, _: path
@@ -137,7 +155,8 @@ def _on_at_most(limits: Limits, gpus: int) -> Limits:
 def _families(question: Problem, space: CutSpace) -> list[Limits]:
     """Return the limits within which to look for every kind: those for simpler stages first.
 
-    Over many states all searches choose between the whole of a stage and nothing, so that both are alike.
+    Over many states all searches choose between the whole of a stage and nothing, so that both are
+    alike.
     """
     limits = question.limits
     rules = limits.rules
@@ -184,6 +203,8 @@ def _model_bytes_per_s(question: Problem, space: CutSpace) -> float:
 
 
 def _counting_copies(question: Problem) -> CutSpace | None:
-    """Return the cuts at which every copy of a tied weight costs a stage what it does in a simulation."""
+    """Return the cuts at which every copy of a tied weight costs a stage what it does in a
+    simulation.
+    """
     profile = counted_with_copies(question.layer_costs.profile)
     return None if profile is None else searched_cuts(question.with_profile(profile)).space

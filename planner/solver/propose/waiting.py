@@ -1,8 +1,8 @@
 """Propose plans that may wait less than the best one by the cost model, which knows no waiting.
 
-Under asynchronous schedules these are simpler plans (`planner.solver.propose.simpler`). Under synchronous schedules
-they are the plans that the search meets on its way to the best, for the links as they are and for slower ones: then
-messages weigh more, and it meets plans with fewer of them.
+Under asynchronous schedules these are simpler plans (`planner.solver.propose.simpler`). Under
+synchronous schedules they are the plans that the search meets on its way to the best, for the links
+as they are and for slower ones: then messages weigh more, and it meets plans with fewer of them.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,9 @@ from planner.solver.search.pipeline_search import PipelineSearch
 
 
 def plans_that_wait_less(search: PipelineSearch, pool: Pool, known: Batch) -> Iterator[Batch]:
-    """Yield alternatives to the best plan, as long as the pool has a simulated plan that is not proven to be best."""
+    """Yield alternatives to the best plan, as long as the pool has a simulated plan that is not
+    proven to be best.
+    """
     if pool.best is None or not pool.best.simulated:
         return
     if search.problem.schedule.asynchronous:

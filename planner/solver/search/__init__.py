@@ -1,1 +1,3 @@
-"""Searches for the best plan by the cost model: over the cuts along the profile's order, on levels, by programs."""
+"""Searches for the best plan by the cost model: over the cuts along the profile's order, on levels,
+by programs.
+"""

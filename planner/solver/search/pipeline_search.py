@@ -1,4 +1,6 @@
-"""Search for the best plan by the cost model, under schedules with one stage per worker: the search that suits both."""
+"""Search for the best plan by the cost model, under schedules with one stage per worker: the search
+that suits both.
+"""
 
 from dataclasses import replace
 from functools import cached_property
@@ -23,7 +25,9 @@ from planner.units import SLACK
 
 
 class PipelineSearch:
-    """The searches for one problem over one space of cuts: by default those along the profile's order."""
+    """The searches for one problem over one space of cuts: by default those along the profile's
+    order.
+    """
 
     def __init__(self, problem: Problem, space: CutSpace | None = None) -> None:
         self.problem = problem
@@ -31,9 +35,11 @@ class PipelineSearch:
         self.interrupted = False  # by the deadline: the last search may have missed faster plans
 
     def best(self) -> CutPath | None:
-        """Return the best path by the cost model; on clusters of several levels, for the nearest flat one.
+        """Return the best path by the cost model; on clusters of several levels, for the nearest
+        flat one.
 
-        Raise OutOfTimeError if no path is found in time, or states and GPUs are too many for any search.
+        Raise OutOfTimeError if no path is found in time, or states and GPUs are too many for any
+        search.
         """
         if self.problem.placed:
             path, self.interrupted = nearest_path(self.problem, self.space)
@@ -54,7 +60,9 @@ class PipelineSearch:
         return path
 
     def faster(self, below_s: float, precision: float = RESOLUTION) -> CutPath | None:
-        """Return the best path as `best` does, up to a precision; None where none takes less than some seconds."""
+        """Return the best path as `best` does, up to a precision; None where none takes less than
+        some seconds.
+        """
         search = self._search(self.problem.limits)
         precision = max(precision, self.problem.precision)
         try:
@@ -68,8 +76,11 @@ class PipelineSearch:
             self.interrupted = search.interrupted or self.problem.clock.passed
 
     def bounded(self, path: CutPath) -> BoundedPath:
-        """Return the best path over the cluster's levels, given the best for the nearest flat one; bound every plan."""
-        # A search that knows no places takes all links for the slowest: plans within servers may be faster.
+        """Return the best path over the cluster's levels, given the best for the nearest flat one;
+        bound every plan.
+        """
+        # A search that knows no places takes all links for the slowest: plans within servers may be
+        # faster.
         misses_places = places_matter(self.problem.cluster) and not self.problem.placed
         if self.interrupted or misses_places:
             return BoundedPath(path, self.relaxed_s())
@@ -92,7 +103,9 @@ class PipelineSearch:
         return not exact_everywhere(self.problem.layer_costs, in_order=in_order)
 
     def _whatever_recomputes_s(self) -> float:
-        """Return seconds that no plan is below even if it had a better choice of what recomputes than is known."""
+        """Return seconds that no plan is below even if it had a better choice of what recomputes
+        than is known.
+        """
         problem = self.problem
         roomy = problem.with_cluster(problem.cluster.model_copy(update={"memory_bytes": None}))
         search = PipelineSearch(roomy, self.space)
@@ -100,7 +113,8 @@ class PipelineSearch:
         if path is None or search.interrupted:
             return self.relaxed_s()
         if problem.placed and problem.precision > 0:
-            return path.seconds * (1 - problem.precision)  # searches that need not be precise find no better bound
+            # searches that need not be precise find no better bound
+            return path.seconds * (1 - problem.precision)
         return search.bounded(path).bound_s
 
     def columned(self, path: CutPath, best: Evaluation) -> Columned:
@@ -117,10 +131,14 @@ class PipelineSearch:
     def leaner(self) -> dict[str, Fits]:
         """Return searches that need less memory, by the arguments that ask for them."""
         problem, rules = self.problem, self.problem.rules
-        may_shard = rules.shard_optimizer == "never" and problem.layer_costs.profile.may_shard_optimizer
+        may_shard = (
+            rules.shard_optimizer == "never" and problem.layer_costs.profile.may_shard_optimizer
+        )
         others = {
             "`recompute=auto`": replace(rules, recompute="auto"),
-            "`shard_optimizer=auto`": replace(rules, shard_optimizer="auto") if may_shard else rules,
+            "`shard_optimizer=auto`": replace(rules, shard_optimizer="auto")
+            if may_shard
+            else rules,
             "a larger `max_stages`": replace(rules, max_stages=None),
             "a larger `max_staleness`": replace(rules, max_staleness=None),
         }
@@ -150,8 +168,12 @@ class PipelineSearch:
         return priced_path(self.problem, self.space, path)
 
     def relaxed_s(self) -> float:
-        """Return a time that no plan is below, whatever its cuts: perfect balance and no communication."""
+        """Return a time that no plan is below, whatever its cuts: perfect balance and no
+        communication.
+        """
         return relaxed_s(self.problem, self.space)
 
     def _search(self, limits: Limits) -> Search | SynchronousSearch:
-        return (nearest_search if self.problem.placed else flat_search)(self.problem, self.space, limits)
+        return (nearest_search if self.problem.placed else flat_search)(
+            self.problem, self.space, limits
+        )

@@ -1,7 +1,8 @@
 """Exact searches over plans of restricted kinds.
 
-Each is the chain search with fewer replicas allowed. The best plan of a simple kind may take less time than the best of
-all by the cost model: the search minimises the seconds of the busiest resource, and waiting shows only in a simulation.
+Each is the chain search with fewer replicas allowed. The best plan of a simple kind may take less
+time than the best of all by the cost model: the search minimises the seconds of the busiest
+resource, and waiting shows only in a simulation.
 """
 
 from dataclasses import replace
@@ -42,7 +43,9 @@ class FrontSearch(Search):
 
 
 class EndsSearch(FrontSearch):
-    """Finds plans in which only the first stage and the last have replicas: the last scores a large vocabulary."""
+    """Finds plans in which only the first stage and the last have replicas: the last scores a large
+    vocabulary.
+    """
 
     def most_replicas(self, state: int, others: Integers) -> Integers:
         at_an_end = (state == 0) | (others == len(self.space) - 1)

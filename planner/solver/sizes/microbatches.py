@@ -1,4 +1,6 @@
-"""Which sizes of microbatches are worth a search: those near the one at which the usual ways are fastest."""
+"""Which sizes of microbatches are worth a search: those near the one at which the usual ways are
+fastest.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -48,7 +50,8 @@ class Sizes:
     Attributes:
         sample_s: seconds of a sample in the fastest usual way, by size; infinity where none fits.
         wanted: sizes that are worth a search, the most promising first.
-        shared: the one of these at which ranks that divide experts have as many samples as in other plans.
+        shared: the one of these at which ranks that divide experts have as many samples as in other
+            plans.
         unseen: sizes that no time was left to look at.
     """
 
@@ -67,9 +70,9 @@ def promising_sizes(
 ) -> Sizes:
     """Look at ascending sizes until they are slower, do not fit, or the time ends.
 
-    On a size that is too small more is lost than by any search. So two sizes are looked at even where no time is left,
-    and the one that should be the fastest on the line through them. Where no usual way fits at the smallest size, all
-    sizes are worth a search.
+    On a size that is too small more is lost than by any search. So two sizes are looked at even
+    where no time is left, and the one that should be the fastest on the line through them. Where no
+    usual way fits at the smallest size, all sizes are worth a search.
     """
     estimates = _Estimates(profiles, cluster, options, tuning)
     sample_s = estimates.sample_s
@@ -110,7 +113,8 @@ class _Estimates:
     cluster: Cluster
     options: SolveOptions
     tuning: Tuning
-    sample_s: dict[int, float] = field(default_factory=dict)  # in the order in which they were looked at
+    # in the order in which they were looked at
+    sample_s: dict[int, float] = field(default_factory=dict)
 
     def look_at(self, size: int, clock: Clock) -> float:
         """Estimate a size; infinity where no usual way fits."""
@@ -118,13 +122,17 @@ class _Estimates:
         return self.sample_s[size]
 
     def looks_slower(self, size: int) -> bool:
-        """Return whether a size need not be looked at, because on the line it is slower than the one before it."""
+        """Return whether a size need not be looked at, because on the line it is slower than the
+        one before it.
+        """
         *_, before = self.sample_s
         slower_s = self.sample_s[before] * (1 + self.tuning.fit.slower_size_share)
         return self.on_the_line(size) > slower_s
 
     def on_the_line(self, size: int) -> float:
-        """Return a sample's seconds, not simulated, with costs on the line through the last two sizes."""
+        """Return a sample's seconds, not simulated, with costs on the line through the last two
+        sizes.
+        """
         *_, one, other = self.sample_s
         profile = extended(self.profiles.at(one), self.profiles.at(other), size)
         return self._fastest_sample_s(profile, Clock.of(0.0))
@@ -140,9 +148,10 @@ class _Estimates:
 def least_sample_s(profile: Profile, cluster: Cluster, options: SolveOptions, ranks: int) -> float:
     """Return seconds of a sample that no plan is below.
 
-    A schedule that drains takes no less than the first microbatch does, which passes all layers: where there are fewer
-    microbatches than GPUs, this bounds the plan. `ranks` that divide layers compute that microbatch together, so that
-    then only the GPUs' work in all is a bound: ranks that divide a layer take no less in all.
+    A schedule that drains takes no less than the first microbatch does, which passes all layers:
+    where there are fewer microbatches than GPUs, this bounds the plan. `ranks` that divide layers
+    compute that microbatch together, so that then only the GPUs' work in all is a bound: ranks that
+    divide a layer take no less in all.
     """
     setting = setting_of(options, profile, cluster)
     seconds = balanced_s(layer_costs_on(profile, cluster), setting)
@@ -152,7 +161,9 @@ def least_sample_s(profile: Profile, cluster: Cluster, options: SolveOptions, ra
 
 
 def _shared_size(likely: int, profiles: Profiles, options: SolveOptions) -> int | None:
-    """Return the size at which each rank that divides experts has `likely` samples; None without experts."""
+    """Return the size at which each rank that divides experts has `likely` samples; None without
+    experts.
+    """
     shared = likely * profiles.ranks
     has_experts = any("grouped_mm" in layer.op for layer in profiles.at(likely).layers)
     divides = (options.minibatch or 1) % shared == 0
@@ -162,7 +173,8 @@ def _shared_size(likely: int, profiles: Profiles, options: SolveOptions) -> int 
 
 
 def extended(one: Profile, other: Profile, size: int) -> Profile:
-    """Return the profile for microbatches of so many samples, on the line through those for two smaller ones.
+    """Return the profile for microbatches of so many samples, on the line through those for two
+    smaller ones.
 
     But for what layers exchange: pipelines look faster than they are.
     """

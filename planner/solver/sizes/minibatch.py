@@ -1,7 +1,8 @@
 """Samples per update where nobody says: as many tokens as models of this size are trained with.
 
-Brown et al. 2020, "Language Models are Few-Shot Learners", table 2.1: 0.5, 1 and 2 million from no, 1 and 5 billion
-parameters on. BLOOM (Le Scao et al. 2022) and Llama 3 (Llama team 2024): 4 million from 100 billion on.
+Brown et al. 2020, "Language Models are Few-Shot Learners", table 2.1: 0.5, 1 and 2 million from no,
+1 and 5 billion parameters on. BLOOM (Le Scao et al. 2022) and Llama 3 (Llama team 2024): 4 million
+from 100 billion on.
 """
 
 import math
@@ -16,18 +17,27 @@ from planner.plan.lengths import mean_tokens
 from planner.schedule.instructions import MICROBATCHES_PER_GPU
 
 # By the least parameters, of which the first that a model has counts.
-MINIBATCH_TOKENS: Mapping[float, int] = {100e9: 4_000_000, 5e9: 2_000_000, 1e9: 1_000_000, 0: 500_000}
+MINIBATCH_TOKENS: Mapping[float, int] = {
+    100e9: 4_000_000,
+    5e9: 2_000_000,
+    1e9: 1_000_000,
+    0: 500_000,
+}
 HALVES = ("bfloat16", "float16")
 
 
-def minibatch_for(options: SolveOptions, tokens: int | None, profile: Profile, gpus: int) -> int | None:
-    """Return the samples of a minibatch, whole microbatches of the profile; None where the schedule divides none.
+def minibatch_for(
+    options: SolveOptions, tokens: int | None, profile: Profile, gpus: int
+) -> int | None:
+    """Return the samples of a minibatch, whole microbatches of the profile; None where the schedule
+    divides none.
 
     Args:
         options: whose `minibatch` counts, if it has one.
         tokens: about so many, in place of the usual ones.
         profile: of the model.
-        gpus: which get equally many samples, if there are enough; only then can replicas divide gradients and weights.
+        gpus: which get equally many samples, if there are enough; only then can replicas divide
+            gradients and weights.
 
     Raises:
         InputError: for tokens where `minibatch` says the same, or where the model reads none.
@@ -69,4 +79,6 @@ def _check_tokens(options: SolveOptions, tokens: int, profile: Profile) -> None:
     elif mean_tokens(profile) is None:
         why = f"'{profile.model}' reads no tokens"
     if why is not None:
-        raise InputError(f"`tokens={tokens}` makes no minibatch, because {why}", hint="leave out `tokens`")
+        raise InputError(
+            f"`tokens={tokens}` makes no minibatch, because {why}", hint="leave out `tokens`"
+        )

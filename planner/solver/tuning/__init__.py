@@ -1,1 +1,3 @@
-"""How far searches look, how long, and how near counts as equal: one record, which the question carries."""
+"""How far searches look, how long, and how near counts as equal: one record, which the question
+carries.
+"""

@@ -63,7 +63,8 @@ class FitTuning:
     # estimated.
     slower_size_share: float = 0.05
 
-    # Share of the least time. A usual way that is so near to it leaves nothing to divide layers for.
+    # Share of the least time. A usual way that is so near to it leaves nothing to divide layers
+    # for.
     balanced_share: float = 0.02
 
     # How many times as many GPUs as asked are tried where the model does not fit.
@@ -80,11 +81,13 @@ class FitTuning:
 
 @dataclass(frozen=True)
 class ExplanationTuning:
-    """Of `planner.solver.problem.infeasible`, which says what would make a plan fit, and `planner.analysis.limits`."""
+    """Of `planner.solver.problem.infeasible`, which says what would make a plan fit, and
+    `planner.analysis.limits`.
+    """
 
     memory_precision: float = 1e-4  # relative, of the smallest memory
-    # Units of work of a plan that is simulated to say what limits it: a second or so, while somebody
-    # waits for a table.
+    # Units of work of a plan that is simulated to say what limits it: a second or so, while
+    # somebody waits for a table.
     most_units: int = 2**14
 
     most_gpus_ratio: int = 64  # how many times as many GPUs as there are, at most, are tried
@@ -92,7 +95,9 @@ class ExplanationTuning:
 
 @dataclass(frozen=True)
 class WhatIfTuning:
-    """Of `planner.analysis.explain` and `planner.analysis.fewer`: which other clusters are priced."""
+    """Of `planner.analysis.explain` and `planner.analysis.fewer`: which other clusters are
+    priced.
+    """
 
     bandwidth_ratio: float = 1.1  # of links with more bandwidth
     memory_ratio: float = 1.5  # of GPUs with more memory

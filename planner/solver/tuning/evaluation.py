@@ -46,8 +46,8 @@ class EvaluateTuning:
 class DepthTuning:
     """Of `planner.solver.evaluate.depths` and `draining_depths`."""
 
-    # Ratios of times that are not gained: by depths beyond the inequality of asynchronous pipelines,
-    # by less depth than that, and by deeper pipelines that drain.
+    # Ratios of times that are not gained: by depths beyond the inequality of asynchronous
+    # pipelines, by less depth than that, and by deeper pipelines that drain.
     max_gain_of_more: float = 1.25
     max_gain_of_less: float = 1.1
     max_gain_of_draining: float = 1.5
@@ -65,8 +65,8 @@ class DepthTuning:
 class PortfolioTuning:
     """Of `planner.solver.portfolio` and `planner.solver.attempts`."""
 
-    # Regular plans that are simulated before any search, where they have at most so many forwards of
-    # a minibatch: parts of a second.
+    # Regular plans that are simulated before any search, where they have at most so many forwards
+    # of a minibatch: parts of a second.
     first_plans: int = 3
     quick_forwards: int = 2**12
 

@@ -60,7 +60,9 @@ class ChainTuning:
 
 @dataclass(frozen=True)
 class BranchesTuning:
-    """Of `planner.solver.problem.cut_space` and `planner.solver.improve.branches`: graphs with branches."""
+    """Of `planner.solver.problem.cut_space` and `planner.solver.improve.branches`: graphs with
+    branches.
+    """
 
     # Sets of layers that a cut may leave before it, up to which all are searched: about as many as
     # there are layers in the largest models, so that a search, which takes their square, takes no
@@ -130,8 +132,8 @@ class LevelsTuning:
     # Answers that trade the sum against the maximum.
     most_trades: int = 16
 
-    # Plans that local search prices for up to `few_gpus`, and where it need not be precise. For more
-    # GPUs, fewer plans.
+    # Plans that local search prices for up to `few_gpus`, and where it need not be precise. For
+    # more GPUs, fewer plans.
     most_priced: int = 3_000
     most_priced_roughly: int = 1_000
     few_gpus: int = 16
@@ -224,8 +226,8 @@ class MixedTuning:
 class ProposeTuning:
     """Of the other proposers."""
 
-    # Stages of the regular plans that use all GPUs, in all: thousands of GPUs would have hundreds of
-    # pipelines.
+    # Stages of the regular plans that use all GPUs, in all: thousands of GPUs would have hundreds
+    # of pipelines.
     most_regular_stages: int = 2**12
 
     # Regular interleaved plans: chunks on a worker, and plans that are simulated.

@@ -44,13 +44,21 @@ def test_without_gradients_nothing_is_late() -> None:
 
 
 def test_weights_behind_a_long_layer_without_any_come_late() -> None:
-    """A classifier whose weight belongs to an earlier stage: its backward comes first, and hands in nothing."""
-    check(buckets_of(made(*[(1000, 2, 1.0)] * 6, (0, 0, 18.0))), ([19.0, 20.0, 21.0, 22.0, 23.0, 24.0], [1 / 6] * 6))
+    """A classifier whose weight belongs to an earlier stage: its backward comes first, and hands in
+    nothing.
+    """
+    check(
+        buckets_of(made(*[(1000, 2, 1.0)] * 6, (0, 0, 18.0))),
+        ([19.0, 20.0, 21.0, 22.0, 23.0, 24.0], [1 / 6] * 6),
+    )
 
 
 def test_one_large_weight_is_one_bucket() -> None:
     """It is there when its layer's backward ends; what comes after it may be little, or nothing."""
-    check(buckets_of(made((10, 2, 12.0), (10_000, 2, 12.0))), ([12.0, 24.0], [10_000 / 10_010, 10 / 10_010]))
+    check(
+        buckets_of(made((10, 2, 12.0), (10_000, 2, 12.0))),
+        ([12.0, 24.0], [10_000 / 10_010, 10 / 10_010]),
+    )
     check(buckets_of(made((10_000, 2, 12.0), (10, 2, 12.0))), ([24.0], [1.0]))
     check(buckets_of(made((0, 0, 12.0), (10_000, 2, 12.0))), ([12.0, 24.0], [1.0, 0.0]))
 
@@ -63,7 +71,10 @@ def test_a_copied_weight_is_there_when_its_first_user_is_through() -> None:
     own = made((0, 1, 6.0), (0, 1, 18.0))
     other = layer("elsewhere", weight_bytes=1000).model_copy(update={"parameters": ("l1.0",)})
     check(buckets_of(own, [other]), ([18.0, 24.0], [1.0, 0.0]))
-    check(buckets_of(own, [other.model_copy(update={"parameters": ("l0.0", "l1.0")})]), ([24.0], [1.0]))
+    check(
+        buckets_of(own, [other.model_copy(update={"parameters": ("l0.0", "l1.0")})]),
+        ([24.0], [1.0]),
+    )
 
 
 def test_small_buckets_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +83,9 @@ def test_small_buckets_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     check(buckets_of(made(*[(1000, 2, 4.0)] * 6)), ([24.0], [1.0]))
 
 
-def test_of_many_buckets_the_first_and_the_last_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_many_buckets_the_first_and_the_last_are_told_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(buckets, "MOST_BUCKET_BYTES", 1000)
     assert bucket_bytes(20_000) == 1000
     found = buckets_of(made(*[(1000, 2, 1.0)] * 20))
@@ -85,7 +98,9 @@ def test_the_all_reduce_ends_as_late_as_its_buckets_let_it() -> None:
     assert few.reduced_s(80.0) == 84.0  # all of it, from the first bucket on
 
 
-@pytest.mark.parametrize("sizes", [(5, 5, 5, 5, 5, 5), (1, 2, 3, 40, 5, 6), (50, 1, 1, 1, 1, 1), (1, 1, 1, 1, 1, 50)])
+@pytest.mark.parametrize(
+    "sizes", [(5, 5, 5, 5, 5, 5), (1, 2, 3, 40, 5, 6), (50, 1, 1, 1, 1, 1), (1, 1, 1, 1, 1, 50)]
+)
 def test_buckets_are_those_of_the_executor(sizes: tuple[int, ...]) -> None:
     """One parameter per layer, whose gradient is complete when its layer's backward is over."""
     parameters = [nn.Parameter(torch.empty(size)) for size in sizes]
@@ -98,5 +113,6 @@ def test_buckets_are_those_of_the_executor(sizes: tuple[int, ...]) -> None:
 
 def test_what_recomputes_within_the_backward_delays_what_comes_after_it() -> None:
     layers = made(*[(1000, 2, 4.0)] * 6)
-    # The forward of layers 2 and 3 runs again, 3 s, before the backward of layer 3, the third from the end.
+    # The forward of layers 2 and 3 runs again, 3 s, before the backward of layer 3, the third from
+    # the end.
     check(buckets_of(layers, again_s={3: 3.0}), ([4, 8, 15, 19, 23, 27], [1 / 6] * 6))

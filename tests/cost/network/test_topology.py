@@ -26,14 +26,29 @@ SERVERS = hierarchical_cluster((4, 4), (16.0, 1.0))
 def test_ranks_fill_servers_in_order() -> None:
     topology = Topology(hierarchical_cluster((2, 3, 2), (8.0, 4.0, 2.0)))
     assert list(topology.groups) == [2, 6, 12]
-    assert [int(topology.level(0, other)) for other in range(12)] == [0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2]
+    assert [int(topology.level(0, other)) for other in range(12)] == [
+        0,
+        0,
+        1,
+        1,
+        1,
+        1,
+        2,
+        2,
+        2,
+        2,
+        2,
+        2,
+    ]
     assert topology.span(range(2, 4)) == 0
     assert topology.span(range(1, 3)) == 1
     assert topology.span(range(5, 7)) == 2
 
 
 def test_levels_of_one_member_join_nothing() -> None:
-    cluster = Cluster(levels=(Level(size=4, bandwidth_bytes_per_s=1.0), Level(size=1, bandwidth_bytes_per_s=9.0)))
+    cluster = Cluster(
+        levels=(Level(size=4, bandwidth_bytes_per_s=1.0), Level(size=1, bandwidth_bytes_per_s=9.0))
+    )
     assert len(Topology(cluster)) == 1
 
 
@@ -93,7 +108,8 @@ def test_pipelines_in_servers_send_gradients_alone_between_them() -> None:
 
 
 def test_fifteen_and_one_on_four_servers_of_four() -> None:
-    # Rank 15 gets a message of every minibatch: 3 of 15 from its own server, 12 of 15 over its server's link.
+    # Rank 15 gets a message of every minibatch: 3 of 15 from its own server, 12 of 15 over its
+    # server's link.
     loads = Loads(Topology(SERVERS))
     seconds = loads.add_transfer(range(15), range(15, 16), np.array([30.0, 60.0, 1.0, 1.0]))
     assert loads.into[15] == pytest.approx(30 * (3 / 15 / 16 + 12 / 15 / 1))
@@ -116,7 +132,9 @@ def test_a_ring_crosses_each_server_once() -> None:
 
 @settings(max_examples=examples(100), deadline=None)
 @given(profile=profiles(most_layers=4), data=st.data())
-def test_levels_alike_and_links_of_ones_own_are_a_flat_cluster(profile: Profile, data: st.DataObject) -> None:
+def test_levels_alike_and_links_of_ones_own_are_a_flat_cluster(
+    profile: Profile, data: st.DataObject
+) -> None:
     layer_costs = LayerCosts(profile)
     count = len(profile.layers)
     cuts = sorted(data.draw(st.sets(st.integers(1, count - 1))) if count > 1 else [])
@@ -125,7 +143,9 @@ def test_levels_alike_and_links_of_ones_own_are_a_flat_cluster(profile: Profile,
     schedule: str = data.draw(st.sampled_from(["1f1b", "gpipe", "2bw"]))
     microbatches = 1 if schedule == "1f1b" else 3
     overlap = data.draw(st.booleans())
-    levels = hierarchical_cluster((2, 2, 2), (3.0,) * 3, None, (0.5,) * 3, shared=False, overlap=overlap)
+    levels = hierarchical_cluster(
+        (2, 2, 2), (3.0,) * 3, None, (0.5,) * 3, shared=False, overlap=overlap
+    )
     flat = flat_cluster(8, 3.0, None, 0.5, overlap=overlap)
     stages = candidates(groups, replicas)
     one = price(layer_costs, stages, Setting(levels, find(schedule), microbatches))
@@ -136,7 +156,9 @@ def test_levels_alike_and_links_of_ones_own_are_a_flat_cluster(profile: Profile,
 
 @settings(max_examples=examples(100), deadline=None)
 @given(profile=profiles(most_layers=4), data=st.data())
-def test_without_sharing_no_plan_is_worse_than_at_the_slowest_bandwidth(profile: Profile, data: st.DataObject) -> None:
+def test_without_sharing_no_plan_is_worse_than_at_the_slowest_bandwidth(
+    profile: Profile, data: st.DataObject
+) -> None:
     layer_costs, count = LayerCosts(profile), len(profile.layers)
     cuts = sorted(data.draw(st.sets(st.integers(1, count - 1))) if count > 1 else [])
     groups = [list(range(i, j)) for i, j in zip([0, *cuts], [*cuts, count], strict=True)]

@@ -1,4 +1,6 @@
-"""Checkpoints without processes: any cut reads what any other wrote, and none is ever half there."""
+"""Checkpoints without processes: any cut reads what any other wrote, and none is ever half
+there.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,13 @@ from planner.executor.checkpoint.folders import (
     save_index,
 )
 from planner.executor.checkpoint.optimizer_state import take_state
-from planner.executor.checkpoint.stage_parts import Restorable, content_of, fill_optimizer, restore_stage, write_part
+from planner.executor.checkpoint.stage_parts import (
+    Restorable,
+    content_of,
+    fill_optimizer,
+    restore_stage,
+    write_part,
+)
 from planner.executor.checkpoint.tensor_file import write_tensors
 from planner.executor.communication.sharding import Sharding
 from planner.executor.observe.run_log import FILE, RunLog
@@ -49,7 +57,8 @@ from planner.workers.job import Job
 from tests.executor.models import write_model
 from tests.executor.plans import make_plan, structural_profile
 
-# A parameter that the first and the last layer share, buffers that training changes, and one that it does not.
+# A parameter that the first and the last layer share, buffers that training changes, and one that
+# it does not.
 TIED = """
 import torch
 from torch import nn
@@ -88,13 +97,18 @@ def write_tied(folder: Path) -> Path:
 
 
 class Split:
-    """A model cut somewhere, with an optimizer for each stage; a graph for each replica, whose stages share weights.
+    """A model cut somewhere, with an optimizer for each stage; a graph for each replica, whose
+    stages share weights.
 
     Replicas have an optimizer each, of which the first one's steps; or they divide it.
     """
 
     def __init__(
-        self, spec: TrainingSpec, graphs: Sequence[LayerGraph], cuts: list[int], divides: bool = False
+        self,
+        spec: TrainingSpec,
+        graphs: Sequence[LayerGraph],
+        cuts: list[int],
+        divides: bool = False,
     ) -> None:
         self.graph, self.divides = graphs[0], divides
         bounds = [0, *cuts, len(self.graph.layers)]
@@ -102,7 +116,9 @@ class Split:
         for replica, graph in enumerate(graphs):
             for stage, (start, end) in enumerate(pairwise(bounds)):
                 module = build_stage(graph, [layer.name for layer in graph.layers[start:end]])
-                trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+                trained = [
+                    parameter for parameter in module.parameters() if parameter.requires_grad
+                ]
                 optimizer = spec.optimizer(trained) if trained else None
                 self.stages.append(Restorable(stage, replica, module, optimizer))
                 if divides and optimizer is not None:
@@ -139,12 +155,16 @@ class Split:
             if other.stage == own.stage:
                 theirs = dict(other.module.named_parameters())
                 for parameter, shard in sharding.shards.items():
-                    theirs[names[parameter]].data.view(-1)[shard.start : shard.stop] = shard.stepped.data
+                    theirs[names[parameter]].data.view(-1)[shard.start : shard.stop] = (
+                        shard.stepped.data
+                    )
 
     def save(self, folder: Path) -> None:
         folder.mkdir()
         contents = [(own, content_of(own)) for own in self.stages]
-        parts = tuple(write_part(folder, own, content) for own, content in contents if content is not None)
+        parts = tuple(
+            write_part(folder, own, content) for own, content in contents if content is not None
+        )
         index = Checkpoint(
             tool="test", torch="any", model="any", graph_hash=self.graph.hash, config="any", schedule="1f1b", seed=0,
             minibatch=1, minibatch_size=1, minibatches_per_epoch=None, parts=parts,
@@ -157,13 +177,19 @@ class Split:
             restore_stage(own, saved)
 
     def content(self, replica: int = 0) -> dict[str, Tensor]:
-        """All that is saved, by name: the state of a tied parameter is that of the last stage that has it."""
+        """All that is saved, by name: the state of a tied parameter is that of the last stage that
+        has it.
+        """
         found: dict[str, Tensor] = {}
         for own in self.stages:
             if own.replica == replica:
                 found |= {name: tensor.clone() for name, tensor in own.module.state_dict().items()}
                 alike = [each for each in self.stages if each.stage == own.stage]
-                found |= _divided_content(alike) if self.divides else _optimizer_content(own.optimizer, own.module)
+                found |= (
+                    _divided_content(alike)
+                    if self.divides
+                    else _optimizer_content(own.optimizer, own.module)
+                )
         return found
 
 
@@ -174,7 +200,9 @@ def _divided_content(replicas: Sequence[Restorable]) -> dict[str, Tensor]:
         for parameter, shard in own.sharding.shards.items() if own.sharding is not None else ():
             assert own.optimizer is not None
             for key, value in own.optimizer.state[shard.stepped].items():
-                whole = found.setdefault(f"{names[parameter]}.{key}", torch.empty_like(parameter, requires_grad=False))
+                whole = found.setdefault(
+                    f"{names[parameter]}.{key}", torch.empty_like(parameter, requires_grad=False)
+                )
                 if key == "step":
                     found[f"{names[parameter]}.{key}"] = value.clone()
                 else:
@@ -183,7 +211,11 @@ def _divided_content(replicas: Sequence[Restorable]) -> dict[str, Tensor]:
 
 
 def _optimizer_content(optimizer: Optimizer | None, module: nn.Module) -> dict[str, Tensor]:
-    return {} if optimizer is None else {k: v.clone() for k, v in take_state(optimizer, module)[1].items()}
+    return (
+        {}
+        if optimizer is None
+        else {k: v.clone() for k, v in take_state(optimizer, module)[1].items()}
+    )
 
 
 def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
@@ -200,7 +232,8 @@ def test_twenty_checkpoints_each_written_under_another_cut_than_it_was_read(
 
     Replicas divide the optimizer's state or do not, whatever those did that wrote it.
     """
-    monkeypatch.setattr("planner.executor.communication.sharding.ALIGNMENT", 4)  # small parameters are divided, too
+    # small parameters are divided, too
+    monkeypatch.setattr("planner.executor.communication.sharding.ALIGNMENT", 4)
     rng = random.Random(model)
     torch.manual_seed(1)
     path = write_tied(tmp_path) if model == "tied" else write_model(tmp_path, model, "adamw")
@@ -209,7 +242,9 @@ def test_twenty_checkpoints_each_written_under_another_cut_than_it_was_read(
     graph = graphs[0]
     expected: dict[str, Tensor] = {}
     for number in range(20):
-        cuts = sorted(rng.sample(range(1, len(graph.layers)), rng.randint(0, min(4, len(graph.layers) - 1))))
+        cuts = sorted(
+            rng.sample(range(1, len(graph.layers)), rng.randint(0, min(4, len(graph.layers) - 1)))
+        )
         split = Split(spec, graphs[: rng.randint(1, 3)], cuts, divides=rng.random() < 0.6)
         if number:
             split.scramble()
@@ -223,11 +258,17 @@ def test_twenty_checkpoints_each_written_under_another_cut_than_it_was_read(
     trained = [parameter for parameter in whole.parameters() if parameter.requires_grad]
     optimizer = spec.optimizer(trained)
     fill_optimizer(Restorable(0, 0, whole, optimizer), load_checkpoint(tmp_path / "19"))
-    assert_equal({k: v.clone() for k, v in whole.state_dict().items()} | _optimizer_content(optimizer, whole), expected)
+    assert_equal(
+        {k: v.clone() for k, v in whole.state_dict().items()}
+        | _optimizer_content(optimizer, whole),
+        expected,
+    )
 
 
 def test_torchs_own_reader_of_safetensors_reads_a_checkpoint(tmp_path: Path) -> None:
-    storage = pytest.importorskip("torch.distributed.checkpoint.hf_storage", reason="this torch has no such reader")
+    storage = pytest.importorskip(
+        "torch.distributed.checkpoint.hf_storage", reason="this torch has no such reader"
+    )
     spec = load_model_file(write_model(tmp_path, "convolutional", "momentum"))
     split = Split(spec, [capture_file(spec, spec.example_batch(4))], [3])
     split.train()
@@ -240,7 +281,9 @@ def test_torchs_own_reader_of_safetensors_reads_a_checkpoint(tmp_path: Path) -> 
     assert_equal(found, split.content())
 
 
-def test_each_replica_gets_its_own_buffers_back_and_a_further_one_the_firsts(tmp_path: Path) -> None:
+def test_each_replica_gets_its_own_buffers_back_and_a_further_one_the_firsts(
+    tmp_path: Path,
+) -> None:
     spec = load_model_file(write_tied(tmp_path))
     graphs = [capture_file(spec, spec.example_batch(4)) for _ in range(3)]
     two = Split(spec, graphs[:2], [3])
@@ -268,10 +311,20 @@ def test_a_damaged_checkpoint_is_one_sentence_and_changes_no_model(tmp_path: Pat
         (Path.unlink, "cannot be read|there is no"),
         (lambda path: path.write_bytes(path.read_bytes()[:-3]), "truncated|is not JSON|is corrupt"),
         (lambda path: path.write_bytes(b""), "has 0 bytes|is not JSON|is corrupt"),
-        (lambda path: path.write_bytes(path.read_bytes().replace(b"e", b"f", 1)), "is corrupt|missing|unknown|index"),
+        (
+            lambda path: path.write_bytes(path.read_bytes().replace(b"e", b"f", 1)),
+            "is corrupt|missing|unknown|index",
+        ),
     ]
-    files = [path.name for path in sorted((tmp_path / "good").iterdir()) if "optimizer" not in path.name]
-    assert files == [INDEX, INDEX_DIGEST, "stage-0.weights.safetensors", "stage-1.weights.safetensors"]
+    files = [
+        path.name for path in sorted((tmp_path / "good").iterdir()) if "optimizer" not in path.name
+    ]
+    assert files == [
+        INDEX,
+        INDEX_DIGEST,
+        "stage-0.weights.safetensors",
+        "stage-1.weights.safetensors",
+    ]
     for file in files:
         for number, (damage, words) in enumerate(damages):
             bad = tmp_path / f"bad-{number}-{file}"
@@ -291,14 +344,20 @@ def test_a_damaged_checkpoint_is_one_sentence_and_changes_no_model(tmp_path: Pat
 # What a run would go on with in silence: each is a valid index.
 CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
     "another learning rate": lambda index: _group(index)["hyperparameters"].update(lr=0.5),
-    "another momentum": lambda index: _group(index)["hyperparameters"].update(betas={"tuple": [0.5, 0.5]}),
+    "another momentum": lambda index: _group(index)["hyperparameters"].update(
+        betas={"tuple": [0.5, 0.5]}
+    ),
     "another minibatch": lambda index: index.update(minibatch=7),
     "another seed": lambda index: index.update(seed=9),
-    "another stage's optimizer": lambda index: index["parts"][0].update(optimizer=index["parts"][1]["optimizer"]),
+    "another stage's optimizer": lambda index: index["parts"][0].update(
+        optimizer=index["parts"][1]["optimizer"]
+    ),
     "no state of a parameter": lambda index: index["parts"][0]["optimizer"]["states"].popitem(),
     "no state at all": lambda index: index["parts"][0].update(optimizer=None),
     "no optimizer": lambda index: index["parts"][0].update(optimizer=None, optimizer_file=None),
-    "no state of a scheduler": lambda index: index["parts"][0].update(extras={"scheduler": {"dict": []}}),
+    "no state of a scheduler": lambda index: index["parts"][0].update(
+        extras={"scheduler": {"dict": []}}
+    ),
     "an older version": lambda index: index.update(schema_version=1, seed=9),
 }
 
@@ -329,7 +388,9 @@ def test_an_index_under_the_name_of_another_minibatch_is_refused(tmp_path: Path)
 def test_checkpoints_of_before_the_checksum_load(tmp_path: Path) -> None:
     folder = _saved(tmp_path)
     text = (folder / INDEX).read_text("utf-8")
-    (folder / INDEX).write_text(text.replace('"schema_version": 2', '"schema_version": 1'), encoding="utf-8")
+    (folder / INDEX).write_text(
+        text.replace('"schema_version": 2', '"schema_version": 1'), encoding="utf-8"
+    )
     (folder / INDEX_DIGEST).unlink()
     assert load_checkpoint(folder).index.schema_version == 1
 
@@ -357,7 +418,9 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
             planner.load_weights(nn.Sequential(), path)
     wide = spec.build_model()
     wide.head = nn.Linear(384, 11)
-    with pytest.raises(InputError, match=r"'head\.weight' has the shape \(10, 384\).*\(11, 384\) in the model"):
+    with pytest.raises(
+        InputError, match=r"'head\.weight' has the shape \(10, 384\).*\(11, 384\) in the model"
+    ):
         planner.load_weights(wide, tmp_path / "one")
     with pytest.raises(InputError, match="is no complete file of tensors"):
         planner.load_weights(small, Path(__file__))
@@ -382,7 +445,9 @@ class _CrashError(BaseException):
 def test_a_crash_at_any_moment_leaves_the_old_checkpoint_or_the_new_one(
     alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The process ends at its first, second, … call that changes the disk; what remains is then resumed from."""
+    """The process ends at its first, second, … call that changes the disk; what remains is then
+    resumed from.
+    """
     path = write_model(tmp_path, "convolutional", "momentum")
     spec = load_model_file(path)
     plan = make_plan(structural_profile(path, 4), (1,))
@@ -413,7 +478,13 @@ def test_a_crash_at_any_moment_leaves_the_old_checkpoint_or_the_new_one(
         crash_at += 1
         calls = 0
         with monkeypatch.context() as patch:
-            for owner, name in ((os, "fsync"), (os, "mkdir"), (os, "rename"), (os, "replace"), (os, "unlink")):
+            for owner, name in (
+                (os, "fsync"),
+                (os, "mkdir"),
+                (os, "rename"),
+                (os, "replace"),
+                (os, "unlink"),
+            ):
                 patch.setattr(owner, name, counted(getattr(owner, name)))
             patch.setattr(shutil, "rmtree", counted(shutil.rmtree))
             try:
@@ -446,7 +517,10 @@ def test_a_full_disk_keeps_the_older_checkpoints_and_training(
     split = Split(spec, [capture_file(spec, spec.example_batch(4))], [])
     options = CheckpointOptions(every=5, folder=str(tmp_path / "folder"), keep=1)
     checkpointer = Checkpointer(
-        Job(model=str(path), plan=plan, steps=50, checkpoints=options), split.stages, DataPosition(4, None), Heartbeat()
+        Job(model=str(path), plan=plan, steps=50, checkpoints=options),
+        split.stages,
+        DataPosition(4, None),
+        Heartbeat(),
     )
     checkpointer.begin(checkpointer.restore())
     losses = [(minibatch, minibatch / 2) for minibatch in range(15)]
@@ -475,14 +549,22 @@ def test_which_checkpoint_a_run_goes_on_from(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     assert resolve(None, folder, writes=True) is None
     assert resolve("auto", folder, writes=True) is None
-    for name in ("step-00000005", "step-00000030", "step-100000000", ".step-100000005.abc.partial", "step-notes"):
+    for name in (
+        "step-00000005",
+        "step-00000030",
+        "step-100000000",
+        ".step-100000005.abc.partial",
+        "step-notes",
+    ):
         (folder / name).mkdir(parents=True)
         (folder / name / INDEX).touch()
     newest = folder / "step-100000000"
     assert resolve("auto", folder, writes=True) == newest
     assert resolve(str(folder), folder, writes=True) == newest
     assert find(folder / "step-00000005") == folder / "step-00000005"
-    with pytest.raises(InputError, match="has checkpoints of an earlier run, the newest step-100000000"):
+    with pytest.raises(
+        InputError, match="has checkpoints of an earlier run, the newest step-100000000"
+    ):
         resolve(None, folder, writes=True)
     with pytest.raises(InputError, match="has a newer checkpoint than"):
         resolve(str(folder / "step-00000005"), folder, writes=True)
@@ -505,18 +587,27 @@ def test_which_checkpoint_a_run_goes_on_from(tmp_path: Path) -> None:
         (40, 4, None, 16, None, 10),
         (41, 4, None, 16, None, 11),  # three of the samples are left out, none is seen twice
         (13, 4, 10, 8, 5, 7),  # 12 samples into the second epoch: the next 8 begin at 16
-        (19, 4, 10, 16, 3, 6),  # 36 of 40 samples of the second epoch: behind its last, smaller minibatch
+        # 36 of 40 samples of the second epoch: behind its last, smaller minibatch
+        (19, 4, 10, 16, 3, 6),
         (13, 8, 5, 4, 10, 26),
     ],
 )
 def test_the_place_in_the_data_in_minibatches_of_another_size(
-    done: int, size: int, per_epoch: int | None, new_size: int, new_per_epoch: int | None, expected: int
+    done: int,
+    size: int,
+    per_epoch: int | None,
+    new_size: int,
+    new_per_epoch: int | None,
+    expected: int,
 ) -> None:
     index = Checkpoint(
         tool="test", torch="any", model="any", graph_hash="any", config="1", schedule="1f1b", seed=0, minibatch=done,
         minibatch_size=size, minibatches_per_epoch=per_epoch, parts=(),
     )  # fmt: skip
-    assert position(SavedCheckpoint(Path("any"), index), DataPosition(new_size, new_per_epoch)) == expected
+    assert (
+        position(SavedCheckpoint(Path("any"), index), DataPosition(new_size, new_per_epoch))
+        == expected
+    )
 
 
 def test_other_data_is_refused() -> None:

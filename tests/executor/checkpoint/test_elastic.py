@@ -1,4 +1,6 @@
-"""A run that loses hosts goes on from the memories of the others, as one that was stopped and resumed there does."""
+"""A run that loses hosts goes on from the memories of the others, as one that was stopped and
+resumed there does.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,8 @@ from tests.samples import layer, profile
 
 SEED, EVERY, STEPS = 3, 5, 24
 AWAITED_S = 4.0  # for holders of a newer copy
-# Has a schedule of rates. Fails once, on the worker with the loss: after a minibatch that the test names, when the copy
-# before it is complete on so many hosts.
+# Has a schedule of rates. Fails once, on the worker with the loss: after a minibatch that the test
+# names, when the copy before it is complete on so many hosts.
 FAILS = """
 import time
 from pathlib import Path
@@ -61,19 +63,35 @@ def job_of(path: Path, plan: Plan, steps: int = STEPS) -> Job:
 
 
 def start(job: Job, hosts: Sequence[int], folder: Path, per_host: int = 1) -> TrainResult | None:
-    """Start the workers of some hosts, whose memories are folders; return the result, or None after a failure."""
+    """Start the workers of some hosts, whose memories are folders; return the result, or None after
+    a failure.
+    """
     world = len(hosts) * per_host
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=TIMEOUT_S))
-    common = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": per_host, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
+    store = TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=TIMEOUT_S)
+    )
+    common = {
+        "WORLD_SIZE": world,
+        "LOCAL_WORLD_SIZE": per_host,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": store.port,
+    }
     common |= {"TORCHELASTIC_USE_AGENT_STORE": True}
     result = folder / "result.json"
     result.unlink(missing_ok=True)
     workers = []
     for rank in range(world):
         place = {"RANK": rank, "LOCAL_RANK": rank % per_host, "GROUP_RANK": rank // per_host}
-        variables = os.environ | _ENVIRONMENT | {name: str(value) for name, value in (common | place).items()}
+        variables = (
+            os.environ
+            | _ENVIRONMENT
+            | {name: str(value) for name, value in (common | place).items()}
+        )
         memory = str(folder / f"memory-{hosts[rank // per_host]}")
-        options = vars(job.elastic) | {"copy_folder": memory, "rendezvous": f"127.0.0.1:{store.port}"}
+        options = vars(job.elastic) | {
+            "copy_folder": memory,
+            "rendezvous": f"127.0.0.1:{store.port}",
+        }
         own = job.model_copy(update={"elastic": ElasticOptions(**options)})
         arguments = (own.model_dump_json(), str(result), variables, str(folder / "workers.log"))
         workers.append(_warm().Process(target=_work, args=arguments, daemon=True))
@@ -84,7 +102,11 @@ def start(job: Job, hosts: Sequence[int], folder: Path, per_host: int = 1) -> Tr
 def _work(text: str, result_path: str, variables: dict[str, str], log: str) -> None:
     os.environ.update(variables)
     torch.set_num_threads(1)
-    with Path(log).open("a", encoding="utf-8") as file, redirect_stdout(file), redirect_stderr(file):
+    with (
+        Path(log).open("a", encoding="utf-8") as file,
+        redirect_stdout(file),
+        redirect_stderr(file),
+    ):
         try:
             job, heartbeat = Job.model_validate_json(text), Heartbeat()
             with patch.object(known_copies, "AWAITED_S", AWAITED_S):
@@ -101,11 +123,17 @@ def _work(text: str, result_path: str, variables: dict[str, str], log: str) -> N
 
 
 def fail_at(folder: Path, minibatch: int, hosts: int = 3) -> None:
-    (folder / "fails-at").write_text(f"{minibatch} {minibatch // EVERY * EVERY} {hosts}", encoding="utf-8")
+    (folder / "fails-at").write_text(
+        f"{minibatch} {minibatch // EVERY * EVERY} {hosts}", encoding="utf-8"
+    )
 
 
-def resumed(path: Path, plans: Sequence[Plan], points: Sequence[int], folder: Path) -> list[tuple[int, float | None]]:
-    """Return the losses of a run that is stopped at each of the points and resumed under the next plan."""
+def resumed(
+    path: Path, plans: Sequence[Plan], points: Sequence[int], folder: Path
+) -> list[tuple[int, float | None]]:
+    """Return the losses of a run that is stopped at each of the points and resumed under the next
+    plan.
+    """
     found: list[tuple[int, float | None]] = []
     for plan, end in zip(plans, points, strict=True):
         checkpoints = CheckpointOptions(every=1000, folder=str(folder / "reference"), resume="auto")
@@ -127,13 +155,24 @@ def model_in(folder: Path, name: str, optimizer: str) -> Path:
     ("name", "optimizer", "replicas", "fewer", "lost"),
     [
         pytest.param("language", "momentum", (1, 1, 1), (1, 1), 2, id="a lone stage"),
-        pytest.param("convolutional", "adamw", (2, 1), (1, 1), 0, id="buffers", marks=pytest.mark.slow),
-        pytest.param("language", "adamw", (2, 1), (1, 1), 0, id="a replica is a copy", marks=pytest.mark.slow),
-        pytest.param("language", "adamw", (1, 1, 1), (1,), 1, id="an idle host", marks=pytest.mark.slow),
+        pytest.param(
+            "convolutional", "adamw", (2, 1), (1, 1), 0, id="buffers", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "language", "adamw", (2, 1), (1, 1), 0, id="a replica is a copy", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "language", "adamw", (1, 1, 1), (1,), 1, id="an idle host", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_host_is_lost_and_training_goes_on(
-    name: str, optimizer: str, replicas: Sequence[int], fewer: Sequence[int], lost: int, tmp_path: Path
+    name: str,
+    optimizer: str,
+    replicas: Sequence[int],
+    fewer: Sequence[int],
+    lost: int,
+    tmp_path: Path,
 ) -> None:
     lose_one(name, optimizer, (replicas, fewer), lost, tmp_path)
 
@@ -145,9 +184,16 @@ def test_replicas_that_divide_their_state_lose_one(level: int, tmp_path: Path) -
 
 
 def lose_one(
-    name: str, optimizer: str, replicas: Sequence[Sequence[int]], lost: int, tmp_path: Path, level: int = 0
+    name: str,
+    optimizer: str,
+    replicas: Sequence[Sequence[int]],
+    lost: int,
+    tmp_path: Path,
+    level: int = 0,
 ) -> None:
-    """Train on three hosts, lose one after the copy of minibatch 10, and go on under the other plan."""
+    """Train on three hosts, lose one after the copy of minibatch 10, and go on under the other
+    plan.
+    """
     path = model_in(tmp_path, name, optimizer)
     costs = structural_profile(path, 4)
     whole, left = (make_plan(costs, each, "1f1b-flush", 6) for each in replicas)
@@ -167,14 +213,17 @@ def lose_one(
 
 @pytest.mark.slow
 def test_hosts_come_back_and_what_is_retrained_is_in_the_log_once(tmp_path: Path) -> None:
-    """3 hosts, 2, 3 again with the returned one's old memory, and a failure before the first copy of a start."""
+    """3 hosts, 2, 3 again with the returned one's old memory, and a failure before the first copy
+    of a start.
+    """
     path = model_in(tmp_path, "language", "momentum")
     costs = structural_profile(path, 4)
     plans = [make_plan(costs, (1,) * count, "1f1b-flush", 4) for count in (3, 2)]
     fail_at(tmp_path, 8)
     assert start(job_of(path, plans[0]), (0, 1, 2), tmp_path) is None
     fail_at(tmp_path, 19, hosts=2)
-    assert start(job_of(path, plans[1]), (0, 1), tmp_path) is None  # host 2 is away, with its memory of minibatch 5
+    # host 2 is away, with its memory of minibatch 5
+    assert start(job_of(path, plans[1]), (0, 1), tmp_path) is None
     fail_at(tmp_path, 17)
     assert start(job_of(path, plans[0]), (0, 1, 2), tmp_path) is None
     result = start(job_of(path, plans[0]), (2, 0, 1), tmp_path)
@@ -188,7 +237,9 @@ def test_hosts_come_back_and_what_is_retrained_is_in_the_log_once(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_a_host_alone_waits_for_those_with_the_rest_of_its_newest_copy_and_then_goes_on_without(tmp_path: Path) -> None:
+def test_a_host_alone_waits_for_those_with_the_rest_of_its_newest_copy_and_then_goes_on_without(
+    tmp_path: Path,
+) -> None:
     """What the memory of one host of three has of a copy is no state: it began anew at once."""
     path = model_in(tmp_path, "language", "momentum")
     costs = structural_profile(path, 4)
@@ -199,7 +250,10 @@ def test_a_host_alone_waits_for_those_with_the_rest_of_its_newest_copy_and_then_
     assert result is not None, (tmp_path / "workers.log").read_text("utf-8")
     name = os.uname().nodename
     newer = f"the copy after minibatch 10, which hosts {name}, {name} had"
-    waits = f"{newer}, is newer than what this start can begin with (minibatch 0): it waits up to 4 s for them"
+    waits = (
+        f"{newer}, is newer than what this start can begin with (minibatch 0): it waits up "
+        f"to 4 s for them"
+    )
     assert waits in (tmp_path / "workers.log").read_text("utf-8")
     (event,) = result.restarts
     what = f"lost hosts {name}, {name}; {newer}, was waited for in vain"
@@ -208,18 +262,24 @@ def test_a_host_alone_waits_for_those_with_the_rest_of_its_newest_copy_and_then_
 
 
 @pytest.mark.slow
-def test_what_a_host_trained_alone_counts_no_more_when_others_come_with_a_newer_copy(tmp_path: Path) -> None:
+def test_what_a_host_trained_alone_counts_no_more_when_others_come_with_a_newer_copy(
+    tmp_path: Path,
+) -> None:
     path = model_in(tmp_path, "language", "momentum")
     costs = structural_profile(path, 4)
     whole, left = (make_plan(costs, (1,) * count, "1f1b-flush", 6) for count in (3, 1))
     fail_at(tmp_path, 13)
     assert start(job_of(path, whole), range(3), tmp_path) is None
     fail_at(tmp_path, 8, hosts=1)
-    assert start(job_of(path, left), [0], tmp_path) is None  # from minibatch 0 on, until after a copy
+    # from minibatch 0 on, until after a copy
+    assert start(job_of(path, left), [0], tmp_path) is None
     result = start(job_of(path, whole), (1, 0, 2), tmp_path)
     assert result is not None, (tmp_path / "workers.log").read_text("utf-8")
     (event,) = result.restarts
-    assert "; what was trained from minibatch 0 on since that copy counts no more: training goes on from" in event
+    assert (
+        "; what was trained from minibatch 0 on since that copy counts no more: training goes on "
+        "from" in event
+    )
     assert result.first_minibatch == 10
     assert losses(result) == resumed(path, (whole, whole), (10, STEPS), tmp_path)
 
@@ -244,13 +304,17 @@ def test_memory_without_room_is_one_sentence(tmp_path: Path) -> None:
     if subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("no file system can be mounted here")
     try:
-        assert start(job_of(path, make_plan(structural_profile(path, 4), (1,))), (0,), tmp_path) is None
+        assert (
+            start(job_of(path, make_plan(structural_profile(path, 4), (1,))), (0,), tmp_path)
+            is None
+        )
     finally:
         subprocess.run(["umount", str(tmp_path / "memory-0")], check=True)
     told = (tmp_path / "workers.log").read_text("utf-8")
-    assert re.search(r"InputError: copies of the state take \S+ kB of '\S+' on host 0, which has \S+ kB left", told), (
-        told
-    )
+    assert re.search(
+        r"InputError: copies of the state take \S+ kB of '\S+' on host 0, which has \S+ kB left",
+        told,
+    ), told
 
 
 def test_a_host_that_comes_leaves_it_to_worker_0_whether_checkpoints_are_of_the_run(
@@ -272,7 +336,9 @@ def test_what_cannot_be_survived_is_refused() -> None:
     cluster = planner.hierarchical_cluster((2, 3), (1e5, 1e3))
     plan = planner.solve(profile(*layers), cluster, schedule="1f1b-flush", survive=1)
     check_elastic(plan, ElasticOptions(elastic="2:3", rendezvous="host0:29500"))
-    with pytest.raises(PlanError, match="a run that may have 2 GPUs needs a plan for them, and there is none"):
+    with pytest.raises(
+        PlanError, match="a run that may have 2 GPUs needs a plan for them, and there is none"
+    ):
         check_elastic(plan, ElasticOptions(elastic="1:3", rendezvous="host0:29500"))
     with pytest.raises(PlanError, match="6 GPUs of the plan are not divided evenly over 4 hosts"):
         check_elastic(plan, ElasticOptions(elastic="3:4", rendezvous="host0:29500"))

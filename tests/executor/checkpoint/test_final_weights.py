@@ -26,7 +26,9 @@ from tests.executor.processes import TIMEOUT_S
 
 
 def _state(rank: int) -> dict[str, Tensor]:
-    """Two names of one weight, an empty tensor, several pieces, another layout; "both" is on both workers."""
+    """Two names of one weight, an empty tensor, several pieces, another layout; "both" is on both
+    workers.
+    """
     torch.manual_seed(rank)
     tied = nn.Linear(3, 5).weight.detach()
     return {
@@ -47,7 +49,12 @@ def _expected() -> dict[str, Tensor]:
 @pytest.fixture
 def _alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+        for name, value in {
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "0",
+        }.items():
             patch.setenv(name, value)
         meeting = tmp_path_factory.mktemp("meeting") / "file"
         dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=0, world_size=1)
@@ -56,7 +63,9 @@ def _alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_alone")
-def test_weights_are_readable_for_whom_the_umask_lets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_readable_for_whom_the_umask_lets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "weights.pt"
     before = os.umask(0o027)
     try:
@@ -68,19 +77,35 @@ def test_weights_are_readable_for_whom_the_umask_lets(tmp_path: Path, monkeypatc
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "elsewhere"))
     (tmp_path / "elsewhere").mkdir()
     for name in ("below", "below.safetensors"):
-        with pytest.raises(PlannerError, match=r"cannot be written to .* they are in '.*elsewhere/below-\d+") as error:
+        with pytest.raises(
+            PlannerError, match=r"cannot be written to .* they are in '.*elsewhere/below-\d+"
+        ) as error:
             save_gathered({"weight": torch.ones(2)}, path / name)
         rescued = Path(error.value.message.rpartition(" in ")[2].strip("'"))
         assert torch.equal(read_trained(rescued)["weight"], torch.ones(2))
     with pytest.raises(InputError, match="safetensors files cannot hold"):
-        save_gathered({"weight": torch.ones(2, dtype=torch.complex128)}, tmp_path / "complex.safetensors")
+        save_gathered(
+            {"weight": torch.ones(2, dtype=torch.complex128)}, tmp_path / "complex.safetensors"
+        )
 
 
 def test_tensors_of_two_workers(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node=2"]
-    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", __file__, str(tmp_path)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(Path.cwd())}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    command += [
+        "--rdzv-backend=c10d",
+        "--rdzv-endpoint=127.0.0.1:0",
+        "--local-addr=127.0.0.1",
+        __file__,
+        str(tmp_path),
+    ]
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONPATH": str(Path.cwd()),
+    }
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
     assert done.returncode == 0, done.stderr
     for name in ("weights.pt", "weights.safetensors"):
         found = read_trained(tmp_path / name)
@@ -89,7 +114,11 @@ def test_tensors_of_two_workers(tmp_path: Path) -> None:
             assert torch.equal(found[key], tensor), key
             assert found[key].dtype == tensor.dtype
     (rescued,) = (tmp_path / "elsewhere").iterdir()
-    assert (tmp_path / "told").read_text().endswith(f"No space left on device; they are in '{rescued}'")
+    assert (
+        (tmp_path / "told")
+        .read_text()
+        .endswith(f"No space left on device; they are in '{rescued}'")
+    )
     assert not (tmp_path / "full.safetensors").exists()
     found = read_trained(rescued)
     assert all(torch.equal(found[key], tensor) for key, tensor in _expected().items())

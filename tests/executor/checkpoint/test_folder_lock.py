@@ -46,7 +46,9 @@ def other_process(folder: Path, run: str) -> Iterator[tuple[subprocess.Popen[str
 def test_a_second_run_is_refused_while_the_first_lives(tmp_path: Path) -> None:
     with other_process(tmp_path, "first") as (holder, line):
         assert line == "locked"
-        with pytest.raises(InputError, match=f"another run, process {holder.pid} on host") as refusal:
+        with pytest.raises(
+            InputError, match=f"another run, process {holder.pid} on host"
+        ) as refusal:
             lock_folder(tmp_path, "second")
         assert "another `folder`" in refusal.value.hint
 

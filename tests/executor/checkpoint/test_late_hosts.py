@@ -1,4 +1,6 @@
-"""A start that would begin before the newest copy waits for the hosts that hold it: they may only be late."""
+"""A start that would begin before the newest copy waits for the hosts that hold it: they may only
+be late.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,12 @@ from benchmarks.elastic.faults import EVERY, Cluster, write_plan
 from benchmarks.netns import Host
 from planner.executor.checkpoint.folders import INDEX
 from planner.executor.checkpoint.host_memory import HostMemory, Start
-from planner.executor.checkpoint.known_copies import HostCopies, KnownCopies, NewerCopy, minibatch_of
+from planner.executor.checkpoint.known_copies import (
+    HostCopies,
+    KnownCopies,
+    NewerCopy,
+    minibatch_of,
+)
 from planner.selfcheck.listening import listening_sockets
 
 STEPS = 5000  # more than are trained
@@ -47,7 +54,9 @@ def test_what_hosts_told_is_known_when_they_are_gone(tmp_path: Path) -> None:
     assert known.newer_than(0, {first.place, second.place}) is None
 
     known.give_up(NewerCopy("step-00000030-0000", (name,)))
-    assert KnownCopies(store).newer_than(0, {second.place}) == NewerCopy("step-00000020-0000", (name,))
+    assert KnownCopies(store).newer_than(0, {second.place}) == NewerCopy(
+        "step-00000020-0000", (name,)
+    )
     known.give_up(both)
     assert known.newer_than(0, ()) is None
     # A newer one, until the memory in its place is empty.
@@ -63,14 +72,20 @@ def test_what_hosts_told_is_known_when_they_are_gone(tmp_path: Path) -> None:
 def test_a_new_store_learns_of_absent_hosts_from_those_that_are_there(tmp_path: Path) -> None:
     known = KnownCopies(HashStore())
     here = memory_with(tmp_path / "a", "step-00000030-0002")
-    last = Start(hosts={"1": "here", "2": "b", "3": "c"}, places={"1": here.place, "2": "/b", "3": "/c"}, first=20)
+    last = Start(
+        hosts={"1": "here", "2": "b", "3": "c"},
+        places={"1": here.place, "2": "/b", "3": "/c"},
+        first=20,
+    )
     known.tell(memory_with(tmp_path / "c"))
     known.tell(here)
     known.tell_of_others(here, last)
     assert known.newer_than(0, {here.place}) == NewerCopy("step-00000030-0002", ("b", "c"))
     # What a host tells of itself counts more.
     known = KnownCopies(HashStore())
-    known._store.set("copies at /b", HostCopies(identity="4", name="b", copies=()).model_dump_json())
+    known._store.set(
+        "copies at /b", HostCopies(identity="4", name="b", copies=()).model_dump_json()
+    )
     known.tell_of_others(here, last)
     assert known.newer_than(0, {here.place}) == NewerCopy("step-00000030-0002", ("c",))
 
@@ -116,7 +131,9 @@ def pause(cluster: Cluster, host: int, sent: signal.Signals = signal.SIGSTOP) ->
 def await_that(condition: Callable[[], bool], cluster: Cluster) -> None:
     deadline = time.monotonic() + WITHIN_S
     while not condition():
-        words = "\n".join((cluster.folder / f"err-{host}").read_text("utf-8") for host in cluster.processes)
+        words = "\n".join(
+            (cluster.folder / f"err-{host}").read_text("utf-8") for host in cluster.processes
+        )
         assert time.monotonic() < deadline, words
         assert not cluster.ended, words
         time.sleep(0.02)
@@ -125,7 +142,8 @@ def await_that(condition: Callable[[], bool], cluster: Cluster) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_hosts_that_pause_while_the_run_recovers_are_waited_for(tmp_path: Path) -> None:
-    """Two quick faults: a worker is killed, and in the start after it two of three hosts do not answer for a while.
+    """Two quick faults: a worker is killed, and in the start after it two of three hosts do not
+    answer for a while.
 
     The third one began alone, with minibatch 0, before the others came back with the newest copy.
     """

@@ -32,7 +32,9 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "capturable rate": lambda p: AdamW(p, lr=torch.tensor(0.01), foreach=False),
     "adagrad": lambda p: Adagrad(p, lr=0.01),
     "rmsprop": lambda p: RMSprop(p, lr=0.01, centered=True),
-    "newest muon": lambda p: NewestMuon(((str(index), each) for index, each in enumerate(p)), lr=0.01),
+    "newest muon": lambda p: NewestMuon(
+        ((str(index), each) for index, each in enumerate(p)), lr=0.01
+    ),
 }
 
 
@@ -57,7 +59,10 @@ def through_json(state: OptimizerState) -> OptimizerState:
 def test_two_optimizers_become_one_that_goes_on_as_they_would(name: str) -> None:
     torch.manual_seed(0)
     split, whole = model(), model()
-    halves = [OPTIMIZERS[name](list(split[0].parameters())), OPTIMIZERS[name](list(split[1:].parameters()))]
+    halves = [
+        OPTIMIZERS[name](list(split[0].parameters())),
+        OPTIMIZERS[name](list(split[1:].parameters())),
+    ]
     train(split, halves, 3)
     # The names of the whole model's parameters in each half.
     named = [nn.ModuleDict({"0": split[0]}), nn.ModuleDict({"1": split[1], "2": split[2]})]
@@ -92,7 +97,9 @@ def test_groups_are_found_by_their_parameters() -> None:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_parts_become_whole_and_other_parts(name: str, replicas: int) -> None:
-    """Of weights whose channels come last in memory, and of others; read where memory has any of both orders."""
+    """Of weights whose channels come last in memory, and of others; read where memory has any of
+    both orders.
+    """
     torch.manual_seed(0)
 
     def convolutions(memory_format: torch.memory_format) -> nn.Sequential:
@@ -113,12 +120,16 @@ def test_parts_become_whole_and_other_parts(name: str, replicas: int) -> None:
         found = []
         for replica in range(count):
             optimizer = OPTIMIZERS[name](list(module.parameters()))
-            sharding = Sharding(list(module.parameters()), (replica, count), (), torch.device("cpu"))
+            sharding = Sharding(
+                list(module.parameters()), (replica, count), (), torch.device("cpu")
+            )
             sharding.divide(optimizer, set(kept_whole(optimizer) or ()))
             found.append((optimizer, sharding))
         return found
 
-    def content(states: list[tuple[OptimizerState, dict[str, torch.Tensor]]]) -> tuple[list[OptimizerState], Any]:
+    def content(
+        states: list[tuple[OptimizerState, dict[str, torch.Tensor]]],
+    ) -> tuple[list[OptimizerState], Any]:
         tensors = {key: value.clone() for _, kept in states for key, value in kept.items()}
         return [through_json(state) for state, _ in states], tensors.__getitem__
 
@@ -126,13 +137,19 @@ def test_parts_become_whole_and_other_parts(name: str, replicas: int) -> None:
     parts = parts_of(first, replicas)
     for optimizer, sharding in parts:
         trained(optimizer, [shard.stepped for shard in sharding.shards.values()])
-    written = content([take_state(optimizer, first, 1.0, sharding) for optimizer, sharding in parts])
+    written = content(
+        [take_state(optimizer, first, 1.0, sharding) for optimizer, sharding in parts]
+    )
     whole = convolutions(torch.contiguous_format)
     joined = OPTIMIZERS[name](list(whole.parameters()))
     give_state(joined, whole, *written)
     for optimizer, sharding in parts:
         for mine, one in zip(first.parameters(), whole.parameters(), strict=True):
-            for key, value in optimizer.state[sharding.shards[mine].stepped].items() if mine in sharding.shards else ():
+            for key, value in (
+                optimizer.state[sharding.shards[mine].stepped].items()
+                if mine in sharding.shards
+                else ()
+            ):
                 of_whole = joined.state[one][key]
                 if value.dim() == 0:
                     assert torch.equal(value, of_whole)
@@ -148,7 +165,9 @@ def test_parts_become_whole_and_other_parts(name: str, replicas: int) -> None:
                     shard = sharding.shards[mine]
                     for key, value in optimizer.state[shard.stepped].items():
                         of_whole = joined.state[one][key]
-                        assert torch.equal(value, of_whole if value.dim() == 0 else shard.cut_from(of_whole)), key
+                        assert torch.equal(
+                            value, of_whole if value.dim() == 0 else shard.cut_from(of_whole)
+                        ), key
 
 
 def test_a_missing_part_is_refused() -> None:
@@ -169,14 +188,22 @@ def test_a_missing_part_is_refused() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     whole = model()
     state, tensors = take_state(AdamW(whole.parameters(), lr=0.1), whole)
-    with pytest.raises(InputError, match=r"has the state of AdamW, but the model file's optimizer is SGD"):
+    with pytest.raises(
+        InputError, match=r"has the state of AdamW, but the model file's optimizer is SGD"
+    ):
         give_state(SGD(whole.parameters(), lr=0.1), whole, [state], tensors.__getitem__)
     few, kept = take_state(AdamW(whole[0].parameters(), lr=0.1), nn.ModuleDict({"0": whole[0]}))
     with pytest.raises(InputError, match=r"did not train '1\.weight'"):
         give_state(AdamW(whole.parameters(), lr=0.1), whole, [few], kept.__getitem__)
-    rest, others = take_state(AdamW(whole[1:].parameters(), lr=0.2), nn.ModuleDict({"1": whole[1], "2": whole[2]}))
-    with pytest.raises(InputError, match=r"'1\.weight' was trained with lr = 0\.2, '0\.weight' with 0\.1"):
-        give_state(AdamW(whole.parameters(), lr=0.1), whole, [few, rest], (kept | others).__getitem__)
+    rest, others = take_state(
+        AdamW(whole[1:].parameters(), lr=0.2), nn.ModuleDict({"1": whole[1], "2": whole[2]})
+    )
+    with pytest.raises(
+        InputError, match=r"'1\.weight' was trained with lr = 0\.2, '0\.weight' with 0\.1"
+    ):
+        give_state(
+            AdamW(whole.parameters(), lr=0.1), whole, [few, rest], (kept | others).__getitem__
+        )
 
 
 def test_what_json_cannot_hold_is_refused_with_its_place() -> None:
@@ -193,7 +220,9 @@ SCHEDULERS: list[Callable[[Optimizer], Any]] = [
     lambda o: schedulers.CosineAnnealingWarmRestarts(o, 3),
     lambda o: schedulers.OneCycleLR(o, 0.3, total_steps=20),
     lambda o: schedulers.LambdaLR(o, lambda step: 0.5**step),
-    lambda o: schedulers.SequentialLR(o, [schedulers.ConstantLR(o), schedulers.ExponentialLR(o, 0.5)], [3]),
+    lambda o: schedulers.SequentialLR(
+        o, [schedulers.ConstantLR(o), schedulers.ExponentialLR(o, 0.5)], [3]
+    ),
     lambda o: schedulers.CyclicLR(o, 0.01, 0.1, step_size_up=3),
 ]
 
@@ -214,7 +243,9 @@ def test_schedulers_go_on_where_they_were(index: int) -> None:
 
     optimizer, scheduler = made()
     rates(optimizer, scheduler, 4)
-    text = json.dumps([to_json(each.state_dict(), "it") for each in (scheduler, optimizer)], allow_nan=False)
+    text = json.dumps(
+        [to_json(each.state_dict(), "it") for each in (scheduler, optimizer)], allow_nan=False
+    )
     other_optimizer, other = made()
     states = [from_json(value) for value in json.loads(text)]
     other.load_state_dict(states[0])
@@ -223,7 +254,9 @@ def test_schedulers_go_on_where_they_were(index: int) -> None:
 
 
 def test_rates_follow_the_factor_of_the_plan_that_goes_on() -> None:
-    """Linear scaling: a stage of two replicas trained at twice the user's rate, one of three goes on at thrice."""
+    """Linear scaling: a stage of two replicas trained at twice the user's rate, one of three goes
+    on at thrice.
+    """
     whole = model()
     optimizer = SGD(whole.parameters(), lr=0.2, momentum=0.9)
     state, tensors = take_state(optimizer, whole, 2.0)
@@ -231,7 +264,9 @@ def test_rates_follow_the_factor_of_the_plan_that_goes_on() -> None:
     give_state(other, whole, [through_json(state)], tensors.__getitem__, 3.0)
     assert other.param_groups[0]["lr"] == pytest.approx(0.3)
     scheduler = schedulers.SequentialLR(
-        optimizer, [schedulers.ConstantLR(optimizer, 1.0), schedulers.ConstantLR(optimizer, 1.0)], [3]
+        optimizer,
+        [schedulers.ConstantLR(optimizer, 1.0), schedulers.ConstantLR(optimizer, 1.0)],
+        [3],
     )
     scaled = rescale_rates(scheduler.state_dict(), 1.5)
     assert scaled["_last_lr"] == scaled["_schedulers"][1]["base_lrs"] == [pytest.approx(0.3)]
@@ -241,4 +276,6 @@ def test_nothing_else_comes_out_of_json() -> None:
     for value in ({"object": "os.system"}, {"tensor": ["Tensor", [], 1]}, {"tuple": 3}, {}):
         with pytest.raises(ValueError, match="is not a value of a checkpoint"):
             from_json(value)
-    assert from_json(to_json({1: (float("inf"), [None, True])}, "it")) == {1: (float("inf"), [None, True])}
+    assert from_json(to_json({1: (float("inf"), [None, True])}, "it")) == {
+        1: (float("inf"), [None, True])
+    }

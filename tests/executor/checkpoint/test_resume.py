@@ -1,4 +1,6 @@
-"""A run that is stopped at a checkpoint and goes on equals, to the bit, one that drained its pipeline there."""
+"""A run that is stopped at a checkpoint and goes on equals, to the bit, one that drained its
+pipeline there.
+"""
 
 from __future__ import annotations
 
@@ -62,14 +64,22 @@ def assert_same_weights(one: Job, other: Job) -> None:
         pytest.param("1f1b-flush", 4, (1, 2), CASES, id="1f1b-flush 1-2", marks=pytest.mark.slow),
         pytest.param("2bw", 2, (1, 1), CASES, id="2bw 1-1", marks=pytest.mark.slow),
         pytest.param("zb-h1", 3, (1, 1), CASES, id="zb-h1", marks=pytest.mark.slow),
-        pytest.param("interleaved", 3, (1, 1, 1, 1), CASES, id="interleaved", marks=pytest.mark.slow),
+        pytest.param(
+            "interleaved", 3, (1, 1, 1, 1), CASES, id="interleaved", marks=pytest.mark.slow
+        ),
         pytest.param("zb-v", 3, (1, 1, 1, 1), CASES, id="zb-v", marks=pytest.mark.slow),
     ],
 )
 def test_going_on_equals_not_having_stopped(
-    schedule: str, microbatches: int, replicas: Sequence[int], cases: Sequence[tuple[str, str]], tmp_path: Path
+    schedule: str,
+    microbatches: int,
+    replicas: Sequence[int],
+    cases: Sequence[tuple[str, str]],
+    tmp_path: Path,
 ) -> None:
-    """Losses and weights; momentum, AdamW's moments and step counts, BatchNorm, dropout, the place in the data."""
+    """Losses and weights; momentum, AdamW's moments and step counts, BatchNorm, dropout, the place
+    in the data.
+    """
     whole, before, after = [], [], []
     for model, optimizer in cases:
         path = write_model(tmp_path, model, optimizer)
@@ -115,7 +125,9 @@ class Kept:
         """The whole run, the run up to the checkpoint, and what follows it."""
         folder.mkdir()
         path = write_model(folder, self.model, "momentum", more=self.more)
-        profile = structural_profile(path, BATCH_SIZE, ModuleOptions(torch.float16) if self.float16 else PLAIN)
+        profile = structural_profile(
+            path, BATCH_SIZE, ModuleOptions(torch.float16) if self.float16 else PLAIN
+        )
         plan = make_plan(profile, (1, 1), self.schedule, self.microbatches)
         whole, stopped = (job_of(path, plan, folder, name, 13) for name in ("whole", "stopped"))
         checkpoints = replace(stopped.checkpoints, resume="auto")
@@ -155,7 +167,9 @@ class Kept:
 def test_whatever_a_run_keeps_goes_on(cases: Sequence[Kept], tmp_path: Path) -> None:
     """Learning rate schedules, float16's loss scales, BatchNorms."""
     jobs = [case.jobs(tmp_path / str(index)) for index, case in enumerate(cases)]
-    results = run_jobs([job for order in range(3) for job in (each[order] for each in jobs)], tmp_path)
+    results = run_jobs(
+        [job for order in range(3) for job in (each[order] for each in jobs)], tmp_path
+    )
     for index, (case, (whole, stopped, after)) in enumerate(zip(cases, jobs, strict=True)):
         one, first, second = results[index :: len(cases)]
         assert second.first_minibatch == 7

@@ -36,7 +36,9 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 def test_the_package_reads_what_is_written_and_the_other_way_round(tmp_path: Path) -> None:
     write_tensors(tmp_path / "ours", TENSORS)
     assert_same(TENSORS, package.load_file(tmp_path / "ours"))
-    package.save_file({name: tensor.contiguous() for name, tensor in TENSORS.items()}, tmp_path / "theirs")
+    package.save_file(
+        {name: tensor.contiguous() for name, tensor in TENSORS.items()}, tmp_path / "theirs"
+    )
     assert_same(TENSORS, dict(each_tensor(tmp_path / "theirs")))
 
 
@@ -52,11 +54,15 @@ def test_any_changed_byte_and_any_length_but_the_right_one_is_refused(tmp_path: 
     written = write_tensors(path, TENSORS)
     content = path.read_bytes()
     for position in range(0, len(content), 37):
-        path.write_bytes(content[:position] + bytes([content[position] ^ 4]) + content[position + 1 :])
+        path.write_bytes(
+            content[:position] + bytes([content[position] ^ 4]) + content[position + 1 :]
+        )
         with pytest.raises(InputError, match=r"is corrupt: its SHA-256"):
             dict(each_tensor(path, None, written))
         path.write_bytes(content[:position])
-        with pytest.raises(InputError, match=rf"has {position} bytes, but {len(content)} were written"):
+        with pytest.raises(
+            InputError, match=rf"has {position} bytes, but {len(content)} were written"
+        ):
             dict(each_tensor(path, None, written))
 
 

@@ -1,4 +1,6 @@
-"""Values that the host looks at later: in order, without waiting, and never more than a bounded number behind."""
+"""Values that the host looks at later: in order, without waiting, and never more than a bounded
+number behind.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def test_values_come_in_order_when_their_copies_have_ended(device: PretendedDevi
     assert seen == [0, 1, 2, 3, 4]
 
 
-def test_the_host_waits_only_for_the_oldest_and_only_when_many_are_on_their_way(device: PretendedDevice) -> None:
+def test_the_host_waits_only_for_the_oldest_and_only_when_many_are_on_their_way(
+    device: PretendedDevice,
+) -> None:
     later = Later(GPU)
     seen: list[int] = []
     for number in range(MOST + 1):

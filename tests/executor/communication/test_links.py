@@ -13,24 +13,40 @@ import pytest
 from planner.executor.communication.links import LinkGroups, lane_of, lanes_of
 from planner.executor.run.loop import all_streams
 from planner.schedule.chunked import INTERLEAVED
-from planner.schedule.instructions import Instruction, ReceiveActivation, ReceiveGradient, Send, SendActivation, Unit
+from planner.schedule.instructions import (
+    Instruction,
+    ReceiveActivation,
+    ReceiveGradient,
+    Send,
+    SendActivation,
+    Unit,
+)
 from planner.schedule.one_stage import FLUSH, ONE_F_ONE_B, TWO_BW, ZB_H1
 from planner.schedule.schedule import Channel, PipelineShape
 from planner.workers.groups import DataGroups
 from planner.workers.place import CPU
 
 CHUNKED = PipelineShape(
-    ((0,), (1,)) * 2, tuple(Channel(stage, stage + 1) for stage in range(3)), INTERLEAVED, microbatches=2
+    ((0,), (1,)) * 2,
+    tuple(Channel(stage, stage + 1) for stage in range(3)),
+    INTERLEAVED,
+    microbatches=2,
 )
 STRAIGHT = PipelineShape(((0,), (1,)), (Channel(0, 1),), ONE_F_ONE_B)
-REPLICATED = PipelineShape(((0, 1, 2), (3, 4), (5,)), (Channel(0, 1), Channel(1, 2), Channel(0, 2)), ONE_F_ONE_B)
+REPLICATED = PipelineShape(
+    ((0, 1, 2), (3, 4), (5,)), (Channel(0, 1), Channel(1, 2), Channel(0, 2)), ONE_F_ONE_B
+)
 
 
 MANY = [
-    PipelineShape(((0, 1, 2), (3, 4), (5,)), (Channel(0, 1), Channel(1, 2), Channel(0, 2)), FLUSH, 53),
+    PipelineShape(
+        ((0, 1, 2), (3, 4), (5,)), (Channel(0, 1), Channel(1, 2), Channel(0, 2)), FLUSH, 53
+    ),
     PipelineShape(((0, 1, 2), (3, 4), (5,)), (Channel(0, 1), Channel(1, 2)), ZB_H1, 53),
     PipelineShape(((0, 1, 2), (3, 4)), (Channel(0, 1),), TWO_BW, 53),
-    PipelineShape(((0,), (1,), (2,)) * 2, tuple(Channel(s, s + 1) for s in range(5)), INTERLEAVED, 53),
+    PipelineShape(
+        ((0,), (1,), (2,)) * 2, tuple(Channel(s, s + 1) for s in range(5)), INTERLEAVED, 53
+    ),
 ]
 
 
@@ -76,7 +92,9 @@ def test_an_evaluation_sends_on_the_lanes_of_training_without_tags_alone() -> No
 
 
 def test_without_tags_each_direction_between_two_stages_of_two_workers_has_a_group() -> None:
-    """Two workers exchange the values of stages 0-1, 1-2 and 2-3 in an order that only each pair agrees on."""
+    """Two workers exchange the values of stages 0-1, 1-2 and 2-3 in an order that only each pair
+    agrees on.
+    """
     made = Made(tagged=False)
     groups = LinkGroups(made, all_streams(CHUNKED))
     assert sorted(made.made, key=str) == [(0, 1)] * 3 + [(1, 0)] * 3
@@ -100,13 +118,19 @@ def test_a_million_microbatches_need_no_longer_streams(shape: PipelineShape) -> 
     shape = replace(shape, microbatches=2**20 + 1, depths=shape.replicas)
     streams = all_streams(shape)
     assert sum(len(list(islice(stream, 10_000))) for stream in streams.values()) < 10_000
-    assert set(lanes_of(all_streams(shape))) == set(lanes_of(all_streams(replace(shape, microbatches=53))))
+    assert set(lanes_of(all_streams(shape))) == set(
+        lanes_of(all_streams(replace(shape, microbatches=53)))
+    )
 
 
 def test_lanes_of_disjoint_workers_stand_side_by_side() -> None:
-    """In a chain of eight workers nobody waits for more than the few communicators of its neighbours."""
+    """In a chain of eight workers nobody waits for more than the few communicators of its
+    neighbours.
+    """
     chain = PipelineShape(
-        tuple((stage,) for stage in range(8)), tuple(Channel(s, s + 1) for s in range(7)), ONE_F_ONE_B
+        tuple((stage,) for stage in range(8)),
+        tuple(Channel(s, s + 1) for s in range(7)),
+        ONE_F_ONE_B,
     )
     done: dict[int, int] = {}
     for lane in lanes_of(all_streams(chain)):

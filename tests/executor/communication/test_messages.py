@@ -11,7 +11,14 @@ import torch.distributed as dist
 
 from planner.errors import WorkerError
 from planner.executor.communication.links import Posted
-from planner.executor.communication.messages import Layout, Outgoing, check, header, header_here, layout_of
+from planner.executor.communication.messages import (
+    Layout,
+    Outgoing,
+    check,
+    header,
+    header_here,
+    layout_of,
+)
 from planner.executor.communication.messages import unpack as values_in
 from planner.model.capture.graph import ValueSpec
 from planner.model.capture.size import BATCH
@@ -20,7 +27,9 @@ from planner.schedule.instructions import ReceiveActivation, Unit
 CPU = torch.device("cpu")
 
 
-def make_spec(name: str, dtype: torch.dtype, rest: tuple[int, ...], order: tuple[int, ...] | None = None) -> ValueSpec:
+def make_spec(
+    name: str, dtype: torch.dtype, rest: tuple[int, ...], order: tuple[int, ...] | None = None
+) -> ValueSpec:
     """A value of `rest` elements per sample, contiguous unless `order` says otherwise."""
     sizes = (BATCH, *rest)
     return ValueSpec(name, dtype, dtype.is_floating_point, sizes, order or tuple(range(len(sizes))))
@@ -33,13 +42,19 @@ def pack(layout: Layout, unit: Unit, values: dict[str, torch.Tensor]) -> torch.T
     return message.buffer
 
 
-def unpack(layout: Layout, unit: Unit, buffer: torch.Tensor, sender: int) -> dict[str, torch.Tensor]:
+def unpack(
+    layout: Layout, unit: Unit, buffer: torch.Tensor, sender: int
+) -> dict[str, torch.Tensor]:
     """What a receiver does."""
     check(layout, unit, header_here(buffer), sender)
     return values_in(layout, buffer)
 
 
-SPECS = [make_spec("h", torch.float32, (3, 5)), make_spec("mask", torch.bool, (7,)), make_spec("ids", torch.int64, ())]
+SPECS = [
+    make_spec("h", torch.float32, (3, 5)),
+    make_spec("mask", torch.bool, (7,)),
+    make_spec("ids", torch.int64, ()),
+]
 
 
 def make_values(batch_size: int) -> dict[str, torch.Tensor]:
@@ -71,7 +86,9 @@ def test_a_message_does_not_change_with_its_source() -> None:
 
 
 def test_a_value_arrives_in_its_memory_order() -> None:
-    """Channels last, as after some convolutions: kernels downstream would round differently on a contiguous copy."""
+    """Channels last, as after some convolutions: kernels downstream would round differently on a
+    contiguous copy.
+    """
     layout = layout_of([make_spec("image", torch.float32, (3, 4, 5), order=(0, 2, 3, 1))], 2)
     value = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
     got = unpack(layout, Unit(0), pack(layout, Unit(0), {"image": value}), 0)["image"]
@@ -100,7 +117,9 @@ def test_a_value_of_unexpected_shape_is_refused_before_it_is_sent() -> None:
 
 
 def test_what_is_expanded_travels_once() -> None:
-    """Key-value heads that several heads share, a mask for all samples: the copy repeats memory as the value did."""
+    """Key-value heads that several heads share, a mask for all samples: the copy repeats memory as
+    the value did.
+    """
     spec = replace(make_spec("keys", torch.float32, (6, 5, 4), order=(0, 1, 2, 3)), expanded=(1,))
     value = torch.randn(2, 1, 5, 4).expand(2, 6, 5, 4)
     layout = layout_of([spec], 2)
@@ -116,7 +135,9 @@ def test_what_is_expanded_travels_once() -> None:
 
 
 def test_what_is_expanded_may_have_no_samples() -> None:
-    """A mask for all samples of a microbatch without any, as the last minibatch of an epoch may have."""
+    """A mask for all samples of a microbatch without any, as the last minibatch of an epoch may
+    have.
+    """
     spec = replace(make_spec("mask", torch.float32, (5, 4), order=(0, 1, 2)), expanded=(0,))
     layout = layout_of([spec], 0)
     got = unpack(layout, Unit(0), pack(layout, Unit(0), {"mask": torch.zeros(0, 5, 4)}), 0)["mask"]
@@ -134,7 +155,9 @@ def test_another_batch_size_is_an_error() -> None:
 
 
 def test_another_dtype_of_the_same_size_is_an_error() -> None:
-    message = pack(layout_of([make_spec("h", torch.float32, (4,))], 2), Unit(3), {"h": torch.ones(2, 4)})
+    message = pack(
+        layout_of([make_spec("h", torch.float32, (4,))], 2), Unit(3), {"h": torch.ones(2, 4)}
+    )
     with pytest.raises(WorkerError, match="layout"):
         unpack(layout_of([make_spec("h", torch.int32, (4,))], 2), Unit(3), message, 5)
 

@@ -1,4 +1,6 @@
-"""How a stage's optimizer is divided over its replicas: what each has, and that they never wait for each other."""
+"""How a stage's optimizer is divided over its replicas: what each has, and that they never wait for
+each other.
+"""
 
 from __future__ import annotations
 
@@ -32,17 +34,23 @@ def test_every_element_has_one_owner_and_rows_are_equal(replicas: int) -> None:
         pieces, row = divide(sizes, replicas)
         for index, size in enumerate(sizes):
             own = [piece for piece in pieces if piece.parameter == index]
-            assert [number for piece in own for number in range(piece.start, piece.stop)] == list(range(size))
+            assert [number for piece in own for number in range(piece.start, piece.stop)] == list(
+                range(size)
+            )
             assert all(piece.start % ALIGNMENT == 0 for piece in own)
         for owner in range(replicas):
-            taken = [n for p in pieces if p.owner == owner for n in range(p.in_row.start, p.in_row.stop)]
+            taken = [
+                n for p in pieces if p.owner == owner for n in range(p.in_row.start, p.in_row.stop)
+            ]
             assert len(taken) == len(set(taken))
             assert max(taken, default=-1) < row
         assert row * replicas <= sum(sizes) + ALIGNMENT * (len(sizes) + replicas)
 
 
 def spec_of(optimizer: Any) -> TrainingSpec:
-    return in_memory(nn.Linear(1, 1), example_batch=((torch.zeros(1, 1),), None), optimizer=optimizer)
+    return in_memory(
+        nn.Linear(1, 1), example_batch=((torch.zeros(1, 1),), None), optimizer=optimizer
+    )
 
 
 def tensors_of(optimizer: Optimizer) -> list[Tensor]:
@@ -53,8 +61,13 @@ def tensors_of(optimizer: Optimizer) -> list[Tensor]:
 @pytest.mark.parametrize("replicas", [2, 3])
 @pytest.mark.parametrize("kind", [AdamW, Adagrad])
 def test_a_replica_holds_its_part_of_the_state(kind: Any, replicas: int) -> None:
-    """Bytes of tensors, after a step, whether state is there before it (Adagrad) or not; also of shared weights."""
-    module = nn.Sequential(nn.Linear(100, 70), nn.Conv2d(8, 16, 3).to(memory_format=torch.channels_last))  # type: ignore[call-overload]
+    """Bytes of tensors, after a step, whether state is there before it (Adagrad) or not; also of
+    shared weights.
+    """
+    module = nn.Sequential(
+        nn.Linear(100, 70),
+        nn.Conv2d(8, 16, 3).to(memory_format=torch.channels_last),  # type: ignore[call-overload]
+    )
     whole = kind(list(module.parameters()))
     for parameter in module.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -79,7 +92,9 @@ def test_a_replica_holds_its_part_of_the_state(kind: Any, replicas: int) -> None
 
 @pytest.mark.parametrize("kind", ELEMENTWISE)
 @pytest.mark.parametrize("shapes", [[(37, 53), (53,), (), (16, 8, 3, 3)], [(2, 2), (2,)]])
-def test_slices_step_as_they_would_inside_their_parameters(kind: Any, shapes: list[tuple[int, ...]]) -> None:
+def test_slices_step_as_they_would_inside_their_parameters(
+    kind: Any, shapes: list[tuple[int, ...]]
+) -> None:
     """To the bit, with one thread; replicas that own nothing step nothing."""
     torch.manual_seed(0)
     whole = [nn.Parameter(torch.randn(shape)) for shape in shapes]
@@ -92,7 +107,10 @@ def test_slices_step_as_they_would_inside_their_parameters(kind: Any, shapes: li
         replicas.append((optimizer, sharding, copies))
     reference = kind(whole, lr=0.01)
     for step in range(4):
-        gradients = [torch.randn_like(parameter) if step != 1 or parameter.dim() else None for parameter in whole]
+        gradients = [
+            torch.randn_like(parameter) if step != 1 or parameter.dim() else None
+            for parameter in whole
+        ]
         for parameter, gradient in zip(whole, gradients, strict=True):
             parameter.grad = gradient
         reference.step()
@@ -111,19 +129,33 @@ def test_slices_step_as_they_would_inside_their_parameters(kind: Any, shapes: li
 
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_matrices_that_an_optimizer_must_see_whole_have_one_owner(replicas: int) -> None:
-    """NewestMuon's updates are those of the undivided optimizer; all else is divided by elements."""
+    """NewestMuon's updates are those of the undivided optimizer; all else is divided by
+    elements.
+    """
     torch.manual_seed(0)
-    modules = [nn.Sequential(*(nn.Linear(48, 48) for _ in range(5)), nn.Linear(48, 300)) for _ in range(replicas + 1)]
+    modules = [
+        nn.Sequential(*(nn.Linear(48, 48) for _ in range(5)), nn.Linear(48, 300))
+        for _ in range(replicas + 1)
+    ]
     for module in modules[1:]:
         module.load_state_dict(modules[0].state_dict())
-    reference, *copies = [NewestMuon(module.named_parameters(), to_adamw=_is_last) for module in modules]
-    shardings = [Sharding(list(modules[1 + own].parameters()), (own, replicas), (), CPU) for own in range(replicas)]
+    reference, *copies = [
+        NewestMuon(module.named_parameters(), to_adamw=_is_last) for module in modules
+    ]
+    shardings = [
+        Sharding(list(modules[1 + own].parameters()), (own, replicas), (), CPU)
+        for own in range(replicas)
+    ]
     for optimizer, sharding in zip(copies, shardings, strict=True):
         whole = kept_whole(optimizer)
         assert whole is not None
         assert len(whole) == 5
         sharding.divide(optimizer, set(whole))
-        assert all(shard.stepped.shape == (48, 48) for matrix in whole if (shard := sharding.shards.get(matrix)))
+        assert all(
+            shard.stepped.shape == (48, 48)
+            for matrix in whole
+            if (shard := sharding.shards.get(matrix))
+        )
     for _ in range(3):
         gradients = [torch.randn_like(parameter) for parameter in modules[0].parameters()]
         for optimizer, module in zip((reference, *copies), modules, strict=True):
@@ -134,12 +166,19 @@ def test_matrices_that_an_optimizer_must_see_whole_have_one_owner(replicas: int)
             optimizer.step()
     steps = [0] * len(gradients)
     for sharding, module in zip(shardings, modules[1:], strict=True):
-        for index, (one, other) in enumerate(zip(modules[0].parameters(), module.parameters(), strict=True)):
+        for index, (one, other) in enumerate(
+            zip(modules[0].parameters(), module.parameters(), strict=True)
+        ):
             if shard := sharding.shards.get(other):
-                torch.testing.assert_close(shard.stepped.data, shard.cut_from(one.data), rtol=1e-5, atol=1e-6)
+                torch.testing.assert_close(
+                    shard.stepped.data, shard.cut_from(one.data), rtol=1e-5, atol=1e-6
+                )
                 steps[index] += shard.stop - shard.start
     assert steps == [parameter.numel() for parameter in modules[0].parameters()]
-    owned = [sum(shard.stop - shard.start for shard in sharding.shards.values()) for sharding in shardings]
+    owned = [
+        sum(shard.stop - shard.start for shard in sharding.shards.values())
+        for sharding in shardings
+    ]
     assert max(owned) <= 1.3 * sum(owned) / replicas
 
 
@@ -158,7 +197,9 @@ def test_a_parameter_with_gaps_in_memory_gets_memory_of_its_own() -> None:
 def test_optimizers_that_look_at_whole_parameters_are_refused() -> None:
     module = nn.Linear(100, 70)
     sharding = Sharding(list(module.parameters()), (0, 2), (), CPU)
-    with pytest.raises(PlanError, match=r"nobody says that Adafactor treats each element of a parameter alone") as e:
+    with pytest.raises(
+        PlanError, match=r"nobody says that Adafactor treats each element of a parameter alone"
+    ) as e:
         StageOptimizer(spec_of(Adafactor), module, sharding=sharding)
     assert "`shard_optimizer=never`" in str(e.value.hint)
 
@@ -174,7 +215,9 @@ def test_state_that_cannot_be_divided_is_refused() -> None:
 
     module = nn.Linear(100, 70)
     sharding = Sharding(list(module.parameters()), (0, 2), (), CPU)
-    with pytest.raises(ModelFileError, match=r"of shape \(70, 100\) a tensor 'rows' of shape \(71,\)"):
+    with pytest.raises(
+        ModelFileError, match=r"of shape \(70, 100\) a tensor 'rows' of shape \(71,\)"
+    ):
         StageOptimizer(spec_of(Factored), module, sharding=sharding)
 
 

@@ -52,11 +52,22 @@ def train(
         weights = str(folder / f"{optimizer}.pt")
         options = TrainingOptions(clip_grad_norm=clip)
         jobs.append(
-            Job(model=str(path), plan=plan, steps=minibatches, seed=SEED, save_weights=weights, options=options)
+            Job(
+                model=str(path),
+                plan=plan,
+                steps=minibatches,
+                seed=SEED,
+                save_weights=weights,
+                options=options,
+            )
         )
     results = run_jobs(jobs, folder)
     return [
-        (job, [entry.loss for entry in result.losses], torch.load(str(job.save_weights), weights_only=True))
+        (
+            job,
+            [entry.loss for entry in result.losses],
+            torch.load(str(job.save_weights), weights_only=True),
+        )
         for job, result in zip(jobs, results, strict=True)
     ]
 
@@ -65,9 +76,13 @@ def train(
     ("schedule", "microbatches", "replicas", "chunks", "clip"),
     [
         pytest.param("1f1b-flush", 4, (2, 1), 1, None, id="1f1b-flush 2-1"),
-        pytest.param("gpipe", 3, (1, 1, 1), 1, 0.5, id="gpipe 1-1-1, clipped", marks=pytest.mark.slow),
+        pytest.param(
+            "gpipe", 3, (1, 1, 1), 1, 0.5, id="gpipe 1-1-1, clipped", marks=pytest.mark.slow
+        ),
         pytest.param("zb-h1", 4, (1, 1, 1), 1, None, id="zb-h1 1-1-1", marks=pytest.mark.slow),
-        pytest.param("interleaved", 4, (1,) * 4, 2, 0.5, id="interleaved, clipped", marks=pytest.mark.slow),
+        pytest.param(
+            "interleaved", 4, (1,) * 4, 2, 0.5, id="interleaved, clipped", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_schedules_that_drain_equal_plain_training(
@@ -84,7 +99,9 @@ def test_schedules_that_drain_equal_plain_training(
         spec = load_model_file(job.model)
         data = make_batches(spec, BATCH_SIZE, microbatches, SEED)
 
-        def microbatch_losses(model: nn.Module, minibatch: int, data: BatchSource = data) -> list[Tensor]:
+        def microbatch_losses(
+            model: nn.Module, minibatch: int, data: BatchSource = data
+        ) -> list[Tensor]:
             assert isinstance(model, StageModule)
             found = []
             for microbatch in range(microbatches):
@@ -93,10 +110,14 @@ def test_schedules_that_drain_equal_plain_training(
             return found
 
         whole = unsplit(spec)
-        expected_losses, expected = plain_training(whole, partial(clipped, spec, clip), microbatch_losses, 6)
+        expected_losses, expected = plain_training(
+            whole, partial(clipped, spec, clip), microbatch_losses, 6
+        )
         assert losses == pytest.approx(expected_losses, rel=1e-4), job.model
         for name, tensor in expected.items():
-            torch.testing.assert_close(weights[name], tensor, rtol=1e-3, atol=1e-5, msg=f"{job.model} {name}")
+            torch.testing.assert_close(
+                weights[name], tensor, rtol=1e-3, atol=1e-5, msg=f"{job.model} {name}"
+            )
         assert torch.equal(weights[HEAD], weights["embed.weight"])
         for name in LINEARS:
             assert torch.equal(weights[name], weights[LINEARS[0]])
@@ -111,7 +132,9 @@ def test_gpt2_trains_as_without_stages(tmp_path: Path) -> None:
         spec = load_model_file(job.model)
         data = make_batches(spec, BATCH_SIZE, 4, SEED)
 
-        def microbatch_losses(model: nn.Module, minibatch: int, data: BatchSource = data) -> list[Tensor]:
+        def microbatch_losses(
+            model: nn.Module, minibatch: int, data: BatchSource = data
+        ) -> list[Tensor]:
             assert isinstance(model, StageModule)
             found = []
             for microbatch in range(4):
@@ -119,14 +142,20 @@ def test_gpt2_trains_as_without_stages(tmp_path: Path) -> None:
                 found.append(model(data.batch(Unit(minibatch, microbatch)), {})["loss"])
             return found
 
-        expected_losses, expected = plain_training(unsplit(spec), spec.optimizer, microbatch_losses, 5)
+        expected_losses, expected = plain_training(
+            unsplit(spec), spec.optimizer, microbatch_losses, 5
+        )
         assert losses == pytest.approx(expected_losses, rel=1e-4), job.model
         for name, tensor in expected.items():
-            torch.testing.assert_close(weights[name], tensor, rtol=2e-3, atol=2e-5, msg=f"{job.model} {name}")
+            torch.testing.assert_close(
+                weights[name], tensor, rtol=2e-3, atol=2e-5, msg=f"{job.model} {name}"
+            )
         assert torch.equal(weights["gpt.lm_head.weight"], weights["gpt.transformer.wte.weight"])
 
 
-def clipped(spec: TrainingSpec, limit: float | None, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+def clipped(
+    spec: TrainingSpec, limit: float | None, parameters: list[nn.Parameter]
+) -> torch.optim.Optimizer:
     """Clips before every step."""
     optimizer = spec.optimizer(parameters)
 
@@ -142,16 +171,23 @@ def clipped(spec: TrainingSpec, limit: float | None, parameters: list[nn.Paramet
     ("replicas", "minibatches"),
     [
         pytest.param((1, 1, 1), 8, id="1-1-1"),
-        pytest.param((1, 1, 1), 1, id="1-1-1, fewer minibatches than stages", marks=pytest.mark.slow),
+        pytest.param(
+            (1, 1, 1), 1, id="1-1-1, fewer minibatches than stages", marks=pytest.mark.slow
+        ),
         pytest.param((2, 2), 9, id="2-2", marks=pytest.mark.slow),
     ],
 )
-def test_1f1b_equals_delayed_updates_to_the_bit(replicas: tuple[int, ...], minibatches: int, tmp_path: Path) -> None:
-    """A minibatch sees a shared weight at one version in all stages, that of the deepest of them."""
+def test_1f1b_equals_delayed_updates_to_the_bit(
+    replicas: tuple[int, ...], minibatches: int, tmp_path: Path
+) -> None:
+    """A minibatch sees a shared weight at one version in all stages, that of the deepest of
+    them.
+    """
     plan = plan_for(tmp_path, replicas, "1f1b")
     stage_of = {layer: number for number, stage in enumerate(plan.stages) for layer in stage.layers}
     for job, losses, weights in train(tmp_path, plan, minibatches):
-        # The reference knows of no shared weights: it is given a model of copies, which it steps as one.
+        # The reference knows of no shared weights: it is given a model of copies, which it steps as
+        # one.
         optimizer = Path(job.model).stem.partition("_")[2]
         copies_file = load_model_file(write_model(tmp_path, "copies", optimizer))
         whole = unsplit(copies_file)
@@ -164,8 +200,13 @@ def test_1f1b_equals_delayed_updates_to_the_bit(replicas: tuple[int, ...], minib
             return loss
 
         profile = structural_profile(Path(copies_file.origin), BATCH_SIZE)
-        owner = {name: stage_of[layer.name] for layer in profile.layers for name in layer.parameters}
-        names = [[name for name, _ in whole.named_parameters() if owner[name] == s] for s in range(len(replicas))]
+        owner = {
+            name: stage_of[layer.name] for layer in profile.layers for name in layer.parameters
+        }
+        names = [
+            [name for name, _ in whole.named_parameters() if owner[name] == s]
+            for s in range(len(replicas))
+        ]
         losses_expected, expected = delayed_updates(
             whole,
             names,
@@ -186,7 +227,9 @@ def test_checkpoints_and_deferred_weights_hold_the_copies_equal(tmp_path: Path) 
     path = write_model(tmp_path, "tied", "adamw")
     folder = str(tmp_path / "checkpoints")
 
-    def job(steps: int, plan: Plan, name: str, resume: str | None = None, every: int | None = 3) -> Job:
+    def job(
+        steps: int, plan: Plan, name: str, resume: str | None = None, every: int | None = 3
+    ) -> Job:
         return Job(
             model=str(path),
             plan=plan,
@@ -199,10 +242,16 @@ def test_checkpoints_and_deferred_weights_hold_the_copies_equal(tmp_path: Path) 
 
     other = plan_for(tmp_path, (1, 1), "gpipe", 2)
     run_jobs(
-        [job(3, first, "stopped.pt"), job(6, other, "resumed.pt", "auto"), job(6, first, "whole.pt", None, None)],
+        [
+            job(3, first, "stopped.pt"),
+            job(6, other, "resumed.pt", "auto"),
+            job(6, first, "whole.pt", None, None),
+        ],
         tmp_path,
     )
-    resumed, whole = (torch.load(tmp_path / name, weights_only=True) for name in ("resumed.pt", "whole.pt"))
+    resumed, whole = (
+        torch.load(tmp_path / name, weights_only=True) for name in ("resumed.pt", "whole.pt")
+    )
     for name, tensor in whole.items():
         torch.testing.assert_close(resumed[name], tensor, rtol=1e-4, atol=1e-6, msg=name)
     assert torch.equal(whole[HEAD], whole["embed.weight"])
@@ -212,8 +261,18 @@ def test_checkpoints_and_deferred_weights_hold_the_copies_equal(tmp_path: Path) 
     ("replicas", "schedule", "options", "complaint"),
     [
         ((2, 1), "1f1b", TrainingOptions(), "but under 1f1b update it after 2 and 1 minibatches"),
-        ((1, 1), "1f1b", TrainingOptions(clip_grad_norm=1.0), "clip their gradients each by its own norm"),
-        ((1, 1), "1f1b", TrainingOptions(late_lr=0.3), "have learning rates of their own with `late_lr`"),
+        (
+            (1, 1),
+            "1f1b",
+            TrainingOptions(clip_grad_norm=1.0),
+            "clip their gradients each by its own norm",
+        ),
+        (
+            (1, 1),
+            "1f1b",
+            TrainingOptions(late_lr=0.3),
+            "have learning rates of their own with `late_lr`",
+        ),
     ],
 )
 def test_copies_that_would_differ_are_refused(
@@ -226,7 +285,9 @@ def test_copies_that_would_differ_are_refused(
 ) -> None:
     monkeypatch.setenv("RANK", "0")
     path = write_model(tmp_path, "tied", "sgd")
-    job = Job(model=str(path), plan=plan_for(tmp_path, replicas, schedule), steps=1, options=options)
+    job = Job(
+        model=str(path), plan=plan_for(tmp_path, replicas, schedule), steps=1, options=options
+    )
     with pytest.raises(PlanError, match=complaint) as raised:
         pipeline_context(job, load_model_file(path), CPU)
     assert "1f1b-flush" in raised.value.hint

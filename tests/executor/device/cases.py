@@ -33,7 +33,9 @@ def _in_groups(schedule: Schedule, run: Callable[..., Run]) -> Iterator[Run]:
             continue
         yield run(replicas, degrees=degrees)
         if len(replicas) < 3:
-            yield run(replicas, degrees=degrees, clipped=True, evaluate_every=2, sharded=max(replicas) > 1)
+            yield run(
+                replicas, degrees=degrees, clipped=True, evaluate_every=2, sharded=max(replicas) > 1
+            )
     stages = len(run((1, 1)).replicas)
     yield run((1, 1), degrees=(2, 2), tied=((0, stages - 1),))
     yield run((1, 1), degrees=(2, 2), autocast="float16")
@@ -75,5 +77,6 @@ def _runs(schedule: Schedule) -> Iterator[Run]:
     yield run((2, 2), sharded=True, tied=((0, 2 * chunks - 1),))
     yield run((2, 2), sharded=True, clipped=True, evaluate_every=2)
     yield run((2, 2), sharded=True, autocast="float16")
-    yield run((1, 1, 1), skips=((0, stages - 1),), compress="bfloat16")  # what arrives is decoded into new memory
+    # what arrives is decoded into new memory
+    yield run((1, 1, 1), skips=((0, stages - 1),), compress="bfloat16")
     yield from _in_groups(schedule, run)

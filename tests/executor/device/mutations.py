@@ -1,4 +1,6 @@
-"""Faults to put into the executor: each takes away one wait, or changes one order, that a device needs."""
+"""Faults to put into the executor: each takes away one wait, or changes one order, that a device
+needs.
+"""
 
 from __future__ import annotations
 
@@ -187,7 +189,9 @@ def one_communicator_for_both_directions() -> Iterator[None]:
 
 @contextmanager
 def receive_waits_for_all_compute() -> Iterator[None]:
-    """A receive begins after all that the device was given before, though its memory has long been free."""
+    """A receive begins after all that the device was given before, though its memory has long been
+    free.
+    """
     with patch.object(NCCLLinks, "_on_side_stream", lambda *_: nullcontext()):
         yield
 

@@ -1,4 +1,6 @@
-"""Workers with real stages: layers of a captured model, its optimizer and its data, as in training."""
+"""Workers with real stages: layers of a captured model, its optimizer and its data, as in
+training.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ from tests.executor.device.runs import Heart, PretendedGPUs, Run
 from tests.executor.device.world import World
 from tests.executor.plans import in_groups, make_plan, sharded, structural_profile
 
-# A weight that the first and the last layer share, a value that every block needs, dropout, and a norm with buffers.
+# A weight that the first and the last layer share, a value that every block needs, dropout, and a
+# norm with buffers.
 MODEL = """
 import torch
 from torch import nn
@@ -60,10 +63,18 @@ MICROBATCH = 2
 
 
 def make_real_context(run: Run, rank: int, world: World) -> PipelineContext:
-    """Build a worker as training does, beside its device: what it makes before training is there when it begins."""
+    """Build a worker as training does, beside its device: what it makes before training is there
+    when it begins.
+    """
     spec, plan = _model_and_plan(run)
     options = TrainingOptions(clip_grad_norm=1.0 if run.clipped else None)
-    job = Job(model=spec.origin, plan=plan, steps=run.minibatches, options=options, run_options=RunOptions())
+    job = Job(
+        model=spec.origin,
+        plan=plan,
+        steps=run.minibatches,
+        options=options,
+        run_options=RunOptions(),
+    )
     data = make_batches(spec, MICROBATCH, run.microbatches, seed=0)
     with patch.dict(os.environ, RANK=str(rank)):
         return pipeline_context(job, spec, PretendedGPUs(CPU.compute, CPU.wire), Heart(world), data)
@@ -73,10 +84,16 @@ def make_real_context(run: Run, rank: int, world: World) -> PipelineContext:
 def _model_and_plan(run: Run) -> tuple[TrainingSpec, Plan]:
     path = _model_file(bool(run.tied))
     plan = make_plan(
-        structural_profile(path, MICROBATCH), run.replicas, run.schedule, run.microbatches, chunks=run.chunks
+        structural_profile(path, MICROBATCH),
+        run.replicas,
+        run.schedule,
+        run.microbatches,
+        chunks=run.chunks,
     )
     plan = sharded(plan) if run.sharded else plan
-    return load_model_file(str(path)), in_groups(plan, *run.degree_of_stage) if run.degrees else plan
+    return load_model_file(str(path)), in_groups(
+        plan, *run.degree_of_stage
+    ) if run.degrees else plan
 
 
 @cache
@@ -87,7 +104,9 @@ def _model_file(tied: bool) -> Path:
 
 
 def runs() -> Iterator[Run]:
-    """Yield runs of every schedule: straight, with replicas, and with all that has code of its own."""
+    """Yield runs of every schedule: straight, with replicas, and with all that has code of
+    its own.
+    """
     for schedule in SCHEDULES:
         chunks = (schedule.fixed_chunks or 2) if schedule.chunked else 1
         microbatches = 4 if schedule.divides else 1

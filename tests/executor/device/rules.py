@@ -1,12 +1,14 @@
-"""The rules by which host operations of several workers with NCCL wait for each other, and a search for a circle.
+"""The rules by which host operations of several workers with NCCL wait for each other, and a search
+for a circle.
 
-An operation ends when certain others have ended or begun; which ones does not depend on time. So every way in which
-the workers can run together comes to the same end, and they deadlock exactly if these conditions close a circle.
+An operation ends when certain others have ended or begun; which ones does not depend on time. So
+every way in which the workers can run together comes to the same end, and they deadlock exactly if
+these conditions close a circle.
 
     first use       the first operation on a communicator holds the host until all members make theirs
     kernels         an operation begins after the one before it on its communicator, and after what its device had to
-                    compute when it was posted, or when its buffer was allocated; a receive ends after its send has
-                    begun, an all-reduce after all have
+                    compute when it was posted, or when its buffer was allocated; a receive ends
+                    after its send has begun, an all-reduce after all have
     sends           buffered: end by themselves; rendezvous: end after their receive has begun
     stream wait     computation goes on after the operation has ended; the host does not wait
     host wait       the host goes on after its device has computed what it was given so far
@@ -25,7 +27,8 @@ from typing_extensions import assert_never
 
 @dataclass(frozen=True)
 class Post:
-    """Post operation `number` on a communicator: the members' operations of one number belong together.
+    """Post operation `number` on a communicator: the members' operations of one number belong
+    together.
 
     It begins when the device has done its first `computed` stream waits.
     """
@@ -45,10 +48,13 @@ class StreamWait:
 
 @dataclass(frozen=True)
 class HostWait:
-    """Let the host wait until the device has done its first `computed` stream waits, and what was between them."""
+    """Let the host wait until the device has done its first `computed` stream waits, and what was
+    between them.
+    """
 
     computed: int
-    read: bool = False  # whether it looks at memory of the device: it waits even where nothing is left to wait for
+    # whether it looks at memory of the device: it waits even where nothing is left to wait for
+    read: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,9 +64,11 @@ class DeviceWait:
 
 @dataclass(frozen=True)
 class Work:
-    """Allocate or launch something: the allocator or the loader of kernels may wait for the whole device here.
+    """Allocate or launch something: the allocator or the loader of kernels may wait for the whole
+    device here.
 
-    It does so only where it `takes` memory that it does not have: all kernels are loaded at the start.
+    It does so only where it `takes` memory that it does not have: all kernels are loaded at the
+    start.
     """
 
     takes: bool = False
@@ -108,11 +116,13 @@ def check(
 
     Args:
         recording: what each worker's host does.
-        waiting: ranks on which every allocation and every launch waits for the whole device. Conditions only add up, so
-            no choice of fewer waits closes a circle that all of them together do not.
+        waiting: ranks on which every allocation and every launch waits for the whole device.
+            Conditions only add up, so no choice of fewer waits closes a circle that all of them
+            together do not.
         rendezvous: a send ends only after its receive has begun.
-        one_queue: all streams of a device share one hardware queue, as with CUDA_DEVICE_MAX_CONNECTIONS=1: nothing
-            begins before everything that was launched earlier has begun.
+        one_queue: all streams of a device share one hardware queue, as with
+            CUDA_DEVICE_MAX_CONNECTIONS=1: nothing begins before everything that was launched
+            earlier has begun.
         taking: those in `waiting` wait only where the allocator takes memory that it does not have.
 
     Raises:
@@ -123,16 +133,28 @@ def check(
 
 class _Conditions:
     def __init__(
-        self, recording: Recording, waiting: frozenset[int], rendezvous: bool, one_queue: bool, taking: bool
+        self,
+        recording: Recording,
+        waiting: frozenset[int],
+        rendezvous: bool,
+        one_queue: bool,
+        taking: bool,
     ) -> None:
-        self.waiting, self.rendezvous, self.one_queue, self.taking = waiting, rendezvous, one_queue, taking
+        self.waiting, self.rendezvous, self.one_queue, self.taking = (
+            waiting,
+            rendezvous,
+            one_queue,
+            taking,
+        )
         self.after: dict[_Node, list[_Node]] = {}  # what must have happened before
         self.members: dict[tuple[str, int], list[tuple[int, Post]]] = {}
         self.meetings: dict[str, list[_Node]] = {}
         for rank, operations in recording.items():
             for index, operation in enumerate(operations):
                 if isinstance(operation, Post):
-                    self.members.setdefault((operation.communicator, operation.number), []).append((rank, operation))
+                    self.members.setdefault((operation.communicator, operation.number), []).append(
+                        (rank, operation)
+                    )
                 elif isinstance(operation, (Meeting, Tell)):
                     self.meetings.setdefault(operation.name, []).append(("host", rank, index - 1))
         for rank, operations in recording.items():
@@ -160,7 +182,9 @@ class _Conditions:
                     posted[communicator] = operation
                     launched = begun
                     if number == 0:
-                        conditions += [("come", other, post) for other, post in self.members[communicator, 0]]
+                        conditions += [
+                            ("come", other, post) for other, post in self.members[communicator, 0]
+                        ]
                     self.after["come", rank, operation] = [here]
                 case StreamWait(post):
                     computed += 1
@@ -190,11 +214,17 @@ class _Conditions:
 
     def _partners(self, rank: int, post: Post) -> list[_Node]:
         """Return what must have happened on other devices for an operation to end."""
-        others = [(other, each) for other, each in self.members[post.communicator, post.number] if other != rank]
+        others = [
+            (other, each)
+            for other, each in self.members[post.communicator, post.number]
+            if other != rank
+        ]
         begun: list[_Node] = [("begin", other, each) for other, each in others]
         match post.kind:
             case "send":
-                return self._counterpart(post, "receive", others) or begun if self.rendezvous else []
+                return (
+                    self._counterpart(post, "receive", others) or begun if self.rendezvous else []
+                )
             case "receive":
                 return self._counterpart(post, "send", others) or begun
             case "all":
@@ -224,9 +254,15 @@ class _Conditions:
 
     def _circle(self, stuck: set[_Node]) -> Iterable[_Node]:
         """Follow what is waited for until something comes again."""
-        path: list[_Node] = [min((node for node in stuck if node[0] == "host"), key=lambda node: str(node))]
+        path: list[_Node] = [
+            min((node for node in stuck if node[0] == "host"), key=lambda node: str(node))
+        ]
         while True:
-            nexts = [each for each in self.after.get(path[-1], ()) if each in stuck or each not in self.after]
+            nexts = [
+                each
+                for each in self.after.get(path[-1], ())
+                if each in stuck or each not in self.after
+            ]
             if not nexts or nexts[0] not in stuck:
                 return [*path, *nexts[:1]]
             if nexts[-1] in path:

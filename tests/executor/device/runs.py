@@ -1,4 +1,6 @@
-"""Runs of the product's own workers, whose host operations are written down; only the stages are stand-ins."""
+"""Runs of the product's own workers, whose host operations are written down; only the stages are
+stand-ins.
+"""
 
 from __future__ import annotations
 
@@ -73,12 +75,17 @@ class Run:
     sharded: bool = False
     compress: CodecName = "none"
     depths: tuple[int, ...] | None = field(default=None)
-    degrees: tuple[int, ...] = ()  # ranks of each group, by its place in the pipeline; none for single ranks
+    # ranks of each group, by its place in the pipeline; none for single ranks
+    degrees: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         config = config_of(self.replicas, degrees=self.degree_of_stage)
         what = [f"skips {self.skips}"] * bool(self.skips) + [f"tied {self.tied}"] * bool(self.tied)
-        what += ["traced"] * self.traced + ["evaluated"] * bool(self.evaluate_every) + ["clipped"] * self.clipped
+        what += (
+            ["traced"] * self.traced
+            + ["evaluated"] * bool(self.evaluate_every)
+            + ["clipped"] * self.clipped
+        )
         what += [str(self.autocast)] * bool(self.autocast) + ["sharded"] * self.sharded
         what += [self.compress] * (self.compress != "none")
         return f"{self.schedule} {config} of {self.microbatches} {' '.join(map(str, what))}".strip()
@@ -122,7 +129,9 @@ class Run:
 
 
 class _TensorGroup:
-    """Stands for `TensorGroup`, whose DTensors ask for functional collectives: posted, and waited for at once."""
+    """Stands for `TensorGroup`, whose DTensors ask for functional collectives: posted, and waited
+    for at once.
+    """
 
     def __init__(self, degree: int, place: int) -> None:
         self.degree, self.place = degree, place
@@ -158,7 +167,11 @@ class _Stage(nn.Module):
     needs_batch, received = False, ()
 
     def __init__(
-        self, number: int, run: Run, transfers: dict[tuple[int, int], list[ValueSpec]], tensor: _TensorGroup | None
+        self,
+        number: int,
+        run: Run,
+        transfers: dict[tuple[int, int], list[ValueSpec]],
+        tensor: _TensorGroup | None,
     ) -> None:
         super().__init__()
         self.division = DividedWeights(tensor, {"weight": Cut(0)})  # type: ignore[arg-type]
@@ -167,7 +180,9 @@ class _Stage(nn.Module):
             if number in pair:
                 self.register_parameter(_shared_name(pair), nn.Parameter(torch.ones(2)))
         self.register_buffer("seen", torch.zeros(1))
-        self.sent = [spec for (source, _), specs in transfers.items() if source == number for spec in specs]
+        self.sent = [
+            spec for (source, _), specs in transfers.items() if source == number for spec in specs
+        ]
         self.has_loss = number == len(run.replicas) - 1
 
     def arrange(self, parameters: object, tensors: object) -> None:
@@ -207,7 +222,9 @@ class _Spec:
         return {}
 
     def example_batch(self, size: int, lengths: Mapping[str, int] | None = None) -> Batch:
-        return make_batch((torch.zeros(size, 256), torch.zeros(size, 256)), "a stand-in for a batch")
+        return make_batch(
+            (torch.zeros(size, 256), torch.zeros(size, 256)), "a stand-in for a batch"
+        )
 
     def optimizer(self, trained: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.SGD(list(trained.values()), 1e-6)
@@ -247,8 +264,11 @@ def record(run: Run) -> Recording:
     return carry_out(run).recording
 
 
-def carry_out(run: Run, seed: int | None = None, *, buffered: bool = False, make: Make | None = None) -> World:
-    """Run the product's own training on every worker of `run`, and compare what its devices have with the host's order.
+def carry_out(
+    run: Run, seed: int | None = None, *, buffered: bool = False, make: Make | None = None
+) -> World:
+    """Run the product's own training on every worker of `run`, and compare what its devices have
+    with the host's order.
 
     Args:
         seed: of the devices' order: see `Devices`.
@@ -289,7 +309,9 @@ def make_context(run: Run, rank: int, world: World) -> PipelineContext:
     tensor = None if degrees[own] == 1 else _TensorGroup(degrees[own], place_within)
     spec: Any = _Spec()
     transfers = {
-        (c.source, c.target): [ValueSpec(f"from {c.source} to {c.target}", torch.float32, c.gradient, (BATCH,), (0,))]
+        (c.source, c.target): [
+            ValueSpec(f"from {c.source} to {c.target}", torch.float32, c.gradient, (BATCH,), (0,))
+        ]
         for c in run.shape.channels
     }
     plan = Plan.model_construct(
@@ -313,7 +335,9 @@ def make_context(run: Run, rank: int, world: World) -> PipelineContext:
     )
     seen = plan_of_tensor_rank(plan, place_within)
     shape = run.shape_of(stage.ranks for stage in seen.stages)
-    options = TrainingOptions(evaluate_every=run.evaluate_every, clip_grad_norm=1.0 if run.clipped else None)
+    options = TrainingOptions(
+        evaluate_every=run.evaluate_every, clip_grad_norm=1.0 if run.clipped else None
+    )
     job = Job.model_construct(
         model="model.py",
         plan=plan,
@@ -330,7 +354,9 @@ def make_context(run: Run, rank: int, world: World) -> PipelineContext:
     evaluation = None
     if run.evaluate_every is not None:
         modules: Any = {number: _Stage(number, run, transfers, tensor) for number in held}
-        evaluation = EvaluationStages(modules, transfers, len(shape.ranks) - 1, lambda known, batch: None, None, None)
+        evaluation = EvaluationStages(
+            modules, transfers, len(shape.ranks) - 1, lambda known, batch: None, None, None
+        )
     return PipelineContext(
         job=job,
         spec=spec,

@@ -1,18 +1,22 @@
-"""Devices that work beside their hosts: streams, events and memory, with operations in any order that these allow.
+"""Devices that work beside their hosts: streams, events and memory, with operations in any order
+that these allow.
 
-Every operation of PyTorch on a worker is carried out twice. First at once, in the order of the host's calls: that gives
-the shapes, and the values as they would be if every operation waited for all before it. Then once more, on other
-memory, when the simulated device comes to it: that may be much later, before or after what is on other streams. What
-the host reads of a device, and what a run leaves there, must be the same to the bit. Otherwise a wait is missing.
+Every operation of PyTorch on a worker is carried out twice. First at once, in the order of the
+host's calls: that gives the shapes, and the values as they would be if every operation waited for
+all before it. Then once more, on other memory, when the simulated device comes to it: that may be
+much later, before or after what is on other streams. What the host reads of a device, and what a
+run leaves there, must be the same to the bit. Otherwise a wait is missing.
 
     streams     operations begin in the order of their stream; among several streams a seed decides, which keeps one
                 waiting for as long as another can go on
     events      a mark in a stream; another stream, or the host, waits until the device has passed it
     memory      a tensor's block goes back to the stream that it was allocated on when the tensor is dropped, at once,
-                and may be given out again there: work on that stream comes later in any case. A block that `keep` names
-                other streams for waits until these have passed what they had by then. Freed memory is overwritten.
+                and may be given out again there: work on that stream comes later in any case. A
+                block that `keep` names other streams for waits until these have passed what they
+                had by then. Freed memory is overwritten.
     messages    each communicator has a stream of its own. A receive spoils its buffer when it begins. A send ends when
-                its receive takes it, or, where sends are buffered, before: NCCL buffers a few megabytes
+                its receive takes it, or, where sends are buffered, before: NCCL buffers a few
+                megabytes
     host        reads of a device's memory wait for the current stream; pinned memory must have been written
 """
 
@@ -40,7 +44,8 @@ if TYPE_CHECKING:
 
 _SPOILED = 0xA5  # bytes of memory that nothing has been written to
 _SMALL_BYTES = 1 << 18  # that a reservation takes beside what it is asked for, for small tensors
-_ROUND_BYTES = 512  # sizes of blocks are rounded up to it, so that tensors of about one size share blocks
+# sizes of blocks are rounded up to it, so that tensors of about one size share blocks
+_ROUND_BYTES = 512
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
 
@@ -165,7 +170,9 @@ class SimulatedEvent:
         assert self.mark is not None
         assert end_event.mark is not None
         assert self.mark.passed
-        assert end_event.mark.passed, "an event is asked for its time before the device has passed it"
+        assert end_event.mark.passed, (
+            "an event is asked for its time before the device has passed it"
+        )
         return 1.0
 
 
@@ -173,13 +180,14 @@ class Devices:
     """The devices of all workers of a world.
 
     Args:
-        seed: of the order, and of how far the device keeps up with its host; None for one that does nothing before its
-            host waits for it. Messages come first where it is 1 more than a multiple of 3, and last where it is 2 more.
+        seed: of the order, and of how far the device keeps up with its host; None for one that does
+            nothing before its host waits for it. Messages come first where it is 1 more than a
+            multiple of 3, and last where it is 2 more.
         buffered: whether a send may end before its receive begins.
 
     Attributes:
-        RECORDS: whether a freed block waits for the messages that it was in, as PyTorch lets it; races show earlier
-            where it does not.
+        RECORDS: whether a freed block waits for the messages that it was in, as PyTorch lets it;
+            races show earlier where it does not.
     """
 
     RECORDS = False
@@ -200,13 +208,15 @@ class Devices:
         self._of_communicator: dict[tuple[int, str], SimulatedStream] = {}
         self._current: dict[int, SimulatedStream] = {}
         self._messages: defaultdict[tuple[str, int], dict[int, Message]] = defaultdict(dict)
-        self._spared: defaultdict[SimulatedStream, int] = defaultdict(int)  # bytes that were reserved and are left
+        # bytes that were reserved and are left
+        self._spared: defaultdict[SimulatedStream, int] = defaultdict(int)
         self._pinned: defaultdict[int, list[Block]] = defaultdict(list)  # free, by rank
         self.made_blocks: defaultdict[int, int] = defaultdict(int)  # by rank
         self.streams = 0  # made so far
         self._newest: SimulatedStream | None = None  # that did something
         self.history: list[int] = []  # by operation, the stream that it was on
-        self.headers: defaultdict[int, int] = defaultdict(int)  # of messages, that the host has read, by rank
+        # of messages, that the host has read, by rank
+        self.headers: defaultdict[int, int] = defaultdict(int)
 
     # Streams.
 
@@ -241,7 +251,9 @@ class Devices:
     # Memory.
 
     def adopt(self, tensor: Tensor) -> Block:
-        """Return the block of a tensor; one that came from elsewhere is on the device with the values that it has."""
+        """Return the block of a tensor; one that came from elsewhere is on the device with the
+        values that it has.
+        """
         storage = tensor.untyped_storage()
         block = self._blocks.get(storage._cdata)
         if block is None:
@@ -266,7 +278,9 @@ class Devices:
         return tensor.untyped_storage()._cdata in self._blocks
 
     def note_of_host(self, tensor: Tensor) -> None:
-        """Take a tensor for one of the host's: made from Python's numbers, or computed from such tensors alone."""
+        """Take a tensor for one of the host's: made from Python's numbers, or computed from such
+        tensors alone.
+        """
         storage = tensor.untyped_storage()
         if storage._cdata not in self._blocks and storage._cdata not in self._of_host:
             self._of_host.add(storage._cdata)
@@ -279,14 +293,20 @@ class Devices:
         """Return a copy of a tensor of the host, as an operation takes it with it."""
         with _plain():
             kept = tensor.detach().clone()
-        block = Block(torch.empty(0, dtype=torch.uint8).set_(kept.untyped_storage()), self.current())
+        block = Block(
+            torch.empty(0, dtype=torch.uint8).set_(kept.untyped_storage()), self.current()
+        )
         return View(block, kept.dtype, 0, tuple(kept.shape), kept.stride())
 
     def pin(self, tensor: Tensor) -> None:
-        """Move a tensor of the host to pinned memory; what was freed is used again when no copy of it is under way."""
+        """Move a tensor of the host to pinned memory; what was freed is used again when no copy of
+        it is under way.
+        """
         storage, free = tensor.untyped_storage(), self._pinned[self._world.rank]
         size = _size_of(storage)
-        block = next((each for each in free if each.memory.numel() == size and not each.waiting), None)
+        block = next(
+            (each for each in free if each.memory.numel() == size and not each.waiting), None
+        )
         if block is None:
             self._world.note(Work(takes=True))
             with _plain():
@@ -305,11 +325,17 @@ class Devices:
     def allocated_bytes(self) -> int:
         """Return what this worker's tensors take."""
         rank = self._world.rank
-        blocks = {id(block): block for block in self._blocks.values() if block.stream.rank == rank and not block.pinned}
+        blocks = {
+            id(block): block
+            for block in self._blocks.values()
+            if block.stream.rank == rank and not block.pinned
+        }
         return sum(block.memory.numel() for block in blocks.values())
 
     def to_host(self, tensor: Tensor) -> None:
-        """Take a tensor for the host's memory, as gloo does: what was computed there has been computed."""
+        """Take a tensor for the host's memory, as gloo does: what was computed there has been
+        computed.
+        """
         block = self._blocks.pop(tensor.untyped_storage()._cdata, None)
         with _plain():
             while block is not None and block.waiting and self._step():
@@ -377,7 +403,9 @@ class Devices:
         self.go_on()
 
     def post(self, message: Message, group_stream: str) -> None:
-        """Put a message on its communicator's stream, behind what the current stream has been given."""
+        """Put a message on its communicator's stream, behind what the current stream has been
+        given.
+        """
         key = message.rank, group_stream
         if key not in self._of_communicator:
             self._of_communicator[key] = self.new_stream(message.rank, self._messages_first)
@@ -393,7 +421,12 @@ class Devices:
 
     def messages_under_way(self, rank: int) -> list[Message]:
         """Return those that this rank has posted and its device has not ended."""
-        return [item for stream in self._streams[rank] for item in stream.items if isinstance(item, Message)]
+        return [
+            item
+            for stream in self._streams[rank]
+            for item in stream.items
+            if isinstance(item, Message)
+        ]
 
     def read(self, tensor: Tensor) -> None:
         """Let the host read a tensor: it waits, unless the tensor is in its own memory."""
@@ -412,11 +445,17 @@ class Devices:
         """Raise RaceError unless the device has what the host's order of calls gives."""
         with _plain():
             there, here = (
-                each.contiguous().flatten().view(torch.uint8) for each in (self.view(tensor).tensor(), tensor.detach())
+                each.contiguous().flatten().view(torch.uint8)
+                for each in (self.view(tensor).tensor(), tensor.detach())
             )
             if not torch.equal(there, here):
-                values = [str(each.contiguous().numpy()) for each in (self.view(tensor).tensor(), tensor.detach())]
-                raise RaceError(f"rank {self._world.rank} has {values[0]:.80} in place of {values[1]:.80}")
+                values = [
+                    str(each.contiguous().numpy())
+                    for each in (self.view(tensor).tensor(), tensor.detach())
+                ]
+                raise RaceError(
+                    f"rank {self._world.rank} has {values[0]:.80} in place of {values[1]:.80}"
+                )
 
     def host_waits(self, mark: Mark, *, read: bool = False) -> None:
         if not mark.passed or read:
@@ -454,11 +493,18 @@ class Devices:
         return mark.passed
 
     def _step(self) -> bool:
-        """Let the ready stream of the highest priority do one operation; return whether there was one."""
+        """Let the ready stream of the highest priority do one operation; return whether there was
+        one.
+        """
         stream = self._newest
         # Mostly the same as before: to ask all of them takes longer than what they do.
         if stream is None or not self._is_ready(stream) or self.order.random() < 0.1:
-            ready = [each for streams in self._streams.values() for each in streams if self._is_ready(each)]
+            ready = [
+                each
+                for streams in self._streams.values()
+                for each in streams
+                if self._is_ready(each)
+            ]
             if not ready:
                 return False
             stream = self._newest = max(ready, key=lambda each: each.priority)
@@ -482,7 +528,9 @@ class Devices:
             return len(met) == message.members and all(each.begun for each in met.values())
         if message.kind == "send" and self._buffered:
             return True
-        return any((each.begun and each is not message) or each.left is not None for each in met.values())
+        return any(
+            (each.begun and each is not message) or each.left is not None for each in met.values()
+        )
 
     def _do(self, stream: SimulatedStream) -> None:
         item = stream.items[0]
@@ -501,7 +549,9 @@ class Devices:
         stream.items.popleft()
 
     def _end(self, message: Message) -> None:
-        """End this worker's part of an operation: what is given is read as late, and written as early, as may be."""
+        """End this worker's part of an operation: what is given is read as late, and written as
+        early, as may be.
+        """
         met = self._messages[message.key]
         if message.kind == "all":
             # All parts are done by the first to end.
@@ -570,7 +620,8 @@ class SimulatedRuntime(Runtime):
         return self._devices.allocated_bytes()
 
     def peak_bytes(self, device: object) -> int:
-        return self._devices.allocated_bytes()  # what was freed is not kept for `reserve` to count on
+        # what was freed is not kept for `reserve` to count on
+        return self._devices.allocated_bytes()
 
     def pinned(self, size_bytes: int) -> Tensor:
         with _disable_current_modes():
@@ -589,7 +640,9 @@ class SimulatedRuntime(Runtime):
 
 
 class OnDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Gives a worker's operations to its device; notes what allocates memory or launches a kernel."""
+    """Gives a worker's operations to its device; notes what allocates memory or launches a
+    kernel.
+    """
 
     def __init__(self, world: World, devices: Devices) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -599,7 +652,9 @@ class OnDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if any(issubclass(each, (DTensor, AsyncCollectiveTensor)) for each in types):
             return NotImplemented  # it takes itself apart, and its parts come here
-        if func.namespace == "_c10d_functional" and (carry_out := self._world.functional.get(func._opname)):
+        if func.namespace == "_c10d_functional" and (
+            carry_out := self._world.functional.get(func._opname)
+        ):
             with self:  # its copies are the device's work, too
                 return carry_out(*args)
         if func is torch.ops.aten.lift_fresh.default:
@@ -637,7 +692,9 @@ class OnDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _given(self, tensor: Tensor) -> View:
-        return (self._devices.sent_along if self._devices.is_of_host(tensor) else self._devices.view)(tensor)
+        return (
+            self._devices.sent_along if self._devices.is_of_host(tensor) else self._devices.view
+        )(tensor)
 
 
 _UNWRITTEN = (
@@ -657,7 +714,9 @@ def _carry_out(func: Any, given: Any, made: list[View | None]) -> None:
 
 
 def _tensors_in(values: Iterable[Any], kind: type[Any] = Tensor) -> Iterator[Any]:
-    """Yield the tensors among arguments or results, which are numbers, tensors, and lists of these."""
+    """Yield the tensors among arguments or results, which are numbers, tensors, and lists
+    of these.
+    """
     for value in values:
         if isinstance(value, kind):
             yield value
@@ -671,7 +730,11 @@ def _replaced(value: Any, kind: type[Any], by: Callable[[Any], Any]) -> Any:
         return by(value)
     if isinstance(value, (list, tuple)):
         return type(value)([_replaced(each, kind, by) for each in value])
-    return {key: _replaced(each, kind, by) for key, each in value.items()} if isinstance(value, dict) else value
+    return (
+        {key: _replaced(each, kind, by) for key, each in value.items()}
+        if isinstance(value, dict)
+        else value
+    )
 
 
 def _copy(targets: list[View], values: list[Tensor]) -> None:

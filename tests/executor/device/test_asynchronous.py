@@ -1,7 +1,8 @@
-"""The executor on devices that work beside their hosts, in every order that its streams and events allow.
+"""The executor on devices that work beside their hosts, in every order that its streams and events
+allow.
 
-Each run compares what the devices have with what the hosts' order of calls gives, to the bit. Then one wait after
-another is taken away, and must be missed.
+Each run compares what the devices have with what the hosts' order of calls gives, to the bit. Then
+one wait after another is taken away, and must be missed.
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ from tests.executor.device.world import World
 
 SHAPES = runs()
 REAL = [run for run in real.runs() if not run.degrees]
-DIVIDING = [run for run in real.runs() if run.degrees]  # whose ranks divide layers, with PyTorch's DTensor
-SEEDS = (None, 1, 2, 3, 4, 5)  # a device that does nothing before it must, and five that do some of it before
+# whose ranks divide layers, with PyTorch's DTensor
+DIVIDING = [run for run in real.runs() if run.degrees]
+# a device that does nothing before it must, and five that do some of it before
+SEEDS = (None, 1, 2, 3, 4, 5)
 SLOW = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
@@ -40,7 +43,10 @@ def drawn(shapes: list[Run]) -> list[tuple[Run, int]]:
 
 @pytest.mark.parametrize(
     "cases",
-    [drawn(list(SHAPES[::13])), pytest.param([(run, seed) for run in SHAPES for seed in (1, 2, 3)], marks=SLOW)],
+    [
+        drawn(list(SHAPES[::13])),
+        pytest.param([(run, seed) for run in SHAPES for seed in (1, 2, 3)], marks=SLOW),
+    ],
     ids=["some", "all"],
 )
 def test_no_order_of_a_device_changes_what_is_computed(cases: list[tuple[Run, int]]) -> None:
@@ -73,7 +79,9 @@ def test_the_order_of_a_device_does_differ() -> None:
 
 
 def test_the_hosts_lead_does_not_decide_how_much_memory_messages_take() -> None:
-    """The middle stage receives two messages per minibatch; its device does nothing before it must."""
+    """The middle stage receives two messages per minibatch; its device does nothing before
+    it must.
+    """
     with patch.object(Devices, "RECORDS", True):
         few, many = (blocks_of_messages(minibatches) for minibatches in (20, 100))
         assert many <= few + 1
@@ -86,7 +94,9 @@ def blocks_of_messages(minibatches: int) -> int:
 
 
 def test_a_loop_of_ones_own_is_not_held_up_by_the_newest_losses() -> None:
-    """Its worker is told minibatch after minibatch how far it may go; the device does nothing before it must."""
+    """Its worker is told minibatch after minibatch how far it may go; the device does nothing
+    before it must.
+    """
 
     def steps(unread: int) -> list[int]:
         known = []
@@ -116,7 +126,9 @@ def test_a_worker_with_more_groups_than_streams_is_warned(caplog: pytest.LogCapt
 def test_groups_of_messages_take_few_thread_blocks() -> None:
     """A receive that waits holds them."""
     world = carry_out(Run("1f1b", (2, 1)))
-    of_messages = [group for group in world.groups if group.backend == "nccl" and None not in group.options]
+    of_messages = [
+        group for group in world.groups if group.backend == "nccl" and None not in group.options
+    ]
     assert {group.options[0].config.max_ctas for group in of_messages} == {MESSAGE_BLOCKS}
     used = {
         post.communicator.split(" of ")[0]: post.kind
@@ -124,14 +136,19 @@ def test_groups_of_messages_take_few_thread_blocks() -> None:
         for post in operations
         if isinstance(post, Post)
     }
-    assert {group.name for group in of_messages} == {name for name, kind in used.items() if kind != "all"}
+    assert {group.name for group in of_messages} == {
+        name for name, kind in used.items() if kind != "all"
+    }
 
 
 # Where each fault shows: straight pipelines, replicas, divided optimizers.
 ANY = (Run("1f1b-flush", (1, 1, 1), 4), Run("1f1b", (1, 2)), Run("2bw", (1, 1), 4))
 REPLICAS = (Run("1f1b", (2, 1)), Run("1f1b-flush", (2, 2), 4), Run("1f1b-flush", (2,), 4))
 DIVIDED = (Run("1f1b-flush", (2, 2), 4, sharded=True), Run("1f1b", (2, 1), sharded=True))
-EVALUATED = (Run("1f1b-flush", (1, 1), 4, evaluate_every=2), Run("1f1b", (1, 1, 1), evaluate_every=2))
+EVALUATED = (
+    Run("1f1b-flush", (1, 1), 4, evaluate_every=2),
+    Run("1f1b", (1, 1, 1), evaluate_every=2),
+)
 TIED = (Run("1f1b-flush", (1, 1, 1), 4, tied=((0, 2), (1, 2))), Run("1f1b", (1, 1), tied=((0, 1),)))
 FRESH = (*TIED, Run("1f1b", (2, 1)))  # many messages into memory of the side stream
 MUTATIONS = [
@@ -158,7 +175,9 @@ MUTATIONS = [
 ]
 
 
-def hits(fault: Callable[[], AbstractContextManager[None]], shapes: tuple[Run, ...]) -> Iterator[str]:
+def hits(
+    fault: Callable[[], AbstractContextManager[None]], shapes: tuple[Run, ...]
+) -> Iterator[str]:
     """Yield what is found with a fault, of these shapes and all seeds."""
     for run in shapes:
         expected = carry_out(run).results
@@ -169,8 +188,12 @@ def hits(fault: Callable[[], AbstractContextManager[None]], shapes: tuple[Run, .
                 yield found
 
 
-@pytest.mark.parametrize(("fault", "shapes"), MUTATIONS, ids=lambda value: getattr(value, "__name__", ""))
-def test_a_missing_wait_is_found(fault: Callable[[], AbstractContextManager[None]], shapes: tuple[Run, ...]) -> None:
+@pytest.mark.parametrize(
+    ("fault", "shapes"), MUTATIONS, ids=lambda value: getattr(value, "__name__", "")
+)
+def test_a_missing_wait_is_found(
+    fault: Callable[[], AbstractContextManager[None]], shapes: tuple[Run, ...]
+) -> None:
     assert not [what for run in shapes[:1] for seed in SEEDS[:3] if (what := finding(run, seed))]
     assert next(hits(fault, shapes), None)
 
@@ -183,7 +206,9 @@ def test_a_sum_of_a_group_that_nobody_waits_for_is_found() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_the_table_of_faults(record_property: Callable[[str, object], None]) -> None:
-    """The table in docs/explanation/executor.md: in how many runs of each fault's shapes it is found."""
+    """The table in docs/explanation/executor.md: in how many runs of each fault's shapes it is
+    found.
+    """
     for fault, shapes in MUTATIONS:
         found = len(list(hits(fault, shapes)))
         record_property(fault.__name__, f"{found} of {len(shapes) * len(SEEDS)}")

@@ -1,7 +1,9 @@
-"""The product's own workers under NCCL's rules: none waits for ever, and faults put back in are found.
+"""The product's own workers under NCCL's rules: none waits for ever, and faults put back in are
+found.
 
-Each worker's host operations are written down while the product makes them, and then played together under the rules
-of `rules`. Waits for the whole device are put wherever something is allocated or launched.
+Each worker's host operations are written down while the product makes them, and then played
+together under the rules of `rules`. Waits for the whole device are put wherever something is
+allocated or launched.
 """
 
 from __future__ import annotations
@@ -51,7 +53,9 @@ def deadlocks(recording: Recording, **how: Any) -> bool:
 
 @pytest.mark.parametrize("shapes", EVERY, ids=IDS)
 def test_no_wait_for_a_device_closes_a_circle(shapes: list[Run]) -> None:
-    """Neither on one worker nor on all at once, at no place: the conditions of all waits together close no circle."""
+    """Neither on one worker nor on all at once, at no place: the conditions of all waits together
+    close no circle.
+    """
     assert not {str(run) for run in shapes if deadlocks(recorded(run), waiting=range(run.workers))}
     assert len(shapes) > 20
 
@@ -64,37 +68,51 @@ def test_sends_may_wait_for_their_receives(shapes: list[Run]) -> None:
 def test_what_is_under_way_at_an_evaluation_holds_up_nobody() -> None:
     """Sends wait for their receives, and any one worker for its device."""
     paused = [run for run in ALL if run.evaluate_every and run.shape.asynchronous][::2]
-    assert not {str(run) for run in paused if stuck_with_a_single_wait(recorded(run), rendezvous=True)}
+    assert not {
+        str(run) for run in paused if stuck_with_a_single_wait(recorded(run), rendezvous=True)
+    }
     with patch.object(NCCLLinks, "expect", lambda *_: None):
         for run in (run for run in paused if not run.degrees):  # a group alone has no messages
-            # Evaluation sends on the same lanes, so a receiver that has not posted what is under way takes that.
-            with pytest.raises(WorkerError, match=r"sent minibatch \d+, .* expected minibatch \d+,"):
+            # Evaluation sends on the same lanes, so a receiver that has not posted what is under
+            # way takes that.
+            with pytest.raises(
+                WorkerError, match=r"sent minibatch \d+, .* expected minibatch \d+,"
+            ):
                 record(run)
 
 
 @pytest.mark.parametrize("shapes", EVERY, ids=IDS)
 def test_nothing_waits_for_a_device_while_messages_are_under_way(shapes: list[Run]) -> None:
-    """All memory is taken before the first message. So sends may wait for their receives, and devices where they do."""
+    """All memory is taken before the first message. So sends may wait for their receives, and
+    devices where they do.
+    """
     assert not {str(run) for run in shapes if takes_late(recorded(run))}
     assert not {str(run) for run in shapes if waits_where_memory_is_taken(recorded(run))}
     some = shapes[::5]
     assert found_with(mutations.memory_taken_when_needed, some, waits_where_memory_is_taken)
     with mutations.memory_taken_when_needed():
-        assert all(takes_late(record(run)) for run in some if len(run.ranks) > 1)  # a stage alone has no messages
+        # a stage alone has no messages
+        assert all(takes_late(record(run)) for run in some if len(run.ranks) > 1)
 
 
 @pytest.mark.slow
 def test_where_one_worker_waits_for_its_device_and_sends_for_their_receives() -> None:
     """The table in docs/explanation/executor.md; the four are of a value that skips chunks."""
     one = {str(run) for run in ALL if stuck_with_a_single_wait(recorded(run), rendezvous=True)}
-    all_ = {str(run) for run in ALL if deadlocks(recorded(run), waiting=range(run.workers), rendezvous=True)}
+    all_ = {
+        str(run)
+        for run in ALL
+        if deadlocks(recorded(run), waiting=range(run.workers), rendezvous=True)
+    }
     assert (len(ALL), len(one), len(all_)) == (427, 4, 104)
     assert all("interleaved" in name and "skips" in name for name in one)
 
 
 @pytest.mark.parametrize("shapes", EVERY, ids=IDS)
 def test_straight_pipelines_bear_waits_of_devices_and_of_sends_together(shapes: list[Run]) -> None:
-    """Runs of messages of two neighbours fit together: one sends and takes what the other takes and sends."""
+    """Runs of messages of two neighbours fit together: one sends and takes what the other takes and
+    sends.
+    """
     for run in shapes:
         straight = set(run.replicas) == {1} and not (run.skips or run.tied or run.evaluate_every)
         if straight and run.schedule in ("1f1b", "1f1b-flush", "2bw", "gpipe", "zb-h1"):
@@ -102,16 +120,26 @@ def test_straight_pipelines_bear_waits_of_devices_and_of_sends_together(shapes: 
 
 
 def test_with_one_hardware_queue_sends_that_wait_block_the_receives_behind_them() -> None:
-    """Why CUDA_DEVICE_MAX_CONNECTIONS is set: otherwise a stream waits for another that shares its queue."""
+    """Why CUDA_DEVICE_MAX_CONNECTIONS is set: otherwise a stream waits for another that shares its
+    queue.
+    """
     found = {str(run) for run in SOME if deadlocks(recorded(run), rendezvous=True, one_queue=True)}
     assert 0 < len(found) < len(SOME), found
 
 
 @pytest.mark.parametrize(
     ("hosts", "workers"),
-    [(2, 1), *(pytest.param(*counts, marks=pytest.mark.slow) for counts in ((1, 2), (1, 4), (2, 2), (3, 2)))],
+    [
+        (2, 1),
+        *(
+            pytest.param(*counts, marks=pytest.mark.slow)
+            for counts in ((1, 2), (1, 4), (2, 2), (3, 2))
+        ),
+    ],
 )
-def test_links_are_measured_by_ends_that_never_wait_for_each_other(hosts: int, workers: int) -> None:
+def test_links_are_measured_by_ends_that_never_wait_for_each_other(
+    hosts: int, workers: int
+) -> None:
     recording = record_links(hosts, workers)
     check(recording, waiting=recording)
     check(recording, rendezvous=True)
@@ -131,15 +159,21 @@ def test_a_loop_of_the_users_own_needs_no_look_ahead(shapes: list[Run]) -> None:
 Stuck = Callable[[Recording], bool]
 
 
-def found_with(fault: Callable[[], AbstractContextManager[None]], chosen: list[Run], stuck: Stuck = deadlocks) -> int:
-    """In how many of `chosen` the workers wait for ever with the fault, where they do not without it."""
+def found_with(
+    fault: Callable[[], AbstractContextManager[None]], chosen: list[Run], stuck: Stuck = deadlocks
+) -> int:
+    """In how many of `chosen` the workers wait for ever with the fault, where they do not without
+    it.
+    """
     assert not any(stuck(recorded(run)) for run in chosen)
     with fault():
         return sum(stuck(record(run)) for run in chosen)
 
 
 def stopped_with(fault: Callable[[], AbstractContextManager[None]], chosen: list[Run]) -> int:
-    """In how many of `chosen` the workers come to no end with the fault, where they do without it."""
+    """In how many of `chosen` the workers come to no end with the fault, where they do
+    without it.
+    """
     assert not any(deadlocks(recorded(run)) for run in chosen)
     with fault():
         return sum(_is_stopped(run) for run in chosen)
@@ -148,7 +182,8 @@ def stopped_with(fault: Callable[[], AbstractContextManager[None]], chosen: list
 def _is_stopped(run: Run) -> bool:
     try:
         record(run)
-    except (NCCLDeadlock, RaceError):  # all wait, or a communicator is made while another is at work
+    # all wait, or a communicator is made while another is at work
+    except (NCCLDeadlock, RaceError):
         return True
     return False
 
@@ -165,11 +200,14 @@ def stuck_with_waits_everywhere(recording: Recording) -> bool:
     return deadlocks(recording, waiting=recording)
 
 
-# A worker that has no more minibatches than receives posted ahead is never ahead of anybody: no replicas here.
+# A worker that has no more minibatches than receives posted ahead is never ahead of anybody: no
+# replicas here.
 SINGLE = [run for run in ALL if set(run.replicas) == {1} and not run.degrees]
 PLAIN = [run for run in SINGLE if not run.evaluate_every][::5]
 # Under zb-v the first and the last stage are on one worker.
-TIED = [run for run in ALL if any(len({run.shape.ranks[s] for s in pair}) > 1 for pair in run.tied[:1])]
+TIED = [
+    run for run in ALL if any(len({run.shape.ranks[s] for s in pair}) > 1 for pair in run.tied[:1])
+]
 
 
 def test_posting_ahead_is_found_by_waits_on_one_worker() -> None:
@@ -195,9 +233,19 @@ def test_the_rules_know_a_circle_when_they_see_one() -> None:
     """Two workers that wait for their devices between a send and the receive that follows."""
 
     def worker(sends: str, receives: str) -> list[Operation]:
-        first = [Post(name, 0, kind, 0) for name, kind in sorted([(sends, "send"), (receives, "receive")])]  # type: ignore[arg-type]
+        first = [
+            Post(name, 0, kind, 0)  # type: ignore[arg-type]
+            for name, kind in sorted([(sends, "send"), (receives, "receive")])
+        ]
         receive = Post(receives, 1, "receive", 0)
-        return [*first, Post(sends, 1, "send", 0), Work(), receive, StreamWait(receive), DeviceWait()]
+        return [
+            *first,
+            Post(sends, 1, "send", 0),
+            Work(),
+            receive,
+            StreamWait(receive),
+            DeviceWait(),
+        ]
 
     recording = {0: worker("there", "back"), 1: worker("back", "there")}
     check(recording)

@@ -1,8 +1,9 @@
-"""Several workers of the product in one process: their calls of torch.distributed are carried out, and written down.
+"""Several workers of the product in one process: their calls of torch.distributed are carried out,
+and written down.
 
-Each worker is a thread, and one runs at a time. Messages on NCCL's communicators match by the order of calls alone, and
-data arrives: what the workers compute shows whether it was the right data. What they give to their devices is also
-done there, in another order: see `simulated`.
+Each worker is a thread, and one runs at a time. Messages on NCCL's communicators match by the order
+of calls alone, and data arrives: what the workers compute shows whether it was the right data. What
+they give to their devices is also done there, in another order: see `simulated`.
 """
 
 from __future__ import annotations
@@ -27,8 +28,24 @@ from torch.utils._python_dispatch import _disable_current_modes
 from planner.executor.communication.links import End
 from planner.executor.run import comparison, context
 from planner.model.tensor.group import TensorGroup
-from tests.executor.device.rules import Hear, Meeting, NCCLDeadlock, Operation, Post, StreamWait, Tell, Work
-from tests.executor.device.simulated import Devices, Mark, Message, OnDevice, RaceError, SimulatedRuntime
+from tests.executor.device.rules import (
+    Hear,
+    Meeting,
+    NCCLDeadlock,
+    Operation,
+    Post,
+    StreamWait,
+    Tell,
+    Work,
+)
+from tests.executor.device.simulated import (
+    Devices,
+    Mark,
+    Message,
+    OnDevice,
+    RaceError,
+    SimulatedRuntime,
+)
 from tests.runtimes import registered
 
 TIMEOUT_S = 120
@@ -55,14 +72,17 @@ class World:
         self._changed = threading.Condition()
         self._own = threading.local()
         self._version = 0  # of what workers wait for
-        self._idle: dict[int, int] = {}  # the version at which a worker found nothing to do, by rank
+        # the version at which a worker found nothing to do, by rank
+        self._idle: dict[int, int] = {}
         self.groups: list[Group] = []
         self._made: Counter[int] = Counter()  # groups, by rank
         self._posts: Counter[tuple[int, str]] = Counter()  # by rank and communicator
-        self._given: dict[tuple[str, int], dict[int, Tensor]] = defaultdict(dict)  # by communicator and number
+        # by communicator and number
+        self._given: dict[tuple[str, int], dict[int, Tensor]] = defaultdict(dict)
         self._met: Counter[tuple[int, str]] = Counter()
         self._come: defaultdict[str, set[int]] = defaultdict(set)  # who has used each communicator
-        self._functional: dict[int, _Done] = {}  # functional collectives to wait for, by what holds their results
+        # functional collectives to wait for, by what holds their results
+        self._functional: dict[int, _Done] = {}
         self._errors: list[BaseException] = []
         self._store = HashStore()  # of digests of batches
 
@@ -77,7 +97,10 @@ class World:
 
     def run(self, worker: Callable[[int], object]) -> dict[int, list[Operation]]:
         """Run `worker` on every rank, and return what their hosts did."""
-        threads = [threading.Thread(target=self._run, args=(worker, rank), daemon=True) for rank in range(self.size)]
+        threads = [
+            threading.Thread(target=self._run, args=(worker, rank), daemon=True)
+            for rank in range(self.size)
+        ]
         with self._patched():
             for thread in threads:
                 thread.start()
@@ -90,7 +113,8 @@ class World:
 
     def _run(self, worker: Callable[[int], object], rank: int) -> None:
         self._own.rank = rank
-        torch.set_num_threads(1)  # of this thread: several add up in an order that differs between two equal runs
+        # of this thread: several add up in an order that differs between two equal runs
+        torch.set_num_threads(1)
         with self._changed:  # given up only while waiting: one worker runs at a time
             try:
                 with OnDevice(self, self.devices):
@@ -116,8 +140,12 @@ class World:
             if come() or self._errors:
                 return True
             self._idle[self.rank] = self._version
-            if len(self._idle) == self.size and all(version >= self._version for version in self._idle.values()):
-                raise NCCLDeadlock(f"all wait, rank {self.rank} after {self.recording[self.rank][-5:]}")
+            if len(self._idle) == self.size and all(
+                version >= self._version for version in self._idle.values()
+            ):
+                raise NCCLDeadlock(
+                    f"all wait, rank {self.rank} after {self.recording[self.rank][-5:]}"
+                )
             return False
 
         there = self._changed.wait_for(found, TIMEOUT_S)
@@ -129,7 +157,11 @@ class World:
     # What replaces torch.distributed.
 
     def new_group(
-        self, ranks: Sequence[int], timeout: object = None, backend: str = "gloo", pg_options: Any = None
+        self,
+        ranks: Sequence[int],
+        timeout: object = None,
+        backend: str = "gloo",
+        pg_options: Any = None,
     ) -> Group:
         number = self._made[self.rank]
         self._made[self.rank] += 1
@@ -137,7 +169,9 @@ class World:
             self.groups.append(Group(f"group {number}", sorted(ranks), backend))
         group = self.groups[number]
         group.options.append(pg_options)
-        assert (group.ranks, group.backend) == (tuple(sorted(ranks)), backend), "groups are made in another order"
+        assert (group.ranks, group.backend) == (tuple(sorted(ranks)), backend), (
+            "groups are made in another order"
+        )
         self.note(Meeting(f"making of {group.name}"))
         return group
 
@@ -145,10 +179,16 @@ class World:
         return self._post(group, "send", dst, tensor, None, None)
 
     def irecv(self, tensor: Tensor, src: int, group: Group | None = None, tag: int = 0) -> _Done:
-        return self._post(group, "receive", src, None, tensor, lambda given: tensor.copy_(given[src]))
+        return self._post(
+            group, "receive", src, None, tensor, lambda given: tensor.copy_(given[src])
+        )
 
     def all_reduce(
-        self, tensor: Tensor, op: object = dist.ReduceOp.SUM, group: Group | None = None, async_op: bool = False
+        self,
+        tensor: Tensor,
+        op: object = dist.ReduceOp.SUM,
+        group: Group | None = None,
+        async_op: bool = False,
     ) -> _Done | None:
         reduce = torch.amax if op == dist.ReduceOp.MAX else torch.sum
         return self._all(tensor, group, lambda given: reduce(torch.stack(given), 0), async_op)
@@ -161,12 +201,16 @@ class World:
         for number, each in enumerate(tensors):
             self._all(each.copy_(tensor), group, itemgetter(number))
 
-    def reduce_scatter_single(self, output: Tensor, rows: Tensor, group: Group, async_op: bool) -> _Done | None:
+    def reduce_scatter_single(
+        self, output: Tensor, rows: Tensor, group: Group, async_op: bool
+    ) -> _Done | None:
         own = group.ranks.index(self.rank)
         sums = lambda given: torch.stack(given).sum(0).view(len(given), -1)[own]  # noqa: E731
         return self._all(output, group, sums, async_op, give=rows)
 
-    def all_gather_single(self, rows: Tensor, own: Tensor, group: Group, async_op: bool) -> _Done | None:
+    def all_gather_single(
+        self, rows: Tensor, own: Tensor, group: Group, async_op: bool
+    ) -> _Done | None:
         return self._all(rows, group, torch.cat, async_op, give=own)
 
     def barrier(self, group: Group | None = None) -> None:
@@ -188,7 +232,11 @@ class World:
     @property
     def functional(self) -> dict[str, Callable[..., Tensor]]:
         """Functional collectives, which DTensors ask for, by the names of PyTorch's operations."""
-        return {"all_reduce": self._reduced, "all_gather_into_tensor": self._gathered, "wait_tensor": self._awaited}
+        return {
+            "all_reduce": self._reduced,
+            "all_gather_into_tensor": self._gathered,
+            "wait_tensor": self._awaited,
+        }
 
     def _reduced(self, value: Tensor, op: str, group: str) -> Tensor:
         assert op == "sum"
@@ -205,7 +253,11 @@ class World:
         return value
 
     def _posted(
-        self, result: Tensor, group: str, combine: Callable[[list[Tensor]], Tensor], give: Tensor | None = None
+        self,
+        result: Tensor,
+        group: str,
+        combine: Callable[[list[Tensor]], Tensor],
+        give: Tensor | None = None,
     ) -> Tensor:
         done = self._all(result, self._named(group), combine, async_op=True, give=give)
         assert done is not None
@@ -217,7 +269,9 @@ class World:
 
     def _connect(self, tensor: TensorGroup, group: Group, _: torch.device) -> None:
         with _disable_current_modes():
-            tensor._mesh = DeviceMesh("cpu", torch.tensor(group.ranks), _init_backend=False, _rank=self.rank)
+            tensor._mesh = DeviceMesh(
+                "cpu", torch.tensor(group.ranks), _init_backend=False, _rank=self.rank
+            )
         names: Any = [group.name]
         tensor._mesh._dim_group_names = names
 
@@ -234,7 +288,9 @@ class World:
         async_op: bool = False,
         give: Tensor | None = None,
     ) -> _Done | None:
-        """Give all members `give`, or else `tensor`, and fill `tensor` with what comes of all members' own."""
+        """Give all members `give`, or else `tensor`, and fill `tensor` with what comes of all
+        members' own.
+        """
         group = group or self.everyone
 
         def fill(given: dict[int, Tensor]) -> None:
@@ -249,7 +305,9 @@ class World:
             self.until(lambda: len(self._given[group.name, number]) == len(group.ranks))
             self._fill(fill, (group.name, number))
             return None
-        done = self._post(group, "all", None, tensor if give is None else give, tensor, fill, combine)
+        done = self._post(
+            group, "all", None, tensor if give is None else give, tensor, fill, combine
+        )
         if async_op:
             return done
         done.wait()
@@ -267,7 +325,8 @@ class World:
     ) -> _Done:
         assert group is not None
         assert group.backend == "nccl", "gloo's groups carry no data here"
-        # PyTorch makes a communicator of two for messages, whatever the group, and one of all for collectives.
+        # PyTorch makes a communicator of two for messages, whatever the group, and one of all for
+        # collectives.
         of = "all" if peer is None else f"{min(peer, self.rank)} and {max(peer, self.rank)}"
         communicator = f"{group.name} of {of}"
         number = self._posts[self.rank, communicator]
@@ -278,7 +337,9 @@ class World:
         if number == 0:
             under_way = self.devices.messages_under_way(self.rank)
             if under_way:
-                raise RaceError(f"rank {self.rank} makes {communicator} while {under_way[0].key} is under way")
+                raise RaceError(
+                    f"rank {self.rank} makes {communicator} while {under_way[0].key} is under way"
+                )
             self._come[communicator].add(self.rank)
             self.tell()
             self.until(lambda: self._come[communicator] >= set(members))
@@ -311,18 +372,32 @@ class World:
 
     @contextmanager
     def _patched(self) -> Iterator[None]:
-        names = ["new_group", "isend", "irecv", "all_reduce", "broadcast", "all_gather", "barrier", "send", "recv"]
+        names = [
+            "new_group",
+            "isend",
+            "irecv",
+            "all_reduce",
+            "broadcast",
+            "all_gather",
+            "barrier",
+            "send",
+            "recv",
+        ]
         names += ["reduce_scatter_single", "all_gather_single"]
         replaced: dict[str, object] = {name: getattr(self, name) for name in names}
         replaced |= {
-            "get_rank": lambda group=None: self.rank if group is None else group.ranks.index(self.rank),
+            "get_rank": lambda group=None: (
+                self.rank if group is None else group.ranks.index(self.rank)
+            ),
             "get_group_rank": lambda group, rank: group.ranks.index(rank),
             "get_world_size": lambda group=None: len((group or self.everyone).ranks),
             "get_backend": lambda group=None: (group or self.everyone).backend,
             "group": type("group", (), {"WORLD": self.everyone}),
             "is_initialized": lambda: True,
             "is_nccl_available": lambda: True,
-            "ProcessGroupNCCL": SimpleNamespace(Options=lambda: SimpleNamespace(config=SimpleNamespace())),
+            "ProcessGroupNCCL": SimpleNamespace(
+                Options=lambda: SimpleNamespace(config=SimpleNamespace())
+            ),
         }
         with (
             patch.multiple(dist, create=True, **replaced),  # type: ignore[call-overload] # names that PyTorch 2.6 has not
@@ -330,10 +405,18 @@ class World:
             patch.object(comparison, "worker_store", lambda _: self._store),
             patch.object(comparison, "nth_time", lambda *_: 1),
             patch.object(Tensor, "tolist", lambda tensor: self._listed(tensor)),
-            patch.object(distributed_c10d, "_get_group_size_by_name", lambda name: len(self._named(name).ranks)),
+            patch.object(
+                distributed_c10d,
+                "_get_group_size_by_name",
+                lambda name: len(self._named(name).ranks),
+            ),
             patch.object(TensorGroup, "connect", lambda *of: self._connect(*of)),
-            patch.object(End, "send", lambda end, message: self.isend(message, end.peer, end.group)),
-            patch.object(End, "receive", lambda end, message: self.irecv(message, end.peer, end.group)),
+            patch.object(
+                End, "send", lambda end, message: self.isend(message, end.peer, end.group)
+            ),
+            patch.object(
+                End, "receive", lambda end, message: self.irecv(message, end.peer, end.group)
+            ),
             registered("cpu", SimulatedRuntime(self.devices)),
         ):
             yield
@@ -355,10 +438,18 @@ class _Done:
         fill: Callable[[dict[int, Tensor]], object] | None,
         givers: set[int],
     ) -> None:
-        self._world, self._post, self._ended, self._fill, self._givers = world, post, ended, fill, givers
+        self._world, self._post, self._ended, self._fill, self._givers = (
+            world,
+            post,
+            ended,
+            fill,
+            givers,
+        )
 
     def wait(self) -> None:
-        """Let the current stream wait, as NCCL does; for its values in the host's order the host waits, too."""
+        """Let the current stream wait, as NCCL does; for its values in the host's order the host
+        waits, too.
+        """
         world, key = self._world, (self._post.communicator, self._post.number)
         world.note(StreamWait(self._post))
         stream = world.devices.current()

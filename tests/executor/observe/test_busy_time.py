@@ -1,4 +1,6 @@
-"""Computing time: between two events on a GPU, without what the device waited for and without letting the host wait."""
+"""Computing time: between two events on a GPU, without what the device waited for and without
+letting the host wait.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,9 @@ def test_pauses_do_not_count(device: PretendedDevice) -> None:
     assert second.ended_s - first.ended_s == 1.0
 
 
-def test_a_cpus_computations_have_ended_when_their_call_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpus_computations_have_ended_when_their_call_returns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     log = WorkerLog()
     times = BusyTime(torch.device("cpu"), log)
     moments = iter([1.0, 3.0, 10.0, 11.0])
@@ -125,9 +129,14 @@ def pretended() -> PretendedDevice:
 
 @pytest.mark.parametrize(
     ("reached_s", "words"),
-    [(0.5, "waiting for the activations of minibatch 3 from worker 0"), (1.5, "in the forward of minibatch 3")],
+    [
+        (0.5, "waiting for the activations of minibatch 3 from worker 0"),
+        (1.5, "in the forward of minibatch 3"),
+    ],
 )
-def test_a_workers_page_says_what_its_device_is_at(device: PretendedDevice, reached_s: float, words: str) -> None:
+def test_a_workers_page_says_what_its_device_is_at(
+    device: PretendedDevice, reached_s: float, words: str
+) -> None:
     heartbeat = Heartbeat()
     worker = Launching({}, None, Observers(heartbeat), GPU)  # type: ignore[arg-type]
     worker.run([ReceiveActivation(1, Unit(3), 0, 0), Forward(1, Unit(3)), Backward(1, Unit(3))])

@@ -1,4 +1,6 @@
-"""Times of instructions on a GPU: by events, which are read at the end, and precise in a long run."""
+"""Times of instructions on a GPU: by events, which are read at the end, and precise in a
+long run.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ class RoundedEvent(PretendedEvent):
     """An event that tells times in single precision."""
 
     def elapsed_time(self, end_event: PretendedEvent) -> float:
-        rounded: tuple[float] = struct.unpack("f", struct.pack("f", super().elapsed_time(end_event)))
+        rounded: tuple[float] = struct.unpack(
+            "f", struct.pack("f", super().elapsed_time(end_event))
+        )
         return rounded[0]
 
 
@@ -42,7 +46,9 @@ def test_on_a_cpu_a_mark_is_the_time() -> None:
     assert before - 1e-6 <= clock.seconds(mark) <= after + 1e-6
 
 
-def test_marks_are_read_at_the_end_and_no_device_is_waited_for_in_between(pretended: PretendedDevice) -> None:
+def test_marks_are_read_at_the_end_and_no_device_is_waited_for_in_between(
+    pretended: PretendedDevice,
+) -> None:
     watch = Clock(torch.device("cuda"))
     assert pretended.synchronized == 1
     marks = []

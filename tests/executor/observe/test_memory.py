@@ -22,7 +22,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     """A GPU of 40 GB: 30 reserved, 1 for the context and communicators."""
     for name, value in {
         "reset_peak_memory_stats": None,
-        "memory_stats": {"requested_bytes.all.current": 10 * GB, "requested_bytes.all.peak": 28 * GB},
+        "memory_stats": {
+            "requested_bytes.all.current": 10 * GB,
+            "requested_bytes.all.peak": 28 * GB,
+        },
         "max_memory_reserved": 30 * GB,
         "memory_reserved": 30 * GB,
         "mem_get_info": (9 * GB, 40 * GB),
@@ -41,7 +44,9 @@ peak = PeakMemory(torch.device("cpu"), already_bytes=10**9)
 held = torch.ones(50_000_000 // 4)
 print(peak.now_bytes() - 10**9)
 """
-    done = subprocess.run([sys.executable, "-c", grown], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", grown], capture_output=True, text=True, check=True, timeout=60
+    )
     assert 45_000_000 <= int(done.stdout) < 80_000_000
 
 
@@ -74,7 +79,9 @@ def test_the_table_tells_what_a_gpu_holds_where_there_is_one() -> None:
     fields = {"rank": 0, "stage": 0, "busy_share": 1.0, "samples_per_s": 1.0, "weight_versions": 1}
     memory = {"peak_memory_bytes": 20 * GB, "predicted_memory_bytes": 21 * GB}
     on_cpu = WorkerReport.model_validate(fields | memory)
-    on_gpu = on_cpu.model_copy(update={"reserved_memory_bytes": 30 * GB, "used_memory_bytes": 31 * GB})
+    on_gpu = on_cpu.model_copy(
+        update={"reserved_memory_bytes": 30 * GB, "used_memory_bytes": 31 * GB}
+    )
     assert "used of the GPU" not in workers_table([on_cpu])
     heading, *_, row = workers_table([on_gpu]).splitlines()
     assert heading.split()[-7:] == ["reserved", "used", "of", "the", "GPU", "weight", "versions"]

@@ -38,14 +38,21 @@ def test_the_hook_is_told_of_updates_and_evaluations(tmp_path: Path) -> None:
     plan = make_plan(structural_profile(path, 4), (1, 1))
     result, _ = eager.run_one(path, plan, TrainingOptions(evaluate_every=2), steps=3)
     lines = [json.loads(line) for line in told.read_text().splitlines()]
-    assert [(line[0], bool(line[2])) for line in lines] == [(1, False), (2, False), (2, True), (3, False), (3, True)]
+    assert [(line[0], bool(line[2])) for line in lines] == [
+        (1, False),
+        (2, False),
+        (2, True),
+        (3, False),
+        (3, True),
+    ]
     assert [line[1] for line in lines if not line[2]] == [entry.loss for entry in result.losses]
     assert lines[-1][2] == {"loss": result.evaluations[-1].loss, **result.evaluations[-1].metrics}
 
 
 def test_start_up_and_drain_do_not_count() -> None:
     slow = [Completion(10.0 * i, 1.0 * i) for i in range(5)]  # start-up: a unit every 10 s
-    steady = [Completion(40.0 + i, 4.0 + 0.75 * i) for i in range(1, 41)]  # then one every second, 75% busy
+    # then one every second, 75% busy
+    steady = [Completion(40.0 + i, 4.0 + 0.75 * i) for i in range(1, 41)]
     fast = [Completion(80.0 + 0.1 * i, 34.0 + 0.1 * i) for i in range(1, 4)]  # drain
     result = steady_state([*slow, *steady, *fast], start_up=6, drain=3, per_round=1)
     assert result.units_per_s == pytest.approx(1.0)
@@ -54,14 +61,20 @@ def test_start_up_and_drain_do_not_count() -> None:
 
 def test_workers_of_stages_with_more_replicas_leave_out_as_many_minibatches() -> None:
     """While minibatches fill the pipeline, the last stage runs at the pace of forwards."""
-    plan = make_plan(profile(layer("a", 1, 2, output_bytes=1), layer("b", 1, 2)), (1, 4), depths=(12, 1))
+    plan = make_plan(
+        profile(layer("a", 1, 2, output_bytes=1), layer("b", 1, 2)), (1, 4), depths=(12, 1)
+    )
     shape, run = shape_of(plan), simulate(plan, 60)
     assert [shape.unsteady(rank) for rank in (0, 1)] == [(24, 12), (8, 1)]
     rates = [0.0, 0.0]
     for stage, ranks in enumerate(shape.ranks):
         for rank in ranks:
-            ends = sorted(e.end_s for e in run.events.rows() if (e.rank, e.kind) == (rank, "backward"))
-            rates[stage] += steady_state([Completion(end, 0.0) for end in ends], *shape.unsteady(rank), 1).units_per_s
+            ends = sorted(
+                e.end_s for e in run.events.rows() if (e.rank, e.kind) == (rank, "backward")
+            )
+            rates[stage] += steady_state(
+                [Completion(end, 0.0) for end in ends], *shape.unsteady(rank), 1
+            ).units_per_s
     assert rates == pytest.approx([1 / 3, 1 / 3], rel=1e-3)
 
 
@@ -69,7 +82,9 @@ def test_the_window_of_a_synchronous_schedule_holds_whole_minibatches() -> None:
     """Four backwards in a burst, then a pause: only whole periods give the rate."""
     completions = [Completion(10.0 * (i // 4) + i % 4, 0.0) for i in range(40)]
     for start_up in (1, 2, 3, 4, 5):
-        assert steady_state(completions, start_up, drain=0, per_round=4).units_per_s == pytest.approx(0.4)
+        assert steady_state(
+            completions, start_up, drain=0, per_round=4
+        ).units_per_s == pytest.approx(0.4)
 
 
 def test_too_short_a_run_measures_nothing() -> None:

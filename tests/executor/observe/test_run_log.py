@@ -31,7 +31,9 @@ def written(folder: Path) -> None:
 def test_a_run_that_is_started_again_knows_its_losses_up_to_the_checkpoint(tmp_path: Path) -> None:
     written(tmp_path)
     again = RunLog(tmp_path, "this")
-    assert again.begin(4, again=True) == Past(losses=losses(0, 1, 2, 3), evaluations=(evaluation(2), evaluation(4)))
+    assert again.begin(4, again=True) == Past(
+        losses=losses(0, 1, 2, 3), evaluations=(evaluation(2), evaluation(4))
+    )
     again.note(losses(4, 5), [])
     again.append(6)
     (tmp_path / f".{FILE}.abc").touch()  # of a process that ended while it replaced the file
@@ -41,7 +43,9 @@ def test_a_run_that_is_started_again_knows_its_losses_up_to_the_checkpoint(tmp_p
 
 def test_what_is_known_from_elsewhere_follows_what_the_file_has(tmp_path: Path) -> None:
     written(tmp_path)
-    known = Past(losses=losses(*range(7)), evaluations=(evaluation(2), evaluation(4), evaluation(7)))
+    known = Past(
+        losses=losses(*range(7)), evaluations=(evaluation(2), evaluation(4), evaluation(7))
+    )
     log = RunLog(tmp_path, "this")
     assert log.begin(7, again=True, known=known).losses == losses(*range(7))
     log.append(8)
@@ -58,7 +62,9 @@ def test_another_run_begins_anew(tmp_path: Path) -> None:
     assert RunLog(tmp_path, "this").begin(4, again=True) == Past()
 
 
-def test_half_a_line_is_none_and_damage_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_half_a_line_is_none_and_damage_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     written(tmp_path)
     path = tmp_path / FILE
     path.write_text(path.read_text()[:-20])

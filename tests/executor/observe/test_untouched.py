@@ -82,14 +82,19 @@ def test_a_change_is_named(change: Callable[[Part, optim.Optimizer], None]) -> N
     state = TrainedState([part], [optimizer])
     with pytest.raises(ModelFileError) as caught, state.unchanged():
         change(part, optimizer)
-    assert caught.value.message.startswith(f"on_update() changes {CHANGES[change]}, but one worker alone calls it")
+    assert caught.value.message.startswith(
+        f"on_update() changes {CHANGES[change]}, but one worker alone calls it"
+    )
 
 
 def test_a_rate_that_is_a_tensor_is_noticed_in_either_optimizer() -> None:
     parts = [Part(), Part()]
     optimizers = [optim.AdamW(part.parameters(), lr=torch.tensor(0.1)) for part in parts]
     for optimizer in optimizers:
-        with pytest.raises(ModelFileError, match="changes `lr`"), TrainedState(parts, optimizers).unchanged():
+        with (
+            pytest.raises(ModelFileError, match="changes `lr`"),
+            TrainedState(parts, optimizers).unchanged(),
+        ):
             optimizer.param_groups[0]["lr"].mul_(0.5)
 
 
@@ -146,12 +151,16 @@ def test_a_rate_that_on_update_changes_ends_a_run_of_two_stages(tmp_path: Path) 
 
 def test_one_worker_with_the_whole_model_may(tmp_path: Path) -> None:
     path = write_model(tmp_path, "language", "sgd", samples=12, more=MADE + THROUGH_A_REFERENCE)
-    result, _ = eager.run_one(path, make_plan(structural_profile(path, SIZE), (1,)), TrainingOptions(), steps=STEPS)
+    result, _ = eager.run_one(
+        path, make_plan(structural_profile(path, SIZE), (1,)), TrainingOptions(), steps=STEPS
+    )
     assert len(result.losses) == STEPS
 
 
 def test_the_ways_out_are_as_one_process(tmp_path: Path) -> None:
-    path = write_model(tmp_path, "language", "sgd", samples=SIZE * STEPS, more=BY_SCHEDULER_AND_HOOK)
+    path = write_model(
+        tmp_path, "language", "sgd", samples=SIZE * STEPS, more=BY_SCHEDULER_AND_HOOK
+    )
     plan = make_plan(structural_profile(path, SIZE // 2), (1, 1), "1f1b-flush", microbatches=2)
     _, weights = eager.run_one(path, plan, TrainingOptions(), steps=STEPS)
 

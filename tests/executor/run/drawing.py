@@ -1,4 +1,5 @@
-"""A model file in which everything draws from all global generators, and its training in plain PyTorch.
+"""A model file in which everything draws from all global generators, and its training in plain
+PyTorch.
 
 The plain training follows docs/guides/own-model.md and shares nothing with the product.
 """
@@ -98,8 +99,12 @@ def part_seed(seed: int, epoch: int | str, what: str, number: int) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big")
 
 
-def plain_losses(path: Path, seed: int, microbatch: int, microbatches: int, steps: int) -> list[float]:
-    """Train in one process and return the losses by minibatch, then the loss of an evaluation at the end."""
+def plain_losses(
+    path: Path, seed: int, microbatch: int, microbatches: int, steps: int
+) -> list[float]:
+    """Train in one process and return the losses by minibatch, then the loss of an evaluation at
+    the end.
+    """
     seed_all(0)
     module = _imported(path)
     seed_all(seed)
@@ -118,7 +123,10 @@ def plain_losses(path: Path, seed: int, microbatch: int, microbatches: int, step
         minibatch = microbatch * microbatches
         for start in range(0, len(order), minibatch):
             samples = min(minibatch, len(order) - start)
-            sizes = [samples // microbatches + (part < samples % microbatches) for part in range(microbatches)]
+            sizes = [
+                samples // microbatches + (part < samples % microbatches)
+                for part in range(microbatches)
+            ]
             optimizer.zero_grad()
             total = 0.0
             place = start
@@ -144,7 +152,8 @@ def plain_evaluation(path: Path, seed: int, microbatch: int) -> list[torch.Tenso
     starts = range(0, len(dataset), microbatch)
     order = list(range(len(dataset)))
     return [
-        _read(module, dataset, seed, "evaluation", order[start : start + microbatch], start)[0][0] for start in starts
+        _read(module, dataset, seed, "evaluation", order[start : start + microbatch], start)[0][0]
+        for start in starts
     ]
 
 

@@ -49,7 +49,12 @@ def seats_on(*hosts: int, gpus: str = "") -> list[Seat]:
     """Return a worker on each of these hosts, with a GPU of each of these names."""
     names = gpus or "x" * len(hosts)
     return [
-        Seat(rank=rank, host=f"host{host}", server=host, gpus=(Gpu(uuid=str(rank), name=names[rank]),))
+        Seat(
+            rank=rank,
+            host=f"host{host}",
+            server=host,
+            gpus=(Gpu(uuid=str(rank), name=names[rank]),),
+        )
         for rank, host in enumerate(hosts)
     ]
 
@@ -75,14 +80,18 @@ def test_any_hosts_will_do_where_all_links_are_alike(plan: Plan, hosts: tuple[in
 def test_other_hosts_than_the_plans_servers_are_refused(plan: Plan, hosts: tuple[int, ...]) -> None:
     cluster = hierarchical_cluster((4, 2), (1e10, 1e9))
     found = ", ".join(map(str, hosts))
-    with pytest.raises(PlanError, match=rf"4 consecutive workers on each server, and the hosts .* are {found}\n"):
+    with pytest.raises(
+        PlanError, match=rf"4 consecutive workers on each server, and the hosts .* are {found}\n"
+    ):
         check_servers(with_cluster(plan, cluster), seats_on(*hosts))
 
 
 def test_different_gpus_are_refused_unless_the_plan_knows_of_them(plan: Plan) -> None:
     check_gpus(plan, seats_on(0, 0, 1))
     mixed = seats_on(0, 0, 1, gpus="xxy")
-    with pytest.raises(PlanError, match=r"^worker 2 \(host1\) would compute on y, and .* worker 0 \(host0\) has x"):
+    with pytest.raises(
+        PlanError, match=r"^worker 2 \(host1\) would compute on y, and .* worker 0 \(host0\) has x"
+    ):
         check_gpus(plan, mixed)
     kinds = (DeviceKind(count=2), DeviceKind(count=1, speed=0.5))
     check_gpus(with_cluster(plan, flat_cluster(3, 1e9).model_copy(update={"kinds": kinds})), mixed)
@@ -102,9 +111,13 @@ def test_different_gpus_are_refused_unless_the_plan_knows_of_them(plan: Plan) ->
             )
 
 
-def test_a_worker_takes_its_gpu_before_anything_else(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_takes_its_gpu_before_anything_else(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
     current = fake_gpus(monkeypatch, "x", "y")
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    store = TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+    )
     monkeypatch.setattr("planner.executor.run.agreement.worker_store", lambda _: store)
     monkeypatch.setenv("WORLD_SIZE", "2")
     job = Job(model="model.py", plan=with_device(plan, "cuda"))
@@ -117,9 +130,17 @@ def test_a_worker_takes_its_gpu_before_anything_else(plan: Plan, monkeypatch: py
 
 
 def test_workers_that_began_differently_are_named() -> None:
-    said = [{"torch": "torch 2.6", "steps": "`steps=5`"}, {"torch": "torch 2.6", "steps": "`steps=6`"}]
-    seats = [seat.model_copy(update={"same": same}) for seat, same in zip(seats_on(0, 1), said, strict=True)]
-    with pytest.raises(PlanError, match=r"^worker 1 \(host1\) began with `steps=6`, and worker 0 \(host0\) with"):
+    said = [
+        {"torch": "torch 2.6", "steps": "`steps=5`"},
+        {"torch": "torch 2.6", "steps": "`steps=6`"},
+    ]
+    seats = [
+        seat.model_copy(update={"same": same})
+        for seat, same in zip(seats_on(0, 1), said, strict=True)
+    ]
+    with pytest.raises(
+        PlanError, match=r"^worker 1 \(host1\) began with `steps=6`, and worker 0 \(host0\) with"
+    ):
         check_same_job(seats)
     check_same_job(seats[:1] * 2)
 
@@ -142,5 +163,7 @@ def test_training_is_on_the_kind_of_device_that_the_plan_was_made_for(
 
 def test_another_kind_of_device_is_refused(plan: Plan, tmp_path: Path) -> None:
     job = Job(model=str(tmp_path), plan=plan, device="cuda")
-    with pytest.raises(PlanError, match=r"the plan was made for cpu .*\nhint: profile the model with `device=cuda`"):
+    with pytest.raises(
+        PlanError, match=r"the plan was made for cpu .*\nhint: profile the model with `device=cuda`"
+    ):
         device_kind(job)

@@ -1,4 +1,6 @@
-"""Models with frozen parts, regions and hooks train in two stages as one plain process does, to the bit."""
+"""Models with frozen parts, regions and hooks train in two stages as one plain process does, to the
+bit.
+"""
 
 from __future__ import annotations
 
@@ -215,10 +217,15 @@ def test_training_from_an_estimate_compares_the_captured_layers(
     build_modules(job, [1], spec, "cpu")  # a worker of the first stage does it
     if defers:
         build_modules(job, [0], spec, "cpu")
-        assert "the captured layers are not compared with the model: no worker has all weights" in caplog.text
+        assert (
+            "the captured layers are not compared with the model: no worker has all weights"
+            in caplog.text
+        )
         return
 
-    with pytest.raises(CaptureError, match="equal losses, but other gradients of parameter 'encoder"):
+    with pytest.raises(
+        CaptureError, match="equal losses, but other gradients of parameter 'encoder"
+    ):
         build_modules(job, [0], spec, "cpu")
     checked = job.model_copy(update={"plan": plan.model_copy(update={"capture_checked": True})})
     build_modules(checked, [0], spec, "cpu")

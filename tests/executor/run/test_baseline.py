@@ -34,7 +34,11 @@ def test_it_trains_like_one_process_with_the_plans_minibatches(
     assert result.minibatch_size == 4 * microbatches
     assert result.minibatches == len(losses)
     assert result.samples == 2 * count
-    assert (result.config, result.schedule, result.predicted_samples_per_s) == ("2", "data-parallel", None)
+    assert (result.config, result.schedule, result.predicted_samples_per_s) == (
+        "2",
+        "data-parallel",
+        None,
+    )
     # Each loss depends on the updates before it, so a wrong gradient shows.
     assert [entry.loss for entry in result.losses] == pytest.approx(losses, rel=1e-5)
 
@@ -80,7 +84,15 @@ def test_weights_without_gradients_hold_nobody_up(tmp_path: Path) -> None:
 
 def test_with_fewer_microbatches_than_workers_each_has_one(tmp_path: Path) -> None:
     profile = structural_profile(write_model(tmp_path, "language", "momentum"), 4)
-    job = data_parallel(Job(model="model.py", plan=make_plan(profile, (1, 1, 1), "1f1b-flush", 2), steps=6))
+    job = data_parallel(
+        Job(model="model.py", plan=make_plan(profile, (1, 1, 1), "1f1b-flush", 2), steps=6)
+    )
     assert (job.plan.config, job.plan.microbatches, job.steps) == ("3", 3, 4)
-    undivided = data_parallel(Job(model="model.py", plan=make_plan(profile, (2, 1), "1f1b", 1), steps=6))
-    assert (undivided.plan.schedule.name, undivided.plan.microbatches, undivided.steps) == ("1f1b", 1, 6)
+    undivided = data_parallel(
+        Job(model="model.py", plan=make_plan(profile, (2, 1), "1f1b", 1), steps=6)
+    )
+    assert (undivided.plan.schedule.name, undivided.plan.microbatches, undivided.steps) == (
+        "1f1b",
+        1,
+        6,
+    )

@@ -38,7 +38,8 @@ BATCH_SIZE = 4
 SEED = 3
 MINIBATCHES = 5
 
-# BatchNorm and dropout, whose state and random numbers belong to a layer; evaluation has other layers than training.
+# BatchNorm and dropout, whose state and random numbers belong to a layer; evaluation has other
+# layers than training.
 TOWERS = """
 import torch
 from torch import nn
@@ -136,18 +137,30 @@ def is_in_order(profile: Profile, stages: Sequence[frozenset[int]]) -> bool:
 
 
 @pytest.mark.parametrize(("first", "users"), [("left", THREE_USERS), ("right", TWO_USERS)])
-def test_synchronous_training_is_that_of_one_process_to_the_bit(first: str, users: str, tmp_path: Path) -> None:
+def test_synchronous_training_is_that_of_one_process_to_the_bit(
+    first: str, users: str, tmp_path: Path
+) -> None:
     """One microbatch: gradients of several are averaged in another way than in a plain loop."""
     path = write(tmp_path, users)
     profile = structural_profile(path, BATCH_SIZE)
     stages = stages_of(profile, first)
     assert not is_in_order(profile, stages)
     again = [profile.layers[place].name for place in sorted(stages[0])][1:4]
-    plans = [plan_of(profile, stages, microbatches=1), plan_of(profile, stages, microbatches=1, recompute=again)]
+    plans = [
+        plan_of(profile, stages, microbatches=1),
+        plan_of(profile, stages, microbatches=1, recompute=again),
+    ]
     saved = [str(tmp_path / f"{number}.pt") for number in range(2)]
     options = TrainingOptions(evaluate_every=MINIBATCHES)
     jobs = [
-        Job(model=str(path), plan=plan, steps=MINIBATCHES, seed=SEED, save_weights=file, options=options)
+        Job(
+            model=str(path),
+            plan=plan,
+            steps=MINIBATCHES,
+            seed=SEED,
+            save_weights=file,
+            options=options,
+        )
         for plan, file in zip(plans, saved, strict=True)
     ]
     results = run_jobs(jobs, tmp_path)
@@ -170,12 +183,16 @@ def test_synchronous_training_is_that_of_one_process_to_the_bit(first: str, user
 
 
 @pytest.mark.parametrize("replicas", [(1, 1), pytest.param((2, 1), marks=pytest.mark.slow)])
-def test_asynchronous_training_delays_updates_to_the_bit(replicas: tuple[int, ...], tmp_path: Path) -> None:
+def test_asynchronous_training_delays_updates_to_the_bit(
+    replicas: tuple[int, ...], tmp_path: Path
+) -> None:
     path = write(tmp_path)
     profile = structural_profile(path, BATCH_SIZE)
     stages = stages_of(profile, "right")
     plan = plan_of(profile, stages, replicas, "1f1b")
-    job = Job(model=str(path), plan=plan, steps=7, seed=SEED, save_weights=str(tmp_path / "weights.pt"))
+    job = Job(
+        model=str(path), plan=plan, steps=7, seed=SEED, save_weights=str(tmp_path / "weights.pt")
+    )
     (result,) = run_jobs([job], tmp_path)
 
     spec = load_model_file(path)
@@ -189,7 +206,9 @@ def test_asynchronous_training_delays_updates_to_the_bit(replicas: tuple[int, ..
         return loss
 
     owner = {name: place for place, layer in enumerate(profile.layers) for name in layer.parameters}
-    names = [[name for name, _ in whole.named_parameters() if owner[name] in layers] for layers in stages]
+    names = [
+        [name for name, _ in whole.named_parameters() if owner[name] in layers] for layers in stages
+    ]
     losses, expected = delayed_updates(whole, names, replicas, spec.optimizer, loss_of, 7)
     assert [entry.loss for entry in result.losses] == losses
     weights = torch.load(str(job.save_weights), weights_only=True)
@@ -201,12 +220,16 @@ def test_gradients_that_would_add_up_in_another_order_are_refused(tmp_path: Path
     profile = structural_profile(path, BATCH_SIZE)
     plan = plan_of(profile, stages_of(profile, "right"))
     job = Job(model=str(path), plan=plan, steps=1)
-    with pytest.raises(PlanError, match=r"'right.0' is in an earlier stage than 'left.0'.*in another order"):
+    with pytest.raises(
+        PlanError, match=r"'right.0' is in an earlier stage than 'left.0'.*in another order"
+    ):
         build_modules(job, [0], load_model_file(path), "cpu")
 
 
 def test_the_search_proposes_no_plan_that_is_refused(tmp_path: Path) -> None:
-    """Either tower may be first where the stem's value has two users, and the left one alone where it has three."""
+    """Either tower may be first where the stem's value has two users, and the left one alone where
+    it has three.
+    """
     for users, firsts in ((TWO_USERS, {"left", "right"}), (THREE_USERS, {"left"})):
         profile = structural_profile(write(tmp_path, users), BATCH_SIZE)
         graph = LayerGraph(LayerCosts(profile))

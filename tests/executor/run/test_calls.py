@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from planner.executor.run.calls import Call, Row, _ended_early, _other_calls, _other_minibatch, ranks_in_words
+from planner.executor.run.calls import (
+    Call,
+    Row,
+    _ended_early,
+    _other_calls,
+    _other_minibatch,
+    ranks_in_words,
+)
 
 
 @pytest.mark.parametrize(
@@ -24,7 +31,8 @@ def test_each_group_of_ranks_that_differs_is_in_the_sentence() -> None:
     step = Row(Call.STEP, 12, 8, 77)
     others = Row(Call.STEP, 12, 8, 78)
     assert _other_minibatch([step, others, step, Row(Call.STEP, 12, 8, 79)]).message == (
-        "minibatch 12 is not the same on all ranks: ranks 1 and 3 got other samples than rank 0, or in another order"
+        "minibatch 12 is not the same on all ranks: ranks 1 and 3 got other samples than rank 0, "
+        "or in another order"
     )
     assert _other_minibatch([step, step, Row(Call.STEP, 12, 4, 77)]).message == (
         "minibatch 12 is not the same on all ranks: it has 4 samples on rank 2, and 8 on rank 0"

@@ -95,7 +95,9 @@ def plan_of(path: Path, replicas: tuple[int, ...], microbatches: int) -> Plan:
 def test_a_term_of_the_batch_that_begins_later(tmp_path: Path, replicas: tuple[int, ...]) -> None:
     """Replicas see halves of what they have, where each has one microbatch."""
     path = written(tmp_path, HINGE)
-    with pytest.raises(PlannerError, match=r"minibatch \d+: loss\(\) at .* together, and .* as the mean over") as error:
+    with pytest.raises(
+        PlannerError, match=r"minibatch \d+: loss\(\) at .* together, and .* as the mean over"
+    ) as error:
         train(path, plan_of(path, replicas, 2), steps=STEPS)
     assert "`microbatches=1`" in error.value.hint
     assert "`accept_divided_loss`" in error.value.hint
@@ -126,7 +128,9 @@ def check_equal(path: Path, result: TrainResult, weights: Weights) -> None:
 
 def test_a_loss_that_does_something_else_than_what_was_captured(tmp_path: Path) -> None:
     path = written(tmp_path, ARRAY)
-    with pytest.raises(PlannerError, match=r"minibatch [1-3]: .* as it was captured .*: what it reads has changed"):
+    with pytest.raises(
+        PlannerError, match=r"minibatch [1-3]: .* as it was captured .*: what it reads has changed"
+    ):
         train(path, plan_of(path, (1, 1), 1), steps=4)
 
 
@@ -203,7 +207,8 @@ def test_a_number_of_python_that_changes(tmp_path: Path, text: str) -> None:
         train(path, plan_of(path, (1, 1), 1), steps=4)
 
 
-# The way out that the error names: with one microbatch a buffer counts minibatches, as in one process.
+# The way out that the error names: with one microbatch a buffer counts minibatches, as in one
+# process.
 COUNTED = """
 class Counting(Net):
     def __init__(self):
@@ -227,7 +232,9 @@ def on_update(minibatch, loss, metrics):
 
 def test_a_buffer_counts_in_its_place(tmp_path: Path) -> None:
     path = written(tmp_path, COUNTED)
-    ((result, weights),) = eager.run_cases([Case(path, plan_of(path, (1, 1), 1), TrainingOptions(), STEPS)])
+    ((result, weights),) = eager.run_cases(
+        [Case(path, plan_of(path, (1, 1), 1), TrainingOptions(), STEPS)]
+    )
     check_equal(path, result, weights)
     assert float(weights["updates"]) == STEPS
 
@@ -235,7 +242,9 @@ def test_a_buffer_counts_in_its_place(tmp_path: Path) -> None:
 def test_a_buffer_that_counts_microbatches_is_refused(tmp_path: Path) -> None:
     """Also where a plan says nothing of it, as those of older profiles."""
     path = written(tmp_path, COUNTED)
-    with pytest.raises(PlannerError, match="changes buffer 'updates' once for each microbatch") as error:
+    with pytest.raises(
+        PlannerError, match="changes buffer 'updates' once for each microbatch"
+    ) as error:
         train(path, plan_of(path, (1, 1), 2), steps=2)
     assert "`microbatches=1`" in error.value.hint
 
@@ -251,15 +260,23 @@ def blocks(model):
 
 
 @pytest.mark.parametrize(
-    ("schedule", "text"), [("1f1b", COUNTED), pytest.param("1f1b-flush", COUNTED_IN_DATA, marks=pytest.mark.slow)]
+    ("schedule", "text"),
+    [("1f1b", COUNTED), pytest.param("1f1b-flush", COUNTED_IN_DATA, marks=pytest.mark.slow)],
 )
-def test_a_buffer_that_counts_what_one_replica_sees_is_refused(tmp_path: Path, schedule: str, text: str) -> None:
+def test_a_buffer_that_counts_what_one_replica_sees_is_refused(
+    tmp_path: Path, schedule: str, text: str
+) -> None:
     path = written(tmp_path, text)
     plan = make_plan(structural_profile(path, SIZE), (2,), schedule, 1)
-    with pytest.raises(PlannerError, match=r"'updates' in minibatch \d, and each replica of stage 0") as error:
+    with pytest.raises(
+        PlannerError, match=r"'updates' in minibatch \d, and each replica of stage 0"
+    ) as error:
         train(path, plan, steps=4)
     assert "no `replicas`" in error.value.hint
-    assert train(path, plan, steps=4, options=TrainingOptions(accept_divided_loss=True)).minibatches == 4
+    assert (
+        train(path, plan, steps=4, options=TrainingOptions(accept_divided_loss=True)).minibatches
+        == 4
+    )
 
 
 # What is the same however it is divided, and what calls a loss more than once does not see.
@@ -284,7 +301,9 @@ def loss(output, target):
 """
 
 
-@pytest.mark.parametrize("text", [HARMLESS, SCALAR], ids=["a loss that draws", "a dictionary with a parameter"])
+@pytest.mark.parametrize(
+    "text", [HARMLESS, SCALAR], ids=["a loss that draws", "a dictionary with a parameter"]
+)
 def test_no_false_alarm(tmp_path: Path, text: str) -> None:
     path = written(tmp_path, text)
     assert len(train(path, plan_of(path, (1, 1), 2), steps=4).losses) == 4

@@ -1,7 +1,9 @@
-"""Comparing batches before updates stops no rank for good: scripts with any number of stages and replicas, in turn.
+"""Comparing batches before updates stops no rank for good: scripts with any number of stages and
+replicas, in turn.
 
-Each rank hands minibatches in, carries out what these allow, and waits for messages, for replicas, for the comparison
-before each update, and for losses, which come some minibatches late. No processes: ranks go on one after the other.
+Each rank hands minibatches in, carries out what these allow, and waits for messages, for replicas,
+for the comparison before each update, and for losses, which come some minibatches late. No
+processes: ranks go on one after the other.
 """
 
 from __future__ import annotations
@@ -17,13 +19,33 @@ from planner.executor.run.loop import Loop
 from planner.formats.plan import Plan
 from planner.plan.shape import shape_of
 from planner.schedule.derived import segment_stream
-from planner.schedule.instructions import AllReduce, Instruction, Receive, Send, Update, matching_receive
+from planner.schedule.instructions import (
+    AllReduce,
+    Instruction,
+    Receive,
+    Send,
+    Update,
+    matching_receive,
+)
 from planner.schedule.schedule import PipelineShape
 from tests.executor.models import write_model
 from tests.executor.plans import make_plan, structural_profile
 
 MINIBATCHES = 24
-REPLICAS = [(1, 1), (2,), (4,), (2, 1), (1, 2), (3, 1), (2, 2), (1, 3), (1, 1, 1), (2, 1, 1), (1, 2, 1), (4, 2, 1)]
+REPLICAS = [
+    (1, 1),
+    (2,),
+    (4,),
+    (2, 1),
+    (1, 2),
+    (3, 1),
+    (2, 2),
+    (1, 3),
+    (1, 1, 1),
+    (2, 1, 1),
+    (1, 2, 1),
+    (4, 2, 1),
+]
 
 
 class Ranks:
@@ -41,7 +63,9 @@ class Ranks:
         """Return whether the rank can carry the instruction out now."""
         match instruction:
             case Update():
-                return min(self.announced.values()) >= self.loop._minibatches_in(instruction.stage, instruction.round)
+                return min(self.announced.values()) >= self.loop._minibatches_in(
+                    instruction.stage, instruction.round
+                )
             case AllReduce():
                 arrived = self.reduced.setdefault((instruction.stage, instruction.round), set())
                 arrived.add(rank)
@@ -63,7 +87,9 @@ class Ranks:
     def script(self, rank: int) -> Iterator[None]:
         """Run a rank's script; yield where it waits."""
         loop = self.loop
-        loop._stream = cast("Any", segment_stream(self.shape, self.shape.first_stages[rank], rank, 0, 2**40))
+        loop._stream = cast(
+            "Any", segment_stream(self.shape, self.shape.first_stages[rank], rank, 0, 2**40)
+        )
         loop._next, loop._executed = None, 0
         for count in range(1, MINIBATCHES + 1):
             self.announced[rank] = count

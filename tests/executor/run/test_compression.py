@@ -1,4 +1,6 @@
-"""Compressed activations and gradients: training equals that of one process which rounds at the same places."""
+"""Compressed activations and gradients: training equals that of one process which rounds at the
+same places.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,10 @@ def optimizer(parameters):
     return OPTIMIZER
 """
 
-ROUND: dict[CodecName, Callable[[Tensor], Tensor]] = {"bfloat16": lambda x: x.bfloat16().float(), "int8": as_int8}
+ROUND: dict[CodecName, Callable[[Tensor], Tensor]] = {
+    "bfloat16": lambda x: x.bfloat16().float(),
+    "int8": as_int8,
+}
 
 
 class Rounded(torch.autograd.Function):
@@ -96,7 +101,9 @@ def compressed(plan: Plan, codec: CodecName) -> Plan:
 def forward_loss(spec: TrainingSpec, plan: Plan, model: nn.Module, unit: Unit) -> Tensor:
     """Run the unsplit model, rounding at the plan's cuts between workers."""
     batch = make_batches(spec, BATCH_SIZE, plan.microbatches, SEED).batch(unit)
-    cuts = {after.layers[0] for before, after in pairwise(plan.stages) if before.ranks != after.ranks}
+    cuts = {
+        after.layers[0] for before, after in pairwise(plan.stages) if before.ranks != after.ranks
+    }
     (values,) = batch.args
     for name, block in model.named_children():
         if name in cuts:
@@ -112,25 +119,34 @@ def expected(path: Path, plan: Plan) -> tuple[list[float], dict[str, Tensor]]:
     torch.manual_seed(SEED)
     model = spec.build_model()
     if plan.schedule.asynchronous:
-        names = [[f"{layer}.{name}" for layer in s.layers for name in NAMES[layer]] for s in plan.stages]
+        names = [
+            [f"{layer}.{name}" for layer in s.layers for name in NAMES[layer]] for s in plan.stages
+        ]
 
         def unit_loss(module: nn.Module, minibatch: int, microbatch: int = 0) -> Tensor:
             return forward_loss(spec, plan, module, Unit(minibatch, microbatch))
 
         if plan.schedule.divides:
-            return double_buffered(model, names, plan.replicas, spec.optimizer, unit_loss, STEPS, plan.microbatches)
+            return double_buffered(
+                model, names, plan.replicas, spec.optimizer, unit_loss, STEPS, plan.microbatches
+            )
         return delayed_updates(model, names, plan.replicas, spec.optimizer, unit_loss, STEPS)
     return plain_training(
         model,
         spec.optimizer,
         lambda module, minibatch: [
-            forward_loss(spec, plan, module, Unit(minibatch, number)) for number in range(plan.microbatches)
+            forward_loss(spec, plan, module, Unit(minibatch, number))
+            for number in range(plan.microbatches)
         ],
         STEPS,
     )
 
 
-NAMES = {"0": ("linear.weight", "linear.bias"), **dict.fromkeys("123", ("weight", "bias")), "loss": ()}
+NAMES = {
+    "0": ("linear.weight", "linear.bias"),
+    **dict.fromkeys("123", ("weight", "bias")),
+    "loss": (),
+}
 ASYNCHRONOUS: list[tuple[CodecName, str, int]] = [("bfloat16", "1f1b", 1), ("int8", "1f1b", 1)]
 
 
@@ -149,7 +165,9 @@ ASYNCHRONOUS: list[tuple[CodecName, str, int]] = [("bfloat16", "1f1b", 1), ("int
             1,
             id="1-1-1",
         ),
-        pytest.param([("int8", "interleaved", 4), ("bfloat16", "zb-v", 4)], (1, 1, 1, 1), 2, id="two chunks"),
+        pytest.param(
+            [("int8", "interleaved", 4), ("bfloat16", "zb-v", 4)], (1, 1, 1, 1), 2, id="two chunks"
+        ),
         pytest.param(ASYNCHRONOUS, (2, 1), 1, id="2-1", marks=pytest.mark.slow),
     ],
 )
@@ -162,7 +180,9 @@ def test_training_equals_one_process_that_rounds_at_the_cuts(
     profile = structural_profile(path, BATCH_SIZE)
     jobs = []
     for number, (codec, schedule, microbatches) in enumerate(cases):
-        plan = compressed(make_plan(profile, replicas, schedule, microbatches, chunks=chunks), codec)
+        plan = compressed(
+            make_plan(profile, replicas, schedule, microbatches, chunks=chunks), codec
+        )
         weights = str(tmp_path / f"{number}.pt")
         jobs.append(Job(model=str(path), plan=plan, steps=STEPS, seed=SEED, save_weights=weights))
     for job, result in zip(jobs, run_jobs(jobs, tmp_path), strict=True):
@@ -172,6 +192,10 @@ def test_training_equals_one_process_that_rounds_at_the_cuts(
             assert [entry.loss for entry in result.losses] == pytest.approx(losses, rel=1e-6)
             assert all(torch.equal(got[name], tensor) for name, tensor in trained.items())
             continue
-        assert [entry.loss for entry in result.losses] == pytest.approx(losses, rel=1e-4), job.plan.schedule
+        assert [entry.loss for entry in result.losses] == pytest.approx(losses, rel=1e-4), (
+            job.plan.schedule
+        )
         for name, tensor in trained.items():
-            torch.testing.assert_close(got[name], tensor, rtol=1e-3, atol=1e-4, msg=f"{job.plan.schedule} {name}")
+            torch.testing.assert_close(
+                got[name], tensor, rtol=1e-3, atol=1e-4, msg=f"{job.plan.schedule} {name}"
+            )

@@ -25,12 +25,31 @@ SAMPLES = 30
 TIMEOUT_S = 240
 
 
-def launched(workers: int, *arguments: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+def launched(
+    workers: int, *arguments: str, folder: Path | None = None
+) -> subprocess.CompletedProcess[str]:
     """Run a script under torchrun."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}", *arguments]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(Path.cwd())}
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={workers}",
+        *arguments,
+    ]
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONPATH": str(Path.cwd()),
+    }
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env=environment, cwd=folder
+        command,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+        env=environment,
+        cwd=folder,
     )
 
 
@@ -38,7 +57,9 @@ def run_script(folder: Path, workers: int) -> list[dict[str, dict[str, list[floa
     """Run the script; return what each worker reports."""
     process = launched(workers, custom_loop_script.__file__, str(folder))
     assert process.returncode == 0, process.stdout + process.stderr
-    return [json.loads((folder / f"report-{rank}.json").read_text("utf-8")) for rank in range(workers)]
+    return [
+        json.loads((folder / f"report-{rank}.json").read_text("utf-8")) for rank in range(workers)
+    ]
 
 
 def make_memory_plan(folder: Path) -> Plan:
@@ -99,7 +120,11 @@ def test_ranks_that_divide_experts_take_their_samples_of_what_a_loop_feeds(tmp_p
         save_plan(plan, tmp_path / "own.plan")
         process = launched(workers, "script.py", "own.plan", folder=tmp_path)
         assert process.returncode == 0, process.stdout + process.stderr
-        told = [line.partition(" ")[2] for line in process.stdout.splitlines() if line.startswith("losses")]
+        told = [
+            line.partition(" ")[2]
+            for line in process.stdout.splitlines()
+            if line.startswith("losses")
+        ]
         assert len(set(told)) == 1, "all ranks know the whole loss"
         losses.append(json.loads(told[0]))
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
@@ -113,7 +138,10 @@ def test_a_custom_loop_that_fails_ends_with_the_cause_whatever_blocks(tmp_path: 
     done = launched(2, "script.py", folder=tmp_path)
     assert done.returncode == 1
     assert "caught KeyError" in done.stdout, done.stderr
-    told = "worker 1 (stage 1), while running the script's own code: KeyError: \"the script's own\" (script.py:11)\n"
+    told = (
+        "worker 1 (stage 1), while running the script's own code: KeyError: \"the script's "
+        'own" (script.py:11)\n'
+    )
     assert done.stderr.count(told) == 1, done.stderr
     assert done.stderr.index(told) < done.stderr.index("Traceback")
 
@@ -134,13 +162,19 @@ def test_a_custom_loop_trains_as_plain_pytorch(tmp_path: Path) -> None:
     seen = last["flush"]["returned"]
     changes = custom_loop_script.CHANGES
     assert [seen[changes], seen[-1]] == [seen[changes - 1], seen[-2]], "nothing is left to drain"
-    assert [*seen[:changes], *seen[changes + 1 : -1]] == last["flush"]["all"] == pytest.approx(losses, rel=1e-4)
+    assert (
+        [*seen[:changes], *seen[changes + 1 : -1]]
+        == last["flush"]["all"]
+        == pytest.approx(losses, rel=1e-4)
+    )
     eager.assert_close(torch.load(tmp_path / "flush.weights", weights_only=True), model)
 
     losses, expected = in_two_parts(path, asynchronous)
     assert last["asynchronous"]["all"] == losses
     returned = last["asynchronous"]["returned"]
-    assert [returned[changes], returned[-1]] == [losses[changes - 1], losses[-1]], "a drain knows them all"
+    assert [returned[changes], returned[-1]] == [losses[changes - 1], losses[-1]], (
+        "a drain knows them all"
+    )
     assert returned[0] is None, "the first one is still in the pipeline"
     weights = torch.load(tmp_path / "asynchronous.weights", weights_only=True)
     for name, tensor in expected.items():
@@ -149,7 +183,9 @@ def test_a_custom_loop_trains_as_plain_pytorch(tmp_path: Path) -> None:
 
 
 def in_two_parts(path: Path, plan: Plan) -> tuple[list[float], Weights]:
-    """Compute delayed updates whose delay begins anew after the drain, while SGD's momentum continues."""
+    """Compute delayed updates whose delay begins anew after the drain, while SGD's momentum
+    continues.
+    """
     spec = load_model_file(path)
     model = eager.build(spec)
     batches = eager.minibatches(spec, 4, 1)
@@ -185,11 +221,16 @@ def in_two_parts(path: Path, plan: Plan) -> tuple[list[float], Weights]:
 def assert_in_memory(weights: Weights) -> None:
     """Train the script's model without a pipeline."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+    model = nn.Sequential(
+        nn.BatchNorm1d(6), nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(1)
     for _ in range(4):
-        inputs, target = torch.randn(8, 6, generator=generator), torch.randn(8, 1, generator=generator)
+        inputs, target = (
+            torch.randn(8, 6, generator=generator),
+            torch.randn(8, 1, generator=generator),
+        )
         optimizer.zero_grad()
         for half in (slice(4), slice(4, 8)):
             torch.autograd.backward(nn.functional.mse_loss(model(inputs[half]), target[half]) / 2)
@@ -197,7 +238,9 @@ def assert_in_memory(weights: Weights) -> None:
     eager.assert_close(weights, model)
 
 
-def test_outside_of_torchrun_there_is_no_pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outside_of_torchrun_there_is_no_pipeline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("RANK", raising=False)
     path = write_model(tmp_path, "language", "sgd")
     with pytest.raises(InputError, match="the environment has no RANK"):

@@ -47,7 +47,10 @@ def samples(batch: Batch) -> list[int]:
 def test_an_epoch_visits_each_sample_at_most_once_and_the_next_in_another_order() -> None:
     data = DatasetBatches(Numbers(23), microbatch_size=5, microbatches=1, seed=1, drop_last=True)
     assert data.minibatches_per_epoch == 4, "the last three samples make no minibatch"
-    epochs = [[n for m in range(4) for n in samples(data.batch(Unit(4 * epoch + m)))] for epoch in range(2)]
+    epochs = [
+        [n for m in range(4) for n in samples(data.batch(Unit(4 * epoch + m)))]
+        for epoch in range(2)
+    ]
     assert all(len(set(epoch)) == 20 for epoch in epochs)
     assert epochs[0] != epochs[1]
 
@@ -70,18 +73,27 @@ def test_microbatches_divide_the_minibatch_that_one_worker_would_see() -> None:
 
 def test_ranks_divide_the_microbatches_of_their_group() -> None:
     group = DatasetBatches(Numbers(40), 6, 2, seed=0, drop_last=True)
-    ranks = [OfRank(DatasetBatches(Numbers(40), 2, 6, seed=0, drop_last=True), place, 3) for place in range(3)]
+    ranks = [
+        OfRank(DatasetBatches(Numbers(40), 2, 6, seed=0, drop_last=True), place, 3)
+        for place in range(3)
+    ]
     for unit in (Unit(minibatch, microbatch) for minibatch in range(5) for microbatch in range(2)):
-        assert list(chain.from_iterable(samples(rank.batch(unit)) for rank in ranks)) == samples(group.batch(unit))
+        assert list(chain.from_iterable(samples(rank.batch(unit)) for rank in ranks)) == samples(
+            group.batch(unit)
+        )
         assert [rank.size(unit) for rank in ranks] == [2, 2, 2]
         assert sum(rank.share(unit) for rank in ranks) == pytest.approx(group.share(unit))
-        assert [rank.numbered(unit).microbatch for rank in ranks] == [3 * unit.microbatch + place for place in range(3)]
+        assert [rank.numbered(unit).microbatch for rank in ranks] == [
+            3 * unit.microbatch + place for place in range(3)
+        ]
     assert {rank.microbatches for rank in ranks} == {2}
     assert {rank.minibatch_size(0) for rank in ranks} == {12}
 
 
 def test_a_minibatch_with_too_few_samples_for_the_ranks_is_refused() -> None:
-    with pytest.raises(InputError, match="a minibatch has 4 samples, and ranks that divide experts take 6 or more"):
+    with pytest.raises(
+        InputError, match="a minibatch has 4 samples, and ranks that divide experts take 6 or more"
+    ):
         OfRank(DatasetBatches(Numbers(40), 2, 6, seed=0), 0, 3)
     fed = FedBatches(6, kept=2)
     rank = OfRank(fed, 0, 3)
@@ -96,13 +108,19 @@ def test_a_minibatch_with_too_few_samples_for_the_ranks_is_refused() -> None:
 
 
 def test_a_dataset_smaller_than_a_minibatch_is_refused() -> None:
-    with pytest.raises(ModelFileError, match=r"dataset\(\) has 3 samples, fewer than one minibatch of 8"):
+    with pytest.raises(
+        ModelFileError, match=r"dataset\(\) has 3 samples, fewer than one minibatch of 8"
+    ):
         DatasetBatches(Numbers(3), 4, 2, seed=0, drop_last=True)
 
 
 def test_lengths_of_runs(tmp_path: Path) -> None:
     data = DatasetBatches(Numbers(23), 5, 1, seed=1)
-    assert [data.minibatches(7, None), data.minibatches(None, 3), data.minibatches(None, None)] == [7, 15, 5]
+    assert [data.minibatches(7, None), data.minibatches(None, 3), data.minibatches(None, None)] == [
+        7,
+        15,
+        5,
+    ]
     random = make_batches(load_model_file(write_model(tmp_path, "convolutional", "sgd")), 4, 1, 0)
     assert isinstance(random, RandomBatches)
     assert random.minibatches(None, None) == STEPS

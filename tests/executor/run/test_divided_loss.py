@@ -1,4 +1,6 @@
-"""Divided minibatches train as whole ones, or are refused, whatever labels only the data have and a plan says."""
+"""Divided minibatches train as whole ones, or are refused, whatever labels only the data have and a
+plan says.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,8 @@ class Rows(torch.utils.data.Dataset):
         return (x,), torch.tensor(-100 if index % 3 == 0 else int(x[0] > 0))
 """
 
-# As nanoGPT: the model computes the loss, of an argument whose name says nothing, and -1 is no target.
+# As nanoGPT: the model computes the loss, of an argument whose name says nothing, and -1 is no
+# target.
 INSIDE = """
 import torch
 from torch import nn
@@ -134,7 +137,9 @@ def written(folder: Path, text: str) -> Path:
 
 
 def plan_of(path: Path, loss: LossMean | str | None = "profiled") -> Plan:
-    profile = profile_model(load_model_file(path), EACH, ProfilingOptions(device="cpu", seconds=0.0, repeats=1))
+    profile = profile_model(
+        load_model_file(path), EACH, ProfilingOptions(device="cpu", seconds=0.0, repeats=1)
+    )
     if not isinstance(loss, str):
         profile = profile.model_copy(update={"loss": loss})
     return make_plan(profile, (1, 1), "gpipe", MICROBATCHES)
@@ -180,7 +185,9 @@ def test_what_only_the_data_have_counts(tmp_path: Path, text: str) -> None:
 def test_what_the_model_contradicts_is_refused(tmp_path: Path, stated: LossMean | None) -> None:
     """A plan's file may have been edited, and one of an estimate says nothing."""
     path = written(tmp_path, ZERO_HEAD)
-    with pytest.raises(PlannerError, match="the losses of the parts of a batch, weighted so, do not add up") as error:
+    with pytest.raises(
+        PlannerError, match="the losses of the parts of a batch, weighted so, do not add up"
+    ) as error:
         train(path, plan_of(path, stated), steps=STEPS)
     assert "loss_weight(target)" in error.value.hint
 

@@ -1,4 +1,6 @@
-"""Data that are drawn at random are the same in all workers, under every plan: what one process would draw."""
+"""Data that are drawn at random are the same in all workers, under every plan: what one process
+would draw.
+"""
 
 from __future__ import annotations
 
@@ -47,13 +49,19 @@ def _losses(result: TrainResult) -> list[float]:
     return [entry.loss for entry in result.losses if entry.loss is not None]
 
 
-def _job(path: Path, microbatch: int, microbatches: int, replicas: tuple[int, ...], **more: Any) -> Job:
+def _job(
+    path: Path, microbatch: int, microbatches: int, replicas: tuple[int, ...], **more: Any
+) -> Job:
     plan = make_plan(structural_profile(path, microbatch), replicas, "1f1b-flush", microbatches)
-    return Job.model_validate({"model": str(path), "plan": plan, "steps": STEPS, "seed": SEED} | more)
+    return Job.model_validate(
+        {"model": str(path), "plan": plan, "steps": STEPS, "seed": SEED} | more
+    )
 
 
 def test_training_is_that_of_one_process(tmp_path: Path) -> None:
-    """Stages and replicas, several microbatches, a run that goes on in mid-epoch, and a dataset that is read slowly."""
+    """Stages and replicas, several microbatches, a run that goes on in mid-epoch, and a dataset
+    that is read slowly.
+    """
     path = write_drawing(tmp_path)
     slow_folder = tmp_path / "slow"
     slow_folder.mkdir()
@@ -116,7 +124,9 @@ def dataset():
 
 
 def test_inputs_and_targets_are_of_the_same_samples(tmp_path: Path) -> None:
-    """A sum is learned exactly, and with dropout nearly; targets of other samples leave the loss at about 4."""
+    """A sum is learned exactly, and with dropout nearly; targets of other samples leave the loss at
+    about 4.
+    """
     cases = {
         "numpy": ("torch.from_numpy(np.random.randn(4)).float()", 0.0, 1e-3),
         "python": ("torch.tensor([random.gauss(0, 1) for _ in range(4)])", 0.0, 1e-3),
@@ -140,7 +150,9 @@ def test_evaluation_data_are_drawn_alike_each_time(tmp_path: Path) -> None:
         torch.manual_seed(SEED)
         random.seed(SEED)
         np.random.seed(SEED)
-        evaluation = EvaluationBatches(spec.evaluation_dataset(), 4, collate=spec.collate, seed=SEED)
+        evaluation = EvaluationBatches(
+            spec.evaluation_dataset(), 4, collate=spec.collate, seed=SEED
+        )
         data.batch(Unit(3))
         for number, inputs in enumerate(expected):
             assert torch.equal(evaluation.batch(Unit(number)).args[0], inputs)
@@ -216,12 +228,19 @@ def _kept_draws() -> Callable[[int], float]:
 @pytest.mark.parametrize(
     ("make_read", "message"),
     [
-        (_numpy_generator, r"^dataset\(\)\[\d+\] is another sample when it is read again with the same random numbers"),
+        (
+            _numpy_generator,
+            r"^dataset\(\)\[\d+\] is another sample when it is read again with the same random numbers",
+        ),
         (_torch_generator, "is another sample when it is read again"),
         (_python_generator, "is another sample when it is read again"),
         (_counter, "is another sample when it is read again"),
         (_fresh_generator, "is another sample when it is read again"),
-        (_kept_draws, "draws other random numbers when it is read again, so it depends on what was read before"),
+        (
+            _kept_draws,
+            "draws other random numbers when it is read again, so it depends on what was read "
+            "before",
+        ),
     ],
 )
 def test_a_dataset_that_depends_on_earlier_reads_is_refused(
@@ -260,7 +279,9 @@ def test_a_collate_that_depends_on_earlier_calls_is_refused() -> None:
         return replace(batch, target=batch.target + own.normal())
 
     evaluation = EvaluationBatches(_Data(float), 4, collate=noisy)
-    with pytest.raises(ModelFileError, match=r"collate\(\) makes another batch of the same samples"):
+    with pytest.raises(
+        ModelFileError, match=r"collate\(\) makes another batch of the same samples"
+    ):
         evaluation.batch(Unit(0))
 
 
@@ -302,6 +323,8 @@ def test_workers_that_read_different_data_end_with_an_error(
     more = RANKED.replace("NAME", name).replace("COUNT", str(count)).replace("PLACE", str(place))
     path = write_drawing(tmp_path, more)
     job = _job(path, 2, 4, (1, 1), options=TrainingOptions(evaluate_every=2))
-    with pytest.raises(PlannerError, match=f"{what} has other values on rank [01] than on rank [01]") as caught:
+    with pytest.raises(
+        PlannerError, match=f"{what} has other values on rank [01] than on rank [01]"
+    ) as caught:
         launch(job)
     assert "may depend on the seed, the epoch and the index alone" in caught.value.hint

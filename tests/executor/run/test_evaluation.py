@@ -1,4 +1,6 @@
-"""Evaluation in the pipeline equals evaluation of the unsplit model, and does not change training."""
+"""Evaluation in the pipeline equals evaluation of the unsplit model, and does not change
+training.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ SAMPLES, EVERY, STEPS = 30, 4, 11
 
 
 def expected(spec: TrainingSpec, weights: Weights, minibatch: int) -> Evaluation:
-    """Evaluate the unsplit model, in the same batches: a block's control flow depends on the mean of its batch."""
+    """Evaluate the unsplit model, in the same batches: a block's control flow depends on the mean
+    of its batch.
+    """
     model = spec.build_model()
     model.load_state_dict(weights)
     dataset = spec.evaluation_dataset()
@@ -89,11 +93,15 @@ def test_evaluation_is_that_of_the_unsplit_model_and_disturbs_nothing(
         for name, tensor in weights.items():
             assert torch.equal(tensor, same_weights[name]), name
         assert [each.minibatch for each in evaluated.evaluations] == [4, 8, 11]
-        assert_same(evaluated.evaluations[-1], expected(load_model_file(runs[index].path), weights, STEPS))
+        assert_same(
+            evaluated.evaluations[-1], expected(load_model_file(runs[index].path), weights, STEPS)
+        )
 
 
 def test_an_evaluation_in_between_sees_the_weights_of_that_moment(tmp_path: Path) -> None:
-    """A run that ends there evaluates the same: without replicas, all stages have had the same updates."""
+    """A run that ends there evaluates the same: without replicas, all stages have had the same
+    updates.
+    """
     path = write_model(tmp_path, "language", "momentum", samples=SAMPLES, more=EVALUATION)
     plan = make_plan(structural_profile(path, 4), (1, 1))
     longer = Case(path, plan, TrainingOptions(evaluate_every=EVERY), STEPS)
@@ -107,7 +115,9 @@ def test_points_are_where_all_stages_end_a_round() -> None:
     shape = PipelineShape(((0, 1), (2, 3, 4), (5,)), (Channel(0, 1), Channel(1, 2)), ONE_F_ONE_B)
     assert evaluation_points(shape, 0, 30, 5) == [6, 12, 18, 24, 30]
     assert evaluation_points(shape, 0, 10, 5) == [6, 10]
-    assert evaluation_points(shape, 10, 17, 5) == [16], "the multiples are the run's, the rounds the segment's"
+    assert evaluation_points(shape, 10, 17, 5) == [16], (
+        "the multiples are the run's, the rounds the segment's"
+    )
     assert evaluation_points(shape, 10, 15, 5) == [15], "all rounds end where the segment does"
     flush = PipelineShape(((0,), (1,)), (Channel(0, 1),), GPIPE, microbatches=4)
     assert evaluation_points(flush, 0, 7, 3) == [3, 6]
@@ -142,12 +152,16 @@ def test_stopping_at_such_points_cannot_deadlock(replicas: tuple[int, ...]) -> N
 
 def test_evaluation_needs_data(tmp_path: Path) -> None:
     spec = load_model_file(write_model(tmp_path, "language", "sgd"))
-    with pytest.raises(ModelFileError, match=r"has no evaluation_dataset\(\), which `evaluate_every` needs"):
+    with pytest.raises(
+        ModelFileError, match=r"has no evaluation_dataset\(\), which `evaluate_every` needs"
+    ):
         spec.evaluation_dataset()
 
 
 def test_metrics_must_be_numbers(tmp_path: Path) -> None:
     more = "\ndef metrics(output, target):\n    return output\n"
     spec = load_model_file(write_model(tmp_path, "language", "sgd", more=more))
-    with pytest.raises(ModelFileError, match=r"metrics\(\) at .* returned a Tensor, not numbers by name"):
+    with pytest.raises(
+        ModelFileError, match=r"metrics\(\) at .* returned a Tensor, not numbers by name"
+    ):
         spec.metrics(torch.zeros(2), None)

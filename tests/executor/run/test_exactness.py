@@ -31,7 +31,8 @@ SEED = 3
 
 Case = tuple[str, str]  # model, optimizer
 CASES: list[Case] = [(model, optimizer) for model in MODELS for optimizer in OPTIMIZERS]
-FEW: list[Case] = list(zip(MODELS, OPTIMIZERS, strict=False))  # every model and every optimizer once
+# every model and every optimizer once
+FEW: list[Case] = list(zip(MODELS, OPTIMIZERS, strict=False))
 
 
 def unsplit(spec: TrainingSpec) -> StageModule:
@@ -53,15 +54,18 @@ def run_cases(
     recompute: tuple[bool | int, ...] | None = None,
     chunks: int = 1,
 ) -> list[tuple[TrainingSpec, Job, TrainResult, Weights]]:
-    """Train all cases in one set of processes; return the jobs, their results and the final weights.
+    """Train all cases in one set of processes; return the jobs, their results and the final
+    weights.
 
-    Every other case runs on ranks in another order. Where stages are replicated, some cases run a second time, with the
-    optimizer divided over the replicas.
+    Every other case runs on ranks in another order. Where stages are replicated, some cases run a
+    second time, with the optimizer divided over the replicas.
     """
     jobs = []
     for number, (model, optimizer) in enumerate(cases):
         path = write_model(folder, model, optimizer)
-        plan = make_plan(_profile_of(folder, model), replicas, schedule, microbatches, depths, chunks)
+        plan = make_plan(
+            _profile_of(folder, model), replicas, schedule, microbatches, depths, chunks
+        )
         if recompute is not None:
             plan = recomputing(plan, recompute)
         plan = scattered(plan) if number % 2 else plan
@@ -70,7 +74,9 @@ def run_cases(
             plans["-sharded"] = sharded(plan)
         for suffix, each in plans.items():
             weights = str(folder / f"{model}-{optimizer}{suffix}.pt")
-            jobs.append(Job(model=str(path), plan=each, steps=minibatches, seed=SEED, save_weights=weights))
+            jobs.append(
+                Job(model=str(path), plan=each, steps=minibatches, seed=SEED, save_weights=weights)
+            )
     results = run_jobs(jobs, folder)
     saved = [torch.load(str(job.save_weights), weights_only=True) for job in jobs]
     return [
@@ -80,21 +86,32 @@ def run_cases(
 
 
 def recomputing(plan: Plan, how: tuple[bool | int, ...]) -> Plan:
-    """Return the plan with stages that recompute wholly, or of so many equal parts the first, the third, and so on."""
+    """Return the plan with stages that recompute wholly, or of so many equal parts the first, the
+    third, and so on.
+    """
 
     def groups(layers: tuple[str, ...], parts: int) -> tuple[tuple[str, ...], ...]:
         bounds = [round(part * len(layers) / parts) for part in range(parts + 1)]
         return tuple(layers[a:b] for a, b in list(pairwise(bounds))[::2] if a < b)
 
-    choices = [h if isinstance(h, bool) else groups(s.layers, h) for s, h in zip(plan.stages, how, strict=True)]
+    choices = [
+        h if isinstance(h, bool) else groups(s.layers, h)
+        for s, h in zip(plan.stages, how, strict=True)
+    ]
     changes = [{"recompute": choice, "recompute_s": 0.0} for choice in choices]
-    stages = (stage.model_copy(update=change) for stage, change in zip(plan.stages, changes, strict=True))
+    stages = (
+        stage.model_copy(update=change) for stage, change in zip(plan.stages, changes, strict=True)
+    )
     return plan.model_copy(update={"stages": tuple(stages)})
 
 
-def stage_parameters(folder: Path, spec: TrainingSpec, whole: StageModule, job: Job) -> list[list[str]]:
+def stage_parameters(
+    folder: Path, spec: TrainingSpec, whole: StageModule, job: Job
+) -> list[list[str]]:
     """Return the names of each stage's parameters."""
-    stage_of = {layer: index for index, stage in enumerate(job.plan.stages) for layer in stage.layers}
+    stage_of = {
+        layer: index for index, stage in enumerate(job.plan.stages) for layer in stage.layers
+    }
     profile = _profile_of(folder, Path(spec.origin).stem.partition("_")[0])
     owner = {name: layer.name for layer in profile.layers for name in layer.parameters}
     return [
@@ -127,7 +144,9 @@ def test_asynchronous_1f1b_equals_delayed_updates_to_the_bit(
     depths: tuple[int, ...] | None,
     tmp_path: Path,
 ) -> None:
-    """Covers all optimizers, BatchNorm, dropout, skips, integers, and partial last rounds (9 = 4 * 2 + 1)."""
+    """Covers all optimizers, BatchNorm, dropout, skips, integers, and partial last rounds (9 = 4 *
+    2 + 1).
+    """
     runs = run_cases(tmp_path, cases, replicas, minibatches, depths=depths)
     for spec, job, result, weights in runs:
         whole = unsplit(spec)
@@ -166,14 +185,22 @@ def test_asynchronous_1f1b_equals_delayed_updates_to_the_bit(
     ],
 )
 def test_2bw_equals_updates_delayed_by_one_to_the_bit(
-    cases: list[Case], replicas: tuple[int, ...], microbatches: int, minibatches: int, tmp_path: Path
+    cases: list[Case],
+    replicas: tuple[int, ...],
+    microbatches: int,
+    minibatches: int,
+    tmp_path: Path,
 ) -> None:
     """Every stage uses the version from one minibatch before, and holds two versions."""
-    for spec, job, result, weights in run_cases(tmp_path, cases, replicas, minibatches, "2bw", microbatches):
+    for spec, job, result, weights in run_cases(
+        tmp_path, cases, replicas, minibatches, "2bw", microbatches
+    ):
         whole = unsplit(spec)
         data = make_batches(spec, BATCH_SIZE, microbatches, SEED)
 
-        def forward_loss(model: nn.Module, minibatch: int, microbatch: int, data: BatchSource = data) -> Tensor:
+        def forward_loss(
+            model: nn.Module, minibatch: int, microbatch: int, data: BatchSource = data
+        ) -> Tensor:
             assert isinstance(model, StageModule)
             model.set_random_key(SEED, minibatch, microbatch)
             loss: Tensor = model(data.batch(Unit(minibatch, microbatch)), {})["loss"]
@@ -198,20 +225,44 @@ def test_2bw_equals_updates_delayed_by_one_to_the_bit(
 @pytest.mark.parametrize(
     ("cases", "schedule", "microbatches", "replicas", "chunks"),
     [
-        pytest.param(FEW, "1f1b-flush", 1, (1, 1), 1, id="1f1b-flush 1-1, one microbatch", marks=pytest.mark.slow),
+        pytest.param(
+            FEW,
+            "1f1b-flush",
+            1,
+            (1, 1),
+            1,
+            id="1f1b-flush 1-1, one microbatch",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(CASES, "gpipe", 4, (1, 1), 1, id="gpipe 1-1", marks=pytest.mark.slow),
         pytest.param(FEW, "gpipe", 3, (2, 1), 1, id="gpipe 2-1 few"),
         pytest.param(CASES, "gpipe", 3, (2, 1), 1, id="gpipe 2-1", marks=pytest.mark.slow),
         pytest.param(FEW, "1f1b-flush", 4, (1, 1), 1, id="1f1b-flush 1-1 few"),
-        pytest.param(CASES, "1f1b-flush", 4, (1, 1), 1, id="1f1b-flush 1-1", marks=pytest.mark.slow),
-        pytest.param(CASES, "1f1b-flush", 5, (1, 2), 1, id="1f1b-flush 1-2", marks=pytest.mark.slow),
+        pytest.param(
+            CASES, "1f1b-flush", 4, (1, 1), 1, id="1f1b-flush 1-1", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            CASES, "1f1b-flush", 5, (1, 2), 1, id="1f1b-flush 1-2", marks=pytest.mark.slow
+        ),
         pytest.param(FEW, "zb-h1", 4, (1, 1, 1), 1, id="zb-h1 1-1-1 few"),
         pytest.param(CASES, "zb-h1", 5, (1, 2), 1, id="zb-h1 1-2", marks=pytest.mark.slow),
         pytest.param(FEW, "zb-v", 4, (1,) * 4, 2, id="zb-v 2 workers few"),
-        pytest.param(CASES, "zb-v", 5, (2,) * 4, 2, id="zb-v 2 workers twice", marks=pytest.mark.slow),
+        pytest.param(
+            CASES, "zb-v", 5, (2,) * 4, 2, id="zb-v 2 workers twice", marks=pytest.mark.slow
+        ),
         pytest.param(FEW, "interleaved", 4, (1,) * 4, 2, id="interleaved 2 workers few"),
-        pytest.param(CASES, "interleaved", 4, (1,) * 4, 2, id="interleaved 2 workers", marks=pytest.mark.slow),
-        pytest.param(CASES, "interleaved", 5, (2,) * 4, 2, id="interleaved 2 workers twice", marks=pytest.mark.slow),
+        pytest.param(
+            CASES, "interleaved", 4, (1,) * 4, 2, id="interleaved 2 workers", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            CASES,
+            "interleaved",
+            5,
+            (2,) * 4,
+            2,
+            id="interleaved 2 workers twice",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_synchronous_schedules_equal_plain_training(
@@ -229,7 +280,9 @@ def test_synchronous_schedules_equal_plain_training(
         whole = unsplit(spec)
         data = make_batches(spec, BATCH_SIZE, microbatches, SEED)
 
-        def microbatch_losses(model: nn.Module, minibatch: int, data: BatchSource = data) -> list[Tensor]:
+        def microbatch_losses(
+            model: nn.Module, minibatch: int, data: BatchSource = data
+        ) -> list[Tensor]:
             assert isinstance(model, StageModule)
             losses = []
             for microbatch in range(microbatches):
@@ -240,7 +293,9 @@ def test_synchronous_schedules_equal_plain_training(
         losses, expected = plain_training(whole, spec.optimizer, microbatch_losses, minibatches)
         assert [entry.loss for entry in result.losses] == pytest.approx(losses, rel=1e-4), job.model
         for name, tensor in expected.items():
-            torch.testing.assert_close(weights[name], tensor, rtol=1e-3, atol=1e-5, msg=f"{job.model} {name}")
+            torch.testing.assert_close(
+                weights[name], tensor, rtol=1e-3, atol=1e-5, msg=f"{job.model} {name}"
+            )
 
 
 @pytest.mark.parametrize(
@@ -253,7 +308,14 @@ def test_synchronous_schedules_equal_plain_training(
         pytest.param("1f1b-flush", 3, (1, 2), (3, 3), id="1f1b-flush 1-2", marks=pytest.mark.slow),
         pytest.param("zb-h1", 4, (1, 1, 1), (2, 3, 2), id="zb-h1 1-1-1", marks=pytest.mark.slow),
         pytest.param("zb-v", 4, (1,) * 4, (1, 2, False, True), id="zb-v", marks=pytest.mark.slow),
-        pytest.param("interleaved", 4, (1,) * 4, (1, 2, False, True), id="interleaved", marks=pytest.mark.slow),
+        pytest.param(
+            "interleaved",
+            4,
+            (1,) * 4,
+            (1, 2, False, True),
+            id="interleaved",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_recomputing_changes_nothing_to_the_bit(
@@ -263,11 +325,15 @@ def test_recomputing_changes_nothing_to_the_bit(
     recompute: tuple[bool | int, ...],
     tmp_path: Path,
 ) -> None:
-    """Dropout draws the same, BatchNorm counts one forward, and gradients are of the same weights."""
+    """Dropout draws the same, BatchNorm counts one forward, and gradients are of the same
+    weights.
+    """
     cases = [(model, "momentum") for model in ("convolutional", "blocks")]
     chunks = 2 if find(schedule).chunked else 1
     plain = run_cases(tmp_path, cases, replicas, 7, schedule, microbatches, chunks=chunks)
-    again = run_cases(tmp_path, cases, replicas, 7, schedule, microbatches, recompute=recompute, chunks=chunks)
+    again = run_cases(
+        tmp_path, cases, replicas, 7, schedule, microbatches, recompute=recompute, chunks=chunks
+    )
     for (_, job, one, weights), (_, _, other, other_weights) in zip(plain, again, strict=True):
         assert one.losses == other.losses, job.model
         assert weights.keys() == other_weights.keys()
@@ -280,11 +346,21 @@ def test_deferred_weights_change_nothing_to_the_bit(tmp_path: Path) -> None:
     plan = make_plan(_profile_of(tmp_path, "language"), (1, 1), "1f1b-flush", 2)
     path = str(write_model(tmp_path, "language", "momentum"))
     jobs = [
-        Job(model=path, plan=plan, steps=5, seed=SEED, defer_weights=defer, save_weights=str(tmp_path / f"{defer}.pt"))
+        Job(
+            model=path,
+            plan=plan,
+            steps=5,
+            seed=SEED,
+            defer_weights=defer,
+            save_weights=str(tmp_path / f"{defer}.pt"),
+        )
         for defer in (False, True)
     ]
     results = run_jobs(jobs, tmp_path)
-    assert [[report.deferred_weights for report in result.reports] for result in results] == [[False] * 2, [True] * 2]
+    assert [[report.deferred_weights for report in result.reports] for result in results] == [
+        [False] * 2,
+        [True] * 2,
+    ]
     assert results[0].losses == results[1].losses
     whole, deferred = (torch.load(str(job.save_weights), weights_only=True) for job in jobs)
     for name, tensor in whole.items():
@@ -297,7 +373,9 @@ def test_a_plan_that_sends_what_every_stage_makes_itself_trains_as_before(tmp_pa
     spec = load_model_file(path)
     made = {node.name for node in capture_file(spec, spec.example_batch(BATCH_SIZE)).fixed}
     profile = planner.estimate(path, device="cpu", batch_size=BATCH_SIZE)
-    plan = planner.price(profile, planner.flat_cluster(2, "1Gbps"), 2, schedule="1f1b-flush", microbatches=2)
+    plan = planner.price(
+        profile, planner.flat_cluster(2, "1Gbps"), 2, schedule="1f1b-flush", microbatches=2
+    )
     (transfer,) = plan.transfers
     [constant] = [name for name in made if name.startswith("remainder")]
     assert made.isdisjoint(transfer.values)

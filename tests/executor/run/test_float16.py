@@ -38,8 +38,17 @@ def test_float16_trains_with_scaled_losses(tmp_path: Path) -> None:
     steep = write_model(tmp_path, "language", "sgd", samples=SAMPLES, more=STEEP)
     options = TrainingOptions(clip_grad_norm=0.5)
     cases = [
-        Case(gentle, make_plan(structural_profile(gentle, 4, FLOAT16), (1, 1)), options, epochs=EPOCHS),
-        Case(steep, make_plan(structural_profile(steep, 4, FLOAT16), (1, 1), "1f1b-flush", 2), epochs=EPOCHS),
+        Case(
+            gentle,
+            make_plan(structural_profile(gentle, 4, FLOAT16), (1, 1)),
+            options,
+            epochs=EPOCHS,
+        ),
+        Case(
+            steep,
+            make_plan(structural_profile(steep, 4, FLOAT16), (1, 1), "1f1b-flush", 2),
+            epochs=EPOCHS,
+        ),
         Case(steep, make_plan(structural_profile(steep, 4, FLOAT16), (1, 1)), epochs=EPOCHS),
     ]
     assert {case.plan.autocast for case in cases} == {"float16"}
@@ -53,7 +62,9 @@ def test_float16_trains_with_scaled_losses(tmp_path: Path) -> None:
     assert losses[-1] < losses[0]  # type: ignore[operator]
 
 
-def assert_asynchronous_to_the_bit(case: Case, result: object, weights: dict[str, torch.Tensor]) -> None:
+def assert_asynchronous_to_the_bit(
+    case: Case, result: object, weights: dict[str, torch.Tensor]
+) -> None:
     """Without an overflow the scale never changes; gradients are unscaled before clipping."""
     spec = load_model_file(case.path)
     batches = eager.minibatches(spec, 4, EPOCHS)
@@ -78,7 +89,9 @@ def assert_asynchronous_to_the_bit(case: Case, result: object, weights: dict[str
         assert torch.equal(weights[name], tensor), name
 
 
-def assert_synchronous_leaves_out_the_same(case: Case, result: object, weights: dict[str, torch.Tensor]) -> None:
+def assert_synchronous_leaves_out_the_same(
+    case: Case, result: object, weights: dict[str, torch.Tensor]
+) -> None:
     """An overflow anywhere skips the update everywhere, and halves the scale."""
     spec = load_model_file(case.path)
     model = eager.build(spec)
@@ -93,7 +106,9 @@ def assert_synchronous_leaves_out_the_same(case: Case, result: object, weights: 
             torch.autograd.backward(loss * scale)
             total += float(loss.detach())
         losses.append(total)
-        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        gradients = [
+            parameter.grad for parameter in model.parameters() if parameter.grad is not None
+        ]
         if all(bool(torch.isfinite(gradient).all()) for gradient in gradients):
             for gradient in gradients:
                 gradient /= scale
@@ -107,7 +122,15 @@ def assert_synchronous_leaves_out_the_same(case: Case, result: object, weights: 
 
 def test_the_scale_grows_after_a_while_without_overflow() -> None:
     scaler = LossScaler(scale=8.0, growth_interval=3)
-    for finite, expected in [(True, 8), (True, 8), (False, 4), (True, 4), (True, 4), (True, 8), (True, 8)]:
+    for finite, expected in [
+        (True, 8),
+        (True, 8),
+        (False, 4),
+        (True, 4),
+        (True, 4),
+        (True, 8),
+        (True, 8),
+    ]:
         scaler.update(finite)
         assert scaler.scale == expected
     other = LossScaler()

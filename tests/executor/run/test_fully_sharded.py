@@ -1,4 +1,6 @@
-"""Replicas that divide gradients and weights train as one process does, to rounding: sums have another order."""
+"""Replicas that divide gradients and weights train as one process does, to rounding: sums have
+another order.
+"""
 
 from __future__ import annotations
 
@@ -44,9 +46,18 @@ class Case:
         folder.mkdir(exist_ok=True)
         path = write_model(folder, self.model, self.optimizer, samples=self.samples, more=self.more)
         plan = make_plan(_profile(path, self.numbers), (replicas,), self.schedule, microbatches)
-        plan = recomputing(sharded(plan, self.level, self.group) if replicas > 1 else plan, self.recompute)
+        plan = recomputing(
+            sharded(plan, self.level, self.group) if replicas > 1 else plan, self.recompute
+        )
         weights = folder / f"{replicas}.pt"
-        return Job(model=str(path), plan=plan, steps=STEPS, seed=SEED, save_weights=str(weights), options=self.options)
+        return Job(
+            model=str(path),
+            plan=plan,
+            steps=STEPS,
+            seed=SEED,
+            save_weights=str(weights),
+            options=self.options,
+        )
 
 
 @cache
@@ -55,25 +66,35 @@ def _profile(path: Path, options: ModuleOptions) -> Profile:
 
 
 def recomputing(plan: Plan, what: str) -> Plan:
-    """The plan with its stage recomputing as a whole, or the first layers and then some more, each by themselves."""
+    """The plan with its stage recomputing as a whole, or the first layers and then some more, each
+    by themselves.
+    """
     (stage,) = plan.stages
     if what == "none":
         return plan
     groups = True if what == "all" else (stage.layers[:2], stage.layers[3:5])
-    changed = stage.model_copy(update={"recompute": groups, "recompute_s": None if groups is True else 1.0})
+    changed = stage.model_copy(
+        update={"recompute": groups, "recompute_s": None if groups is True else 1.0}
+    )
     return plan.model_copy(update={"stages": (changed,)})
 
 
 def compare(cases: Sequence[Case], replicas: int, each: int, folder: Path) -> None:
     alone, together = (
-        [case.job(folder / str(number), count, replicas * each) for number, case in enumerate(cases)]
+        [
+            case.job(folder / str(number), count, replicas * each)
+            for number, case in enumerate(cases)
+        ]
         for count in (1, replicas)
     )
     results = zip(run_jobs(alone, folder), run_jobs(together, folder), strict=True)
     for case, one, other, (expected, found) in zip(cases, alone, together, results, strict=True):
         tolerance = 1e-5 if case.exact else 2e-2
         assert losses(found) == pytest.approx(losses(expected), rel=tolerance), case
-        evaluated = [[(each.loss, each.metrics) for each in result.evaluations] for result in (expected, found)]
+        evaluated = [
+            [(each.loss, each.metrics) for each in result.evaluations]
+            for result in (expected, found)
+        ]
         for before, after in zip(*evaluated, strict=True):
             assert after[0] == pytest.approx(before[0], rel=tolerance), case
         weights = [torch.load(str(job.save_weights), weights_only=True) for job in (one, other)]
@@ -82,7 +103,11 @@ def compare(cases: Sequence[Case], replicas: int, each: int, folder: Path) -> No
             if name.rpartition(".")[2] in STATISTICS:  # each replica's are of its own microbatches
                 continue
             torch.testing.assert_close(
-                weights[1][name], tensor, rtol=1e-3, atol=2e-5 if case.exact else 2e-2, msg=f"{case} {name}"
+                weights[1][name],
+                tensor,
+                rtol=1e-3,
+                atol=2e-5 if case.exact else 2e-2,
+                msg=f"{case} {name}",
             )
 
 
@@ -113,13 +138,17 @@ TWO = [
     Case(3, "convolutional", recompute="some"),
     Case(3, "blocks", recompute="some"),
 ]
-# A last minibatch has microbatches of 4, 4, 4 and 3 samples; of 1, 1, 1 and none; and of one for a single replica.
+# A last minibatch has microbatches of 4, 4, 4 and 3 samples; of 1, 1, 1 and none; and of one for a
+# single replica.
 ENDS = [
     Case(2, "tied", samples=31, more=EVALUATION, options=EVALUATED),
     Case(3, "tied", samples=19, more=EVALUATION, options=EVALUATED),
     Case(3, samples=17, recompute="some", more=EVALUATION, options=EVALUATED),
 ]
-MIXED = [Case(2, numbers=HALF, more=STEEP, exact=False), Case(3, numbers=BFLOAT, recompute="some", exact=False)]
+MIXED = [
+    Case(2, numbers=HALF, more=STEEP, exact=False),
+    Case(3, numbers=BFLOAT, recompute="some", exact=False),
+]
 
 
 @pytest.mark.parametrize(
@@ -141,25 +170,45 @@ def test_four_replicas_train_as_one_process(tmp_path: Path) -> None:
 
 
 def test_any_plan_goes_on_where_another_stopped(tmp_path: Path) -> None:
-    """From weights that are divided to a pipeline, to gradients, an optimizer, and weights that are divided."""
+    """From weights that are divided to a pipeline, to gradients, an optimizer, and weights that are
+    divided.
+    """
     path = write_model(tmp_path, "tied", "adamw", more=SCHEDULER)
-    whole, cut = (make_plan(_profile(path, PLAIN), replicas, "1f1b-flush", 4) for replicas in ((2,), (1, 1)))
+    whole, cut = (
+        make_plan(_profile(path, PLAIN), replicas, "1f1b-flush", 4) for replicas in ((2,), (1, 1))
+    )
     course = [sharded(whole, 3), cut, sharded(whole, 2), sharded(whole, 1), sharded(whole, 3)]
-    job = Job(model=str(path), plan=whole, steps=2 * len(course), seed=SEED, save_weights=str(tmp_path / "whole.pt"))
+    job = Job(
+        model=str(path),
+        plan=whole,
+        steps=2 * len(course),
+        seed=SEED,
+        save_weights=str(tmp_path / "whole.pt"),
+    )
     jobs = [job]
     for number, plan in enumerate(course):
         checkpoints = CheckpointOptions(
             folder=str(tmp_path / "checkpoints"), every=2, resume="auto" if number else None
         )
         changed = {"plan": plan, "steps": 2 * (number + 1), "checkpoints": checkpoints}
-        jobs.append(job.model_copy(update=changed | {"save_weights": str(tmp_path / f"{number}.pt")}))
+        jobs.append(
+            job.model_copy(update=changed | {"save_weights": str(tmp_path / f"{number}.pt")})
+        )
     expected, *rest = run_jobs(jobs, tmp_path)
     assert [result.first_minibatch for result in rest] == [0, 2, 4, 6, 8]
-    assert [loss for result in rest for loss in losses(result)] == pytest.approx(losses(expected), rel=1e-5)
-    one, other = (torch.load(str(job.save_weights), weights_only=True) for job in (jobs[0], jobs[-1]))
+    assert [loss for result in rest for loss in losses(result)] == pytest.approx(
+        losses(expected), rel=1e-5
+    )
+    one, other = (
+        torch.load(str(job.save_weights), weights_only=True) for job in (jobs[0], jobs[-1])
+    )
     for name, tensor in one.items():
         torch.testing.assert_close(other[name], tensor, rtol=1e-3, atol=2e-5)
     newest = load_checkpoint(complete(tmp_path / "checkpoints")[-1])
-    sizes = [part.optimizer_file.size_bytes for part in newest.index.parts if part.optimizer_file is not None]
+    sizes = [
+        part.optimizer_file.size_bytes
+        for part in newest.index.parts
+        if part.optimizer_file is not None
+    ]
     assert len(sizes) == 2
     assert sizes[0] == pytest.approx(sizes[1], rel=0.2), "each replica has half of the state"

@@ -1,4 +1,6 @@
-"""Groups of replicas that divide weights and repeat each other train as one process does, to rounding."""
+"""Groups of replicas that divide weights and repeat each other train as one process does, to
+rounding.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,10 @@ MORE = [
     "cases",
     [
         pytest.param(CASES, id="some kinds"),
-        *(pytest.param([case], id=f"kind {number}", marks=pytest.mark.slow) for number, case in enumerate(MORE)),
+        *(
+            pytest.param([case], id=f"kind {number}", marks=pytest.mark.slow)
+            for number, case in enumerate(MORE)
+        ),
     ],
 )
 def test_two_groups_of_two_train_as_one_process(cases: list[Case], tmp_path: Path) -> None:
@@ -63,27 +68,53 @@ def test_two_groups_of_two_train_as_one_process(cases: list[Case], tmp_path: Pat
 
 
 def test_any_plan_goes_on_where_groups_stopped(tmp_path: Path) -> None:
-    """From groups that repeat each other to a pipeline, to weights that all divide, and to groups again."""
+    """From groups that repeat each other to a pipeline, to weights that all divide, and to groups
+    again.
+    """
     path = write_model(tmp_path, "tied", "adamw", more=SCHEDULER)
-    whole, cut = (make_plan(_profile(path, PLAIN), replicas, "1f1b-flush", 4) for replicas in ((4,), (2, 2)))
-    course = [sharded(whole, 3, 2), cut, sharded(whole, 2, 2), sharded(whole, 3), sharded(whole, 3, 2)]
-    job = Job(model=str(path), plan=whole, steps=2 * len(course), seed=SEED, save_weights=str(tmp_path / "whole.pt"))
+    whole, cut = (
+        make_plan(_profile(path, PLAIN), replicas, "1f1b-flush", 4) for replicas in ((4,), (2, 2))
+    )
+    course = [
+        sharded(whole, 3, 2),
+        cut,
+        sharded(whole, 2, 2),
+        sharded(whole, 3),
+        sharded(whole, 3, 2),
+    ]
+    job = Job(
+        model=str(path),
+        plan=whole,
+        steps=2 * len(course),
+        seed=SEED,
+        save_weights=str(tmp_path / "whole.pt"),
+    )
     jobs = [job]
     for number, plan in enumerate(course):
         checkpoints = CheckpointOptions(
             folder=str(tmp_path / "checkpoints"), every=2, resume="auto" if number else None
         )
         changed = {"plan": plan, "steps": 2 * (number + 1), "checkpoints": checkpoints}
-        jobs.append(job.model_copy(update=changed | {"save_weights": str(tmp_path / f"{number}.pt")}))
+        jobs.append(
+            job.model_copy(update=changed | {"save_weights": str(tmp_path / f"{number}.pt")})
+        )
 
     expected, *rest = run_jobs(jobs, tmp_path)
     assert [result.first_minibatch for result in rest] == [0, 2, 4, 6, 8]
-    assert [loss for result in rest for loss in losses(result)] == pytest.approx(losses(expected), rel=1e-5)
-    one, other = (torch.load(str(job.save_weights), weights_only=True) for job in (jobs[0], jobs[-1]))
+    assert [loss for result in rest for loss in losses(result)] == pytest.approx(
+        losses(expected), rel=1e-5
+    )
+    one, other = (
+        torch.load(str(job.save_weights), weights_only=True) for job in (jobs[0], jobs[-1])
+    )
     for name, tensor in one.items():
         torch.testing.assert_close(other[name], tensor, rtol=1e-3, atol=2e-5)
 
     newest = load_checkpoint(complete(tmp_path / "checkpoints")[-1])
-    sizes = [part.optimizer_file.size_bytes for part in newest.index.parts if part.optimizer_file is not None]
+    sizes = [
+        part.optimizer_file.size_bytes
+        for part in newest.index.parts
+        if part.optimizer_file is not None
+    ]
     assert len(sizes) == 2, "what the second group repeats is not written again"
     assert sizes[0] == pytest.approx(sizes[1], rel=0.2)

@@ -57,11 +57,15 @@ def _plan(path: Path, stages: int = 2, options: ModuleOptions = PLAIN) -> Plan:
     return make_plan(structural_profile(path, BATCH_SIZE, options), (1,) * stages, "1f1b-flush", 2)
 
 
-def _context(spec: TrainingSpec, plan: Plan, rank: int, defer: bool | None, evaluate: bool = False) -> PipelineContext:
+def _context(
+    spec: TrainingSpec, plan: Plan, rank: int, defer: bool | None, evaluate: bool = False
+) -> PipelineContext:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RANK", str(rank))
         options = TrainingOptions(evaluate_every=1 if evaluate else None)
-        job = Job(model=spec.origin, plan=plan, steps=1, seed=3, options=options, defer_weights=defer)
+        job = Job(
+            model=spec.origin, plan=plan, steps=1, seed=3, options=options, defer_weights=defer
+        )
         return pipeline_context(job, spec, CPU)
 
 
@@ -86,16 +90,22 @@ def test_equal_to_the_bit_however_they_are_made(model: Path) -> None:
         assert whole.keys() == deferred.keys()
         for name, tensor in whole.items():
             assert torch.equal(tensor, deferred[name]), name
-        assert (torch.bfloat16 in {tensor.dtype for tensor in whole.values()}) == (options.half is not None)
+        assert (torch.bfloat16 in {tensor.dtype for tensor in whole.values()}) == (
+            options.half is not None
+        )
 
 
 @pytest.mark.parametrize("defer", [False, True])
 def test_pretrained_weights_have_masters(tmp_path: Path, defer: bool) -> None:
-    """They are read into memory of their own, whose gradients are summed in float32 like any other's."""
+    """They are read into memory of their own, whose gradients are summed in float32 like any
+    other's.
+    """
     path = write_model(tmp_path, "language", "adamw", more=PRETRAINED)
     spec = load_model_file(path)
     write_tensors(tmp_path / "w.safetensors", spec.build_model().state_dict())
-    (held,) = _context(spec, _plan(path, 2, ModuleOptions(half=torch.bfloat16)), 0, defer).stages.values()
+    (held,) = _context(
+        spec, _plan(path, 2, ModuleOptions(half=torch.bfloat16)), 0, defer
+    ).stages.values()
     assert held.optimizer.sharding is not None
     masters = [shard.stepped for shard in held.optimizer.sharding.shards.values()]
     assert {each.dtype for each in masters} == {torch.float32}
@@ -105,7 +115,9 @@ def test_pretrained_weights_have_masters(tmp_path: Path, defer: bool) -> None:
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("model", ["convolutional", "tied", "blocks"], indirect=True)
 @pytest.mark.parametrize("defer", [False, True])
-def test_no_other_weights_are_kept(model: Path, defer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_other_weights_are_kept(
+    model: Path, defer: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Neither the stage in training nor in evaluation leads to the model that it was cut from."""
     alive: list[weakref.ref[nn.Parameter]] = []
     spec, plan = load_model_file(model), _plan(model)
@@ -151,7 +163,9 @@ def test_deferred_where_the_host_has_no_room(model: Path, monkeypatch: pytest.Mo
     assert _context(spec, plan, 0, None).deferred
 
 
-def test_built_whole_where_it_cannot_be_deferred(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_built_whole_where_it_cannot_be_deferred(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without being asked for, deferred weights stop no model: these blocks decide by values."""
     path = write_model(tmp_path, "blocks", "sgd")
     spec, plan = load_model_file(path), _plan(path)
@@ -180,26 +194,41 @@ def _write_shards(folder: Path, state: dict[str, torch.Tensor]) -> None:
     for file, own in parts.items():
         write_tensors(folder / file, {name: state[name] for name in own})
     weight_map = {name: file for file, own in parts.items() for name in own}
-    (folder / "model.safetensors.index.json").write_text(str({"weight_map": weight_map}).replace("'", '"'))
+    (folder / "model.safetensors.index.json").write_text(
+        str({"weight_map": weight_map}).replace("'", '"')
+    )
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("model", ["tied", "blocks"], indirect=True)
 @pytest.mark.parametrize("defer", [False, True])
-def test_pretrained_weights_equal_those_of_load_state_dict(model: Path, defer: bool, tmp_path: Path) -> None:
-    """From several files of bfloat16; and under a prefix, but for a part that keeps its first values."""
+def test_pretrained_weights_equal_those_of_load_state_dict(
+    model: Path, defer: bool, tmp_path: Path
+) -> None:
+    """From several files of bfloat16; and under a prefix, but for a part that keeps its first
+    values.
+    """
     spec, plan = load_model_file(model), _plan(model)
     torch.manual_seed(11)
-    half = {name: t.bfloat16() if t.is_floating_point() else t for name, t in spec.build_model().state_dict().items()}
+    half = {
+        name: t.bfloat16() if t.is_floating_point() else t
+        for name, t in spec.build_model().state_dict().items()
+    }
     half.pop("head.weight", None)  # tied weights have one name in some files
     _write_shards(tmp_path / "shards", half)
-    write_tensors(tmp_path / "prefixed.safetensors", {"net." + name: tensor for name, tensor in half.items()})
+    write_tensors(
+        tmp_path / "prefixed.safetensors", {"net." + name: tensor for name, tensor in half.items()}
+    )
     source = model.read_text()
     for more in (SHARDS, PREFIX):
         model.write_text(source + more)
         torch.manual_seed(3)
         reference = spec.build_model()
-        taken = {name: tensor for name, tensor in half.items() if more == SHARDS or not name.startswith(KEPT)}
+        taken = {
+            name: tensor
+            for name, tensor in half.items()
+            if more == SHARDS or not name.startswith(KEPT)
+        }
         reference.load_state_dict(taken, strict=False)
         expected = reference.state_dict()
         found = _states(load_model_file(model), plan, defer)
@@ -210,7 +239,9 @@ def test_pretrained_weights_equal_those_of_load_state_dict(model: Path, defer: b
 
 
 @pytest.mark.parametrize("defer", [False, True])
-def test_a_worker_reads_only_its_own_stages_tensors(model: Path, defer: bool, tmp_path: Path) -> None:
+def test_a_worker_reads_only_its_own_stages_tensors(
+    model: Path, defer: bool, tmp_path: Path
+) -> None:
     """From shards that have tensors of both stages."""
     plan, whole = _plan(model), load_model_file(model).build_model().state_dict()
     _write_shards(tmp_path / "shards", whole)
@@ -270,7 +301,11 @@ def _more(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     [
         (_without, "has no 'norm.bias', which the model has", "or None, from pretrained()"),
         (_longer, "has no 'embed.weight', which the model has", "its names are such as 'model."),
-        (_larger, r"'head.bias' has the shape \(7,\) in .*whole.safetensors' and \(19,\) in the model", "new head"),
+        (
+            _larger,
+            r"'head.bias' has the shape \(7,\) in .*whole.safetensors' and \(19,\) in the model",
+            "new head",
+        ),
         (_more, "has 'extra', which the model does not have", "leave the rest"),
     ],
 )
@@ -282,7 +317,9 @@ def test_files_of_another_model(
     tmp_path: Path,
 ) -> None:
     plan = _plan(model)
-    write_tensors(tmp_path / "whole.safetensors", change(load_model_file(model).build_model().state_dict()))
+    write_tensors(
+        tmp_path / "whole.safetensors", change(load_model_file(model).build_model().state_dict())
+    )
     model.write_text(model.read_text() + '\ndef pretrained():\n    return "whole.safetensors"\n')
     with pytest.raises(InputError, match=words) as caught:
         _context(load_model_file(model), plan, 1, False)
@@ -310,6 +347,8 @@ def test_what_is_no_file_of_weights(returned: str, words: str, model: Path, tmp_
         _context(load_model_file(model), plan, 0, None)
 
 
-def test_a_host_without_control_groups_has_the_memory_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_without_control_groups_has_the_memory_of_the_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(stages, "_LIMITS", ())
     assert stages.host_memory_bytes() > 2**20

@@ -28,7 +28,10 @@ from tests.executor.run.test_data import Numbers, samples
 def test_an_epoch_ends_with_what_is_left() -> None:
     data = DatasetBatches(Numbers(23), microbatch_size=5, microbatches=1, seed=1)
     assert data.minibatches_per_epoch == 5
-    epochs = [[n for m in range(5) for n in samples(data.batch(Unit(5 * epoch + m)))] for epoch in range(2)]
+    epochs = [
+        [n for m in range(5) for n in samples(data.batch(Unit(5 * epoch + m)))]
+        for epoch in range(2)
+    ]
     assert all(sorted(epoch) == list(range(23)) for epoch in epochs)
     assert [data.minibatch_size(m) for m in range(6)] == [5, 5, 5, 5, 3, 5]
 
@@ -66,7 +69,9 @@ def test_synchronous_schedules_average_over_the_samples_there_are(
 
 
 def test_asynchronous_1f1b_gives_each_minibatch_of_a_round_the_same_weight(tmp_path: Path) -> None:
-    """Equal to the bit. As in DistributedDataParallel, a round averages means, whatever their numbers of samples."""
+    """Equal to the bit. As in DistributedDataParallel, a round averages means, whatever their
+    numbers of samples.
+    """
     path = write_model(tmp_path, "language", "momentum", samples=19)
     profile = structural_profile(path, 4)
     plan = make_plan(profile, (2, 1))
@@ -79,7 +84,9 @@ def test_asynchronous_1f1b_gives_each_minibatch_of_a_round_the_same_weight(tmp_p
     def forward_loss(model: nn.Module, minibatch: int) -> Tensor:
         return eager.loss_of(spec, model, batches[minibatch])
 
-    losses, expected = delayed_updates(model, names, (2, 1), spec.optimizer, forward_loss, len(batches))
+    losses, expected = delayed_updates(
+        model, names, (2, 1), spec.optimizer, forward_loss, len(batches)
+    )
     assert len(batches) == 10
     assert [entry.loss for entry in result.losses] == losses
     for name, tensor in expected.items():
@@ -152,7 +159,9 @@ def dataset():
 
 @pytest.fixture
 def squeezed(tmp_path: Path) -> Path:
-    """A model file whose loss fails for one sample, and an epoch that ends with microbatches of two and one."""
+    """A model file whose loss fails for one sample, and an epoch that ends with microbatches of two
+    and one.
+    """
     path = tmp_path / "squeezed.py"
     path.write_text(SQUEEZED, encoding="utf-8")
     return path
@@ -171,7 +180,10 @@ def test_a_tail_that_the_model_fails_on_is_refused_before_the_first_step(squeeze
     with pytest.raises(PlannerError) as refused:
         planner.train(squeezed, plan, epochs=1)
 
-    assert "microbatches of 1 sample: the model fails on it: ValueError: Target size" in refused.value.message
+    assert (
+        "microbatches of 1 sample: the model fails on it: ValueError: Target size"
+        in refused.value.message
+    )
     assert "`drop_last`" in refused.value.hint
     trained = planner.train(squeezed, plan, epochs=1, options=TrainingOptions(drop_last=True))
     assert trained.minibatches == 2
@@ -185,7 +197,9 @@ def test_an_own_loop_refuses_such_a_minibatch_when_it_is_given(squeezed: Path) -
     for size in (8, 6, 4):
         fed.feed(spec.example_batch(size))
 
-    with pytest.raises(InputError, match="a minibatch of 3 samples has microbatches of 1 sample: the model fails"):
+    with pytest.raises(
+        InputError, match="a minibatch of 3 samples has microbatches of 1 sample: the model fails"
+    ):
         fed.feed(spec.example_batch(3))
     assert fed.count == 3
 
@@ -224,7 +238,8 @@ def dataset():
 def test_inputs_changed_in_place_and_a_model_made_at_import(tmp_path: Path) -> None:
     path = tmp_path / "in_place.py"
     path.write_text(IN_PLACE, encoding="utf-8")
-    planner.profile(path, batch_size=4, seconds=0.0, repeats=1)  # which compares two calls on one batch
+    # which compares two calls on one batch
+    planner.profile(path, batch_size=4, seconds=0.0, repeats=1)
     plan = make_plan(structural_profile(path, 4), (1, 1), "1f1b-flush", 1)
 
     result, weights = eager.run_one(path, plan, TrainingOptions(), epochs=2)

@@ -1,4 +1,6 @@
-"""Batches whose lengths vary train as in one process, which knows nothing of stages, captures and messages."""
+"""Batches whose lengths vary train as in one process, which knows nothing of stages, captures and
+messages.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,8 @@ CASES: list[tuple[str, tuple[int, ...], int]] = [
 def plans_of(profile: Profile, workers: int, *, shares: bool = False) -> list[Plan]:
     """Of all schedules on so many workers, and with recomputed layers and divided optimizers.
 
-    Stages that share weights must have as many minibatches in flight as each other where each updates by itself.
+    Stages that share weights must have as many minibatches in flight as each other where each
+    updates by itself.
     """
     plans = []
     for schedule, replicas, microbatches in CASES:
@@ -75,7 +78,9 @@ def plans_of(profile: Profile, workers: int, *, shares: bool = False) -> list[Pl
             continue
         if shares and find(schedule).stashes:
             replicas, depths = (1,) * workers, (workers,) * workers
-        plans.append(by_labels(make_plan(profile, replicas, schedule, microbatches, depths, chunks)))
+        plans.append(
+            by_labels(make_plan(profile, replicas, schedule, microbatches, depths, chunks))
+        )
     named = {(plan.schedule.name, plan.replicas): plan for plan in plans}
     if workers == 2:
         plans.append(recomputing(named["1f1b-flush", (1, 1)], (True, 2)))
@@ -95,16 +100,22 @@ TOGETHER = 4  # plans that one set of processes trains, which has a time-out
         pytest.param("gnmt", 2, True, id="gnmt 2 few"),
         pytest.param("packed", 4, True, id="packed 4 few", marks=pytest.mark.slow),
         *(
-            pytest.param(model, workers, False, id=f"{model} {workers}", marks=[pytest.mark.slow, LONG])
+            pytest.param(
+                model, workers, False, id=f"{model} {workers}", marks=[pytest.mark.slow, LONG]
+            )
             for model in MODELS
             for workers in (2, 4)
         ),
     ],
 )
-def test_losses_and_weights_equal_one_process(model: str, workers: int, few: bool, tmp_path: Path) -> None:
+def test_losses_and_weights_equal_one_process(
+    model: str, workers: int, few: bool, tmp_path: Path
+) -> None:
     """The last minibatch of an epoch is smaller, and some of its microbatches have no sample."""
     if model == "t5":
-        pytest.importorskip("transformers", reason="needs the extra 'hf': pip install 'transformers>=4.50'")
+        pytest.importorskip(
+            "transformers", reason="needs the extra 'hf': pip install 'transformers>=4.50'"
+        )
     path, minibatches = write(tmp_path, model), 10
     profile = structural_profile(path, SIZE)
     plans = plans_of(profile, workers, shares=model == "t5")[: FEW if few else None]
@@ -119,7 +130,9 @@ def test_groups_of_ranks_that_divide_layers(tmp_path: Path) -> None:
     path = write(tmp_path, "causal")
     profile = structural_profile(path, SIZE)
     plan = by_labels(make_plan(profile, (1, 1), "1f1b-flush", 3))
-    (trained,) = train(tmp_path, [Job(model=str(path), plan=in_groups(plan, 2), steps=5, seed=SEED)])
+    (trained,) = train(
+        tmp_path, [Job(model=str(path), plan=in_groups(plan, 2), steps=5, seed=SEED)]
+    )
     assert_equals_one_process(path, profile, plan, trained, 5)
 
 
@@ -139,7 +152,9 @@ def sampler(microbatch_size, microbatches, seed):
     checkpoints = CheckpointOptions(folder=str(tmp_path / "saved"), every=4, keep=9)
     whole = Job(model=str(path), plan=plan, steps=11, seed=SEED, options=options)
     first = whole.model_copy(update={"steps": 4, "checkpoints": checkpoints})
-    second = whole.model_copy(update={"checkpoints": CheckpointOptions(resume=str(tmp_path / "saved"))})
+    second = whole.model_copy(
+        update={"checkpoints": CheckpointOptions(resume=str(tmp_path / "saved"))}
+    )
     (one, weights), _, (rest, resumed) = train(tmp_path, [whole, first, second])
     assert [entry.loss for entry in one.losses[4:]] == [entry.loss for entry in rest.losses]
     assert all(torch.equal(tensor, resumed[name]) for name, tensor in weights.items())
@@ -170,7 +185,9 @@ def test_a_trace_has_the_lengths_of_microbatches(tmp_path: Path) -> None:
     units = [Unit(minibatch, number) for minibatch in range(3, 6) for number in range(4)]
     batches = [data.batch(unit) for unit in units]
     sizes = [tuple(tensor.shape[1] for tensor in batch.args) for batch in batches]
-    assert timeline.lengths == tuple((*unit, *pair) for unit, pair in zip(units, sizes, strict=True))
+    assert timeline.lengths == tuple(
+        (*unit, *pair) for unit, pair in zip(units, sizes, strict=True)
+    )
 
 
 def test_a_length_beyond_the_greatest_ends_the_run_before_it_is_sent(tmp_path: Path) -> None:
@@ -178,7 +195,9 @@ def test_a_length_beyond_the_greatest_ends_the_run_before_it_is_sent(tmp_path: P
     source = CAUSAL.replace("SAMPLES", "8").replace('"words": (3, 12)', '"words": (3, 10)')
     path.write_text(source, encoding="utf-8")
     plan = by_labels(make_plan(structural_profile(path, SIZE), (1, 1), "1f1b-flush", 2))
-    with pytest.raises(AssertionError, match=r"has a length of 1[12] in dimension 1 of its tensor 0.* is 3 to 10"):
+    with pytest.raises(
+        AssertionError, match=r"has a length of 1[12] in dimension 1 of its tensor 0.* is 3 to 10"
+    ):
         run_jobs([Job(model=str(path), plan=plan, steps=2, seed=SEED)], tmp_path)
 
 
@@ -186,18 +205,29 @@ def test_a_run_warns_once_of_lengths_that_the_plan_was_not_made_for(tmp_path: Pa
     path = write(tmp_path, "causal")
     plan = by_labels(make_plan(structural_profile(path, SIZE), (1, 1), "1f1b-flush", 2))
     data = make_batches(load_model_file(str(path)), SIZE, 2, SEED)
-    words = [data.batch(Unit(minibatch, number)).args[0].shape[1] for minibatch in range(15) for number in range(2)]
+    words = [
+        data.batch(Unit(minibatch, number)).args[0].shape[1]
+        for minibatch in range(15)
+        for number in range(2)
+    ]
     jobs = []
     for lengths in (words, [4, 5]):
         rows = tuple((each,) for each in lengths)
-        made_for = PlannedLengths(names=("words",), least=(3,), most=(12,), order="random", microbatches=rows)
+        made_for = PlannedLengths(
+            names=("words",), least=(3,), most=(12,), order="random", microbatches=rows
+        )
         own = plan.model_copy(update={"lengths": made_for})
         jobs.append(Job(model=str(path), plan=own, steps=20, seed=SEED))
     run_jobs(jobs, tmp_path)
-    warnings = [line for line in (tmp_path / "workers.log").read_text("utf-8").splitlines() if "was made for" in line]
+    warnings = [
+        line
+        for line in (tmp_path / "workers.log").read_text("utf-8").splitlines()
+        if "was made for" in line
+    ]
     assert len(warnings) == 1
     assert re.search(
-        r"the mean length 'words' of microbatches is \d+\.\d, and the plan was made for 4\.5;", warnings[0]
+        r"the mean length 'words' of microbatches is \d+\.\d, and the plan was made for 4\.5;",
+        warnings[0],
     )
 
 
@@ -226,12 +256,31 @@ with planner.pipeline(planner.load_plan("plan.json"), "causal.py", seed=SEED, ev
 
 def test_a_loop_of_the_users_own(tmp_path: Path) -> None:
     path = write(tmp_path, "causal")
-    save_plan(make_plan(structural_profile(path, 2), (1, 1), "1f1b-flush", 3), tmp_path / "plan.json")
+    save_plan(
+        make_plan(structural_profile(path, 2), (1, 1), "1f1b-flush", 3), tmp_path / "plan.json"
+    )
     (tmp_path / "script.py").write_text(OWN_LOOP.replace("SEED", str(SEED)), encoding="utf-8")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "script.py"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(Path.cwd())}
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "script.py",
+    ]
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONPATH": str(Path.cwd()),
+    }
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env=environment, cwd=tmp_path
+        command,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+        env=environment,
+        cwd=tmp_path,
     )
     assert "minibatch 4 has a length of 13 in dimension 1" in done.stderr, done.stderr
     losses, evaluations = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
@@ -257,5 +306,7 @@ def test_a_loop_of_the_users_own(tmp_path: Path) -> None:
         expected.append(float(loss.detach()))
     assert losses == pytest.approx(expected, rel=1e-9)
     with torch.no_grad():
-        means = [[float(whole_loss(batch(2, words))) for words in pair] for pair in ((4, 11), (8, 3))]
+        means = [
+            [float(whole_loss(batch(2, words))) for words in pair] for pair in ((4, 11), (8, 3))
+        ]
     assert evaluations == pytest.approx([sum(pair) / 2 for pair in means], rel=1e-9)

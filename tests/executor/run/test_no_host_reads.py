@@ -1,4 +1,6 @@
-"""In the steady state the host reads nothing that a device computes: on a GPU each read would wait for the device."""
+"""In the steady state the host reads nothing that a device computes: on a GPU each read would wait
+for the device.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ class Held:
 
 
 class _Methods(TorchFunctionMode):
-    """Counts methods that copy a tensor to the host; most of them are no operation that a dispatcher sees."""
+    """Counts methods that copy a tensor to the host; most of them are no operation that a
+    dispatcher sees.
+    """
 
     READS = (Tensor.tolist, Tensor.numpy, Tensor.cpu, Tensor.item)
 
@@ -64,7 +68,9 @@ class _Methods(TorchFunctionMode):
 
 
 class _Operations(TorchDispatchMode):
-    """Counts operations whose result is a number of the host's: those behind `float`, `bool`, `item` and `equal`."""
+    """Counts operations whose result is a number of the host's: those behind `float`, `bool`,
+    `item` and `equal`.
+    """
 
     READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
 
@@ -93,14 +99,23 @@ class NcclOnCpu(Place):
 
 
 def test_reads_are_counted() -> None:
-    for read in (float, bool, Tensor.item, Tensor.tolist, lambda t: t.cpu(), lambda t: torch.equal(t, t)):
+    for read in (
+        float,
+        bool,
+        Tensor.item,
+        Tensor.tolist,
+        lambda t: t.cpu(),
+        lambda t: torch.equal(t, t),
+    ):
         with counted() as reads:
             read(torch.ones(()))
         assert reads() > 0, read
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("place", [CPU, NcclOnCpu(CPU.compute, CPU.wire)], ids=["posted ahead", "posted in runs"])
+@pytest.mark.parametrize(
+    "place", [CPU, NcclOnCpu(CPU.compute, CPU.wire)], ids=["posted ahead", "posted in runs"]
+)
 @pytest.mark.parametrize(
     "case",
     [
@@ -176,13 +191,17 @@ def test_an_overflow_in_what_was_sent_is_read_once_per_update() -> None:
 def test_averaging_reads_which_gradients_there_are_only_where_one_is_missing() -> None:
     weights = [nn.Parameter(torch.ones(3)) for _ in range(4)]
     with lone_rank(0, 2):
-        averager = GradientAverager([WholeBucket(chunk) for chunk in chunks(weights)], dist.new_group([0, 1]))
+        averager = GradientAverager(
+            [WholeBucket(chunk) for chunk in chunks(weights)], dist.new_group([0, 1])
+        )
         for used, expected in ((4, 0), (3, 1)):
             for weight in weights:
                 weight.grad = None
             with counted() as reads:
                 averager.begin()
-                torch.autograd.backward(torch.stack([weight.sum() for weight in weights[:used]]).sum())
+                torch.autograd.backward(
+                    torch.stack([weight.sum() for weight in weights[:used]]).sum()
+                )
                 averager.finish(2)
             assert reads() == expected
             for weight in weights[:used]:
@@ -192,7 +211,9 @@ def test_averaging_reads_which_gradients_there_are_only_where_one_is_missing() -
 
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_a_divided_update_reads_nothing(clip: float | None) -> None:
-    """Sums, norm, step and exchange of the weights; and which gradients there are, only where one is missing."""
+    """Sums, norm, step and exchange of the weights; and which gradients there are, only where one
+    is missing.
+    """
     module = nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40))
     with lone_rank(0, 2):
         group = dist.new_group([0, 1])

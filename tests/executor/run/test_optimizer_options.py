@@ -36,7 +36,9 @@ def optimizer(named_parameters):
 """
 
 
-def clip_and_follow(scheduled: dict[int, torch.optim.lr_scheduler.LRScheduler], clip: float | None) -> Step:
+def clip_and_follow(
+    scheduled: dict[int, torch.optim.lr_scheduler.LRScheduler], clip: float | None
+) -> Step:
     """Clip a stage's gradients, step, then let the schedule follow the minibatches."""
 
     def step(optimizer: Optimizer, parameters: list[nn.Parameter], minibatches: int) -> None:
@@ -49,7 +51,9 @@ def clip_and_follow(scheduled: dict[int, torch.optim.lr_scheduler.LRScheduler], 
     return step
 
 
-def assert_delayed(case: Case, replicas: tuple[int, ...], outcome: tuple[object, dict[str, Tensor]]) -> None:
+def assert_delayed(
+    case: Case, replicas: tuple[int, ...], outcome: tuple[object, dict[str, Tensor]]
+) -> None:
     """Equal, to the bit, to delayed rounds whose gradients are clipped per stage."""
     spec, options = load_model_file(case.path), case.options
     batches = eager.minibatches(spec, 4, 1)
@@ -94,7 +98,9 @@ def assert_plain(case: Case, microbatches: int, outcome: tuple[object, dict[str,
 
     def step(optimizer: Optimizer) -> None:
         assert case.options.clip_grad_norm is not None
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), case.options.clip_grad_norm)))
+        norms.append(
+            float(torch.nn.utils.clip_grad_norm_(model.parameters(), case.options.clip_grad_norm))
+        )
         optimizer.step()
         scheduler.step()
 
@@ -116,12 +122,16 @@ def test_schedules_and_clipping(replicas: tuple[int, ...], flush: str, tmp_path:
     more = SCHEDULE + GROUPS
     path = write_model(tmp_path, "language", "momentum", samples=SAMPLES, more=more)
     profile = structural_profile(path, 4)
-    plain, rounds = make_plan(profile, replicas), TrainingOptions(clip_grad_norm=CLIP, scale_lr=True)
+    plain, rounds = (
+        make_plan(profile, replicas),
+        TrainingOptions(clip_grad_norm=CLIP, scale_lr=True),
+    )
     synchronous = make_plan(profile, replicas, flush, 2)
     cases = [
         Case(path, plain, TrainingOptions(clip_grad_norm=CLIP, late_lr=0.3), epochs=1),
         Case(path, plain, rounds, epochs=1),
-        Case(path, synchronous, TrainingOptions(clip_grad_norm=CLIP, late_lr=0.3), epochs=1),  # nothing is late
+        # nothing is late
+        Case(path, synchronous, TrainingOptions(clip_grad_norm=CLIP, late_lr=0.3), epochs=1),
     ]
     first, second, third = eager.run_cases(cases)
     assert_delayed(cases[0], replicas, first)
@@ -130,7 +140,10 @@ def test_schedules_and_clipping(replicas: tuple[int, ...], flush: str, tmp_path:
 
 
 def test_a_scheduler_that_needs_the_loss_is_refused(tmp_path: Path) -> None:
-    more = "\ndef scheduler(optimizer):\n    return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)\n"
+    more = (
+        "\ndef scheduler(optimizer):\n    return "
+        "torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)\n"
+    )
     spec = load_model_file(write_model(tmp_path, "language", "sgd", more=more))
     optimizer = spec.optimizer([nn.Parameter(torch.zeros(1))])
     with pytest.raises(ModelFileError, match=r"scheduler\(\) at .* returned a ReduceLROnPlateau"):

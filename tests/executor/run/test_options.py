@@ -1,4 +1,6 @@
-"""Plans with autocast, channels-last or compilation equal references with the same options, without the executor."""
+"""Plans with autocast, channels-last or compilation equal references with the same options, without
+the executor.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,10 @@ def _reference(job: Job, options: ModuleOptions) -> list[float]:
         return module(data.batch(Unit(minibatch)), {})["loss"]  # type: ignore[no-any-return]
 
     owner = {name: layer.name for layer in graph.layers for name in layer.parameters}
-    names = [[name for name, _ in whole.named_parameters() if owner[name] in stage.layers] for stage in job.plan.stages]
+    names = [
+        [name for name, _ in whole.named_parameters() if owner[name] in stage.layers]
+        for stage in job.plan.stages
+    ]
     return delayed_updates(whole, names, (1, 1), file.optimizer, forward_loss, MINIBATCHES)[0]
 
 
@@ -87,10 +92,15 @@ def test_channels_last_to_the_bit(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_compiled_to_rounding(tmp_path: Path) -> None:
-    jobs = [_job(tmp_path, model, ModuleOptions(compiled=True)) for model in ("convolutional", "language", "blocks")]
+    jobs = [
+        _job(tmp_path, model, ModuleOptions(compiled=True))
+        for model in ("convolutional", "language", "blocks")
+    ]
     for job, result in zip(jobs, run_jobs(jobs, tmp_path), strict=True):
         expected = _reference(job, ModuleOptions())
-        assert [entry.loss for entry in result.losses] == pytest.approx(expected, rel=1e-4), job.model
+        assert [entry.loss for entry in result.losses] == pytest.approx(expected, rel=1e-4), (
+            job.model
+        )
         assert max(report.weight_versions for report in result.reports) > 1
 
 
@@ -130,4 +140,6 @@ def test_the_baseline_honours_them(compiled: bool, tmp_path: Path) -> None:
     plan = make_plan(structural_profile(path, BATCH_SIZE, options), (1,))
     result: TrainResult = train(path, plan, steps=MINIBATCHES, seed=SEED, baseline="data-parallel")
     expected = _data_parallel(load_model_file(path))
-    assert [entry.loss for entry in result.losses] == pytest.approx(expected, rel=1e-4 if compiled else 0.0)
+    assert [entry.loss for entry in result.losses] == pytest.approx(
+        expected, rel=1e-4 if compiled else 0.0
+    )

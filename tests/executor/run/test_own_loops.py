@@ -1,4 +1,6 @@
-"""Own loops whose ranks differ end with a sentence that says how; those that only take their time do not."""
+"""Own loops whose ranks differ end with a sentence that says how; those that only take their time
+do not.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from tests.executor.plans import make_plan, structural_profile
 SYNCHRONOUS, ASYNCHRONOUS = "synchronous.json", "asynchronous.json"
 OTHERS = "rank 1 got other samples than rank 0, or in another order"
 LENGTHS = (
-    "rank 1 ended the loop after 3 minibatches, and on rank 0 another minibatch comes: loaders of different length"
+    "rank 1 ended the loop after 3 minibatches, and on rank 0 another minibatch comes: "
+    "loaders of different length"
 )
 
 
@@ -22,7 +25,10 @@ def folder(tmp_path: Path) -> Path:
     """A folder with the model, and a plan of two stages under each kind of schedule."""
     path = tmp_path / "model.py"
     path.write_text(MODEL, encoding="utf-8")
-    save_plan(make_plan(structural_profile(path, SIZE // 2), (1, 1), "1f1b-flush", 2), tmp_path / SYNCHRONOUS)
+    save_plan(
+        make_plan(structural_profile(path, SIZE // 2), (1, 1), "1f1b-flush", 2),
+        tmp_path / SYNCHRONOUS,
+    )
     save_plan(make_plan(structural_profile(path, SIZE), (1, 1)), tmp_path / ASYNCHRONOUS)
     return tmp_path
 
@@ -32,7 +38,10 @@ DIFFERENT: dict[str, tuple[int, str]] = {
     "sampled": (0, f"minibatch 0 is not the same on all ranks: {OTHERS}"),
     "shuffled": (1, f"minibatch 1 is not the same on all ranks: {OTHERS}"),
     "reordered": (2, f"minibatch 2 is not the same on all ranks: {OTHERS}"),
-    "smaller": (2, "minibatch 2 is not the same on all ranks: it has 4 samples on rank 1, and 8 on rank 0"),
+    "smaller": (
+        2,
+        "minibatch 2 is not the same on all ranks: it has 4 samples on rank 1, and 8 on rank 0",
+    ),
     "short": (3, LENGTHS),
     "uneven": (3, f"minibatch 3 is not the same on all ranks: {OTHERS}"),
     "evaluated_otherwise": (
@@ -51,11 +60,15 @@ DIFFERENT: dict[str, tuple[int, str]] = {
 
 def quickly(*names: str) -> list[object]:
     """Return all loops that differ, those but `names` as slow tests."""
-    return [name if name in names else pytest.param(name, marks=pytest.mark.slow) for name in DIFFERENT]
+    return [
+        name if name in names else pytest.param(name, marks=pytest.mark.slow) for name in DIFFERENT
+    ]
 
 
 @pytest.mark.parametrize("name", quickly("sampled", "short"))
-def test_under_synchronous_schedules_all_ranks_say_at_once_who_differs(name: str, folder: Path) -> None:
+def test_under_synchronous_schedules_all_ranks_say_at_once_who_differs(
+    name: str, folder: Path
+) -> None:
     first, words = DIFFERENT[name]
     reports, log = run_loop(name, folder, SYNCHRONOUS)
     for report in reports:
@@ -76,9 +89,15 @@ def test_under_asynchronous_schedules_no_update_has_what_differs(name: str, fold
 
 @pytest.mark.parametrize("plan", [SYNCHRONOUS, pytest.param(ASYNCHRONOUS, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "name", ["slow_alone", *(pytest.param(name, marks=pytest.mark.slow) for name in ("same", "slow_everywhere"))]
+    "name",
+    [
+        "slow_alone",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("same", "slow_everywhere")),
+    ],
 )
-def test_loops_that_take_their_time_or_shuffle_alike_go_on(name: str, plan: str, folder: Path) -> None:
+def test_loops_that_take_their_time_or_shuffle_alike_go_on(
+    name: str, plan: str, folder: Path
+) -> None:
     reports, log = run_loop(name, folder, plan)
     assert [report.get("error") for report in reports] == [None, None], log
     assert reports[0]["losses"] == reports[1]["losses"]
@@ -86,14 +105,21 @@ def test_loops_that_take_their_time_or_shuffle_alike_go_on(name: str, plan: str,
 
 
 @pytest.mark.parametrize("plan", [SYNCHRONOUS, pytest.param(ASYNCHRONOUS, marks=pytest.mark.slow)])
-def test_a_rank_that_does_not_come_back_from_its_own_code_is_named_after_the_time_out(plan: str, folder: Path) -> None:
+def test_a_rank_that_does_not_come_back_from_its_own_code_is_named_after_the_time_out(
+    plan: str, folder: Path
+) -> None:
     reports, log = run_loop("never_back", folder, plan)
     assert {} in reports, "the one that sleeps cannot say anything"
-    (line,) = {each for each in log.splitlines() if each.startswith("worker 1 (stage 1): has not moved for ")}
+    (line,) = {
+        each
+        for each in log.splitlines()
+        if each.startswith("worker 1 (stage 1): has not moved for ")
+    }
     waited_s = float(line.partition(" for ")[2].partition(" s,")[0])
     assert waited_s >= HANG_TIMEOUT_S
     assert "while running the script's own code" in line
     assert "in never_back()" in line
     assert (
-        "hint: look there for what may block; allow more time with planner.pipeline(..., hang_timeout=SECONDS)" in log
+        "hint: look there for what may block; allow more time with planner.pipeline(..., "
+        "hang_timeout=SECONDS)" in log
     )

@@ -77,13 +77,17 @@ def path(tmp_path: Path) -> Path:
     return written
 
 
-def plan_of(path: Path, replicas: tuple[int, ...], schedule: str, microbatches: int, size: int) -> Plan:
+def plan_of(
+    path: Path, replicas: tuple[int, ...], schedule: str, microbatches: int, size: int
+) -> Plan:
     profile = structural_profile(path, size).model_copy(update={"loss": PADDED})
     return make_plan(profile, replicas, schedule, microbatches)
 
 
 def one_device(spec: TrainingSpec, minibatch_size: int) -> tuple[nn.Module, list[float]]:
-    """Train the whole model on whole minibatches, in the order of the product's data; return it and the losses."""
+    """Train the whole model on whole minibatches, in the order of the product's data; return it and
+    the losses.
+    """
     losses = []
     torch.manual_seed(SEED)
     model = spec.build_model()
@@ -92,10 +96,15 @@ def one_device(spec: TrainingSpec, minibatch_size: int) -> tuple[nn.Module, list
     assert dataset is not None
     assert spec.loss is not None
     for epoch in range(EPOCHS):
-        order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(SEED * 1_000_003 + epoch)).tolist()
+        order = torch.randperm(
+            SAMPLES, generator=torch.Generator().manual_seed(SEED * 1_000_003 + epoch)
+        ).tolist()
         for start in range(0, SAMPLES, minibatch_size):
             items = [dataset[index] for index in order[start : start + minibatch_size]]
-            tokens, labels = torch.stack([item[0][0] for item in items]), torch.stack([item[1] for item in items])
+            tokens, labels = (
+                torch.stack([item[0][0] for item in items]),
+                torch.stack([item[1] for item in items]),
+            )
             optimizer.zero_grad()
             loss = spec.loss(model(tokens), labels)
             torch.autograd.backward(loss)
@@ -109,7 +118,10 @@ def mean_loss(spec: TrainingSpec, model: nn.Module) -> float:
     assert dataset is not None
     assert spec.loss is not None
     items = [dataset[index] for index in range(SAMPLES)]
-    tokens, labels = torch.stack([item[0][0] for item in items]), torch.stack([item[1] for item in items])
+    tokens, labels = (
+        torch.stack([item[0][0] for item in items]),
+        torch.stack([item[1] for item in items]),
+    )
     with torch.no_grad():
         return float(spec.loss(model(tokens), labels))
 
@@ -145,13 +157,21 @@ def test_every_schedule_and_replica_trains_as_one_device(path: Path, tmp_path: P
 
 
 def test_data_parallelism_trains_as_one_device(path: Path) -> None:
-    result = train(path, plan_of(path, (1, 1), "1f1b-flush", 4, 2), epochs=EPOCHS, seed=SEED, baseline="data-parallel")
+    result = train(
+        path,
+        plan_of(path, (1, 1), "1f1b-flush", 4, 2),
+        epochs=EPOCHS,
+        seed=SEED,
+        baseline="data-parallel",
+    )
     _, losses = one_device(load_model_file(path), 8)
     assert [each.loss for each in result.losses] == pytest.approx(losses, rel=1e-5)
 
 
 class _Counted(BatchSource):
-    """Batches of one sample whose labels count as often as the microbatch's number says; notes what is read."""
+    """Batches of one sample whose labels count as often as the microbatch's number says; notes what
+    is read.
+    """
 
     def __init__(self) -> None:
         super().__init__(4)

@@ -1,7 +1,9 @@
-"""Optimizers and schedulers of the whole model, which every stage steps its part of, equal those of one process.
+"""Optimizers and schedulers of the whole model, which every stage steps its part of, equal those of
+one process.
 
-The kinds: groups by name, by place in the list and by the shape of parameters; schedulers with a value per group, with
-momentum, and made of others; parts of the optimizer's state on replicas; going on under another cut.
+The kinds: groups by name, by place in the list and by the shape of parameters; schedulers with a
+value per group, with momentum, and made of others; parts of the optimizer's state on replicas;
+going on under another cut.
 """
 
 from __future__ import annotations
@@ -184,8 +186,12 @@ def test_stages_have_the_rates_of_one_process(tmp_path: Path) -> None:
     """To the bit, where nothing is averaged."""
     paths = [written(tmp_path, name, content) for name, content in FILES.items()]
     made = [structural_profile(path, SIZE) for path in paths]
-    plans = [(path, make_plan(each, (1, 1), "1f1b-flush")) for path, each in zip(paths, made, strict=True)]
-    # A minibatch of two microbatches, on four stages of two workers, and on two replicas that divide the state.
+    plans = [
+        (path, make_plan(each, (1, 1), "1f1b-flush"))
+        for path, each in zip(paths, made, strict=True)
+    ]
+    # A minibatch of two microbatches, on four stages of two workers, and on two replicas that
+    # divide the state.
     smaller = structural_profile(paths[1], SIZE // 2)
     plans.append((paths[1], make_plan(smaller, (1,) * 4, "interleaved", 2, chunks=2)))
     plans.append((paths[1], sharded(make_plan(smaller, (2,), "1f1b-flush", 2))))
@@ -198,7 +204,9 @@ def test_stages_have_the_rates_of_one_process(tmp_path: Path) -> None:
         exact = number < len(FILES)
         rtol, atol = (0.0, 0.0) if exact else (1e-4, 1e-6)
         for name, value in weights.items():
-            torch.testing.assert_close(saved[name], value, rtol=rtol, atol=atol, msg=f"{job.model}: {name}")
+            torch.testing.assert_close(
+                saved[name], value, rtol=rtol, atol=atol, msg=f"{job.model}: {name}"
+            )
         assert [each.loss for each in result.losses] == pytest.approx(losses, rel=1e-6)
 
 
@@ -232,7 +240,9 @@ def test_groups_go_on_under_another_cut(tmp_path: Path) -> None:
 def _cut_at(made: planner.Profile, plan: Plan, names: Sequence[str], count: int) -> Plan:
     """Return the plan of two stages, of which the first has so many layers."""
     cluster = planner.flat_cluster(2, 1e9)
-    found = planner.price(made, cluster, [names[count - 1]], schedule=plan.schedule.name, microbatches=1)
+    found = planner.price(
+        made, cluster, [names[count - 1]], schedule=plan.schedule.name, microbatches=1
+    )
     assert [len(stage.layers) for stage in found.stages] == [count, len(names) - count]
     return found
 
@@ -262,12 +272,16 @@ def test_a_run_that_would_combine_parts_is_refused_and_one_stage_trains(tmp_path
     with pytest.raises(PlannerError, match=message) as error:  # of a worker
         planner.train(path, make_plan(made, (1, 1), "1f1b-flush"), steps=2)
     assert "`max_stages=1`" in error.value.hint
-    alone = planner.solve(made, planner.flat_cluster(2, 1e9), max_stages=1, tensor=[1], shard_optimizer="never")
+    alone = planner.solve(
+        made, planner.flat_cluster(2, 1e9), max_stages=1, tensor=[1], shard_optimizer="never"
+    )
     assert planner.train(path, alone, steps=2).minibatches == 2
 
 
 def plan_of(tmp_path: Path, replicas: tuple[int, ...]) -> Plan:
-    return make_plan(structural_profile(written(tmp_path, "place", BY_PLACE), SIZE), replicas, "1f1b-flush", 2)
+    return make_plan(
+        structural_profile(written(tmp_path, "place", BY_PLACE), SIZE), replicas, "1f1b-flush", 2
+    )
 
 
 NET = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
@@ -281,11 +295,15 @@ def check(optimizer: object, plan: Plan, parts: list[list[str]] = PARTS) -> None
 
 
 def test_what_is_divided_decides(tmp_path: Path) -> None:
-    """Stages divide parameters, and replicas or ranks divide elements of them; replicas alone divide nothing."""
+    """Stages divide parameters, and replicas or ranks divide elements of them; replicas alone
+    divide nothing.
+    """
     two, one, pair = plan_of(tmp_path, (1, 1)), plan_of(tmp_path, (1,)), plan_of(tmp_path, (2,))
     whole = [[name for part in PARTS for name in part]]
     for optimizer in people.COMBINING.values():
-        with pytest.raises(PlanError, match=r"has 2 stages with an optimizer each, but .* combines parameters"):
+        with pytest.raises(
+            PlanError, match=r"has 2 stages with an optimizer each, but .* combines parameters"
+        ):
             check(optimizer, two)
         check(optimizer, one, whole)
         check(optimizer, pair, whole)
@@ -334,14 +352,19 @@ def optimizer(parameters):
     return Averaging(parameters, lr=0.1)
 """
     path = written(tmp_path, "averaging", averaging, more)
-    with pytest.raises(ModelFileError, match=r"step\(\) of Averaging communicates with other processes \(allreduce\)"):
+    with pytest.raises(
+        ModelFileError,
+        match=r"step\(\) of Averaging communicates with other processes \(allreduce\)",
+    ):
         planner.profile(path, batch_size=SIZE, seconds=0.1)
     plan = make_plan(structural_profile(path, SIZE), (1, 1), "1f1b-flush")
     with pytest.raises(PlannerError, match="communicates"):  # of a worker
         planner.train(path, plan, steps=2)
 
 
-def test_profile_says_what_solve_takes_into_account(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_profile_says_what_solve_takes_into_account(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = written(tmp_path, "normalised", NORMALISED)
     made = planner.profile(path, batch_size=SIZE, seconds=0.1)
     assert made.optimizer_separable is False
@@ -352,6 +375,9 @@ def test_profile_says_what_solve_takes_into_account(tmp_path: Path, caplog: pyte
 
 
 def test_schedulers_are_refused_by_profile(tmp_path: Path) -> None:
-    waiting = NORMALISED + "\ndef scheduler(optimizer):\n    return lr_scheduler.ReduceLROnPlateau(optimizer)\n"
+    waiting = (
+        NORMALISED
+        + "\ndef scheduler(optimizer):\n    return lr_scheduler.ReduceLROnPlateau(optimizer)\n"
+    )
     with pytest.raises(ModelFileError, match="follows the number of steps alone"):
         planner.profile(written(tmp_path, "waiting", waiting), batch_size=SIZE, seconds=0.1)

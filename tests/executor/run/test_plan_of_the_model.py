@@ -35,7 +35,10 @@ EDITS: dict[str, tuple[Edit, str]] = {
     "without its first layer": (lambda layers: layers[0].pop(0), "where the model has 'embed'"),
     "with layers swapped": (lambda layers: layers[0].reverse(), "where the model has 'embed'"),
     "with stages swapped": (lambda layers: layers.reverse(), "where the model has 'loss'"),
-    "cut elsewhere": (lambda layers: layers[1].insert(0, layers[0].pop()), "does not send the value"),
+    "cut elsewhere": (
+        lambda layers: layers[1].insert(0, layers[0].pop()),
+        "does not send the value",
+    ),
 }
 
 
@@ -43,8 +46,13 @@ def edited(plan: Plan, edit: Edit) -> Plan:
     """The plan with other layers in its stages, as an editor would leave it."""
     layers = [list(stage.layers) for stage in plan.stages]
     edit(layers)
-    stages = [stage.model_copy(update={"layers": tuple(own)}) for stage, own in zip(plan.stages, layers, strict=True)]
-    return Plan.model_validate_json(plan.model_copy(update={"stages": tuple(stages)}).model_dump_json())
+    stages = [
+        stage.model_copy(update={"layers": tuple(own)})
+        for stage, own in zip(plan.stages, layers, strict=True)
+    ]
+    return Plan.model_validate_json(
+        plan.model_copy(update={"stages": tuple(stages)}).model_dump_json()
+    )
 
 
 @pytest.fixture
@@ -77,18 +85,27 @@ def test_other_fields_change_no_bit(language: tuple[Path, Plan], tmp_path: Path)
     path, plan = language
     first, last = plan.stages
     wrong = [
-        transfer.model_copy(update={"output_bytes": 1, "gradient_bytes": 10**6, "values": transfer.values[::-1]})
+        transfer.model_copy(
+            update={"output_bytes": 1, "gradient_bytes": 10**6, "values": transfer.values[::-1]}
+        )
         for transfer in plan.transfers
     ]
-    other_ranks = first.model_copy(update={"ranks": last.ranks}), last.model_copy(update={"ranks": first.ranks})
+    other_ranks = (
+        first.model_copy(update={"ranks": last.ranks}),
+        last.model_copy(update={"ranks": first.ranks}),
+    )
     plans = [
         plan,
         plan.model_copy(update={"transfers": tuple(wrong)}),
         plan.model_copy(update={"stages": other_ranks}),
-        plan.model_copy(update={"stages": (first.model_copy(update={"forward_s": 9.0, "in_flight": 1}), last)}),
+        plan.model_copy(
+            update={"stages": (first.model_copy(update={"forward_s": 9.0, "in_flight": 1}), last)}
+        ),
     ]
     jobs = [
-        Job(model=str(path), plan=each, steps=6, seed=3, save_weights=str(tmp_path / f"{number}.pt"))
+        Job(
+            model=str(path), plan=each, steps=6, seed=3, save_weights=str(tmp_path / f"{number}.pt")
+        )
         for number, each in enumerate(plans)
     ]
     run_jobs(jobs, tmp_path)
@@ -106,7 +123,13 @@ def test_a_run_without_any_loss_is_an_error(
     weights = tmp_path / "weights.pt"
     less = edited(plan, EDITS["without its last layer"][0])
     job = Job(model=str(path), plan=less, steps=3, save_weights=str(weights))
-    variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    variables = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+    }
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     join_group()
@@ -114,7 +137,10 @@ def test_a_run_without_any_loss_is_an_error(
         with mock.patch.object(stages_of_workers, "check_same_model"):
             context = pipeline_context(job, load_model_file(str(path)), CPU)
         priority = mock.patch.object(train_of_workers, "_let_messages_interrupt")  # of this process
-        with priority, pytest.raises(PlannerError, match="no worker has computed a loss, of 3 minibatches"):
+        with (
+            priority,
+            pytest.raises(PlannerError, match="no worker has computed a loss, of 3 minibatches"),
+        ):
             train_of_workers.train(context)
     finally:
         torch.distributed.destroy_process_group()

@@ -1,4 +1,6 @@
-"""Rates and other hyperparameters of a stage are those that one process has, or the run is refused."""
+"""Rates and other hyperparameters of a stage are those that one process has, or the run is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,9 @@ def scheduler(optimizer):
 """
 
 
-def job_of(folder: Path, more: str, replicas: tuple[int, ...], steps: int = 4, **other: object) -> Job:
+def job_of(
+    folder: Path, more: str, replicas: tuple[int, ...], steps: int = 4, **other: object
+) -> Job:
     path = folder / "model.py"
     path.write_text(MODEL + more, encoding="utf-8")
     plan = make_plan(structural_profile(path, 4), replicas, "1f1b-flush", 2)
@@ -91,7 +95,10 @@ def test_an_optimizer_that_looks_at_the_workers_is_refused(name: str, tmp_path: 
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (NORM.replace("BEGINS", "0"), r"but scheduler\(\) gives '0.weight' another `lr` where it sees a part"),
+        (
+            NORM.replace("BEGINS", "0"),
+            r"but scheduler\(\) gives '0.weight' another `lr` where it sees a part",
+        ),
         (
             NORM.replace("BEGINS", "12"),
             r"scheduler\(\) gives group 0 of the parameters the `lr` .+ in this worker, and 0",
@@ -100,11 +107,16 @@ def test_an_optimizer_that_looks_at_the_workers_is_refused(name: str, tmp_path: 
             NORM.replace("BEGINS", "20"),
             r"scheduler\(\) gives group 0 of the parameters the `lr` .+ in this worker, and 0",
         ),
-        (WARM_UP, r"scheduler\(\) gives group 0 of the parameters the `lr` 0.025 in this worker, and 0.0125 in one"),
+        (
+            WARM_UP,
+            r"scheduler\(\) gives group 0 of the parameters the `lr` 0.025 in this worker, and 0.0125 in one",
+        ),
     ],
     ids=["weights", "weights, later", "weights, much later", "WORLD_SIZE"],
 )
-def test_a_scheduler_that_looks_at_weights_or_workers_is_refused(more: str, message: str, tmp_path: Path) -> None:
+def test_a_scheduler_that_looks_at_weights_or_workers_is_refused(
+    more: str, message: str, tmp_path: Path
+) -> None:
     with pytest.raises(AssertionError, match=message):
         run_jobs([job_of(tmp_path, more, (1, 1), steps=40)], tmp_path)
 

@@ -1,4 +1,6 @@
-"""Batches read ahead in a thread are those that the training thread would have read, and so are the errors."""
+"""Batches read ahead in a thread are those that the training thread would have read, and so are the
+errors.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,9 @@ def _own_generator() -> Callable[[int], object]:
 
 
 def _late_draw(draw: Callable[[], object]) -> Callable[[int], object]:
-    """Draw for one sample only, which the training thread has not seen when it starts the thread."""
+    """Draw for one sample only, which the training thread has not seen when it starts the
+    thread.
+    """
     late = DatasetBatches(Samples(), 2, 2, seed=1).batch(UNITS[TRIALS + 3]).args[0].tolist()
     return lambda index: draw() if index in late else 0.0
 
@@ -129,19 +133,26 @@ def test_equal_to_reading_in_the_training_thread(
     main = threading.current_thread()
     assert set(plain.threads) == {main}
     others = [thread for thread in ahead.threads if thread is not main]
-    # What fails in the thread is read again: it has shown by its first sample that it cannot be read there.
+    # What fails in the thread is read again: it has shown by its first sample that it cannot be
+    # read there.
     assert (len(others) > 1) == by_thread
 
 
 @pytest.mark.parametrize("draw", [random.random, np.random.rand])
 def test_what_is_drawn_late_is_drawn_by_its_seed(draw: Callable[[], object]) -> None:
-    """Python and NumPy draw before the thread notices, so the draws of the training thread itself may be others."""
+    """Python and NumPy draw before the thread notices, so the draws of the training thread itself
+    may be others.
+    """
     plain, ahead = Samples(_late_draw(draw)), Samples(_late_draw(draw))
     expected, found = (
-        [numbers[:4] for numbers in _read(dataset, worth_s)] for dataset, worth_s in ((plain, float("inf")), (ahead, 0))
+        [numbers[:4] for numbers in _read(dataset, worth_s)]
+        for dataset, worth_s in ((plain, float("inf")), (ahead, 0))
     )
     assert found == expected
-    assert {thread.name for thread in ahead.threads} == {"reading ahead", threading.current_thread().name}
+    assert {thread.name for thread in ahead.threads} == {
+        "reading ahead",
+        threading.current_thread().name,
+    }
 
 
 def test_what_is_read_quickly_is_read_without_a_thread() -> None:

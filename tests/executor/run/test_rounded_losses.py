@@ -1,4 +1,6 @@
-"""Comparing losses takes no rounding for another loss, and little time where minibatches have many parts."""
+"""Comparing losses takes no rounding for another loss, and little time where minibatches have many
+parts.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def compare(captured: float) -> None:
     check, output, advantages = check_and_output()
     batch = Batch((torch.zeros(64, 3),), {}, advantages)
     (name,) = check._output.names
-    check.see(Unit(0), lambda minibatch: [Unit(minibatch)], batch, {name: output}, torch.tensor(captured))
+    check.see(
+        Unit(0), lambda minibatch: [Unit(minibatch)], batch, {name: output}, torch.tensor(captured)
+    )
     readings = check.take_readings()
     assert len(readings) == 1
     for numbers, reader in readings:
@@ -69,5 +73,7 @@ def test_units_are_listed_for_minibatches_that_are_compared_alone() -> None:
     batch = Batch((torch.zeros(64, 3),), {}, advantages)
     for minibatch in range(40):
         for part in range(4):
-            check.see(Unit(minibatch, part), units_of, batch, {name: output}, loss(output, advantages))
+            check.see(
+                Unit(minibatch, part), units_of, batch, {name: output}, loss(output, advantages)
+            )
     assert listed == [*range(16), 31]

@@ -70,8 +70,12 @@ def write(folder: Path, order: str = "NAMES", more: str = "", **values: str) -> 
     return path
 
 
-def job_of(path: Path, replicas: tuple[int, ...], schedule: str = "1f1b-flush", **more: object) -> Job:
-    plan = make_plan(structural_profile(path, 4), replicas, schedule, 1 if schedule == "1f1b" else 2)
+def job_of(
+    path: Path, replicas: tuple[int, ...], schedule: str = "1f1b-flush", **more: object
+) -> Job:
+    plan = make_plan(
+        structural_profile(path, 4), replicas, schedule, 1 if schedule == "1f1b" else 2
+    )
     return Job.model_validate({"model": str(path), "plan": plan, "steps": 4} | more)
 
 
@@ -79,7 +83,9 @@ def losses(result: TrainResult) -> list[float]:
     return [entry.loss for entry in result.losses if entry.loss is not None]
 
 
-def test_sets_have_one_order_in_all_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sets_have_one_order_in_all_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Labels that are numbered in the order of a set: two replicas train as one process does."""
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     path = write(tmp_path, "set(NAMES)")
@@ -89,7 +95,9 @@ def test_sets_have_one_order_in_all_workers(tmp_path: Path, monkeypatch: pytest.
 
 def test_another_order_of_a_set_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONHASHSEED", "random")
-    with pytest.raises(PlannerError, match=r"dataset\(\)\[\d+\] has other values on rank [01] than on") as caught:
+    with pytest.raises(
+        PlannerError, match=r"dataset\(\)\[\d+\] has other values on rank [01] than on"
+    ) as caught:
         launch(job_of(write(tmp_path, "set(NAMES)"), (2,)))
     assert "PYTHONHASHSEED" in caught.value.hint
 
@@ -137,7 +145,9 @@ def evaluation_dataset():
     return Shifted()
 """
     job = job_of(write(tmp_path, more=more), (2,), options=TrainingOptions(evaluate_every=2))
-    with pytest.raises(AssertionError, match=r"evaluation_dataset\(\)\[\d+\] has other values on rank [01] than on"):
+    with pytest.raises(
+        AssertionError, match=r"evaluation_dataset\(\)\[\d+\] has other values on rank [01] than on"
+    ):
         run_jobs([job], tmp_path)
 
 
@@ -182,7 +192,9 @@ def test_items_that_stay_are_read_as_without_checks() -> None:
     source = checked(float("inf"))
     plain = DatasetBatches(Counting(float("inf")), 4, 2, seed=1)
     for minibatch in range(3 * EVERY):
-        assert torch.equal(source.batch(Unit(minibatch, 1)).args[0], plain.batch(Unit(minibatch, 1)).args[0])
+        assert torch.equal(
+            source.batch(Unit(minibatch, 1)).args[0], plain.batch(Unit(minibatch, 1)).args[0]
+        )
 
 
 def test_evaluation_items_that_change_are_refused() -> None:
@@ -215,8 +227,12 @@ def noted(minibatches: range) -> dict[tuple[int, str], int]:
 
 @pytest.mark.parametrize("replicas", [2, 3, 7])
 @pytest.mark.parametrize("first", [0, 40])
-def test_replicas_compare_the_same_items_whichever_minibatches_are_theirs(replicas: int, first: int) -> None:
-    every = [noted(range(first + replica, first + 4 * EVERY, replicas)) for replica in range(replicas)]
+def test_replicas_compare_the_same_items_whichever_minibatches_are_theirs(
+    replicas: int, first: int
+) -> None:
+    every = [
+        noted(range(first + replica, first + 4 * EVERY, replicas)) for replica in range(replicas)
+    ]
     common = set.intersection(*(set(facts) for facts in every))
     assert {turn for turn, _ in common} >= {-1, *(EVERY * number for number in range(2, 4))}
     for facts in every[1:]:

@@ -38,7 +38,9 @@ def job_of(folder: Path, change: str, replicas: tuple[int, ...]) -> Job:
 
 def test_replicas_with_other_weights_are_refused(tmp_path: Path) -> None:
     job = job_of(tmp_path, "0.1 * int(os.environ.get('RANK', 0))", (2,))
-    with pytest.raises(AssertionError, match=r"the initial state of stage 0 has other values on rank \d than"):
+    with pytest.raises(
+        AssertionError, match=r"the initial state of stage 0 has other values on rank \d than"
+    ):
         run_jobs([job], tmp_path)
 
 

@@ -1,6 +1,8 @@
-"""Replicas that divide the optimizer's state train as replicas do that all have the whole of it: to the bit.
+"""Replicas that divide the optimizer's state train as replicas do that all have the whole of it: to
+the bit.
 
-Sums of two terms do not depend on their order, so two replicas show it. Only a norm to clip by is another sum.
+Sums of two terms do not depend on their order, so two replicas show it. Only a norm to clip by is
+another sum.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ def loss(output, target):
 def optimizer(parameters):
     return torch.optim.SGD(parameters, lr=1e-4)
 """
-# Adagrad has state before its first step; biases have a group of their own; and some weights are not trained.
+# Adagrad has state before its first step; biases have a group of their own; and some weights are
+# not trained.
 GROUPS = """
 def optimizer(named_parameters):
     trained = [(name, p) for name, p in named_parameters if "norm" not in name]
@@ -45,7 +48,8 @@ def optimizer(named_parameters):
               {"params": [p for _, p in trained if p.dim() == 1]}]
     return torch.optim.Adagrad(groups, lr=0.01, initial_accumulator_value=0.1)
 """
-# Matrices of blocks stay whole, each with one replica; embedding, head and biases are divided by elements.
+# Matrices of blocks stay whole, each with one replica; embedding, head and biases are divided by
+# elements.
 NEWEST_MUON = """
 from docs.examples.newest_muon import NewestMuon
 
@@ -78,7 +82,9 @@ class Case:
         folder.mkdir()
         path = write_model(folder, self.model, self.optimizer, more=self.more)
         profile = _profile(path, ModuleOptions(torch.float16) if self.float16 else PLAIN)
-        plan = make_plan(profile, self.replicas, self.schedule, self.microbatches, chunks=self.chunks)
+        plan = make_plan(
+            profile, self.replicas, self.schedule, self.microbatches, chunks=self.chunks
+        )
         return [_job(path, each, folder / f"{name}.pt", self.options) for name, each in _both(plan)]
 
 
@@ -87,7 +93,14 @@ def _both(plan: Plan) -> Sequence[tuple[str, Plan]]:
 
 
 def _job(path: Path, plan: Plan, weights: Path, options: TrainingOptions) -> Job:
-    return Job(model=str(path), plan=plan, steps=MINIBATCHES, seed=SEED, save_weights=str(weights), options=options)
+    return Job(
+        model=str(path),
+        plan=plan,
+        steps=MINIBATCHES,
+        seed=SEED,
+        save_weights=str(weights),
+        options=options,
+    )
 
 
 @cache
@@ -129,7 +142,9 @@ FOUR = [
     ],
 )
 def test_dividing_the_optimizer_changes_nothing(cases: Sequence[Case], tmp_path: Path) -> None:
-    """Under all schedules, with clipping, accumulation, schedulers, tied weights, overflows, BatchNorm."""
+    """Under all schedules, with clipping, accumulation, schedulers, tied weights, overflows,
+    BatchNorm.
+    """
     jobs = [case.jobs(tmp_path / str(index)) for index, case in enumerate(cases)]
     results = run_jobs([job for both in jobs for job in both], tmp_path)
     for case, both, whole, divided in zip(cases, jobs, results[::2], results[1::2], strict=True):
@@ -141,7 +156,9 @@ def test_dividing_the_optimizer_changes_nothing(cases: Sequence[Case], tmp_path:
         else:
             assert losses[0] == pytest.approx(losses[1], rel=1e-4), case
             for name, tensor in one.items():
-                torch.testing.assert_close(tensor, other[name], rtol=1e-3, atol=1e-5, msg=f"{case} {name}")
+                torch.testing.assert_close(
+                    tensor, other[name], rtol=1e-3, atol=1e-5, msg=f"{case} {name}"
+                )
 
 
 def test_any_plan_goes_on_where_another_stopped(tmp_path: Path) -> None:
@@ -149,9 +166,15 @@ def test_any_plan_goes_on_where_another_stopped(tmp_path: Path) -> None:
     path = write_model(tmp_path, "language", "adamw", more=SCHEDULER)
     profile = _profile(path, PLAIN)
     # A sum of two microbatches is the same on one replica and on two.
-    plans = {replicas: make_plan(profile, replicas, "1f1b-flush", 2) for replicas in [(2, 1), (1, 2)]}
+    plans = {
+        replicas: make_plan(profile, replicas, "1f1b-flush", 2) for replicas in [(2, 1), (1, 2)]
+    }
     course = [sharded(plans[2, 1]), plans[1, 2], sharded(plans[1, 2])]
-    jobs = [_job(path, plans[2, 1], tmp_path / "whole.pt", TrainingOptions()).model_copy(update={"steps": 6})]
+    jobs = [
+        _job(path, plans[2, 1], tmp_path / "whole.pt", TrainingOptions()).model_copy(
+            update={"steps": 6}
+        )
+    ]
     for number, plan in enumerate(course):
         checkpoints = CheckpointOptions(
             folder=str(tmp_path / "checkpoints"), every=2, resume="auto" if number else None
@@ -160,10 +183,18 @@ def test_any_plan_goes_on_where_another_stopped(tmp_path: Path) -> None:
         jobs.append(job.model_copy(update={"steps": 2 * (number + 1), "checkpoints": checkpoints}))
     whole, *rest = run_jobs(jobs, tmp_path)
     assert [result.first_minibatch for result in rest] == [0, 2, 4]
-    assert [entry.loss for entry in whole.losses] == [entry.loss for result in rest for entry in result.losses]
-    one, other = (torch.load(str(job.save_weights), weights_only=True) for job in (jobs[0], jobs[-1]))
+    assert [entry.loss for entry in whole.losses] == [
+        entry.loss for result in rest for entry in result.losses
+    ]
+    one, other = (
+        torch.load(str(job.save_weights), weights_only=True) for job in (jobs[0], jobs[-1])
+    )
     assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
     newest = load_checkpoint(complete(tmp_path / "checkpoints")[-1])
-    sizes = [p.optimizer_file.size_bytes for p in newest.index.parts if p.stage == 1 and p.optimizer_file is not None]
+    sizes = [
+        p.optimizer_file.size_bytes
+        for p in newest.index.parts
+        if p.stage == 1 and p.optimizer_file is not None
+    ]
     assert len(sizes) == 2
     assert sizes[0] == pytest.approx(sizes[1], rel=0.2), "each replica has half of the state"

@@ -1,4 +1,6 @@
-"""A host that takes long to build its model: the others wait for it, longer than for any message."""
+"""A host that takes long to build its model: the others wait for it, longer than for any
+message.
+"""
 
 from __future__ import annotations
 
@@ -70,13 +72,21 @@ def run(folder: Path, *command: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "more", [(), pytest.param(("--baseline", "data-parallel"), marks=pytest.mark.slow)], ids=["plan", "baseline"]
+    "more",
+    [(), pytest.param(("--baseline", "data-parallel"), marks=pytest.mark.slow)],
+    ids=["plan", "baseline"],
 )
-def test_the_others_wait_for_a_model_that_is_built_slowly(folder: Path, more: tuple[str, ...]) -> None:
-    told = run(folder, "-m", "planner", "train", "convolutional_sgd.py", "--steps", "4", "--json", *more)
+def test_the_others_wait_for_a_model_that_is_built_slowly(
+    folder: Path, more: tuple[str, ...]
+) -> None:
+    told = run(
+        folder, "-m", "planner", "train", "convolutional_sgd.py", "--steps", "4", "--json", *more
+    )
     assert json.loads(told)["minibatches"] == 4
 
 
 def test_so_they_do_in_a_loop_of_ones_own(folder: Path) -> None:
-    told = run(folder, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "loop.py")
+    told = run(
+        folder, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "loop.py"
+    )
     assert told.count("3") == 2

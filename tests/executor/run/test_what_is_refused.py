@@ -1,4 +1,6 @@
-"""Whatever the way into training: what would train something else than the model file says is refused first."""
+"""Whatever the way into training: what would train something else than the model file says is
+refused first.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ SGD = "torch.optim.SGD(parameters, lr=0.1)"
 
 def written(folder: Path, optimizer: str = SGD, sparse: str = "") -> Path:
     path = folder / "net.py"
-    path.write_text(MODEL.replace("{optimizer}", optimizer).replace("{sparse}", sparse), encoding="utf-8")
+    path.write_text(
+        MODEL.replace("{optimizer}", optimizer).replace("{sparse}", sparse), encoding="utf-8"
+    )
     return path
 
 
@@ -57,7 +61,9 @@ def contrastive_plan(path: Path, schedule: str = "1f1b-flush", microbatches: int
     return make_plan(made, (1, 1), schedule, microbatches)
 
 
-def test_a_loss_of_whole_batches_is_not_divided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loss_of_whole_batches_is_not_divided(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = written(tmp_path)
     plan = contrastive_plan(path)
     monkeypatch.setenv("RANK", "0")
@@ -76,24 +82,34 @@ def test_a_divided_loss_can_be_accepted(tmp_path: Path) -> None:
     path = written(tmp_path)
     plan = contrastive_plan(path)
     make_job(path, plan, TrainArguments(options=TrainingOptions(accept_divided_loss=True)))
-    accepted = plan.model_copy(update={"loss": LossMean(over="batch", accepted=True)})  # by `plan solve`
+    # by `plan solve`
+    accepted = plan.model_copy(update={"loss": LossMean(over="batch", accepted=True)})
     make_job(path, accepted, TrainArguments())
     make_job(path, contrastive_plan(path, "1f1b", 1), TrainArguments())
 
 
-def test_a_loss_that_nobody_checked_is_worth_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    plan = make_plan(structural_profile(written(tmp_path), 4), (1, 1), schedule="gpipe", microbatches=2)
+def test_a_loss_that_nobody_checked_is_worth_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plan = make_plan(
+        structural_profile(written(tmp_path), 4), (1, 1), schedule="gpipe", microbatches=2
+    )
     check_loss(plan.model_copy(update={"loss": LossMean(over="samples")}), TrainingOptions())
     check_loss(plan.model_copy(update={"loss": None, "microbatches": 1}), TrainingOptions())
     assert "is a mean over" not in caplog.text
     check_loss(plan.model_copy(update={"loss": None}), TrainingOptions())
-    assert "is a mean over is not known, so the parts of a minibatch count by their samples" in caplog.text
+    assert (
+        "is a mean over is not known, so the parts of a minibatch count by their samples"
+        in caplog.text
+    )
 
 
 def test_sparse_gradients_are_not_averaged(tmp_path: Path) -> None:
     path = written(tmp_path, sparse=", sparse=True")
     made = structural_profile(path, 4)
-    with pytest.raises(PlannerError, match=r"gradient of a weight of shape \(11, 8\) is sparse") as error:
+    with pytest.raises(
+        PlannerError, match=r"gradient of a weight of shape \(11, 8\) is sparse"
+    ) as error:
         train(path, make_plan(made, (2, 1)), steps=4)
     assert error.value.exit_code == InputError.exit_code
     assert "sparse=False" in error.value.hint
@@ -114,7 +130,9 @@ def test_what_else_fails_in_a_bucket_is_told_as_it_is() -> None:
 
 def test_an_optimizer_that_ignores_its_argument_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path, "torch.optim.SGD(OTHER.parameters(), lr=0.1)")
-    with pytest.raises(ModelFileError, match=r"optimizer\(\) at .*net.py:\d+ returned an optimizer of other param"):
+    with pytest.raises(
+        ModelFileError, match=r"optimizer\(\) at .*net.py:\d+ returned an optimizer of other param"
+    ):
         profile(path, batch_size=4, seconds=0.0)
     with pytest.raises(PlannerError, match="returned an optimizer of other parameters") as error:
         train(path, make_plan(structural_profile(path, 4), (1, 1)), steps=2)

@@ -1,4 +1,6 @@
-"""optimizer() is called once more than in one process, for the rates of one process: nothing of that is trained."""
+"""optimizer() is called once more than in one process, for the rates of one process: nothing of
+that is trained.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,12 @@ def scaling(parameters: Sequence[nn.Parameter]) -> Optimizer:
 
 def by_attribute(parameters: Sequence[nn.Parameter]) -> Optimizer:
     """As for models that mark their parameters."""
-    marked = [parameter for parameter in parameters if getattr(parameter, "_no_weight_decay", False)]
-    others = [parameter for parameter in parameters if not getattr(parameter, "_no_weight_decay", False)]
+    marked = [
+        parameter for parameter in parameters if getattr(parameter, "_no_weight_decay", False)
+    ]
+    others = [
+        parameter for parameter in parameters if not getattr(parameter, "_no_weight_decay", False)
+    ]
     groups: list[dict[str, Any]] = [{"params": marked, "weight_decay": 0.0}, {"params": others}]
     return SGD(groups, lr=0.1, weight_decay=0.1)
 

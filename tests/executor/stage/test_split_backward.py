@@ -86,7 +86,9 @@ def test_both_parts_together_are_the_whole(make: Callable[[], nn.Module]) -> Non
     module.zero_grad(set_to_none=True)
     split = [unit.clone().requires_grad_() for unit in units]
     for x, gradient in zip(split, gradients, strict=True):
-        rests.append(input_gradients([get_gradient_edge(module(x))], [gradient], [x], module.parameters()))
+        rests.append(
+            input_gradients([get_gradient_edge(module(x))], [gradient], [x], module.parameters())
+        )
         assert x.grad is not None
     for rest in rests:
         rest.run()
@@ -98,12 +100,16 @@ def test_both_parts_together_are_the_whole(make: Callable[[], nn.Module]) -> Non
         else:
             torch.testing.assert_close(parameter.grad, expected[name], msg=name)
     tensors = [p.grad for p in module.parameters() if p.grad is not None]
-    assert len({tensor.data_ptr() for tensor in tensors}) == len(tensors), "no two weights share a gradient"
+    assert len({tensor.data_ptr() for tensor in tensors}) == len(tensors), (
+        "no two weights share a gradient"
+    )
 
 
 @pytest.mark.parametrize("make", MODULES)
 def test_hooks_of_weights_are_called_once_per_unit(make: Callable[[], nn.Module]) -> None:
-    """A hook that changes the gradient changes it once: of weights on the path, beside it, and used twice."""
+    """A hook that changes the gradient changes it once: of weights on the path, beside it, and used
+    twice.
+    """
 
     def gradients_of(*, split: bool) -> tuple[dict[str, Tensor | None], dict[str, list[str]]]:
         torch.manual_seed(0)
@@ -151,7 +157,9 @@ def test_the_first_part_makes_no_gradient_of_a_weight_and_the_second_none_of_an_
             return func(*args, **(kwargs or {}))
 
     with Count():  # type: ignore[no-untyped-call]
-        rest = input_gradients([get_gradient_edge(output)], [torch.ones_like(output)], [x], module.parameters())
+        rest = input_gradients(
+            [get_gradient_edge(output)], [torch.ones_like(output)], [x], module.parameters()
+        )
         assert sum(products) == 2
         assert all(parameter.grad is None for parameter in module.parameters())
         rest.run()

@@ -16,7 +16,9 @@ def make_layer() -> nn.Linear:
 
 
 def test_a_backward_sees_the_weights_of_its_forward() -> None:
-    """Two forwards, an update, then both backwards: the second's gradient must be that of the old weights."""
+    """Two forwards, an update, then both backwards: the second's gradient must be that of the old
+    weights.
+    """
     first = nn.Sequential(make_layer(), nn.Tanh(), nn.Linear(2, 2))
     inputs = [torch.randn(4, 3), torch.randn(4, 3)]
     kept = copy.deepcopy(first)
@@ -34,7 +36,9 @@ def test_a_backward_sees_the_weights_of_its_forward() -> None:
     with versions.restored(1):
         outputs[1].backward()
     kept(inputs[1]).square().sum().backward()
-    for parameter, reference, newest in zip(first.parameters(), kept.parameters(), updated, strict=True):
+    for parameter, reference, newest in zip(
+        first.parameters(), kept.parameters(), updated, strict=True
+    ):
         assert parameter.grad is not None
         assert reference.grad is not None
         assert torch.equal(parameter.grad, reference.grad)
@@ -77,7 +81,9 @@ def test_storage_of_versions_that_had_their_day_is_reused() -> None:
 
 
 def test_momentum_and_adam_state_follow_the_newest_version() -> None:
-    """Optimizer state is not stashed: steps act on the newest weights, as if nothing were in flight."""
+    """Optimizer state is not stashed: steps act on the newest weights, as if nothing were in
+    flight.
+    """
     for make in (
         lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
         lambda p: torch.optim.AdamW(p, lr=0.1),
@@ -97,7 +103,9 @@ def test_momentum_and_adam_state_follow_the_newest_version() -> None:
 
 
 def test_a_forward_may_use_the_version_before_the_newest_and_two_are_enough() -> None:
-    """As 2bw does: minibatch t at the version that t - 2 left, one update after each, the next one's forward before."""
+    """As 2bw does: minibatch t at the version that t - 2 left, one update after each, the next
+    one's forward before.
+    """
     layer = make_layer()
     versions = WeightVersions(list(layer.parameters()))
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
@@ -107,7 +115,9 @@ def test_a_forward_may_use_the_version_before_the_newest_and_two_are_enough() ->
         with versions.stashed(minibatch):
             assert torch.equal(layer.weight, history[max(0, minibatch - 1)])
             loss = layer(torch.ones(1, 3)).square().sum()
-        assert torch.equal(layer.weight, history[-1]), "the newest weights are back after the forward"
+        assert torch.equal(layer.weight, history[-1]), (
+            "the newest weights are back after the forward"
+        )
         with versions.restored(minibatch):
             torch.autograd.backward(loss)
         versions.update(optimizer.step, kept=(minibatch,))

@@ -1,4 +1,6 @@
-"""Models in 3 and 7 stages against the user's own model: everything equal to the bit, in both modes."""
+"""Models in 3 and 7 stages against the user's own model: everything equal to the bit, in both
+modes.
+"""
 
 from __future__ import annotations
 

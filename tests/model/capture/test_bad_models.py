@@ -22,7 +22,10 @@ ROWS = """
 def example_batch(n): return (torch.randn(n, 6),), torch.randint(0, 4, (n,))
 def loss(output, target): return F.cross_entropy(output, target)
 """
-MODULE = "class M(nn.Module):\n    def __init__(self):\n        super().__init__()\n        self.a = nn.Linear(6, 4)\n"
+MODULE = (
+    "class M(nn.Module):\n    def __init__(self):\n        super().__init__()\n        "
+    "self.a = nn.Linear(6, 4)\n"
+)
 
 
 def _rows(size: int = 4) -> Batch:
@@ -32,7 +35,8 @@ def _rows(size: int = 4) -> Batch:
 REFUSED = {
     "a distribution that checks its arguments": (
         MODULE + "    def forward(self, x):\n"
-        "        return torch.distributions.Categorical(logits=self.a(x), validate_args=True).logits\n"
+        "        return torch.distributions.Categorical(logits=self.a(x), "
+        "validate_args=True).logits\n"
         "def build_model(): return M()" + ROWS,
         "depends on the values of a tensor",
         "no distributions with validate_args=True",
@@ -64,12 +68,17 @@ REFUSED = {
         "made from the output",
     ),
     "a backward that fails": (
-        MODULE + "    def forward(self, x):\n        x = self.a(x).tanh()\n        return x.mul_(2)\n"
+        MODULE
+        + "    def forward(self, x):\n        x = self.a(x).tanh()\n        return x.mul_(2)\n"
         "def build_model(): return M()" + ROWS,
         "a training step of the model fails: RuntimeError: one of the variables",
         "without planner",
     ),
-    "lazy": ("def build_model(): return nn.LazyLinear(4)" + ROWS, "'weight' has no shape yet", "call the model once"),
+    "lazy": (
+        "def build_model(): return nn.LazyLinear(4)" + ROWS,
+        "'weight' has no shape yet",
+        "call the model once",
+    ),
     "script": (
         "import warnings\nwarnings.simplefilter('ignore')\n"
         "def build_model(): return torch.jit.script(nn.Linear(6, 4))" + ROWS,
@@ -77,7 +86,9 @@ REFUSED = {
         "without torch.jit.script",
     ),
     "an object as input": (
-        "class Options:\n    k = 3\n" + MODULE + "    def forward(self, x, options): return self.a(x) * options.k\n"
+        "class Options:\n    k = 3\n"
+        + MODULE
+        + "    def forward(self, x, options): return self.a(x) * options.k\n"
         "def build_model(): return M()\n"
         "def example_batch(n): return (torch.randn(n, 6), Options()), torch.randint(0, 4, (n,))\n"
         "def loss(output, target): return F.cross_entropy(output, target)",
@@ -116,7 +127,9 @@ class InPlace(nn.Module):
 
 
 class Unused(nn.Module):
-    """Parameters that no operation reads, in a module and alone, and an output that no gradient reaches."""
+    """Parameters that no operation reads, in a module and alone, and an output that no gradient
+    reaches.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,22 +170,38 @@ def test_unused_parameters_get_no_gradient_and_no_time() -> None:
     step = run_split(graph, _rows(), cut_evenly(graph, 2), None)
     assert step.gradients["dead.weight"] is None
     assert step.gradients["alone"] is None
-    assert set(graph.layers[0].parameters) == {"used.weight", "used.bias", "dead.weight", "dead.bias", "alone"}
+    assert set(graph.layers[0].parameters) == {
+        "used.weight",
+        "used.bias",
+        "dead.weight",
+        "dead.bias",
+        "alone",
+    }
 
 
 def test_names_in_any_script() -> None:
     graph = capture(Größe(), _rows(), F.cross_entropy)
     assert [layer.name for layer in graph.layers] == ["größe", "層", "naïve 層-1", "loss"]
     stage = build_stage(graph, ["層", "naïve 層-1"])
-    assert list(stage.state_dict()) == ["層.weight", "層.bias", "naïve 層-1.weight", "naïve 層-1.bias"]
+    assert list(stage.state_dict()) == [
+        "層.weight",
+        "層.bias",
+        "naïve 層-1.weight",
+        "naïve 層-1.bias",
+    ]
     batch = _rows(5)
-    assert_same(run_model(graph, batch, F.cross_entropy), run_split(graph, batch, cut_evenly(graph, 4), None))
+    assert_same(
+        run_model(graph, batch, F.cross_entropy),
+        run_split(graph, batch, cut_evenly(graph, 4), None),
+    )
 
 
 def test_a_single_layer() -> None:
     graph = capture(nn.Linear(6, 4), _rows(), F.cross_entropy)
     assert [layer.op for layer in graph.layers] == ["aten.linear", "loss"]
-    assert_same(*(run_split(graph, _rows_of(3), cut_evenly(graph, stages), None) for stages in (1, 2)))
+    assert_same(
+        *(run_split(graph, _rows_of(3), cut_evenly(graph, stages), None) for stages in (1, 2))
+    )
 
 
 def test_a_loss_that_is_a_module_is_no_part_of_the_model() -> None:
@@ -191,7 +220,11 @@ def _rows_of(seed: int) -> Batch:
 def test_a_model_that_computes_nan_is_profiled(tmp_path: Path) -> None:
     """Its times are as good as any."""
     path = tmp_path / "net.py"
-    source = MODULE + "    def forward(self, x): return self.a(x) * float('nan')\ndef build_model(): return M()" + ROWS
+    source = (
+        MODULE
+        + "    def forward(self, x): return self.a(x) * float('nan')\ndef build_model(): return M()"
+        + ROWS
+    )
     path.write_text(HEAD + source, encoding="utf-8")
     profile = profile_model(load_model_file(path), 4, ProfilingOptions(repeats=2, seconds=0.1))
     assert all(layer.forward_s > 0 for layer in profile.layers)
@@ -200,7 +233,10 @@ def test_a_model_that_computes_nan_is_profiled(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_chain_of_5000_layers() -> None:
     """Capture, stages and what they exchange grow with the layers, not with their square."""
-    model = nn.Sequential(*(nn.Linear(6, 6) if index % 2 == 0 else nn.Tanh() for index in range(4999)), nn.Linear(6, 4))
+    model = nn.Sequential(
+        *(nn.Linear(6, 6) if index % 2 == 0 else nn.Tanh() for index in range(4999)),
+        nn.Linear(6, 4),
+    )
     graph = capture(model, _rows(), F.cross_entropy)
     assert len(graph.layers) == 5001
     assert len(graph.edges) == 5000

@@ -49,7 +49,12 @@ class Split(nn.Module):
     """Hands on a dict: two views, a mask, a number and a string."""
 
     def forward(self, x: Tensor) -> dict[str, Any]:
-        return {"halves": x.chunk(2, 1), "mask": (x[:, :1] > 0).expand(-1, 3), "scale": 2, "note": "halves"}
+        return {
+            "halves": x.chunk(2, 1),
+            "mask": (x[:, :1] > 0).expand(-1, 3),
+            "scale": 2,
+            "note": "halves",
+        }
 
 
 class Join(nn.Module):
@@ -69,7 +74,9 @@ class First(nn.Bilinear):
 
 
 class Net(nn.Module):
-    """Several arguments, an in-place activation, weights tied across blocks, weights that nothing uses."""
+    """Several arguments, an in-place activation, weights tied across blocks, weights that nothing
+    uses.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +96,15 @@ class Net(nn.Module):
 
 
 def _blocks(model: Net) -> list[nn.Module]:
-    return [model.first, model.deeper[0], model.act, model.split, model.join, model.deeper[1], model.last]
+    return [
+        model.first,
+        model.deeper[0],
+        model.act,
+        model.split,
+        model.join,
+        model.deeper[1],
+        model.last,
+    ]
 
 
 def _batch(batch_size: int) -> Batch:
@@ -116,7 +131,9 @@ def test_layers_are_the_blocks() -> None:
     ]
     # Views of one memory, a value without gradient that repeats its memory.
     assert [spec.dtype for spec in graph.values.values()].count(torch.bool) == 1
-    assert next(spec for spec in graph.values.values() if spec.dtype is torch.bool).size_bytes(4) == 4
+    assert (
+        next(spec for spec in graph.values.values() if spec.dtype is torch.bool).size_bytes(4) == 4
+    )
     assert graph.tied_parameters == (("deeper.0.layer.weight", "last.weight"),)
     assert "unused.weight" in graph.layers[0].parameters
 
@@ -176,7 +193,9 @@ def test_moving_a_stage_moves_what_its_blocks_see() -> None:
     graph = _graph()
     stage = build_stage(graph, ["deeper.1"]).to("meta")
     assert isinstance(graph.model, Net)
-    assert {tensor.device.type for tensor in graph.model.deeper[1].state_dict().values()} == {"meta"}
+    assert {tensor.device.type for tensor in graph.model.deeper[1].state_dict().values()} == {
+        "meta"
+    }
     assert {tensor.device.type for tensor in stage.state_dict().values()} == {"meta"}
 
 
@@ -224,11 +243,31 @@ class _Returns(nn.Module):
         (lambda model: [model[0], _Wrapper(), model[1]], "of its own, 'own'"),
         (lambda model: [model[0]], "another loss than the model"),
         (lambda model: [model[0], nn.Tanh(), model[1]], "another loss than the model"),
-        (lambda model: [model[0], nn.Conv2d(1, 1, 1, bias=False), model[1]], "of its own, 'weight'"),
-        (lambda model: [model[0], nn.Unflatten(1, (7, 7)), model[1]], "block 'blocks.1' fails: RuntimeError"),
-        (lambda model: [model[0], _Returns(_Opaque), _Returns(lambda o: o.x), model[1]], "cannot be sent"),
-        (lambda model: [model[0], _Returns(lambda x: (x, x.shape[0])), model[1]], "fails|another structure"),
-        (lambda model: [model[0], _Returns(lambda x: x.detach()), model[1], _Returns(lambda x: x.detach())], "loss"),
+        (
+            lambda model: [model[0], nn.Conv2d(1, 1, 1, bias=False), model[1]],
+            "of its own, 'weight'",
+        ),
+        (
+            lambda model: [model[0], nn.Unflatten(1, (7, 7)), model[1]],
+            "block 'blocks.1' fails: RuntimeError",
+        ),
+        (
+            lambda model: [model[0], _Returns(_Opaque), _Returns(lambda o: o.x), model[1]],
+            "cannot be sent",
+        ),
+        (
+            lambda model: [model[0], _Returns(lambda x: (x, x.shape[0])), model[1]],
+            "fails|another structure",
+        ),
+        (
+            lambda model: [
+                model[0],
+                _Returns(lambda x: x.detach()),
+                model[1],
+                _Returns(lambda x: x.detach()),
+            ],
+            "loss",
+        ),
     ],
 )
 def test_blocks_that_make_no_model(blocks: Any, words: str) -> None:
@@ -257,7 +296,8 @@ def test_a_model_file_with_blocks_is_profiled(tmp_path: Path) -> None:
     path = tmp_path / "net.py"
     path.write_text(
         "import torch\nfrom torch import nn\nfrom tests.model.capture.test_blocks import Deeper\n"
-        "def build_model():\n    return nn.Sequential(nn.Linear(6, 6), Deeper(), Deeper(), nn.Linear(6, 4))\n"
+        "def build_model():\n    return nn.Sequential(nn.Linear(6, 6), Deeper(), Deeper(), "
+        "nn.Linear(6, 4))\n"
         "def blocks(model):\n    return list(model)\n"
         "def example_batch(n):\n    return (torch.randn(n, 6),), torch.randint(0, 4, (n,))\n"
         "def loss(output, target):\n    return nn.functional.cross_entropy(output, target)\n",
@@ -274,14 +314,21 @@ def test_a_model_file_with_blocks_is_profiled(tmp_path: Path) -> None:
 
 def _half(model: nn.Module, blocks: list[nn.Module], kind: str) -> LayerGraph:
     batch = Batch((torch.randn(4, 6),), {}, torch.randint(0, 6, (4,)))
-    return capture_blocks(model, blocks, batch, F.cross_entropy, options=ModuleOptions(torch.bfloat16, device=kind))
+    return capture_blocks(
+        model, blocks, batch, F.cross_entropy, options=ModuleOptions(torch.bfloat16, device=kind)
+    )
 
 
 def test_dtypes_under_autocast_are_those_of_the_device_that_trains() -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 6))
     graphs = {kind: _half(model, list(model), kind) for kind in ("cpu", "cuda")}
-    dtypes = {kind: [spec.dtype for spec in graph.values.values()] for kind, graph in graphs.items()}
-    assert dtypes == {"cpu": [torch.bfloat16] * 3, "cuda": [torch.bfloat16, torch.float32, torch.bfloat16]}
+    dtypes = {
+        kind: [spec.dtype for spec in graph.values.values()] for kind, graph in graphs.items()
+    }
+    assert dtypes == {
+        "cpu": [torch.bfloat16] * 3,
+        "cuda": [torch.bfloat16, torch.float32, torch.bfloat16],
+    }
     assert graphs["cpu"].hash == graphs["cuda"].hash
 
 
@@ -294,7 +341,9 @@ def test_blocks_that_decide_by_values_need_the_device() -> None:
 
 
 class Running(nn.Module):
-    """Subtracts a running mean, as it was before this batch; may draw a number of Python's or NumPy's."""
+    """Subtracts a running mean, as it was before this batch; may draw a number of Python's or
+    NumPy's.
+    """
 
     mean: Tensor
 

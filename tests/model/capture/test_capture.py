@@ -180,7 +180,9 @@ def test_a_model_that_pins_its_batch_size_says_so() -> None:
 
 
 def test_buffers_of_a_module_with_two_names_stay() -> None:
-    """The tracer wraps such modules anew at each look, and a buffer in a new wrapper is not a new one."""
+    """The tracer wraps such modules anew at each look, and a buffer in a new wrapper is not a new
+    one.
+    """
 
     class Scaling(nn.Module):
         def __init__(self) -> None:
@@ -214,8 +216,16 @@ def test_hash_is_of_the_model_and_not_of_the_batch_size(case: str) -> None:
 
 
 def test_hash_tells_models_apart() -> None:
-    models = [nn.Linear(6, 6), nn.Linear(6, 6, bias=False), nn.Linear(6, 5), nn.Sequential(nn.Linear(6, 6), nn.ReLU())]
-    models += [nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.1)), nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.2))]
+    models = [
+        nn.Linear(6, 6),
+        nn.Linear(6, 6, bias=False),
+        nn.Linear(6, 5),
+        nn.Sequential(nn.Linear(6, 6), nn.ReLU()),
+    ]
+    models += [
+        nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.1)),
+        nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.2)),
+    ]
     assert len({_capture(model).hash for model in models}) == len(models)
 
 
@@ -411,13 +421,21 @@ def test_one_tensor_given_twice_is_two_inputs() -> None:
     """The tracer takes equal tensors for one: the embedding would read the labels."""
     tokens = torch.randint(0, 10, (4,))
     graph = capture(_OwnLoss(), Batch((), {"tokens": tokens, "labels": tokens}), None)
-    embedding = next(node for node in graph.module.graph.nodes if "embedding" in str(node.target) and node.args)
+    embedding = next(
+        node for node in graph.module.graph.nodes if "embedding" in str(node.target) and node.args
+    )
     assert str(embedding.args[1]) == "kwargs_tokens"
 
 
 def test_places_of_operations_that_only_library_modules_ask_for() -> None:
-    """They were once all said to be in loss(), because the frame that calls the loss also calls the model."""
+    """They were once all said to be in loss(), because the frame that calls the loss also calls the
+    model.
+    """
     batch = Batch((torch.randn(4, 3),), {}, torch.randn(4, 2))
     graph = capture(nn.Sequential(nn.Linear(3, 2), nn.Tanh()), batch, F.mse_loss)
     places = {node.name: user_place(node) for node in graph.owner}
-    assert (places["linear"], places["tanh"], places["mse_loss"]) == ("module '0'", "module '1'", "loss()")
+    assert (places["linear"], places["tanh"], places["mse_loss"]) == (
+        "module '0'",
+        "module '1'",
+        "loss()",
+    )

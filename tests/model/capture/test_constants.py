@@ -1,4 +1,6 @@
-"""Looks at values of tensors that a forward makes from numbers alone, which the tracer answers; and at others."""
+"""Looks at values of tensors that a forward makes from numbers alone, which the tracer answers; and
+at others.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,9 @@ KNOWN = [list_of_dimensions, mask_written_in_part, written_through_a_view, numbe
 def test_what_is_made_of_numbers_may_be_looked_at(forward: Forward) -> None:
     batch = batch_of(4)
     graph = capture(Net(forward), batch, F.mse_loss)
-    assert_same(run_model(graph, batch, F.mse_loss), run_split(graph, batch, cut_evenly(graph, 3), None))
+    assert_same(
+        run_model(graph, batch, F.mse_loss), run_split(graph, batch, cut_evenly(graph, 3), None)
+    )
     assert OtherSizes(graph, F.mse_loss, batch).problem(batch_of(3)) is None
 
 

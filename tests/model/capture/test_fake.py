@@ -1,4 +1,6 @@
-"""CUDA's autocast, observed on fake tensors where PyTorch has no CUDA, against its documentation."""
+"""CUDA's autocast, observed on fake tensors where PyTorch has no CUDA, against its
+documentation.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ LOWER: dict[str, Operation] = {
     "baddbmm": lambda half, full: torch.baddbmm(full[None], full[None], full[None]),
     "prelu": lambda half, full: F.prelu(half, torch.ones(1, device=half.device)),
     "einsum": lambda half, full: torch.einsum("ij,jk->ik", half, full),
-    "attention": lambda half, full: F.scaled_dot_product_attention(full[None], full[None], full[None]),
+    "attention": lambda half, full: F.scaled_dot_product_attention(
+        full[None], full[None], full[None]
+    ),
     "gru": lambda half, full: torch.nn.GRU(4, 4, device=full.device)(full[None])[0],
     "lstm": lambda half, full: torch.nn.LSTM(4, 4, device=full.device)(full[None])[0],
 }
@@ -84,11 +88,15 @@ EXPECTED = {"half": LOWER | KEPT, "full": FLOAT32 | WIDEST}
 def test_the_documented_rules(dtype: torch.dtype) -> None:
     device = fake_device("cuda")
     with pretended("cuda"), FakeTensorMode(allow_non_fake_inputs=True), autocasting("cuda", dtype):
-        half, full = (torch.rand(4, 4, dtype=each, device=device) for each in (dtype, torch.float32))
+        half, full = (
+            torch.rand(4, 4, dtype=each, device=device) for each in (dtype, torch.float32)
+        )
         for kind, operations in EXPECTED.items():
             wanted = dtype if kind == "half" else torch.float32
             found = {name: operation(half, full) for name, operation in operations.items()}
-            assert {name: made.dtype for name, made in found.items()} == dict.fromkeys(operations, wanted)
+            assert {name: made.dtype for name, made in found.items()} == dict.fromkeys(
+                operations, wanted
+            )
             assert {made.device for made in found.values()} == {device}
         with pytest.raises(RuntimeError, match="unsafe to autocast"):
             F.binary_cross_entropy(half, half)

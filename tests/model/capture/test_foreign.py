@@ -60,7 +60,10 @@ def captured(model: nn.Module, loss: Any, **more: Any) -> Any:
 
 
 def test_a_weight_of_the_loss_is_refused_with_its_line() -> None:
-    with pytest.raises(CaptureError, match=r"a weight of shape \(\) is used at .*test_foreign.py:\d+, and is none of"):
+    with pytest.raises(
+        CaptureError,
+        match=r"a weight of shape \(\) is used at .*test_foreign.py:\d+, and is none of",
+    ):
         captured(nn.Linear(WIDTH, WIDTH), Weighed())
 
 
@@ -101,7 +104,9 @@ class Penalised(nn.Linear):
 
 
 def test_leaves_made_in_forward_are_the_models() -> None:
-    assert captured(nn.Sequential(Penalised(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), mse_loss, blocks=list).layers
+    assert captured(
+        nn.Sequential(Penalised(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), mse_loss, blocks=list
+    ).layers
 
 
 def test_the_way_out_trains_the_weight_of_the_loss() -> None:

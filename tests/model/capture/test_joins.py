@@ -1,4 +1,6 @@
-"""Where many operations share a layer, the profile says how many and why, and what it names helps."""
+"""Where many operations share a layer, the profile says how many and why, and what it names
+helps.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,10 @@ class _Counting(nn.Module):
     def __init__(self, rule: Rule) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers, self.head = nn.ModuleList(nn.Linear(8, 8) for _ in range(LAYERS)), nn.Linear(8, 3)
+        self.layers, self.head = (
+            nn.ModuleList(nn.Linear(8, 8) for _ in range(LAYERS)),
+            nn.Linear(8, 3),
+        )
         self.register_buffer("calls", torch.zeros(()))
         self._rule = rule
 
@@ -87,7 +92,11 @@ def _profile(rule: Rule) -> Profile:
     ("rule", "reason", "way_out"),
     [
         (_by_buffer, "they use buffer 'calls', which forward writes", _by_copy),
-        (_in_place, "an operation writes, in place, a value that is made before them", _out_of_place),
+        (
+            _in_place,
+            "an operation writes, in place, a value that is made before them",
+            _out_of_place,
+        ),
     ],
 )
 def test_the_reason_is_said_and_the_way_out_helps(rule: Rule, reason: str, way_out: Rule) -> None:
@@ -96,7 +105,9 @@ def test_the_reason_is_said_and_the_way_out_helps(rule: Rule, reason: str, way_o
     assert uncut.cause.reason == reason
     assert uncut.operations > 0.25 * uncut.of
     ((text, _),) = uncut_notes(profile)
-    assert f"of {uncut.of} operations are one layer, 'layers.0', and cannot be cut: {reason}" in text
+    assert (
+        f"of {uncut.of} operations are one layer, 'layers.0', and cannot be cut: {reason}" in text
+    )
     assert text in profile_report(profile)
     assert Profile.model_validate_json(profile.model_dump_json()) == profile
 

@@ -79,10 +79,15 @@ def test_stages_of_one_capture_compute_every_length(samples: int, tmp_path: Path
 
 def test_the_hash_does_not_depend_on_the_batch_but_on_the_lengths(tmp_path: Path) -> None:
     spec = load_model_file(str(write(tmp_path)))
-    hashes = {capture_file(spec, spec.example_batch(size, {"words": words})).hash for size, words in ((2, 20), (3, 9))}
+    hashes = {
+        capture_file(spec, spec.example_batch(size, {"words": words})).hash
+        for size, words in ((2, 20), (3, 9))
+    }
     assert len(hashes) == 1
     path = write(tmp_path)
-    path.write_text(path.read_text(encoding="utf-8").replace("(3, 20)", "(3, 19)"), encoding="utf-8")
+    path.write_text(
+        path.read_text(encoding="utf-8").replace("(3, 20)", "(3, 19)"), encoding="utf-8"
+    )
     other = load_model_file(str(path))
     assert capture_file(other, other.example_batch(2)).hash not in hashes
 
@@ -92,14 +97,21 @@ def test_the_hash_does_not_depend_on_the_batch_but_on_the_lengths(tmp_path: Path
     [
         ("x = x * 2 if tokens.shape[1] > 10 else x", "x = x * 2 if"),
         ("x = x + torch.ones(20)[:, None]", "x = x + torch.ones"),
-        ("x = x.view(-1, 4 * tokens.shape[1] // 4, 8)[:, :20] if x.shape[1] % 2 == 0 else x", "x = x.view"),
+        (
+            "x = x.view(-1, 4 * tokens.shape[1] // 4, 8)[:, :20] if x.shape[1] % 2 == 0 else x",
+            "x = x.view",
+        ),
     ],
 )
 def test_what_pins_a_length_is_named_with_its_place(body: str, line: str, tmp_path: Path) -> None:
     path = write(tmp_path, body)
-    number = next(n for n, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1) if line in text)
+    number = next(
+        n for n, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1) if line in text
+    )
     spec = load_model_file(str(path))
-    with pytest.raises(CaptureError, match=rf"Net does not compute the same .* words \d+, at .*model.py:{number}\n"):
+    with pytest.raises(
+        CaptureError, match=rf"Net does not compute the same .* words \d+, at .*model.py:{number}\n"
+    ):
         capture_file(spec, spec.example_batch(2))
 
 
@@ -111,17 +123,24 @@ def test_lengths_that_example_batch_does_not_follow(tmp_path: Path) -> None:
         capture_file(spec, spec.example_batch(2))
 
 
-@pytest.mark.parametrize("wrong", ['{"words": (5, 5)}', '{"words": 5}', '{"a b": (1, 2)}', "(3, 4)"])
+@pytest.mark.parametrize(
+    "wrong", ['{"words": (5, 5)}', '{"words": 5}', '{"a b": (1, 2)}', "(3, 4)"]
+)
 def test_lengths_that_are_none(wrong: str, tmp_path: Path) -> None:
     path = write(tmp_path)
-    path.write_text(path.read_text(encoding="utf-8").replace('{"words": (3, 20)}', wrong), encoding="utf-8")
+    path.write_text(
+        path.read_text(encoding="utf-8").replace('{"words": (3, 20)}', wrong), encoding="utf-8"
+    )
     with pytest.raises(ModelFileError, match=r"lengths\(\) at .* returned .*, not a dict of names"):
         load_model_file(str(path)).lengths()
 
 
 def test_blocks_are_of_one_length(tmp_path: Path) -> None:
     path = write(tmp_path)
-    path.write_text(path.read_text(encoding="utf-8") + "\ndef blocks(model):\n    return [model]\n", encoding="utf-8")
+    path.write_text(
+        path.read_text(encoding="utf-8") + "\ndef blocks(model):\n    return [model]\n",
+        encoding="utf-8",
+    )
     spec = load_model_file(str(path))
     with pytest.raises(CaptureError, match=r"has lengths\(\) and blocks\(\)"):
         capture_file(spec, spec.example_batch(2))
@@ -132,7 +151,9 @@ def test_a_model_in_memory() -> None:
         return (torch.randn(batch_size, steps, 4),), torch.zeros(batch_size, steps, 2)
 
     model = nn.Linear(4, 2)
-    spec = in_memory(model, example_batch=example, loss=nn.functional.mse_loss, lengths={"steps": (2, 9)})
+    spec = in_memory(
+        model, example_batch=example, loss=nn.functional.mse_loss, lengths={"steps": (2, 9)}
+    )
     graph = capture_file(spec, spec.example_batch(3))
     assert extent_of(spec.example_batch(3), graph.lengths) == (3, 9)
     with torch.random.fork_rng():
@@ -152,8 +173,12 @@ def test_sizes_tell_lengths() -> None:
 @pytest.mark.filterwarnings("ignore")  # those of the compiler are not ours
 def test_compiled_code_is_for_all_lengths(tmp_path: Path) -> None:
     path = tmp_path / "model.py"
-    source = MODEL.replace("BODY", "").replace("x, (state, _) = self.lstm(x)", "x = torch.cat([x, x[..., :4]], -1)")
-    path.write_text(source.replace("x, _ = self.gru(x + state.mean())", "x = x[..., 4:]"), encoding="utf-8")
+    source = MODEL.replace("BODY", "").replace(
+        "x, (state, _) = self.lstm(x)", "x = torch.cat([x, x[..., :4]], -1)"
+    )
+    path.write_text(
+        source.replace("x, _ = self.gru(x + state.mean())", "x = x[..., 4:]"), encoding="utf-8"
+    )
     spec = load_model_file(str(path))
     graph = capture_file(spec, spec.example_batch(2))
     stage = build_stage(graph, [layer.name for layer in graph.layers], variant=COMPILED)
@@ -161,5 +186,7 @@ def test_compiled_code_is_for_all_lengths(tmp_path: Path) -> None:
     assert spec.loss is not None
     for words in (20, 3, 9, 14):
         batch = spec.example_batch(2, {"words": words})
-        torch.testing.assert_close(stage(batch, {})["loss"], spec.loss(graph.model(*batch.args), batch.target))
+        torch.testing.assert_close(
+            stage(batch, {})["loss"], spec.loss(graph.model(*batch.args), batch.target)
+        )
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1

@@ -1,4 +1,6 @@
-"""Graphs captured for CUDA on a machine without it: devices, dtypes and layouts of every value at every cut."""
+"""Graphs captured for CUDA on a machine without it: devices, dtypes and layouts of every value at
+every cut.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ PROFILES = Path(__file__).parents[3] / "profiles"
 DTYPES = [None, torch.bfloat16, torch.float16]
 SMALL_PROFILES = ("alexnet", "gpt2", "unet")
 SLOW_PROFILES = sorted(
-    path.parent.name for path in PROFILES.glob("*/model.py") if path.parent.name not in SMALL_PROFILES
+    path.parent.name
+    for path in PROFILES.glob("*/model.py")
+    if path.parent.name not in SMALL_PROFILES
 )
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in SLOW_PROFILES]
 CASES = {**ARCHITECTURES, **DEVICE_MODELS}
@@ -40,7 +44,9 @@ def _traced(name: str) -> tuple[Trace, Batch]:
 
 
 SLOWER = {"seq2seq", "translator"}  # to trace
-FURTHER = [pytest.param(name, marks=pytest.mark.slow) if name in SLOWER else name for name in DEVICE_MODELS]
+FURTHER = [
+    pytest.param(name, marks=pytest.mark.slow) if name in SLOWER else name for name in DEVICE_MODELS
+]
 
 
 @pytest.mark.sampled(3)
@@ -57,7 +63,9 @@ def test_every_cut_of_architectures(name: str) -> None:
 def test_every_cut_of_the_models_in_profiles(name: str) -> None:
     path = PROFILES / name / "model.py"
     if "transformers" in path.read_text(encoding="utf-8"):
-        pytest.importorskip("transformers", reason="needs the extra 'hf': pip install 'transformers>=4.50'")
+        pytest.importorskip(
+            "transformers", reason="needs the extra 'hf': pip install 'transformers>=4.50'"
+        )
     builder = ":build_tiny" if "def build_tiny" in path.read_text(encoding="utf-8") else ""
     spec = load_model_file(f"{path}{builder}")
     torch.manual_seed(0)
@@ -78,7 +86,10 @@ def test_the_hash_is_the_same_for_all_devices(name: str) -> None:
 def test_dtypes_are_those_of_the_device_that_trains() -> None:
     trace, _ = _traced("group norm")
     dtypes = {
-        kind: {spec.dtype for spec in observed(trace, ModuleOptions(torch.bfloat16, device=kind)).values.values()}
+        kind: {
+            spec.dtype
+            for spec in observed(trace, ModuleOptions(torch.bfloat16, device=kind)).values.values()
+        }
         for kind in ("cpu", "cuda")
     }
     assert dtypes == {"cpu": {torch.bfloat16}, "cuda": {torch.bfloat16, torch.float32}}
@@ -104,19 +115,29 @@ def test_a_loss_that_cuda_refuses_under_autocast_is_refused_at_capture() -> None
 
 
 def test_faults_put_back_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was wrong before: operations kept the device of the capture, and dtypes followed the CPU's autocast."""
+    """What was wrong before: operations kept the device of the capture, and dtypes followed the
+    CPU's autocast.
+    """
     trace, tokens = _traced("llama")
     graph = observed(trace, ModuleOptions(device="cuda"))
     with monkeypatch.context() as patch:
-        patch.setattr("planner.model.stage.graph_stage.moved", lambda _, args, kwargs, *__: (args, kwargs))
+        patch.setattr(
+            "planner.model.stage.graph_stage.moved", lambda _, args, kwargs, *__: (args, kwargs)
+        )
         assert mismatches(graph, tokens)
-    for name, dtype in (("gnmt", torch.float16), ("convnext", torch.bfloat16), ("group norm", torch.bfloat16)):
+    for name, dtype in (
+        ("gnmt", torch.float16),
+        ("convnext", torch.bfloat16),
+        ("group norm", torch.bfloat16),
+    ):
         trace, batch = _traced(name)
         assert mismatches(observed(trace, ModuleOptions(dtype, device="cpu")), batch)
 
 
 class _Attention(nn.Module):
-    """Attention as nn.MultiheadAttention wrote it until PyTorch 2.11; (tokens, batch, 8) -> (tokens * batch, 8)."""
+    """Attention as nn.MultiheadAttention wrote it until PyTorch 2.11; (tokens, batch, 8) -> (tokens
+    * batch, 8).
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,18 +145,32 @@ class _Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         tokens, batch, width = x.shape
-        packed = self.project(x).unflatten(-1, (3, width)).unsqueeze(0).transpose(0, -2).squeeze(-2).contiguous()
-        q, k, v = (part.view(tokens, batch * 2, 4).transpose(0, 1).view(batch, 2, tokens, 4) for part in packed)
+        packed = (
+            self.project(x)
+            .unflatten(-1, (3, width))
+            .unsqueeze(0)
+            .transpose(0, -2)
+            .squeeze(-2)
+            .contiguous()
+        )
+        q, k, v = (
+            part.view(tokens, batch * 2, 4).transpose(0, 1).view(batch, 2, tokens, 4)
+            for part in packed
+        )
         found = F.scaled_dot_product_attention(q, k, v)
         return found.permute(2, 0, 1, 3).contiguous().view(tokens * batch, width)
 
 
 def test_a_copy_that_a_cpu_does_not_need_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA's attention lays its result out otherwise than a CPU's, whose view of it needs no copy."""
+    """CUDA's attention lays its result out otherwise than a CPU's, whose view of it needs
+    no copy.
+    """
     batch = Batch((torch.rand(6, 3, 8),), {}, torch.rand(18, 8))
 
     def copies_after_attention() -> bool:
-        _, _, after = traced(_Attention(), batch, F.mse_loss).module.code.partition("scaled_dot_product_attention")
+        _, _, after = traced(_Attention(), batch, F.mse_loss).module.code.partition(
+            "scaled_dot_product_attention"
+        )
         return "aten.contiguous" in after
 
     assert copies_after_attention()
@@ -144,7 +179,9 @@ def test_a_copy_that_a_cpu_does_not_need_is_captured(monkeypatch: pytest.MonkeyP
 
 
 class _Exact(nn.Module):
-    """A product out of autocast, however the device is called, of constants made there; a later layer uses it."""
+    """A product out of autocast, however the device is called, of constants made there; a later
+    layer uses it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -185,7 +222,9 @@ class _ExactWithGradient(nn.Module):
 
 
 class _Branches(nn.Module):
-    """A branch by values: operations of its own graphs, with a region under autocast and a constant made in one."""
+    """A branch by values: operations of its own graphs, with a region under autocast and a constant
+    made in one.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -206,7 +245,9 @@ class _Branches(nn.Module):
 
 
 def test_nested_graphs_follow_their_stage() -> None:
-    """They hold no device of their own: the buffer that tells theirs moves with the stage, and is not saved."""
+    """They hold no device of their own: the buffer that tells theirs moves with the stage, and is
+    not saved.
+    """
     batch = Batch((torch.rand(3, 4),), {}, torch.rand(3, 4))
     graph = capture(_Branches(), batch, F.mse_loss)
     stage = build_stage(graph, [layer.name for layer in graph.layers])

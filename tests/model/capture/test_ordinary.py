@@ -1,4 +1,6 @@
-"""Ordinary models whose forward trips a tracer: each is captured, and computes in stages what it does whole."""
+"""Ordinary models whose forward trips a tracer: each is captured, and computes in stages what it
+does whole.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,10 @@ def captured(model: nn.Module, batch: Batch, stages: int = 3) -> LayerGraph:
     graph = capture(model, batch, F.mse_loss)
     other = rows(3, *batch.args[0].shape[1:-1])
     for each in (batch, other):
-        assert_same(run_model(graph, each, F.mse_loss), run_split(graph, each, cut_evenly(graph, stages), None))
+        assert_same(
+            run_model(graph, each, F.mse_loss),
+            run_split(graph, each, cut_evenly(graph, stages), None),
+        )
     return graph
 
 
@@ -46,7 +51,9 @@ class Layer(nn.Module):
 
 
 class Stack(nn.Module):
-    def __init__(self, choose: Callable[[Any], Iterable[Any]], kind: type[nn.Module] = nn.ModuleList) -> None:
+    def __init__(
+        self, choose: Callable[[Any], Iterable[Any]], kind: type[nn.Module] = nn.ModuleList
+    ) -> None:
         super().__init__()
         torch.manual_seed(0)
         shared = nn.Linear(WIDTH, WIDTH)
@@ -134,7 +141,9 @@ def test_attributes_that_are_written_before_they_are_read(build: Callable[[], nn
     graph = captured(model, rows())
     assert len(graph.layers) > 2
     if isinstance(model, Heads):
-        assert {id(vars(skip)["heads"]) for skip in model.skips} == {id(model.heads)}, "the tracer copies lists"
+        assert {id(vars(skip)["heads"]) for skip in model.skips} == {id(model.heads)}, (
+            "the tracer copies lists"
+        )
 
 
 class Kept(nn.Module):
@@ -192,7 +201,9 @@ def test_a_configuration_that_refuses_changes() -> None:
 
 
 class Prepared(nn.Module):
-    """Hooks its layers at the first forward, and remembers that it has, as models of transformers do."""
+    """Hooks its layers at the first forward, and remembers that it has, as models of transformers
+    do.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -230,7 +241,9 @@ def test_what_the_first_forward_prepares_is_prepared_again_after_a_capture() -> 
 def test_attributes_that_the_next_forward_reads_are_refused(
     forward: Callable[[Any, Tensor], Tensor], before: Any
 ) -> None:
-    with pytest.raises(CaptureError, match=r"keeps a tensor in 'self\.kept' from one forward to the next"):
+    with pytest.raises(
+        CaptureError, match=r"keeps a tensor in 'self\.kept' from one forward to the next"
+    ):
         capture(Kept(forward, before), rows(), F.mse_loss)
 
 
@@ -245,7 +258,9 @@ class Encoder(nn.Module):
         self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.encoder(x, mask=nn.Transformer.generate_square_subsequent_mask(x.size(1)))
+        result: Tensor = self.encoder(
+            x, mask=nn.Transformer.generate_square_subsequent_mask(x.size(1))
+        )
         return result
 
 
@@ -263,10 +278,15 @@ class Both(nn.Module):
 
 @pytest.mark.parametrize("build", [Encoder, Both])
 def test_causal_masks_of_torchs_transformers(build: Callable[[], nn.Module]) -> None:
-    """PyTorch looks whether the mask is causal, for a kernel that needs none: then results differ by rounding."""
+    """PyTorch looks whether the mask is causal, for a kernel that needs none: then results differ
+    by rounding.
+    """
     batch = rows(4, 5)
     graph = capture(build(), batch, F.mse_loss)
-    whole, split = run_model(graph, batch, F.mse_loss), run_split(graph, batch, cut_evenly(graph, 4), None)
+    whole, split = (
+        run_model(graph, batch, F.mse_loss),
+        run_split(graph, batch, cut_evenly(graph, 4), None),
+    )
     torch.testing.assert_close(whole.loss, split.loss)
     for name, gradient in whole.gradients.items():
         torch.testing.assert_close(gradient, split.gradients[name])
@@ -276,6 +296,8 @@ def test_causal_masks_of_torchs_transformers(build: Callable[[], nn.Module]) -> 
 def test_a_module_that_a_method_hides_is_refused_by_name(name: str) -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
     model[0]._modules[name] = nn.Linear(WIDTH, WIDTH)
-    with pytest.raises(CaptureError, match=rf"'0\.{name}' of Sequential is named like a method") as refused:
+    with pytest.raises(
+        CaptureError, match=rf"'0\.{name}' of Sequential is named like a method"
+    ) as refused:
         capture(model, rows(), F.mse_loss)
     assert f"'own_{name}'" in str(refused.value.hint)

@@ -1,4 +1,6 @@
-"""A graph that is captured on one batch, on batches of other sizes: the same as the model, or a reason why not."""
+"""A graph that is captured on one batch, on batches of other sizes: the same as the model, or a
+reason why not.
+"""
 
 import re
 from collections.abc import Callable
@@ -8,7 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss, scaled_dot_product_attention
+from torch.nn.functional import (
+    binary_cross_entropy_with_logits,
+    mse_loss,
+    scaled_dot_product_attention,
+)
 
 import planner
 from planner.model.capture.capture import capture_file
@@ -40,7 +46,9 @@ class SideTable(Sized):
 
 
 class Mixed(nn.Module):
-    """What people use, and what leaves other operations in a graph than a model runs: slices, scripts, recurrence."""
+    """What people use, and what leaves other operations in a graph than a model runs: slices,
+    scripts, recurrence.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +67,9 @@ def features(n: int) -> Any:
     return (torch.randn(n, WIDTH),), torch.randn(n, WIDTH)
 
 
-def sizes_of(model: nn.Module, batch: Callable[[int], Any], loss: Callable[[Any, Any], Tensor]) -> Callable[[int], Any]:
+def sizes_of(
+    model: nn.Module, batch: Callable[[int], Any], loss: Callable[[Any, Any], Tensor]
+) -> Callable[[int], Any]:
     spec = planner.in_memory(model, example_batch=batch, loss=loss)
     usual = spec.example_batch(CAPTURED)
     sizes = OtherSizes(capture_file(spec, usual), spec.loss, usual)
@@ -115,7 +125,9 @@ def test_code_that_fails_for_one_sample() -> None:
     def loss(output: Tensor, target: Tensor) -> Tensor:
         return binary_cross_entropy_with_logits(output.squeeze(), target)
 
-    problem = sizes_of(Sized(torch.tanh, out=1), lambda n: ((torch.randn(n, WIDTH),), torch.rand(n)), loss)
+    problem = sizes_of(
+        Sized(torch.tanh, out=1), lambda n: ((torch.randn(n, WIDTH),), torch.rand(n)), loss
+    )
 
     assert problem(3) is None
     assert "the model fails on it: ValueError: Target size" in problem(1)
@@ -126,12 +138,16 @@ def test_one_input_of_one_size_makes_the_model_of_one_size() -> None:
         return (torch.randn(n, WIDTH), torch.randn(n, WIDTH)), torch.randn(n, WIDTH)
 
     problem = sizes_of(
-        SideTable(torch.tanh), batch, lambda output, target: mse_loss(output[0], target) + output[1].sum()
+        SideTable(torch.tanh),
+        batch,
+        lambda output, target: mse_loss(output[0], target) + output[1].sum(),
     )
 
     assert problem(CAPTURED) is None
     where = rf"since \S+test_other_sizes.py:{_line_of('others[0] + self')} fixes that number"
-    assert re.fullmatch(rf"the model takes microbatches of {CAPTURED} samples only, {where}", problem(3))
+    assert re.fullmatch(
+        rf"the model takes microbatches of {CAPTURED} samples only, {where}", problem(3)
+    )
 
 
 def _line_of(text: str) -> int:

@@ -1,4 +1,6 @@
-"""A forward that changes which parameters there are, or which are trained, is refused; each way out trains."""
+"""A forward that changes which parameters there are, or which are trained, is refused; each way out
+trains.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,10 @@ def blocks(model): return list(model)
 """
 MADE = "if not hasattr(self, 'extra'): self.extra = nn.Parameter(torch.ones(8))"
 CALLED = "model(torch.zeros(2, 6))"
-SET, MAKE = "set requires_grad in build_model()", "make it in build_model(), or call the model once there"
+SET, MAKE = (
+    "set requires_grad in build_model()",
+    "make it in build_model(), or call the model once there",
+)
 
 # What forward does, what it multiplies with, what is said, and ways out within build_model().
 CHANGES = {
@@ -111,7 +116,9 @@ CHANGES = {
 }
 
 
-def _load(folder: Path, change: str, extra: str = "1", built: str = "pass", text: str = FILE) -> TrainingSpec:
+def _load(
+    folder: Path, change: str, extra: str = "1", built: str = "pass", text: str = FILE
+) -> TrainingSpec:
     path = folder / "model.py"
     text = text.replace("CHANGE", change).replace("EXTRA", extra).replace("BUILT", built)
     path.write_text(text, encoding="utf-8")
@@ -129,7 +136,9 @@ def test_parameters_changed_by_forward_are_refused(tmp_path: Path, kind: str) ->
         capture_file(spec, spec.example_batch(4), model)
 
     assert hint in (raised.value.hint or "")
-    assert [(name, id(each), each.requires_grad) for name, each in model.named_parameters()] == before
+    assert [
+        (name, id(each), each.requires_grad) for name, each in model.named_parameters()
+    ] == before
 
 
 WAYS_OUT = [(kind, built) for kind, change in CHANGES.items() for built in change[-1]]
@@ -141,7 +150,9 @@ def test_what_the_hint_names_trains(tmp_path: Path, kind: str, built: str) -> No
     spec = _load(tmp_path, change, extra, built)
     batch = spec.example_batch(4)
     graph = capture_file(spec, batch)
-    assert_same(run_split(graph, batch, cut_evenly(graph, 2), None), run_model(graph, batch, spec.loss))
+    assert_same(
+        run_split(graph, batch, cut_evenly(graph, 2), None), run_model(graph, batch, spec.loss)
+    )
     check_captured(spec, graph, [batch], PLAIN)
 
 
@@ -181,11 +192,19 @@ def test_the_comparison_of_gradients_refuses_a_call_that_freezes(tmp_path: Path)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("self.weight.requires_grad_(False)", "sets requires_grad of parameter '2.weight' to False"),
-        ("if not hasattr(self, 'extra'): self.extra = nn.Parameter(torch.ones(8))", "makes parameter '2.extra'"),
+        (
+            "self.weight.requires_grad_(False)",
+            "sets requires_grad of parameter '2.weight' to False",
+        ),
+        (
+            "if not hasattr(self, 'extra'): self.extra = nn.Parameter(torch.ones(8))",
+            "makes parameter '2.extra'",
+        ),
     ],
 )
-def test_blocks_that_change_parameters_are_refused(tmp_path: Path, change: str, message: str) -> None:
+def test_blocks_that_change_parameters_are_refused(
+    tmp_path: Path, change: str, message: str
+) -> None:
     text = FILE[: FILE.index("class Net")] + BLOCKS + FILE[FILE.index("def example_batch") :]
     spec = _load(tmp_path, change, text=text)
     for model in (spec.build_model(), spec.build_model().to("meta")):
@@ -199,7 +218,9 @@ def test_blocks_that_change_parameters_are_refused(tmp_path: Path, change: str, 
 def test_a_lazy_module_is_refused_unless_the_model_was_called(tmp_path: Path) -> None:
     text = FILE.replace("nn.Linear(8, 8)", "nn.LazyLinear(8)")
     spec = _load(tmp_path, "pass", text=text)
-    with pytest.raises(CaptureError, match=r"'b.weight' has no shape yet, its module is lazy") as raised:
+    with pytest.raises(
+        CaptureError, match=r"'b.weight' has no shape yet, its module is lazy"
+    ) as raised:
         capture_file(spec, spec.example_batch(4))
     assert "call the model once" in (raised.value.hint or "")
 

@@ -1,4 +1,6 @@
-"""Regions of a forward under autocast or another gradient mode are cut, and compute in stages what they do whole."""
+"""Regions of a forward under autocast or another gradient mode are cut, and compute in stages what
+they do whole.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +35,17 @@ def off() -> torch.autocast:
 
 
 class Region(nn.Module):
-    """Layers in a region, of which the last weight is used once more, between two layers without."""
+    """Layers in a region, of which the last weight is used once more, between two layers
+    without.
+    """
 
     def __init__(self, *contexts: Context, frozen: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.stem = nn.Linear(WIDTH, WIDTH)
-        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))).requires_grad_(not frozen)
+        self.layers = nn.Sequential(
+            *(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+        ).requires_grad_(not frozen)
         self.head = nn.Linear(WIDTH, WIDTH)
         self._contexts = contexts
 
@@ -109,7 +115,8 @@ CONTEXTS: dict[str, tuple[Context, ...]] = {
 }
 
 
-SAME = ("enable_grad", "gradients again", "autocast in no_grad")  # as without it, or in the other order
+# as without it, or in the other order
+SAME = ("enable_grad", "gradients again", "autocast in no_grad")
 
 
 @pytest.mark.parametrize("name", CONTEXTS)
@@ -127,14 +134,22 @@ def test_a_region_is_cut_at_every_layer(name: str) -> None:
         batch = batch_of(size)
         whole = run_model(graph, batch, loss)
         assert_same(whole, run_split(graph, batch, [names], None))
-        # The last weight of the region is used by two layers: in two stages its gradients are added up in float32.
-        together = [["stem"], *([each] for each in names[1:LAYERS]), names[LAYERS : LAYERS + 2], ["head", "loss"]]
+        # The last weight of the region is used by two layers: in two stages its gradients are added
+        # up in float32.
+        together = [
+            ["stem"],
+            *([each] for each in names[1:LAYERS]),
+            names[LAYERS : LAYERS + 2],
+            ["head", "loss"],
+        ]
         assert_same(whole, run_split(graph, batch, together, None))
 
 
 @pytest.mark.parametrize("kind", [Twice, Around])
 @pytest.mark.parametrize("options", [PLAIN, ModuleOptions(torch.bfloat16)])
-def test_several_regions_in_one_stage_are_as_one_process(kind: type[Region], options: ModuleOptions) -> None:
+def test_several_regions_in_one_stage_are_as_one_process(
+    kind: type[Region], options: ModuleOptions
+) -> None:
     graph = capture(kind(lower), batch_of(), loss, options=options)
     assert len(graph.layers) > 4
     torch.manual_seed(2)
@@ -161,10 +176,16 @@ def test_a_loss_in_a_region_and_a_decorated_forward() -> None:
 
 def test_a_frozen_part_under_no_grad_sends_nothing_back() -> None:
     graph = capture(Region(torch.no_grad, frozen=True), batch_of(), loss)
-    inside = [value for value in graph.values.values() if value.name in ("linear_2", "linear_3", "linear_4")]
+    inside = [
+        value
+        for value in graph.values.values()
+        if value.name in ("linear_2", "linear_3", "linear_4")
+    ]
     assert len(inside) == 3
     assert not any(value.requires_grad for value in inside)
-    assert_same(run_model(graph, batch_of(), loss), run_split(graph, batch_of(), every_layer(graph), None))
+    assert_same(
+        run_model(graph, batch_of(), loss), run_split(graph, batch_of(), every_layer(graph), None)
+    )
 
 
 def test_values_have_the_dtype_of_the_region() -> None:
@@ -183,7 +204,9 @@ def test_the_graph_of_another_region_has_another_hash() -> None:
 def test_evaluation_and_recomputation() -> None:
     model = Region(lower)
     spec = in_memory(
-        model, example_batch=lambda size: ((torch.randn(size, WIDTH),), torch.randn(size, WIDTH)), loss=loss
+        model,
+        example_batch=lambda size: ((torch.randn(size, WIDTH),), torch.randn(size, WIDTH)),
+        loss=loss,
     )
     graph = capture_file(spec, batch_of())
     check_captured(spec, graph, [batch_of(), *further_batches(spec, graph, batch_of())], PLAIN)
@@ -205,11 +228,19 @@ def test_compiled_code_enters_regions() -> None:
 def test_an_operation_that_fails_in_a_region_leaves_none_behind() -> None:
     graph = capture(Around(lower), batch_of(), loss)
     stage = build_stage(graph, [layer.name for layer in graph.layers])
-    state = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+    state = (
+        torch.is_grad_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"),
+    )
     with torch.no_grad():
         graph.model.get_parameter("head.weight").data = torch.zeros(WIDTH, WIDTH + 1)
     with pytest.raises(PlannerError):
         stage(batch_of(), {})
-    assert (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")) == state
+    assert (
+        torch.is_grad_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"),
+    ) == state
     assert torch.autocast_increment_nesting() == 1
     torch.autocast_decrement_nesting()

@@ -1,4 +1,6 @@
-"""A graph written from a few of a model's equal blocks is the one that the tracer makes of all: name by name."""
+"""A graph written from a few of a model's equal blocks is the one that the tracer makes of all:
+name by name.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,11 @@ class Block(nn.Module):
     def __init__(self, number: int) -> None:
         super().__init__()
         self.number, self.act = number, partial(F.gelu, approximate="tanh")
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+        )
         self.drop = nn.Dropout(0.1)
         self.register_buffer("scale", torch.ones(WIDTH))
 
@@ -46,7 +52,9 @@ class Model(nn.Module):
         super().__init__()
         self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.blocks = nn.ModuleList(block(number) for number in range(BLOCKS))
-        self.more = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(BLOCKS)))
+        self.more = nn.Sequential(
+            *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(BLOCKS))
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = known = self.first(x)
@@ -69,7 +77,10 @@ class Reversed(Model):
 class FirstDiffers(Model):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks[0].up, self.blocks[0].down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.blocks[0].up, self.blocks[0].down = (
+            nn.Linear(WIDTH, 2 * WIDTH),
+            nn.Linear(2 * WIDTH, WIDTH),
+        )
 
 
 class Tied(Model):
@@ -83,7 +94,10 @@ class OneDiffers(Model):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks[6].up, self.blocks[6].down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.blocks[6].up, self.blocks[6].down = (
+            nn.Linear(WIDTH, 2 * WIDTH),
+            nn.Linear(2 * WIDTH, WIDTH),
+        )
 
 
 class OneDrops(Model):
@@ -144,7 +158,9 @@ def spec_of(build: Callable[[], nn.Module]) -> TrainingSpec:
 
 def both(spec: TrainingSpec, **options: Any) -> tuple[LayerGraph, LayerGraph]:
     model, batch = spec.build_model(), spec.example_batch(4)
-    return tuple(capture_file(spec, batch, model, quickly=quickly, **options) for quickly in (False, True))  # type: ignore[return-value]
+    return tuple(
+        capture_file(spec, batch, model, quickly=quickly, **options) for quickly in (False, True)
+    )  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize(
@@ -212,7 +228,9 @@ def test_models_of_transformers(name: str, *, short: bool) -> None:
             setattr(config, field, size)
     config.use_cache = False
     tokens = torch.randint(3, 50, (4, 6))
-    spec = planner.in_memory(made(config), example_batch=((), {"input_ids": tokens, "labels": tokens}, None))
+    spec = planner.in_memory(
+        made(config), example_batch=((), {"input_ids": tokens, "labels": tokens}, None)
+    )
     whole, quick = both(spec)
     assert bool(quick.repeated) == short
     assert quick.hash == whole.hash

@@ -16,26 +16,42 @@ from planner.model.capture.graph import LayerGraph
 from planner.model.stage.evaluation import matching_cut
 from tests.model.splitting import assert_same, cut_evenly, run_model, run_split
 
-transformers = pytest.importorskip("transformers", reason="needs the extra 'hf': pip install 'transformers>=4.50'")
+transformers = pytest.importorskip(
+    "transformers", reason="needs the extra 'hf': pip install 'transformers>=4.50'"
+)
 
 # The library picks another attention kernel when it is traced; this one is the same in both.
 SAME_KERNEL = {"attn_implementation": "eager"}
 TOKENS = 64
 SMALL = {"vocab_size": TOKENS, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
-HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 16, "use_cache": False}
+HEADS = {
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 16,
+    "use_cache": False,
+}
 END = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
 
 
 def _gpt2(**options: Any) -> nn.Module:
     config = transformers.GPT2Config(
-        vocab_size=TOKENS, n_positions=16, n_embd=16, n_layer=2, n_head=2, use_cache=False, **END, **options
+        vocab_size=TOKENS,
+        n_positions=16,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        use_cache=False,
+        **END,
+        **options,
     )
     model: nn.Module = transformers.GPT2LMHeadModel(config)
     return model
 
 
 def _bert(**options: Any) -> nn.Module:
-    config = transformers.BertConfig(**SMALL, num_attention_heads=2, max_position_embeddings=16, **options)
+    config = transformers.BertConfig(
+        **SMALL, num_attention_heads=2, max_position_embeddings=16, **options
+    )
     model: nn.Module = transformers.BertForMaskedLM(config)
     return model
 
@@ -43,14 +59,21 @@ def _bert(**options: Any) -> nn.Module:
 def _t5(**options: Any) -> nn.Module:
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
     config = transformers.T5Config(
-        vocab_size=TOKENS, **sizes, decoder_start_token_id=0, use_cache=False, tie_word_embeddings=True, **options
+        vocab_size=TOKENS,
+        **sizes,
+        decoder_start_token_id=0,
+        use_cache=False,
+        tie_word_embeddings=True,
+        **options,
     )
     model: nn.Module = transformers.T5ForConditionalGeneration(config)
     return model
 
 
 def _llama(**options: Any) -> nn.Module:
-    model: nn.Module = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, **HEADS, **END, **options))
+    model: nn.Module = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**SMALL, **HEADS, **END, **options)
+    )
     return model
 
 
@@ -75,7 +98,9 @@ def _masked(batch_size: int) -> Batch:
 
 def _translation(batch_size: int) -> Batch:
     tokens = torch.randint(0, TOKENS, (batch_size, 8))
-    return Batch((), {"input_ids": tokens, "labels": torch.randint(0, TOKENS, (batch_size, 6))}, None)
+    return Batch(
+        (), {"input_ids": tokens, "labels": torch.randint(0, TOKENS, (batch_size, 6))}, None
+    )
 
 
 Build = Callable[..., nn.Module]

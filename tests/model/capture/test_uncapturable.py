@@ -13,7 +13,10 @@ from planner.model.spec import load_model_file
 from planner.profiler.measured.profiling import ProfilingOptions, profile_model
 from tests.model.splitting import assert_same, cut_evenly, run_model, run_split
 
-HEAD = "import torch\nfrom torch import nn\nfrom torch.nn import functional as F\nfrom torch.nn.utils import rnn\n"
+HEAD = (
+    "import torch\nfrom torch import nn\nfrom torch.nn import functional as F\nfrom "
+    "torch.nn.utils import rnn\n"
+)
 CTC = """
 class Speech(nn.Module):
     def __init__(self):
@@ -105,11 +108,15 @@ def _written(folder: Path, text: str) -> Path:
 
 
 def _trains_split(path: Path, stages: int) -> list[str]:
-    """Check that stages compute the step of the whole model, and that it is profiled; return the layers."""
+    """Check that stages compute the step of the whole model, and that it is profiled; return the
+    layers.
+    """
     spec = load_model_file(path)
     batch = spec.example_batch(4)
     graph = capture_file(spec, batch)
-    assert_same(run_split(graph, batch, cut_evenly(graph, stages), None), run_model(graph, batch, spec.loss))
+    assert_same(
+        run_split(graph, batch, cut_evenly(graph, stages), None), run_model(graph, batch, spec.loss)
+    )
     profile = profile_model(spec, 4, ProfilingOptions(device="cpu", seconds=0, repeats=1))
     assert profile.graph_hash == graph.hash
     assert profile.layers[-1].forward_s > 0
@@ -133,12 +140,16 @@ def _trains_split(path: Path, stages: int) -> list[str]:
         "loss that looks at lengths",
     ],
 )
-def test_models_that_no_tracer_captures_train_in_blocks(tmp_path: Path, text: str, blocks: str) -> None:
+def test_models_that_no_tracer_captures_train_in_blocks(
+    tmp_path: Path, text: str, blocks: str
+) -> None:
     path = _written(tmp_path, text)
     with pytest.raises(CaptureError) as refused:
         capture_file(load_model_file(path), load_model_file(path).example_batch(4))
     assert re.search(r"blocks\(model\).*: see docs/guides/own-model.md", str(refused.value.hint))
-    path.write_text(path.read_text(encoding="utf-8") + f"def blocks(model): return {blocks}\n", encoding="utf-8")
+    path.write_text(
+        path.read_text(encoding="utf-8") + f"def blocks(model): return {blocks}\n", encoding="utf-8"
+    )
     _trains_split(path, 2)
 
 
@@ -150,8 +161,12 @@ def test_a_buffer_that_takes_another_shape_in_forward_is_put_back(tmp_path: Path
     assert [tuple(buffer.shape) for buffer in model.buffers()] == [(0,)]
 
 
-def test_modules_that_pytorch_does_not_see_are_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    hidden = PARTS.replace("nn.ModuleList(nn.Linear(8, 8) for _ in range(3))", "[nn.Linear(8, 8) for _ in range(3)]")
+def test_modules_that_pytorch_does_not_see_are_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    hidden = PARTS.replace(
+        "nn.ModuleList(nn.Linear(8, 8) for _ in range(3))", "[nn.Linear(8, 8) for _ in range(3)]"
+    )
     path = _written(tmp_path, hidden.replace(" if x.sum() < 1e9 else x", ""))
     profile_model(load_model_file(path), 4, ProfilingOptions(device="cpu", seconds=0, repeats=1))
     (warning,) = _own_messages(caplog)
@@ -159,7 +174,11 @@ def test_modules_that_pytorch_does_not_see_are_told_of(tmp_path: Path, caplog: p
     assert "nn.ModuleList" in warning
     caplog.clear()
     seen = PARTS.replace(" if x.sum() < 1e9 else x", "")
-    profile_model(load_model_file(_written(tmp_path, seen)), 4, ProfilingOptions(device="cpu", seconds=0, repeats=1))
+    profile_model(
+        load_model_file(_written(tmp_path, seen)),
+        4,
+        ProfilingOptions(device="cpu", seconds=0, repeats=1),
+    )
     assert not _own_messages(caplog)
 
 

@@ -1,4 +1,6 @@
-"""Calls that a tracer fails at with words of its own are refused with the user's line and a way out, which works."""
+"""Calls that a tracer fails at with words of its own are refused with the user's line and a way
+out, which works.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ class Ordinary(Noisy):
 
 @pytest.mark.parametrize("model", [Noisy, Shuffled])
 def test_a_generator_of_the_models_own(model: type[nn.Module]) -> None:
-    with pytest.raises(CaptureError, match=r"drawn from a torch.Generator at .*test_untraced_calls.py:\d+") as error:
+    with pytest.raises(
+        CaptureError, match=r"drawn from a torch.Generator at .*test_untraced_calls.py:\d+"
+    ) as error:
         check(spec_of(model()))
     assert "leave out generator=..." in error.value.hint
     check(spec_of(Ordinary()))
@@ -94,7 +98,10 @@ def penalised(output: Any, target: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("model", "loss"), [(Penalised, with_penalty), (GivesInput, penalised)])
 def test_gradients_within_forward_or_loss(model: type[nn.Module], loss: Any) -> None:
-    with pytest.raises(CaptureError, match=r"takes gradients at .*test_untraced_calls.py:\d+, by torch.autograd.grad"):
+    with pytest.raises(
+        CaptureError,
+        match=r"takes gradients at .*test_untraced_calls.py:\d+, by torch.autograd.grad",
+    ):
         check(spec_of(model(), loss=loss))
 
 
@@ -105,14 +112,19 @@ def test_a_block_takes_gradients() -> None:
 class Complex(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.weight, self.head = nn.Parameter(torch.randn(6, 8, dtype=torch.complex64)), nn.Linear(8, 5)
+        self.weight, self.head = (
+            nn.Parameter(torch.randn(6, 8, dtype=torch.complex64)),
+            nn.Linear(8, 5),
+        )
 
     def forward(self, x: Tensor) -> Any:
         return self.head((x.to(torch.complex64) @ self.weight).abs())
 
 
 def test_gradients_of_complex_weights_are_compared_whole() -> None:
-    """A cast to real numbers would lose the imaginary part, with a warning, which is an error here."""
+    """A cast to real numbers would lose the imaginary part, with a warning, which is an
+    error here.
+    """
     check(spec_of(Complex()))
 
 
@@ -132,8 +144,12 @@ def counting(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output, target) * (1.0 if COUNT[0] < 1000 else 0.5)
 
 
-@pytest.mark.parametrize(("spec", "name"), [(spec_of(Counting()), "calls"), (spec_of(Net(), loss=counting), "COUNT")])
+@pytest.mark.parametrize(
+    ("spec", "name"), [(spec_of(Counting()), "calls"), (spec_of(Net(), loss=counting), "COUNT")]
+)
 def test_a_count_of_calls_that_matters_late(spec: TrainingSpec, name: str) -> None:
-    with pytest.raises(CaptureError, match=f"each call of the model and of loss\\(\\) changes '{name}") as error:
+    with pytest.raises(
+        CaptureError, match=f"each call of the model and of loss\\(\\) changes '{name}"
+    ) as error:
         check(spec)
     assert "count in a buffer" in error.value.hint

@@ -1,6 +1,8 @@
-"""What changes gradients is refused, or stays as it is; what the user is told to write instead trains as one process.
+"""What changes gradients is refused, or stays as it is; what the user is told to write instead
+trains as one process.
 
-Each model is one of a kind: a hook on a value in the model, in its loss, on a module, on a parameter, on what is saved.
+Each model is one of a kind: a hook on a value in the model, in its loss, on a module, on a
+parameter, on what is saved.
 """
 
 from __future__ import annotations
@@ -33,7 +35,11 @@ class Net(nn.Module):
     def __init__(self, middle: Middle = lambda x: x, *, dropout: float = 0.0) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.dropout, self.second = nn.Linear(6, 6), nn.Dropout(dropout), nn.Linear(6, 6)
+        self.first, self.dropout, self.second = (
+            nn.Linear(6, 6),
+            nn.Dropout(dropout),
+            nn.Linear(6, 6),
+        )
         self._middle = middle
 
     def forward(self, x: Tensor) -> Tensor:
@@ -41,8 +47,12 @@ class Net(nn.Module):
         return result
 
 
-def spec_of(model: nn.Module, loss: Callable[[Any, Any], Tensor] = F.mse_loss, **more: Any) -> TrainingSpec:
-    example_batch = more.pop("example_batch", lambda size: ((torch.randn(size, 6),), torch.randn(size, 6)))
+def spec_of(
+    model: nn.Module, loss: Callable[[Any, Any], Tensor] = F.mse_loss, **more: Any
+) -> TrainingSpec:
+    example_batch = more.pop(
+        "example_batch", lambda size: ((torch.randn(size, 6),), torch.randn(size, 6))
+    )
     return in_memory(model, example_batch=example_batch, loss=loss, **more)
 
 
@@ -72,7 +82,9 @@ def hooked_if_trained(x: Tensor) -> Tensor:
     """Register a hook where no tracer sees it."""
     x = x * 1.0
     if x.grad_fn is not None:
-        x.grad_fn.register_hook(lambda inputs, _: tuple(None if each is None else -each for each in inputs))
+        x.grad_fn.register_hook(
+            lambda inputs, _: tuple(None if each is None else -each for each in inputs)
+        )
     return x
 
 
@@ -131,14 +143,18 @@ OTHER_GRADIENTS = r"equal losses, but other gradients of parameter 'first\.weigh
         (custom, "the autograd function 'Reversed', whose backward cannot be captured"),
     ],
 )
-def test_what_changes_gradients_in_forward_is_refused(middle: Middle, message: str, dropout: float) -> None:
+def test_what_changes_gradients_in_forward_is_refused(
+    middle: Middle, message: str, dropout: float
+) -> None:
     with pytest.raises(CaptureError, match=message) as refused:
         check(spec_of(Net(middle, dropout=dropout)))
     assert "blocks(model)" in str(refused.value.hint)
 
 
 def test_inference_mode_is_refused_and_no_grad_is_the_way_out() -> None:
-    with pytest.raises(CaptureError, match=r"other gradients of parameter 'first\.weight': none and") as refused:
+    with pytest.raises(
+        CaptureError, match=r"other gradients of parameter 'first\.weight': none and"
+    ) as refused:
         check(spec_of(Net(inferred)))
     assert "torch.no_grad for torch.inference_mode" in str(refused.value.hint)
     check(spec_of(Net(without_gradients)))
@@ -146,7 +162,9 @@ def test_inference_mode_is_refused_and_no_grad_is_the_way_out() -> None:
 
 @pytest.mark.parametrize("middle", [hooked, hooked_if_trained, custom])
 def test_the_same_in_the_loss_is_refused(middle: Middle) -> None:
-    with pytest.raises(CaptureError, match=r"drop it|other gradients of parameter|autograd function"):
+    with pytest.raises(
+        CaptureError, match=r"drop it|other gradients of parameter|autograd function"
+    ):
         check(spec_of(Net(), lambda output, target: F.mse_loss(middle(output), target)))
 
 
@@ -232,7 +250,9 @@ def test_linear_hooks_of_parameters_stay(register: Callable[[Net], None]) -> Non
     check(spec)
     batch = spec.example_batch(8)
     graph = capture_file(spec, batch)
-    assert_same(run_model(graph, batch, F.mse_loss), run_split(graph, batch, cut_evenly(graph, 3), None))
+    assert_same(
+        run_model(graph, batch, F.mse_loss), run_split(graph, batch, cut_evenly(graph, 3), None)
+    )
 
 
 def clipped_in_place(gradient: Tensor) -> None:
@@ -251,19 +271,25 @@ def clipped_in_place(gradient: Tensor) -> None:
 def test_a_hook_that_would_see_a_part_of_a_sum_is_refused(hook: Callable[[Tensor], Any]) -> None:
     model = Net()
     model.first.weight.register_hook(hook)  # type: ignore[no-untyped-call]
-    with pytest.raises(CaptureError, match="whose result for a sum of gradients is not the sum of its results"):
+    with pytest.raises(
+        CaptureError, match="whose result for a sum of gradients is not the sum of its results"
+    ):
         check(spec_of(model))
 
 
 def test_hooks_after_accumulation_and_on_several_parameters_are_refused() -> None:
     model = Net()
     model.first.weight.register_post_accumulate_grad_hook(lambda parameter: None)  # type: ignore[no-untyped-call]
-    with pytest.raises(CaptureError, match="has a hook that runs after its gradient is accumulated"):
+    with pytest.raises(
+        CaptureError, match="has a hook that runs after its gradient is accumulated"
+    ):
         check(spec_of(model))
 
     for mode in ("all", "any"):
         model = Net()
-        register_multi_grad_hook((model.first.weight, model.second.weight), lambda _: None, mode=mode)
+        register_multi_grad_hook(
+            (model.first.weight, model.second.weight), lambda _: None, mode=mode
+        )
         with pytest.raises(CaptureError, match="has a hook on the gradients of several tensors"):
             check(spec_of(model))
 
@@ -309,7 +335,9 @@ def test_blocks_keep_their_hooks() -> None:
     check(spec)
     batch = spec.example_batch(8)
     graph = capture_file(spec, batch)
-    assert_same(run_model(graph, batch, spec.loss), run_split(graph, batch, cut_evenly(graph, 3), None))
+    assert_same(
+        run_model(graph, batch, spec.loss), run_split(graph, batch, cut_evenly(graph, 3), None)
+    )
 
 
 def test_a_backward_hook_around_blocks_is_refused() -> None:

@@ -1,6 +1,7 @@
 """Stages through torch.compile: the same to rounding, dropout and weight versions included.
 
-Functions that generated code calls in place of captured operations: the same to the bit, forward and backward.
+Functions that generated code calls in place of captured operations: the same to the bit, forward
+and backward.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ def _x(*sizes: int) -> Tensor:
 ARGUMENTS: dict[Any, tuple[Callable[[], tuple[Any, ...]], ...]] = {
     _aten.add.Tensor: (lambda: (_x(3, 4), _x(4)), lambda: (_x(3, 4), 2), lambda: (_x(3), 1.5)),
     _aten.add_.Tensor: (lambda: (_x(3, 4) * 2, _x(4)), lambda: (torch.tensor(3), 1)),
-    _aten.batch_norm.default: (lambda: (_x(4, 3), _x(3), _x(3), torch.zeros(3), torch.ones(3), True, 0.1, 1e-5, True),),
+    _aten.batch_norm.default: (
+        lambda: (_x(4, 3), _x(3), _x(3), torch.zeros(3), torch.ones(3), True, 0.1, 1e-5, True),
+    ),
     _aten.cat.default: (lambda: ([_x(2, 3), _x(1, 3)],), lambda: ([_x(2, 3), _x(2, 1)], 1)),
     _aten.conv2d.default: (
         lambda: (_x(2, 3, 5, 5), _x(4, 3, 3, 3)),
@@ -50,7 +53,11 @@ ARGUMENTS: dict[Any, tuple[Callable[[], tuple[Any, ...]], ...]] = {
         lambda: (_x(5, 2), torch.tensor([[1, 4]])),
         lambda: (_x(5, 2), torch.tensor([1, 4]), 4, True, False),
     ),
-    _aten.flatten.using_ints: (lambda: (_x(2, 3, 4),), lambda: (_x(2, 3, 4), 1), lambda: (_x(2, 3, 4, 2), 1, 2)),
+    _aten.flatten.using_ints: (
+        lambda: (_x(2, 3, 4),),
+        lambda: (_x(2, 3, 4), 1),
+        lambda: (_x(2, 3, 4, 2), 1, 2),
+    ),
     _aten.gelu.default: (lambda: (_x(7),),),
     _aten.layer_norm.default: (
         lambda: (_x(3, 4), [4]),
@@ -62,7 +69,11 @@ ARGUMENTS: dict[Any, tuple[Callable[[], tuple[Any, ...]], ...]] = {
         lambda: (_x(1, 2, 6, 6), [2, 2]),
         lambda: (_x(1, 2, 6, 6), [3, 3], [2, 2], [1, 1], [1, 1], True),
     ),
-    _aten.mul.Tensor: (lambda: (_x(3, 4), _x(4)), lambda: (_x(3), 0.5), lambda: (torch.tensor([2, 3]), 2)),
+    _aten.mul.Tensor: (
+        lambda: (_x(3, 4), _x(4)),
+        lambda: (_x(3), 0.5),
+        lambda: (torch.tensor([2, 3]), 2),
+    ),
     _aten.permute.default: (lambda: (_x(2, 3, 4), [2, 0, 1]),),
     _aten.relu.default: (lambda: (_x(7),),),
     _aten.relu_.default: (lambda: (_x(7) * 2,),),
@@ -105,13 +116,25 @@ def _run(call: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[list[Ten
             total = sum((result * result).sum() for result in results)
             if isinstance(total, Tensor) and total.requires_grad:
                 total.backward()  # type: ignore[no-untyped-call]
-    flat = [each for argument in arguments for each in (argument if isinstance(argument, list) else [argument])]
-    gradients = [leaf.grad for leaf in flat if isinstance(leaf, Tensor) and leaf.is_leaf and leaf.grad is not None]
-    return [*(result.detach() for result in results), *gradients], [event.name for event in profiler.function_events]
+    flat = [
+        each
+        for argument in arguments
+        for each in (argument if isinstance(argument, list) else [argument])
+    ]
+    gradients = [
+        leaf.grad
+        for leaf in flat
+        if isinstance(leaf, Tensor) and leaf.is_leaf and leaf.grad is not None
+    ]
+    return [*(result.detach() for result in results), *gradients], [
+        event.name for event in profiler.function_events
+    ]
 
 
 def test_weights_are_looked_up_at_every_run() -> None:
-    """Moving a module to a device replaces its buffers, and stages of one worker get parameters of their own."""
+    """Moving a module to a device replaces its buffers, and stages of one worker get parameters of
+    their own.
+    """
     weights = nn.Module()
     weights.add_module("0", nn.Linear(2, 2))
     weights.register_buffer("scale", torch.ones(1))
@@ -153,7 +176,9 @@ def test_compiled_stages(model: str, options: ModuleOptions, tmp_path: Path) -> 
     graph = capture_file(file, file.example_batch(4), options=options)
     batch = file.example_batch(4)
     cut = cut_evenly(graph, 2)
-    plain, compiled = (run_split(graph, batch, cut, (1, 2, 0), compile_=compile_) for compile_ in (False, True))
+    plain, compiled = (
+        run_split(graph, batch, cut, (1, 2, 0), compile_=compile_) for compile_ in (False, True)
+    )
     rtol, atol = (0.1, 0.02) if options.autocast else (1e-4, 1e-5)
     assert torch.allclose(compiled.loss, plain.loss, rtol=rtol, atol=atol)
     for mine, theirs in ((compiled.gradients, plain.gradients), (compiled.buffers, plain.buffers)):
@@ -165,7 +190,9 @@ def test_compiled_stages(model: str, options: ModuleOptions, tmp_path: Path) -> 
 
 
 def _stashing(stage: StageModule, batches: list[tuple[Tensor, Tensor]], depth: int) -> list[Tensor]:
-    """Losses, and weights at the end, of 1F1B with `depth` minibatches in flight, momentum, and updates in place."""
+    """Losses, and weights at the end, of 1F1B with `depth` minibatches in flight, momentum, and
+    updates in place.
+    """
     from planner.model.batch import Batch
 
     versions = WeightVersions(list(stage.parameters()))
@@ -191,7 +218,9 @@ def _stashing(stage: StageModule, batches: list[tuple[Tensor, Tensor]], depth: i
 
 
 def test_weight_versions_under_compiled_code(tmp_path: Path) -> None:
-    """Its backward sees the weights of its forward, although updates in between changed what parameters hold."""
+    """Its backward sees the weights of its forward, although updates in between changed what
+    parameters hold.
+    """
     file = load_model_file(write_model(tmp_path, "convolutional", "sgd"))
     torch.manual_seed(1)
     batches = [(b.args[0], b.target) for b in (file.example_batch(4) for _ in range(6))]
@@ -199,11 +228,15 @@ def test_weight_versions_under_compiled_code(tmp_path: Path) -> None:
     def run(compile_: bool) -> list[Tensor]:
         torch.manual_seed(1)
         graph = capture_file(file, file.example_batch(4))
-        stage = build_stage(graph, [layer.name for layer in graph.layers], variant=Variant(compiled=compile_))
+        stage = build_stage(
+            graph, [layer.name for layer in graph.layers], variant=Variant(compiled=compile_)
+        )
         return _stashing(stage, batches, depth=3)
 
     plain, compiled = run(False), run(True)
-    assert all(torch.allclose(*pair, rtol=1e-4, atol=1e-5) for pair in zip(compiled, plain, strict=True))
+    assert all(
+        torch.allclose(*pair, rtol=1e-4, atol=1e-5) for pair in zip(compiled, plain, strict=True)
+    )
     # Updates matter at this learning rate: other weights in the backward would show.
     assert not torch.allclose(plain[0], plain[5], rtol=1e-2)
 
@@ -236,7 +269,9 @@ def test_a_rehearsal_leaves_no_trace(model: str, tmp_path: Path) -> None:
     for stage in stages:
         warm_up(stage, batch)
     assert torch.equal(torch.get_rng_state(), generator)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in graph.model.state_dict().items())
+    assert all(
+        torch.equal(tensor, before[name]) for name, tensor in graph.model.state_dict().items()
+    )
     assert all(parameter.grad is None for parameter in graph.model.parameters())
 
 
@@ -246,7 +281,9 @@ def test_a_machine_that_cannot_compile(monkeypatch: pytest.MonkeyPatch) -> None:
 
     compiling.check_compiler.cache_clear()
     monkeypatch.setattr(compiling, "compiled", broken)
-    with pytest.raises(InputError, match="does not work for cpu on this machine: No working C") as error:
+    with pytest.raises(
+        InputError, match="does not work for cpu on this machine: No working C"
+    ) as error:
         compiling.check_compiler("cpu")
     assert "g++" in error.value.hint
     compiling.check_compiler.cache_clear()

@@ -53,7 +53,9 @@ def _graph(case: str) -> LayerGraph:
 
 
 def _train(stage: StageModule, batches: Sequence[Batch]) -> list[Tensor]:
-    """Losses, then weights and buffers, of 1F1B with several units and weight versions in flight; then restore both."""
+    """Losses, then weights and buffers, of 1F1B with several units and weight versions in flight;
+    then restore both.
+    """
     state = {name: tensor.clone() for name, tensor in stage.state_dict().items()}
     parameters = list(stage.parameters())
     versions = WeightVersions(parameters)
@@ -96,11 +98,16 @@ def _assert_equal(graph: LayerGraph, batches: Sequence[Batch], groups: Groups) -
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "choice",
-    ["every third", *(pytest.param(each, marks=pytest.mark.slow) for each in CHOICES if each != "every third")],
+    [
+        "every third",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in CHOICES if each != "every third"),
+    ],
 )
 @pytest.mark.parametrize("case", MODELS)
 def test_equal_to_the_bit(case: str, choice: str) -> None:
-    """With weights that change while units are in flight, dropout, BatchNorm, recurrent layers and nested graphs."""
+    """With weights that change while units are in flight, dropout, BatchNorm, recurrent layers and
+    nested graphs.
+    """
     graph = _graph(case)
     torch.manual_seed(2)
     batches = [MODELS[case].batch(4) for _ in range(5)]
@@ -144,7 +151,9 @@ def test_compiled_groups(model: str, tmp_path: Path) -> None:
     names = [layer.name for layer in graph.layers]
     plain = _train(build_stage(graph, names), batches)
     for choice in ("whole", "every third"):
-        stage = build_stage(graph, names, variant=Variant(compiled=True, recompute=CHOICES[choice](names)))
+        stage = build_stage(
+            graph, names, variant=Variant(compiled=True, recompute=CHOICES[choice](names))
+        )
         warm_up(stage, batches[0])
         for one, other in zip(plain, _train(stage, batches), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
@@ -178,7 +187,8 @@ def test_a_second_forward_reads_the_buffers_of_the_first(warm: bool) -> None:
     names = [layer.name for layer in graph.layers]
     batches = [Batch((torch.randn(4, 6),), {}, batch.target) for _ in range(5)]
     stages = [
-        build_stage(graph, names, variant=Variant(recompute=groups)) for groups in ((), ((names[0],), (names[2],)))
+        build_stage(graph, names, variant=Variant(recompute=groups))
+        for groups in ((), ((names[0],), (names[2],)))
     ]
     if warm:
         for stage in stages:
@@ -209,13 +219,25 @@ VALUE_BYTES = ROWS * WIDTH * 4
 def _measured(groups: str) -> tuple[int, int]:
     """Values that a forward keeps, and the most that exist at once in its backward."""
     torch.manual_seed(0)
-    blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh(), nn.Sigmoid()) for _ in range(BLOCKS)]
+    blocks = [
+        nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh(), nn.Sigmoid())
+        for _ in range(BLOCKS)
+    ]
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), *blocks)
     batch = Batch((torch.randn(ROWS, WIDTH),), {}, torch.randn(ROWS, WIDTH))
     graph = capture(model, batch, F.mse_loss)
     names = [layer.name for layer in graph.layers]
-    units = [tuple(name for name in names if name.startswith(f"{block}.")) for block in range(1, BLOCKS + 1)]
-    chosen = {"none": (), "first three": units[:3], "last three": units[3:], "all": units, "whole": [tuple(names)]}
+    units = [
+        tuple(name for name in names if name.startswith(f"{block}."))
+        for block in range(1, BLOCKS + 1)
+    ]
+    chosen = {
+        "none": (),
+        "first three": units[:3],
+        "last three": units[3:],
+        "all": units,
+        "whole": [tuple(names)],
+    }
     stage = build_stage(graph, names, variant=Variant(recompute=tuple(chosen[groups])))
     for parameter in stage.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -233,7 +255,9 @@ def _measured(groups: str) -> tuple[int, int]:
 
 
 def test_memory_is_freed() -> None:
-    """Each block saves the value that enters it and the result of tanh; sigmoid's result enters the next block."""
+    """Each block saves the value that enters it and the result of tanh; sigmoid's result enters the
+    next block.
+    """
     kept, most = _measured("none")
     assert _measured("first three")[0] == _measured("last three")[0] == kept - 3
     assert _measured("all")[0] == kept - BLOCKS

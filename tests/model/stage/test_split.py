@@ -71,14 +71,17 @@ def test_random_numbers_differ_between_keys_and_layers() -> None:
     batch = CASES["vgg"].batch(4)
     cut = cut_evenly(graph, 2)
     losses = {
-        key: run_split(graph, batch, cut, key).loss.item() for key in [(7, 3, 1), (8, 3, 1), (7, 4, 1), (7, 3, 0)]
+        key: run_split(graph, batch, cut, key).loss.item()
+        for key in [(7, 3, 1), (8, 3, 1), (7, 4, 1), (7, 3, 0)]
     }
     assert len(set(losses.values())) == len(losses)
     assert run_split(graph, batch, cut, (7, 3, 1)).loss.item() == losses[7, 3, 1]
 
 
 def test_a_mask_is_made_by_each_stage_and_sent_by_none() -> None:
-    """Where stages are cut between blocks, they exchange what the blocks exchange and nothing else."""
+    """Where stages are cut between blocks, they exchange what the blocks exchange and
+    nothing else.
+    """
     graph = _graph("causal mask")
     ends = [layer.name for layer in graph.layers if "attention" in layer.name]
     assert len(ends) == 3

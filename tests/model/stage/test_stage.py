@@ -1,6 +1,7 @@
 """A stage holds its own weights under their names, and checks what it is given.
 
-Stages that hand everything to their neighbour compute what the unsplit model computes, gradients included.
+Stages that hand everything to their neighbour compute what the unsplit model computes, gradients
+included.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ BATCH_SIZE = 3
 
 
 def pipelined(graph: LayerGraph, stages: list[Any], received: tuple[Tensor, ...] = ()) -> Tensor:
-    """Run the stages with a wire between them, as another system would, and their backwards; the loss."""
+    """Run the stages with a wire between them, as another system would, and their backwards; the
+    loss.
+    """
     stage, *later = stages
     output = stage(*received)
     if not later:
@@ -42,8 +45,12 @@ def pipelined(graph: LayerGraph, stages: list[Any], received: tuple[Tensor, ...]
     assert all(tensor.is_contiguous() for tensor in output)
     wires = tuple(t.detach().clone().requires_grad_(t.requires_grad) for t in output)
     loss = pipelined(graph, later, wires)
-    with_gradient = [(t, wire.grad) for t, wire in zip(output, wires, strict=True) if t.requires_grad]
-    torch.autograd.backward([t for t, _ in with_gradient], [gradient for _, gradient in with_gradient])
+    with_gradient = [
+        (t, wire.grad) for t, wire in zip(output, wires, strict=True) if t.requires_grad
+    ]
+    torch.autograd.backward(
+        [t for t, _ in with_gradient], [gradient for _, gradient in with_gradient]
+    )
     return loss
 
 
@@ -59,12 +66,20 @@ def test_equal_to_the_unsplit_model(model: str, recompute: bool, tmp_path: Path)
     whole.set_random_key(5, 2, 1)
     loss = whole(batch, {})["loss"]
     loss.backward()
-    gradients = {name: p.grad.clone() for name, p in graph.model.named_parameters() if p.grad is not None}
+    gradients = {
+        name: p.grad.clone() for name, p in graph.model.named_parameters() if p.grad is not None
+    }
     graph.model.zero_grad()
     third = max(1, len(names) // 3)
     cuts = [names[:third], names[third : 2 * third], names[2 * third :]]
-    groups = [[cut[: len(cut) // 2], cut[len(cut) // 2 :]] if recompute and len(cut) > 1 else [] for cut in cuts]
-    stages = [ChainedStage(graph, c, BATCH_SIZE, seed=5, recompute=g) for c, g in zip(cuts, groups, strict=True)]
+    groups = [
+        [cut[: len(cut) // 2], cut[len(cut) // 2 :]] if recompute and len(cut) > 1 else []
+        for cut in cuts
+    ]
+    stages = [
+        ChainedStage(graph, c, BATCH_SIZE, seed=5, recompute=g)
+        for c, g in zip(cuts, groups, strict=True)
+    ]
     for stage in stages:
         stage.begin(2, {1: batch})
     assert torch.equal(pipelined(graph, stages), loss.detach())
@@ -80,7 +95,11 @@ def test_a_value_for_a_later_stage_is_handed_on(tmp_path: Path) -> None:
     names = [layer.name for layer in graph.layers]
     position = len(names) // 2
     crossing = {spec.name for spec in cut_values(graph, position)}
-    assert crossing == {e.value for e in graph.edges if graph.position[e.source] < position <= graph.position[e.target]}
+    assert crossing == {
+        e.value
+        for e in graph.edges
+        if graph.position[e.source] < position <= graph.position[e.target]
+    }
 
 
 def _graph(case: str) -> LayerGraph:
@@ -117,7 +136,10 @@ def test_parameters_are_the_models_own(case: str) -> None:
 def test_a_stage_holds_only_what_it_uses() -> None:
     graph = _graph("vgg")
     stage = build_stage(graph, ["classifier.3", "classifier.4"])
-    assert [name for name, _ in stage.named_parameters()] == ["classifier.3.weight", "classifier.3.bias"]
+    assert [name for name, _ in stage.named_parameters()] == [
+        "classifier.3.weight",
+        "classifier.3.bias",
+    ]
     assert [spec.name for spec in stage.received] == ["dropout"]
     assert [spec.name for spec in stage.sent] == ["relu"]
     assert not stage.needs_batch
@@ -161,7 +183,11 @@ def test_module_names_may_be_those_of_the_stage() -> None:
     class Awkward(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.received, self._observer, self._code = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 4)
+            self.received, self._observer, self._code = (
+                nn.Linear(6, 6),
+                nn.Linear(6, 6),
+                nn.Linear(6, 4),
+            )
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             result: torch.Tensor = self._code(self._observer(self.received(x)))
@@ -202,9 +228,15 @@ def test_lists_stand_for_tuples_as_a_data_loader_makes_them() -> None:
     ("batch", "words"),
     [
         (Batch((torch.randn(4, 3, 8, 9),), {}, torch.zeros(4, dtype=torch.long)), "shape"),
-        (Batch((torch.randn(4, 3, 8, 8).double(),), {}, torch.zeros(4, dtype=torch.long)), "float64"),
+        (
+            Batch((torch.randn(4, 3, 8, 8).double(),), {}, torch.zeros(4, dtype=torch.long)),
+            "float64",
+        ),
         (Batch((torch.randn(4, 3, 8, 8),), {}, torch.zeros(5, dtype=torch.long)), "target"),
-        (Batch((torch.randn(4, 3, 8, 8), 1), {}, torch.zeros(4, dtype=torch.long)), r"are \(\(\*, \*\), {}, \*\)"),
+        (
+            Batch((torch.randn(4, 3, 8, 8), 1), {}, torch.zeros(4, dtype=torch.long)),
+            r"are \(\(\*, \*\), {}, \*\)",
+        ),
     ],
 )
 def test_batches_unlike_the_example_are_refused(batch: Batch, words: str) -> None:
@@ -253,9 +285,19 @@ class _Constants(nn.Module):
 def test_a_stage_in_evaluation_keeps_its_own_constants() -> None:
     torch.manual_seed(0)
     model, batch = _Constants(), Batch((torch.randn(4, 6),), {}, torch.randn(4, 6))
-    training, evaluation = (capture(model.train(mode), batch, nn.functional.mse_loss) for mode in (True, False))
-    stages = [build_stage(graph, [layer.name for layer in graph.layers]) for graph in (training, evaluation)]
+    training, evaluation = (
+        capture(model.train(mode), batch, nn.functional.mse_loss) for mode in (True, False)
+    )
+    stages = [
+        build_stage(graph, [layer.name for layer in graph.layers])
+        for graph in (training, evaluation)
+    ]
     share_buffers(stages[1], stages[0])
     model.eval()
-    assert torch.equal(stages[1](batch, {})["loss"], nn.functional.mse_loss(model(*batch.args), batch.target))
-    assert dict(stages[1].named_buffers())["norm.running_mean"] is dict(stages[0].named_buffers())["norm.running_mean"]
+    assert torch.equal(
+        stages[1](batch, {})["loss"], nn.functional.mse_loss(model(*batch.args), batch.target)
+    )
+    assert (
+        dict(stages[1].named_buffers())["norm.running_mean"]
+        is dict(stages[0].named_buffers())["norm.running_mean"]
+    )

@@ -1,4 +1,6 @@
-"""Recurrent weights lie in one piece of memory, on a CPU whose PyTorch is told that cuDNN takes its tensors."""
+"""Recurrent weights lie in one piece of memory, on a CPU whose PyTorch is told that cuDNN takes its
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not sup
 
 
 class Net(nn.Module):
-    """A stacked LSTM both ways with projections, a GRU that is called twice, and an Elman layer without biases."""
+    """A stacked LSTM both ways with projections, a GRU that is called twice, and an Elman layer
+    without biases.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +38,9 @@ class Net(nn.Module):
 
 
 def _flattened(monkeypatch: pytest.MonkeyPatch) -> list[nn.RNNBase]:
-    """Return the modules whose weights are joined from now on, by a stand-in that moves them as cuDNN does."""
+    """Return the modules whose weights are joined from now on, by a stand-in that moves them as
+    cuDNN does.
+    """
     calls: list[nn.RNNBase] = []
 
     def flatten(module: nn.RNNBase) -> None:
@@ -59,7 +65,16 @@ def _stage(graph: LayerGraph) -> StageModule:
 
 
 def _in_one_piece(stage: StageModule, layer: str) -> bool:
-    return len({p.untyped_storage().data_ptr() for n, p in stage.named_parameters() if n.startswith(layer)}) == 1
+    return (
+        len(
+            {
+                p.untyped_storage().data_ptr()
+                for n, p in stage.named_parameters()
+                if n.startswith(layer)
+            }
+        )
+        == 1
+    )
 
 
 def test_weights_are_joined_where_the_stage_goes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +107,9 @@ def test_every_version_of_the_weights_is_in_one_piece(monkeypatch: pytest.Monkey
                 parameter.copy_(before[name])
         stage = _stage(graph).to(torch.device("cpu"))
         parameters = list(stage.parameters())
-        versions = WeightVersions(parameters, stage.arrange) if arranged else WeightVersions(parameters)
+        versions = (
+            WeightVersions(parameters, stage.arrange) if arranged else WeightVersions(parameters)
+        )
         optimizer = torch.optim.SGD(parameters, lr=0.1)
         losses = []
         for step in range(3):
@@ -132,4 +149,6 @@ def test_modules_of_blocks_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_cpu_moves_nothing() -> None:
     stage = _stage(capture(Net(), _batch(), F.mse_loss))
     places = [parameter.data_ptr() for parameter in stage.parameters()]
-    assert [parameter.data_ptr() for parameter in stage.to(torch.device("cpu")).parameters()] == places
+    assert [
+        parameter.data_ptr() for parameter in stage.to(torch.device("cpu")).parameters()
+    ] == places

@@ -11,7 +11,9 @@ from planner.model.tensor.dimensions import Cut
 @pytest.mark.parametrize("dimension", [0, 1])
 @pytest.mark.parametrize("blocks", [(), (8, 8, 8), (16, 4, 4)])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_a_rank_has_its_part_of_every_block(dimension: int, blocks: tuple[int, ...], ranks: int) -> None:
+def test_a_rank_has_its_part_of_every_block(
+    dimension: int, blocks: tuple[int, ...], ranks: int
+) -> None:
     """Against the rows that a rank has by their numbers."""
     whole, cut = torch.arange(24.0 * 24).view(24, 24), Cut(dimension, blocks)
     starts = [sum(blocks[:place]) for place in range(len(blocks))] or [0]

@@ -29,7 +29,9 @@ class Mixture(nn.Module):
 
     def __init__(self, compute: Callable[..., Tensor]) -> None:
         super().__init__()
-        self.up, self.down = (nn.Parameter(torch.randn(COUNT, WIDTH, WIDTH).bfloat16()) for _ in range(2))
+        self.up, self.down = (
+            nn.Parameter(torch.randn(COUNT, WIDTH, WIDTH).bfloat16()) for _ in range(2)
+        )
         self.compute = compute
 
     def forward(self, x: Tensor) -> Tensor:
@@ -39,7 +41,9 @@ class Mixture(nn.Module):
 
 def graph_of(compute: Callable[..., Tensor]) -> LayerGraph:
     x = torch.randn(3 * COUNT, WIDTH).bfloat16()
-    spec = planner.in_memory(Mixture(compute), example_batch=((x,), x), loss=lambda output, _: output.square().mean())
+    spec = planner.in_memory(
+        Mixture(compute), example_batch=((x,), x), loss=lambda output, _: output.square().mean()
+    )
     return capture_file(spec, spec.example_batch(3 * COUNT))
 
 
@@ -55,7 +59,9 @@ def names_of(found: Experts) -> set[str]:
 def test_rows_are_those_of_products_and_of_what_is_between_them(tmp_path: Path) -> None:
     spec = load_model_file(write_model(tmp_path, "experts", "sgd"))
     found = find_experts(capture_file(spec, spec.example_batch(4)))
-    assert found.counts == {f"blocks.{n}.experts.{name}": COUNT for n in range(2) for name in ("both", "down")}
+    assert found.counts == {
+        f"blocks.{n}.experts.{name}": COUNT for n in range(2) for name in ("both", "down")
+    }
     one = {node.name for node, offsets in found.rows.items() if offsets.name == "to"}
     assert {"_grouped_mm", "silu", "mul", "dropout_1", "_grouped_mm_1", "to_4"} <= one
     assert not one & {"index", "to_3", "mul_1", "index_2"}
@@ -67,17 +73,22 @@ def test_rows_are_those_of_products_and_of_what_is_between_them(tmp_path: Path) 
     ("compute", "counted"),
     [
         (lambda m, x: grouped(grouped(x, m.up).relu(), m.down.transpose(1, 2)), ["up", "down"]),
-        (lambda m, x: grouped(grouped(x, m.up), m.down.bfloat16()) * m.up.mean(), ["down"]),  # read otherwise, too
+        # read otherwise, too
+        (lambda m, x: grouped(grouped(x, m.up), m.down.bfloat16()) * m.up.mean(), ["down"]),
         (lambda m, x: x @ m.up[0] + grouped(x, m.down), ["down"]),
         (lambda m, x: x @ m.up[0] @ m.down[0], []),
     ],
 )
-def test_weights_of_grouped_products_alone_are_divided(compute: Callable[..., Tensor], counted: list[str]) -> None:
+def test_weights_of_grouped_products_alone_are_divided(
+    compute: Callable[..., Tensor], counted: list[str]
+) -> None:
     graph = graph_of(compute)
     assert list(find_experts(graph).counts) == counted
     assert found_plan(graph, 2) == dict.fromkeys(counted, "grouped_gemm")
     assert found_plan(graph, 3) == {}
-    assert division_of(graph, found_plan(graph, 2), TensorGroup(2, 0)).experts == dict.fromkeys(counted, COUNT)
+    assert division_of(graph, found_plan(graph, 2), TensorGroup(2, 0)).experts == dict.fromkeys(
+        counted, COUNT
+    )
 
 
 def test_what_mixes_rows_ends_them() -> None:

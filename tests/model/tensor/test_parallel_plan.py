@@ -42,7 +42,8 @@ def linear(inputs: int = WIDTH, outputs: int = WIDTH) -> nn.Linear:
 
 
 def test_it_is_what_the_model_file_says(tmp_path: Path) -> None:
-    """Attention by heads, a gated product, and the embedding; four ranks do not divide two key-value heads.
+    """Attention by heads, a gated product, and the embedding; four ranks do not divide two
+    key-value heads.
 
     A product whose outputs are gathered is divided where the model says so.
     """
@@ -51,7 +52,11 @@ def test_it_is_what_the_model_file_says(tmp_path: Path) -> None:
     said = spec.tensor_parallel_plan()
     modules = [name for name, _ in graph.model.named_modules() if style_of(said, name) is not None]
     for degree, kept in ((2, ()), (4, ("key", "value"))):
-        expected = {name: style_of(said, name) for name in modules if name.rpartition(".")[2] not in (*kept, "head")}
+        expected = {
+            name: style_of(said, name)
+            for name in modules
+            if name.rpartition(".")[2] not in (*kept, "head")
+        }
         assert found_plan(graph, degree) == expected
 
 
@@ -69,9 +74,13 @@ PACKED: dict[str, Callable[[Tensor], Iterable[Tensor]]] = {
     "chunk": lambda x: map(heads, x.chunk(3, -1)),
     "unbind, as in timm": lambda x: stacked(x).permute(2, 0, 3, 1, 4).unbind(0),
     "index": lambda x: [stacked(x).permute(2, 0, 3, 1, 4)[place] for place in range(3)],
-    "unflatten": lambda x: (each.transpose(1, 2) for each in torch.unflatten(x, -1, (3, HEADS, -1)).unbind(2)),
+    "unflatten": lambda x: (
+        each.transpose(1, 2) for each in torch.unflatten(x, -1, (3, HEADS, -1)).unbind(2)
+    ),
     "slices": lambda x: map(heads, (x[..., :WIDTH], x[..., WIDTH : 2 * WIDTH], x[..., -WIDTH:])),
-    "by heads": lambda x: (each.transpose(1, 2) for each in x.view(*x.shape[:2], HEADS, -1).chunk(3, -1)),
+    "by heads": lambda x: (
+        each.transpose(1, 2) for each in x.view(*x.shape[:2], HEADS, -1).chunk(3, -1)
+    ),
 }
 
 
@@ -81,7 +90,9 @@ def test_query_key_and_value_of_one_product(way: str) -> None:
 
     def attend(own: nn.ModuleDict, x: Tensor) -> Tensor:
         q, k, v = PACKED[way](own["qkv"](x))
-        made: Tensor = own["out"](F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape))
+        made: Tensor = own["out"](
+            F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape)
+        )
         return made
 
     graph = graph_of(Calls(attend, qkv=linear(WIDTH, 3 * WIDTH), out=linear()))
@@ -115,7 +126,10 @@ def test_a_gated_product_that_makes_both_at_once() -> None:
 
 def rotated(x: Tensor) -> Tensor:
     first, second = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
-    return x * 0.5 + torch.cat((-second, first), dim=-1) * torch.linspace(0.0, 1.0, x.shape[-2])[:, None]
+    return (
+        x * 0.5
+        + torch.cat((-second, first), dim=-1) * torch.linspace(0.0, 1.0, x.shape[-2])[:, None]
+    )
 
 
 def test_attention_that_is_written_out() -> None:
@@ -134,7 +148,9 @@ def test_attention_that_is_written_out() -> None:
 
 
 def test_what_ends_in_no_sum_stays_whole() -> None:
-    """A residual meets a divided value, a norm sees all features, and the last product makes the model's output."""
+    """A residual meets a divided value, a norm sees all features, and the last product makes the
+    model's output.
+    """
 
     def compute(own: nn.ModuleDict, x: Tensor) -> Tensor:
         x = own["down"](F.gelu(own["up"](x)))
@@ -159,7 +175,9 @@ def test_weights_with_several_users_and_uneven_sizes_stay_whole() -> None:
 
 
 def test_a_head_with_the_weight_of_the_embedding_is_divided_with_it() -> None:
-    """By words, and its outputs are gathered; not if they are read in a third place, or are no multiple."""
+    """By words, and its outputs are gathered; not if they are read in a third place, or are no
+    multiple.
+    """
     tokens = torch.randint(0, 6, (3, 5))
 
     def compute(own: nn.ModuleDict, x: Tensor) -> Tensor:

@@ -1,4 +1,6 @@
-"""Which values ranks divide by tokens, from the sum behind one product to the gathering before the next."""
+"""Which values ranks divide by tokens, from the sum behind one product to the gathering before the
+next.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ DEGREE = 5  # of as many tokens
 
 
 def divided(graph: LayerGraph, degree: int) -> dict[str, int]:
-    """Return the values that ranks divide by tokens, by the names of their operations, with the tokens' dimension."""
+    """Return the values that ranks divide by tokens, by the names of their operations, with the
+    tokens' dimension.
+    """
     division = division_of(graph, found_plan(graph, degree), TensorGroup(degree, 0))
     within = DividedWeights(division.group, division.cuts, by_tokens=True).within(graph, ())
     return {node.name: dimension for node, dimension in within.tokens.items()}
@@ -37,8 +41,13 @@ class Fed(Calls):
 
 
 def fed(after: nn.Module, compute: Callable[..., Tensor]) -> LayerGraph:
-    model, x = Fed(compute, up=linear(outputs=20), down=linear(inputs=20), after=after), torch.randn(3, 5, WIDTH)
-    spec = planner.in_memory(model, example_batch=((x,), x), loss=lambda output, _: output.square().mean())
+    model, x = (
+        Fed(compute, up=linear(outputs=20), down=linear(inputs=20), after=after),
+        torch.randn(3, 5, WIDTH),
+    )
+    spec = planner.in_memory(
+        model, example_batch=((x,), x), loss=lambda output, _: output.square().mean()
+    )
     return capture_file(spec, spec.example_batch(3))
 
 
@@ -65,10 +74,16 @@ def test_what_works_on_each_token_alone_stays_divided(
 
 
 def test_tokens_and_samples_of_one_dimension(tmp_path: Path) -> None:
-    """Products of flattened tokens begin behind the view that has the tokens again, and end before the next."""
+    """Products of flattened tokens begin behind the view that has the tokens again, and end before
+    the next.
+    """
     spec = load_model_file(write_model(tmp_path, "flattened", "sgd"))
     found = divided(capture_file(spec, spec.example_batch(4)), 4)
-    assert {dimension for name, dimension in found.items() if name.startswith(("view", "add", "mean", "mul"))} == {1}
+    assert {
+        dimension
+        for name, dimension in found.items()
+        if name.startswith(("view", "add", "mean", "mul"))
+    } == {1}
     assert not [name for name in found if name.startswith("addmm")]
 
 

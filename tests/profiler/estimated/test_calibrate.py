@@ -55,7 +55,12 @@ def test_known_shares_are_recovered(folder: Path) -> None:
     truth = replace(
         table,
         achieved_arithmetic={**table.achieved_arithmetic, "gemm": 0.21},
-        achieved_bandwidth={**table.achieved_bandwidth, "gemm": 0.83, "pointwise": 0.4, "update": 0.7},
+        achieved_bandwidth={
+            **table.achieved_bandwidth,
+            "gemm": 0.83,
+            "pointwise": 0.4,
+            "update": 0.7,
+        },
         launch_s=2.5e-5,
     )
     training_spec = load_model_file(folder / "model.py")
@@ -65,8 +70,11 @@ def test_known_shares_are_recovered(folder: Path) -> None:
     assert fitted.achieved_bandwidth["pointwise"] == pytest.approx(0.4, rel=0.1)
     assert fitted.achieved_bandwidth["update"] == pytest.approx(0.7, rel=0.03)
     assert fitted.launch_s == pytest.approx(2.5e-5, rel=0.03)
-    assert totals(trace.layer_seconds(fitted)) == pytest.approx(totals(trace.layer_seconds(truth)), rel=0.02)
-    assert fitted.achieved_arithmetic["attention"] == table.achieved_arithmetic["attention"]  # no profile depends on it
+    assert totals(trace.layer_seconds(fitted)) == pytest.approx(
+        totals(trace.layer_seconds(truth)), rel=0.02
+    )
+    # no profile depends on it
+    assert fitted.achieved_arithmetic["attention"] == table.achieved_arithmetic["attention"]
 
 
 def totals(times: tuple[list[float], list[float], list[float]]) -> list[float]:
@@ -74,19 +82,26 @@ def totals(times: tuple[list[float], list[float], list[float]]) -> list[float]:
 
 
 def test_noise_does_not_lead_it_astray(folder: Path) -> None:
-    truth = replace(DEVICES["cpu"], launch_s=1e-4, achieved_arithmetic=dict.fromkeys(COMPUTE_CLASSES, 0.05))
+    truth = replace(
+        DEVICES["cpu"], launch_s=1e-4, achieved_arithmetic=dict.fromkeys(COMPUTE_CLASSES, 0.05)
+    )
     training_spec = load_model_file(folder / "model.py")
     trace = trace_step(training_spec, 64)
     measured = profile_of_trace(trace, truth)
     noise = np.random.default_rng(0).lognormal(0, 0.1, len(measured.layers))
     layers = tuple(
         layer.model_copy(
-            update={"forward_s": layer.forward_s * float(factor), "backward_s": layer.backward_s / float(factor)}
+            update={
+                "forward_s": layer.forward_s * float(factor),
+                "backward_s": layer.backward_s / float(factor),
+            }
         )
         for layer, factor in zip(measured.layers, noise, strict=True)
     )
     fitted = fit(DEVICES["cpu"], [(trace, measured.model_copy(update={"layers": layers}))])
-    assert totals(trace.layer_seconds(fitted)) == pytest.approx(totals(trace.layer_seconds(truth)), rel=0.1)
+    assert totals(trace.layer_seconds(fitted)) == pytest.approx(
+        totals(trace.layer_seconds(truth)), rel=0.1
+    )
 
 
 def test_the_profile_names_what_it_is_calibrated_on(folder: Path) -> None:
@@ -94,7 +109,9 @@ def test_the_profile_names_what_it_is_calibrated_on(folder: Path) -> None:
     measured = profile_model(training_spec, 8, ProfilingOptions(seconds=0.05, repeats=3))
     save_profile(measured, folder / "cpu.json")
     profile = estimate_profile(
-        training_spec, 16, EstimateOptions(device="cpu", calibration=load_calibration(folder / "cpu.json"))
+        training_spec,
+        16,
+        EstimateOptions(device="cpu", calibration=load_calibration(folder / "cpu.json")),
     )
     assert profile.device.name.endswith(f"calibrated on {folder.name}")
     assert profile.device.memory_bytes == measured.device.memory_bytes
@@ -119,11 +136,15 @@ def test_profiles_that_say_nothing_about_the_device(folder: Path) -> None:
     (folder / "model.py").write_text(MODEL.replace("2048, 2048", "2048, 1024"))
     with pytest.raises(InputError, match=r"not of the model in '.*model\.py'"):
         estimate_profile(
-            training_spec, 8, EstimateOptions(device="cpu", calibration=load_calibration(folder / "cpu.json"))
+            training_spec,
+            8,
+            EstimateOptions(device="cpu", calibration=load_calibration(folder / "cpu.json")),
         )
 
 
-def steps_of(folder: Path, truth: DeviceSpec, sizes: tuple[int, ...], factors: tuple[float, ...] = (1.0,)) -> Path:
+def steps_of(
+    folder: Path, truth: DeviceSpec, sizes: tuple[int, ...], factors: tuple[float, ...] = (1.0,)
+) -> Path:
     """Write steps of these batch sizes, as long as they take on the device, times the factors."""
     steps = list[dict[str, object]]()
     for size in sizes:
@@ -138,13 +159,17 @@ def steps_of(folder: Path, truth: DeviceSpec, sizes: tuple[int, ...], factors: t
 
 
 def test_whole_steps_tell_two_factors(folder: Path) -> None:
-    """The table's shares are a guess that weighs as much as a step within 16% does, so nothing is recovered exactly."""
+    """The table's shares are a guess that weighs as much as a step within 16% does, so nothing is
+    recovered exactly.
+    """
     truth, training_spec = scaled(DEVICES["l4"], 0.8, 1.25), load_model_file(folder / "model.py")
     calibration = load_calibration(steps_of(folder, truth, (2048, 4096, 8192)))
     fitted = calibrated(DEVICES["l4"], calibration, "float32", training_spec)
     assert fitted.name.endswith(f"calibrated on {folder.name}")
     trace = trace_step(training_spec, 4096, execution=Execution("cuda"))
-    measured, table, close = (sum(map(sum, trace.layer_seconds(spec))) for spec in (truth, DEVICES["l4"], fitted))
+    measured, table, close = (
+        sum(map(sum, trace.layer_seconds(spec))) for spec in (truth, DEVICES["l4"], fitted)
+    )
     assert abs(close / measured - 1) < 0.03 < abs(table / measured - 1)
     share = fitted.achieved_arithmetic["gemm"] / DEVICES["l4"].achieved_arithmetic["gemm"]
     assert share == pytest.approx(0.8, rel=0.05)
@@ -163,28 +188,36 @@ def test_repeated_steps_are_no_evidence(folder: Path) -> None:
 
 # Each tells another clock; or one is slow, which helps with none of the others.
 @pytest.mark.parametrize("factors", [(0.7, 1 / 0.7, 1.0), (1.9, 1.0, 1.0)])
-def test_steps_that_contradict_each_other_are_declined(folder: Path, factors: tuple[float, ...]) -> None:
+def test_steps_that_contradict_each_other_are_declined(
+    folder: Path, factors: tuple[float, ...]
+) -> None:
     training_spec, steps = load_model_file(folder / "model.py"), []
     for size, factor in zip((2048, 4096, 8192), factors, strict=True):
         trace = trace_step(training_spec, size, execution=Execution("cuda"))
         seconds = sum(map(sum, trace.layer_seconds(DEVICES["l4"])))
         steps.append({"model": "model.py", "batch_size": size, "step_s": seconds * factor})
     (folder / "steps.json").write_text(json.dumps({"schema_version": 1, "steps": steps}))
-    fitted = calibrated(DEVICES["l4"], load_calibration(folder / "steps.json"), "float32", training_spec)
+    fitted = calibrated(
+        DEVICES["l4"], load_calibration(folder / "steps.json"), "float32", training_spec
+    )
     assert fitted.name.endswith("not calibrated: known steps do not predict each other any better")
     assert fitted.achieved_arithmetic == DEVICES["l4"].achieved_arithmetic
 
 
 def test_steps_that_say_nothing(folder: Path) -> None:
     path = folder / "steps.json"
-    path.write_text(json.dumps({"schema_version": 1, "steps": [{"model": "model.py", "batch_size": 4}]}))
+    path.write_text(
+        json.dumps({"schema_version": 1, "steps": [{"model": "model.py", "batch_size": 4}]})
+    )
     with pytest.raises(InputError, match="none of step_s, forward_s"):
         load_calibration(path)
     path.write_text(
         json.dumps(
             {
                 "schema_version": 1,
-                "steps": [{"model": "model.py", "batch_size": 4, "fusion": "compiler", "step_s": 1.0}],
+                "steps": [
+                    {"model": "model.py", "batch_size": 4, "fusion": "compiler", "step_s": 1.0}
+                ],
             }
         )
     )

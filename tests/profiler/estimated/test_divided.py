@@ -21,13 +21,18 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.q, self.k, self.v = (nn.Linear(WIDTH, size, bias=False) for size in (WIDTH, WIDTH // 2, WIDTH // 2))
+        self.q, self.k, self.v = (
+            nn.Linear(WIDTH, size, bias=False) for size in (WIDTH, WIDTH // 2, WIDTH // 2)
+        )
         self.o = nn.Linear(WIDTH, WIDTH)
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
         self.norm = nn.LayerNorm(WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (each(x).view(*x.shape[:2], -1, HEAD).transpose(1, 2) for each in (self.q, self.k, self.v))
+        q, k, v = (
+            each(x).view(*x.shape[:2], -1, HEAD).transpose(1, 2)
+            for each in (self.q, self.k, self.v)
+        )
         y = nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
         x = self.norm(x + self.o(y.transpose(1, 2).flatten(2)))
         result: Tensor = x + self.down(torch.relu(self.up(x)))
@@ -64,7 +69,11 @@ def spec(**more: Any) -> TrainingSpec:
         tokens = torch.zeros(batch_size, TOKENS, dtype=torch.long)
         return (tokens,), tokens
 
-    functions: dict[str, Any] = {"build_model": Model, "example_batch": example_batch, "loss": _loss}
+    functions: dict[str, Any] = {
+        "build_model": Model,
+        "example_batch": example_batch,
+        "loss": _loss,
+    }
     return TrainingSpec("model", functions | more)
 
 
@@ -89,8 +98,9 @@ def test_a_rank_has_its_part_of_what_is_divided_and_all_of_the_rest() -> None:
         assert held["blocks.1.norm"] == of_one["blocks.1.norm"]
         # A row-wise product's bias is added once the outputs are summed.
         assert held["blocks.0.o"] == (of_one["blocks.0.o"] - 4 * WIDTH) / costs.degree + 4 * WIDTH
-        # The embedding's, and those of two products per block; and of two inputs per block, one of three products. The
-        # head's outputs are gathered, which is half an all-reduce, and its input's gradient is summed up.
+        # The embedding's, and those of two products per block; and of two inputs per block, one of
+        # three products. The head's outputs are gathered, which is half an all-reduce, and its
+        # input's gradient is summed up.
         logits_bytes = HIDDEN_BYTES // WIDTH * 128
         assert sum(costs.forward_reduced_bytes) == (1 + 2 * 2) * HIDDEN_BYTES + logits_bytes // 2
         assert sum(costs.backward_reduced_bytes) == (2 * 2 + 1) * HIDDEN_BYTES
@@ -106,8 +116,15 @@ class Packed(Block):
         del self.q, self.k, self.v
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (each.view(-1, TOKENS, 8, HEAD).transpose(1, 2) for each in self.qkv(x).split(WIDTH, dim=2))
-        y = nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(-1, TOKENS, WIDTH)
+        q, k, v = (
+            each.view(-1, TOKENS, 8, HEAD).transpose(1, 2)
+            for each in self.qkv(x).split(WIDTH, dim=2)
+        )
+        y = (
+            nn.functional.scaled_dot_product_attention(q, k, v)
+            .transpose(1, 2)
+            .reshape(-1, TOKENS, WIDTH)
+        )
         x = self.norm(x + self.o(y))
         result: Tensor = x + self.down(torch.relu(self.up(x)))
         return result
@@ -131,7 +148,10 @@ def test_a_rank_has_its_heads_of_a_product_that_makes_query_key_and_value() -> N
 
 
 def test_what_cannot_be_divided_is_refused() -> None:
-    with pytest.raises(InputError, match="does not say how its layers are divided, and nothing was found that 3 ranks"):
+    with pytest.raises(
+        InputError,
+        match="does not say how its layers are divided, and nothing was found that 3 ranks",
+    ):
         estimate_profile(spec(), BATCH, options(3))
     with pytest.raises(PlanError, match="3 ranks cannot divide the"):
         estimate_profile(spec(tensor_parallel_plan=lambda: PLAN), BATCH, options(3))

@@ -106,7 +106,15 @@ def about(expected: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("model", "spared"),
-    [(Model, 3), (Tied, 3), (Shared, 0), (Summing, 0), (Frozen, 0), (Collecting, 0), (TiedPairs, 0)],
+    [
+        (Model, 3),
+        (Tied, 3),
+        (Shared, 0),
+        (Summing, 0),
+        (Frozen, 0),
+        (Collecting, 0),
+        (TiedPairs, 0),
+    ],
 )
 def test_an_estimate_is_as_if_all_blocks_had_run(
     model: type[Model], spared: int, monkeypatch: pytest.MonkeyPatch

@@ -124,8 +124,10 @@ def test_bytes_are_counted(chain: StepTrace) -> None:
     moved = counts(chain, "bytes")
     images, weights, outputs = BATCH * 3 * 64, 8 * 3 * 9 + 8, PIXELS * 8
     assert moved["conv"][0] == pytest.approx(4 * (images + weights + outputs))
-    assert moved["act"][:2] == pytest.approx((4 * 2 * outputs, 4 * 3 * outputs))  # backward: gradient, result, gradient
-    assert moved["next"][2] == pytest.approx(4 * 3 * 4 * 8)  # SGD reads a gradient and a weight, and writes the weight
+    # backward: gradient, result, gradient
+    assert moved["act"][:2] == pytest.approx((4 * 2 * outputs, 4 * 3 * outputs))
+    # SGD reads a gradient and a weight, and writes the weight
+    assert moved["next"][2] == pytest.approx(4 * 3 * 4 * 8)
 
 
 def test_launches_are_counted(chain: StepTrace) -> None:
@@ -145,18 +147,32 @@ def test_bytes_held_and_sent_are_those_of_a_measured_profile(tmp_path: Path) -> 
 
 
 def without_times(profile: Profile, but: Sequence[str] = ()) -> Profile:
-    """Drop what needs a real step: times, kernels' workspaces, what was tried; and the saved bytes of layers `but`."""
-    parts = [f"{part}_{kind}s" for part in ("forward", "backward") for kind in ("", "spread_", "thread_")]
+    """Drop what needs a real step: times, kernels' workspaces, what was tried; and the saved bytes
+    of layers `but`.
+    """
+    parts = [
+        f"{part}_{kind}s" for part in ("forward", "backward") for kind in ("", "spread_", "thread_")
+    ]
     parts += ["accumulate_s", "accumulate_thread_s"]
-    times = dict.fromkeys(("update_s", *parts), 0.0) | dict.fromkeys(("workspace_bytes", "update_workspace_bytes"), 0)
+    times = dict.fromkeys(("update_s", *parts), 0.0) | dict.fromkeys(
+        ("workspace_bytes", "update_workspace_bytes"), 0
+    )
     saved = {layer.name: 0 if layer.name in but else layer.saved_bytes for layer in profile.layers}
-    layers = tuple(layer.model_copy(update={**times, "saved_bytes": saved[layer.name]}) for layer in profile.layers)
-    same = dict.fromkeys(("provenance", "device", "whole_step", "loss", "capture_checked", "optimizer_separable"), None)
+    layers = tuple(
+        layer.model_copy(update={**times, "saved_bytes": saved[layer.name]})
+        for layer in profile.layers
+    )
+    same = dict.fromkeys(
+        ("provenance", "device", "whole_step", "loss", "capture_checked", "optimizer_separable"),
+        None,
+    )
     return profile.model_copy(update={"layers": layers, **same})
 
 
 def test_attention_is_captured_as_on_a_real_device(tmp_path: Path) -> None:
-    """On the meta device its result has another memory layout, so operations and the graph's hash would differ."""
+    """On the meta device its result has another memory layout, so operations and the graph's hash
+    would differ.
+    """
     source = """
 import torch
 from torch import nn
@@ -186,15 +202,26 @@ def loss(output, target):
     estimated = estimate_profile(training_spec, 2, EstimateOptions(device="cpu"))
     assert without_times(estimated) == without_times(measured)
     # A GPU's kernels keep other tensors, and the graph is the same.
-    assert estimate_profile(training_spec, 2, EstimateOptions(device="h100")).graph_hash == measured.graph_hash
+    assert (
+        estimate_profile(training_spec, 2, EstimateOptions(device="h100")).graph_hash
+        == measured.graph_hash
+    )
 
 
 def test_what_an_lstm_keeps_is_near_to_what_is_measured(chain: StepTrace, tmp_path: Path) -> None:
     measured = profile_model(
-        written(tmp_path, CHAIN.replace("LSTM(16, 5", "LSTM(16, 128").replace("(5, 7)", "(128, 7)")), 8
+        written(
+            tmp_path, CHAIN.replace("LSTM(16, 5", "LSTM(16, 128").replace("(5, 7)", "(128, 7)")
+        ),
+        8,
     )
-    estimated = estimate_profile(load_model_file(tmp_path / "net.py"), 8, EstimateOptions(device="cpu"))
-    kept = [next(layer.saved_bytes for layer in p.layers if layer.name == "lstm") for p in (estimated, measured)]
+    estimated = estimate_profile(
+        load_model_file(tmp_path / "net.py"), 8, EstimateOptions(device="cpu")
+    )
+    kept = [
+        next(layer.saved_bytes for layer in p.layers if layer.name == "lstm")
+        for p in (estimated, measured)
+    ]
     assert kept[0] == pytest.approx(kept[1], rel=0.15)
 
 
@@ -212,7 +239,9 @@ def test_larger_batches_take_longer(folder: Path) -> None:
 
 
 def test_it_says_that_it_is_estimated(folder: Path) -> None:
-    profile = estimate_profile(load_model_file(folder / "net.py"), BATCH, EstimateOptions(device="V100"))
+    profile = estimate_profile(
+        load_model_file(folder / "net.py"), BATCH, EstimateOptions(device="V100")
+    )
     assert profile.provenance.source == "estimated"
     assert profile.provenance.repeats is None
     assert profile.whole_step is None
@@ -231,8 +260,11 @@ def test_half_precision_is_autocast_as_measured(dtype: DType, tmp_path: Path) ->
     half = estimate_profile(training_spec, BATCH, EstimateOptions(device="h100", dtype=dtype))
     assert half.autocast == dtype
     assert half.dtype == "float32"  # of the weights
-    measured = profile_model(training_spec, BATCH, ProfilingOptions(seconds=0.01, repeats=1, dtype=dtype))
-    # Without data, BatchNorm's statistics appear to be saved in half precision. CUDA's loss saves its softmax in both.
+    measured = profile_model(
+        training_spec, BATCH, ProfilingOptions(seconds=0.01, repeats=1, dtype=dtype)
+    )
+    # Without data, BatchNorm's statistics appear to be saved in half precision. CUDA's loss saves
+    # its softmax in both.
     assert without_times(half, ("norm", "loss")) == without_times(measured, ("norm", "loss"))
     single = estimate_profile(training_spec, BATCH, EstimateOptions(device="h100"))
     by_name = {layer.name: layer for layer in half.layers}
@@ -240,18 +272,27 @@ def test_half_precision_is_autocast_as_measured(dtype: DType, tmp_path: Path) ->
         other = by_name[layer.name]
         assert other.weight_bytes == layer.weight_bytes
         if layer.name in ("up", "down", "head"):  # not "frozen", whose sum is in single precision
-            assert [value.output_bytes * 2 for value in other.outputs] == [v.output_bytes for v in layer.outputs]
-            assert {value.element_bytes for value in other.outputs} <= {2}  # which decides what a codec saves
+            assert [value.output_bytes * 2 for value in other.outputs] == [
+                v.output_bytes for v in layer.outputs
+            ]
+            # which decides what a codec saves
+            assert {value.element_bytes for value in other.outputs} <= {2}
             assert {value.element_bytes for value in layer.outputs} <= {None}
 
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("memory_format", [None, "channels-last"])
-def test_all_kinds_of_models_as_measured(model: str, memory_format: MemoryFormat | None, tmp_path: Path) -> None:
+def test_all_kinds_of_models_as_measured(
+    model: str, memory_format: MemoryFormat | None, tmp_path: Path
+) -> None:
     """Models with blocks are among them; blocks that decide by values run with data."""
     training_spec = load_model_file(write_model(tmp_path, model, "momentum"))
-    measured = profile_model(training_spec, 4, ProfilingOptions(seconds=0.01, repeats=1, memory_format=memory_format))
-    estimated = estimate_profile(training_spec, 4, EstimateOptions(device="cpu", memory_format=memory_format))
+    measured = profile_model(
+        training_spec, 4, ProfilingOptions(seconds=0.01, repeats=1, memory_format=memory_format)
+    )
+    estimated = estimate_profile(
+        training_spec, 4, EstimateOptions(device="cpu", memory_format=memory_format)
+    )
     assert without_times(estimated) == without_times(measured)
     assert estimated.memory_format == memory_format
     assert all(layer.forward_s > 0 for layer in estimated.layers)
@@ -287,7 +328,9 @@ loss = nn.functional.cross_entropy
 
 
 @pytest.mark.parametrize("blocks", ["", "\ndef blocks(model):\n    return list(model)\n"])
-def test_models_that_decide_by_values_have_the_sizes_of_their_example(blocks: str, tmp_path: Path) -> None:
+def test_models_that_decide_by_values_have_the_sizes_of_their_example(
+    blocks: str, tmp_path: Path
+) -> None:
     training_spec = written(tmp_path, EXPERTS + blocks)
     estimated = estimate_profile(training_spec, 6, EstimateOptions(device="v100"))
     assert estimated.provenance.sizes == "example"
@@ -295,40 +338,68 @@ def test_models_that_decide_by_values_have_the_sizes_of_their_example(blocks: st
     assert said in profile_report(estimated)
     measured = profile_model(training_spec, 6, ProfilingOptions(seconds=0.01, repeats=1))
     flops = [
-        [(layer.name, layer.forward_flops, layer.backward_flops) for layer in p.layers] for p in (estimated, measured)
+        [(layer.name, layer.forward_flops, layer.backward_flops) for layer in p.layers]
+        for p in (estimated, measured)
     ]
     assert flops[0] == flops[1]
     # Equal samples go to one expert; argmax leaves the gate without a gradient.
-    assert sum(layer.forward_flops or 0 for layer in estimated.layers) == 2 * 6 * (4 * 8 + 8 * 3 + 8 * 8 + 8 * 2)
+    assert sum(layer.forward_flops or 0 for layer in estimated.layers) == 2 * 6 * (
+        4 * 8 + 8 * 3 + 8 * 8 + 8 * 2
+    )
 
 
 def test_blocks_that_do_not_look_at_values_compute_nothing(tmp_path: Path) -> None:
     """Capture uses two samples; the whole batch would take 400 GB."""
     source = CHAIN + BLOCKS
-    profile = estimate_profile(written(tmp_path, source), 500_000_000, EstimateOptions(device="h100"))
-    assert [layer.name for layer in profile.layers] == ["conv", "act", "next", "blocks.3", "head", "loss"]
-    small = estimate_profile(written(tmp_path, CHAIN, "captured.py"), BATCH, EstimateOptions(device="cpu"))
-    blocks = estimate_profile(load_model_file(tmp_path / "net.py"), BATCH, EstimateOptions(device="cpu"))
-    times = [{layer.name: (layer.forward_s, layer.backward_s) for layer in p.layers} for p in (blocks, small)]
+    profile = estimate_profile(
+        written(tmp_path, source), 500_000_000, EstimateOptions(device="h100")
+    )
+    assert [layer.name for layer in profile.layers] == [
+        "conv",
+        "act",
+        "next",
+        "blocks.3",
+        "head",
+        "loss",
+    ]
+    small = estimate_profile(
+        written(tmp_path, CHAIN, "captured.py"), BATCH, EstimateOptions(device="cpu")
+    )
+    blocks = estimate_profile(
+        load_model_file(tmp_path / "net.py"), BATCH, EstimateOptions(device="cpu")
+    )
+    times = [
+        {layer.name: (layer.forward_s, layer.backward_s) for layer in p.layers}
+        for p in (blocks, small)
+    ]
     assert times[0]["conv"] == pytest.approx(times[1]["conv"])
     assert times[0]["blocks.3"] == pytest.approx(times[1]["lstm"], rel=0.15)  # one launch
 
 
 def test_tensor_cores_are_used_when_asked_for(tmp_path: Path) -> None:
-    source = TIED.replace("nn.Embedding(32, 8)", "nn.Embedding(32, 4096)").replace("(8, 16)", "(4096, 4096)")
-    source = source.replace("(16)", "(4096)").replace("(16, 8)", "(4096, 4096)").replace("(8, 8)", "(4096, 4096)")
+    source = TIED.replace("nn.Embedding(32, 8)", "nn.Embedding(32, 4096)").replace(
+        "(8, 16)", "(4096, 4096)"
+    )
+    source = (
+        source.replace("(16)", "(4096)")
+        .replace("(16, 8)", "(4096, 4096)")
+        .replace("(8, 8)", "(4096, 4096)")
+    )
     training_spec = written(tmp_path, source.replace("(8, 32,", "(4096, 32,"))
     profiles = [
         estimate_profile(training_spec, 4096, EstimateOptions(device="a100", dtype=dtype))
         for dtype in ("float32", "tf32")
     ]
-    single, tf32 = (next(layer.forward_s for layer in p.layers if layer.name == "down") for p in profiles)
+    single, tf32 = (
+        next(layer.forward_s for layer in p.layers if layer.name == "down") for p in profiles
+    )
     assert single / tf32 == pytest.approx(156 / 19.5, rel=0.1)
 
 
 def test_models_that_look_at_numbers_are_built_in_memory(tmp_path: Path) -> None:
     source = TIED.replace(
-        "    return Net()", "    net = Net()\n    assert float(net.up.weight.abs().sum()) > 0\n    return net"
+        "    return Net()",
+        "    net = Net()\n    assert float(net.up.weight.abs().sum()) > 0\n    return net",
     )
     profile = estimate_profile(written(tmp_path, source), BATCH, EstimateOptions(device="cpu"))
     assert profile.tied_parameters == (("embedding.weight", "head.weight"),)
@@ -338,7 +409,10 @@ def test_nothing_is_computed_or_kept(tmp_path: Path) -> None:
     """The weights would take 300 TB."""
     source = CHAIN.replace("Linear(5, 7)", "Linear(5, 15_000_000_000_000)")
     profile = estimate_profile(written(tmp_path, source), 2, EstimateOptions(device="h200"))
-    assert next(layer.weight_bytes for layer in profile.layers if layer.name == "head") == 4 * 6 * 15 * 10**12
+    assert (
+        next(layer.weight_bytes for layer in profile.layers if layer.name == "head")
+        == 4 * 6 * 15 * 10**12
+    )
 
 
 @pytest.mark.parametrize("name", list(DEVICES))
@@ -346,7 +420,10 @@ def test_the_table_makes_sense(name: str) -> None:
     spec = DEVICES[name]
     assert set(spec.achieved_arithmetic) == set(COMPUTE_CLASSES)
     assert set(spec.achieved_bandwidth) == set(OP_CLASSES)
-    assert all(0 < share <= 3 for share in (*spec.achieved_arithmetic.values(), *spec.achieved_bandwidth.values()))
+    assert all(
+        0 < share <= 3
+        for share in (*spec.achieved_arithmetic.values(), *spec.achieved_bandwidth.values())
+    )
     single = spec.peak("float32")
     assert 1e11 <= single <= spec.peak("tf32") <= spec.peak_flops_per_s.get("float16", 1e16)
     # Machine balance: these devices do between 5 and 120 single-precision operations per byte.
@@ -360,7 +437,11 @@ def test_classes_are_named_once() -> None:
 
 @pytest.mark.parametrize(
     ("device", "dtype", "words"),
-    [("v1000", "float32", "v100-pcie"), ("v100", "bfloat16", "float16"), ("titan-x", "float16", "tf32")],
+    [
+        ("v1000", "float32", "v100-pcie"),
+        ("v100", "bfloat16", "float16"),
+        ("titan-x", "float16", "tf32"),
+    ],
 )
 def test_unknown_devices_and_types(device: str, dtype: DType, words: str) -> None:
     with pytest.raises(InputError) as error:
@@ -394,7 +475,9 @@ def test_optimizers_that_look_at_numbers_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_step_that_fails_is_said_as_when_it_is_measured(tmp_path: Path) -> None:
-    source = CHAIN.replace("self.next(self.act(self.conv(images)))", "self.next(self.act(self.conv(images)).add_(1))")
+    source = CHAIN.replace(
+        "self.next(self.act(self.conv(images)))", "self.next(self.act(self.conv(images)).add_(1))"
+    )
     words = "training step of the model fails: RuntimeError: one of the variables"
     with pytest.raises(ModelFileError, match=words):
         estimate_profile(written(tmp_path, source), 2, EstimateOptions(device="cpu"))
@@ -407,5 +490,7 @@ def test_mistakes_in_the_model_file_are_reported(tmp_path: Path) -> None:
         estimate_profile(written(tmp_path, CHAIN), 0, EstimateOptions(device="cpu"))
     with pytest.raises(ModelFileError, match=r"net\.py:\d+: ZeroDivisionError"):
         estimate_profile(
-            written(tmp_path, CHAIN.replace("return Chain()", "return 1 / 0")), 2, EstimateOptions(device="cpu")
+            written(tmp_path, CHAIN.replace("return Chain()", "return 1 / 0")),
+            2,
+            EstimateOptions(device="cpu"),
         )

@@ -1,4 +1,6 @@
-"""CUDA's operations on tensors of the CPU, products by tiles, fused kernels, the host's pace, and master weights."""
+"""CUDA's operations on tensors of the CPU, products by tiles, fused kernels, the host's pace, and
+master weights.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,14 @@ from planner.errors import InputError
 from planner.model.spec import TrainingSpec, in_memory
 from planner.profiler.estimated.devices import DEVICES, HOSTS
 from planner.profiler.estimated.estimate import EstimateOptions, estimate_profile, profile_of_trace
-from planner.profiler.estimated.execution import Execution, Flow, Fusion, compiler, cuda_operations, fused
+from planner.profiler.estimated.execution import (
+    Execution,
+    Flow,
+    Fusion,
+    compiler,
+    cuda_operations,
+    fused,
+)
 from planner.profiler.estimated.operations import Operation, OperationRecorder
 from planner.profiler.estimated.roofline import Costs, shares_of_peak
 from planner.profiler.estimated.trace import StepTrace, trace_step
@@ -60,7 +69,9 @@ def test_the_choices_end_with_the_context() -> None:
         (torch.float32, False, "_scaled_dot_product_efficient_attention"),
     ],
 )
-def test_attention_is_the_kernel_that_cuda_chooses(dtype: torch.dtype, masked: bool, kernel: str) -> None:
+def test_attention_is_the_kernel_that_cuda_chooses(
+    dtype: torch.dtype, masked: bool, kernel: str
+) -> None:
     with recording() as recorder:
         q = torch.empty(2, 4, 128, 64, dtype=dtype, requires_grad=True)
         mask = torch.empty(128, 128, dtype=dtype) if masked else None
@@ -73,10 +84,13 @@ def test_causal_attention_leaves_out_half_of_the_products() -> None:
     for causal in (False, True):
         with recording() as recorder:
             q = torch.empty(2, 4, 4000, 128, dtype=HALF, requires_grad=True)
-            torch.autograd.grad(F.scaled_dot_product_attention(q, q, q, is_causal=causal), q, torch.empty_like(q))
+            torch.autograd.grad(
+                F.scaled_dot_product_attention(q, q, q, is_causal=causal), q, torch.empty_like(q)
+            )
         flops.append([operation.flops for operation in recorder.operations if operation.flops])
     assert len(flops[0]) == 2
-    assert flops[1] == pytest.approx([1.1 * count / 2 for count in flops[0]])  # with the tiles on the diagonal
+    # with the tiles on the diagonal
+    assert flops[1] == pytest.approx([1.1 * count / 2 for count in flops[0]])
 
 
 def test_few_keys_take_as_long_as_512() -> None:
@@ -128,7 +142,9 @@ def test_rows_that_begin_anywhere_slow_products_in_half_precision() -> None:
     def seconds(dtype: torch.dtype, *sizes: int, transposed: bool = False) -> float:
         m, n, k = sizes
         with recording() as recorder:
-            left = torch.empty(k, m, dtype=dtype).t() if transposed else torch.empty(m, k, dtype=dtype)
+            left = (
+                torch.empty(k, m, dtype=dtype).t() if transposed else torch.empty(m, k, dtype=dtype)
+            )
             torch.mm(left, torch.empty(n, k, dtype=dtype).t())
         return float(Costs(recorder.operations).seconds(DEVICES["h200"]).sum())
 
@@ -138,7 +154,9 @@ def test_rows_that_begin_anywhere_slow_products_in_half_precision() -> None:
     assert 3 * aligned < seconds(HALF, 4096, 768, 50257) < 5 * aligned  # of an operand alone
     assert seconds(HALF, 4097, 50304, 768) == pytest.approx(aligned, rel=0.05)  # more rows
     assert seconds(HALF, 4097, 50304, 768, transposed=True) > 3 * aligned  # which are columns
-    assert seconds(torch.float32, 4096, 50257, 768) == pytest.approx(seconds(torch.float32, 4096, 50304, 768), rel=0.05)
+    assert seconds(torch.float32, 4096, 50257, 768) == pytest.approx(
+        seconds(torch.float32, 4096, 50304, 768), rel=0.05
+    )
 
 
 def test_products_lose_what_the_last_wave_and_the_last_tiles_leave_empty() -> None:
@@ -159,25 +177,41 @@ def test_convolutions_are_products_of_their_pixels_and_channels() -> None:
     def sizes(convolution: nn.Module, x: Tensor) -> list[tuple[int, int, int, int] | None]:
         with OperationRecorder(gpu=True) as recorder:
             convolution(x).sum().backward()
-        return [operation.product for operation in recorder.operations if operation.name.startswith("conv")]
+        return [
+            operation.product
+            for operation in recorder.operations
+            if operation.name.startswith("conv")
+        ]
 
     image = torch.randn(2, 3, 8, 8, requires_grad=True)
     assert sizes(nn.Conv2d(3, 16, 3, stride=2, padding=1), image) == [(1, 2 * 4 * 4, 16, 3 * 9)] * 2
     # A transposed one goes from few pixels to many, as the other's gradient does.
     features = torch.randn(2, 16, 4, 4, requires_grad=True)
-    assert sizes(nn.ConvTranspose2d(16, 3, 2, stride=2), features) == [(1, 2 * 4 * 4, 16, 3 * 4)] * 2
+    assert (
+        sizes(nn.ConvTranspose2d(16, 3, 2, stride=2), features) == [(1, 2 * 4 * 4, 16, 3 * 4)] * 2
+    )
     assert sizes(nn.Conv2d(16, 16, 3, groups=16), features) == [None, None]
 
 
 def chain_of(*names_: str, size: int = 100) -> list[Operation]:
     """Return operations, each of which reads what the one before it wrote."""
     return [
-        Operation("pointwise", 0.0, 2.0 * size, "float32", name=name, reads=((n - 1, size),), writes=((n, size),))
+        Operation(
+            "pointwise",
+            0.0,
+            2.0 * size,
+            "float32",
+            name=name,
+            reads=((n - 1, size),),
+            writes=((n, size),),
+        )
         for n, name in enumerate(names_)
     ]
 
 
-def moved(operations: list[Operation], fusion: Fusion | None, backward: int | None = None) -> tuple[float, int]:
+def moved(
+    operations: list[Operation], fusion: Fusion | None, backward: int | None = None
+) -> tuple[float, int]:
     kernels = fused(operations, len(operations) if backward is None else backward, fusion)
     return sum(each.bytes for each in kernels), sum(each.launches for each in kernels)
 
@@ -200,7 +234,9 @@ def test_forward_and_backward_are_programs_of_their_own() -> None:
 def test_a_kernel_does_not_wait_for_itself() -> None:
     """The product needs the first operation, and the last one needs both."""
     first, second = chain_of("mul", "add")
-    product = Operation("gemm", 1.0, 200.0, "float32", name="mm", reads=((0, 100),), writes=((7, 100),))
+    product = Operation(
+        "gemm", 1.0, 200.0, "float32", name="mm", reads=((0, 100),), writes=((7, 100),)
+    )
     second = replace(second, reads=((0, 100), (7, 100)), bytes=300.0)
     assert moved([first, product, second], compiler) == (200 + 200 + 300, 3)
 
@@ -250,11 +286,16 @@ def test_fusion_saves_launches_and_time() -> None:
     launches = [trace.costs.launches.sum() for trace in (eager, megatrons, compiled)]
     assert launches == sorted(launches, reverse=True)
     assert launches[0] > launches[1] > launches[2]
-    times = [sum(map(sum, trace.layer_seconds(DEVICES["a100"])[:2])) for trace in (eager, megatrons, compiled)]
+    times = [
+        sum(map(sum, trace.layer_seconds(DEVICES["a100"])[:2]))
+        for trace in (eager, megatrons, compiled)
+    ]
     assert times == sorted(times, reverse=True)
 
 
-@pytest.mark.skipif(not hasattr(torch.ops.aten, "_fused_rms_norm"), reason="before torch 2.9 it is many kernels")
+@pytest.mark.skipif(
+    not hasattr(torch.ops.aten, "_fused_rms_norm"), reason="before torch 2.9 it is many kernels"
+)
 def test_an_rms_norm_is_one_kernel_each_way() -> None:
     with recording() as recorder:
         x = torch.empty(4, 64, dtype=HALF, requires_grad=True)
@@ -276,13 +317,17 @@ def test_a_step_takes_no_less_than_its_launches() -> None:
 def test_lists_of_weights_wait_for_the_host() -> None:
     trace = traced()
     weights = sum(1 for _ in Attending().parameters())
-    assert sum(update.host_launches for update in trace.updates) == 8 * weights / 16  # AdamW's operations by foreach
+    # AdamW's operations by foreach
+    assert sum(update.host_launches for update in trace.updates) == 8 * weights / 16
     *_, updates = trace.layer_seconds(replace(DEVICES["h200"], dispatch_s=1e-3))
     assert sum(updates) == pytest.approx(8 * weights / 16 * 1e-3)
 
 
 def test_a_recurrent_layer_is_launched_by_one_call() -> None:
-    steps = [Operation("recurrent", 0.0, 0.0, "float32", launches=100), Operation("gemm", 0.0, 0.0, "float32")]
+    steps = [
+        Operation("recurrent", 0.0, 0.0, "float32", launches=100),
+        Operation("gemm", 0.0, 0.0, "float32"),
+    ]
     spec = DEVICES["h200"]
     assert Costs(steps).host_seconds(spec) == pytest.approx([100 * HOSTS["fused"], HOSTS["eager"]])
     assert not Costs(steps).host_seconds(replace(spec, dispatch_s=0.0)).any()
@@ -304,12 +349,22 @@ def test_captured_kernels_do_not_wait_for_the_host() -> None:
 def test_master_weights_are_eighteen_bytes_per_parameter() -> None:
     half = estimate_profile(attending(), 2, EstimateOptions("a100", "float16", master_weights=True))
     parameters = sum(parameter.numel() for parameter in Attending().parameters())
-    held = sum(layer.weight_bytes + layer.gradient_bytes + layer.optimizer_bytes for layer in half.layers)
+    held = sum(
+        layer.weight_bytes + layer.gradient_bytes + layer.optimizer_bytes for layer in half.layers
+    )
     counters = 4 * 4  # Adam's steps, one per tensor
     assert held == (2 + 4 + 4 + 8) * parameters + counters
     assert sum(layer.gradient_bytes for layer in half.layers) == 4 * parameters
-    in_half = trace_step(attending(), 2, "float16", execution=Execution("cuda", master_weights=True, sums_in_half=True))
-    assert sum(layer.gradient_bytes for layer in profile_of_trace(in_half, DEVICES["a100"]).layers) == 2 * parameters
+    in_half = trace_step(
+        attending(),
+        2,
+        "float16",
+        execution=Execution("cuda", master_weights=True, sums_in_half=True),
+    )
+    assert (
+        sum(layer.gradient_bytes for layer in profile_of_trace(in_half, DEVICES["a100"]).layers)
+        == 2 * parameters
+    )
     assert (half.autocast, half.master_weights, half.dtype) == (None, "float16", "float16")
 
 

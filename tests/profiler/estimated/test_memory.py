@@ -1,4 +1,6 @@
-"""Memory of estimates: the peaks of a step beside those of the allocator, and what optimizers move and allocate."""
+"""Memory of estimates: the peaks of a step beside those of the allocator, and what optimizers move
+and allocate.
+"""
 
 from __future__ import annotations
 
@@ -69,10 +71,14 @@ def test_a_step_needs_what_the_allocator_counts(tmp_path: Path) -> None:
 def test_the_gradient_of_a_tied_weight_is_no_workspace_of_the_layers_between(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last layer makes it and the first one adds to it; a stage that has neither does not hold it."""
+    """The last layer makes it and the first one adds to it; a stage that has neither does not hold
+    it.
+    """
     tied, apart = tmp_path / "tied.py", tmp_path / "apart.py"
     apart.write_text(
-        ATTENDING.replace("self.head = nn.Linear(256, 512)", "self.head = nn.Linear(256, 512, bias=False)")
+        ATTENDING.replace(
+            "self.head = nn.Linear(256, 512)", "self.head = nn.Linear(256, 512, bias=False)"
+        )
     )
     made = "return Net()", "net = Net()\n    net.head.weight = net.words.weight\n    return net"
     tied.write_text(apart.read_text().replace(*made))
@@ -101,15 +107,20 @@ def updates(layers: tuple[Layer, ...]) -> list[int]:
 @pytest.mark.parametrize(
     ("options", "moved", "kernels", "workspace"),
     [
-        ({"fused": True}, 7, 1, 0),  # reads weights, gradients and two moments; writes all but the gradients
+        # reads weights, gradients and two moments; writes all but the gradients
+        ({"fused": True}, 7, 1, 0),
         ({"foreach": True}, 21, 8, 1),  # a list of square roots beside
         ({}, 21, 8, 1),  # as torch chooses on GPUs
     ],
 )
-def test_a_list_of_weights_is_one_kernel(options: dict[str, Any], moved: float, kernels: int, workspace: float) -> None:
+def test_a_list_of_weights_is_one_kernel(
+    options: dict[str, Any], moved: float, kernels: int, workspace: float
+) -> None:
     weights = {"a": nn.Parameter(torch.empty(400, 300)), "b": nn.Parameter(torch.empty(700, 200))}
     held = sum(weight.nbytes for weight in weights.values())
-    adam = TrainingSpec("adam", {"optimizer": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, **options)})
+    adam = TrainingSpec(
+        "adam", {"optimizer": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, **options)}
+    )
     (update,) = trace_updates([weights], adam, Execution("cuda"), {})
     spec = DEVICES["a100"]
     rate = spec.bandwidth_bytes_per_s * spec.achieved_bandwidth["update"]

@@ -32,17 +32,24 @@ def test_links_between_workers_of_this_host() -> None:
 
 
 @pytest.mark.slow
-def test_nothing_is_left_running_when_the_time_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # its name is in the command line of every process
+def test_nothing_is_left_running_when_the_time_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # its name is in the command line of every process
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr("planner.profiler.links.measure_cluster._LIMIT_S", 4.0)
     with pytest.raises(WorkerError, match="not measured within 4 s"):
         measure_host(2, "cpu")
-    command_lines = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    command_lines = [
+        path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()
+    ]
     assert not [line for line in command_lines if str(tmp_path).encode() in line]
 
 
 def test_what_the_workers_refuse_is_told() -> None:
-    with pytest.raises(InputError, match=r"`backend=nccl` sends from GPUs.*\nhint: leave out `backend`"):
+    with pytest.raises(
+        InputError, match=r"`backend=nccl` sends from GPUs.*\nhint: leave out `backend`"
+    ):
         measure_host(2, "cpu", "nccl")
 
 
@@ -59,7 +66,9 @@ TIMEOUT_S = 120
 COMMAND = [sys.executable, "-m", "planner", "profile", "--links"]
 
 
-def _environment(rank: int, hosts: int, workers: int, master: str, port: int, interface: str) -> dict[str, str]:
+def _environment(
+    rank: int, hosts: int, workers: int, master: str, port: int, interface: str
+) -> dict[str, str]:
     """Return the variables that torchrun sets."""
     return {
         "RANK": str(rank),
@@ -90,7 +99,9 @@ def _finish(workers: list[subprocess.Popen[str]]) -> None:
 
 
 @pytest.mark.parametrize(("hosts", "workers"), [(1, 2), pytest.param(2, 2, marks=pytest.mark.slow)])
-def test_links_on_this_machine(hosts: int, workers: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_links_on_this_machine(
+    hosts: int, workers: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Two "hosts" of two workers each give two levels, and `plan solve` takes the file."""
     path = tmp_path / "cluster.json"
     port = _free_port()
@@ -100,7 +111,8 @@ def test_links_on_this_machine(hosts: int, workers: int, tmp_path: Path, capsys:
                 stack.enter_context(
                     subprocess.Popen(
                         [*COMMAND, "-o", str(path)],
-                        env=os.environ | _environment(rank, hosts, workers, "127.0.0.1", port, "lo"),
+                        env=os.environ
+                        | _environment(rank, hosts, workers, "127.0.0.1", port, "lo"),
                         stdout=subprocess.PIPE,
                         stderr=subprocess.STDOUT,
                         text=True,

@@ -1,4 +1,6 @@
-"""What a loss is a mean over is found by trials, whatever the example batch shows; ambiguity is no evidence."""
+"""What a loss is a mean over is found by trials, whatever the example batch shows; ambiguity is no
+evidence.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def found(spec: TrainingSpec, size: int = 4) -> LossMean:
     return mean
 
 
-def spec_of(model: nn.Module, example: Callable[[int], Any], loss: Loss | None = None, **more: Any) -> TrainingSpec:
+def spec_of(
+    model: nn.Module, example: Callable[[int], Any], loss: Loss | None = None, **more: Any
+) -> TrainingSpec:
     return in_memory(model, example_batch=example, loss=loss, **more)
 
 
@@ -90,12 +94,18 @@ def contrastive(output: Tensor, _: object) -> Tensor:
 @pytest.mark.parametrize(
     ("loss", "expected"),
     [
-        pytest.param(of_words(), LossMean(over="labels", ignored=-100), id="all labels alike at first"),
-        pytest.param(of_words(ignore_index=0), LossMean(over="labels", ignored=0), id="labels of one's own"),
+        pytest.param(
+            of_words(), LossMean(over="labels", ignored=-100), id="all labels alike at first"
+        ),
+        pytest.param(
+            of_words(ignore_index=0), LossMean(over="labels", ignored=0), id="labels of one's own"
+        ),
         pytest.param(focal, LossMean(over="labels", ignored=7), id="focal"),
         pytest.param(of_words(reduction="sum"), LossMean(over="sum"), id="sum"),
         pytest.param(
-            lambda output, target: F.cross_entropy(output.transpose(1, 2), target, reduction="none").sum(1).mean(),
+            lambda output, target: (
+                F.cross_entropy(output.transpose(1, 2), target, reduction="none").sum(1).mean()
+            ),
             SAMPLES,
             id="sum over labels, mean over samples",
         ),
@@ -109,7 +119,9 @@ def test_a_head_that_begins_at_zero_hides_nothing(loss: Loss, expected: LossMean
     ("example", "loss", "expected"),
     [
         pytest.param(classes, F.cross_entropy, PLAIN_CLASSES, id="classes"),
-        pytest.param(classes, nn.CrossEntropyLoss(label_smoothing=0.1), PLAIN_CLASSES, id="smoothed classes"),
+        pytest.param(
+            classes, nn.CrossEntropyLoss(label_smoothing=0.1), PLAIN_CLASSES, id="smoothed classes"
+        ),
         pytest.param(numbers, F.mse_loss, SAMPLES, id="squares"),
         pytest.param(
             lambda size: ((torch.randn(size, 8),), torch.randint(0, 2, (size, 4)).float()),
@@ -118,9 +130,17 @@ def test_a_head_that_begins_at_zero_hides_nothing(loss: Loss, expected: LossMean
             id="several classes at once",
         ),
         pytest.param(numbers, contrastive, WHOLE, id="contrastive"),
-        pytest.param(classes, nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2, 3, 4])), WHOLE, id="weighted classes"),
         pytest.param(
-            lambda size: ((torch.ones(size, 8),), torch.zeros(size, 4)), F.mse_loss, SAMPLES, id="constant example"
+            classes,
+            nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2, 3, 4])),
+            WHOLE,
+            id="weighted classes",
+        ),
+        pytest.param(
+            lambda size: ((torch.ones(size, 8),), torch.zeros(size, 4)),
+            F.mse_loss,
+            SAMPLES,
+            id="constant example",
         ),
         pytest.param(
             lambda size: ((torch.ones(1, 8).repeat(size, 1),), torch.zeros(size, dtype=torch.long)),
@@ -130,7 +150,9 @@ def test_a_head_that_begins_at_zero_hides_nothing(loss: Loss, expected: LossMean
         ),
     ],
 )
-def test_ordinary_losses_are_told_apart(example: Callable[[int], Any], loss: Loss, expected: LossMean) -> None:
+def test_ordinary_losses_are_told_apart(
+    example: Callable[[int], Any], loss: Loss, expected: LossMean
+) -> None:
     assert found(spec_of(features(), example, loss)) == expected
 
 
@@ -147,8 +169,12 @@ def test_ordinary_losses_are_told_apart(example: Callable[[int], Any], loss: Los
         ),
     ],
 )
-def test_masks_of_which_the_example_has_none_are_tried(mask: Callable[[int], Tensor], loss: Loss, ignored: int) -> None:
-    spec = spec_of(features(), lambda size: ((torch.randn(size, 8),), (torch.randn(size, 4), mask(size))), loss)
+def test_masks_of_which_the_example_has_none_are_tried(
+    mask: Callable[[int], Tensor], loss: Loss, ignored: int
+) -> None:
+    spec = spec_of(
+        features(), lambda size: ((torch.randn(size, 8),), (torch.randn(size, 4), mask(size))), loss
+    )
     assert found(spec) == LossMean(over="labels", ignored=ignored, leaf=2)
 
 
@@ -204,7 +230,9 @@ def test_two_kinds_of_labels_hold_while_none_is_ignored() -> None:
 
 
 class Experts(nn.Module):
-    """A mixture whose load balancing, in training alone, is far below what rounding leaves of the loss."""
+    """A mixture whose load balancing, in training alone, is far below what rounding leaves of the
+    loss.
+    """
 
     def __init__(self, balance: float) -> None:
         super().__init__()
@@ -246,7 +274,9 @@ class Noisy(nn.Module):
         return result
 
 
-@pytest.mark.parametrize(("reduction", "expected"), [("mean", SAMPLES), ("sum", LossMean(over="sum"))])
+@pytest.mark.parametrize(
+    ("reduction", "expected"), [("mean", SAMPLES), ("sum", LossMean(over="sum"))]
+)
 def test_parts_draw_the_noise_of_the_whole(reduction: str, expected: LossMean) -> None:
     loss: Loss = lambda output, target: F.mse_loss(output, target, reduction=reduction)  # noqa: E731
     assert found(spec_of(Noisy(), numbers, loss)) == expected
@@ -318,7 +348,9 @@ def test_rounding_of_the_models_own_autocast_hides_nothing() -> None:
 
 
 def test_a_model_that_runs_in_its_own_autocast_only_is_tried_in_it() -> None:
-    """Its rounding is larger than what is allowed, so it may count as no mean, which is refused; but not as another."""
+    """Its rounding is larger than what is allowed, so it may count as no mean, which is refused;
+    but not as another.
+    """
     mean = found(spec_of(HalfInside(by_hand=True), classes, F.cross_entropy))
     assert mean.over in ("batch", "unchecked") or mean == PLAIN_CLASSES
 
@@ -360,9 +392,15 @@ class TaggerTail(nn.Module):
 def test_a_mask_in_blocks_is_counted() -> None:
     def example(size: int) -> Any:
         tags = torch.randint(0, 5, (size, 6))
-        return {"inputs": torch.randn(size, 6, 3), "tags": tags, "mask": torch.ones_like(tags).bool()}, None
+        return {
+            "inputs": torch.randn(size, 6, 3),
+            "tags": tags,
+            "mask": torch.ones_like(tags).bool(),
+        }, None
 
     tagger = Tagger()
-    spec = spec_of(tagger, example, lambda output, _: output, blocks=lambda model: list(model.parts))
+    spec = spec_of(
+        tagger, example, lambda output, _: output, blocks=lambda model: list(model.parts)
+    )
     in_order = sorted(["inputs", "tags", "mask"])
     assert found(spec) == LossMean(over="labels", ignored=0, leaf=in_order.index("mask"))

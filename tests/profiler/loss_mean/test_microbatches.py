@@ -1,4 +1,6 @@
-"""What microbatches do to buffers and to padding is tried, and not taken for a mean over samples."""
+"""What microbatches do to buffers and to padding is tried, and not taken for a mean over
+samples.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +86,9 @@ class Codebook(Net):
 
 
 class CountingSamples(Net):
-    """Counts samples, which are as many however they are divided; the loss reads them only in `Reading`."""
+    """Counts samples, which are as many however they are divided; the loss reads them only in
+    `Reading`.
+    """
 
     samples: Tensor
 
@@ -114,7 +118,12 @@ def norms() -> nn.Module:
 
 @pytest.mark.parametrize(
     ("model", "buffer"),
-    [(Counting, "calls"), (Codebook, "codes"), (spectral, "a.parametrizations.weight.0._u"), (Reading, "samples")],
+    [
+        (Counting, "calls"),
+        (Codebook, "codes"),
+        (spectral, "a.parametrizations.weight.0._u"),
+        (Reading, "samples"),
+    ],
 )
 @pytest.mark.parametrize("in_blocks", [False, True], ids=["traced", "blocks"])
 def test_a_buffer_that_sees_microbatches(model: Any, buffer: str, in_blocks: bool) -> None:
@@ -173,7 +182,9 @@ def sentences(size: int, longest: int = 8) -> Any:
     return (torch.randint(1, 20, (size, longest)),), torch.randint(0, 5, (size,))
 
 
-@pytest.mark.parametrize(("masks", "over"), [(False, "unchecked"), (True, "samples")], ids=["sees it", "masks it"])
+@pytest.mark.parametrize(
+    ("masks", "over"), [(False, "unchecked"), (True, "samples")], ids=["sees it", "masks it"]
+)
 def test_padding_to_the_longest_of_each_microbatch(masks: bool, over: str) -> None:
     spec = in_memory(
         Words(masks=masks),

@@ -1,4 +1,6 @@
-"""Times of layers that are compiled together: shares of their run, and a sum equal to the whole's time."""
+"""Times of layers that are compiled together: shares of their run, and a sum equal to the whole's
+time.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,12 @@ from planner.errors import InputError
 from planner.formats.cluster import flat_cluster
 from planner.model.spec import load_model_file
 from planner.profiler.measured import profiling as profile
-from planner.profiler.measured.compiled import CompiledTimes, as_compiled, equal_spans, saved_as_compiled
+from planner.profiler.measured.compiled import (
+    CompiledTimes,
+    as_compiled,
+    equal_spans,
+    saved_as_compiled,
+)
 from planner.profiler.measured.profiling import ProfilingOptions, profile_model
 from planner.profiler.step.timing import StepTimes
 from planner.solver import search_plan as solve
@@ -46,10 +53,13 @@ def test_a_layer_has_its_share_of_its_run_and_the_sum_is_the_whole() -> None:
         exchanged_bytes=[10, 10],
     )  # fmt: skip
     scaled = as_compiled(layers, measured)
-    # The first run takes half of the uncompiled forward, the second all of it, together 8; the whole takes 6.
+    # The first run takes half of the uncompiled forward, the second all of it, together 8; the
+    # whole takes 6.
     assert [median(layer.forward_s) for layer in scaled] == pytest.approx([0.75, 2.25, 3])
     assert [median(layer.backward_s) for layer in scaled] == pytest.approx([0.75, 2.25, 7])
-    assert [median(layer.forward_thread_s) for layer in scaled] == pytest.approx([0.375, 1.125, 1.5])
+    assert [median(layer.forward_thread_s) for layer in scaled] == pytest.approx(
+        [0.375, 1.125, 1.5]
+    )
     assert saved_as_compiled([10, 20, 0], measured) == [30, 60, 10]
 
 
@@ -57,9 +67,11 @@ def test_a_layer_has_its_share_of_its_run_and_the_sum_is_the_whole() -> None:
     ("runs", "whole", "exchanged", "expected"),
     [
         ((4, 4, 4), 10, (30, 40, 10), (3.25, 3, 3.75)),  # 2 s too much, divided by bytes
-        ((4, 4, 4), 15, (30, 40, 10), (5, 5, 5)),  # the whole is slower: nothing was saved at the ends
+        # the whole is slower: nothing was saved at the ends
+        ((4, 4, 4), 15, (30, 40, 10), (5, 5, 5)),
         ((2, 6, 2), 8, (0, 0, 0), (1.6, 4.8, 1.6)),  # nothing is exchanged
-        ((1, 9), 5, (99, 1), (5 / 19, 5 - 5 / 19)),  # no run loses more than half before all are scaled
+        # no run loses more than half before all are scaled
+        ((1, 9), 5, (99, 1), (5 / 19, 5 - 5 / 19)),
     ],
 )
 def test_what_runs_exchange_is_not_in_the_whole(
@@ -67,7 +79,9 @@ def test_what_runs_exchange_is_not_in_the_whole(
 ) -> None:
     layers = [_times(1, 1) for _ in runs]
     spans = [range(index, index + 1) for index in range(len(runs))]
-    measured = CompiledTimes(spans, [_times(run, run) for run in runs], _times(whole, whole), [0] * 3, exchanged)
+    measured = CompiledTimes(
+        spans, [_times(run, run) for run in runs], _times(whole, whole), [0] * 3, exchanged
+    )
     scaled = as_compiled(layers, measured)
     assert [median(layer.forward_s) for layer in scaled] == pytest.approx(expected, rel=0.02)
     assert sum(median(layer.backward_s) for layer in scaled) == pytest.approx(whole)
@@ -101,13 +115,18 @@ def test_compiled_profile_plan_and_stages(model: str, tmp_path: Path) -> None:
     assert sum(layer.backward_s for layer in compiled.layers) == pytest.approx(whole.backward_s)
     plan = solve(compiled, flat_cluster(2, 1e12), depth="published")
     assert plan.compiled
-    assert all(time.measured_s > 0 for time in verify(file, compiled, [s.layers for s in plan.stages], seconds=0.1))
+    assert all(
+        time.measured_s > 0
+        for time in verify(file, compiled, [s.layers for s in plan.stages], seconds=0.1)
+    )
     torch._dynamo.reset()
 
 
 def test_a_machine_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(device_type: str) -> None:
-        raise InputError(f"torch.compile does not work for {device_type} on this machine", hint="install g++")
+        raise InputError(
+            f"torch.compile does not work for {device_type} on this machine", hint="install g++"
+        )
 
     monkeypatch.setattr(profile, "check_compiler", refuse)
     file = load_model_file(write_model(tmp_path, "language", "sgd"))

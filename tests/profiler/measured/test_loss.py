@@ -1,4 +1,6 @@
-"""Captured models compute the models' own losses or are refused, and what those losses are means over is found."""
+"""Captured models compute the models' own losses or are refused, and what those losses are means
+over is found.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +83,9 @@ def test_layers_that_compute_something_else_are_refused(monkeypatch: pytest.Monk
 
 
 def test_noise_of_torch_is_no_fault() -> None:
-    """As a diffusion model, whose loss draws its noise: divided minibatches draw other noise and are not refused."""
+    """As a diffusion model, whose loss draws its noise: divided minibatches draw other noise and
+    are not refused.
+    """
     profile = _profile(_dropout)
     assert profile.loss is not None
     assert profile.loss.over == "samples"
@@ -93,7 +97,11 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 def _cross_entropy(**options: object) -> Loss:
-    return lambda output, target: nn.functional.cross_entropy(output.flatten(0, 1), target.flatten(), **options)  # type: ignore[arg-type]
+    return lambda output, target: nn.functional.cross_entropy(
+        output.flatten(0, 1),
+        target.flatten(),
+        **options,  # type: ignore[arg-type]
+    )
 
 
 def _of_large_tokens(output: Tensor, target: Tensor) -> Tensor:
@@ -132,17 +140,35 @@ def spec_of(loss: Loss) -> TrainingSpec:
 @pytest.mark.parametrize(
     ("loss", "expected"),
     [
-        pytest.param(_cross_entropy(), LossMean(over="labels", ignored=-100), id="labels that PyTorch ignores"),
-        pytest.param(_cross_entropy(ignore_index=0), LossMean(over="labels", ignored=0), id="labels of one's own"),
-        pytest.param(_masked_by_hand, LossMean(over="labels", ignored=0), id="labels masked by hand"),
-        pytest.param(_next_tokens, LossMean(over="labels", ignored=-100, shifted=True), id="next tokens"),
         pytest.param(
-            _next_tokens_all_alike, LossMean(over="labels", ignored=-100, shifted=True), id="next tokens, all alike"
+            _cross_entropy(),
+            LossMean(over="labels", ignored=-100),
+            id="labels that PyTorch ignores",
+        ),
+        pytest.param(
+            _cross_entropy(ignore_index=0),
+            LossMean(over="labels", ignored=0),
+            id="labels of one's own",
+        ),
+        pytest.param(
+            _masked_by_hand, LossMean(over="labels", ignored=0), id="labels masked by hand"
+        ),
+        pytest.param(
+            _next_tokens, LossMean(over="labels", ignored=-100, shifted=True), id="next tokens"
+        ),
+        pytest.param(
+            _next_tokens_all_alike,
+            LossMean(over="labels", ignored=-100, shifted=True),
+            id="next tokens, all alike",
         ),
         pytest.param(_cross_entropy(reduction="sum"), LossMean(over="sum"), id="a sum"),
-        pytest.param(lambda output, _: output.square().mean(), LossMean(over="samples"), id="samples"),
+        pytest.param(
+            lambda output, _: output.square().mean(), LossMean(over="samples"), id="samples"
+        ),
         pytest.param(_contrastive, LossMean(over="batch"), id="contrastive"),
-        pytest.param(_of_large_tokens, LossMean(over="batch"), id="labels that the planner cannot know"),
+        pytest.param(
+            _of_large_tokens, LossMean(over="batch"), id="labels that the planner cannot know"
+        ),
     ],
 )
 def test_the_profile_says_what_the_loss_is_a_mean_over(loss: Loss, expected: LossMean) -> None:
@@ -165,9 +191,13 @@ def test_ignored_labels_are_found_behind_blocks(loss: Loss, ignored: int) -> Non
     assert profile_model(with_blocks, 4, OPTIONS).loss == LossMean(over="labels", ignored=ignored)
 
 
-@pytest.mark.parametrize(("loss", "expected"), [(_cross_entropy(), "labels"), (_contrastive, "batch")])
+@pytest.mark.parametrize(
+    ("loss", "expected"), [(_cross_entropy(), "labels"), (_contrastive, "batch")]
+)
 def test_a_graph_of_one_batch_size_leaves_the_loss_to_the_model(loss: Loss, expected: str) -> None:
-    """The divided minibatches of a Performer, whose graph has one size, trained on a mean of means before."""
+    """The divided minibatches of a Performer, whose graph has one size, trained on a mean of means
+    before.
+    """
     torch.manual_seed(0)
 
     class Pinned(nn.Module):
@@ -188,15 +218,21 @@ def test_a_graph_of_one_batch_size_leaves_the_loss_to_the_model(loss: Loss, expe
 
 def test_of_a_model_of_one_batch_size_the_outputs_are_divided() -> None:
     torch.manual_seed(0)
-    spec = in_memory(OfFour(), example_batch=(torch.randn(4, 6), torch.randn(4, 6)), loss=F.mse_loss)
+    spec = in_memory(
+        OfFour(), example_batch=(torch.randn(4, 6), torch.randn(4, 6)), loss=F.mse_loss
+    )
     assert profile_model(spec, 4, OPTIONS).loss == LossMean(over="samples")
 
 
 def test_a_model_file_can_say_what_counts() -> None:
     spec = spec_of(_of_large_tokens)
-    right = TrainingSpec(spec.name, {**spec.functions, "loss_weight": lambda target: (target > 5).sum()})
+    right = TrainingSpec(
+        spec.name, {**spec.functions, "loss_weight": lambda target: (target > 5).sum()}
+    )
     assert profile_model(right, 4, OPTIONS).loss == LossMean(over="loss_weight")
-    wrong = TrainingSpec(spec.name, {**spec.functions, "loss_weight": lambda target: target.numel()})
+    wrong = TrainingSpec(
+        spec.name, {**spec.functions, "loss_weight": lambda target: target.numel()}
+    )
     with pytest.raises(ModelFileError, match=r"loss_weight\(\) of 'Sequential' does not count"):
         profile_model(wrong, 4, OPTIONS)
     broken = TrainingSpec(spec.name, {**spec.functions, "loss_weight": lambda target: "many"})
@@ -207,9 +243,12 @@ def test_a_model_file_can_say_what_counts() -> None:
 def test_a_loss_of_the_whole_batch_is_not_divided_unless_accepted() -> None:
     profile = profile_model(spec_of(_contrastive), 4, OPTIONS)
     cluster = flat_cluster(gpus=2, bandwidth_bytes_per_s=1e9)
-    with pytest.raises(InputError, match="is not a mean over samples or labels, so the 8 microbatches") as error:
+    with pytest.raises(
+        InputError, match="is not a mean over samples or labels, so the 8 microbatches"
+    ) as error:
         solve(profile, cluster, schedule="1f1b-flush", microbatches=8)
     assert "`accept_divided_loss`" in str(error.value)
     plan = solve(profile, cluster, schedule="1f1b-flush", microbatches=8, accept_divided_loss=True)
-    assert plan.loss == LossMean(over="batch", accepted=True)  # so that training need not be told again
+    # so that training need not be told again
+    assert plan.loss == LossMean(over="batch", accepted=True)
     assert solve(profile, cluster).schedule.name == "1f1b"

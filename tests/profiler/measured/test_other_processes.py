@@ -1,4 +1,6 @@
-"""Measuring beside other processes: those that are started to contend, and those that a profile warns of."""
+"""Measuring beside other processes: those that are started to contend, and those that a profile
+warns of.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,8 @@ def measured(seconds: float) -> Profile:
 
 def test_a_busy_machine_is_said(tmp_path: Path) -> None:
     with busy_machine():
-        profile = measured(0.5)  # many turns of the scheduler, of which a process that has just started gets more
+        # many turns of the scheduler, of which a process that has just started gets more
+        profile = measured(0.5)
     save_profile(profile, tmp_path / "profile.json")
     found = load_profile(tmp_path / "profile.json").provenance.disturbance
     assert found is not None
@@ -86,7 +89,8 @@ def test_the_quieter_of_two_measurements_counts(monkeypatch: pytest.MonkeyPatch)
         return layers, whole
 
     monkeypatch.setattr(step_measurement.StepMeasurement, "_measure_steps", disturbed)
-    profile = measured(0.5)  # many turns of the scheduler, of which a process that has just started gets more
+    # many turns of the scheduler, of which a process that has just started gets more
+    profile = measured(0.5)
     assert profile.whole_step is not None
     assert profile.whole_step.forward_s < 1.0
     assert max(layer.forward_s for layer in profile.layers) < 1.0
@@ -97,8 +101,11 @@ def test_the_quieter_of_two_measurements_counts(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_quiet_machine_needs_no_words() -> None:
-    profile = measured(0.5)  # many turns of the scheduler, of which a process that has just started gets more
-    quiet = profile.provenance.model_copy(update={"disturbance": Disturbance(waited_share=0.01, drift=-0.02)})
+    # many turns of the scheduler, of which a process that has just started gets more
+    profile = measured(0.5)
+    quiet = profile.provenance.model_copy(
+        update={"disturbance": Disturbance(waited_share=0.01, drift=-0.02)}
+    )
     assert disturbance_words(profile.model_copy(update={"provenance": quiet})) is None
     before = profile.provenance.model_copy(update={"disturbance": None})  # as in older files
     assert disturbance_words(profile.model_copy(update={"provenance": before})) is None
@@ -114,7 +121,9 @@ def example_batch(batch_size):
 def loss(output, target):
     return ((output - target) ** 2).mean()
 """
-needs_two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: no others beside it")
+needs_two_cores = pytest.mark.skipif(
+    len(os.sched_getaffinity(0)) < 2, reason="one core: no others beside it"
+)
 
 
 @pytest.fixture
@@ -126,11 +135,20 @@ def model_path(tmp_path: Path) -> Path:
 
 def children() -> set[int]:
     """Return the processes that this one started and that still run."""
-    return set(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text(encoding="utf-8").split()))
+    return set(
+        map(
+            int, Path(f"/proc/self/task/{os.getpid()}/children").read_text(encoding="utf-8").split()
+        )
+    )
 
 
 def processor_ticks(pid: int) -> int:
-    return sum(map(int, Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[11:13]))
+    return sum(
+        map(
+            int,
+            Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[11:13],
+        )
+    )
 
 
 def test_others_work_as_long_as_the_block(model_path: Path) -> None:
@@ -148,7 +166,10 @@ def test_others_work_as_long_as_the_block(model_path: Path) -> None:
 
 def test_others_end_with_an_error_in_the_block(model_path: Path) -> None:
     before = children()
-    with pytest.raises(ZeroDivisionError), contention(load_model_file(model_path), 4, 1, options=PLAIN):
+    with (
+        pytest.raises(ZeroDivisionError),
+        contention(load_model_file(model_path), 4, 1, options=PLAIN),
+    ):
         raise ZeroDivisionError
     assert children() == before
 
@@ -168,7 +189,9 @@ def test_others_train_weights_in_half_precision_as_the_measured_one(model_path: 
 
 def test_a_step_that_fails_there_is_told(model_path: Path) -> None:
     spec = load_model_file(model_path)
-    model_path.write_text(MODEL.replace("(output - target)", "(output - target[:, :0].sum(2))"), encoding="utf-8")
+    model_path.write_text(
+        MODEL.replace("(output - target)", "(output - target[:, :0].sum(2))"), encoding="utf-8"
+    )
     told = r"process 1, which was to train beside the measured one, failed: .*Dimension"
     with pytest.raises(WorkerError, match=told), contention(spec, 4, 1, options=PLAIN):
         pass
@@ -178,7 +201,9 @@ def test_numbers_that_do_not_fit(model_path: Path) -> None:
     spec, cpu = load_model_file(model_path), torch.device("cpu")
     cores = len(os.sched_getaffinity(0))
     check_processes(cores, 1, cpu, spec)
-    with pytest.raises(InputError, match=f"{cores + 1} processes of 1 threads need {cores + 1} cores"):
+    with pytest.raises(
+        InputError, match=f"{cores + 1} processes of 1 threads need {cores + 1} cores"
+    ):
         check_processes(cores + 1, 1, cpu, spec)
     with pytest.raises(InputError, match=r"`processes=0` is less than 1"):
         check_processes(0, 1, cpu, spec)

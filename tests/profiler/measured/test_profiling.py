@@ -19,7 +19,9 @@ from planner.profiler.measured.profiling import ProfilingOptions, profile_model
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch sees no CUDA device")
 def test_profile_on_a_gpu() -> None:
     path = Path(__file__).parents[3] / "profiles" / "lstm_lm" / "model.py"
-    profile = profile_model(load_model_file(f"{path}:build_tiny"), 8, ProfilingOptions(device="cuda", seconds=1.0))
+    profile = profile_model(
+        load_model_file(f"{path}:build_tiny"), 8, ProfilingOptions(device="cuda", seconds=1.0)
+    )
     assert profile.device.kind == "cuda"
     assert profile.whole_step is not None
     layers_s = sum(layer.forward_s + layer.backward_s for layer in profile.layers)
@@ -119,12 +121,13 @@ def test_bytes_that_cross_cuts(profile: Profile, layers: dict[str, Layer]) -> No
 
 def test_bytes_saved_for_backward(layers: dict[str, Layer]) -> None:
     assert layers["embedding"].saved_bytes == BATCH * 8  # the tokens, int64
-    # "up" saves its input from the embedding, and the in-place ReLU saves its output. "norm" saves the same output,
-    # which counts once, and its statistics.
+    # "up" saves its input from the embedding, and the in-place ReLU saves its output. "norm" saves
+    # the same output, which counts once, and its statistics.
     assert layers["up"].saved_bytes == BATCH * (8 + 16) * FLOAT
     assert layers["norm"].saved_bytes == 2 * 16 * FLOAT
     assert layers["down"].saved_bytes == BATCH * 16 * FLOAT
-    assert layers["frozen"].saved_bytes == 0  # no gradient of its weights, so its input is not needed
+    # no gradient of its weights, so its input is not needed
+    assert layers["frozen"].saved_bytes == 0
 
 
 def test_times(profile: Profile, layers: dict[str, Layer]) -> None:
@@ -134,7 +137,9 @@ def test_times(profile: Profile, layers: dict[str, Layer]) -> None:
         assert (layer.update_s > 0) == (layer.gradient_bytes > 0)
         assert all(map(math.isfinite, (layer.forward_s, layer.backward_s, layer.update_s)))
     assert profile.whole_step is not None
-    assert sum(layer.update_s for layer in profile.layers) == pytest.approx(profile.whole_step.update_s)
+    assert sum(layer.update_s for layer in profile.layers) == pytest.approx(
+        profile.whole_step.update_s
+    )
 
 
 def test_what_was_measured(profile: Profile) -> None:
@@ -185,7 +190,12 @@ def test_threads_and_random_state_are_put_back(tmp_path: Path) -> None:
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
-    assert {phase for phase, _ in seen} == {"capturing", "measuring", "measuring updates", "measuring again"}
+    assert {phase for phase, _ in seen} == {
+        "capturing",
+        "measuring",
+        "measuring updates",
+        "measuring again",
+    }
     assert all(0 <= done <= 1 for _, done in seen)
 
 

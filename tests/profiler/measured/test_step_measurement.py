@@ -12,7 +12,13 @@ from planner.errors import InputError
 from planner.formats.profile import DegreeCosts, Profile
 from tests.executor.models import write_model
 
-SAME = ("forward_reduced_bytes", "backward_reduced_bytes", "forward_reduces", "backward_reduces", "weight_bytes")
+SAME = (
+    "forward_reduced_bytes",
+    "backward_reduced_bytes",
+    "forward_reduces",
+    "backward_reduces",
+    "weight_bytes",
+)
 
 
 def of_two(profile: Profile) -> DegreeCosts:
@@ -24,7 +30,9 @@ def of_two(profile: Profile) -> DegreeCosts:
 
 @pytest.mark.parametrize("model", ["attention", "experts", "experts alone"])
 def test_ranks_hold_and_exchange_what_the_plan_says(model: str, tmp_path: Path) -> None:
-    """What a rank runs is timed here, and runs without data there; both count its weights and collectives alike."""
+    """What a rank runs is timed here, and runs without data there; both count its weights and
+    collectives alike.
+    """
     path = write_model(tmp_path, model, "adamw")
     profile = planner.profile(path, batch_size=2, seconds=0.1, repeats=3, tensor=(2,))
     measured = of_two(profile)
@@ -41,7 +49,9 @@ def test_ranks_hold_and_exchange_what_the_plan_says(model: str, tmp_path: Path) 
 
 
 def test_a_rank_is_measured_with_its_tokens_too(tmp_path: Path) -> None:
-    """It exchanges more often then: gathers, scatters, and the gradients of norms, but computes norms for its part."""
+    """It exchanges more often then: gathers, scatters, and the gradients of norms, but computes
+    norms for its part.
+    """
     path = write_model(tmp_path, "attention", "adamw")
     profile = planner.profile(path, batch_size=2, seconds=0.1, repeats=3, tensor=(2,))
     whole = of_two(profile)
@@ -51,7 +61,9 @@ def test_a_rank_is_measured_with_its_tokens_too(tmp_path: Path) -> None:
     assert by_tokens.weight_bytes == whole.weight_bytes
     assert sum(by_tokens.saved_bytes) < sum(whole.saved_bytes)
     assert sum(by_tokens.backward_reduces) > sum(whole.backward_reduces)
-    for name, one, other in zip(profile.layers, whole.saved_bytes, by_tokens.saved_bytes, strict=True):
+    for name, one, other in zip(
+        profile.layers, whole.saved_bytes, by_tokens.saved_bytes, strict=True
+    ):
         assert other <= one, name
 
 

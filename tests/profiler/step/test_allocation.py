@@ -35,7 +35,9 @@ class Spread(nn.Module):
 
 
 def chain() -> nn.Module:
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), Spread(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    return nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), Spread(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    )
 
 
 class Branches(nn.Module):
@@ -67,14 +69,18 @@ def measured(model: nn.Module, batch: Batch) -> tuple[list[str], list[int], list
     saved = saved_bytes([stage], forward, len(graph.layers))
     of_batch = sum(tensor.nbytes for tensor in tensors_of_batch(batch))
     cpu = torch.device("cpu")
-    found = workspace_bytes(lambda each: forward(each)[LOSS], cpu, saved, gradients, (of_batch, of_batch))
+    found = workspace_bytes(
+        lambda each: forward(each)[LOSS], cpu, saved, gradients, (of_batch, of_batch)
+    )
     for parameter in model.parameters():
         parameter.grad = None
     return [layer.name for layer in graph.layers], saved, gradients, found
 
 
 def test_what_a_layer_works_in_is_its_own() -> None:
-    names, _, _, found = measured(chain(), Batch((torch.randn(BATCH, WIDTH),), {}, torch.randn(BATCH, WIDTH)))
+    names, _, _, found = measured(
+        chain(), Batch((torch.randn(BATCH, WIDTH),), {}, torch.randn(BATCH, WIDTH))
+    )
     spread = names.index("1")
     # The copies and their sum; in the backward the gradient of each copy, and a few activations.
     assert MANY * ROWS <= found[spread] <= (2 * MANY + 8) * ROWS
@@ -82,9 +88,13 @@ def test_what_a_layer_works_in_is_its_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "inputs"), [(chain, (BATCH, WIDTH)), (Branches, (BATCH, 3 * 8 * 8))], ids=["chain", "branches"]
+    ("model", "inputs"),
+    [(chain, (BATCH, WIDTH)), (Branches, (BATCH, 3 * 8 * 8))],
+    ids=["chain", "branches"],
 )
-def test_the_peak_of_the_formula_is_that_of_the_allocator(model: type[nn.Module], inputs: tuple[int, int]) -> None:
+def test_the_peak_of_the_formula_is_that_of_the_allocator(
+    model: type[nn.Module], inputs: tuple[int, int]
+) -> None:
     """The peak is measured on the plain model, without marks."""
     torch.manual_seed(0)
     plain = model()
@@ -172,9 +182,12 @@ print(plain - start, peak_mb() - plain)
 """
 
 
-@pytest.mark.skipif(not Path("/lib/x86_64-linux-gnu/libc.so.6").exists(), reason="about glibc's malloc")
+@pytest.mark.skipif(
+    not Path("/lib/x86_64-linux-gnu/libc.so.6").exists(), reason="about glibc's malloc"
+)
 def test_metering_a_scan_takes_no_multiple_of_its_memory() -> None:
-    # Each step of the scan frees a tensor of the scan's size, and the profiler's records came to lie in its place.
+    # Each step of the scan frees a tensor of the scan's size, and the profiler's records came to
+    # lie in its place.
     run = subprocess.run([sys.executable, "-c", SCAN], capture_output=True, text=True, check=True)
     step_mb, more_mb = map(float, run.stdout.split())
     assert more_mb < 0.5 * step_mb + 30

@@ -47,7 +47,9 @@ def test_measured_and_estimated_profiles_count_what_pytorch_counts(tmp_path: Pat
     measured = measure(path, batch_size=2, seconds=0.0, repeats=1)
     estimated = estimate(path, batch_size=2, device="a100")
     counts = [(each.name, each.forward_flops, each.backward_flops) for each in measured.layers]
-    assert counts == [(each.name, each.forward_flops, each.backward_flops) for each in estimated.layers]
+    assert counts == [
+        (each.name, each.forward_flops, each.backward_flops) for each in estimated.layers
+    ]
     spec = load_model_file(path)
     batch = spec.example_batch(2)
     assert spec.loss is not None
@@ -89,8 +91,13 @@ def test_recurrent_layers_count() -> None:
 
 
 def test_the_matrices_of_experts_count_for_their_own_rows() -> None:
-    """Rows 0 to 2 meet the first expert's 4x8 matrix, rows 3 to 7 the second's; no row meets both."""
-    tokens, experts = torch.randn(8, 4, requires_grad=True), torch.randn(2, 4, 8, requires_grad=True)
+    """Rows 0 to 2 meet the first expert's 4x8 matrix, rows 3 to 7 the second's; no row
+    meets both.
+    """
+    tokens, experts = (
+        torch.randn(8, 4, requires_grad=True),
+        torch.randn(2, 4, 8, requires_grad=True),
+    )
     ends, counter = torch.tensor([3, 8], dtype=torch.int32), Counter()
     by_hand = 2 * (3 * 4 * 8 + 5 * 4 * 8)
     with counter:
@@ -105,10 +112,13 @@ def test_the_matrices_of_experts_count_for_their_own_rows() -> None:
     [
         ((8, 4), (2, 4, 6), 2 * (3 + 5) * 4 * 6),  # rows divided
         ((2, 7, 4), (4, 8), 2 * 7 * 4 * (3 + 5)),  # columns divided
-        ((6, 8), (8, 5), 2 * 6 * (3 + 5) * 5),  # the summed dimension divided, as for the weights' gradients
+        # the summed dimension divided, as for the weights' gradients
+        ((6, 8), (8, 5), 2 * 6 * (3 + 5) * 5),
         ((2, 7, 4), (2, 4, 6), 2 * 2 * 7 * 4 * 6),  # a matrix for each
     ],
 )
-def test_products_of_groups_count(one: tuple[int, ...], other: tuple[int, ...], by_hand: int) -> None:
+def test_products_of_groups_count(
+    one: tuple[int, ...], other: tuple[int, ...], by_hand: int
+) -> None:
     arguments = torch.empty(one, device="meta"), torch.empty(other, device="meta")
     assert model_flops(torch.ops.aten._grouped_mm.default, arguments, {}, None) == by_hand

@@ -41,7 +41,9 @@ def test_measuring_leaves_weights_and_gradients_as_they_were(tmp_path: Path) -> 
     model(torch.ones(1, 8)).sum().backward()
     before = [(parameter.clone(), parameter.grad) for parameter in model.parameters()]
     layers = [dict(layer.named_parameters()) for layer in model.children()][:3]
-    first, none, large = layer_updates(spec, layers, Clock(torch.device("cpu")), torch.device("cpu"))
+    first, none, large = layer_updates(
+        spec, layers, Clock(torch.device("cpu")), torch.device("cpu")
+    )
     for parameter, (value, gradient) in zip(model.parameters(), before, strict=True):
         assert torch.equal(parameter, value)
         assert parameter.grad is gradient
@@ -80,7 +82,9 @@ def test_layers_of_which_the_optimizer_takes_nothing_have_no_update(
     assert taken.optimizer_bytes >= 2 * 4 * WIDTH * WIDTH
 
 
-def test_layers_without_weights_take_no_time_to_add_and_the_profile_keeps_the_others(tmp_path: Path) -> None:
+def test_layers_without_weights_take_no_time_to_add_and_the_profile_keeps_the_others(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "model.py"
     path.write_text(MODEL)
     profile = profile_model(load_model_file(path), 2, ProfilingOptions(seconds=0.5, repeats=10))

@@ -62,7 +62,9 @@ class Elements(HTMLParser):
 def evil_plan() -> Plan:
     """Whose model and layers have names to be careful with."""
     layers = [layer(name, output_bytes=10, saved_bytes=5, weight_bytes=100) for name in EVIL]
-    plan = plan_of(layers, (1, 1, 1), hierarchical_cluster((3, 1), (100.0, 100.0), memory_bytes=10**6))
+    plan = plan_of(
+        layers, (1, 1, 1), hierarchical_cluster((3, 1), (100.0, 100.0), memory_bytes=10**6)
+    )
     return plan.model_copy(update={"model": EVIL[0]})
 
 
@@ -76,8 +78,13 @@ def data_of(page: str) -> dict[str, Any]:
 
 def slower(timeline: Timeline, factor: float) -> Timeline:
     """The same run, as if measured."""
-    rows = [e._replace(start_s=e.start_s * factor, end_s=e.end_s * factor) for e in timeline.events.rows()]
-    return timeline.model_copy(update={"source": "measured", "events": Events.of(rows), "links": ()})
+    rows = [
+        e._replace(start_s=e.start_s * factor, end_s=e.end_s * factor)
+        for e in timeline.events.rows()
+    ]
+    return timeline.model_copy(
+        update={"source": "measured", "events": Events.of(rows), "links": ()}
+    )
 
 
 def test_all_text_is_escaped_and_every_element_closed() -> None:
@@ -134,18 +141,29 @@ def test_a_run_is_laid_over_the_simulation() -> None:
     assert "Predicted and measured" in page
     assert "(-20.0%)" in page  # of each stage's times
     other = plan_of(equal_layers(2), (1, 1))
-    with pytest.raises(InputError, match="the run is of another plan: its config '1-1-1' is not the plan's '1-1'"):
+    with pytest.raises(
+        InputError, match="the run is of another plan: its config '1-1-1' is not the plan's '1-1'"
+    ):
         report_page(other, simulate(other, 6), timeline)
 
 
-def test_a_run_that_lost_a_host_tells_what_happened_under_the_plan_that_it_ended_with(tmp_path: Path) -> None:
-    cluster, costs = planner.flat_cluster(3, 1e3), profile(*(layer(name, 1, 2, output_bytes=9) for name in "abcdef"))
+def test_a_run_that_lost_a_host_tells_what_happened_under_the_plan_that_it_ended_with(
+    tmp_path: Path,
+) -> None:
+    cluster, costs = (
+        planner.flat_cluster(3, 1e3),
+        profile(*(layer(name, 1, 2, output_bytes=9) for name in "abcdef")),
+    )
     plan = planner.solve(costs, cluster, schedule="1f1b-flush", microbatches=4, survive=1)
     (left,) = plan.smaller
     assert left.config != plan.config
-    run = slower(simulate(left, 6), 1.1).model_copy(update={"restarts": (f"lost host {EVIL[1]}: training goes on",)})
+    run = slower(simulate(left, 6), 1.1).model_copy(
+        update={"restarts": (f"lost host {EVIL[1]}: training goes on",)}
+    )
     save_trace(run, tmp_path / "run.json")
-    page = planner.report(plan, tmp_path / "report.html", measured=tmp_path / "run.json").read_text(encoding="utf-8")
+    page = planner.report(plan, tmp_path / "report.html", measured=tmp_path / "run.json").read_text(
+        encoding="utf-8"
+    )
     Elements(page)
     assert f"{left.config} on 2 GPUs" in page
     assert "Before these minibatches the workers were started again:" in page
@@ -153,7 +171,9 @@ def test_a_run_that_lost_a_host_tells_what_happened_under_the_plan_that_it_ended
 
 
 def test_with_the_profile_there_are_alternatives() -> None:
-    model = profile(layer("a", 0.2, 0.4, output_bytes=1000), layer("b", 0.1, 0.2, weight_bytes=10**8))
+    model = profile(
+        layer("a", 0.2, 0.4, output_bytes=1000), layer("b", 0.1, 0.2, weight_bytes=10**8)
+    )
     plan = solve(model, hierarchical_cluster((2, 2), (1e9, 1e8)))
     page = report_page(plan, simulate(plan), comparison=compare(model, plan))
     Elements(page)
@@ -191,11 +211,15 @@ def test_what_was_measured_stands_first() -> None:
 def test_what_does_not_fit_is_said() -> None:
     plan = evil_plan()
     tight = plan.model_copy(update={"cluster": plan.cluster.model_copy(update={"memory_bytes": 1})})
-    assert "Workers 0, 1, 2 would need more memory than there is." in report_page(tight, simulate(tight, 6))
+    assert "Workers 0, 1, 2 would need more memory than there is." in report_page(
+        tight, simulate(tight, 6)
+    )
     assert "would need more" not in report_page(tight, simulate(plan, 6))
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="reads pyproject.toml with tomllib, which Python 3.10 lacks")
+@pytest.mark.skipif(
+    sys.version_info < (3, 11), reason="reads pyproject.toml with tomllib, which Python 3.10 lacks"
+)
 def test_the_parts_are_packaged() -> None:
     if sys.version_info >= (3, 11):
         import tomllib
@@ -204,4 +228,6 @@ def test_the_parts_are_packaged() -> None:
         patterns = content["tool"]["setuptools"]["package-data"]["planner.reporting.page"]
         parts = list((ROOT / "planner" / "reporting" / "page" / "html").iterdir())
         assert len(parts) >= 6
-        assert all(any(fnmatch(f"html/{part.name}", pattern) for pattern in patterns) for part in parts)
+        assert all(
+            any(fnmatch(f"html/{part.name}", pattern) for pattern in patterns) for part in parts
+        )

@@ -41,7 +41,9 @@ class Opened:
     def shown(self) -> tuple[float, float]:
         """The stretch of time on show."""
         chart = self.page.locator("#timeline-chart")
-        return float(chart.get_attribute("data-from") or "nan"), float(chart.get_attribute("data-to") or "nan")
+        return float(chart.get_attribute("data-from") or "nan"), float(
+            chart.get_attribute("data-to") or "nan"
+        )
 
     def event(self) -> str | None:
         """The event that is pointed at."""
@@ -50,7 +52,8 @@ class Opened:
     def colour_at(self, selector: str, x: int, y: int) -> list[int]:
         """Red, green and blue of a canvas's pixel."""
         script = (
-            "([s, x, y]) => { const c = document.querySelector(s); const r = c.width / c.clientWidth;"
+            "([s, x, y]) => { const c = document.querySelector(s); const r = c.width / "
+            "c.clientWidth;"
             " return [...c.getContext('2d').getImageData(x * r, y * r, 1, 1).data].slice(0, 3); }"
         )
         found: list[int] = self.page.evaluate(script, [selector, x, y])
@@ -59,7 +62,9 @@ class Opened:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install '.[test]'")
+    api = pytest.importorskip(
+        "playwright.sync_api", reason="playwright is not installed: pip install '.[test]'"
+    )
     with api.sync_playwright() as playwright:
         flags = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
         launched = playwright.chromium.launch(executable_path=CHROMIUM, args=flags, timeout=120_000)
@@ -72,14 +77,21 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A report with everything in it, of a plan with names to be careful with."""
     plan = evil_plan()
     simulated = simulate(plan, 12)
-    model = profile(layer("a", 0.2, 0.4, output_bytes=1000), layer("b", 0.1, 0.2, weight_bytes=10**8))
+    model = profile(
+        layer("a", 0.2, 0.4, output_bytes=1000), layer("b", 0.1, 0.2, weight_bytes=10**8)
+    )
     solved = solve(model, flat_cluster(3, 1e8))
     path = tmp_path_factory.mktemp("report") / "report.html"
-    path.write_text(report_page(plan, simulated, slower(simulated, 1.1), compare(model, solved)), encoding="utf-8")
+    path.write_text(
+        report_page(plan, simulated, slower(simulated, 1.1), compare(model, solved)),
+        encoding="utf-8",
+    )
     return path
 
 
-def opened(browser: Browser, file: Path, size: tuple[int, int], scheme: str = "light", touch: bool = False) -> Opened:
+def opened(
+    browser: Browser, file: Path, size: tuple[int, int], scheme: str = "light", touch: bool = False
+) -> Opened:
     context = browser.new_context(
         viewport={"width": size[0], "height": size[1]},
         color_scheme="dark" if scheme == "dark" else "light",
@@ -100,11 +112,15 @@ def opened(browser: Browser, file: Path, size: tuple[int, int], scheme: str = "l
 
 def settled(shown: Opened) -> None:
     """Wait until the charts are painted anew."""
-    shown.page.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    shown.page.evaluate(
+        "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
+    )
 
 
 def wait_for(page: Page, condition: str) -> None:
-    """Wait until an expression holds; Playwright's own way polls by `eval`, which the page forbids."""
+    """Wait until an expression holds; Playwright's own way polls by `eval`, which the page
+    forbids.
+    """
     for _ in range(1200):
         if page.evaluate(condition):
             return
@@ -136,7 +152,10 @@ def test_everything_is_there(wide: Opened) -> None:
     settled(wide)
     assert wide.colour_at("#timeline-chart canvas", 90, 27) == [0x00, 0x72, 0xB2]  # F0
     wide.page.get_by_text("All layers").click()
-    assert wide.page.locator(".layers ol").first.inner_text().strip() == '</script><script>alert("1")</script>'
+    assert (
+        wide.page.locator(".layers ol").first.inner_text().strip()
+        == '</script><script>alert("1")</script>'
+    )
 
 
 def test_pointing_at_an_event_shows_what_it_is(wide: Opened) -> None:
@@ -150,7 +169,11 @@ def test_pointing_at_an_event_shows_what_it_is(wide: Opened) -> None:
     wide.page.wait_for_selector(".tip:not([hidden])")
     assert wide.event() == "F0"
     tip = wide.page.locator(".tip").inner_text()
-    assert tip.splitlines() == ["F0: forward of minibatch 0", "stage 0 on worker 0, simulated", "0 to 1 s, 1 s"]
+    assert tip.splitlines() == [
+        "F0: forward of minibatch 0",
+        "stage 0 on worker 0, simulated",
+        "0 to 1 s, 1 s",
+    ]
     assert "forward of minibatch 0" in wide.page.locator("#timeline-detail").inner_text()
     wide.page.mouse.move(box["x"] + 90, box["y"] - 30)
     wide.page.wait_for_selector(".tip", state="hidden")
@@ -161,7 +184,9 @@ def test_an_event_says_the_lengths_of_its_microbatch(browser: Browser, tmp_path:
     lengths = tuple((minibatch, 0, 10 + minibatch, 20) for minibatch in range(12))
     changes = {"length_names": ("source", "<b>target"), "lengths": lengths}
     path = tmp_path / "report.html"
-    path.write_text(report_page(plan, simulate(plan, 12).model_copy(update=changes)), encoding="utf-8")
+    path.write_text(
+        report_page(plan, simulate(plan, 12).model_copy(update=changes)), encoding="utf-8"
+    )
     shown = opened(browser, path, WIDE)
     chart = shown.page.locator("#timeline-chart")
     chart.scroll_into_view_if_needed()
@@ -263,7 +288,8 @@ def test_on_a_phone_nothing_is_wider_than_the_screen(browser: Browser, file: Pat
     )
     assert small == 0
     buttons = phone.page.evaluate(
-        "[...document.querySelectorAll('button')].map((b) => b.getBoundingClientRect()).every((b) => b.height >= 40)"
+        "[...document.querySelectorAll('button')].map((b) => b.getBoundingClientRect()).every((b) "
+        "=> b.height >= 40)"
     )
     assert buttons
     chart = phone.page.locator("#timeline-chart")
@@ -279,7 +305,10 @@ def test_on_a_phone_nothing_is_wider_than_the_screen(browser: Browser, file: Pat
 
 def luminance(colour: list[float]) -> float:
     """Relative luminance (WCAG 2)."""
-    linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in (part / 255 for part in colour)]
+    linear = [
+        c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4
+        for c in (part / 255 for part in colour)
+    ]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
@@ -310,7 +339,9 @@ def test_light_and_dark_have_contrast(browser: Browser, file: Path, scheme: str)
     shown.page.context.close()
 
 
-def test_paper_is_light_and_shows_what_is_folded(browser: Browser, file: Path, tmp_path: Path) -> None:
+def test_paper_is_light_and_shows_what_is_folded(
+    browser: Browser, file: Path, tmp_path: Path
+) -> None:
     shown = opened(browser, file, WIDE, "dark")
     unfolded = shown.page.locator("details[open]").count()
     shown.page.evaluate("dispatchEvent(new Event('beforeprint'))")

@@ -14,7 +14,9 @@ from planner.units import format_bytes
 from tests.samples import layer, profile
 
 MODEL = profile(
-    layer("a", 2, 4, output_bytes=1000), layer("b", 0.5, 1, output_bytes=10), layer("c", 0.5, 1, weight_bytes=10**6)
+    layer("a", 2, 4, output_bytes=1000),
+    layer("b", 0.5, 1, output_bytes=10),
+    layer("c", 0.5, 1, weight_bytes=10**6),
 )
 
 
@@ -82,7 +84,9 @@ def test_what_recomputes_and_is_sharded_is_said_where_anything_is() -> None:
 def test_overheads_of_a_gpu_are_shown_where_there_are_any() -> None:
     cluster = flat_cluster(2, 1e4)
     assert "overhead" not in plan_report(solve(MODEL, cluster))
-    gpu = MODEL.model_copy(update={"device": Device(kind="cuda", name="imagined", context_bytes=400 * 10**6)})
+    gpu = MODEL.model_copy(
+        update={"device": Device(kind="cuda", name="imagined", context_bytes=400 * 10**6)}
+    )
     plan = solve(gpu, cluster)
     text = plan_report(plan)
     assert "overhead" in text
@@ -97,13 +101,23 @@ def test_overheads_of_a_gpu_are_shown_where_there_are_any() -> None:
         ("", "cuts between blocks", " in the profile's order and with cuts between blocks"),
         ("all 9 sets of layers that a cut may leave before it", "", ""),
         (f"{ALONG_ORDER}, improved", ALONG_ORDER, " in the profile's order"),
-        ("some", f"cuts between blocks, {ALONG_ORDER}", " in the profile's order and with cuts between blocks"),
+        (
+            "some",
+            f"cuts between blocks, {ALONG_ORDER}",
+            " in the profile's order and with cuts between blocks",
+        ),
         (f"{ALONG_ORDER}, improved", "", ""),
     ],
 )
 def test_a_bound_says_which_plans_it_is_of(cuts: str, bound_of: str, words: str) -> None:
     solver = SolverReport(
-        name="search", status="feasible", lower_bound_s=1.0, bound_of=bound_of, cuts=cuts, gap=0.5, seconds=0.0
+        name="search",
+        status="feasible",
+        lower_bound_s=1.0,
+        bound_of=bound_of,
+        cuts=cuts,
+        gap=0.5,
+        seconds=0.0,
     )
     assert which_plans(solver) == words
     assert bound_words(solver).startswith(f"no plan{words} takes less than 1")

@@ -1,4 +1,6 @@
-"""Profiles for people: tables, which write repeated blocks once, and notes on how they were measured."""
+"""Profiles for people: tables, which write repeated blocks once, and notes on how they were
+measured.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ def test_configs_of_many_stages_are_short(config: str, shown: str) -> None:
 
 
 def test_tables_fit_the_terminal() -> None:
-    table = Table(["stage", "layers"], [["0", "a.very.long.name.of.a.layer .. another.very.long.name (12)"]])
+    table = Table(
+        ["stage", "layers"], [["0", "a.very.long.name.of.a.layer .. another.very.long.name (12)"]]
+    )
     assert max(map(len, table.text(50).splitlines())) <= 50
     assert "a.very.lo" in table.text(50)
     assert "(12)" in table.text(50)
@@ -100,7 +104,11 @@ PROFILES = Path(__file__).parents[3] / "profiles"
 
 
 def _names(report: str) -> list[str]:
-    return [line.split()[0] for line in report.splitlines()[report.splitlines().index(_rule(report)) + 1 :] if line]
+    return [
+        line.split()[0]
+        for line in report.splitlines()[report.splitlines().index(_rule(report)) + 1 :]
+        if line
+    ]
 
 
 def _rule(report: str) -> str:

@@ -10,7 +10,9 @@ from planner.schedule.one_stage import GPIPE
 from planner.solver import search_plan as solve
 from tests.samples import layer, profile
 
-LAYERS = [layer(f"{n}", 1, 2, output_bytes=10, weight_bytes=10**9, saved_bytes=100) for n in range(4)]
+LAYERS = [
+    layer(f"{n}", 1, 2, output_bytes=10, weight_bytes=10**9, saved_bytes=100) for n in range(4)
+]
 
 
 def test_parts_add_up_to_the_memory_of_a_gpu() -> None:

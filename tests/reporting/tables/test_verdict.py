@@ -1,4 +1,6 @@
-"""The lines above a plan's tables: what to use, what it gains, what stands beside it; and that numbers agree."""
+"""The lines above a plan's tables: what to use, what it gains, what stands beside it; and that
+numbers agree.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,10 @@ def test_data_parallelism_is_named_as_the_thing_to_use() -> None:
 
 @pytest.mark.parametrize(
     ("gpus", "line"),
-    [(1, "One GPU; no stale gradients"), (2, "Use one GPU: more would not be faster; no stale gradients")],
+    [
+        (1, "One GPU; no stale gradients"),
+        (2, "Use one GPU: more would not be faster; no stale gradients"),
+    ],
 )
 def test_one_gpu_is_enough_or_all_there_is(gpus: int, line: str) -> None:
     heavy = profile(layer("only", 1, 2, weight_bytes=10**9))
@@ -78,7 +83,9 @@ def test_what_limits_a_plan_is_busy_no_longer_than_a_minibatch_takes(
     cluster: planner.Cluster,
     schedule: str,
 ) -> None:
-    """The cost model's busy times may be longer than the simulated minibatch, which contradicts it on one screen."""
+    """The cost model's busy times may be longer than the simulated minibatch, which contradicts it
+    on one screen.
+    """
     plan = planner.solve(HEAVY, cluster, schedule=schedule, time_limit_s=2)
     limits = simulated_limits(plan)
     assert limits is not None
@@ -109,7 +116,14 @@ def test_solver_and_bound_are_shown_on_demand() -> None:
 
 @pytest.mark.parametrize(
     ("config", "words"),
-    [("11", "DP=11"), ("1", "1"), ("2x4", "DP=2 TP=4"), ("1x4", "TP=4"), ("7-1", "7-1"), ("2x4-1x8", "2x4-1x8")],
+    [
+        ("11", "DP=11"),
+        ("1", "1"),
+        ("2x4", "DP=2 TP=4"),
+        ("1x4", "TP=4"),
+        ("7-1", "7-1"),
+        ("2x4-1x8", "2x4-1x8"),
+    ],
 )
 def test_a_single_stage_is_named_by_what_its_ranks_do(config: str, words: str) -> None:
     assert config_words(config) == words

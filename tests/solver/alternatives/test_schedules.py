@@ -19,25 +19,44 @@ from planner.solver.find_plan import find_plan
 from planner.solver.tuning.record import Tuning
 from tests.samples import layer, profile
 
-MODEL = profile(*(layer(f"l{n}", 1 + n % 2, 2, output_bytes=4, weight_bytes=20, saved_bytes=5) for n in range(8)))
+MODEL = profile(
+    *(
+        layer(f"l{n}", 1 + n % 2, 2, output_bytes=4, weight_bytes=20, saved_bytes=5)
+        for n in range(8)
+    )
+)
 CLUSTER = flat_cluster(4, 20.0)
 
 
 def alone(schedule: Schedule, max_staleness: int | None = None) -> Plan:
     microbatches = 8 if schedule.divides else None
-    options = SolveOptions(schedule=schedule, microbatches=microbatches, max_staleness=max_staleness, time_limit_s=None)
+    options = SolveOptions(
+        schedule=schedule, microbatches=microbatches, max_staleness=max_staleness, time_limit_s=None
+    )
     return find_plan(MODEL, CLUSTER, options)
 
 
 @pytest.mark.parametrize("max_staleness", [None, 1])
 def test_the_fastest_of_the_single_answers_is_the_answer(max_staleness: int | None) -> None:
-    plan = solve(MODEL, CLUSTER, schedule="auto", microbatches=8, max_staleness=max_staleness, time_limit_s=None)
+    plan = solve(
+        MODEL,
+        CLUSTER,
+        schedule="auto",
+        microbatches=8,
+        max_staleness=max_staleness,
+        time_limit_s=None,
+    )
     assert [way.schedule for way in plan.schedules] == list(SCHEDULES)
     for way in plan.schedules:
         single = alone(way.schedule, max_staleness)
         assert (way.config, way.staleness) == (single.config, single.staleness)
-        assert way.seconds_per_microbatch == single.predicted.seconds_per_minibatch / single.microbatches
-    may_be = [way for way in plan.schedules if max_staleness is not None or not way.schedule.asynchronous]
+        assert (
+            way.seconds_per_microbatch
+            == single.predicted.seconds_per_minibatch / single.microbatches
+        )
+    may_be = [
+        way for way in plan.schedules if max_staleness is not None or not way.schedule.asynchronous
+    ]
     best = min(may_be, key=lambda way: way.seconds_per_microbatch)
     assert (plan.schedule, plan.config) == (best.schedule, best.config)
     assert plan.schedule.asynchronous == (max_staleness is not None)
@@ -48,9 +67,18 @@ def test_the_fastest_of_the_single_answers_is_the_answer(max_staleness: int | No
 
 
 def test_schedules_without_a_plan_are_noted() -> None:
-    plan = solve(MODEL, CLUSTER, schedule="auto", minibatch=4 * (MODEL.microbatch_size or 1), time_limit_s=None)
+    plan = solve(
+        MODEL,
+        CLUSTER,
+        schedule="auto",
+        minibatch=4 * (MODEL.microbatch_size or 1),
+        time_limit_s=None,
+    )
     assert "1f1b" not in [way.name for way in plan.schedules]
-    assert any(note.startswith("there is no plan under 1f1b: under 1f1b a minibatch has") for note in plan.notes)
+    assert any(
+        note.startswith("there is no plan under 1f1b: under 1f1b a minibatch has")
+        for note in plan.notes
+    )
     with pytest.raises(InfeasibleError, match="no plan fits 4 GPUs of 10 B"):
         solve(MODEL, flat_cluster(4, 20.0, 10), schedule="auto")
 
@@ -66,7 +94,9 @@ def test_plans_of_one_minibatch_are_compared() -> None:
 
 
 def test_data_parallelism_is_compared_with_as_many_samples() -> None:
-    """A single stage under 1f1b updates after a microbatch on each replica; draining more rarely would look faster."""
+    """A single stage under 1f1b updates after a microbatch on each replica; draining more rarely
+    would look faster.
+    """
     plan = solve(MODEL, CLUSTER, schedule="1f1b", max_stages=1, time_limit_s=None)
     assert plan.config == "4"
     assert plan.synchronous is not None
@@ -76,8 +106,12 @@ def test_data_parallelism_is_compared_with_as_many_samples() -> None:
 
 
 def test_a_number_of_microbatches_that_was_given_is_kept() -> None:
-    """1f1b has one microbatch, so that its plan is in the table and not the answer, however fast it is."""
-    given = solve(MODEL, CLUSTER, schedule="auto", microbatches=2, max_staleness=9, time_limit_s=None)
+    """1f1b has one microbatch, so that its plan is in the table and not the answer, however fast it
+    is.
+    """
+    given = solve(
+        MODEL, CLUSTER, schedule="auto", microbatches=2, max_staleness=9, time_limit_s=None
+    )
     assert given.samples_per_update == (8, 8)
     fastest = min(given.schedules, key=lambda way: way.seconds_per_microbatch)
     assert fastest.schedule is ONE_F_ONE_B
@@ -86,10 +120,14 @@ def test_a_number_of_microbatches_that_was_given_is_kept() -> None:
 
     free = solve(MODEL, CLUSTER, schedule="auto", max_staleness=9, time_limit_s=None)
     assert free.schedule.asynchronous
-    assert any("update after 64 samples" in note or "this one after 64" in note for note in free.notes)
+    assert any(
+        "update after 64 samples" in note or "this one after 64" in note for note in free.notes
+    )
 
 
-def test_a_row_in_place_of_the_fastest_is_in_the_table_of_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_in_place_of_the_fastest_is_in_the_table_of_schedules(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """And keeps the notes on schedules without a plan."""
 
     def early(

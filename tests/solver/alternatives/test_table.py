@@ -25,7 +25,9 @@ from planner.solver.find_plan import find_plan
 from planner.solver.tuning.record import STANDARD
 from tests.samples import layer, profile
 
-LAYERS = [layer(f"h.{n}", 1, 2, output_bytes=10, weight_bytes=10**8, saved_bytes=100) for n in range(4)]
+LAYERS = [
+    layer(f"h.{n}", 1, 2, output_bytes=10, weight_bytes=10**8, saved_bytes=100) for n in range(4)
+]
 MODEL = profile(*LAYERS)
 
 
@@ -33,7 +35,9 @@ def test_baselines_are_those_of_compare(tmp_path: Path) -> None:
     cluster = flat_cluster(4, 1e8)
     plan = with_baselines(MODEL, solve(MODEL, cluster), Clock())
     rows = {row.name: row for row in compare(MODEL, plan).rows}
-    assert {"data parallel", "one GPU", "ZeRO-1", "ZeRO-3, FSDP", "4 equal stages"} <= {b.name for b in plan.baselines}
+    assert {"data parallel", "one GPU", "ZeRO-1", "ZeRO-3, FSDP", "4 equal stages"} <= {
+        b.name for b in plan.baselines
+    }
     for baseline in plan.baselines:
         row = rows[baseline.name]
         assert baseline.seconds_per_microbatch == pytest.approx(row.seconds_per_microbatch)
@@ -45,7 +49,9 @@ def test_baselines_are_those_of_compare(tmp_path: Path) -> None:
     assert "synchronous" not in without
 
 
-@pytest.mark.parametrize(("gpus", "counts"), [(1, []), (3, [3]), (4, [2, 4]), (6, [2, 6]), (12, [2, 4])])
+@pytest.mark.parametrize(
+    ("gpus", "counts"), [(1, []), (3, [3]), (4, [2, 4]), (6, [2, 6]), (12, [2, 4])]
+)
 def test_a_stage_for_each_gpu_is_a_usual_way(gpus: int, counts: list[int]) -> None:
     deep = profile(*(layer(f"h.{n}", 1, 2, output_bytes=10, weight_bytes=100) for n in range(6)))
     plan = with_baselines(deep, solve(deep, flat_cluster(gpus, 1e8), schedule=FLUSH), Clock())
@@ -63,7 +69,9 @@ def test_what_does_not_fit_is_no_measure() -> None:
 
 
 def test_a_stale_plan_says_what_synchronous_ones_would_give() -> None:
-    """One has its global batch, which a pipeline that drains is slow with, and one has the usual number of parts."""
+    """One has its global batch, which a pipeline that drains is slow with, and one has the usual
+    number of parts.
+    """
     cluster, options = flat_cluster(4, 1e8), SolveOptions(schedule="1f1b")
     plan = with_synchronous(MODEL, find_plan(MODEL, cluster, options), options, Clock(), STANDARD)
     assert plan.samples_per_update == (4, 4)
@@ -72,18 +80,26 @@ def test_a_stale_plan_says_what_synchronous_ones_would_give() -> None:
         drained = solve(MODEL, cluster, schedule="1f1b-flush", microbatches=microbatches)
         assert row is not None
         assert row.config == drained.config
-        assert row.samples_per_update == drained.samples_per_update == (4 * microbatches, 4 * microbatches)
+        assert (
+            row.samples_per_update
+            == drained.samples_per_update
+            == (4 * microbatches, 4 * microbatches)
+        )
         seconds = drained.predicted.seconds_per_minibatch / microbatches
         assert row.seconds_per_microbatch == pytest.approx(seconds)
         assert with_synchronous(MODEL, drained, options, Clock(), STANDARD) is drained
     assert Plan.model_validate_json(plan.model_dump_json()) == plan
 
 
-WAITING = profile(*(layer(f"h.{n}", 1, 2, output_bytes=10**7, weight_bytes=10**8) for n in range(4)))
+WAITING = profile(
+    *(layer(f"h.{n}", 1, 2, output_bytes=10**7, weight_bytes=10**8) for n in range(4))
+)
 
 
 def test_a_plan_with_another_global_batch_never_takes_its_place() -> None:
-    """1f1b-flush is as fast with 16 times as many samples per update. That is said, and the answer stays."""
+    """1f1b-flush is as fast with 16 times as many samples per update. That is said, and the answer
+    stays.
+    """
     cluster, options = flat_cluster(4, 1e8), SolveOptions()
     stale = find_plan(WAITING, cluster, options)
     assert stale.staleness
@@ -94,7 +110,9 @@ def test_a_plan_with_another_global_batch_never_takes_its_place() -> None:
     larger = answer.synchronous_usual
     assert larger is not None
     assert larger.samples_per_update == (64, 64)
-    assert larger.seconds_per_microbatch == pytest.approx(stale.predicted.seconds_per_minibatch, rel=0.01)
+    assert larger.seconds_per_microbatch == pytest.approx(
+        stale.predicted.seconds_per_minibatch, rel=0.01
+    )
 
 
 def test_data_parallelism_is_the_answer_where_a_pipeline_gains_less_than_five_percent() -> None:
@@ -124,7 +142,9 @@ def test_a_global_batch_that_was_given_holds_for_all_plans(microbatches: int) ->
 
 
 def test_replicas_under_1f1b_have_a_global_batch_of_their_own() -> None:
-    """Where the schedule was asked for, the answer says so; else the batch that was asked for is what holds."""
+    """Where the schedule was asked for, the answer says so; else the batch that was asked for is
+    what holds.
+    """
     heavy = profile(
         layer("wide", 6, 12, output_bytes=10),
         layer("deep", 2, 4, output_bytes=10, weight_bytes=10**9),
@@ -135,13 +155,17 @@ def test_replicas_under_1f1b_have_a_global_batch_of_their_own() -> None:
     assert any(note.startswith("the global batch is ") for note in asked.notes)
     free = planner.solve(heavy, cluster, minibatch=size)
     assert free.samples_per_update == (size, size)
-    assert any(note.startswith("this plan is under 1f1b-flush, which updates after") for note in free.notes)
+    assert any(
+        note.startswith("this plan is under 1f1b-flush, which updates after") for note in free.notes
+    )
 
 
 def test_late_gradients_have_to_earn_five_percent() -> None:
     model, cluster, options = MODEL, flat_cluster(4, 1e8), SolveOptions()
     late = find_plan(model, cluster, options)
-    beside = with_synchronous(model, late, SolveOptions(schedule="1f1b"), Clock(), STANDARD).synchronous
+    beside = with_synchronous(
+        model, late, SolveOptions(schedule="1f1b"), Clock(), STANDARD
+    ).synchronous
     assert late.staleness
     assert beside is not None
 
@@ -158,8 +182,13 @@ def test_late_gradients_have_to_earn_five_percent() -> None:
 
 
 def test_what_cannot_stand_beside_a_plan_is_told() -> None:
-    """Under 1f1b a minibatch is one microbatch; the synchronous schedules cannot make two of three samples."""
-    cluster, options = flat_cluster(4, 1e8), SolveOptions(minibatch=8 * (MODEL.microbatch_size or 1))
+    """Under 1f1b a minibatch is one microbatch; the synchronous schedules cannot make two of three
+    samples.
+    """
+    cluster, options = (
+        flat_cluster(4, 1e8),
+        SolveOptions(minibatch=8 * (MODEL.microbatch_size or 1)),
+    )
     plan = solve(MODEL, cluster)
     refused = replace(options, minibatch=3 * (MODEL.microbatch_size or 1) + 1)
     noted = with_synchronous(MODEL, plan, refused, Clock(), STANDARD)
@@ -169,28 +198,47 @@ def test_what_cannot_stand_beside_a_plan_is_told() -> None:
 
 
 def test_replicas_have_a_microbatch_each() -> None:
-    """Under 2bw, a replica without one would never update: data parallelism has a microbatch on each of four GPUs."""
-    plan = with_baselines(MODEL, solve(MODEL, flat_cluster(8, 1e8), schedule="2bw", microbatches=4), Clock())
+    """Under 2bw, a replica without one would never update: data parallelism has a microbatch on
+    each of four GPUs.
+    """
+    plan = with_baselines(
+        MODEL, solve(MODEL, flat_cluster(8, 1e8), schedule="2bw", microbatches=4), Clock()
+    )
     made = {way.name: way.microbatches for way in plan.baselines}
-    assert (made["one GPU"], made["data parallel"], made["ZeRO-3, FSDP"], made["4 equal stages"]) == (4, 4, 4, 4)
+    assert (
+        made["one GPU"],
+        made["data parallel"],
+        made["ZeRO-3, FSDP"],
+        made["4 equal stages"],
+    ) == (4, 4, 4, 4)
     assert {way.samples_per_update for way in plan.baselines} == {plan.samples_per_update}
     ratio = plan.predicted.speedup_over_data_parallel
     parallel = next(way for way in plan.baselines if way.name == "data parallel")
-    assert parallel.seconds_per_microbatch / (plan.predicted.seconds_per_minibatch / 4) == pytest.approx(ratio)
+    assert parallel.seconds_per_microbatch / (
+        plan.predicted.seconds_per_minibatch / 4
+    ) == pytest.approx(ratio)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b-flush", "zb-h1"])
-def test_a_row_that_is_faster_than_what_was_found_is_the_answer(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A search that ends early, here with one stage for each GPU, where data parallelism is faster."""
+def test_a_row_that_is_faster_than_what_was_found_is_the_answer(
+    schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A search that ends early, here with one stage for each GPU, where data parallelism is
+    faster.
+    """
     cluster = flat_cluster(4, 1e12)
 
-    def early(profile: Profile, cluster: Cluster, options: SolveOptions, *_: object, **__: object) -> Plan:
+    def early(
+        profile: Profile, cluster: Cluster, options: SolveOptions, *_: object, **__: object
+    ) -> Plan:
         return price(profile, cluster, 4, replicas=1, schedule=options.schedule, microbatches=8)
 
     monkeypatch.setattr("planner.solver.solve.find_plan", early)
     monkeypatch.setattr("planner.solver.alternatives.schedules.find_plan", early)
     plan = planner.solve(MODEL, cluster, schedule=schedule, microbatches=8)
-    rows = [way for way in plan.baselines if not way.over_memory_bytes and way.schedule is plan.schedule]
+    rows = [
+        way for way in plan.baselines if not way.over_memory_bytes and way.schedule is plan.schedule
+    ]
     assert plan.schedule.name == schedule
     assert plan.config == "4"
     assert {way.samples_per_update for way in rows} == {plan.samples_per_update} == {(32, 32)}
@@ -206,7 +254,9 @@ def test_a_minibatch_of_one_microbatch_is_divided_over_no_replicas() -> None:
     rows = {way.name: way.config for way in plan.baselines}
     assert rows["data parallel"] == rows["one GPU"] == "1"
     assert not any("ZeRO" in name for name in rows)
-    assert {way.samples_per_update for way in plan.baselines} == {plan.samples_per_update} == {(4, 4)}
+    assert (
+        {way.samples_per_update for way in plan.baselines} == {plan.samples_per_update} == {(4, 4)}
+    )
     assert "over data parallel on 1 GPU" in plan_report(plan)
 
 
@@ -227,7 +277,9 @@ def test_where_a_search_has_no_time_a_row_is_the_answer(monkeypatch: pytest.Monk
 
 def test_a_row_that_only_seems_faster_is_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without time, rows are priced by the cost model, which knows no waiting."""
-    model = profile(*(layer(f"h.{n}", 1, 2, output_bytes=10**7, weight_bytes=10**8) for n in range(4)))
+    model = profile(
+        *(layer(f"h.{n}", 1, 2, output_bytes=10**7, weight_bytes=10**8) for n in range(4))
+    )
     cluster, options = flat_cluster(4, 1e8), SolveOptions(schedule="1f1b-flush", microbatches=4)
     plan = find_plan(model, cluster, options)
     answer = no_slower_than_usual(model, plan, options, Clock.of(0.0), STANDARD)

@@ -19,7 +19,9 @@ from tests.samples import layer, profile
 from tests.solver.strategies import profiles
 
 MEASURED = sorted((Path(__file__).resolve().parents[3] / "profiles").glob("*/cpu.json"))
-SIX = profile(*(layer(f"l{i}", 1.0 + i, 0.0, output_bytes=1, weight_bytes=10 * i) for i in range(6)))
+SIX = profile(
+    *(layer(f"l{i}", 1.0 + i, 0.0, output_bytes=1, weight_bytes=10 * i) for i in range(6))
+)
 
 
 def ends(stages: list[Candidate]) -> list[int]:
@@ -38,7 +40,9 @@ def test_forbidden_cuts_are_not_made() -> None:
 
 @settings(max_examples=examples(150), deadline=None)
 @given(model=profiles(most_layers=7), gpus=st.integers(1, 5))
-def test_equal_time_is_the_best_block_partition_and_all_cuts_are_legal(model: Profile, gpus: int) -> None:
+def test_equal_time_is_the_best_block_partition_and_all_cuts_are_legal(
+    model: Profile, gpus: int
+) -> None:
     layer_costs = LayerCosts(model)
     groups = uncut_groups(layer_costs)
     legal = [group[-1] + 1 for group in groups]
@@ -49,11 +53,15 @@ def test_equal_time_is_the_best_block_partition_and_all_cuts_are_legal(model: Pr
         return max(sum(times[i:j]) for i, j in pairwise((0, *cuts, len(times))))
 
     least_s = min(slowest_s(cuts) for cuts in combinations(legal[:-1], stages - 1))
-    assert slowest_s(tuple(ends(baselines.equal_time(layer_costs, gpus))[:-1])) == pytest.approx(least_s)
+    assert slowest_s(tuple(ends(baselines.equal_time(layer_costs, gpus))[:-1])) == pytest.approx(
+        least_s
+    )
     made = baselines.equal_time(layer_costs, gpus)
     assert len(made) == stages
     assert set(ends(made)) <= set(legal)
-    assert sorted(index for stage in made for index in stage.layers) == list(range(len(model.layers)))
+    assert sorted(index for stage in made for index in stage.layers) == list(
+        range(len(model.layers))
+    )
 
 
 @pytest.mark.parametrize("path", MEASURED, ids=lambda path: path.parent.name)

@@ -1,4 +1,6 @@
-"""Whatever the time limit, the answer is no slower than plans that take no search, and says only what is proven."""
+"""Whatever the time limit, the answer is no slower than plans that take no search, and says only
+what is proven.
+"""
 
 from __future__ import annotations
 
@@ -30,15 +32,23 @@ FLAT, SERVERS = flat_cluster(16, 1e3), hierarchical_cluster([4, 4], [1e4, 1e3])
 @pytest.mark.parametrize("time_limit_s", [1e-9, 0.2])
 def test_no_slower_than_baselines(schedule: str, cluster: Cluster, time_limit_s: float) -> None:
     microbatches = 32 if find(schedule).divides else 1
-    plan = solve(MODEL, cluster, schedule=schedule, microbatches=microbatches, time_limit_s=time_limit_s)
+    plan = solve(
+        MODEL, cluster, schedule=schedule, microbatches=microbatches, time_limit_s=time_limit_s
+    )
     problem = Problem(LayerCosts(MODEL), Setting(cluster, find(schedule), microbatches))
     for stages in (1, 2, 4, 8):
         cut = equal_blocks(problem.layer_costs, stages)
         for gpus in (16, 8):
-            copies = [replace(each, options=replace(each.options, replicas=gpus // stages)) for each in cut]
+            copies = [
+                replace(each, options=replace(each.options, replicas=gpus // stages))
+                for each in cut
+            ]
             seconds = priced(problem, copies).seconds
             # A simulated plan waits; so does the baseline in its own simulation.
-            assert plan.predicted.seconds_per_minibatch <= seconds * (1 + 1e-9) or plan.predicted.by == "simulation"
+            assert (
+                plan.predicted.seconds_per_minibatch <= seconds * (1 + 1e-9)
+                or plan.predicted.by == "simulation"
+            )
             assert plan.solver.cost_model_s is not None
             assert plan.solver.cost_model_s <= seconds / 0.9
     assert plan.solver.lower_bound_s <= plan.predicted.seconds_per_minibatch
@@ -47,7 +57,9 @@ def test_no_slower_than_baselines(schedule: str, cluster: Cluster, time_limit_s:
 def test_nothing_is_proven_without_time() -> None:
     plan = solve(MODEL, FLAT, schedule="1f1b-flush", microbatches=32, time_limit_s=1e-9)
     proven_s = plan.solver.lower_bound_s * (1 + STANDARD.evaluate.timing_share)
-    assert plan.solver.status == ("optimal" if plan.predicted.seconds_per_minibatch <= proven_s else "feasible")
+    assert plan.solver.status == (
+        "optimal" if plan.predicted.seconds_per_minibatch <= proven_s else "feasible"
+    )
     assert not plan.solver.exhausted
     proven = solve(MODEL, FLAT, schedule="1f1b-flush", microbatches=32)
     assert plan.solver.lower_bound_s <= proven.predicted.seconds_per_minibatch
@@ -62,17 +74,22 @@ def test_without_any_plan_the_command_says_so() -> None:
 
 def test_equal_blocks() -> None:
     costs = LayerCosts(MODEL)
-    assert [len(stage.layers) for stage in equal_blocks(costs, 4)] == [9, 8, 8, 9]  # with embedding and head
+    # with embedding and head
+    assert [len(stage.layers) for stage in equal_blocks(costs, 4)] == [9, 8, 8, 9]
     assert [len(stage.layers) for stage in equal_blocks(costs, 3)] == [13, 12, 9]
     assert len(equal_blocks(costs, 16)) == 8  # there are no more blocks
 
 
 def test_stages_recompute_and_share_the_optimizer_as_memory_demands() -> None:
-    heavy = [each.model_copy(update={"optimizer_bytes": 200, "saved_bytes": 50}) for each in MODEL.layers]
+    heavy = [
+        each.model_copy(update={"optimizer_bytes": 200, "saved_bytes": 50}) for each in MODEL.layers
+    ]
     model = MODEL.model_copy(update={"layers": tuple(heavy), "optimizer_elementwise": True})
     held = []
     for memory_bytes in (20_000, 11_000, 8_000):
-        problem = Problem(LayerCosts(model), Setting(flat_cluster(4, 1e3, memory_bytes), find("1f1b-flush"), 8))
+        problem = Problem(
+            LayerCosts(model), Setting(flat_cluster(4, 1e3, memory_bytes), find("1f1b-flush"), 8)
+        )
         first = Pool(problem, 0.0)
         first.consider_regular(regular_plans(problem))
         assert first.best is not None
@@ -80,22 +97,36 @@ def test_stages_recompute_and_share_the_optimizer_as_memory_demands() -> None:
         held.append(max(first.best.price.gpu_bytes))
     assert held == sorted(held, reverse=True)
     unlimited = Problem(LayerCosts(model), Setting(flat_cluster(4, 1e3), find("1f1b-flush"), 8))
-    assert not any(stage.options.recompute for plan in regular_plans(unlimited) for stage in plan.stages)
+    assert not any(
+        stage.options.recompute for plan in regular_plans(unlimited) for stage in plan.stages
+    )
 
 
 def test_any_plan_that_fits_is_the_answer_where_no_equal_stages_fit() -> None:
     # Under 1f1b the first of equal stages holds most versions of the weights.
-    heavy = [each.model_copy(update={"weight_bytes": 100, "gradient_bytes": 100}) for each in MODEL.layers]
-    model, setting = MODEL.model_copy(update={"layers": tuple(heavy)}), Setting(flat_cluster(16, 1e3), find("1f1b"))
-    needed = [max(plan.price.gpu_bytes) for plan in regular_plans(Problem(LayerCosts(model), setting))]
+    heavy = [
+        each.model_copy(update={"weight_bytes": 100, "gradient_bytes": 100})
+        for each in MODEL.layers
+    ]
+    model, setting = (
+        MODEL.model_copy(update={"layers": tuple(heavy)}),
+        Setting(flat_cluster(16, 1e3), find("1f1b")),
+    )
+    needed = [
+        max(plan.price.gpu_bytes) for plan in regular_plans(Problem(LayerCosts(model), setting))
+    ]
     tight = flat_cluster(16, 1e3, memory_bytes=min(needed) // 2)
     assert not list(regular_plans(Problem(LayerCosts(model), replace(setting, cluster=tight))))
     plan = solve(model, tight, schedule="1f1b", time_limit_s=1e-9)
-    assert all(plan.memory_bytes(stage) <= (tight.memory_bytes or 0) for stage in range(len(plan.stages)))
+    assert all(
+        plan.memory_bytes(stage) <= (tight.memory_bytes or 0) for stage in range(len(plan.stages))
+    )
 
 
 def test_plans_have_one_order_whether_they_were_simulated_or_not() -> None:
-    """When both were compared by the cost model where one was not simulated, these three went round in a circle."""
+    """When both were compared by the cost model where one was not simulated, these three went round
+    in a circle.
+    """
     problem = Problem(LayerCosts(MODEL), Setting(FLAT, find("1f1b-flush"), 32))
     plan = priced(problem, equal_blocks(problem.layer_costs, 4))
 

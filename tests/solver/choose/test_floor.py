@@ -1,4 +1,6 @@
-"""Under any time limit the answer is no slower than what people use without a planner, on as many GPUs or fewer."""
+"""Under any time limit the answer is no slower than what people use without a planner, on as many
+GPUs or fewer.
+"""
 
 from __future__ import annotations
 
@@ -49,11 +51,15 @@ def random_model(rng: random.Random) -> Profile:
 
 def random_cluster(rng: random.Random, model: Profile) -> Cluster:
     """Flat or of two levels, with a memory that may be too small for some of the baselines."""
-    whole = sum(layer.weight_bytes + layer.gradient_bytes + layer.optimizer_bytes for layer in model.layers)
+    whole = sum(
+        layer.weight_bytes + layer.gradient_bytes + layer.optimizer_bytes for layer in model.layers
+    )
     memory_bytes = rng.choice((None, int(whole * rng.uniform(0.4, 3))))
     bandwidth = 10 ** rng.uniform(0.5, 4)
     if rng.random() < 0.3:
-        return hierarchical_cluster([rng.choice((2, 4)), 2], [10 * bandwidth, bandwidth], memory_bytes)
+        return hierarchical_cluster(
+            [rng.choice((2, 4)), 2], [10 * bandwidth, bandwidth], memory_bytes
+        )
     if rng.random() < 0.2:
         kinds = (DeviceKind(count=2), DeviceKind(count=rng.choice((2, 6)), speed=3.0))
         return flat_cluster(sum(kind.count for kind in kinds), bandwidth, memory_bytes).model_copy(
@@ -63,14 +69,19 @@ def random_cluster(rng: random.Random, model: Profile) -> Cluster:
 
 
 def baselines(problem: Problem) -> Iterator[tuple[str, Evaluation]]:
-    """Yield those that fit the memory, simulated at the published depths, however long that takes."""
+    """Yield those that fit the memory, simulated at the published depths, however long that
+    takes.
+    """
     cluster, costs = problem.cluster, problem.layer_costs
     parallel = everything_on(costs, cluster, range(cluster.gpus))
     found = {"data parallel": [parallel]}
     if cluster.gpus > 1:
         found["ZeRO-1"] = [replace(parallel, options=replace(parallel.options, level=1))]
     if not cluster.kinds:
-        found |= {f"data parallel on {n}": [everything_on(costs, cluster, range(n))] for n in range(1, cluster.gpus)}
+        found |= {
+            f"data parallel on {n}": [everything_on(costs, cluster, range(n))]
+            for n in range(1, cluster.gpus)
+        }
     for count in (2, 4, 8):
         cut = equal_blocks(costs, count)
         if cluster.gpus % count == 0 and len(cut) == count:
@@ -91,11 +102,15 @@ def test_no_baseline_that_fits_is_faster(seed: int) -> None:
     model = random_model(rng)
     cluster, name = random_cluster(rng, model), SCHEDULES[seed % len(SCHEDULES)]
     microbatches = 2 * cluster.gpus if find(name).divides else 1
-    problem = Problem(LayerCosts(model), Setting(cluster, find(name), microbatches), depth="published")
+    problem = Problem(
+        LayerCosts(model), Setting(cluster, find(name), microbatches), depth="published"
+    )
     known = list(baselines(problem))
     for limit_s in LIMITS_S:
         try:
-            plan = solve(model, cluster, schedule=name, microbatches=microbatches, time_limit_s=limit_s)
+            plan = solve(
+                model, cluster, schedule=name, microbatches=microbatches, time_limit_s=limit_s
+            )
         except PlannerError:
             assert not known
             continue

@@ -22,7 +22,9 @@ from planner.solver.problem.result import Evaluation
 from tests.samples import layer, profile
 from tests.solver.brute import plans
 
-LAYERS = [layer(f"h{n}", 1.0, 2.0, output_bytes=10, weight_bytes=100, saved_bytes=10) for n in range(8)]
+LAYERS = [
+    layer(f"h{n}", 1.0, 2.0, output_bytes=10, weight_bytes=100, saved_bytes=10) for n in range(8)
+]
 
 
 def problem(schedule: str, microbatches: int, memory_bytes: int | None = None) -> Problem:
@@ -67,7 +69,9 @@ def test_nothing_is_tried_at_the_bound_or_without_a_budget() -> None:
 
 
 def test_what_does_not_fit_is_no_improvement() -> None:
-    limit = max(priced(problem("1f1b", 1), candidates([range(6), range(6, 8)], [1, 1])).price.gpu_bytes)
+    limit = max(
+        priced(problem("1f1b", 1), candidates([range(6), range(6, 8)], [1, 1])).price.gpu_bytes
+    )
     asked = problem("1f1b", 1, limit)
     start = evaluate(asked, candidates([range(6), range(6, 8)], [1, 1]))
     better = improved(asked, start)
@@ -91,8 +95,13 @@ def test_replicas_that_2bw_has_no_microbatches_for_are_not_allowed() -> None:
 
 
 def test_stages_recompute_more_than_they_must_where_that_makes_the_pipeline_deeper() -> None:
-    """The first stage has room for two minibatches, or for three if it recomputes: the best of all plans, simulated."""
-    layers = [layer(f"h{n}", 2.0, 4.0, output_bytes=60, weight_bytes=100, saved_bytes=100) for n in range(4)]
+    """The first stage has room for two minibatches, or for three if it recomputes: the best of all
+    plans, simulated.
+    """
+    layers = [
+        layer(f"h{n}", 2.0, 4.0, output_bytes=60, weight_bytes=100, saved_bytes=100)
+        for n in range(4)
+    ]
     setting = Setting(flat_cluster(2, 10.0, 1250), find("1f1b"))
     asked = Problem(LayerCosts(profile(*layers)), setting, StageRules(shard_optimizer="never"))
     plain = evaluate(asked, candidates([range(2), range(2, 4)], [1, 1]))
@@ -113,7 +122,9 @@ def test_cuts_move_with_replicas() -> None:
         layer(f"l{n}", one, 2.0 * one, output_bytes=size, weight_bytes=weight, saved_bytes=size)
         for n, (one, size, weight) in enumerate(zip(forward_s, sizes, weights, strict=True))
     ]
-    asked = Problem(LayerCosts(profile(*layers)), Setting(flat_cluster(5, 1.22, latency_s=0.1), find("1f1b")))
+    asked = Problem(
+        LayerCosts(profile(*layers)), Setting(flat_cluster(5, 1.22, latency_s=0.1), find("1f1b"))
+    )
     start, better = (
         evaluate(asked, candidates([range(first), range(first, last), range(last, 12)], replicas))
         for first, last, replicas in ((5, 10, [2, 2, 1]), (6, 9, [3, 1, 1]))
@@ -123,7 +134,9 @@ def test_cuts_move_with_replicas() -> None:
 
 
 def test_long_pipelines_recompute_to_run_deeper_where_they_wait_for_messages() -> None:
-    """Ten stages of one layer, whose messages take two thirds of what they compute, and which fit as they are."""
+    """Ten stages of one layer, whose messages take two thirds of what they compute, and which fit
+    as they are.
+    """
     layers = [layer(f"h.{n}", output_bytes=1, saved_bytes=10) for n in range(10)]
     costs, cluster = LayerCosts(profile(*layers)), flat_cluster(10, 1.0, 130)
     problem = Problem(costs, Setting(cluster, find("1f1b-flush"), 40))

@@ -1,4 +1,6 @@
-"""Regular interleaved plans: the fastest of all shapes, within the memory, and trained as they are planned."""
+"""Regular interleaved plans: the fastest of all shapes, within the memory, and trained as they are
+planned.
+"""
 
 from __future__ import annotations
 
@@ -34,21 +36,32 @@ MODEL = transformer(16, "h.{block}.part{part}")
 WEIGHT = 10**6  # bytes of each layer, over links of so many a second
 
 
-def problem_on(gpus: int, microbatches: int, memory: int | None = None, rules: StageRules | None = None) -> Problem:
+def problem_on(
+    gpus: int, microbatches: int, memory: int | None = None, rules: StageRules | None = None
+) -> Problem:
     # Whole-model replicas would take long to average their gradients.
-    heavy = [each.model_copy(update={"weight_bytes": WEIGHT, "gradient_bytes": WEIGHT}) for each in MODEL.layers]
+    heavy = [
+        each.model_copy(update={"weight_bytes": WEIGHT, "gradient_bytes": WEIGHT})
+        for each in MODEL.layers
+    ]
     saving = [each.model_copy(update={"saved_bytes": WEIGHT // 5}) for each in heavy]
     costs = LayerCosts(MODEL.model_copy(update={"layers": tuple(saving)}))
-    return Problem(costs, Setting(flat_cluster(gpus, 1e6, memory), FLUSH, microbatches), rules or StageRules())
+    return Problem(
+        costs, Setting(flat_cluster(gpus, 1e6, memory), FLUSH, microbatches), rules or StageRules()
+    )
 
 
 def test_the_fastest_shape_is_the_answer() -> None:
     problem, found = problem_on(4, 8), dict[tuple[int, int], float]()
     for workers, copies in ((2, 2), (4, 1)):
         for chunks in range(2, 16 // workers + 1):
-            own = replace(problem, setting=replace(problem.setting, schedule=INTERLEAVED, chunks=chunks))
+            own = replace(
+                problem, setting=replace(problem.setting, schedule=INTERLEAVED, chunks=chunks)
+            )
             stages = equal_blocks(problem.layer_costs, workers * chunks)
-            copied = [replace(each, options=replace(each.options, replicas=copies)) for each in stages]
+            copied = [
+                replace(each, options=replace(each.options, replicas=copies)) for each in stages
+            ]
             found[workers, chunks] = evaluate(own, copied).seconds
     best = interleaved(problem, 1e9)
     own, plan = best.problem, best.best
@@ -58,7 +71,8 @@ def test_the_fastest_shape_is_the_answer() -> None:
     workers = len(plan.stages) // own.setting.chunks
     assert plan.simulated
     assert plan.seconds == pytest.approx(found[workers, own.setting.chunks])
-    assert plan.seconds <= min(found.values()) * 1.05  # three of them were simulated, the best by the cost model
+    # three of them were simulated, the best by the cost model
+    assert plan.seconds <= min(found.values()) * 1.05
     assert interleaved(problem, plan.seconds * 0.9).best is None
 
 
@@ -80,7 +94,9 @@ def test_memory_decides_how_many_chunks_recompute() -> None:
 
 
 def test_pipelines_use_all_gpus_also_where_their_number_is_no_power_of_two() -> None:
-    """As 35 stages on 35 groups of 8 GPUs, which a search over halves never met (Korthikanti et al. 2022)."""
+    """As 35 stages on 35 groups of 8 GPUs, which a search over halves never met (Korthikanti et al.
+    2022).
+    """
     problem = problem_on(7, 14, 40 * WEIGHT)
     depths = {(len(plan.stages), plan.stages[0].replicas) for plan in regular_plans(problem)}
     assert (7, 1) in depths
@@ -107,7 +123,8 @@ def test_fit_answers_with_an_interleaved_plan_where_that_is_faster() -> None:
     assert plan.schedule is INTERLEAVED
     assert plan.predicted.seconds_per_minibatch < plain.predicted.seconds_per_minibatch * 0.98
     assert plan.solver.lower_bound_s <= plan.predicted.seconds_per_minibatch
-    # By regular interleaved plans and by those with one stage per GPU, which are both slower than perfect balance.
+    # By regular interleaved plans and by those with one stage per GPU, which are both slower than
+    # perfect balance.
     assert plan.solver.gap < 0.1
     assert plan.solver.bound_of.endswith("chunks of equally many blocks")
     assert not max(map(plan.lacking_bytes, range(len(plan.stages))))
@@ -118,6 +135,8 @@ def test_fit_answers_with_an_interleaved_plan_where_that_is_faster() -> None:
 
 def test_who_asks_for_one_cost_model_or_solver_gets_that() -> None:
     problem = problem_on(4, 8)
-    plan = find_plan(problem.layer_costs.profile, problem.cluster, SolveOptions(schedule=FLUSH, microbatches=8))
+    plan = find_plan(
+        problem.layer_costs.profile, problem.cluster, SolveOptions(schedule=FLUSH, microbatches=8)
+    )
     program = SolveOptions(schedule=FLUSH, microbatches=8, solver="ilp")
     assert or_interleaved(problem.layer_costs.profile, plan, program, Clock(), STANDARD) is plan

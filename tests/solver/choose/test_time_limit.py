@@ -21,7 +21,12 @@ from planner.solver.problem.budget import Budget
 from planner.solver.search.levels.relaxed import Relaxed
 from tests.samples import layer, profile
 
-CHAIN = profile(*(layer(f"l{n}", 1 + n * 37 % 11, 2, output_bytes=1 + n * 29 % 7, weight_bytes=n) for n in range(40)))
+CHAIN = profile(
+    *(
+        layer(f"l{n}", 1 + n * 37 % 11, 2, output_bytes=1 + n * 29 % 7, weight_bytes=n)
+        for n in range(40)
+    )
+)
 LEVELS = hierarchical_cluster((4, 2), (20.0, 5.0))
 
 
@@ -40,10 +45,14 @@ class Looks(Clock):
 
 def straight(stages: int) -> PipelineCosts:
     shape = PipelineShape(
-        tuple((stage,) for stage in range(stages)), tuple(Channel(s, s + 1) for s in range(stages - 1)), ONE_F_ONE_B
+        tuple((stage,) for stage in range(stages)),
+        tuple(Channel(s, s + 1) for s in range(stages - 1)),
+        ONE_F_ONE_B,
     )
     bytes_ = {(stage, stage + 1): (1, 1) for stage in range(stages - 1)}
-    return PipelineCosts(shape, flat_cluster(stages, 3.0), (StageCosts(1.0, 2.0, 0.0),) * stages, bytes_)
+    return PipelineCosts(
+        shape, flat_cluster(stages, 3.0), (StageCosts(1.0, 2.0, 0.0),) * stages, bytes_
+    )
 
 
 def test_a_simulation_ends_at_the_clock() -> None:
@@ -93,9 +102,17 @@ def solved(model: Profile, cluster: Cluster, schedule: str, limit_s: float | Non
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_who_waits_no_longer_gets_the_best_plan_so_far(schedule: str) -> None:
-    """As the first Ctrl-C of `plan solve` does, here before the search begins, which has no time limit."""
+    """As the first Ctrl-C of `plan solve` does, here before the search begins, which has no time
+    limit.
+    """
     progress = Progress()
     progress.stop.set()
-    plan = solve(CHAIN, LEVELS, schedule=schedule, microbatches=1 if schedule == "1f1b" else 8, progress=progress)
+    plan = solve(
+        CHAIN,
+        LEVELS,
+        schedule=schedule,
+        microbatches=1 if schedule == "1f1b" else 8,
+        progress=progress,
+    )
     assert (plan.solver.status, plan.solver.exhausted) == ("feasible", False)
     assert plan.predicted.by == "simulation"

@@ -45,14 +45,18 @@ SCHEDULES: list[tuple[str, int]] = [
     ("zb-h1", 4),
     ("interleaved", 4),
 ]
-CLUSTERS = {"flat": flat_cluster(4, 8.0, latency_s=0.01), "servers": hierarchical_cluster((2, 2), (32.0, 8.0))}
+CLUSTERS = {
+    "flat": flat_cluster(4, 8.0, latency_s=0.01),
+    "servers": hierarchical_cluster((2, 2), (32.0, 8.0)),
+}
 MODEL = profile(
     layer("a", 1, 2, output_bytes=3, weight_bytes=4),
     layer("b", 2, 3, output_bytes=6, weight_bytes=2),
     layer("c", 1, 3, output_bytes=2, weight_bytes=30, update_s=0.1),
     layer("d", 2, 2, output_bytes=2, weight_bytes=8),
 )
-# Of which the pipeline exchanges much, while the formula counts the busier of all activations and all gradients.
+# Of which the pipeline exchanges much, while the formula counts the busier of all activations and
+# all gradients.
 WIDE = profile(
     layer("l0", 2, 5, output_bytes=1),
     layer("l1", 1, 4, output_bytes=40),
@@ -71,19 +75,27 @@ CROWDED = profile(
 
 @pytest.mark.parametrize(("schedule", "microbatches"), SCHEDULES)
 @pytest.mark.parametrize("cluster", CLUSTERS.values(), ids=CLUSTERS)
-def test_what_is_predicted_is_what_is_simulated(cluster: Cluster, schedule: str, microbatches: int) -> None:
+def test_what_is_predicted_is_what_is_simulated(
+    cluster: Cluster, schedule: str, microbatches: int
+) -> None:
     plan = solve(MODEL, cluster, schedule=schedule, microbatches=microbatches)
     assert plan.predicted.by == "simulation"
     assert plan.solver.simulated > 0
     simulated = summarize(simulate(plan))
-    assert plan.predicted.seconds_per_minibatch == pytest.approx(simulated.seconds_per_minibatch, rel=1e-6)
+    assert plan.predicted.seconds_per_minibatch == pytest.approx(
+        simulated.seconds_per_minibatch, rel=1e-6
+    )
     assert plan.predicted.samples_per_s == pytest.approx(simulated.samples_per_s, rel=1e-6)
     assert plan.solver.lower_bound_s <= plan.predicted.seconds_per_minibatch
-    assert plan.solver.gap == pytest.approx(1 - plan.solver.lower_bound_s / plan.predicted.seconds_per_minibatch)
+    assert plan.solver.gap == pytest.approx(
+        1 - plan.solver.lower_bound_s / plan.predicted.seconds_per_minibatch
+    )
 
 
 @pytest.mark.parametrize(("model", "schedule"), [(WIDE, "gpipe"), (CROWDED, "1f1b")])
-def test_the_best_by_the_cost_model_is_not_taken_where_its_links_are_too_busy(model: Profile, schedule: str) -> None:
+def test_the_best_by_the_cost_model_is_not_taken_where_its_links_are_too_busy(
+    model: Profile, schedule: str
+) -> None:
     cluster, microbatches = flat_cluster(3, 4.0), 4 if schedule == "gpipe" else 1
     problem = Problem(LayerCosts(model), Setting(cluster, find(schedule), microbatches))
     search = PipelineSearch(problem)
@@ -105,20 +117,29 @@ def test_the_best_by_the_cost_model_is_not_taken_where_its_links_are_too_busy(mo
 
 @settings(max_examples=examples(60), deadline=None)
 @given(profiles(most_layers=5, linear=True), st.data())
-def test_a_simulated_pipeline_is_no_faster_than_its_busiest_resource(model: Profile, data: st.DataObject) -> None:
-    """Under 1f1b, on a flat cluster without latency, where the links' work is bytes over bandwidth for both."""
+def test_a_simulated_pipeline_is_no_faster_than_its_busiest_resource(
+    model: Profile, data: st.DataObject
+) -> None:
+    """Under 1f1b, on a flat cluster without latency, where the links' work is bytes over bandwidth
+    for both.
+    """
     count = len(model.layers)
     cuts = sorted(data.draw(st.sets(st.integers(1, count - 1), max_size=2))) if count > 1 else []
     ends = [0, *cuts, count]
-    replicas = data.draw(st.lists(st.integers(1, 3), min_size=len(ends) - 1, max_size=len(ends) - 1))
+    replicas = data.draw(
+        st.lists(st.integers(1, 3), min_size=len(ends) - 1, max_size=len(ends) - 1)
+    )
     groups = [list(range(first, end)) for first, end in pairwise(ends)]
     cluster = flat_cluster(sum(replicas), data.draw(st.sampled_from([0.5, 2.0, 10.0])))
     problem = Problem(LayerCosts(model), Setting(cluster), budget=Budget.unlimited())
     formula = priced(problem, candidates(groups, replicas))
-    # The formula takes a sixth of an all-reduce to follow the backward; a stage's last bucket may be less.
+    # The formula takes a sixth of an all-reduce to follow the backward; a stage's last bucket may
+    # be less.
     busy = busy_resources(problem.layer_costs, formula.stages, problem.setting)
     tails_s = [
-        float(ring_all_reduce_s(problem.layer_costs.work(stage).trainable_bytes, r, problem.link)) / BUCKETS / r
+        float(ring_all_reduce_s(problem.layer_costs.work(stage).trainable_bytes, r, problem.link))
+        / BUCKETS
+        / r
         for stage, r in zip(formula.stages, replicas, strict=True)
     ]
     least_s = max(
@@ -129,10 +150,16 @@ def test_a_simulated_pipeline_is_no_faster_than_its_busiest_resource(model: Prof
     assert simulated(problem, formula).seconds >= least_s * (1 - 1e-6)
 
 
-def test_a_small_last_bucket_makes_data_parallelism_faster_than_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
-    """AlexNet's weights are at its end: nearly all of its gradients are on their way when the backward ends."""
+def test_a_small_last_bucket_makes_data_parallelism_faster_than_the_formula(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """AlexNet's weights are at its end: nearly all of its gradients are on their way when the
+    backward ends.
+    """
     monkeypatch.setattr(buckets, "LEAST_BUCKET_BYTES", 1)
-    late = profile(layer("convolutions", 4, 8, weight_bytes=1), layer("classifier", 1, 2, weight_bytes=99))
+    late = profile(
+        layer("convolutions", 4, 8, weight_bytes=1), layer("classifier", 1, 2, weight_bytes=99)
+    )
     problem = Problem(LayerCosts(late), Setting(flat_cluster(2, 20.0)))
     formula = priced(problem, candidates([range(2)], [2]))
     assert formula.seconds == pytest.approx((5 + 10 + 5 / 6) / 2)  # the ring takes 100 / 20 = 5 s
@@ -141,12 +168,15 @@ def test_a_small_last_bucket_makes_data_parallelism_faster_than_the_formula(monk
 
 @settings(max_examples=40, deadline=None)
 @given(profiles(most_layers=5), st.integers(1, 4), st.sampled_from([0.5, 2.0, 10.0]))
-def test_plans_are_no_faster_than_their_bound_and_simulate_alike(model: Profile, gpus: int, bandwidth: float) -> None:
+def test_plans_are_no_faster_than_their_bound_and_simulate_alike(
+    model: Profile, gpus: int, bandwidth: float
+) -> None:
     plan = solve(model, flat_cluster(gpus, bandwidth))
     assert plan.solver.lower_bound_s <= plan.predicted.seconds_per_minibatch
     simulated = summarize(simulate(plan)).seconds_per_minibatch
     assert plan.solver.cost_model_s is not None
-    # A run that does not repeat itself, or settles late, may be too short to tell; the busiest resource cannot be.
+    # A run that does not repeat itself, or settles late, may be too short to tell; the busiest
+    # resource cannot be.
     most_s = max(simulated, plan.solver.cost_model_s)
     assert simulated * 0.97 <= plan.predicted.seconds_per_minibatch <= most_s * (1 + 1e-6)
     assert plan.predicted.seconds_per_minibatch == pytest.approx(simulated, rel=0.05)
@@ -169,14 +199,18 @@ def test_the_speed_up_over_data_parallelism_is_over_its_simulation(
 ) -> None:
     monkeypatch.setattr(buckets, "LEAST_BUCKET_BYTES", least_bytes)
     plan = solve(MODEL, CLUSTERS[cluster])
-    parallel = evaluate(Problem(LayerCosts(MODEL), Setting(CLUSTERS[cluster])), candidates([range(4)], [4]))
+    parallel = evaluate(
+        Problem(LayerCosts(MODEL), Setting(CLUSTERS[cluster])), candidates([range(4)], [4])
+    )
     times = parallel.seconds / plan.predicted.seconds_per_minibatch
     assert plan.predicted.speedup_over_data_parallel == pytest.approx(times, rel=0.01)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b-flush", "gpipe", "2bw", "interleaved", "zb-h1"])
 @pytest.mark.parametrize("cluster", CLUSTERS)
-def test_divided_minibatches_are_compared_with_data_parallelism_on_the_same(cluster: str, schedule: str) -> None:
+def test_divided_minibatches_are_compared_with_data_parallelism_on_the_same(
+    cluster: str, schedule: str
+) -> None:
     """Data parallelism may add gradients up, too: both answers say the same of it."""
     options = SolveOptions(schedule=find(schedule), microbatches=8)
     plan = find_plan(MODEL, CLUSTERS[cluster], options)
@@ -193,7 +227,9 @@ def test_compared_plans_are_simulated() -> None:
     plan = solve(WIDE, flat_cluster(3, 4.0))
     rows = {row.name: row for row in compare(WIDE, plan).rows}
     chosen, parallel = rows["chosen plan"], rows[DATA_PARALLEL]
-    assert chosen.seconds_per_microbatch == pytest.approx(summarize(simulate(plan)).seconds_per_minibatch, rel=1e-6)
+    assert chosen.seconds_per_microbatch == pytest.approx(
+        summarize(simulate(plan)).seconds_per_minibatch, rel=1e-6
+    )
     assert chosen.seconds_per_microbatch <= parallel.seconds_per_microbatch
 
 

@@ -1,4 +1,6 @@
-"""The smallest changes that are named do help, and nothing smaller would: held to the brute force."""
+"""The smallest changes that are named do help, and nothing smaller would: held to the brute
+force.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,13 @@ def test_named_memory_and_gpus_against_brute_force(
     def fits(count: int, size: int) -> bool:
         cluster = flat_cluster(count, 4.0, size)
         layer_costs = LayerCosts(model)
-        found = brute_force(layer_costs, cluster, schedule=find(schedule), microbatches=microbatches, recompute="auto")
+        found = brute_force(
+            layer_costs,
+            cluster,
+            schedule=find(schedule),
+            microbatches=microbatches,
+            recompute="auto",
+        )
         return found is not None
 
     try:
@@ -70,7 +78,10 @@ def test_the_stage_and_the_bytes_are_named() -> None:
     with pytest.raises(InfeasibleError) as caught:
         solve(model, flat_cluster(1, 1.0, 500))
     assert "stage 0 (layers 'small' to 'large') needs 700 B, 200 B too many" in caught.value.message
-    assert caught.value.hint == "the smallest memory that would do is `memory_bytes=700B`; so would `gpus=2`"
+    assert (
+        caught.value.hint
+        == "the smallest memory that would do is `memory_bytes=700B`; so would `gpus=2`"
+    )
 
 
 def test_another_schedule_is_named_where_it_would_fit() -> None:
@@ -94,7 +105,9 @@ def tight_problem() -> Problem:
 
 @pytest.mark.parametrize("calls", range(12))
 def test_a_clock_within_the_searches_leaves_an_answer(calls: int) -> None:
-    """Whichever search for a change that would help runs out of time, the error says what was found by then."""
+    """Whichever search for a change that would help runs out of time, the error says what was found
+    by then.
+    """
     problem = tight_problem()
     search, count = PipelineSearch(problem), 0
 

@@ -26,7 +26,13 @@ from tests.examples import examples
     microbatches=st.integers(1, 30),
 )
 def test_fewest_replicas_of_2bw_are_the_first_that_counting_finds(
-    stage: Work, bandwidth: float, latency: float, target: float, at_least: int, after: int, microbatches: int
+    stage: Work,
+    bandwidth: float,
+    latency: float,
+    target: float,
+    at_least: int,
+    after: int,
+    microbatches: int,
 ) -> None:
     model = DoubleBufferedBounds(Link(bandwidth, latency), microbatches)
     meets = [
@@ -35,7 +41,9 @@ def test_fewest_replicas_of_2bw_are_the_first_that_counting_finds(
         if float(model.stage_s(stage, replicas)[0]) <= target
         and TWO_BW.versions_suffice(microbatches, replicas, warm_up_depth(replicas, after))
     ]
-    assert int(model.fewest_replicas(stage, target, at_least, np.array([after]))[0]) == min(meets, default=IMPOSSIBLE)
+    assert int(model.fewest_replicas(stage, target, at_least, np.array([after]))[0]) == min(
+        meets, default=IMPOSSIBLE
+    )
 
 
 @settings(max_examples=examples(500), deadline=None)
@@ -53,4 +61,6 @@ def test_closed_form_of_the_fewest_replicas_is_the_first_that_counting_finds(
     most = 2000
     meets = np.flatnonzero(priced.stage_s(stage, np.arange(at_least, most)) <= target)
     found = int(priced.fewest_replicas(stage, target, at_least)[0])
-    assert found == (at_least + meets[0] if len(meets) else IMPOSSIBLE) or (not len(meets) and found >= most)
+    assert found == (at_least + meets[0] if len(meets) else IMPOSSIBLE) or (
+        not len(meets) and found >= most
+    )

@@ -70,7 +70,9 @@ def test_plans_below_some_seconds_are_found(plans: list[Parts], below_s: float) 
 
 @pytest.mark.parametrize(("floor_s", "maxima"), [(0.0, [8.0, 4.0, 2.0]), (2.5, [8.0, 4.0])])
 def test_limits_fall_by_a_step_down_to_a_floor(floor_s: float, maxima: list[float]) -> None:
-    """With steps of a half, the plan of 7 s is left out, and a limit of 2 is at or below a floor of 2.5."""
+    """With steps of a half, the plan of 7 s is left out, and a limit of 2 is at or below a floor of
+    2.5.
+    """
     search = Search([Parts(0.0, 8.0), Parts(1.0, 7.0), Parts(2.0, 4.0), Parts(3.0, 2.0)])
     answers = trade_offs(search.within, step=0.5, floor_s=floor_s, every=True)
     assert [plan.max_s for plan in answers] == maxima

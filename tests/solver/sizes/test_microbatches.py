@@ -19,13 +19,19 @@ FAST = partial(flat_cluster, bandwidth_bytes_per_s=1e12)
 
 @pytest.mark.parametrize("microbatches", [2, 4, 16])
 def test_no_plan_takes_less_for_a_sample_than_the_bound(microbatches: int) -> None:
-    """Ranks that divide layers compute the first microbatch together, also where others would wait for it."""
+    """Ranks that divide layers compute the first microbatch together, also where others would wait
+    for it.
+    """
     model = divided(CHAIN, 2, 4)
     options = SolveOptions(schedule="1f1b-flush", microbatches=microbatches)
-    plan = search_plan(model, FAST(8), schedule="1f1b-flush", microbatches=microbatches, tensor=(1, 2, 4))
+    plan = search_plan(
+        model, FAST(8), schedule="1f1b-flush", microbatches=microbatches, tensor=(1, 2, 4)
+    )
     sample_s = plan.predicted.seconds_per_minibatch / (microbatches * 4)
 
     bound_s = least_sample_s(model, FAST(8), options, ranks=4)
     assert 0 < bound_s <= sample_s * (1 + 1e-9)
     if microbatches < 8:
-        assert sample_s < least_sample_s(model, FAST(8), options, ranks=1), "undivided layers cannot do this"
+        assert sample_s < least_sample_s(model, FAST(8), options, ranks=1), (
+            "undivided layers cannot do this"
+        )

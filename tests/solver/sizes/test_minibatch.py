@@ -34,7 +34,12 @@ MODEL = profile(layer("l", 1, 2), microbatch_size=1)
     ],
 )
 def test_a_minibatch_has_as_many_tokens_as_such_models_are_trained_with(
-    parameters: float, tokens_per_sample: int | None, tokens: int | None, gpus: int, size: int, samples: int
+    parameters: float,
+    tokens_per_sample: int | None,
+    tokens: int | None,
+    gpus: int,
+    size: int,
+    samples: int,
 ) -> None:
     large = profile(layer("l", 1, 2, weight_bytes=int(4 * parameters)), microbatch_size=size)
     large = large.model_copy(update={"tokens_per_sample": tokens_per_sample})
@@ -45,7 +50,9 @@ def test_a_minibatch_is_given_once() -> None:
     asked = SolveOptions(schedule=FLUSH, minibatch=16)
     assert minibatch_for(asked, None, MODEL, 8) == 16
     assert minibatch_for(SolveOptions(schedule="1f1b"), None, MODEL, 8) is None
-    with pytest.raises(InputError, match="`tokens=4096` makes no minibatch, because `minibatch` says the same"):
+    with pytest.raises(
+        InputError, match="`tokens=4096` makes no minibatch, because `minibatch` says the same"
+    ):
         minibatch_for(asked, 4096, MODEL, 8)
     with pytest.raises(InputError, match="reads no tokens"):
         minibatch_for(SolveOptions(schedule=FLUSH), 4096, MODEL, 8)

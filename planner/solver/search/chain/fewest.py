@@ -1,10 +1,13 @@
-"""The fewest replicas with which stages meet a target time and fit the memory, in any way to run them.
+"""The fewest replicas with which stages meet a target time and fit the memory, in any way to run
+them.
 
-    fewest_replicas(I, J, T) = min r :  some way of the stage on r replicas takes no more than T, and fits
+    fewest_replicas(I, J, T) = min r : some way of the stage on r replicas takes no more than T, and
+    fits
 
-A stage in its plainest way has a closed form (`planner.solver.search.chain.plainest`). In another way, sharded or
-recomputing some of its layers, it may do with fewer replicas, where memory is limited or the optimizer takes long.
-Those counts are tried from a lower bound on (`planner.solver.search.chain.trial`).
+A stage in its plainest way has a closed form (`planner.solver.search.chain.plainest`). In another
+way, sharded or recomputing some of its layers, it may do with fewer replicas, where memory is
+limited or the optimizer takes long. Those counts are tried from a lower bound on
+(`planner.solver.search.chain.trial`).
 """
 
 import numpy as np
@@ -56,7 +59,8 @@ class FewestReplicas:
         after: Integers,
         most: Integers,
     ) -> tuple[Integers, NDArray[np.bool_]]:
-        """Return the fewest replicas that meet the target and fit the memory, and whether they must recompute.
+        """Return the fewest replicas that meet the target and fit the memory, and whether they must
+        recompute.
 
         Args:
             state: where the stages begin.
@@ -77,7 +81,8 @@ class FewestReplicas:
         if not may_differ.any():
             return replicas, recomputes
 
-        # 3. Without recomputing a stage is faster, and one replica has nothing to shard: both bound the fewest.
+        # 3. Without recomputing a stage is faster, and one replica has nothing to shard: both bound
+        # the fewest.
         least = self.whatever_memory(state, others, target_s)
         least = np.where(tight, least, np.maximum(least, 2))
         rows = np.flatnonzero(may_differ & (least < replicas) & (least <= most))
@@ -100,9 +105,11 @@ class FewestReplicas:
         after: int,
         target_s: float = np.inf,
     ) -> tuple[StageOptions, float] | None:
-        """Return the best way to run a stage on any of these numbers of replicas, and its seconds; None if none fits.
+        """Return the best way to run a stage on any of these numbers of replicas, and its seconds;
+        None if none fits.
 
-        Ways that meet the target come first, then ways that recompute no more than they must, then the quickest.
+        Ways that meet the target come first, then ways that recompute no more than they must, then
+        the quickest.
         """
         # 1. Every way on every number of replicas is a row.
         others = np.full(len(replicas), other)

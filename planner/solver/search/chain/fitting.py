@@ -1,7 +1,7 @@
 """Which ways to run stages fit the memory, and the quickest of them.
 
-What a stage holds does not depend on the time to meet, so the quickest ways that fit are found once, for all walks of
-all searches over a space.
+What a stage holds does not depend on the time to meet, so the quickest ways that fit are found
+once, for all walks of all searches over a space.
 """
 
 import numpy as np
@@ -37,7 +37,9 @@ class FittingWays:
         replicas: Integers,
         after: Integers,
     ) -> tuple[NDArray[np.bool_], Integers]:
-        """Return which stages may have so many replicas, whatever they hold, and their units in flight."""
+        """Return which stages may have so many replicas, whatever they hold, and their units in
+        flight.
+        """
         in_flight = np.asarray(warm_up_depth(replicas, after))
         busy = np.minimum(replicas, self.model.most_replicas)
 
@@ -65,7 +67,9 @@ class FittingWays:
         replicas: Integers,
         in_flight: Integers,
     ) -> tuple[Integers, Floats]:
-        """Return the choice of each stage that is quickest, and its seconds of recomputing; -1 where none fits."""
+        """Return the choice of each stage that is quickest, and its seconds of recomputing; -1
+        where none fits.
+        """
         # 1. Of stages that are not sharded only one replica or several counts.
         if not sharded:
             told_apart = 2 if self.ways.layer_costs.counts_replicas else 1
@@ -94,7 +98,8 @@ class _Quickest:
 
     def __init__(self) -> None:
         self.keys: Integers = np.zeros(0, dtype=np.int64)
-        self.choice: Integers = np.zeros(0, dtype=np.int64)  # of recomputing layers; -1 where none fits
+        # of recomputing layers; -1 where none fits
+        self.choice: Integers = np.zeros(0, dtype=np.int64)
         self.recompute_s: Floats = np.zeros(0)
 
     def find(self, keys: Integers) -> tuple[Integers, NDArray[np.bool_]]:
@@ -112,7 +117,9 @@ class _Quickest:
 
 
 def _first_of_each(ways: Ways, usable: NDArray[np.bool_]) -> tuple[Integers, Floats]:
-    """Return each stage's first usable choice, and its seconds of recomputing; -1 for a stage without one."""
+    """Return each stage's first usable choice, and its seconds of recomputing; -1 for a stage
+    without one.
+    """
     # The choices of a stage stand together, the quickest first.
     begin = np.flatnonzero(np.diff(ways.stage, prepend=-1))
     place = np.where(usable, np.arange(len(ways)), len(ways))

@@ -1,7 +1,9 @@
-"""Search for interleaved plans: K workers with v chunks each, cut so that the workers' sums are balanced.
+"""Search for interleaved plans: K workers with v chunks each, cut so that the workers' sums are
+balanced.
 
-The chunks of a worker lie apart, so no walk along the layers is exact. If there are few ways to cut, all are tried.
-Otherwise the cuts start from equal parts and move, one or several at a time, as long as that helps.
+The chunks of a worker lie apart, so no walk along the layers is exact. If there are few ways to
+cut, all are tried. Otherwise the cuts start from equal parts and move, one or several at a time, as
+long as that helps.
 """
 
 import math
@@ -26,13 +28,16 @@ from planner.stages.sharding import UNSHARDED
 
 
 class InterleavedSearch:
-    """Finds fast interleaved plans over the prefixes of the profile's order, by default on the slowest link.
+    """Finds fast interleaved plans over the prefixes of the profile's order, by default on the
+    slowest link.
 
     Attributes:
         sampled: whether plans cut at some of the states only.
     """
 
-    def __init__(self, space: Chain, setting: Setting, limits: Limits, link: Link | None = None) -> None:
+    def __init__(
+        self, space: Chain, setting: Setting, limits: Limits, link: Link | None = None
+    ) -> None:
         self.setting = setting
         self.limits = limits
         self.link = link or link_of(setting.cluster)
@@ -53,10 +58,14 @@ class InterleavedSearch:
             for copies in range(1, gpus // workers + 1)
             if self._worth_a_try(workers, copies)
         ]
-        return sorted(shapes, key=lambda shape: (self.bound_s(shape), shape.workers * shape.replicas))
+        return sorted(
+            shapes, key=lambda shape: (self.bound_s(shape), shape.workers * shape.replicas)
+        )
 
     def bound_s(self, shape: InterleavedShape) -> float:
-        """Return seconds that no plan of this shape is below: the mean of what the workers compute."""
+        """Return seconds that no plan of this shape is below: the mean of what the workers
+        compute.
+        """
         everything = self._stages.everything
         once_s = float(everything.forward_s[0] + everything.backward_s[0])
         accumulate_s = (shape.units - 1) * float(everything.accumulate_s[0])
@@ -66,7 +75,9 @@ class InterleavedSearch:
         return (shape.units * once_s + accumulate_s + update_s) / shape.workers
 
     def best(self) -> tuple[list[CutPath], float]:
-        """Return the best plan of each shape, fastest first and none if none fit, and seconds that no plan is below."""
+        """Return the best plan of each shape, fastest first and none if none fit, and seconds that
+        no plan is below.
+        """
         paths: list[CutPath] = []
         bounds: list[float] = []
         fastest_s = np.inf
@@ -86,7 +97,8 @@ class InterleavedSearch:
         return paths, min([*bounds, fastest_s])
 
     def within(self, shape: InterleavedShape) -> tuple[CutPath | None, bool]:
-        """Return the best plan of this shape if any fits, and whether no other one over the space is better.
+        """Return the best plan of this shape if any fits, and whether no other one over the space
+        is better.
 
         Either all stages are sharded or none are. A mixture may be better.
         """
@@ -128,7 +140,8 @@ class InterleavedSearch:
         """Return the best cuts that were found, and whether no others are better."""
         stages = pricing.shape.workers * pricing.shape.chunks
         last = len(self._stages.space) - 1
-        # Equal parts win a tie: others wait less for stages that differ less, which the cost does not see.
+        # Equal parts win a tie: others wait less for stages that differ less, which the cost does
+        # not see.
         best = pricing.least(_equal_parts(self._stages.space, stages)[None])
 
         if math.comb(last - 1, stages - 1) > self.limits.tuning.interleaved.most_tried:
@@ -144,11 +157,15 @@ class InterleavedSearch:
         return best, exact
 
     def _path(self, cuts: "_Cuts", shape: InterleavedShape, sharded: bool) -> CutPath:
-        """Return the plan of the cuts. All layers of a stage recompute at once, unless the rule says otherwise."""
+        """Return the plan of the cuts. All layers of a stage recompute at once, unless the rule
+        says otherwise.
+        """
         space = self._stages.space
         options: list[StageOptions] = []
         sharding = UNSHARDED.of_optimizer_alone() if sharded else UNSHARDED
-        for (state, other), recomputes in zip(pairwise(cuts.states.tolist()), cuts.recomputes.tolist(), strict=True):
+        for (state, other), recomputes in zip(
+            pairwise(cuts.states.tolist()), cuts.recomputes.tolist(), strict=True
+        ):
             groups = self._stages.ways.groups(state, other, 0)
             if not groups:
                 groups = whole_stage(space.layers(state, other), recomputes)
@@ -238,7 +255,9 @@ class _Pricing:
         busy_s = self.shape.worker_s(StageSeconds.of(work, self.shape))
         seconds = np.stack(list(busy_s.values())).max(axis=(0, -1))
         pick = int(np.lexsort((seconds, over_bytes))[0])
-        return _Cuts(float(over_bytes[pick]), float(seconds[pick]), cuts[pick], recomputes[pick], settled)
+        return _Cuts(
+            float(over_bytes[pick]), float(seconds[pick]), cuts[pick], recomputes[pick], settled
+        )
 
     def _work(self, rows: Integers) -> Work:
         work = taken(self.stages.work, rows)
@@ -250,7 +269,9 @@ class _Pricing:
         return footprint.shared_out(self.shape.replicas) if self.sharded else footprint
 
     def _within_memory(self, rows: Integers, work: Work) -> tuple[Floats, NDArray[np.bool_], bool]:
-        """Return by row the bytes over the memory and the stages that recompute, and whether that choice is settled."""
+        """Return by row the bytes over the memory and the stages that recompute, and whether that
+        choice is settled.
+        """
         limits = self.stages.limits
         by_rule = self.stages.ways.recomputes
         recomputes = np.full(work.forward_s.shape, by_rule)
@@ -277,10 +298,11 @@ class _Pricing:
         work: Work,
         memory_bytes: int,
     ) -> tuple[NDArray[np.bool_], bool]:
-        """Choose the chunks that each worker recomputes: the quickest choice that fits the memory; all if none fits.
+        """Choose the chunks that each worker recomputes: the quickest choice that fits the memory;
+        all if none fits.
 
-        A worker's first chunk also delays the workers behind it. If leaving it out costs the worker itself more time,
-        the choice may not be the best one.
+        A worker's first chunk also delays the workers behind it. If leaving it out costs the worker
+        itself more time, the choice may not be the best one.
         """
         shape = self.shape
         # 1. Every choice of chunks, with what it saves and what it costs; [rows, chunks, workers].

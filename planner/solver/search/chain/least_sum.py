@@ -1,12 +1,15 @@
-"""The plan of least sum whose maximum is within a limit, along a chain of states on GPUs that are alike.
+"""The plan of least sum whose maximum is within a limit, along a chain of states on GPUs that are
+alike.
 
-With sum(I, J, w) and max(I, J, w, r) the parts of the stage from state I to J, run in way w on r replicas,
+With sum(I, J, w) and max(I, J, w, r) the parts of the stage from state I to J, run in way w on r
+replicas,
 
     least(I, g) = min over J, w, r <= g with max(I, J, w, r) <= X of
                   sum(I, J, w) + least(J, min(g - r, after(I, J, w, r)))
 
-where after is how many GPUs may follow the stage, for its memory's sake. Replicas do not change the sum, so each stage
-takes the fewest that respect X, or more where that allows more GPUs after it. O(states² · GPUs) per limit X.
+where after is how many GPUs may follow the stage, for its memory's sake. Replicas do not change the
+sum, so each stage takes the fewest that respect X, or more where that allows more GPUs after it.
+O(states² · GPUs) per limit X.
 """
 
 from collections.abc import Iterator, Sequence
@@ -45,7 +48,9 @@ class Walk:
     batch_entries: int
 
     def within(self, limit_s: float, most_stages: int | None = None) -> LeastSum | None:
-        """Return the path of least sum within the limit, of at most so many stages; None without one."""
+        """Return the path of least sum within the limit, of at most so many stages; None without
+        one.
+        """
         last = len(self.stages)
         table = _Table.empty(last, self.gpus, most_stages)
         # A plan that respects the limit needs some GPUs before each state, and some after it.
@@ -64,21 +69,29 @@ class Walk:
         return self._trace(table)
 
     def _needed_before(self, limit_s: float) -> Integers:
-        """Return the fewest GPUs that the layers before each state need within the limit; more than all if too many."""
+        """Return the fewest GPUs that the layers before each state need within the limit; more than
+        all if too many.
+        """
         needed = np.full(len(self.stages) + 1, self.gpus + 1, dtype=np.int64)
         needed[0] = 0
         for state, stages in enumerate(self.stages):
             if needed[state] <= self.gpus and len(stages.ways):
                 meets = stages.max_s <= limit_s
-                fewest = np.where(meets.any(axis=0), self.replicas[meets.argmax(axis=0)], self.gpus + 1)
+                fewest = np.where(
+                    meets.any(axis=0), self.replicas[meets.argmax(axis=0)], self.gpus + 1
+                )
                 np.minimum.at(needed, stages.ways.others, needed[state] + fewest)
         return np.minimum(needed, self.gpus + 1)
 
-    def _trials(self, stages: Stages, limit_s: float, room: int, needed_after: Integers) -> Iterator[Trials]:
-        """Yield ways and their replicas that are worth a try, by ascending replicas, as many as suit one array.
+    def _trials(
+        self, stages: Stages, limit_s: float, room: int, needed_after: Integers
+    ) -> Iterator[Trials]:
+        """Yield ways and their replicas that are worth a try, by ascending replicas, as many as
+        suit one array.
 
-        These are the fewest replicas that respect the limit, and more where that allows more GPUs after the stage than
-        fewer replicas do, or ways with a smaller sum. `room` is for the stage and those after it.
+        These are the fewest replicas that respect the limit, and more where that allows more GPUs
+        after the stage than fewer replicas do, or ways with a smaller sum. `room` is for the stage
+        and those after it.
         """
         needed = needed_after[stages.ways.others]
         left = room - needed
@@ -89,7 +102,8 @@ class Walk:
         after = stages.after[:most]
         may = (stages.max_s[:most] <= limit_s) & (replicas <= left) & (after >= needed)
 
-        # The ways of a stage stand together, by their sums. Numbers grow from stage to stage, so that each begins anew.
+        # The ways of a stage stand together, by their sums. Numbers grow from stage to stage, so
+        # that each begins anew.
         begin = stages.ways.stage * (self.gpus + 2)
         most_after = np.maximum.accumulate(np.where(may, after + 1, 0), axis=0) + begin
         with_fewer = np.concatenate((begin[None], most_after[:-1]))
@@ -132,9 +146,11 @@ class _Table:
     """What is known of every suffix of the layers.
 
     Attributes:
-        sums: least sums, by number of the first stage, its state, and the GPUs that the suffix may use.
+        sums: least sums, by number of the first stage, its state, and the GPUs that the suffix may
+            use.
         choices: way and replicas of that stage, likewise.
-        numbered: whether stages are numbered, so that there are no more than a limit; otherwise all are number 0.
+        numbered: whether stages are numbered, so that there are no more than a limit; otherwise all
+            are number 0.
     """
 
     sums: Floats
@@ -147,10 +163,16 @@ class _Table:
         many = most_stages or 1
         sums = np.full((many + 1, last + 1, gpus + 1), np.inf)
         sums[:, last] = 0.0
-        return cls(sums, np.zeros((2, many, last, gpus + 1), dtype=np.int64), most_stages is not None)
+        return cls(
+            sums, np.zeros((2, many, last, gpus + 1), dtype=np.int64), most_stages is not None
+        )
 
-    def prepend(self, state: int, stages: Stages, columns: Integers, replicas: Integers, most: int) -> None:
-        """Let suffixes from the state, on up to `most` GPUs, begin with one of these stages where that is less."""
+    def prepend(
+        self, state: int, stages: Stages, columns: Integers, replicas: Integers, most: int
+    ) -> None:
+        """Let suffixes from the state, on up to `most` GPUs, begin with one of these stages where
+        that is less.
+        """
         left = np.arange(most + 1) - replicas[:, None]
         after = np.minimum(np.maximum(left, 0), stages.after[replicas - 1, columns][:, None])
         others = stages.ways.others[columns, None]
@@ -162,7 +184,9 @@ class _Table:
             self._take_least(number, state, totals, (columns, replicas))
 
     def _take_least(self, number: int, state: int, totals: Floats, trials: Trials) -> None:
-        """Take the least total for each number of GPUs, where it is below what is known; a row is a trial."""
+        """Take the least total for each number of GPUs, where it is below what is known; a row is a
+        trial.
+        """
         gpus = np.arange(totals.shape[1])
         pick = totals.argmin(axis=0)
         least = totals[pick, gpus]

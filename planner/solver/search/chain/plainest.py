@@ -1,4 +1,6 @@
-"""The fewest replicas of stages in their plainest way: nothing is sharded, and what recomputes is the rule's alone."""
+"""The fewest replicas of stages in their plainest way: nothing is sharded, and what recomputes is
+the rule's alone.
+"""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,8 +27,11 @@ class PlainestWay:
         target_s: float,
         after: Integers,
     ) -> tuple[Integers, NDArray[np.bool_]]:
-        """Return the fewest replicas that meet the target and fit, and where memory asks for more than one."""
-        # 1. What is in flight is divided between the replicas, so memory and staleness are lower bounds.
+        """Return the fewest replicas that meet the target and fit, and where memory asks for more
+        than one.
+        """
+        # 1. What is in flight is divided between the replicas, so memory and staleness are lower
+        # bounds.
         work = self._ways.space.work(state, others)
         alone, several = self._to_hold(state, others, work, after)
         least = np.where(alone > 1, np.maximum(several, 2), 1)
@@ -37,7 +42,8 @@ class PlainestWay:
         work = self._ways.plainest_work(work)
         replicas = self._model.fewest_replicas(work, target_s, least, after)
 
-        # 3. A stage that fits alone may need several replicas for its time, which hold a buffer more.
+        # 3. A stage that fits alone may need several replicas for its time, which hold a buffer
+        # more.
         too_few = (replicas > 1) & (replicas < several)
         if too_few.any():
             least = np.where(replicas > 1, np.maximum(least, several), least)
@@ -46,8 +52,12 @@ class PlainestWay:
         tight = np.broadcast_to(several > 1, replicas.shape)
         return replicas, tight.copy()
 
-    def _to_hold(self, state: int, others: Integers, work: Work, after: Integers) -> tuple[Integers, Integers]:
-        """Return the fewest replicas that fit the memory, as if each held what one alone does, and one of several."""
+    def _to_hold(
+        self, state: int, others: Integers, work: Work, after: Integers
+    ) -> tuple[Integers, Integers]:
+        """Return the fewest replicas that fit the memory, as if each held what one alone does, and
+        one of several.
+        """
         memory_bytes = self._ways.limits.memory_bytes
         if memory_bytes is None:
             return _ONE, _ONE
@@ -56,7 +66,9 @@ class PlainestWay:
         footprint = self._ways.plainest_footprint(state, others, work)
 
         def to_hold(replicas: int) -> Integers:
-            in_flight = self._model.most_in_flight(costs.replicated(footprint, replicas), memory_bytes)
+            in_flight = self._model.most_in_flight(
+                costs.replicated(footprint, replicas), memory_bytes
+            )
             return fewest_to_hold(in_flight, after)
 
         alone = to_hold(1)

@@ -1,17 +1,20 @@
-"""Exact search for the asynchronous pipeline: the fewest GPUs that meet a time, and a binary search over the time.
+"""Exact search for the asynchronous pipeline: the fewest GPUs that meet a time, and a binary search
+over the time.
 
-PipeDream (SOSP 2019, section 3.1) minimises A(j, m), the time of the slowest stage of layers 1 to j on m GPUs:
+PipeDream (SOSP 2019, section 3.1) minimises A(j, m), the time of the slowest stage of layers 1 to j
+on m GPUs:
 
     A(j, m) = min over i, m' of  max(A(i, m - m'), transfer(i), T(i + 1, j, m'))             O(states² · GPUs²)
 
-Here the time is fixed to a target T instead, and the GPUs are minimised. With states I and J, between which a stage is,
+Here the time is fixed to a target T instead, and the GPUs are minimised. With states I and J,
+between which a stage is,
 
     gpus(I) = min over J of  gpus(J) + fewest_replicas(I, J, T)        gpus(last) = 0        O(states²)
 
-is the fewest GPUs that run everything after the cut I in time T, whatever the cluster. Memory fits in the same walk:
-what a stage has in flight depends only on the GPUs after it, and fewer are never worse. A state that leaves fewer GPUs
-than the layers before it need is on no plan. Where that plan breaks a limit on the number of stages, the number
-becomes part of the state:
+is the fewest GPUs that run everything after the cut I in time T, whatever the cluster. Memory fits
+in the same walk: what a stage has in flight depends only on the GPUs after it, and fewer are never
+worse. A state that leaves fewer GPUs than the layers before it need is on no plan. Where that plan
+breaks a limit on the number of stages, the number becomes part of the state:
 
     gpus(I, n) = min over J of  gpus(J, n - 1) + fewest_replicas(I, J, T)                    O(states² · stages)
 """
@@ -38,7 +41,8 @@ ANY_TIME_S = 1e15  # every stage on any number of GPUs takes less
 
 
 class Search:
-    """Finds the fastest pipeline over a space of states, for GPUs that are alike and equally far apart.
+    """Finds the fastest pipeline over a space of states, for GPUs that are alike and equally far
+    apart.
 
     Attributes:
         interrupted: whether the deadline ended the search: there may be faster plans.
@@ -50,7 +54,8 @@ class Search:
         self.gpus = limits.gpus
         self.interrupted = False
 
-        # Choices of what recomputes are looked for between a few of many states: all stages have too many of them.
+        # Choices of what recomputes are looked for between a few of many states: all stages have
+        # too many of them.
         many = len(space) > limits.tuning.chain.most_choosing_states
         self._all_choices = limits
         self.limits = replace(limits, whole_stages=limits.whole_stages or many)
@@ -58,14 +63,17 @@ class Search:
         self._before_s = self._fewest.before_s
 
         self._must_hurry = False  # whether a walk ends at the clock, because there is no answer yet
-        self._most_after = np.full(len(space), self.gpus, dtype=np.int64)  # GPUs that may come after each state
+        # GPUs that may come after each state
+        self._most_after = np.full(len(space), self.gpus, dtype=np.int64)
         self._least_after = np.zeros(len(space), dtype=np.int64)  # that must, from the last walk
 
     def best(self, below_s: float | None = None, precision: float = RESOLUTION) -> CutPath | None:
-        """Return the fastest plan, and of equally fast ones the one with fewest GPUs, stages, and recomputing stages.
+        """Return the fastest plan, and of equally fast ones the one with fewest GPUs, stages, and
+        recomputing stages.
 
-        None if no plan fits the memory, or none takes less than `below_s`. Other plans may be faster by `precision`.
-        Raise OutOfTimeError if the deadline passes before there is any plan, and all plans are looked for.
+        None if no plan fits the memory, or none takes less than `below_s`. Other plans may be
+        faster by `precision`. Raise OutOfTimeError if the deadline passes before there is any plan,
+        and all plans are looked for.
         """
         # 1. Start from the best plan over a few of many states, or else from any plan.
         rough = self.rough(below_s)
@@ -82,7 +90,8 @@ class Search:
                 return rough
             self._tighten(start_s)
 
-        # 2. A single stage has a closed form, and is often near the optimum. For a start a few counts are enough.
+        # 2. A single stage has a closed form, and is often near the optimum. For a start a few
+        # counts are enough.
         most = min(self.gpus, self.model.most_replicas, self.limits.most_replicas)
         count = self.limits.tuning.chain.single_stage_counts
         counts = np.geomspace(1, most, count).astype(np.int64)
@@ -123,7 +132,9 @@ class Search:
         return best
 
     def rough(self, below_s: float | None = None) -> CutPath | None:
-        """Return the best plan that cuts at a few of many states only, which is near the best; None without many."""
+        """Return the best plan that cuts at a few of many states only, which is near the best; None
+        without many.
+        """
         chooses = self._fewest.ways.chooses and self.limits != self._all_choices
         few = self.limits.tuning.chain.rough_states
         if chooses:
@@ -139,7 +150,9 @@ class Search:
         return replace(path, states=tuple(states[list(path.states)].tolist()))
 
     def within(self, target_s: float) -> CutPath | None:
-        """Return a plan with the fewest GPUs that meets the (positive) target, or None if there are too few GPUs."""
+        """Return a plan with the fewest GPUs that meets the (positive) target, or None if there are
+        too few GPUs.
+        """
         suffixes = self._walk(target_s)
         if suffixes.gpus[-1, 0] > self.gpus:
             return None
@@ -154,7 +167,9 @@ class Search:
         return self._trace(states, replicas, target_s)
 
     def _walk(self, target_s: float, most_stages: int | None = None) -> Suffixes:
-        """Return the best suffixes that meet the target, of any number of stages or at most so many."""
+        """Return the best suffixes that meet the target, of any number of stages or at most so
+        many.
+        """
         suffixes = Suffixes(len(self.space), most_stages)
         room = self._room(target_s)
         for state in range(len(self.space) - 2, -1, -1):
@@ -201,7 +216,8 @@ class Search:
         return np.minimum(room, self._most_after)
 
     def _tighten(self, target_s: float) -> None:
-        """Bound the GPUs before each state by a walk forward, for all smaller targets; memory is left out.
+        """Bound the GPUs before each state by a walk forward, for all smaller targets; memory is
+        left out.
 
         before(J) = min over I of  before(I) + fewest_replicas(I, J, T)        before(first) = 0
         """
@@ -223,7 +239,8 @@ class Search:
     def suffixes(
         self, state: int, others: Integers, target_s: float, after: Integers, room: int
     ) -> tuple[Integers, Integers, NDArray[np.bool_]]:
-        """Return the GPUs of the suffixes that begin with each stage, its replicas, and whether it recomputes.
+        """Return the GPUs of the suffixes that begin with each stage, its replicas, and whether it
+        recomputes.
 
         Where a suffix needs more than `room`, the answer is any larger number.
         """
@@ -234,7 +251,9 @@ class Search:
         return gpus, replicas, recomputes
 
     def most_replicas(self, state: int, others: Integers) -> Integers:
-        """Return the most replicas that the kind of plans allows the stages from the state to each of others."""
+        """Return the most replicas that the kind of plans allows the stages from the state to each
+        of others.
+        """
         return np.full(len(others), self.limits.most_replicas)
 
     def _trace(self, states: Sequence[int], replicas: Sequence[int], target_s: float) -> CutPath:

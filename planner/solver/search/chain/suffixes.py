@@ -1,8 +1,9 @@
-"""The table of the exact search for asynchronous pipelines: the best suffix of a plan from each state on.
+"""The table of the exact search for asynchronous pipelines: the best suffix of a plan from each
+state on.
 
-A suffix is what follows a cut: the stages from there to the last state. Where a plan may have any number of stages,
-the table has one row. Otherwise row n is about suffixes of at most n stages, and a suffix of row n is a stage before
-one of row n - 1.
+A suffix is what follows a cut: the stages from there to the last state. Where a plan may have any
+number of stages, the table has one row. Otherwise row n is about suffixes of at most n stages, and
+a suffix of row n is a stage before one of row n - 1.
 """
 
 import numpy as np
@@ -15,7 +16,8 @@ class Suffixes:
     """The best suffixes that meet one target.
 
     Attributes:
-        gpus: by row and state, the GPUs of the best suffix that begins there; `IMPOSSIBLE` without one.
+        gpus: by row and state, the GPUs of the best suffix that begins there; `IMPOSSIBLE` without
+            one.
     """
 
     def __init__(self, states: int, most_stages: int | None = None) -> None:
@@ -26,9 +28,11 @@ class Suffixes:
         self.gpus[:, self.last] = 0
         self._numbered = most_stages is not None
 
-        # Of the best suffix: its stages, those of them that recompute, and where its first stage ends, on how many
-        # replicas.
-        self._stages, self._recomputing, self._end, self._replicas = np.zeros((4, rows, states), dtype=np.int64)
+        # Of the best suffix: its stages, those of them that recompute, and where its first stage
+        # ends, on how many replicas.
+        self._stages, self._recomputing, self._end, self._replicas = np.zeros(
+            (4, rows, states), dtype=np.int64
+        )
 
         # The states with a suffix, filled from the end.
         self._reached = np.full(states, self.last, dtype=np.int64)
@@ -45,9 +49,14 @@ class Suffixes:
         return self.gpus[:-1] if self._numbered else self.gpus
 
     def ranked(
-        self, rows: Integers, states: Integers, gpus: Integers, recomputes: Integers | NDArray[np.bool_]
+        self,
+        rows: Integers,
+        states: Integers,
+        gpus: Integers,
+        recomputes: Integers | NDArray[np.bool_],
     ) -> Integers:
-        """Return numbers that order new suffixes: by their GPUs, then their stages, then those that recompute.
+        """Return numbers that order new suffixes: by their GPUs, then their stages, then those that
+        recompute.
 
         Args:
             rows: of `following`, where the rest of each suffix stands.
@@ -59,8 +68,12 @@ class Suffixes:
         order = gpus * above_all + self._stages[rows, states]
         return order * above_all + self._recomputing[rows, states] + recomputes
 
-    def put(self, row: int, state: int, end: int, replicas: int, gpus: int, recomputes: bool) -> None:
-        """Keep a suffix: a stage from `state` to `end`, and what stands there in this row of `following`."""
+    def put(
+        self, row: int, state: int, end: int, replicas: int, gpus: int, recomputes: bool
+    ) -> None:
+        """Keep a suffix: a stage from `state` to `end`, and what stands there in this row of
+        `following`.
+        """
         own = row + self._numbered
         self.gpus[own, state] = gpus
         self._end[own, state] = end
@@ -73,7 +86,9 @@ class Suffixes:
             self._reached[self._first_reached] = state
 
     def path(self) -> tuple[list[int], list[int]]:
-        """Return the states of the best suffix that begins at the first one, and the replicas of its stages."""
+        """Return the states of the best suffix that begins at the first one, and the replicas of
+        its stages.
+        """
         row = len(self.gpus) - 1
         states = [0]
         replicas = list[int]()

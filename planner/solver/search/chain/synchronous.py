@@ -2,11 +2,11 @@
 
     seconds = sum over stages of sum_s  +  max over stages of max_s
 
-The plan of least sum within a limit on the maximum is found by a walk (`least_sum`), and the best plan among the
-answers to ever smaller limits (`planner.solver.search.trade`).
+The plan of least sum within a limit on the maximum is found by a walk (`least_sum`), and the best
+plan among the answers to ever smaller limits (`planner.solver.search.trade`).
 
-In a cluster of thousands of GPUs, all counts are multiples of a unit, or the tables would fill the memory. What is
-found then may not be the best (`interrupted`).
+In a cluster of thousands of GPUs, all counts are multiples of a unit, or the tables would fill the
+memory. What is found then may not be the best (`interrupted`).
 """
 
 from collections.abc import Hashable
@@ -45,10 +45,13 @@ class SynchronousSearch:
 
     Attributes:
         interrupted: whether there may be faster plans than the answer.
-        found: the plans that were met on the way to the best: each has a larger sum and a smaller maximum.
+        found: the plans that were met on the way to the best: each has a larger sum and a smaller
+            maximum.
     """
 
-    def __init__(self, space: CutSpace, model: SynchronousModel, limits: Limits, multiple: int = 1) -> None:
+    def __init__(
+        self, space: CutSpace, model: SynchronousModel, limits: Limits, multiple: int = 1
+    ) -> None:
         self.space = space
         self.model = model
         self.limits = limits
@@ -79,10 +82,11 @@ class SynchronousSearch:
         )
 
     def best(self, precision: float = RESOLUTION, below_s: float = np.inf) -> CutPath | None:
-        """Return the fastest plan, with few GPUs among equally fast ones; None if no plan fits the memory.
+        """Return the fastest plan, with few GPUs among equally fast ones; None if no plan fits the
+        memory.
 
-        Others may be faster by `precision`, and plans that take `below_s` or longer may be missed. Raise OutOfTimeError
-        if the deadline passes before there is any plan.
+        Others may be faster by `precision`, and plans that take `below_s` or longer may be missed.
+        Raise OutOfTimeError if the deadline passes before there is any plan.
         """
         if self._unit > 1:
             precision = max(precision, self._tuning.unit_precision)
@@ -98,7 +102,8 @@ class SynchronousSearch:
         return answer.best
 
     def within(self, limit_s: float) -> LeastSum | None:
-        """Return the path of least sum with a maximum within the limit; None without one, or if time ended.
+        """Return the path of least sum with a maximum within the limit; None without one, or if
+        time ended.
 
         Raise OutOfTimeError if the deadline passes before any plan was met.
         """
@@ -135,7 +140,9 @@ class SynchronousSearch:
         return np.inf
 
     def _promising_s(self) -> float:
-        """Return a limit that leaves out nothing but plans slower than one that is balanced well."""
+        """Return a limit that leaves out nothing but plans slower than one that is balanced
+        well.
+        """
         everything = self.space.work(0, np.array([len(self.space) - 1]))
         balanced_s = float(self.model.microbatches * everything.compute_s[0])
         limit_s = balanced_s / (self._walk.gpus * self._unit)
@@ -158,8 +165,11 @@ class SynchronousSearch:
         """Return the stages of the space for this model, which other searches over it share."""
         model = self.model
         tables: dict[Hashable, _Known] = self.space.memo.table(SynchronousSearch, dict)
-        alike = replace(self.limits, clock=NO_LIMIT, rules=replace(self.limits.rules, max_stages=None))
-        # Links that take the same seconds are one key, however their all-reduces' bandwidth is written.
+        alike = replace(
+            self.limits, clock=NO_LIMIT, rules=replace(self.limits.rules, max_stages=None)
+        )
+        # Links that take the same seconds are one key, however their all-reduces' bandwidth is
+        # written.
         link = replace(model.link, all_reduce_bandwidth_bytes_per_s=model.link.ring_bytes_per_s)
         key = model.schedule.name, model.microbatches, link, alike
 

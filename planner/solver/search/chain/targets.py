@@ -4,9 +4,11 @@ from planner.solver.tuning.searches import ChainTuning
 
 
 class Targets:
-    """Proposes targets between a bound and the time of the best plan, until they are as near as asked for.
+    """Proposes targets between a bound and the time of the best plan, until they are as near as
+    asked for.
 
-    Halving finds good plans, and asking for anything better ends the search. Close to the end they take turns.
+    Halving finds good plans, and asking for anything better ends the search. Close to the end they
+    take turns.
     """
 
     def __init__(

@@ -30,7 +30,9 @@ class Trial:
         after: Integers,
         target_s: float,
     ) -> None:
-        """Take the stages from `state` to each of `others`, of which the `tight` ones may recompute."""
+        """Take the stages from `state` to each of `others`, of which the `tight` ones may
+        recompute.
+        """
         ways = fitting.ways
         self._fitting = fitting
         self._state = state
@@ -71,7 +73,9 @@ class Trial:
             below[stage[~meets]] = middle[~meets]
 
     def _try(self, stage: Integers, replicas: Integers) -> NDArray[np.bool_]:
-        """Return which stages meet the target on so many replicas; keep the first count of each that does."""
+        """Return which stages meet the target on so many replicas; keep the first count of each
+        that does.
+        """
         meets = np.zeros(len(stage), dtype=bool)
         plain = np.zeros(len(stage), dtype=bool)
         for sharded in self._layouts:
@@ -91,13 +95,18 @@ class Trial:
         replicas: Integers,
         sharded: bool,
     ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """Return which stages meet the target, sharded or not, and which do so without recomputing."""
+        """Return which stages meet the target, sharded or not, and which do so without
+        recomputing.
+        """
         model = self._fitting.model
         ways = self._fitting.ways
 
-        # 1. What recomputes takes longer than what does not, so most stages need no choice to be found.
+        # 1. What recomputes takes longer than what does not, so most stages need no choice to be
+        # found.
         work = taken(self._work, stage).shared_out(sharded)
-        meets, in_flight = self._fitting.allowed(np.full(len(stage), sharded), replicas, self._after[stage])
+        meets, in_flight = self._fitting.allowed(
+            np.full(len(stage), sharded), replicas, self._after[stage]
+        )
         meets &= model.stage_s(work, replicas) <= self._target_s
         if ways.limits.memory_bytes is None:
             return meets, meets & (not ways.recomputes)

@@ -1,7 +1,9 @@
-"""Run CBC, the solver of integer programs that PuLP carries, as a process that ends when nobody waits any more.
+"""Run CBC, the solver of integer programs that PuLP carries, as a process that ends when nobody
+waits any more.
 
-PuLP writes the program and reads the solution. Its own way to run CBC waits for as long as that takes, and leaves CBC
-in the foreground of the terminal: Ctrl-C then ends CBC, which looks as if time had run out.
+PuLP writes the program and reads the solution. Its own way to run CBC waits for as long as that
+takes, and leaves CBC in the foreground of the terminal: Ctrl-C then ends CBC, which looks as if
+time had run out.
 """
 
 import ctypes
@@ -36,8 +38,9 @@ def run(
 ) -> Status:
     """Minimise `problem`; its variables have values when the status is "optimal" or "feasible".
 
-    PuLP's report needs care. After a time-out `status` reads Optimal; only `sol_status == 1` means optimal. An
-    infeasible program still has values. CBC's "Integer infeasible" leaves `sol_status` at "none found".
+    PuLP's report needs care. After a time-out `status` reads Optimal; only `sol_status == 1` means
+    optimal. An infeasible program still has values. CBC's "Integer infeasible" leaves `sol_status`
+    at "none found".
 
     Args:
         problem: the program.
@@ -71,7 +74,15 @@ class _Cbc(pulp.COIN_CMD):  # type: ignore[misc]  # PuLP has no types
             limit_s = max(time_limit_s, tuning.least_limit_s)
         options = [f"primalTolerance {_FEASIBILITY}", f"integerTolerance {_FEASIBILITY}"]
         # With more threads, the same program may have another of its best solutions.
-        super().__init__(path=_PATH, msg=False, threads=1, gapRel=0.0, gapAbs=0.0, timeLimit=limit_s, options=options)
+        super().__init__(
+            path=_PATH,
+            msg=False,
+            threads=1,
+            gapRel=0.0,
+            gapAbs=0.0,
+            timeLimit=limit_s,
+            options=options,
+        )
         self._folder = folder
         self._stop = stop
         self._poll_s = tuning.poll_s
@@ -92,7 +103,9 @@ class _Cbc(pulp.COIN_CMD):  # type: ignore[misc]  # PuLP has no types
     def _run(self, program: Path, solution: Path) -> bool:
         """Run CBC to its end, and return True; False where it was told to stop."""
         limit = [] if self.timeLimit is None else ["-sec", str(self.timeLimit)]
-        options = [part for option in self.options + self.getOptions() for part in f"-{option}".split()]
+        options = [
+            part for option in self.options + self.getOptions() for part in f"-{option}".split()
+        ]
         command = [self.path, str(program), *limit, *options]
         command += ["-solve", "-printingOptions", "all", "-solution", str(solution)]
 
@@ -113,7 +126,9 @@ class _Cbc(pulp.COIN_CMD):  # type: ignore[misc]  # PuLP has no types
                 except subprocess.TimeoutExpired:
                     continue
                 if code != 0 or not solution.exists():
-                    raise OSError(f"the solver CBC ended with exit code {code} and without an answer")
+                    raise OSError(
+                        f"the solver CBC ended with exit code {code} and without an answer"
+                    )
                 return True
             return False
         finally:
@@ -122,7 +137,9 @@ class _Cbc(pulp.COIN_CMD):  # type: ignore[misc]  # PuLP has no types
 
 
 def _ending_with_parent() -> Callable[[], object] | None:
-    """Return what a new process calls to be killed when this one ends, however it ends; None where there is no way."""
+    """Return what a new process calls to be killed when this one ends, however it ends; None where
+    there is no way.
+    """
     if sys.platform != "linux":
         return None
     return partial(ctypes.CDLL(None).prctl, _PR_SET_PDEATHSIG, int(signal.SIGKILL))

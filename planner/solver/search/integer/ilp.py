@@ -89,7 +89,8 @@ def solve_ilp(problem: Problem) -> IlpAnswer | None:
 def _refuse(problem: Problem) -> None:
     if len(problem.cluster.joined) > 1:
         raise InputError(
-            f"the integer program prices clusters of one level, not of {len(problem.cluster.joined)}",
+            f"the integer program prices clusters of one level, not of "
+            f"{len(problem.cluster.joined)}",
             hint="use `solver=search`, or give `gpus` and the bandwidth of the slowest level",
         )
 

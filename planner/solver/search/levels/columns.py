@@ -1,8 +1,8 @@
 """Search for plans whose workers stand in columns on several levels.
 
 In d columns (`planner.cost.network.topology.column_ranks`) all stages have multiples of d replicas,
-messages stay in a column, and all-reduces cross the columns. Two stages of two replicas each, in two
-columns on two servers:
+messages stay in a column, and all-reduces cross the columns. Two stages of two replicas each, in
+two columns on two servers:
 
               server 0    server 1
     stage 0   GPU 0       GPU 2
@@ -72,7 +72,11 @@ def search_columns(
         if problem.clock.passed:
             return Columned(_ColumnPlans(problem, space).best(paths), nearest.seconds)
 
-        faster = [path for path in _flat_paths(problem, space, columns, best.seconds) if path.seconds < best.seconds]
+        faster = [
+            path
+            for path in _flat_paths(problem, space, columns, best.seconds)
+            if path.seconds < best.seconds
+        ]
         if not faster:
             hopeless.append(columns)
         for path in faster:
@@ -86,7 +90,9 @@ def search_columns(
 
 
 def _numbers_of_columns(problem: Problem) -> list[int]:
-    """Return numbers of columns to try: divisors; where the bound must hold, all primes, too, and on few GPUs all."""
+    """Return numbers of columns to try: divisors; where the bound must hold, all primes, too, and
+    on few GPUs all.
+    """
     gpus = problem.cluster.gpus
     precise = problem.precision == 0
     few = gpus <= problem.tuning.columns.most_exhaustive_gpus
@@ -183,7 +189,9 @@ class _ColumnPlans:
         few = tuning.most_exhaustive_gpus
         most = tuning.most_priced * few // max(few, gpus)
         split_shares = self.problem.tuning.levels.split_shares
-        return LocalSearch(self.space, gpus, self._seconds, ways, most, split_shares, self.problem.clock)
+        return LocalSearch(
+            self.space, gpus, self._seconds, ways, most, split_shares, self.problem.clock
+        )
 
     def _seconds(self, path: CutPath) -> float:
         plan = self._laid_out(path)
@@ -196,5 +204,8 @@ class _ColumnPlans:
         plan = priced_path(self.problem, self.space, path)
         if not self.problem.allows(plan):
             return None
-        laid_out = [priced(self.problem, in_columns(plan, columns)) for columns in columns_of(self.problem, plan)]
+        laid_out = [
+            priced(self.problem, in_columns(plan, columns))
+            for columns in columns_of(self.problem, plan)
+        ]
         return min(laid_out, key=lambda each: each.seconds, default=None)

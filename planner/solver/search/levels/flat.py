@@ -1,4 +1,5 @@
-"""Flat clusters that stand for one of several levels: the searches that they have, and what these are worth.
+"""Flat clusters that stand for one of several levels: the searches that they have, and what these
+are worth.
 
 The nearest flat cluster has the innermost links for messages, and for the all-reduce of r replicas
 the links that r GPUs cross at least. No plan on the levels is faster than on it, so that the best

@@ -44,7 +44,9 @@ def search_levels(problem: Problem, space: CutSpace, nearest: CutPath) -> Bounde
     for path in starts:
         best = better(best, path, prices.seconds)
 
-    few_places = problem.cluster.gpus <= problem.tuning.levels.most_placed_gpus and not problem.clock.passed
+    few_places = (
+        problem.cluster.gpus <= problem.tuning.levels.most_placed_gpus and not problem.clock.passed
+    )
     answer = _bounded(best, nearest.seconds)
     # The bounds of every stage in every place take long to tabulate.
     if few_places and problem.precision == 0:
@@ -102,7 +104,9 @@ def _best_over(prices: PathPrices, states: Integers) -> CutPath | None:
 
 
 def _sample(space: CutSpace, most: int, best: CutPath | None) -> Integers:
-    """Return both ends, cuts at equal distances in compute time, and as many near the best path's."""
+    """Return both ends, cuts at equal distances in compute time, and as many near the best
+    path's.
+    """
     last = len(space) - 1
     cuts = () if best is None else best.states[1:-1]
 

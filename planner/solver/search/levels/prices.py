@@ -28,8 +28,8 @@ class PathPrices:
         """Return the seconds and a thousandth for how uneven the stages are.
 
         Where several resources are equally busy, no single step of local search lowers the seconds;
-        evening out does. With b_s the seconds of the busiest resource of each of the r_s replicas of
-        stage s, and b the most of these, that is
+        evening out does. With b_s the seconds of the busiest resource of each of the r_s replicas
+        of stage s, and b the most of these, that is
 
             b + 1/1000 · Σ r_s · b_s² / (GPUs · b)
         """
@@ -42,13 +42,17 @@ class PathPrices:
         most_s = max(busy_s)
         if most_s <= 0:
             return most_s
-        squares = sum(replicas * stage_s**2 for replicas, stage_s in zip(path.replicas, busy_s, strict=True))
+        squares = sum(
+            replicas * stage_s**2 for replicas, stage_s in zip(path.replicas, busy_s, strict=True)
+        )
         uneven_share = self.problem.tuning.levels.uneven_share
         return most_s + uneven_share * squares / self.problem.cluster.gpus / most_s
 
     @property
     def _may_be_forbidden(self) -> bool:
-        """Whether a path may be one that the problem does not allow, so that each must be priced."""
+        """Whether a path may be one that the problem does not allow, so that each must be
+        priced.
+        """
         limits = self.problem.limits
         return limits.counts_gpus or limits.rules.max_stages is not None
 

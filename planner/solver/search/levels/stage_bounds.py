@@ -76,7 +76,9 @@ class Places:
         self.mean_paths = self._mean_path(before), self._mean_path(self.end)
 
     def on_span(self, stages: int, seconds: Callable[[Link], Floats]) -> Floats:
-        """Return seconds on the link of a stage's span, from those by replicas and stage on a link."""
+        """Return seconds on the link of a stage's span, from those by replicas and stage on
+        a link.
+        """
         links = [self.topology.stage_link(range(size)) for size in self.topology.groups.tolist()]
         shape = len(self.replicas), stages
         levels = [np.broadcast_to(seconds(link), shape) for link in links]

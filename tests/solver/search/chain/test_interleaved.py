@@ -1,4 +1,6 @@
-"""Interleaved plans: the formula against the simulated streams, the search against brute force, whole plans."""
+"""Interleaved plans: the formula against the simulated streams, the search against brute force,
+whole plans.
+"""
 
 from __future__ import annotations
 
@@ -41,31 +43,43 @@ def simulated_s(
     workers: int, chunks: int, microbatches: int, forward_s: list[float], accumulate_s: float = 0.0
 ) -> float:
     """Seconds per minibatch with free links and backwards of twice the forward."""
-    stages = tuple(StageCosts(seconds, 2 * seconds, 0.0, accumulate_s=accumulate_s) for seconds in forward_s)
+    stages = tuple(
+        StageCosts(seconds, 2 * seconds, 0.0, accumulate_s=accumulate_s) for seconds in forward_s
+    )
     shape = make_interleaved(workers, chunks, microbatches)
     outcome = run(shape, stages, FREE, 3)
     ends = outcome.ends_s[microbatches - 1 :: microbatches]
     return (ends[-1] - ends[0]) / 2
 
 
-def priced(workers: int, chunks: int, microbatches: int, forward_s: list[float], accumulate_s: float = 0.0) -> Price:
+def priced(
+    workers: int, chunks: int, microbatches: int, forward_s: list[float], accumulate_s: float = 0.0
+) -> Price:
     layers = [layer(f"l{i}", each, 2 * each, saved_bytes=1) for i, each in enumerate(forward_s)]
     model = profile(*(each.model_copy(update={"accumulate_s": accumulate_s}) for each in layers))
     stages = candidates([[i] for i in range(len(forward_s))], [1] * len(forward_s))
-    return price(LayerCosts(model), stages, Setting(flat_cluster(workers, 1.0), INTERLEAVED, microbatches, chunks))
+    return price(
+        LayerCosts(model),
+        stages,
+        Setting(flat_cluster(workers, 1.0), INTERLEAVED, microbatches, chunks),
+    )
 
 
 @pytest.mark.parametrize(
-    ("workers", "chunks", "microbatches"), [(2, 2, 4), (4, 2, 8), (4, 3, 16), (3, 2, 7), (4, 2, 10), (4, 2, 6)]
+    ("workers", "chunks", "microbatches"),
+    [(2, 2, 4), (4, 2, 8), (4, 3, 16), (3, 2, 7), (4, 2, 10), (4, 2, 6)],
 )
 def test_equal_chunks_take_the_published_time(workers: int, chunks: int, microbatches: int) -> None:
     expected = (microbatches * chunks + workers - 1) * 3.0
     forward_s = [1.0] * workers * chunks
-    assert priced(workers, chunks, microbatches, forward_s).seconds_per_minibatch == pytest.approx(expected)
+    assert priced(workers, chunks, microbatches, forward_s).seconds_per_minibatch == pytest.approx(
+        expected
+    )
     assert simulated_s(workers, chunks, microbatches, forward_s) == pytest.approx(expected)
     adding = priced(workers, chunks, microbatches, forward_s, 0.25).seconds_per_minibatch
     assert adding == pytest.approx(expected + (microbatches - 1) * chunks * 0.25)
-    # Where the pipeline drains, the last microbatch's gradients are added on all workers, one after the other.
+    # Where the pipeline drains, the last microbatch's gradients are added on all workers, one after
+    # the other.
     simulated = simulated_s(workers, chunks, microbatches, forward_s, 0.25)
     assert adding <= simulated <= adding + (workers - 1) * chunks * 0.25
 
@@ -85,9 +99,14 @@ def test_unequal_chunks_take_no_less_than_the_formula_and_little_more() -> None:
 
 
 def test_in_flight_are_the_published_counts() -> None:
-    """Worker 0 of 4 with 2 chunks runs 4 + 2·3 = 10 forwards ahead, of which 4 go to its second chunk."""
+    """Worker 0 of 4 with 2 chunks runs 4 + 2·3 = 10 forwards ahead, of which 4 go to its second
+    chunk.
+    """
     model = InterleavedShape(INTERLEAVED, Link(1.0), 4, 2, 1, 16)
-    assert [model.in_flight()[0] + model.in_flight()[4], model.in_flight()[3] + model.in_flight()[7]] == [11 + 1, 5 + 1]
+    assert [
+        model.in_flight()[0] + model.in_flight()[4],
+        model.in_flight()[3] + model.in_flight()[7],
+    ] == [11 + 1, 5 + 1]
     counts = priced(2, 2, 4, [1.0] * 4)
     assert [memory.activations_bytes for memory in counts.memory] == list(counts.in_flight)
     assert counts.gpu_bytes[0] == counts.gpu_bytes[2] == counts.in_flight[0] + counts.in_flight[2]
@@ -103,7 +122,8 @@ def test_in_flight_are_the_published_counts() -> None:
     latency=latencies,
     memory=memories,
     recompute=rules,
-    shard=st.sampled_from(["never"] * 7 + ["auto"]),  # brute force takes 2^stages times as long where stages may shard
+    # brute force takes 2^stages times as long where stages may shard
+    shard=st.sampled_from(["never"] * 7 + ["auto"]),
 )
 def test_the_search_finds_what_brute_force_finds(
     model: Profile,
@@ -119,7 +139,9 @@ def test_the_search_finds_what_brute_force_finds(
     cluster = flat_cluster(gpus, bandwidth, memory, latency)
     layer_costs = LayerCosts(model)
     setting = Setting(cluster, INTERLEAVED, microbatches, chunks)
-    search = InterleavedSearch(Chain(layer_costs), setting, Limits(gpus, memory, StageRules(recompute, shard)))
+    search = InterleavedSearch(
+        Chain(layer_costs), setting, Limits(gpus, memory, StageRules(recompute, shard))
+    )
     paths, bound_s = search.best()
     expected = brute_force(
         layer_costs,
@@ -142,16 +164,28 @@ def test_the_search_finds_what_brute_force_finds(
 
 
 @settings(max_examples=50, deadline=None)
-@given(model=profiles(most_layers=6), gpus=st.integers(2, 4), microbatches=st.integers(2, 8), bandwidth=bandwidths)
+@given(
+    model=profiles(most_layers=6),
+    gpus=st.integers(2, 4),
+    microbatches=st.integers(2, 8),
+    bandwidth=bandwidths,
+)
 def test_with_memory_enough_the_answer_is_exact_and_nothing_recomputes(
     model: Profile, gpus: int, microbatches: int, bandwidth: float
 ) -> None:
     cluster, layer_costs = flat_cluster(gpus, bandwidth), LayerCosts(model)
     setting = Setting(cluster, INTERLEAVED, microbatches, 2)
     rules = StageRules(shard_optimizer="never")
-    paths, bound_s = InterleavedSearch(Chain(layer_costs), setting, Limits(gpus, rules=rules)).best()
+    paths, bound_s = InterleavedSearch(
+        Chain(layer_costs), setting, Limits(gpus, rules=rules)
+    ).best()
     expected = brute_force(
-        layer_costs, cluster, schedule=INTERLEAVED, microbatches=microbatches, chunks=2, shard="never"
+        layer_costs,
+        cluster,
+        schedule=INTERLEAVED,
+        microbatches=microbatches,
+        chunks=2,
+        shard="never",
     )
     assert (expected is None) == (not paths)
     if expected is not None:
@@ -160,18 +194,29 @@ def test_with_memory_enough_the_answer_is_exact_and_nothing_recomputes(
         assert not any(each.recompute for each in paths[0].options)
 
 
-def deep(layers: int = 64, output_bytes: int = 0, weight_bytes: int = 0, saved_bytes: int = 0) -> Profile:
+def deep(
+    layers: int = 64, output_bytes: int = 0, weight_bytes: int = 0, saved_bytes: int = 0
+) -> Profile:
     rng = np.random.default_rng(1)
     return profile(
         *(
-            layer(f"l{i}", f, 2 * f, output_bytes=output_bytes, weight_bytes=weight_bytes, saved_bytes=saved_bytes)
+            layer(
+                f"l{i}",
+                f,
+                2 * f,
+                output_bytes=output_bytes,
+                weight_bytes=weight_bytes,
+                saved_bytes=saved_bytes,
+            )
             for i, f in enumerate(rng.uniform(0.5, 2, layers).tolist())
         )
     )
 
 
 def test_a_deep_model_is_cut_evenly_enough() -> None:
-    plan = solve(deep(output_bytes=1), flat_cluster(4, 1e6), schedule="interleaved", microbatches=16)
+    plan = solve(
+        deep(output_bytes=1), flat_cluster(4, 1e6), schedule="interleaved", microbatches=16
+    )
     assert plan.solver.status == "feasible"
     assert plan.solver.gap < 0.15, "with a bubble of 3/32"
     assert plan.workers == 4
@@ -182,7 +227,9 @@ def test_a_deep_model_is_cut_evenly_enough() -> None:
 
 
 def test_long_models_are_cut_at_some_places() -> None:
-    plan = solve(deep(600, output_bytes=1), flat_cluster(4, 1e6), schedule="interleaved", microbatches=16)
+    plan = solve(
+        deep(600, output_bytes=1), flat_cluster(4, 1e6), schedule="interleaved", microbatches=16
+    )
     assert plan.solver.gap < 0.15
 
 

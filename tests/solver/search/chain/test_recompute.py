@@ -30,8 +30,12 @@ STAGES = [frozenset({0}), frozenset({1})]
 
 def straight(*recompute: bool) -> list[Candidate]:
     return [
-        Candidate(frozenset(), STAGES[0], StageOptions(1, recompute=whole_stage(STAGES[0], recompute[0]))),
-        Candidate(STAGES[0], STAGES[1], StageOptions(1, recompute=whole_stage(STAGES[1], recompute[1]))),
+        Candidate(
+            frozenset(), STAGES[0], StageOptions(1, recompute=whole_stage(STAGES[0], recompute[0]))
+        ),
+        Candidate(
+            STAGES[0], STAGES[1], StageOptions(1, recompute=whole_stage(STAGES[1], recompute[1]))
+        ),
     ]
 
 
@@ -40,7 +44,8 @@ def test_a_stage_that_recomputes_takes_one_more_forward_and_keeps_its_input_only
     plain = price(layer_costs, straight(False, False), Setting(cluster))
     again = price(layer_costs, straight(True, True), Setting(cluster))
     assert (plain.seconds_per_minibatch, again.seconds_per_minibatch) == (3, 4)
-    # The first stage has two in flight and no input but the data's; the second has one, and 10 bytes of input.
+    # The first stage has two in flight and no input but the data's; the second has one, and 10
+    # bytes of input.
     assert [memory.activations_bytes for memory in plain.memory] == [2 * 500, 500]
     assert [memory.activations_bytes for memory in again.memory] == [500, 10 + 500]
     assert [memory.weights_bytes for memory in again.memory] == [2 * 20, 20]
@@ -55,9 +60,12 @@ def test_gpipe_recomputes_every_microbatch() -> None:
 
 def test_an_all_reduce_does_not_hide_behind_a_recomputation() -> None:
     model = profile(layer("a", 6, 1, weight_bytes=60))
-    layer_costs, cluster = LayerCosts(model), flat_cluster(2, 10.0)  # 6 s of all-reduce, of which 1 s may hide
+    # 6 s of all-reduce, of which 1 s may hide
+    layer_costs, cluster = LayerCosts(model), flat_cluster(2, 10.0)
     stage = Candidate(frozenset(), frozenset({0}), StageOptions(2, recompute=whole_stage({0})))
-    assert price(layer_costs, [stage], Setting(cluster)).seconds_per_minibatch == pytest.approx((6 + 6 + 1 + 6 - 1) / 2)
+    assert price(layer_costs, [stage], Setting(cluster)).seconds_per_minibatch == pytest.approx(
+        (6 + 6 + 1 + 6 - 1) / 2
+    )
 
 
 def test_only_the_stage_that_must_recomputes() -> None:
@@ -74,7 +82,12 @@ def test_only_the_stage_that_must_recomputes() -> None:
 
 
 def test_never_says_that_recomputing_would_do() -> None:
-    heavier = profile(*(each.model_copy(update={"weight_bytes": 100, "gradient_bytes": 100}) for each in HEAVY.layers))
+    heavier = profile(
+        *(
+            each.model_copy(update={"weight_bytes": 100, "gradient_bytes": 100})
+            for each in HEAVY.layers
+        )
+    )
     with pytest.raises(InfeasibleError) as caught:
         solve(heavier, flat_cluster(2, 1000.0, 900), recompute="never")
     assert "`recompute=auto`" in caught.value.hint

@@ -26,19 +26,32 @@ def test_memory_that_no_plan_fits_is_told() -> None:
         solve(joined, flat_cluster(3, 1e9, 300))
     assert "`memory_bytes=" in caught.value.hint
     level = Level(size=2, bandwidth_bytes_per_s=1e9)
-    mixed = Cluster(levels=(level,), memory_bytes=100, kinds=(DeviceKind(count=1), DeviceKind(count=1, speed=2.0)))
+    mixed = Cluster(
+        levels=(level,),
+        memory_bytes=100,
+        kinds=(DeviceKind(count=1), DeviceKind(count=1, speed=2.0)),
+    )
     with pytest.raises(InfeasibleError, match="no plan fits the memory of the cluster's GPUs"):
         solve(CHAIN, mixed)
 
 
 def test_time_limits_of_the_search_leave_a_plan_and_a_gap() -> None:
-    layers = [layer(f"l{n}", 1 + n * 37 % 11, 2, output_bytes=1 + n * 29 % 7, weight_bytes=n) for n in range(60)]
+    layers = [
+        layer(f"l{n}", 1 + n * 37 % 11, 2, output_bytes=1 + n * 29 % 7, weight_bytes=n)
+        for n in range(60)
+    ]
     for schedule in ("1f1b", "gpipe"):
         microbatches = 4 if schedule == "gpipe" else 1
         hurried = solve(
-            profile(*layers), flat_cluster(8, 5.0), schedule=schedule, microbatches=microbatches, time_limit_s=0.0
+            profile(*layers),
+            flat_cluster(8, 5.0),
+            schedule=schedule,
+            microbatches=microbatches,
+            time_limit_s=0.0,
         )
-        best = solve(profile(*layers), flat_cluster(8, 5.0), schedule=schedule, microbatches=microbatches)
+        best = solve(
+            profile(*layers), flat_cluster(8, 5.0), schedule=schedule, microbatches=microbatches
+        )
         assert hurried.solver.lower_bound_s <= best.predicted.seconds_per_minibatch * (1 + 1e-9)
         assert hurried.solver.status == "feasible"
         assert hurried.solver.gap > 0

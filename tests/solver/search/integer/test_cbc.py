@@ -47,11 +47,15 @@ def runs(process: int) -> bool:
     return status.rpartition(")")[2].split()[0] not in "ZX"
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere no process is told that its parent has ended")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="elsewhere no process is told that its parent has ended"
+)
 @pytest.mark.timeout(2 * TIMEOUT_S)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_a_signal_that_ends_the_search_ends_cbc(number: signal.Signals) -> None:
-    with subprocess.Popen([sys.executable, "-c", SOLVES], stdout=subprocess.PIPE, text=True) as search:
+    with subprocess.Popen(
+        [sys.executable, "-c", SOLVES], stdout=subprocess.PIPE, text=True
+    ) as search:
         assert search.stdout is not None
         solver = int(search.stdout.readline())
         assert runs(solver)

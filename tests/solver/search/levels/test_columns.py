@@ -1,4 +1,6 @@
-"""Plans whose workers stand in columns: the search against brute force over all cuts, replicas and orders of ranks."""
+"""Plans whose workers stand in columns: the search against brute force over all cuts, replicas and
+orders of ranks.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,8 @@ from tests import samples
 from tests.solver.brute import plans
 from tests.solver.strategies import profiles
 
-# How much worse than brute force a plan in columns may be, because its search does not see shared links. Rare instances
-# are worse, so this holds of the same instances in each run.
+# How much worse than brute force a plan in columns may be, because its search does not see shared
+# links. Rare instances are worse, so this holds of the same instances in each run.
 NEAR_BEST = 1.1
 SERVERS = hierarchical_cluster((2, 2), (64.0, 1.0))
 
@@ -49,10 +51,16 @@ def with_activations(profile: Profile, times: int) -> Profile:
 
     def larger(value: Value) -> Value:
         return value.model_copy(
-            update={"output_bytes": times * value.output_bytes, "gradient_bytes": times * value.gradient_bytes}
+            update={
+                "output_bytes": times * value.output_bytes,
+                "gradient_bytes": times * value.gradient_bytes,
+            }
         )
 
-    layers = tuple(layer.model_copy(update={"outputs": tuple(map(larger, layer.outputs))}) for layer in profile.layers)
+    layers = tuple(
+        layer.model_copy(update={"outputs": tuple(map(larger, layer.outputs))})
+        for layer in profile.layers
+    )
     return profile.model_copy(update={"layers": layers, "graph_hash": "known"})
 
 
@@ -62,12 +70,16 @@ def in_all_orders(stages: tuple[Candidate, ...]) -> Iterator[tuple[Candidate, ..
     for columns in range(1, math.gcd(*replicas) + 1):
         if all(r % columns == 0 for r in replicas):
             ranks = column_ranks(replicas, columns)
-            yield tuple(replace(stage, ranks=tuple(own)) for stage, own in zip(stages, ranks, strict=True))
+            yield tuple(
+                replace(stage, ranks=tuple(own)) for stage, own in zip(stages, ranks, strict=True)
+            )
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What the search finds for a problem, and the seconds of the best of all plans in all orders."""
+    """What the search finds for a problem, and the seconds of the best of all plans in all
+    orders.
+    """
 
     found: Evaluation
     along: Evaluation
@@ -79,7 +91,9 @@ def answer(schedule: str, profile: Profile, cluster: Cluster, times: int) -> Ans
     """None where the search and brute force agree that no plan fits."""
     layer_costs = LayerCosts(with_activations(profile, times))
     microbatches = 1 if schedule == "1f1b" else 4
-    problem = Problem(layer_costs, Setting(cluster, find(schedule), microbatches), StageRules("never", "never"))
+    problem = Problem(
+        layer_costs, Setting(cluster, find(schedule), microbatches), StageRules("never", "never")
+    )
     every = [
         Evaluation(order, problem.price(order))
         for stages in plans(problem, cluster.gpus)
@@ -100,13 +114,19 @@ def answer(schedule: str, profile: Profile, cluster: Cluster, times: int) -> Ans
     return Answer(found, best, min(along.bound_s, columned.bound_s), min(fitting))
 
 
-INSTANCES = {"profile": profiles(most_layers=4), "cluster": clusters(), "times": st.sampled_from([1, 10, 50])}
+INSTANCES = {
+    "profile": profiles(most_layers=4),
+    "cluster": clusters(),
+    "times": st.sampled_from([1, 10, 50]),
+}
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "1f1b-flush"])
 @settings(max_examples=30, deadline=None)
 @given(**INSTANCES)
-def test_no_plan_in_any_order_is_below_the_bound(schedule: str, profile: Profile, cluster: Cluster, times: int) -> None:
+def test_no_plan_in_any_order_is_below_the_bound(
+    schedule: str, profile: Profile, cluster: Cluster, times: int
+) -> None:
     if (known := answer(schedule, profile, cluster, times)) is not None:
         assert known.bound_s <= known.best_s * (1 + 1e-9)
         assert known.best_s * (1 - 1e-9) <= known.found.seconds <= known.along.seconds * (1 + 1e-9)
@@ -115,24 +135,34 @@ def test_no_plan_in_any_order_is_below_the_bound(schedule: str, profile: Profile
 @pytest.mark.parametrize("schedule", ["1f1b", "1f1b-flush"])
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(**INSTANCES)
-def test_the_search_knows_both_orders(schedule: str, profile: Profile, cluster: Cluster, times: int) -> None:
+def test_the_search_knows_both_orders(
+    schedule: str, profile: Profile, cluster: Cluster, times: int
+) -> None:
     if (known := answer(schedule, profile, cluster, times)) is not None:
         assert known.found.seconds <= known.best_s * NEAR_BEST
 
 
 def heavy_values() -> Profile:
-    """Four equal layers that exchange much, have few weights, and hold buffers that no GPU has room for all of."""
-    layers = [samples.layer(f"layer{n}", 1.0, 2.0, output_bytes=40, weight_bytes=2) for n in range(4)]
+    """Four equal layers that exchange much, have few weights, and hold buffers that no GPU has room
+    for all of.
+    """
+    layers = [
+        samples.layer(f"layer{n}", 1.0, 2.0, output_bytes=40, weight_bytes=2) for n in range(4)
+    ]
     return samples.profile(*(layer.model_copy(update={"buffer_bytes": 1000}) for layer in layers))
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-v", "1f1b-flush", "zb-h1", "2bw", "1f1b"])
 def test_pipelines_that_exchange_much_stand_in_servers(schedule: str) -> None:
     cluster = SERVERS.model_copy(update={"memory_bytes": 3000})
-    plan = solve(heavy_values(), cluster, schedule=schedule, microbatches=1 if schedule == "1f1b" else 8)
+    plan = solve(
+        heavy_values(), cluster, schedule=schedule, microbatches=1 if schedule == "1f1b" else 8
+    )
     assert {stage.ranks for stage in plan.stages} == {(0, 2), (1, 3)}
     neighbours: dict[tuple[int, ...], tuple[int, ...]] = {(0, 2): (0, 1), (1, 3): (2, 3)}
-    stages = tuple(stage.model_copy(update={"ranks": neighbours[stage.ranks]}) for stage in plan.stages)
+    stages = tuple(
+        stage.model_copy(update={"ranks": neighbours[stage.ranks]}) for stage in plan.stages
+    )
     other_s = simulated_s(plan.model_copy(update={"stages": stages}))
     assert plan.predicted.seconds_per_minibatch < other_s / 2
     assert simulated_s(plan) == pytest.approx(plan.predicted.seconds_per_minibatch)

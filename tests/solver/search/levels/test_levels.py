@@ -1,4 +1,6 @@
-"""Search on clusters of several levels: close to brute force on random small models, and never below its bound."""
+"""Search on clusters of several levels: close to brute force on random small models, and never
+below its bound.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,12 @@ def clusters(draw: st.DrawFn, sizes: Sequence[tuple[int, ...]] = SIZES) -> Clust
     latencies = [draw(st.sampled_from([0.0, 0.0, 0.5])) for _ in members]
     memory = draw(st.one_of(st.none(), st.integers(1, 120)))
     return hierarchical_cluster(
-        members, bandwidths, memory, latencies, shared=draw(st.booleans()), overlap=draw(st.booleans())
+        members,
+        bandwidths,
+        memory,
+        latencies,
+        shared=draw(st.booleans()),
+        overlap=draw(st.booleans()),
     )
 
 
@@ -87,7 +94,12 @@ def test_asynchronous_plans(profile: Profile, cluster: Cluster, recompute: Recom
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @settings(max_examples=40, deadline=None)
-@given(profile=profiles(most_layers=4), cluster=clusters(), microbatches=st.integers(1, 5), recompute=recomputing)
+@given(
+    profile=profiles(most_layers=4),
+    cluster=clusters(),
+    microbatches=st.integers(1, 5),
+    recompute=recomputing,
+)
 def test_plans_that_drain(
     schedule: str, profile: Profile, cluster: Cluster, microbatches: int, recompute: RecomputeRule
 ) -> None:
@@ -103,7 +115,9 @@ def test_plans_that_drain(
 def test_an_idle_replica_may_let_the_next_stage_begin_at_a_server() -> None:
     front = samples.layer("front", 1.0, 0.0, update_s=1.0)
     back = samples.layer("back", 0.0, 2.0, weight_bytes=1)
-    cluster = hierarchical_cluster((4, 2), (0.5, 0.5), None, (0.0, 0.5), shared=False, overlap=False)
+    cluster = hierarchical_cluster(
+        (4, 2), (0.5, 0.5), None, (0.0, 0.5), shared=False, overlap=False
+    )
     check(samples.profile(front, back), cluster, schedule="gpipe", microbatches=3)
 
 
@@ -125,9 +139,11 @@ def test_larger_models_on_eight_gpus(profile: Profile, cluster: Cluster, schedul
 
 
 def test_a_model_has_no_plan_where_only_another_order_of_its_layers_fits() -> None:
-    """Two layers that do not need each other, and GPUs that hold two versions of the weights of `back` only.
+    """Two layers that do not need each other, and GPUs that hold two versions of the weights of
+    `back` only.
 
-    Weights and gradients: 30 bytes for `front` in a first stage of two, 20 in the last; 26 for both in one stage.
+    Weights and gradients: 30 bytes for `front` in a first stage of two, 20 in the last; 26 for both
+    in one stage.
     """
     front, back = samples.layer("front", weight_bytes=10), samples.layer("back", weight_bytes=3)
     for graph_hash in ("known", None):
@@ -140,7 +156,9 @@ def test_a_model_has_no_plan_where_only_another_order_of_its_layers_fits() -> No
 @pytest.mark.sampled(3)
 @settings(max_examples=40, deadline=None)
 @given(profile=profiles(most_layers=4), cluster=clusters())
-def test_what_no_plan_can_beat_is_no_more_than_the_best_plan(profile: Profile, cluster: Cluster) -> None:
+def test_what_no_plan_can_beat_is_no_more_than_the_best_plan(
+    profile: Profile, cluster: Cluster
+) -> None:
     expected = brute_force(LayerCosts(profile), cluster)
     if expected is None:
         with pytest.raises(InfeasibleError):
@@ -152,7 +170,9 @@ def test_what_no_plan_can_beat_is_no_more_than_the_best_plan(profile: Profile, c
 
 
 def test_fifteen_and_one_on_four_servers_of_four() -> None:
-    """A light front with few weights and a heavy end with many: all ranks but one, whatever the servers."""
+    """A light front with few weights and a heavy end with many: all ranks but one, whatever the
+    servers.
+    """
     front = samples.layer("front", 14.0, 1.0, output_bytes=10, weight_bytes=1)
     back = samples.layer("back", 0.9, 0.1, weight_bytes=10**6)
     plan = solve(samples.profile(front, back), hierarchical_cluster((4, 4), (1e6, 1e5)))

@@ -28,14 +28,18 @@ def plainly(_: tuple[int, ...], replicas: tuple[int, ...]) -> tuple[StageOptions
     return tuple(map(StageOptions, replicas))
 
 
-def seconds_on(profile: Profile, cluster: Cluster) -> tuple[Chain, dict[CutPath, float], LocalSearch]:
+def seconds_on(
+    profile: Profile, cluster: Cluster
+) -> tuple[Chain, dict[CutPath, float], LocalSearch]:
     """The cuts, what was priced, and local search by the cost model."""
     layer_costs = LayerCosts(profile)
     space, priced = Chain(layer_costs), dict[CutPath, float]()
 
     def seconds(path: CutPath) -> float:
         assert path not in priced
-        found = price(layer_costs, stages_along(space, path), Setting(cluster)).seconds_per_minibatch
+        found = price(
+            layer_costs, stages_along(space, path), Setting(cluster)
+        ).seconds_per_minibatch
         assert path.gpus <= cluster.gpus
         priced[path] = found
         return priced[path]
@@ -44,7 +48,9 @@ def seconds_on(profile: Profile, cluster: Cluster) -> tuple[Chain, dict[CutPath,
 
 
 def test_a_single_stage_becomes_a_balanced_pipeline() -> None:
-    """Eight equal layers with heavy weights, for two GPUs whose link is no limit but for weights."""
+    """Eight equal layers with heavy weights, for two GPUs whose link is no limit but for
+    weights.
+    """
     even = profile(*(layer(f"l{i}", output_bytes=1, weight_bytes=10**6) for i in range(8)))
     space, priced, descents = seconds_on(even, flat_cluster(2, 1e5))
     found = descents.from_(CutPath((0, 8), (StageOptions(1),), np.inf))
@@ -55,7 +61,9 @@ def test_a_single_stage_becomes_a_balanced_pipeline() -> None:
 
 
 def test_it_never_prices_a_plan_twice_and_keeps_its_number() -> None:
-    uneven = profile(*(layer(f"l{i}", 1 + i % 3, 2, output_bytes=7, weight_bytes=100) for i in range(12)))
+    uneven = profile(
+        *(layer(f"l{i}", 1 + i % 3, 2, output_bytes=7, weight_bytes=100) for i in range(12))
+    )
     _, priced, descents = seconds_on(uneven, hierarchical_cluster((2, 2), (50.0, 5.0)))
     starts = [
         CutPath((0, 12), (StageOptions(4),), np.inf),
@@ -73,7 +81,9 @@ def test_it_never_prices_a_plan_twice_and_keeps_its_number() -> None:
     assert second is not None
     assert descents.from_(starts[0]) == first
     assert len(priced) < 500
-    limited = LocalSearch(Chain(LayerCosts(uneven)), 4, lambda path: 1.0 / len(path.states), [plainly], 3, SHARES)
+    limited = LocalSearch(
+        Chain(LayerCosts(uneven)), 4, lambda path: 1.0 / len(path.states), [plainly], 3, SHARES
+    )
     assert limited.from_(starts[0]) is not None
     assert limited.over
 

@@ -1,7 +1,8 @@
 """The ways to run stages: whether the optimizer's state is sharded, and which layers recompute.
 
-Searches ask for many stages at once, and every way of every stage is a row: every choice of recomputing layers that
-some memory limit could make the best one (`planner.cost.recomputation`), the quickest first.
+Searches ask for many stages at once, and every way of every stage is a row: every choice of
+recomputing layers that some memory limit could make the best one (`planner.cost.recomputation`),
+the quickest first.
 """
 
 from planner.solver.search.chain.ways.best import BestWays

@@ -17,19 +17,25 @@ from planner.solver.search.chain.ways.space import Ways, WaysOf
 
 @dataclass(frozen=True)
 class BestWays:
-    """The best ways to run the stages of plans, which have room for `deeper` times the published depths."""
+    """The best ways to run the stages of plans, which have room for `deeper` times the published
+    depths.
+    """
 
     problem: Problem
     space: CutSpace
     deeper: float = 1.0
-    _known: dict[tuple[int, int, int, int], StageOptions] = field(default_factory=dict, compare=False)
+    _known: dict[tuple[int, int, int, int], StageOptions] = field(
+        default_factory=dict, compare=False
+    )
 
     @cached_property
     def _ways(self) -> WaysOf:
         return WaysOf(self.space, self.problem.limits)
 
     def options(self, states: Sequence[int], replicas: Sequence[int]) -> tuple[StageOptions, ...]:
-        """Return how each stage is quickest among the ways that fit the memory; the plainest way where none does."""
+        """Return how each stage is quickest among the ways that fit the memory; the plainest way
+        where none does.
+        """
         limited = self.problem.cluster.memory_bytes is not None
         after = sum(replicas)
         options = list[StageOptions]()

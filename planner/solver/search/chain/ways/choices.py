@@ -9,18 +9,25 @@ from planner.cost.work import Floats
 from planner.options.solving import RecomputeRule
 from planner.solver.problem.states import CutSpace
 
-KEPT = ("saved_bytes", "working_bytes", "accumulating_bytes")  # of a footprint, which choices decide
+# of a footprint, which choices decide
+KEPT = ("saved_bytes", "working_bytes", "accumulating_bytes")
 
 
 class StageChoices:
-    """The choices under one rule. Many searches ask for them, so the layers' costs remember them."""
+    """The choices under one rule. Many searches ask for them, so the layers' costs remember
+    them.
+    """
 
     def __init__(self, space: CutSpace, rule: RecomputeRule) -> None:
         self._space = space
-        self._known = space.layer_costs.memo.table((StageChoices, rule), lambda: _Known(space.recomputation(rule)))
+        self._known = space.layer_costs.memo.table(
+            (StageChoices, rule), lambda: _Known(space.recomputation(rule))
+        )
 
     def of(self, state: int, others: Iterable[int]) -> list[Choices]:
-        """Return the choices of the stages from the state to each of others; a stage's first recomputes least."""
+        """Return the choices of the stages from the state to each of others; a stage's first
+        recomputes least.
+        """
         spans = [self._space.span(state, other) for other in others]
         return self._known.of(spans)
 
@@ -41,5 +48,9 @@ class _Known:
 
 
 def columns_of(choices: list[Choices], names: Iterable[str], first: int = 0) -> dict[str, Floats]:
-    """Return columns of all choices of stages one after the other, from the `first` of each stage on."""
-    return {name: np.concatenate([getattr(each, name)[first:] for each in choices]) for name in names}
+    """Return columns of all choices of stages one after the other, from the `first` of each stage
+    on.
+    """
+    return {
+        name: np.concatenate([getattr(each, name)[first:] for each in choices]) for name in names
+    }

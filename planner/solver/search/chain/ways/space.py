@@ -18,14 +18,17 @@ from planner.stages.sharding import UNSHARDED
 
 @dataclass(frozen=True)
 class Ways:
-    """Ways to run the stages from one state to others, a row each; those of a stage stand together."""
+    """Ways to run the stages from one state to others, a row each; those of a stage stand
+    together.
+    """
 
     source: "WaysOf"
     state: int
     others: Integers  # at which each row's stage ends
     stage: Integers  # its place among those that were asked for
     sharded: NDArray[np.bool_]
-    choice: Integers  # of recomputing layers, by its number for the stage; 0 for what the rule says of all stages
+    # of recomputing layers, by its number for the stage; 0 for what the rule says of all stages
+    choice: Integers
     work: Work
     footprint: Footprint  # of a replica that has the whole state of the optimizer
 
@@ -63,7 +66,9 @@ class Ways:
         """Return a row as the options of a stage."""
         groups = self.source.groups(self.state, int(self.others[row]), int(self.choice[row]))
         options = StageOptions(replicas, recompute=groups)
-        return options.with_sharding(UNSHARDED.of_optimizer_alone()) if self.sharded[row] else options
+        return (
+            options.with_sharding(UNSHARDED.of_optimizer_alone()) if self.sharded[row] else options
+        )
 
 
 class WaysOf:
@@ -99,7 +104,9 @@ class WaysOf:
         self.shards = self.always_shards or (possible and sharding == "auto" and gains)
 
     def allowed(self, sharded: NDArray[np.bool_], replicas: ArrayLike) -> NDArray[np.bool_]:
-        """Return which stages may run on so many replicas: one has nothing to divide, idle ones get no part."""
+        """Return which stages may run on so many replicas: one has nothing to divide, idle ones get
+        no part.
+        """
         several = np.asarray(replicas) > 1
         enough = several & (np.asarray(replicas) <= self.most_sharded)
         return np.where(sharded, enough, ~several | (not self.always_shards))
@@ -112,7 +119,9 @@ class WaysOf:
         return work
 
     def plainest_work(self, work: Work) -> Work:
-        """Return the work of stages that are not sharded and recompute only what the rule says of all stages."""
+        """Return the work of stages that are not sharded and recompute only what the rule says of
+        all stages.
+        """
         if self.recomputes:
             return work.recomputed()
         return work
@@ -128,16 +137,21 @@ class WaysOf:
         return footprint
 
     def choosing(self, plainest: Ways, limited: ArrayLike, count: int) -> NDArray[np.bool_]:
-        """Return which of so many stages have a reason to choose what recomputes: their plainest way is limited."""
+        """Return which of so many stages have a reason to choose what recomputes: their plainest
+        way is limited.
+        """
         free = plainest.stage[~np.asarray(limited) & ~plainest.sharded]
         return ~np.isin(np.arange(count), free) & self.chooses
 
     def all(self, state: int, others: Integers, choosing: NDArray[np.bool_] | None = None) -> Ways:
-        """Return all ways to run the stages from the state to each of others; only those `choosing` may choose."""
+        """Return all ways to run the stages from the state to each of others; only those `choosing`
+        may choose.
+        """
         # 1. Each stage has a row for its plainest way.
         ways = self._plainest(state, others)
 
-        # 2. Stages that choose have a row for each choice of recomputing layers; the first recomputes nothing.
+        # 2. Stages that choose have a row for each choice of recomputing layers; the first
+        # recomputes nothing.
         if self.chooses and choosing is not None and choosing.any():
             ways = self._with_choices(ways, choosing)
 
@@ -162,7 +176,9 @@ class WaysOf:
         )
 
     def _with_choices(self, plainest: Ways, choosing: NDArray[np.bool_]) -> Ways:
-        """Return the plainest ways, each followed by the stage's choices of layers that recompute."""
+        """Return the plainest ways, each followed by the stage's choices of layers that
+        recompute.
+        """
         counts = np.ones(len(plainest), dtype=np.int64)
         if self.whole_stages:
             counts[choosing] = 2
@@ -195,14 +211,16 @@ class WaysOf:
 def relaxed_s(problem: Problem, space: CutSpace) -> float:
     """Return seconds that no plan is below: perfect balance, no communication, the leanest ways.
 
-    Under synchronous schedules the bound knows the bubble and the memory, too; it is infinite where no plan fits.
-    Over a chain it holds for cuts along the profile's order, otherwise for all.
+    Under synchronous schedules the bound knows the bubble and the memory, too; it is infinite where
+    no plan fits. Over a chain it holds for cuts along the profile's order, otherwise for all.
     """
     return _least_s(problem, space, in_order=isinstance(space, Chain))
 
 
 def least_anywhere_s(problem: Problem) -> float:
-    """Return seconds that no plan is below whatever its cuts, as `relaxed_s` does over all of them."""
+    """Return seconds that no plan is below whatever its cuts, as `relaxed_s` does over all
+    of them.
+    """
     return _least_s(problem, Chain(problem.layer_costs), in_order=False)
 
 

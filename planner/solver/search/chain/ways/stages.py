@@ -1,7 +1,7 @@
 """Tables of the stages of a space: their ways of use, and what each adds to a plan's time.
 
-A plan takes the sum of one part of its stages plus the maximum of another. Searches for synchronous schedules, for
-GPUs of several kinds and by integer programs read these tables.
+A plan takes the sum of one part of its stages plus the maximum of another. Searches for synchronous
+schedules, for GPUs of several kinds and by integer programs read these tables.
 """
 
 from collections.abc import Callable
@@ -19,18 +19,22 @@ from planner.solver.problem.problem import Problem
 from planner.solver.problem.states import CutSpace
 from planner.solver.search.chain.ways.space import Ways, WaysOf
 
-# Stages' parts of the sum over the stages, and of the maximum over them, on replicas (a column) in given ways (a row).
+# Stages' parts of the sum over the stages, and of the maximum over them, on replicas (a column) in
+# given ways (a row).
 PartsOf = Callable[[Work, Integers], tuple[Floats, Floats]]
 
 
 @dataclass(frozen=True)
 class Stages:
-    """The ways of use to run the stages that begin at one state, and their parts of the sum and of the maximum."""
+    """The ways of use to run the stages that begin at one state, and their parts of the sum and of
+    the maximum.
+    """
 
     ways: Ways
     sum_s: Floats
     max_s: Floats  # by units of replicas - 1 and way; not a number where a way is not allowed
-    after: Integers  # the most units of GPUs that may follow, likewise; -1 where the way is not allowed
+    # the most units of GPUs that may follow, likewise; -1 where the way is not allowed
+    after: Integers
 
     @cached_property
     def by_sum(self) -> bool:
@@ -49,9 +53,11 @@ def stages_alike(
     gpus: int,
     unit: int = 1,
 ) -> list[Stages]:
-    """Return the ways of use to run the stages from each state but the last, on GPUs that are counted in units.
+    """Return the ways of use to run the stages from each state but the last, on GPUs that are
+    counted in units.
 
-    A way is of use if it fits, and with some replicas allows more GPUs after it than those that recompute less.
+    A way is of use if it fits, and with some replicas allows more GPUs after it than those that
+    recompute less.
     """
     replicas = np.arange(unit, most_replicas + 1, unit)[:, None]
     tables = _Tables(ways, schedule, microbatches, parts_s, replicas, gpus, unit)
@@ -65,7 +71,9 @@ def stages_on(
     most: int,
     link: Link | None = None,
 ) -> list[Stages]:
-    """Return the stages on up to so many GPUs of a kind, which are priced with a link: see `stages_alike`."""
+    """Return the stages on up to so many GPUs of a kind, which are priced with a link: see
+    `stages_alike`.
+    """
     if problem.schedule.divides:
         most = min(most, problem.microbatches)
     return stages_alike(
@@ -106,7 +114,9 @@ class _Tables:
         return self._of_use(self.ways.all(state, others, choosing))
 
     def _may_fit(self, state: int, others: Integers) -> Integers:
-        """Return the first of `others`, and those whose stages fit if nothing is saved, on one replica or the most."""
+        """Return the first of `others`, and those whose stages fit if nothing is saved, on one
+        replica or the most.
+        """
         memory_bytes = self.ways.limits.memory_bytes
         if memory_bytes is None:
             return others
@@ -138,18 +148,26 @@ class _Tables:
         )
 
     def _most_after(self, ways: Ways) -> Integers:
-        """Return how many units of the GPUs may follow, by replicas and way; -1 where the way is not allowed."""
+        """Return how many units of the GPUs may follow, by replicas and way; -1 where the way is
+        not allowed.
+        """
         limits = self.ways.limits
         replicas = np.broadcast_to(self.replicas, (len(self.replicas), len(ways)))
 
-        # 1. The most microbatches in flight: for the gradients' sake, by memory, and by the schedule.
+        # 1. The most microbatches in flight: for the gradients' sake, by memory, and by the
+        # schedule.
         most = np.full(replicas.shape, limits.deepest)
         if limits.memory_bytes is not None:
             footprint = ways.footprint_on(self.replicas).divided(self.microbatches)
             schedule = self.schedule
-            fit = footprint.most_in_flight(limits.memory_bytes, schedule.stashes, schedule.weight_versions)
+            fit = footprint.most_in_flight(
+                limits.memory_bytes, schedule.stashes, schedule.weight_versions
+            )
             most = np.minimum(most, fit)
-        deepest = [self.schedule.deepest(r, self.microbatches) or UNLIMITED for r in self.replicas.ravel().tolist()]
+        deepest = [
+            self.schedule.deepest(r, self.microbatches) or UNLIMITED
+            for r in self.replicas.ravel().tolist()
+        ]
         most = np.minimum(most, np.array(deepest)[:, None])
 
         # 2. Between no GPUs after the stage and all, the replicas share what is in flight.
@@ -162,7 +180,9 @@ class _Tables:
 
 
 def _more_than_before(ways: Ways, after: Integers) -> NDArray[np.bool_]:
-    """Return which ways, by replicas, allow more GPUs after the stage than all that recompute less."""
+    """Return which ways, by replicas, allow more GPUs after the stage than all that
+    recompute less.
+    """
     # Numbers grow from stage to stage, so that the maximum of each begins anew.
     step = int(after.max(initial=0)) + 2
     allowed = after + 1 + ways.stage * step
