@@ -42,7 +42,8 @@ class Pool:
         crowded: the fastest candidate that lacked room for its communicators.
         untrained: the fastest candidate whose copies of tied weights do not fit, or cannot be kept
             equal.
-        room: communicators of each device for which the last search kept room.
+        room: communicators of each device for which the last search kept room: `attempts` writes
+            it, and local search keeps as much.
         relaxed: whether all plans of the question are plans of the one that is searched now, whose
             bound then holds.
     """

@@ -1,4 +1,4 @@
-"""Plans in hand: beside a plan, those for the numbers of GPUs that are left when hosts are lost."""
+"""The plans for the GPUs that are left when hosts are lost."""
 
 from collections.abc import Iterator
 from dataclasses import replace

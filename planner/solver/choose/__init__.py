@@ -1,3 +1,1 @@
-"""Choose the answer: plans that take no search, alternatives that may wait less, local search from
-the best.
-"""
+"""Plans that people cut by hand, and the choice of the plan whose gradients are least stale."""

@@ -47,7 +47,7 @@ def explain(problem: Problem, fits: Fits, others: Mapping[str, Fits]) -> Infeasi
     """Return the error for a memory that no plan fits: the stage, and changes that would help.
 
     Args:
-        problem: whose deadline ends the searches for changes.
+        problem: whose clock ends the searches for changes.
         fits: a search for a plan that keeps the problem's rules.
         others: searches that allow more, by the arguments that ask for them; the first that helps
             is named.
@@ -182,13 +182,13 @@ def _least(
 ) -> tuple[int | None, bool]:
     """Return the least number above `low` that is enough, and whether that is proven.
 
-    It is not if the deadline passes before.
+    It is not if the clock passes before.
 
     Args:
         enough: returns for a number that is enough the same or a smaller one that is, and None for
             others.
         low: a number that is not enough.
-        deadline: of the trials.
+        clock: of the trials.
         most: times `low` up to which numbers are tried.
         precision: relative, of the least number.
     """

@@ -111,7 +111,7 @@ class Problem:
 
     @property
     def clock(self) -> Clock:
-        """When the search must answer."""
+        """When searches end; the budget's own clock has some time left to simulate what they found."""
         return self.budget.searching
 
     @property

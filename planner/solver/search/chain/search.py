@@ -54,8 +54,8 @@ class Search:
         self.gpus = limits.gpus
         self.interrupted = False
 
-        # Choices of what recomputes are looked for between a few of many states: all stages have
-        # too many of them.
+        # Over many states stages recompute whole or not at all: choices for every pair of states
+        # would be too many.
         many = len(space) > limits.tuning.chain.most_choosing_states
         self._all_choices = limits
         self.limits = replace(limits, whole_stages=limits.whole_stages or many)
@@ -72,8 +72,8 @@ class Search:
         recomputing stages.
 
         None if no plan fits the memory, or none takes less than `below_s`. Other plans may be
-        faster by `precision`. Raise OutOfTimeError if the deadline passes before there is any plan,
-        and all plans are looked for.
+        faster by `precision`. Without `below_s`, raise OutOfTimeError if time ends before there is
+        any plan; with it, the first walk runs to its end.
         """
         # 1. Start from the best plan over a few of many states, or else from any plan.
         rough = self.rough(below_s)

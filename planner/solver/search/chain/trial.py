@@ -101,8 +101,8 @@ class Trial:
         model = self._fitting.model
         ways = self._fitting.ways
 
-        # 1. What recomputes takes longer than what does not, so most stages need no choice to be
-        # found.
+        # 1. A stage that misses the target without recomputing misses it in every way, so most
+        # stages need no choice.
         work = taken(self._work, stage).shared_out(sharded)
         meets, in_flight = self._fitting.allowed(
             np.full(len(stage), sharded), replicas, self._after[stage]

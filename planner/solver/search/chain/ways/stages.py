@@ -1,4 +1,4 @@
-"""Tables of the stages of a space: their ways of use, and what each adds to a plan's time.
+"""Tables of the stages of a space: the useful ways to run them, and what each adds to a plan's time.
 
 A plan takes the sum of one part of its stages plus the maximum of another. Searches for synchronous
 schedules, for GPUs of several kinds and by integer programs read these tables.
@@ -26,7 +26,7 @@ PartsOf = Callable[[Work, Integers], tuple[Floats, Floats]]
 
 @dataclass(frozen=True)
 class Stages:
-    """The ways of use to run the stages that begin at one state, and their parts of the sum and of
+    """The useful ways to run the stages that begin at one state, and their parts of the sum and of
     the maximum.
     """
 
@@ -53,7 +53,7 @@ def stages_alike(
     gpus: int,
     unit: int = 1,
 ) -> list[Stages]:
-    """Return the ways of use to run the stages from each state but the last, on GPUs that are
+    """Return the useful ways to run the stages from each state but the last, on GPUs that are
     counted in units.
 
     A way is of use if it fits, and with some replicas allows more GPUs after it than those that
