@@ -77,6 +77,7 @@ def cluster(profile: Profile | None = None, options: ClusterOptions = _UNSAID) -
             "gpus_per_server",
             "topology",
             "bandwidth",
+            "latency",
             "own_links",
             "no_overlap",
         )

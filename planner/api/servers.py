@@ -105,6 +105,7 @@ class Servers:
         Raise ClusterError for servers or links that contradict each other.
         """
         checked_gpus(gpus)
+        number_of_gpus(gpus, options.servers, options.gpus_per_server)
         count = number_of_servers(gpus, options.servers, options.gpus_per_server)
         if count is None:
             count = next(each for each in divisors(gpus) if gpus <= each * PER_SERVER)

@@ -2,10 +2,9 @@
 a + b.
 
 One process adds the gradients of a value, or of a weight, from its last user to its first. Stages
-do so, too: the last stage first, and within a stage the last layer first. So of a value that three
-layers use or more, the users must be in stages in their order. The last two may change places,
-because a + b is b + a to the bit. A weight counts in the first layer that uses it, so its users
-keep their order altogether.
+do so, too: the last stage first, and within a stage the last layer first. So the layers that use a
+value, or a weight, must be in stages in their order. Two layers could not change places either: one
+that uses a value twice, as x * sigmoid(x) does, adds two gradients.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,8 +12,6 @@ from dataclasses import dataclass
 
 from planner.errors import PlanError
 from planner.formats.plan import REMEDY, Plan
-
-INTERCHANGEABLE = 2  # users at the end of those of a value
 
 
 @dataclass(frozen=True)
@@ -24,12 +21,10 @@ class Sum:
     Attributes:
         of: the value or the weight.
         users: the layers that use it, in the model's order.
-        interchangeable: how many of the last users may come in any order.
     """
 
     of: str
     users: Sequence[str]
-    interchangeable: int
 
 
 def check_sums(plan: Plan, sums: Iterable[Sum]) -> None:
@@ -39,10 +34,9 @@ def check_sums(plan: Plan, sums: Iterable[Sum]) -> None:
     stage_of = {name: number for number, stage in enumerate(plan.stages) for name in stage.layers}
     for each in sums:
         stages = [stage_of[user] for user in each.users]
-        settled = len(stages) - each.interchangeable
-        for place in range(settled):
+        for place in range(len(stages) - 1):
             later = stages[place + 1 :]
-            if later and min(later) < stages[place]:
+            if min(later) < stages[place]:
                 user = each.users[place + 1 + later.index(min(later))]
                 raise PlanError(
                     f"layer '{user}' is in an earlier stage than '{each.users[place]}', which "

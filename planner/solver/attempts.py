@@ -14,6 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from planner.cost.communicators import communicators
 from planner.cost.weight_copies import exchanged_bytes
@@ -21,8 +22,14 @@ from planner.solver.pool import Pool
 from planner.solver.problem.cuts import cut_after
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation
-from planner.solver.propose.even import counted, propose_even, users_of_tied_weights
+from planner.solver.propose.even import (
+    counted,
+    propose_even,
+    uncounted_bytes,
+    users_of_tied_weights,
+)
 from planner.solver.propose.proposers import Proposer, proposers_for
+from planner.solver.propose.regular import propose_regular
 
 
 @dataclass(frozen=True)
@@ -122,7 +129,37 @@ def _with_copies(pool: Pool, roomy: Problem, proposers: tuple[Proposer, ...]) ->
         # Copies stay equal where all stages that have one update at the same times.
         yield Attempt(roomy, (Proposer(propose_even),))
     else:
-        yield Attempt(counted(roomy, depth=1), proposers)
+        yield from _with_every_copy(pool, roomy, proposers)
+
+
+def _with_every_copy(
+    pool: Pool, roomy: Problem, proposers: tuple[Proposer, ...]
+) -> Iterator[Attempt]:
+    """Yield the question with every copy counted, and with less memory while a candidate lacks room.
+
+    What a stage holds for the sums of a weight depends on the replicas of the other stages that use
+    it, which a search does not know. Regular plans have as many in all stages, and hold least.
+    """
+    copies = counted(roomy, depth=1)
+    if not roomy.schedule.chunked:
+        yield Attempt(copies, (Proposer(propose_regular),))
+    untrained = pool.untrained
+    for _ in range(roomy.tuning.propose.most_even_tries):
+        pool.untrained = None
+        yield Attempt(copies, proposers)
+        if pool.untrained is None or pool.question.clock.passed:
+            break
+        missing_bytes = uncounted_bytes(roomy, copies, pool.untrained.stages)
+        if missing_bytes <= 0:
+            break
+        less = partial(_less, missing_bytes)
+        copies = copies.with_cluster(copies.cluster.with_memory(less))
+    if untrained is not None:
+        pool.untrained = untrained
+
+
+def _less(missing_bytes: int, memory_bytes: int) -> int:
+    return memory_bytes - missing_bytes
 
 
 def _in_one_stage(question: Problem, users: Sequence[tuple[int, ...]]) -> Problem:

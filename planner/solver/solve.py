@@ -79,7 +79,9 @@ def solve_unexplained(
 
     plan = no_slower_than_usual(profile, plan, options, clock, tuning)
 
-    if plan.schedule is FLUSH and options.schedule is FLUSH and not options.asked:
+    # 1f1b-flush was nobody's wish where it is a default, or what holds the global batch.
+    chosen_here = bool(note) or not options.asked
+    if plan.schedule is FLUSH and options.schedule is FLUSH and chosen_here:
         plan = or_interleaved(profile, plan, options, clock, tuning)
 
     if options.survive:

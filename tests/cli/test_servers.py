@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 
 import planner
+from planner.api.servers import Servers
+from planner.errors import ClusterError
 from planner.formats.profile import save_profile
+from planner.options.verbs import FitOptions
 from tests.cli.in_process import plan
 from tests.samples import layer, profile
 
@@ -125,3 +128,8 @@ def test_python_counts_servers_too() -> None:
     counted = planner.cluster(MODEL, servers=2, gpus_per_server=4, bandwidth="pcie4,10Gbps")
     assert counted == planner.hierarchical_cluster((4, 2), ("pcie4", "10Gbps"))
     assert counted == planner.cluster(servers=2, gpus_per_server=4, bandwidth="pcie4,10Gbps")
+
+
+def test_servers_that_do_not_have_the_gpus_are_refused_by_fit() -> None:
+    with pytest.raises(ClusterError, match="2 servers of 2 GPUs are 4 GPUs, not `gpus=8`"):
+        Servers.of(8, FitOptions(servers=2, gpus_per_server=2))

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import planner
 from planner.cost.candidate import Candidate
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.models.synchronous import SynchronousModel
@@ -34,6 +35,7 @@ from planner.solver.search.pipeline_search import PipelineSearch
 from planner.solver.solve import solve
 from planner.solver.tuning.record import STANDARD
 from tests.examples import examples
+from tests.samples import layer, profile
 from tests.solver import brute
 from tests.solver.oracle import brute_force
 from tests.solver.strategies import profiles
@@ -284,3 +286,19 @@ def test_no_plan_on_levels_is_below_the_bound(
     best_s = expected.price.seconds_per_minibatch
     assert best_s * (1 - 1e-9) <= found.path.seconds <= best_s * NEAR_BEST
     assert found.bound_s <= best_s * (1 + 1e-9)
+
+
+def test_tied_weights_on_branches_have_a_plan() -> None:
+    """Plans that count every copy are found along the order, and all others over every cut."""
+    names = [f"{tower}{number}" for number in range(3) for tower in "ab"]
+    towers = [layer(name, 1, 2, output_bytes=10, weight_bytes=100) for name in names]
+    stem = layer("stem", 1, 2, output_bytes=10, weight_bytes=100)
+    ends = [stem, layer("head", 1, 2)]
+    stem, head = (each.model_copy(update={"parameters": ("w",)}) for each in ends)
+    edges = [("stem", "a0"), ("stem", "b0"), ("a2", "head"), ("b2", "head")]
+    edges += [(f"{tower}{n}", f"{tower}{n + 1}") for tower in "ab" for n in range(2)]
+    model = profile(stem, *towers, head, edges=edges)
+    for bandwidth in (1.0, 20.0, 100.0):
+        plan = planner.solve(model, flat_cluster(4, bandwidth), schedule="1f1b")
+        held = [name for stage in plan.stages for name in stage.layers]
+        assert sorted(held) == sorted(each.name for each in model.layers)

@@ -216,7 +216,7 @@ def test_a_file_keeps_the_groups_and_older_ones_have_none(tmp_path: object) -> N
     [
         ("all:3/3", "8 replicas are no groups of 3"),
         ("all:3/8", "8 replicas are no groups of 8"),
-        ("all:1/4", "only replicas that shard gradients or weights do so in groups"),
+        ("all:1/4", "only replicas that divide gradients or weights do so in groups"),
         ("all:3/x", "does not end with the size of groups"),
     ],
 )

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise, product
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,10 +16,10 @@ from planner.cost.layer_costs import LayerCosts
 from planner.cost.setting import Setting
 from planner.cost.weight_copies import copies_fit
 from planner.errors import InfeasibleError, PlannerError
-from planner.formats.cluster import Cluster, flat_cluster
+from planner.formats.cluster import Cluster, flat_cluster, hierarchical_cluster
 from planner.formats.own_plan import OwnPlan, OwnStage
 from planner.formats.plan import Plan
-from planner.formats.profile import Profile
+from planner.formats.profile import Profile, load_profile
 from planner.plan.shared_weights import obstacle, shared_weights, trained_parameters
 from planner.schedule.registry import find
 from planner.solver import search_plan as solve
@@ -219,3 +220,15 @@ def test_an_answer_that_is_of_no_use_is_not_made_trainable() -> None:
                 for batch in attempt.proposers[0].propose(attempt.question, pool):
                     pool.consider(batch)
     assert tried[1e-6] == 1 < tried[np.inf]
+
+
+def test_regular_plans_make_room_for_copies_of_a_large_embedding() -> None:
+    """GPT-2 on four servers of eight, where no plan of a search has room for the copies.
+
+    A regular plan has as many replicas in both stages with the embedding, so that they hold least.
+    """
+    model = load_profile(Path(__file__).parents[2] / "profiles" / "gpt2" / "cpu.json")
+    cluster = hierarchical_cluster((8, 4), (1.25e10, 1.25e8), 2 * 10**9)
+    plan = solve(model, cluster, schedule="1f1b-flush", microbatches=32, granularity="block")
+    assert plan.predicted.seconds_per_minibatch < 17.6  # what an older search found
+    assert max(plan.memory_bytes(number) for number in range(len(plan.stages))) <= 2 * 10**9

@@ -45,7 +45,7 @@ from planner.plan.blocks import units_of_stage
 from planner.plan.rank_groups import sample_parts
 from planner.plan.same_model import check_same_model
 from planner.plan.shared_weights import obstacle, shared_weights
-from planner.plan.sums import INTERCHANGEABLE, Sum
+from planner.plan.sums import Sum
 from planner.plan.trainable import check_divided
 from planner.profiler.loss_mean.stated import check_stated
 from planner.units import counted
@@ -263,7 +263,7 @@ def sums_of(graph: LayerGraph) -> Iterator[Sum]:
     for node in graph.crossing:
         if graph.specs[node].requires_grad:
             positions = sorted(graph.users(node) - {graph.owner[node]})
-            yield Sum(node.name, [names[position] for position in positions], INTERCHANGEABLE)
+            yield Sum(node.name, [names[position] for position in positions])
 
     trained = trained_parameters(graph.model)
     users_of: dict[str, list[str]] = {each.name: [] for each in trained}
@@ -272,7 +272,7 @@ def sums_of(graph: LayerGraph) -> Iterator[Sum]:
             if parameter in users_of:
                 users_of[parameter].append(layer.name)
     for parameter, users in users_of.items():
-        yield Sum(parameter, users, 1)
+        yield Sum(parameter, users)
 
 
 def tensor_group(plan: Plan, rank: int) -> "TensorGroup | None":

@@ -60,16 +60,24 @@ def _little(plan: Plan, best: OtherWay) -> str:
 def _without_pipeline(plan: Plan) -> str:
     """Say what a plan of one stage is, and where a search found it, that nothing else is faster."""
     (stage,) = plan.stages
+    given = plan.solver.name == GIVEN
+    rules = plan.solver.rules
+    # With one stage at most no pipeline was looked for.
+    knows_pipelines = not given and (rules is None or rules.max_stages != 1)
     if plan.workers == 1:
-        return "One GPU" if plan.cluster.gpus == 1 else "Use one GPU: more would not be faster"
+        if plan.cluster.gpus == 1 or not knows_pipelines:
+            return "One GPU"
+        return "Use one GPU: more would not be faster"
     if stage.divides_layers:
         what = f"tensor parallelism ({config_words(plan.config)})"
     elif stage.shards_optimizer:
         what = f"data parallelism with {stage.sharding_words.removeprefix('data parallel, ')}"
     else:
         what = "data parallelism"
-    if plan.solver.name == GIVEN:
+    if given:
         return f"{what[:1].upper()}{what[1:]}, as given"
+    if not knows_pipelines:
+        return f"Use {what}"
     return f"Use {what}: a pipeline gains nothing here"
 
 

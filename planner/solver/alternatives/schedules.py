@@ -56,7 +56,16 @@ def under_every_schedule(
         except PlannerError as error:
             obstacles[schedule] = error
 
-    candidates = [plan for plan in plans if _may_be_the_answer(plan, options)]
+    microbatches = None
+    if options.minibatch is not None or options.microbatches is not None:
+        microbatches = under(FLUSH, options).microbatches_on(cluster, profile)
+    size = (microbatches or 1) * (profile.microbatch_size or 1)
+    candidates = [
+        plan
+        for plan in plans
+        if _is_in_time(plan, options)
+        and (microbatches is None or plan.samples_per_update == (size, size))
+    ]
     if not candidates:
         raise obstacles[FLUSH]
     best = min(candidates, key=seconds_per_microbatch)
@@ -76,12 +85,9 @@ def under(schedule: Schedule, options: SolveOptions) -> SolveOptions:
     return replace(options, schedule=schedule, microbatches=microbatches)
 
 
-def _may_be_the_answer(plan: Plan, options: SolveOptions) -> bool:
-    """Return whether the plan's gradients are no later than allowed, and its minibatches those that
-    were asked for.
-    """
-    in_time = options.max_staleness is not None or not plan.schedule.asynchronous
-    return in_time and options.microbatches in (None, plan.microbatches)
+def _is_in_time(plan: Plan, options: SolveOptions) -> bool:
+    """Return whether the plan's gradients are no later than allowed."""
+    return options.max_staleness is not None or not plan.schedule.asynchronous
 
 
 def _noting_other_sizes(best: Plan, plans: Sequence[Plan]) -> Plan:

@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.work import Floats
 from planner.plan.shared_weights import trained_parameters
-from planner.plan.sums import INTERCHANGEABLE
 from planner.solver.problem.states import column, uncut_groups
 
 Flags = NDArray[np.bool_]
@@ -53,40 +52,32 @@ class LayerGraph:
 
         # By group, the possible sets of users of each value that it is a user of.
         self._users: list[list[tuple[int, frozenset[int]]]] = [[] for _ in self.groups]
-        for users, interchangeable in self._users_in_order():
-            self._keep_order(users, interchangeable)
+        for users in self._users_in_order():
+            self._keep_order(users)
 
     def _connect(self, producer: int, user: int) -> None:
         self._needs[user] |= 1 << producer
         self._feeds[producer] |= 1 << user
 
-    def _users_in_order(self) -> Iterator[tuple[list[int], int]]:
-        """Yield groups that keep their order, ascending, and how many of the last are
-        interchangeable.
-        """
+    def _users_in_order(self) -> Iterator[list[int]]:
+        """Yield groups that keep their order, ascending: see `planner.plan.sums`."""
         if self.layer_costs.profile.trainable:
             for value in self.layer_costs.traffic:
                 if value.gradient_bytes:
-                    yield self._groups_of(value.users), INTERCHANGEABLE
+                    yield self._groups_of(value.users)
         users: dict[str, set[int]] = {}
         for layer, weights in trained_parameters(self.layer_costs.profile).items():
             for weight in weights:
                 users.setdefault(weight, set()).add(self.layer_costs.position[layer])
         for layers in users.values():
-            yield self._groups_of(layers), 1
+            yield self._groups_of(layers)
 
-    def _keep_order(self, users: Sequence[int], interchangeable: int) -> None:
-        if len(users) <= interchangeable:
+    def _keep_order(self, users: Sequence[int]) -> None:
+        if len(users) < 2:
             return
         first = [sum(1 << user for user in users[:count]) for count in range(len(users) + 1)]
-        possible = frozenset(
-            [
-                *first,
-                *(first[-1 - interchangeable] | 1 << user for user in users[-interchangeable:]),
-            ]
-        )
         for user in users:
-            self._users[user].append((first[-1], possible))
+            self._users[user].append((first[-1], frozenset(first)))
 
     def _groups_of(self, layers: Iterable[int]) -> list[int]:
         return sorted({self._group_of[layer] for layer in layers})

@@ -13,6 +13,7 @@ ranks, and in columns.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from planner.solver.clock import OutOfTimeError
 from planner.solver.improve.branches import improved_paths
 from planner.solver.pool import Batch, Pool
 from planner.solver.problem.cut_space import searched_cuts
@@ -91,7 +92,10 @@ def _faster(search: PipelineSearch, known: _Found) -> _Found:
     """Return what a search finds that takes less time than what is known, and a bound on all of its
     plans.
     """
-    path = search.best() if search.problem.placed else search.faster(known.path.seconds)
+    try:
+        path = search.best() if search.problem.placed else search.faster(known.path.seconds)
+    except OutOfTimeError:  # what is known stays
+        return replace(known, plans=[], bound_s=search.relaxed_s())
     if path is not None:
         return _Found.by(search, path)
     return replace(known, plans=[], bound_s=search.bounded(known.path).bound_s)

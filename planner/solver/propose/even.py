@@ -86,14 +86,14 @@ def _fitting(
         yield [stages]
 
         memory_bytes = search.limits.memory_bytes
-        missing_bytes = _uncounted_bytes(question, copies, stages)
+        missing_bytes = uncounted_bytes(question, copies, stages)
         if memory_bytes is None or missing_bytes <= 0:
             return
         limits = replace(search.limits, memory_bytes=memory_bytes - missing_bytes)
         search = EvenSearch(search.space, search.model, limits, search.users, search.replicas)
 
 
-def _uncounted_bytes(question: Problem, copies: Problem, stages: Sequence[Candidate]) -> int:
+def uncounted_bytes(question: Problem, copies: Problem, stages: Sequence[Candidate]) -> int:
     """Return by how many bytes the search counts too little of the stage that holds most beyond the
     memory.
     """

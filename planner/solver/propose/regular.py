@@ -23,6 +23,7 @@ from planner.cost.work import Floats
 from planner.solver.choose.baselines import equal_blocks, equal_times
 from planner.solver.evaluate.evaluation import priced
 from planner.solver.evaluate.leaner import Leaner
+from planner.solver.pool import Batch, Pool
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation
 from planner.solver.problem.states import column
@@ -58,6 +59,14 @@ def regular_plans(question: Problem) -> Iterator[Evaluation]:
             lean = leaner.lean_enough(stages)
             if lean is not None:
                 heappush(waiting, (lean.seconds, number, lean))
+
+
+def propose_regular(question: Problem, pool: Pool) -> Iterator[Batch]:
+    """Yield regular plans, each as a batch, as long as they may be faster than the pool's best."""
+    for plan in regular_plans(question):
+        if plan.seconds >= pool.best_s * (1 - SLACK) or pool.question.clock.passed:
+            return
+        yield [plan.stages]
 
 
 @dataclass(frozen=True)

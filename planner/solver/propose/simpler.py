@@ -18,10 +18,9 @@ from dataclasses import dataclass, replace
 from planner.cost.network.link import Link
 from planner.cost.weight_copies import counted_with_copies
 from planner.solver.pool import Batch, Pool
-from planner.solver.problem.cut_space import searched_cuts
 from planner.solver.problem.problem import Limits, Problem
 from planner.solver.problem.result import CutPath
-from planner.solver.problem.states import CutSpace
+from planner.solver.problem.states import Chain, CutSpace
 from planner.solver.propose.counts import counts_to_try
 from planner.solver.search.chain.search import Search
 from planner.solver.search.levels.levels import local_search_for
@@ -132,7 +131,8 @@ def _adapting(search: PipelineSearch) -> Adapt:
 def _kinds(search: PipelineSearch) -> Iterator[Kind]:
     """Yield the kinds of plans, each with the most GPUs to propose it for."""
     question = search.problem
-    copies = _counting_copies(question)
+    # Paths over the copies' cuts are priced over the search's: both must be along the order.
+    copies = _counting_copies(question) if isinstance(search.space, Chain) else None
     for limits in _families(question, search.space):
         most = _on_at_most(limits, question.tuning.evaluate.most_workers)
         if copies is not None:
@@ -203,8 +203,8 @@ def _model_bytes_per_s(question: Problem, space: CutSpace) -> float:
 
 
 def _counting_copies(question: Problem) -> CutSpace | None:
-    """Return the cuts at which every copy of a tied weight costs a stage what it does in a
+    """Return cuts along the order at which every copy of a tied weight costs what it does in a
     simulation.
     """
     profile = counted_with_copies(question.layer_costs.profile)
-    return None if profile is None else searched_cuts(question.with_profile(profile)).space
+    return None if profile is None else Chain(question.with_profile(profile).layer_costs)

@@ -63,17 +63,21 @@ class PipelineSearch:
         """Return the best path as `best` does, up to a precision; None where none takes less than
         some seconds.
         """
-        search = self._search(self.problem.limits)
         precision = max(precision, self.problem.precision)
+        self.interrupted = True
         try:
-            if isinstance(search, Search):
-                return search.best(below_s, precision)
-            path = search.best(precision, below_s)  # or a slower one
-            return path if path is not None and path.seconds < below_s * (1 - SLACK) else None
+            search = self._search(self.problem.limits)
+            path = (
+                search.best(below_s, precision)
+                if isinstance(search, Search)
+                else search.best(precision, below_s)  # or a slower one
+            )
         except OutOfTimeError:
             return None
-        finally:
-            self.interrupted = search.interrupted or self.problem.clock.passed
+        self.interrupted = search.interrupted or self.problem.clock.passed
+        if path is None or path.seconds >= below_s * (1 - SLACK):
+            return None
+        return path
 
     def bounded(self, path: CutPath) -> BoundedPath:
         """Return the best path over the cluster's levels, given the best for the nearest flat one;

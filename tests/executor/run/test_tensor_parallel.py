@@ -436,7 +436,7 @@ def test_plans_that_the_executor_cannot_divide_are_refused_before_the_run() -> N
         "share a weight and": {
             "shared": (Shared(stages=(0, 1), weights=("a",), gradient_bytes=4),)
         },
-        "are compiled": {"compiled": True},
+        "of compiled layers": {"compiled": True},
     }
     for message, change in changes.items():
         with pytest.raises(PlanError, match=message):

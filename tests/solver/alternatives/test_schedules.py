@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from planner.api.planning import price, solve
@@ -148,3 +150,13 @@ def test_a_row_in_place_of_the_fastest_is_in_the_table_of_schedules(
     chosen = next(way for way in plan.schedules if way.schedule is plan.schedule)
     assert chosen.config == "4"
     assert any(note.startswith("there is no plan under 1f1b") for note in plan.notes)
+
+
+def test_of_all_schedules_the_answer_has_the_global_batch_that_was_given() -> None:
+    light = profile(*(layer(f"h.{n}", 1, 2, output_bytes=10, weight_bytes=10) for n in range(4)))
+    quick = flat_cluster(4, 1e9)
+    size = light.microbatch_size or 1
+    batches: list[dict[str, Any]] = [{"minibatch": size}, {"microbatches": 1}]
+    for given in batches:
+        plan = solve(light, quick, schedule="auto", max_staleness=0, time_limit_s=None, **given)
+        assert plan.samples_per_update == (size, size)
