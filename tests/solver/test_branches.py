@@ -302,3 +302,16 @@ def test_tied_weights_on_branches_have_a_plan() -> None:
         plan = planner.solve(model, flat_cluster(4, bandwidth), schedule="1f1b")
         held = [name for stage in plan.stages for name in stage.layers]
         assert sorted(held) == sorted(each.name for each in model.layers)
+
+
+def test_layers_that_take_no_time_are_no_matter() -> None:
+    """Their bytes for each second of theirs are more than a number can be."""
+    model = profile(
+        layer("first", 1, 0, output_bytes=1),
+        layer("left", 0, 0, output_bytes=1),
+        layer("right", 0, 0, output_bytes=1, weight_bytes=10**6),
+        layer("last", 0, 0),
+        edges=[("first", "left"), ("first", "right"), ("left", "last"), ("right", "last")],
+    )
+    plan = planner.solve(model, flat_cluster(2, 0.5, 10**9), schedule="1f1b-flush", microbatches=3)
+    assert plan.config == "1"

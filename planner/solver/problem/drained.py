@@ -100,7 +100,9 @@ def _ends_of_any_layers(problem: Problem, totals: GroupTotals) -> _Ends | None:
 
     # The relaxed knapsack: the last of the layers that fit counts in part.
     seconds = _most_seconds(problem, totals)
-    order = np.argsort(state_bytes / np.maximum(seconds, np.finfo(float).tiny), kind="stable")
+    with np.errstate(over="ignore"):  # layers that take no time come last, whatever they hold
+        bytes_per_s = state_bytes / np.maximum(seconds, np.finfo(float).tiny)
+    order = np.argsort(bytes_per_s, kind="stable")
     held_bytes = running_sums(state_bytes[order])
     longest_s = float(np.interp(totals.memory_bytes, held_bytes, running_sums(seconds[order])))
 
