@@ -190,6 +190,9 @@ def _or_data_parallel(
         parallel = find_plan(profile, plan.cluster, single_stage, soon, tuning)
         slower = seconds_per_microbatch(parallel) / seconds_per_microbatch(plan)
         if slower < enough:
+            # The single stage is what was found, not what the user asked for.
+            report = parallel.solver.model_copy(update={"rules": plan.solver.rules})
+            parallel = parallel.model_copy(update={"solver": report})
             return parallel.noting(_why_data_parallel(parallel, plan, slower))
     return plan
 
