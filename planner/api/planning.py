@@ -36,9 +36,10 @@ from planner.reporting.tables.plan import plan_report
 from planner.reporting.tables.profile import profile_report
 from planner.reporting.trace import load_run
 from planner.simulator.simulate_plan import simulate, simulate_recorded
-from planner.solver import solve as solving
 from planner.solver.alternatives.table import with_baselines
 from planner.solver.clock import Clock
+from planner.solver.request import Request, options_of
+from planner.solver.solve import solve as answer
 
 # Shares of the time of a report, for the comparison, and then for the explanation.
 COMPARING = 0.3
@@ -194,7 +195,7 @@ def solve(profile: Profile, cluster: Cluster, options: SolveOptions) -> Plan:
         >>> plan.config, plan.solver.status
         ('2-1-1', 'optimal')
     """
-    return solving.solve(profile, cluster, options)
+    return answer(Request.of(profile, cluster, options))
 
 
 @keywords_of(PriceOptions, arguments=3)
@@ -227,11 +228,10 @@ def price(
     """
     if not isinstance(stages, OwnPlan):
         stages = own_plan(profile, cluster, stages, options)
-    plan = priced(profile, cluster, stages)
-    check_priced(plan, profile, accepted=options.accept_divided_loss)
-    if options.accept_divided_loss and plan.loss is not None:
-        plan = plan.model_copy(update={"loss": plan.loss.model_copy(update={"accepted": True})})
-    return with_baselines(profile, plan, Clock())
+    accepts = options.accept_divided_loss
+    plan = priced(profile, cluster, stages, accepts_loss=accepts)
+    check_priced(plan, profile, accepted=accepts)
+    return with_baselines(plan, Request(profile, plan.cluster, options_of(plan), Clock()))
 
 
 @checked

@@ -111,14 +111,15 @@ def add_parser(verbs: arguments.Verbs) -> None:
 
 def solve(args: argparse.Namespace) -> int:
     from planner.formats.device_kinds import read_profile
-    from planner.solver.solve import solve as solve_within
+    from planner.solver.request import Request
+    from planner.solver.solve import solve as answer
 
     with arguments.clock_of(args) as clock:
         profile = read_profile(args.profile)
         cluster = arguments.cluster_of(args, profile)
         options = arguments.read_options(SolveOptions, args)
         with output.stopped_by_interrupt(clock.stop):
-            plan = solve_within(profile, cluster, options, clock)
+            plan = answer(Request(profile, cluster, options, clock))
     with output.saving(partial(planner.save_plan, plan, args.output), args.output):
         output.print_plan(plan, args)
     for kind, message, hint in complaints(plan, profile):

@@ -14,6 +14,7 @@ from planner.formats.files import (
     AlwaysTrue,
     GrownRecord,
     Record,
+    changed,
     first_problem,
     load_record,
     save_record,
@@ -67,6 +68,21 @@ class Level(GrownRecord):
     scatter_latency_s: Seconds | None = None
     shared: bool = True  # the devices of a member share its link; false: each has one of its own
 
+    def with_size(self, size: int) -> "Level":
+        """Return the level with so many members."""
+        return changed(self, size=size)
+
+    def faster(self, ratio: float) -> "Level":
+        """Return the level with so many times the bandwidth, also of what was measured of
+        all-reduces and the like.
+        """
+        rates = {name: getattr(self, name) for name in type(self).model_fields if _is_rate(name)}
+        return changed(self, **{name: rate and rate * ratio for name, rate in rates.items()})
+
+
+def _is_rate(name: str) -> bool:
+    return name.endswith("bandwidth_bytes_per_s")
+
 
 class DeviceKind(GrownRecord):
     """Consecutive ranks with devices of one kind, in a cluster of several kinds."""
@@ -80,6 +96,10 @@ class DeviceKind(GrownRecord):
     # name of the device that was measured; workers on these ranks must have it
     device: str | None = None
     pays_transfers: AlwaysTrue = True  # always true; files of version 0.1 have it
+
+    def with_count(self, count: int) -> "DeviceKind":
+        """Return the kind with so many devices."""
+        return changed(self, count=count)
 
     @property
     def title(self) -> str:
@@ -165,15 +185,38 @@ class Cluster(Shown, GrownRecord):
     def has_memory_limit(self) -> bool:
         return any(self.memory_of(kind) is not None for kind in self.kinds or (None,))
 
+    def replace(
+        self,
+        *,
+        levels: tuple[Level, ...] | None = None,
+        kinds: tuple[DeviceKind, ...] | None = None,
+        compress: CodecName | None = None,
+        sequence_parallel: bool | None = None,
+    ) -> "Cluster":
+        """Return the cluster with what is given in place of its own."""
+        return changed(
+            self,
+            levels=levels,
+            kinds=kinds,
+            compress=compress,
+            sequence_parallel=sequence_parallel,
+        )
+
+    def with_limit(self, memory_bytes: int | None) -> "Cluster":
+        """Return the cluster with so much memory per device; None for no limit."""
+        return self.model_copy(update={"memory_bytes": memory_bytes})
+
     def with_memory(self, change: Callable[[int], int | None]) -> "Cluster":
-        def changed(memory_bytes: int | None) -> int | None:
+        """Return the cluster with another memory for each that is limited, also of kinds."""
+
+        def limit(memory_bytes: int | None) -> int | None:
             return None if memory_bytes is None else change(memory_bytes)
 
         kinds = tuple(
-            kind.model_copy(update={"memory_bytes": changed(self.memory_of(kind))})
+            kind.model_copy(update={"memory_bytes": limit(self.memory_of(kind))})
             for kind in self.kinds
         )
-        return self.model_copy(update={"memory_bytes": changed(self.memory_bytes), "kinds": kinds})
+        return self.model_copy(update={"memory_bytes": limit(self.memory_bytes), "kinds": kinds})
 
     @model_validator(mode="after")
     def _check_counts(self) -> "Cluster":

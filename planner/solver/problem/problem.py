@@ -291,13 +291,3 @@ class Problem:
         reserve = overheads.reserve(communicators)
         less = self.with_cluster(self.cluster.with_memory(reserve.room))
         return replace(less, layer_costs=self.layer_costs.of_tensors, reserve=reserve)
-
-    def leaner(self) -> list[Problem]:
-        """Return the problem under schedules that need less memory, as far as their gradients are
-        not too late.
-        """
-        most, microbatches = self.rules.max_staleness, max(self.microbatches, self.cluster.gpus)
-        allowed = (
-            each for each in self.schedule.leaner if most is None or each.staleness(1) <= most
-        )
-        return [self.with_schedule(schedule, microbatches) for schedule in allowed]
