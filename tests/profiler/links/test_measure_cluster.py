@@ -89,10 +89,13 @@ def _free_port() -> int:
 
 
 def _finish(workers: list[subprocess.Popen[str]]) -> None:
+    """Wait for all, of which the first one says beforehand how long the measurement takes."""
     try:
-        for worker in workers:
+        for rank, worker in enumerate(workers):
             output, _ = worker.communicate(timeout=TIMEOUT_S)
             assert worker.returncode == 0, output
+            announced = f"measuring the links between {len(workers)} workers takes about "
+            assert (announced in output) == (rank == 0)
     finally:
         for worker in workers:
             worker.kill()
