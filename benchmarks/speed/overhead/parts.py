@@ -52,10 +52,16 @@ PARTS: dict[str, Sequence[Place]] = {
 
 
 class Stopwatch:
-    """Adds up the own time of each part, without the time that the watch itself takes."""
+    """Adds up the own time of each part, without the time that the watch itself takes.
 
-    def __init__(self) -> None:
-        self._seconds: defaultdict[str, float] = defaultdict(float)
+    Args:
+        call_s: what a call of a timed function that does nothing adds to its part, and to its
+            caller's; None to measure it.
+    """
+
+    def __init__(self, call_s: tuple[float, float] | None = None) -> None:
+        self._call_s = call_s
+        self.seconds: defaultdict[str, float] = defaultdict(float)
         self._calls: Counter[str] = Counter()
         self._calls_within: Counter[str] = Counter()
         # part of each open call, and the time of calls within
@@ -85,12 +91,12 @@ class Stopwatch:
 
     def microseconds(self, units: int) -> dict[str, float]:
         """Return each part's own time per unit."""
-        inside, around = self._own_s()
+        inside, around = self._call_s or _measure_call_s()
         return {
             part: (seconds - self._calls[part] * inside - self._calls_within[part] * around)
             / units
             * 1e6
-            for part, seconds in self._seconds.items()
+            for part, seconds in self.seconds.items()
         }
 
     @contextmanager
@@ -103,22 +109,22 @@ class Stopwatch:
 
     def _leave(self, part: str, elapsed: float) -> None:
         _, within = self._open.pop()
-        self._seconds[part] += elapsed - within
+        self.seconds[part] += elapsed - within
         self._calls[part] += 1
         caller, others = self._open[-1]
         self._open[-1] = caller, others + elapsed
         self._calls_within[caller] += 1
 
-    @staticmethod
-    def _own_s() -> tuple[float, float]:
-        """Return what a call of a timed function that does nothing adds to its part, and to its
-        caller's.
-        """
-        watch = Stopwatch()
-        inner = watch.timed("inner", int)
-        outer = watch.timed("outer", lambda: [inner() for _ in range(_CALLS)])
-        outer()
-        return watch._seconds["inner"] / _CALLS, watch._seconds["outer"] / _CALLS
+
+def _measure_call_s() -> tuple[float, float]:
+    """Return what a call of a timed function that does nothing adds to its part, and to its
+    caller's.
+    """
+    watch = Stopwatch()
+    inner = watch.timed("inner", int)
+    outer = watch.timed("outer", lambda: [inner() for _ in range(_CALLS)])
+    outer()
+    return watch.seconds["inner"] / _CALLS, watch.seconds["outer"] / _CALLS
 
 
 @contextmanager

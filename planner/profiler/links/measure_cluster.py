@@ -102,8 +102,19 @@ def measure_cluster(
     return Cluster(levels=levels, backend=place.backend, overlap=overlap, codec_times=times)
 
 
-def measure_host(workers: int, device: DeviceType, backend: Backend | None = None) -> Cluster:
-    """Return the cluster that so many workers of this host are, at least two."""
+def measure_host(
+    workers: int,
+    device: DeviceType,
+    backend: Backend | None = None,
+    *,
+    limit_s: float = _LIMIT_S,
+) -> Cluster:
+    """Return the cluster that so many workers of this host are, at least two.
+
+    Raises:
+        InputError: where `backend` does not send from such devices.
+        WorkerError: where the links cannot be measured, or not within `limit_s`.
+    """
     with held_folder("links") as held:
         folder = str(held)
         command = [sys.executable, "-m", start_here.__name__, folder, str(workers), __name__]
@@ -115,11 +126,11 @@ def measure_host(workers: int, device: DeviceType, backend: Backend | None = Non
             command, env=environment, stdout=pipe, stderr=pipe, text=True
         ) as launcher:
             try:
-                _, complaints = launcher.communicate(timeout=_LIMIT_S)
+                _, complaints = launcher.communicate(timeout=limit_s)
             except subprocess.TimeoutExpired:
                 # Not killed: the launcher then ends its workers, which have sessions of their own.
                 launcher.terminate()
-                raise WorkerError(f"the links were not measured within {_LIMIT_S:g} s") from None
+                raise WorkerError(f"the links were not measured within {limit_s:g} s") from None
         reasons = sorted(Path(folder).glob("error-*"))
         if reasons:
             told = json.loads(reasons[0].read_text(encoding="utf-8"))
