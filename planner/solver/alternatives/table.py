@@ -22,11 +22,11 @@ from planner.solver.assemble import complete
 from planner.solver.clock import Clock
 from planner.solver.evaluate.evaluation import evaluate
 from planner.solver.evaluate.pipelines import too_large
+from planner.solver.problem.bounds import relaxed_s
 from planner.solver.problem.budget import Budget
 from planner.solver.problem.problem import Problem
 from planner.solver.question import options_of, with_one_optimizer
 from planner.solver.report import accepting_divided_loss, report_of_way
-from planner.solver.search.chain.ways import least_anywhere_s
 from planner.solver.tuning.record import STANDARD, Tuning
 
 
@@ -259,7 +259,7 @@ def _fastest_complete(
 
 def report_without_search(way: Way) -> SolverReport:
     """Return what is known of a plan that no search found: its distance from perfect balance."""
-    bound_s = min(least_anywhere_s(way.problem), way.plan.seconds)
+    bound_s = min(relaxed_s(way.problem), way.plan.seconds)
     unknown = SolverReport(
         name="usual ways",
         status="feasible",
