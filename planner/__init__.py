@@ -19,6 +19,7 @@ each:
     simulate, summarize  what workers and links do over time
     show, report         a file as tables; all about a plan as one HTML file
     train, pipeline      train as a plan says, in worker processes or in your own loop
+    PipelineTrainer      the Trainer of transformers, whose model is a pipeline
     export, load_weights a plan for others; trained weights for the unsplit model
     quickstart, selftest try all of it on this machine, and check that it works here
 
@@ -78,6 +79,7 @@ if TYPE_CHECKING:
     from planner.formats.timeline import Timeline as Timeline
     from planner.formats.timeline import load_timeline as load_timeline
     from planner.formats.timeline import save_timeline as save_timeline
+    from planner.integrations.trainer import PipelineTrainer as PipelineTrainer
     from planner.model.spec import TrainingSpec as TrainingSpec
     from planner.model.spec import in_memory as in_memory
     from planner.model.spec import load_model_file as load_model_file
