@@ -88,6 +88,7 @@ if TYPE_CHECKING:
     from planner.options.training import CheckpointOptions as CheckpointOptions
     from planner.options.training import RunOptions as RunOptions
     from planner.options.training import TrainingOptions as TrainingOptions
+    from planner.schedule.registry import register_schedule as register_schedule
     from planner.schedule.schedule import Schedule as Schedule
     from planner.selfcheck.run import SelftestReport as SelftestReport
     from planner.selfcheck.run import selftest as selftest
