@@ -47,6 +47,7 @@ from planner.profiler.estimated.execution import compiler
 from planner.profiler.estimated.trace import collecting
 from planner.profiler.measured.profiling import ProfilingOptions, profile_model
 from planner.reporting.trace import save_trace
+from planner.schedule.registry import SCHEDULES, file_of
 from planner.solver.clock import Clock
 from planner.solver.fit import FitRequest
 from planner.solver.fit import fit as answer_fit
@@ -319,6 +320,22 @@ def plan_left(plan: Plan) -> tuple[Plan, str]:
     return own, f"for {own.cluster.gpus} of {plan.cluster.gpus} GPUs ({speed})"
 
 
+def schedule_files(plan: Plan) -> tuple[str, ...]:
+    """Return the files that workers import for the plan's schedule; raise InputError where it has
+    none.
+    """
+    if plan.schedule in SCHEDULES:
+        return ()
+    file = file_of(plan.schedule)
+    if file is None:
+        raise InputError(
+            f"the schedule {plan.schedule} was typed into this session, and workers are processes "
+            f"of their own",
+            hint="write it into a file, and import that",
+        )
+    return (str(file),)
+
+
 def make_job(model: str | Path, plan: Plan, arguments: TrainArguments) -> Job:
     """Return the job of `train`; raise InputError for arguments or a plan that it cannot run."""
     options, baseline = arguments.options or TrainingOptions(), arguments.baseline
@@ -348,6 +365,7 @@ def make_job(model: str | Path, plan: Plan, arguments: TrainArguments) -> Job:
         "run_options": run_options,
     }
     made |= {"save_weights": None if path is None else str(path)}
+    made |= {"schedule_files": schedule_files(plan)}
     made |= {"seed": seed_of_run(checkpoints, plan, arguments.seed, baseline)}
     job = Job(**vars(arguments) | made, model=str(model), plan=plan)
     if os.environ.get("RANK", "0") == "0":  # on other hosts nothing is written

@@ -109,7 +109,11 @@ def _run_links(args: argparse.Namespace) -> NoReturn:
             f"--links chooses a GPU for each worker, not '--device {args.device}'",
             hint="give its kind",
         )
-    cluster = measure_cluster(device=args.device, backend=args.backend)
+
+    def announce(workers: int, seconds: float) -> None:
+        print_progress(f"measuring the links between {workers} workers takes about {seconds:.0f} s")
+
+    cluster = measure_cluster(device=args.device, backend=args.backend, announce=announce)
     if cluster is not None:  # rank 0
         output = args.output or Path("cluster.json")
         with saving(partial(save_cluster, cluster, output), output):

@@ -16,13 +16,13 @@ from planner.solver.answer import answer
 from planner.solver.assemble import complete
 from planner.solver.evaluate.evaluation import evaluate
 from planner.solver.evaluate.pipelines import too_large
+from planner.solver.problem.bounds import relaxed_s
 from planner.solver.problem.budget import Budget
 from planner.solver.problem.infeasible import UnexplainedError
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Answer
 from planner.solver.report import report_of
 from planner.solver.request import Request, searched_problem
-from planner.solver.search.chain.ways import least_anywhere_s
 
 
 def find_plan(request: Request) -> Plan:
@@ -37,7 +37,7 @@ def find_plan(request: Request) -> Plan:
     problem = searched_problem(request, request.budget())
 
     degrees = problem.rules.tensor
-    bound_s = min(least_anywhere_s(problem.on_groups_of(degree)) for degree in degrees)
+    bound_s = min(relaxed_s(problem.on_groups_of(degree)) for degree in degrees)
     request.clock.progress.begin(request.clock.at_s, bound_s)
     best = _settled(problem, answer(problem))
 

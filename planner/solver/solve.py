@@ -12,6 +12,7 @@ numbers. Where nothing fits under the schedule, the same is done under another o
 
 from planner.errors import InfeasibleError, InputError, PlannerError, StoppedError
 from planner.formats.plan import Plan
+from planner.options.solving import SolveOptions
 from planner.schedule.one_stage import FLUSH
 from planner.schedule.registry import AUTO
 from planner.solver.alternatives.fewer_hosts import with_fewer_hosts
@@ -66,6 +67,7 @@ def solve_unexplained(request: Request) -> Plan:
     """Find the same under the schedule of the request alone, and raise `UnexplainedError` if no
     plan fits the memory: an explanation takes searches.
     """
+    _check_formula(request.options)
     request, note = holding_minibatch(request)
     options = request.options
     tuning = request.tuning.answer
@@ -83,6 +85,17 @@ def solve_unexplained(request: Request) -> Plan:
     if options.survive:
         plan = with_fewer_hosts(plan, request.within(tuning.search_share))
     return plan
+
+
+def _check_formula(options: SolveOptions) -> None:
+    """Raise InputError for a user's schedule without a cost formula, which bounds all searches."""
+    if options.schedule == AUTO or options.order.formula is not None:
+        return
+    raise InputError(
+        f"the schedule {options.schedule} has no cost `formula`, by which plans are sought",
+        hint="choose the stages yourself: `plan price` simulates them under it; or give its class "
+        "a `formula`",
+    )
 
 
 def _searched(request: Request) -> Plan:

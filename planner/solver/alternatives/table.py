@@ -17,10 +17,10 @@ from planner.solver.alternatives.usual_ways import Way, usual_ways
 from planner.solver.assemble import complete
 from planner.solver.evaluate.evaluation import evaluate
 from planner.solver.evaluate.pipelines import too_large
+from planner.solver.problem.bounds import relaxed_s
 from planner.solver.problem.budget import Budget
 from planner.solver.problem.problem import Problem
 from planner.solver.request import Request, options_of
-from planner.solver.search.chain.ways import least_anywhere_s
 
 
 @dataclass(frozen=True)
@@ -229,7 +229,7 @@ def _report_without_search(way: Way) -> SolverReport:
     return SolverReport(
         name="usual ways",
         status="feasible",
-        lower_bound_s=least_anywhere_s(way.problem),
+        lower_bound_s=relaxed_s(way.problem),
         gap=1.0,
         seconds=0.0,
         exhausted=False,

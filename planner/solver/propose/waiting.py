@@ -42,7 +42,7 @@ def _for_slower_links(search: PipelineSearch, pool: Pool, known: Batch) -> Itera
         model = problem.synchronous(problem.link.slowed(factor))
         other = SynchronousSearch(search.space, model, problem.limits)
         try:
-            other.best(max(problem.precision, RESOLUTION))
+            other.best(precision=max(problem.precision, RESOLUTION))
         except OutOfTimeError:
             return
         yield [*known, *(search.priced(path).stages for path in other.found)]
