@@ -181,6 +181,7 @@ class LevelMeasurement:
             sum_latency_s=max(latency_s, sums.latency_s),
             sum_wait_share=sums.wait_share,
             sum_wait_s=sums.wait_s,
+            rate_source="measured",
         )
         # Elsewhere it runs beside computations.
         if self._device.type == "cpu" and over_gloo(ring):
