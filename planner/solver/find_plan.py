@@ -71,14 +71,6 @@ def search_plan(profile: Profile, cluster: Cluster, options: SolveOptions) -> Pl
         raise error.explanation() from None
 
 
-def last_budget(clock: Clock, tuning: Tuning) -> Budget:
-    """Return the budget for simulating an answer, which has some time even where the limit has
-    passed.
-    """
-    seconds = tuning.answer.last_simulation_s
-    return Budget.unlimited(clock.at_least(seconds).at_most(seconds), tuning.budget)
-
-
 def _settled(problem: Problem, found: Answer, clock: Clock) -> Answer:
     """Return the answer of a schedule that drains with its simulated time, and divided as little as
     is as fast.
@@ -87,7 +79,11 @@ def _settled(problem: Problem, found: Answer, clock: Clock) -> Answer:
     """
     if problem.schedule.formula != "synchronous" or problem.cluster.kinds:
         return found
-    last = replace(problem, budget=last_budget(clock, problem.tuning))
+    tuning = problem.tuning
+    last = replace(
+        problem,
+        budget=Budget.last(clock, tuning.answer.last_simulation_s, tuning.budget),
+    )
     if not (found.best.simulated or too_large(problem, found.best.stages)):
         found = found.with_best(evaluate(last, found.best.stages))
     return plainest(last, found)

@@ -105,7 +105,7 @@ def no_slower_than_usual(
         return _without_table(plan, error)
 
     rules = Rules(options, _allowed_schedules(plan.schedule, options), plan.samples_per_update)
-    last = _last_budget(clock, tuning)
+    last = Budget.last(clock, tuning.answer.alternatives_s, tuning.budget)
     ways = [
         _simulated(way, last) if rules.allow(way) and _seems_faster(way, plan) else way
         for way in ways
@@ -184,11 +184,6 @@ def _simulated_ways(
     """Return the usual ways, simulated as far as the time for alternatives goes."""
     budget = Budget(clock.at_most(tuning.answer.alternatives_s), tuning=tuning.budget)
     return list(usual_ways(options, costs, cluster, budget, tuning))
-
-
-def _last_budget(clock: Clock, tuning: Tuning) -> Budget:
-    seconds = tuning.answer.alternatives_s
-    return Budget.unlimited(clock.at_least(seconds).at_most(seconds), tuning.budget)
 
 
 def _simulated(way: Way, budget: Budget) -> Way:
