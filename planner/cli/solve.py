@@ -110,15 +110,15 @@ def add_parser(verbs: arguments.Verbs) -> None:
 
 
 def solve(args: argparse.Namespace) -> int:
+    from planner.api.planning import answer
     from planner.formats.device_kinds import read_profile
-    from planner.solver.solve import solve as solve_within
 
     with arguments.clock_of(args) as clock:
         profile = read_profile(args.profile)
         cluster = arguments.cluster_of(args, profile)
         options = arguments.read_options(SolveOptions, args)
         with output.stopped_by_interrupt(clock.stop):
-            plan = solve_within(profile, cluster, options, clock)
+            plan = answer(profile, cluster, options, clock)
     with output.saving(partial(planner.save_plan, plan, args.output), args.output):
         output.print_plan(plan, args)
     for kind, message, hint in complaints(plan, profile):
@@ -142,6 +142,7 @@ def complaints(plan: planner.Plan, profile: planner.Profile) -> Iterator[tuple[s
     from planner.formats.device_kinds import planned_bytes
     from planner.formats.names import PLANNED
     from planner.plan.shared_weights import obstacle, shared_weights, trained_parameters
+    from planner.reporting.tables.links import links_warning
     from planner.reporting.tables.plan import staleness_warning
     from planner.reporting.tables.profile import shared_host_notes, uncut_notes
     from planner.units import format_bytes, format_memory
@@ -159,6 +160,8 @@ def complaints(plan: planner.Plan, profile: planner.Profile) -> Iterator[tuple[s
             "`memory` gives another limit",
         )
     if warning := staleness_warning(plan):
+        yield "warning", *warning
+    if warning := links_warning(plan):
         yield "warning", *warning
     shared = list(
         shared_weights([stage.layers for stage in plan.stages], trained_parameters(profile))
@@ -179,6 +182,7 @@ def complaints(plan: planner.Plan, profile: planner.Profile) -> Iterator[tuple[s
 
 def fit(args: argparse.Namespace) -> int:
     from planner.api.servers import number_of_gpus
+    from planner.reporting.tables.links import links_warning
 
     gpus = number_of_gpus(args.gpus, args.servers, args.gpus_per_server)
     if gpus is None:
@@ -192,6 +196,8 @@ def fit(args: argparse.Namespace) -> int:
             args.model, gpus, **arguments.given_options(FitOptions, args), progress=progress
         )
     output.print_answer(answer, args.json)
+    if answer.asked.plan is not None and (warning := links_warning(answer.asked.plan)):
+        output.print_complaint("warning", *warning)
     code = output.print_late(answer.late_failures)
     if answer.asked.plan is None:
         return PlannerError.exit_code if answer.asked.unknown else InfeasibleError.exit_code
