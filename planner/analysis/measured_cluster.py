@@ -177,11 +177,11 @@ def _rates(cluster: Cluster, planned: Timeline, run: Timeline) -> tuple[LevelRat
     expected_s = dict(_transfers(planned, waited=False))
     ratios: defaultdict[int, list[float]] = defaultdict(list)
     for message, measured_s in _transfers(run, waited=True):
-        level = int(topology.level(message.sender, message.receiver))
+        number = int(topology.level(message.sender, message.receiver))
         planned_s = expected_s.get(message, 0.0)
         # A message of hardly more than its latency tells nothing of the rate.
-        if planned_s > 2 * topology.link(level).latency_s:
-            ratios[level].append(planned_s / measured_s)
+        if planned_s > 2 * topology.link(number).latency_s:
+            ratios[number].append(planned_s / measured_s)
 
     rates = []
     for number, level in enumerate(cluster.joined):
