@@ -16,6 +16,7 @@ each:
     solve                the fastest plan
     price                a plan of stages that you chose yourself
     compare, explain     baselines, what limits a plan
+    measured_cluster     the cluster as a run found it, to solve again
     simulate, summarize  what workers and links do over time
     show, report         a file as tables; all about a plan as one HTML file
     train, pipeline      train as a plan says, in worker processes or in your own loop
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from planner.analysis.compare import compare as compare
     from planner.analysis.explain import Explanation as Explanation
     from planner.analysis.explain import explain as explain
+    from planner.api.measured import measured_cluster as measured_cluster
     from planner.api.planning import cluster as cluster
     from planner.api.planning import price as price
     from planner.api.planning import report as report

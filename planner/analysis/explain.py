@@ -177,7 +177,7 @@ def _what_if(given: GivenPlan) -> tuple[Alternative, ...]:
 def _clusters_beside(plan: Plan, tuning: WhatIfTuning) -> Iterator[tuple[str, Cluster]]:
     cluster = plan.cluster
     bandwidth = tuning.bandwidth_ratio
-    wider = tuple(level.faster(bandwidth) for level in cluster.levels)
+    wider = tuple(level.times_as_fast(bandwidth) for level in cluster.levels)
     yield f"{bandwidth - 1:.0%} more bandwidth", cluster.replace(levels=wider)
 
     yield from _one_more(cluster)

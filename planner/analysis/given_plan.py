@@ -37,7 +37,12 @@ from planner.stages.tensor import degrees_of
 from planner.units import counted, format_bytes, format_memory
 
 
-def priced_plan(request: Request, stages: Sequence[Candidate], *, accepts_loss: bool) -> Plan:
+def priced_plan(
+    request: Request,
+    stages: Sequence[Candidate],
+    *,
+    accepts_loss: bool = False,
+) -> Plan:
     """Return the plan of these stages, priced and simulated, whether or not they fit the memory.
 
     Raise InputError if the cluster has fewer GPUs than stages need.

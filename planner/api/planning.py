@@ -9,6 +9,7 @@ from typing import Any
 from planner.analysis.compare import compare
 from planner.analysis.explain import explain
 from planner.analysis.given_plan import price as priced
+from planner.analysis.slow_links import leaving_time, with_slow_links
 from planner.api.own_stages import Stages, own_plan
 from planner.api.servers import check_rates, number_of_gpus, number_of_servers
 from planner.arguments import checked
@@ -39,7 +40,7 @@ from planner.simulator.simulate_plan import simulate, simulate_recorded
 from planner.solver.alternatives.table import with_baselines
 from planner.solver.clock import Clock
 from planner.solver.request import Request, options_of
-from planner.solver.solve import solve as answer
+from planner.solver.solve import solve as best_plan
 
 # Shares of the time of a report, for the comparison, and then for the explanation.
 COMPARING = 0.3
@@ -196,6 +197,12 @@ def solve(profile: Profile, cluster: Cluster, options: SolveOptions) -> Plan:
         ('2-1-1', 'optimal')
     """
     return answer(Request.of(profile, cluster, options))
+
+
+def answer(request: Request) -> Plan:
+    """Solve before the request's clock ends, and say what slower links would change."""
+    plan = best_plan(leaving_time(request))
+    return with_slow_links(plan, request)
 
 
 @keywords_of(PriceOptions, arguments=3)

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from planner.analysis.slow_links import leaving_time, with_slow_links
 from planner.api.servers import Servers
 from planner.catalog.models import find_model
 from planner.errors import InputError, PlanError
@@ -51,6 +52,7 @@ from planner.schedule.registry import SCHEDULES, file_of
 from planner.solver.clock import Clock
 from planner.solver.fit import FitRequest
 from planner.solver.fit import fit as answer_fit
+from planner.solver.request import Request
 from planner.solver.sizes.microbatches import Profiles
 from planner.solver.sizes.minibatch import HALVES, minibatch_for
 from planner.workers.job import LAUNCHER_VARIABLE, Job, TrainResult
@@ -141,8 +143,17 @@ def fit(model: str | Path, gpus: int, options: FitOptions) -> Fit:
     for name in ("profile.json", "plan.json"):
         check_writable(file.folder / name)
 
-    answer, profile = answer_fit(_fit_request(file, dtype, servers, options, clock))
+    request = _fit_request(file, dtype, servers, options, clock)
+    sooner = leaving_time(request.about(request.profiles.smallest, servers.gpus, clock))
+    answer, profile = answer_fit(request.with_clock(sooner.clock))
+    answer = _with_slow_links(answer, request.about(profile, servers.gpus, clock))
     return _saved(answer, profile, file)
+
+
+def _with_slow_links(answer: Fit, request: Request) -> Fit:
+    if answer.asked.plan is None:
+        return answer
+    return answer.with_plan(with_slow_links(answer.asked.plan, request))
 
 
 def _fit_request(

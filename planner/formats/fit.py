@@ -42,6 +42,10 @@ class Fit(Shown, Record):
     model_file: str = ""  # as seen from there
     late_failures: tuple[LateFailure, ...] = ()  # which of these files could not be written
 
+    def with_plan(self, plan: Plan) -> "Fit":
+        """Return the answer with more said of the plan that was asked about."""
+        return changed(self, asked=FitRow(gpus=self.asked.gpus, plan=plan))
+
     def saved(self, folder: str, model_file: str, failures: tuple[LateFailure, ...]) -> "Fit":
         """Return the answer with where its files are, and which could not be written."""
         return changed(self, folder=folder, model_file=model_file, late_failures=failures)

@@ -19,6 +19,7 @@ from planner.formats.plan_parts import (
     Prediction,
     ScheduleField,
     Shared,
+    SlowLinks,
     SolverReport,
     Stage,
     Transfer,
@@ -60,6 +61,7 @@ class Plan(Shown, GrownRecord):
         "capture_checked",
         "synchronous_usual",
         "instead_of",
+        "slow_links",
     }
 
     schema_version: Literal[1] = 1
@@ -104,6 +106,8 @@ class Plan(Shown, GrownRecord):
     # Beside the same: the best one with a larger global batch, of the usual number of microbatches.
     synchronous_usual: OtherWay | None = None
     schedules: tuple[OtherWay, ...] = ()  # the best plan under each, if this is the fastest of them
+    # what slower links change, where a bandwidth is a data sheet's; None where that was not asked
+    slow_links: SlowLinks | None = None
     notes: tuple[str, ...] = ()  # sentences on what is missing beside the plan, and why
     solver: SolverReport
     cluster: Cluster
@@ -123,6 +127,7 @@ class Plan(Shown, GrownRecord):
         smaller: "tuple[Plan, ...] | None" = None,
         notes: tuple[str, ...] | None = None,
         instead_of: Schedule | None = None,
+        slow_links: SlowLinks | None = None,
         solver: SolverReport | None = None,
         cluster: Cluster | None = None,
     ) -> "Plan":
@@ -136,6 +141,7 @@ class Plan(Shown, GrownRecord):
             smaller=smaller,
             notes=notes,
             instead_of=instead_of,
+            slow_links=slow_links,
             solver=solver,
             cluster=cluster,
         )

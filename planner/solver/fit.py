@@ -8,7 +8,7 @@ counts, and then for other numbers of GPUs.
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from planner.errors import InfeasibleError, InputError, PlannerError
 from planner.formats.cluster import Cluster
@@ -46,6 +46,10 @@ class FitRequest:
     def about(self, profile: Profile, gpus: int, clock: Clock) -> Request:
         """Return the request for a plan of so many GPUs."""
         return Request(profile, self.cluster_of(gpus), self.options, clock, self.tuning)
+
+    def with_clock(self, clock: Clock) -> "FitRequest":
+        """Ask for all answers at another time."""
+        return replace(self, clock=clock)
 
     def least_sample_s(self, profile: Profile) -> float:
         """Return seconds of a sample that no plan for the profile is below, divided layers or
