@@ -2,9 +2,10 @@
 cost model.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
+from typing import Literal
 
 from planner.analysis.given_plan import GivenPlan
 from planner.arguments import checked
@@ -30,7 +31,10 @@ from planner.solver.problem.result import Evaluation
 CHOSEN = "chosen plan"
 SAME_CUT = "gpipe, same cut"
 # Ways to make batches of samples whose lengths vary, for the same stages.
-ORDERS = {"random": "in random order", "buckets": "in buckets"}
+ORDERS: Mapping[Literal["random", "buckets"], str] = {
+    "random": "in random order",
+    "buckets": "in buckets",
+}
 PADDED = "padded to the longest"
 PACKED = "packed"
 # rows with stages that the planner chose
