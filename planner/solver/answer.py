@@ -40,18 +40,19 @@ def answer(problem: Problem) -> Answer:
         return _over_cuts(problem)
 
     trials = _DegreeTrials(problem)
-    # The more promising degrees come first, because others may not be worth a search then.
     least_s = {degree: _relaxed_s(problem.on_groups_of(degree)) for degree in degrees}
     order = list(degrees)
-    if not problem.schedule.asynchronous:
+    drains = not problem.schedule.asynchronous
+    if drains:
+        # The more promising degrees come first, because others may not be worth a search then.
         order.sort(key=least_s.__getitem__)
 
     for number, degree in enumerate(order):
-        left = len(order) - number
         if trials.best_s < least_s[degree] or (trials.answers and problem.clock.passed):
             trials.missed.append(degree)
-        else:
-            trials.search(degree, 1 / (left if problem.schedule.asynchronous else min(left, 2)))
+            continue
+        left = len(order) - number
+        trials.search(degree, 1 / (min(left, 2) if drains else left))
     return trials.answer()
 
 

@@ -9,8 +9,9 @@ from dataclasses import replace
 from planner.cost.candidate import Candidate
 from planner.cost.weight_copies import copies_fit
 from planner.plan.shape import trainable_pairs
-from planner.solver.evaluate.evaluation import in_every_order, priced, simulated
+from planner.solver.evaluate.evaluation import priced, simulated
 from planner.solver.evaluate.leaner import Leaner
+from planner.solver.evaluate.orders import in_every_order
 from planner.solver.evaluate.pipelines import shared_between, too_large
 from planner.solver.problem.cut_space import SearchedCuts
 from planner.solver.problem.problem import Problem

@@ -13,7 +13,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from planner.solver.evaluate.evaluation import in_every_order, simulated
+from planner.solver.evaluate.evaluation import simulated
+from planner.solver.evaluate.orders import in_every_order
 from planner.solver.improve.allotment import allotted
 from planner.solver.improve.branches import space_around
 from planner.solver.pool import Pool
