@@ -94,7 +94,7 @@ class Ways:
         fit = footprint.most_in_flight(
             limits.memory_bytes, schedule.stashes, schedule.weight_versions
         )
-        return np.minimum(most, fit)
+        return np.asarray(np.minimum(most, fit), dtype=np.int64)
 
     def options(self, row: int, replicas: int) -> StageOptions:
         """Return a row as the options of a stage."""

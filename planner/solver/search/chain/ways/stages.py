@@ -107,8 +107,8 @@ class StageTables:
             return others
         ways = self.ways.all(state, others)
         lean = replace(ways, footprint=ways.footprint.least())
-        fits = lean.fit(self._replicas[[0, -1]], 1, self.schedule, self.microbatches)
-        fits = np.broadcast_to(fits, (2, len(ways))).any(axis=0)
+        fit = lean.fit(self._replicas[[0, -1]], 1, self.schedule, self.microbatches)
+        fits = np.broadcast_to(fit, (2, len(ways))).any(axis=0)
         fitting = np.isin(np.arange(len(others)), ways.stage[fits])
         fitting[0] = True
         return others[fitting]
