@@ -71,7 +71,6 @@ def climb(pool: Pool, searched: Problem) -> None:
         if not mixed:  # whose starts share one allowance
             local_search.allow(trials.most_priced)
             trials.allow()
-    trials.finish()
 
 
 def _ways(searched: Problem, space: CutSpace) -> list[OptionsOf]:
@@ -143,10 +142,6 @@ class _Trials:
         """Let the next start spend as much as the first one."""
         self._budget.left = min(self._pool.question.budget.left, self._instructions)
 
-    def finish(self) -> None:
-        """Count what was simulated."""
-        self._pool.question.budget.count += self._budget.count
-
     def least_s(self, path: CutPath) -> float:
         """Return seconds that no plan of the path is below; infinity where none is allowed."""
         orders = in_every_order(self._question, self._plans(path))
@@ -217,7 +212,6 @@ def deepen(pool: Pool, searched: Problem) -> None:
             evaluation = simulated(unlimited, plan, pool.best_s)
             if evaluation.simulated and pool.trains(evaluation):
                 pool.keep(evaluation)
-    question.budget.count += unlimited.budget.count
 
 
 def _space_around(question: Problem, plan: Evaluation) -> CutSpace:

@@ -18,6 +18,7 @@ from planner.schedule.schedule import Schedule
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.states import CutSpace
 from planner.solver.search.chain.ways.space import Ways, WaysOf
+from planner.stages.replicas import most_replicas
 
 # Stages' parts of the sum over the stages, and of the maximum over them, on replicas (a column) in
 # given ways (a row).
@@ -56,14 +57,12 @@ def stages_on(
     link: Link | None = None,
 ) -> list[Stages]:
     """Return the stages on up to so many GPUs of a kind, which are priced with a link."""
-    if problem.schedule.divides:
-        most = min(most, problem.microbatches)
     tables = StageTables(
         WaysOf(space, replace(problem.limits, memory_bytes=memory_bytes)),
         problem.schedule,
         problem.microbatches,
         partial(problem.parts_s, link=link),
-        most,
+        most_replicas(problem.schedule, problem.microbatches, most),
         problem.cluster.gpus,
     )
     return tables.all()
