@@ -20,7 +20,7 @@ from planner.solver.pool import Pool
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import CutPath, Evaluation, stages_along
 from planner.solver.problem.states import Chain, CutSpace
-from planner.solver.search.chain.ways import BestWays
+from planner.solver.search.chain.variants import QuickestVariants
 from planner.solver.search.levels.local_search import LocalSearch, OptionsOf
 from planner.units import SLACK
 
@@ -80,7 +80,7 @@ def _ways(searched: Problem, space: CutSpace) -> list[OptionsOf]:
     limited = searched.cluster.memory_bytes is not None and not searched.cluster.kinds
     published, *deeper = searched.tuning.improve.depth_ratios
     depths = [published, *(deeper if limited else ())]
-    return [BestWays(searched, space, ratio).options for ratio in depths]
+    return [QuickestVariants(searched, space, ratio).options for ratio in depths]
 
 
 def _fastest_simulated(pool: Pool) -> list[Evaluation]:
@@ -205,7 +205,7 @@ def deepen(pool: Pool, searched: Problem) -> None:
     # of what takes long because it waits
     unlimited = replace(question, budget=question.budget.apart(math.inf))
     for ratio in tuning.improve.depth_ratios[1:]:
-        options = BestWays(searched, space, ratio).options(path.states, path.replicas)
+        options = QuickestVariants(searched, space, ratio).options(path.states, path.replicas)
         plan = pool.priced(stages_along(space, replace(path, options=options)))
         below_s = min(pool.best_s, question.hopeless_s)
         if question.allows(plan) and plan.seconds < below_s and not question.budget.clock.passed:

@@ -30,7 +30,7 @@ from planner.plan.rank_groups import groups_of
 from planner.schedule.schedule import Schedule
 from planner.solver.clock import NO_LIMIT, Clock
 from planner.solver.problem.budget import Budget
-from planner.solver.problem.replica_bounds import Bounds, bounds_for
+from planner.solver.problem.replica_models import ReplicaModel, replica_model
 from planner.solver.problem.result import Evaluation
 from planner.solver.problem.states import CutSpace
 from planner.solver.tuning.record import STANDARD, Tuning
@@ -274,11 +274,11 @@ class Problem:
         """Return the number of GPUs of that kind."""
         return self.cluster.gpus if kind is None else kind.count
 
-    def asynchronous(self, link: Link | None = None) -> Bounds:
+    def asynchronous(self, link: Link | None = None) -> ReplicaModel:
         """Return the cost model of a stage, with its bounds, for the cluster's slowest or another
         link.
         """
-        return bounds_for(link or self.link, self.schedule, self.microbatches)
+        return replica_model(link or self.link, self.schedule, self.microbatches)
 
     def synchronous(self, link: Link | None = None) -> SynchronousModel:
         """Return the cost model of a stage under a synchronous schedule, for the cluster's slowest
