@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.graph_txt import load_graph_txt
-from benchmarks.published_models import (
+from benchmarks.published.cost_models import (
     CutChain,
     CutDownsets,
     CutWork,
@@ -22,6 +21,7 @@ from benchmarks.published_models import (
     PipedreamModel,
     solve_published,
 )
+from benchmarks.published.graph_txt import load_graph_txt
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.network.link import Link
 from planner.formats.profile import Profile
