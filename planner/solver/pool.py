@@ -185,9 +185,7 @@ class Pool:
     def simulate_best(self) -> None:
         """Simulate the best plan, where there was no time for that when it was found."""
         if self.best is not None and not self.best.simulated:
-            question = self.unhurried()
-            self.best = simulated(question, self.best)
-            self.question.budget.count += question.budget.count
+            self.best = simulated(self.unhurried(), self.best)
 
     def trains(self, plan: Evaluation) -> bool:
         """Whether the plan's copies of tied weights fit the memory, and stay equal in training."""
@@ -254,7 +252,6 @@ class Pool:
             # Deeper stages hold more versions of their copies.
             evaluation = simulated(replace(question, depth="published"), plan, below_s)
         if apart:
-            self.question.budget.count += question.budget.count
             self.question.budget.seen.update(question.budget.seen)
 
         if evaluation.simulated or self.best is None or too_large(question, plan.stages):
