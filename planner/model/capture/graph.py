@@ -209,8 +209,6 @@ class LayerGraph:
     written: frozenset[fx.Node]
     hash: str = ""  # see `graph_digest`
     blocks: BlockChain | None = None  # to run instead of the graph's operations
-    # how many blocks a list has of which few were traced
-    repeated: Mapping[str, int] = field(default_factory=dict)
     lengths: tuple[Length, ...] = ()  # of the batch, that vary
     # leaves of the batch that are part of the graph
     constants: Mapping[int, Any] = field(default_factory=dict)

@@ -296,16 +296,12 @@ class _Tracer:
         """Capture with few samples, as example batches have data; with all where the graph is good
         for one size.
         """
-        spec, capture = (
-            self.training_spec,
-            partial(capture_file, model=model, options=self.options, quickly=True),
-        )
-        graph = capture(spec, spec.example_batch(min(self.batch_size, _FEW)))
-        return (
-            graph
-            if graph.batch_size is None
-            else capture(spec, spec.example_batch(self.batch_size))
-        )
+        spec = self.training_spec
+        capture = partial(capture_file, spec, model=model, options=self.options)
+        graph = capture(spec.example_batch(min(self.batch_size, _FEW)))
+        if graph.batch_size is None:
+            return graph
+        return capture(spec.example_batch(self.batch_size))
 
     def _whole(self, graph: LayerGraph) -> StageModule:
         """Build a stage of all layers."""
