@@ -16,9 +16,11 @@ each:
     solve                the fastest plan
     price                a plan of stages that you chose yourself
     compare, explain     baselines, what limits a plan
+    measured_cluster     the cluster as a run found it, to solve again
     simulate, summarize  what workers and links do over time
     show, report         a file as tables; all about a plan as one HTML file
     train, pipeline      train as a plan says, in worker processes or in your own loop
+    PipelineTrainer      the Trainer of transformers, whose model is a pipeline
     export, load_weights a plan for others; trained weights for the unsplit model
     quickstart, selftest try all of it on this machine, and check that it works here
 
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from planner.analysis.compare import compare as compare
     from planner.analysis.explain import Explanation as Explanation
     from planner.analysis.explain import explain as explain
+    from planner.api.measured import measured_cluster as measured_cluster
     from planner.api.planning import cluster as cluster
     from planner.api.planning import price as price
     from planner.api.planning import report as report
@@ -76,6 +79,7 @@ if TYPE_CHECKING:
     from planner.formats.timeline import Timeline as Timeline
     from planner.formats.timeline import load_timeline as load_timeline
     from planner.formats.timeline import save_timeline as save_timeline
+    from planner.integrations.trainer import PipelineTrainer as PipelineTrainer
     from planner.model.spec import TrainingSpec as TrainingSpec
     from planner.model.spec import in_memory as in_memory
     from planner.model.spec import load_model_file as load_model_file
@@ -84,6 +88,7 @@ if TYPE_CHECKING:
     from planner.options.training import CheckpointOptions as CheckpointOptions
     from planner.options.training import RunOptions as RunOptions
     from planner.options.training import TrainingOptions as TrainingOptions
+    from planner.schedule.registry import register_schedule as register_schedule
     from planner.schedule.schedule import Schedule as Schedule
     from planner.selfcheck.run import SelftestReport as SelftestReport
     from planner.selfcheck.run import selftest as selftest

@@ -357,10 +357,10 @@ def test_names_for_type_checkers_are_those_that_are_imported() -> None:
 
 def test_import_and_planning_load_no_torch() -> None:
     script = (
-        "import sys, time; t = time.perf_counter(); import planner; assert time.perf_counter() - "
-        "t < 0.5\n"
+        "import sys, planner\n"
+        "heavy = {'torch', 'numpy', 'pydantic', 'networkx'} & set(sys.modules)\n"
         "planner.solve, planner.show, planner.price, planner.report, planner.cluster\n"
-        "sys.exit('torch' in sys.modules)"
+        "sys.exit(f'loaded {heavy}' if heavy else 'torch' in sys.modules)"
     )
     assert (
         subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=False, timeout=60).returncode
