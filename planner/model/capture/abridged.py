@@ -16,10 +16,10 @@ from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_flatten
 
 from planner.model.capture.graph import LayerGraph
 from planner.model.capture.size import is_symbolic
+from planner.model.torch_private import tree_flatten
 
 _STANDS = 3  # the number of the block that stands for others
 _FEWEST = 7  # blocks that make it worth while

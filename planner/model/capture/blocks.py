@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_flatten
 
 from planner.errors import CaptureError, ModelFileError, PlannerError, first_line, reason_of
 from planner.model.batch import Batch
@@ -43,6 +41,7 @@ from planner.model.loss import loss_of
 from planner.model.modes import modes_of
 from planner.model.options import PLAIN, LossFunction, ModuleOptions, autocasting
 from planner.model.randomness import keep_state
+from planner.model.torch_private import FakeTensorMode, tree_flatten
 from planner.runtime import address_of, runtime_of
 
 _CONTRACT = (

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, fx, nn
 from torch.distributions import Distribution
 from torch.export import Dim, export
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_map
 
 from planner.errors import CaptureError, PlannerError
 from planner.model.batch import Batch
@@ -57,6 +56,7 @@ from planner.model.modes import evaluating, put_in_training
 from planner.model.options import PLAIN, LossFunction, ModuleOptions
 from planner.model.samples import check_samples
 from planner.model.spec import TrainingSpec
+from planner.model.torch_private import TreeSpec, tree_flatten, tree_map
 from planner.runtime import runtime_of
 
 

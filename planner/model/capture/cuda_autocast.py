@@ -14,7 +14,8 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+
+from planner.model.torch_private import tree_leaves, tree_map_only
 
 Rule = Literal["half", "single", "single by default", "widest", "refused"]
 
@@ -83,11 +84,11 @@ def cuda_autocast() -> Iterator[None]:
 
 def _rules() -> Iterator[tuple[str, Kernel]]:
     kernels = {
-        name: _kernel(rule, operation(name))
+        name: _kernel(rule, aten_operation(name))
         for rule, names in OPERATIONS.items()
         for name in names.split()
     }
-    kernels |= {name: _kernel("half", operation(name)) for name in _RECURRENT.split()}
+    kernels |= {name: _kernel("half", aten_operation(name)) for name in _RECURRENT.split()}
     yield from kernels.items()
 
     for name in rules_of("CPU") - kernels.keys():
@@ -118,7 +119,7 @@ def rules_of(kind: str) -> set[str]:
     return {name.removeprefix("aten::") for name in names if name.startswith("aten::")}
 
 
-def operation(name: str) -> Any:
+def aten_operation(name: str) -> Any:
     """Return an operation of ATen by its name, as in "softmax.int"."""
     packet, _, overload = name.partition(".")
     return getattr(getattr(torch.ops.aten, packet), overload or "default")

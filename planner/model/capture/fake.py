@@ -13,10 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from planner.errors import ModelFileError
 from planner.model.batch import Batch
@@ -24,6 +21,16 @@ from planner.model.capture.cuda_autocast import cuda_autocast
 from planner.model.capture.operations import enters_region, movable, moved, place_nested
 from planner.model.capture.regions import entered
 from planner.model.options import autocasting, parameter_like
+from planner.model.torch_private import (
+    FakeTensor,
+    FakeTensorMode,
+    HigherOrderOperator,
+    TorchDispatchMode,
+    get_unwrapped,
+    is_functorch_wrapped_tensor,
+    tree_leaves,
+    tree_map_only,
+)
 from planner.runtime import address_of, runtime_of
 
 T = TypeVar("T")
@@ -169,7 +176,7 @@ class _FakeRun(fx.Interpreter):
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         args, kwargs = moved(target, args, kwargs, self._device, self._device.type)
-        if isinstance(target, torch._ops.HigherOrderOperator) and not enters_region(target):
+        if isinstance(target, HigherOrderOperator) and not enters_region(target):
             # a branch or a loop, in which export permits no writes
             return super().call_function(target, args, kwargs)
         with self._writes:
@@ -238,6 +245,6 @@ def _unwrapped(tensor: Tensor) -> Tensor:
     """Return the tensor within one that exists inside torch.vmap or torch.func only; itself if it
     is none.
     """
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
+    while is_functorch_wrapped_tensor(tensor):
+        tensor = get_unwrapped(tensor)
     return tensor

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from planner.errors import InputError, LayerError
@@ -32,6 +31,7 @@ from planner.model.stage.parts import OBSERVABLE, LayerObserver
 from planner.model.stage.stage import StageModule, build_stage
 from planner.model.tensor.division import UNDIVIDED, DividedWeights, division_of, keep_parts
 from planner.model.tensor.parallel_plan import tensor_parallel_plan
+from planner.model.torch_private import FakeTensorMode
 from planner.profiler.estimated.devices import DeviceSpec, DType
 from planner.profiler.estimated.execution import (
     EAGER_CPU,
