@@ -16,6 +16,7 @@ from planner.formats.files import (
     Record,
     first_problem,
     load_record,
+    replace,
     save_record,
 )
 from planner.formats.link_names import link_bandwidth
@@ -170,10 +171,9 @@ class Cluster(Shown, GrownRecord):
             return None if memory_bytes is None else change(memory_bytes)
 
         kinds = tuple(
-            kind.model_copy(update={"memory_bytes": changed(self.memory_of(kind))})
-            for kind in self.kinds
+            replace(kind, memory_bytes=changed(self.memory_of(kind))) for kind in self.kinds
         )
-        return self.model_copy(update={"memory_bytes": changed(self.memory_bytes), "kinds": kinds})
+        return replace(self, memory_bytes=changed(self.memory_bytes), kinds=kinds)
 
     @model_validator(mode="after")
     def _check_counts(self) -> "Cluster":

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from planner.arguments import checked
 from planner.errors import PlanError
 from planner.formats.cluster import Cluster
-from planner.formats.files import AlwaysTrue, GrownRecord, load_record, save_record
+from planner.formats.files import AlwaysTrue, GrownRecord, load_record, replace, save_record
 from planner.formats.plan_parts import (
     OtherWay,
     PlannedLengths,
@@ -100,7 +100,7 @@ class Plan(Shown, GrownRecord):
     smaller: tuple["Plan", ...] = ()
 
     def noting(self, sentence: str) -> "Plan":
-        return self.model_copy(update={"notes": (*self.notes, sentence)})
+        return replace(self, notes=(*self.notes, sentence))
 
     def save(self, path: Path | str = "plan.json") -> None:
         """Write the plan to a file."""

@@ -9,6 +9,7 @@ a loss, it is the last layer.
 import hashlib
 import logging
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from math import isqrt
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from planner.errors import ProfileError
-from planner.formats.files import GrownRecord, Record, load_record, save_record
+from planner.formats.files import GrownRecord, Record, load_record, replace, save_record
 from planner.formats.quantities import (
     MOST_GPUS,
     Bytes,
@@ -136,6 +137,21 @@ class _Times(Record):
     workspace_bytes: tuple[Bytes, ...]
     update_workspace_bytes: tuple[Bytes, ...]
 
+    def applied_to(self, layers: Sequence[Layer]) -> list[Layer]:
+        """Return the profile's layers with these costs."""
+        return [
+            replace(
+                layer,
+                forward_s=self.forward_s[number],
+                backward_s=self.backward_s[number],
+                update_s=self.update_s[number],
+                accumulate_s=self.accumulate_s[number],
+                workspace_bytes=self.workspace_bytes[number],
+                update_workspace_bytes=self.update_workspace_bytes[number],
+            )
+            for number, layer in enumerate(layers)
+        ]
+
 
 class KindTimes(_Times):
     """What the profile's layers cost on one kind of device, in their order."""
@@ -167,6 +183,20 @@ class DegreeCosts(_Times):
     experts: tuple[Number, ...] | None = None  # of mixtures, which the ranks divide between them
     # the same with sequence parallelism; None where that was not measured
     by_tokens: "DegreeCosts | None" = None
+
+    def applied_to(self, layers: Sequence[Layer]) -> list[Layer]:
+        """Return the profile's layers with these costs, and with what one rank of them holds."""
+        return [
+            replace(
+                layer,
+                weight_bytes=self.weight_bytes[number],
+                gradient_bytes=self.gradient_bytes[number],
+                optimizer_bytes=self.optimizer_bytes[number],
+                buffer_bytes=self.buffer_bytes[number],
+                saved_bytes=self.saved_bytes[number],
+            )
+            for number, layer in enumerate(super().applied_to(layers))
+        ]
 
 
 class WholeStep(Record):
