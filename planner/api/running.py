@@ -36,7 +36,6 @@ from planner.options.training import (
 )
 from planner.options.verbs import SAMPLES, TENSOR, TOKENS, FitOptions
 from planner.plan.trainable import check_trainable
-from planner.profiler.estimated.calibrate import load_calibration
 from planner.profiler.estimated.devices import DType, device_spec, parse_dtype, usual_dtype
 from planner.profiler.estimated.estimate import (
     EstimateOptions,
@@ -91,7 +90,7 @@ def estimate(model: str | Path, asked: EstimateArguments) -> Profile:
 
     Raises:
         ModelFileError, CaptureError: when the model file or the model cannot be used.
-        InputError: for a device or data type that is not in the table, and for unsuitable profiles.
+        InputError: for a device or data type that is not in the table.
 
     Example:
         >>> planner.estimate("model.py", batch_size=16, device="a100-80gb").device.name
@@ -105,7 +104,6 @@ def estimate(model: str | Path, asked: EstimateArguments) -> Profile:
         device=asked.device or load_device(asked.device_file or "", dtype),
         dtype=dtype,
         memory_format=asked.memory_format,
-        calibration=[each for path in asked.calibrate for each in load_calibration(path)],
         fusion=compiler if asked.compiled else None,
         master_weights=asked.master_weights,
         host=asked.host,
