@@ -19,10 +19,10 @@ from planner.cost.work import Floats, Integers, Work
 from planner.formats.profile import Profile
 from planner.options.solving import StageRules
 from planner.solver.improve.branches import improved_cuts
-from planner.solver.problem.bounds import Bounds, larger_root
 from planner.solver.problem.downsets import Downsets
 from planner.solver.problem.layer_graph import LayerGraph
 from planner.solver.problem.problem import Limits
+from planner.solver.problem.replica_bounds import Bounds, larger_root
 from planner.solver.problem.result import CutPath
 from planner.solver.problem.states import Chain, CutSpace
 from planner.solver.search.chain.search import Search

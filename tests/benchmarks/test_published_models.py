@@ -25,8 +25,8 @@ from benchmarks.published.graph_txt import load_graph_txt
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.network.link import Link
 from planner.formats.profile import Profile
-from planner.solver.problem.bounds import Bounds
 from planner.solver.problem.layer_graph import LayerGraph
+from planner.solver.problem.replica_bounds import Bounds
 from tests.cost.works import EXAMPLE
 from tests.examples import examples
 from tests.samples import layer, profile

@@ -234,6 +234,7 @@ class LevelMeasurement:
             sum_latency_s=max(latency_s, sums.latency_s),
             sum_wait_share=sums.wait_share,
             sum_wait_s=sums.wait_s,
+            rate_source="measured",
         )
         if self._shards_units(ring):
             level = level.model_copy(update=self._sharded(ring, size, sharing, reduced_per_s))

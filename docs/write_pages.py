@@ -1,63 +1,82 @@
-"""Write tables and help texts from the code into the pages, so that they cannot contradict it.
+"""Write tables and listings from the code into the pages, so that they cannot contradict it.
 
-In a page, one of these lines
+    python -m docs.write_pages            # write the pages anew
+    python -m docs.write_pages --check    # name the pages that are not current; exit status 1
 
-    <!-- fields: planner.formats.profile.Profile -->   becomes tables of the fields of that record and its parts,
-    <!-- help: plan solve -->                          becomes what `plan solve --help-all` prints,
-    <!-- devices: all -->                              becomes the table of devices that estimates know,
-    <!-- script: one_host.sh -->                       becomes that file of docs/scripts,
-    <!-- api: planner -->                              becomes signatures and docstrings of that module's public names,
-    <!-- notebook: notebook.ipynb -->                  becomes the cells of that notebook of docs/examples.
+In a page, what stands between one of these lines and the line `<!-- end -->` is written here:
 
-A line right below it, which readers of the page in a clone see in its place, is left out.
+    <!-- fields: planner.formats.profile.Profile -->   tables of the fields of that record and its parts
+    <!-- verbs: plan -->                               a table of all verbs
+    <!-- options: plan solve -->                       tables of a verb's arguments and options
+    <!-- devices: all -->                              a table of the devices that estimates know
+    <!-- script: one_host.sh -->                       that file of docs/scripts
+    <!-- api: planner -->                              signatures and docstrings of a module's public names
+    <!-- notebook: notebook.ipynb -->                  the cells of that notebook of docs/examples
 
 A comment behind a field, in the code, is the field's description here.
 """
 
 from __future__ import annotations
 
-import contextlib
+import argparse
 import importlib
 import inspect
-import io
 import json
-import os
 import re
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
-HELP_COLUMNS = "100"
+DOCS = Path(__file__).parent
+SCRIPTS = DOCS / "scripts"
+EXAMPLES = DOCS / "examples"
+END = "<!-- end -->"
 _SECTIONS = ("Args:", "Attributes:", "Returns:", "Raises:", "Yields:")
-SCRIPTS = Path(__file__).parent / "scripts"
-EXAMPLES = Path(__file__).parent / "examples"
-_KINDS = "fields|help|devices|script|api|notebook"
-_MARKER = re.compile(rf"^<!-- ({_KINDS}): (.+?) -->$(?:\n\S.*)*", re.MULTILINE)
+_KINDS = "fields|verbs|options|devices|script|api|notebook"
+_WRITTEN = re.compile(rf"^(<!-- ({_KINDS}): (.+?) -->\n).*?^({END})$", re.MULTILINE | re.DOTALL)
 _COMMENTED_FIELD = re.compile(r"^    (\w+): .*?  # (.+)$", re.MULTILINE)
 _BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Return the page with its markers replaced; mkdocs calls this for every page."""
+def written(page: str) -> str:
+    """Return the page with everything between its markers made anew."""
     shown: set[type[BaseModel]] = set()
 
     def write(found: re.Match[str]) -> str:
-        match found[1]:
-            case "help":
-                return help_text(found[2])
-            case "devices":
-                return device_table()
-            case "script":
-                return script(found[2])
-            case "api":
-                return api(found[2])
-            case "notebook":
-                return notebook(found[2])
-            case _:
-                return field_tables(found[2], shown)
+        made = _made(found[2], found[3], shown)
+        return f"{found[1]}\n{made}\n\n{found[4]}"
 
-    return _MARKER.sub(write, markdown)
+    return _WRITTEN.sub(write, page)
+
+
+def _made(kind: str, name: str, shown: set[type[BaseModel]]) -> str:
+    match kind:
+        case "verbs":
+            return verb_table()
+        case "options":
+            return option_tables(name)
+        case "devices":
+            return device_table()
+        case "script":
+            return script(name)
+        case "api":
+            return api(name)
+        case "notebook":
+            return notebook(name)
+        case _:
+            return field_tables(name, shown)
+
+
+def stale_pages() -> Iterator[tuple[Path, str]]:
+    """Yield each page that is not current, with the text that it should have."""
+    for path in sorted(DOCS.rglob("*.md")):
+        page = path.read_text(encoding="utf-8")
+        if (new := written(page)) != page:
+            yield path, new
 
 
 def script(name: str) -> str:
@@ -97,9 +116,8 @@ def _described(name: str, what: Any) -> str:
     signature = inspect.signature(what)
     parameters = "".join(f"    {_parameter(each)},\n" for each in signature.parameters.values())
     is_class = inspect.isclass(what)
-    returned = (
-        "" if is_class or not signature.return_annotation else f" -> {signature.return_annotation}"
-    )
+    has_result = not is_class and signature.return_annotation is not signature.empty
+    returned = f" -> {_annotation(signature.return_annotation)}" if has_result else ""
     call = f"(\n{parameters})" if parameters else "()"
     code = f"{'class' if is_class else 'def'} {name.rpartition('.')[2]}{call}{returned}"
     return f"{heading}\n\n```python\n{code}\n```\n\n{_as_markdown(documented)}"
@@ -132,12 +150,19 @@ def _as_markdown(documented: str) -> str:
 
 
 def _parameter(parameter: inspect.Parameter) -> str:
-    """Return a parameter as the source has it: its annotation is text there."""
-    annotation = f": {parameter.annotation}" if parameter.annotation is not parameter.empty else ""
+    """Return a parameter as the source has it."""
+    has_annotation = parameter.annotation is not parameter.empty
+    annotation = f": {_annotation(parameter.annotation)}" if has_annotation else ""
     # a function has an address in its repr
     value = getattr(parameter.default, "__qualname__", repr(parameter.default))
     default = "" if parameter.default is parameter.empty else f" = {value}"
     return f"{parameter.name}{annotation}{default}"
+
+
+def _annotation(annotation: Any) -> str:
+    """Return a type as people write it, without the modules of its names."""
+    text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+    return re.sub(r"\b(?:[A-Za-z_]\w*\.)+(?=[A-Za-z_])", "", text)
 
 
 def device_table() -> str:
@@ -174,24 +199,84 @@ def field_tables(path: str, shown: set[type[BaseModel]] | None = None) -> str:
     return "\n\n".join(_field_table(record) for record in fresh)
 
 
-def help_text(command: str) -> str:
-    """Return what the help of a command prints, of a verb with all its options, as a block of code."""
-    # Imported here: the tables of fields need no command line.
-    from planner.cli.main import main
+def verb_table() -> str:
+    """Return a table of the verbs, in the groups of `plan --help`."""
+    from planner.cli.main import GROUPS, build_parser
 
-    program, *verbs = command.split()
-    assert program == "plan"
-    printed = io.StringIO()
-    before = os.environ.get("COLUMNS")
-    os.environ["COLUMNS"] = HELP_COLUMNS
-    try:
-        with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
-            main([*verbs, "--help-all" if verbs else "--help"])
-    finally:
-        os.environ.pop("COLUMNS")
-        if before is not None:
-            os.environ["COLUMNS"] = before
-    return f"```text\n{printed.getvalue().strip()}\n```"
+    summaries = {action.dest: action.help for action in _verbs(build_parser())._choices_actions}
+    lines = ["| | verb | does |", "|---|---|---|"]
+    for group, names in GROUPS.items():
+        for name in names:
+            link = f"[`plan {name}`](#plan-{name})"
+            lines.append(f"| {group} | {link} | {_cell(summaries[name] or '')} |")
+            group = ""
+    return "\n".join(lines)
+
+
+def option_tables(command: str) -> str:
+    """Return what a verb does, its arguments and usual options, and the options that `--help-all`
+    adds.
+    """
+    from planner.cli.main import build_parser
+    from planner.cli.parser import is_advanced
+
+    parser = _verbs(build_parser()).choices[command.removeprefix("plan ")]
+    actions = [
+        action
+        for action in parser._actions
+        if not {"--help", "--help-all", "-v"} & set(action.option_strings)
+    ]
+    usual = [_option_row(parser, action) for action in actions if not is_advanced(action)]
+    others = [_option_row(parser, action) for action in actions if is_advanced(action)]
+    head = ["| option | meaning |", "|---|---|"]
+    parts = [_description(parser.description or ""), "\n".join(head + usual)]
+    if others:
+        parts += ["Shown by `--help-all`:", "\n".join(head + others)]
+    return "\n\n".join(parts)
+
+
+def _verbs(parser: argparse.ArgumentParser) -> argparse._SubParsersAction[Any]:
+    return next(
+        action for action in parser._actions if isinstance(action, argparse._SubParsersAction)
+    )
+
+
+def _description(text: str) -> str:
+    """Return the text of a help: wrapped paragraphs, and indented examples as code."""
+    paragraphs = []
+    for paragraph in text.strip().split("\n\n"):
+        if paragraph.startswith("    "):
+            paragraphs.append(f"```text\n{textwrap.dedent(paragraph)}\n```")
+        else:
+            paragraphs.append(_wrapped(paragraph))
+    return "\n\n".join(paragraphs)
+
+
+def _wrapped(paragraph: str) -> str:
+    return textwrap.fill(" ".join(paragraph.split()), 100, break_on_hyphens=False)
+
+
+def _option_row(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
+    value = "" if action.nargs == 0 else f" {_value(action)}"
+    names = action.option_strings or [action.dest]
+    flags = ", ".join(f"`{name}`" for name in names[:-1])
+    last = f"`{names[-1]}{value if action.option_strings else ''}`"
+    meaning = parser._get_formatter()._expand_help(action)
+    return f"| {flags}{', ' if flags else ''}{last} | {_cell(meaning)} |"
+
+
+def _value(action: argparse.Action) -> str:
+    if action.choices is not None:
+        return "{" + ",".join(map(str, action.choices)) + "}"
+    value = str(action.metavar or action.dest.upper())
+    return f"[{value}]" if action.nargs == "?" else value
+
+
+def _cell(text: str) -> str:
+    """Return a text for a cell of a table: on one line, with nothing that Markdown reads."""
+    pieces = re.split(r"(`[^`]*`)", " ".join(text.split()))
+    pieces[::2] = [re.sub(r"([*_<>])", r"\\\1", piece) for piece in pieces[::2]]
+    return "".join(pieces).replace("|", r"\|")
 
 
 def _records(root: type[BaseModel]) -> list[type[BaseModel]]:
@@ -256,3 +341,17 @@ def _type(schema: dict[str, Any]) -> str:
 def _number(bound: float) -> str:
     """Return a bound with all digits, as far as these are few: 2147483648, 1e+15."""
     return str(bound) if isinstance(bound, int) and bound < 2**63 else f"{bound:g}"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write the pages that are not current, or only name them; return the exit status."""
+    stale = list(stale_pages())
+    for path, text in stale:
+        print(path)
+        if "--check" not in argv:
+            path.write_text(text, encoding="utf-8")
+    return int(bool(stale) and "--check" in argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
