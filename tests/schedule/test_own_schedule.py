@@ -79,9 +79,7 @@ def test_no_shape_deadlocks(schedule: Schedule, replicas: int) -> None:
 
 def test_it_is_planned_by_its_formula(schedule: Schedule, profile: Profile) -> None:
     cluster = planner.flat_cluster(2, "1Gbps")
-    plan = planner.solve(
-        profile, cluster, schedule=NAME, microbatches=MICROBATCHES, max_stages=2
-    )
+    plan = planner.solve(profile, cluster, schedule=NAME, microbatches=MICROBATCHES, max_stages=2)
     assert plan.schedule is schedule
     assert plan.predicted.by == "simulation"
 
