@@ -16,6 +16,8 @@ each:
     solve                the fastest plan
     price                a plan of stages that you chose yourself
     compare, explain     baselines, what limits a plan
+    compare_schedules    the best plan under each of several schedules
+    register_schedule    a schedule of a file of your own
     simulate, summarize  what workers and links do over time
     show, report         a file as tables; all about a plan as one HTML file
     train, pipeline      train as a plan says, in worker processes or in your own loop
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
     from planner.analysis.explain import Explanation as Explanation
     from planner.analysis.explain import explain as explain
     from planner.api.planning import cluster as cluster
+    from planner.api.planning import compare_schedules as compare_schedules
     from planner.api.planning import price as price
     from planner.api.planning import report as report
     from planner.api.planning import show as show
@@ -96,6 +99,7 @@ if TYPE_CHECKING:
     from planner.simulator.summary import Summary as Summary
     from planner.simulator.summary import summarize as summarize
     from planner.solver.clock import Clock as Clock
+    from planner.solver.each_schedule import ScheduleComparison as ScheduleComparison
     from planner.solver.fit import Fit as Fit
     from planner.workers.job import TrainResult as TrainResult
 

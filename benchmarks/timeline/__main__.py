@@ -15,7 +15,6 @@ from typing import Any
 
 from tabulate import tabulate
 
-from benchmarks.svg import timeline_svg
 from benchmarks.testbed.bed import testbed
 from benchmarks.timeline import emulated, real
 from benchmarks.timeline.emulated import DEVICES, EmulatedCase
@@ -24,6 +23,7 @@ from benchmarks.timeline.real import RealCase
 from planner.analysis.compare_runs import compare_runs, mean_stage_times
 from planner.formats.plan import Plan
 from planner.formats.timeline import Timeline
+from planner.reporting.svg import timeline_svg
 from planner.reporting.tables.runs import run_comparison_report
 from planner.simulator.excerpt import only_minibatches
 from planner.simulator.simulate_plan import simulate_recorded

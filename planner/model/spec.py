@@ -203,6 +203,7 @@ class TrainingSpec:
     functions: Mapping[str, Callable[..., Any]]
     path: Path | None = None  # of the model file; None when made from objects
     builder: str = DEFAULT_BUILDER
+    objects: Mapping[str, Any] | None = None  # what `from_objects` was given; None for a file
 
     @classmethod
     def from_file(cls, location: str | Path) -> "TrainingSpec":
@@ -263,8 +264,8 @@ class TrainingSpec:
         collate: Callable[[list[Any]], Any] | None = None,
         sampler: Callable[[int, int, int], Any] | None = None,
     ) -> "TrainingSpec":
-        """Describe a model that exists already, for `profile` and `pipeline`, as a model file
-        would.
+        """Describe a model that exists already, for `profile`, `train` and `pipeline`, as a model
+        file would.
 
         Args:
             model: every worker makes the same one, weights included: seed before you build it.
@@ -276,11 +277,12 @@ class TrainingSpec:
             model file return. pretrained: what pretrained() of a model file returns. The model's
             weights may then be on the meta device.
         """
-        given = {
+        objects = {
             name: value
             for name, value in locals().items()
-            if name in _FUNCTIONS and value is not None
+            if (name in _FUNCTIONS or name == "model") and value is not None
         }
+        given = {name: value for name, value in objects.items() if name != "model"}
         given["build_model"] = model
         returned = (
             "build_model",
@@ -295,7 +297,7 @@ class TrainingSpec:
         }
         if not callable(example_batch):
             functions["example_batch"] = make_batch(example_batch, "example_batch").repeated
-        return cls(type(model).__name__, functions)
+        return cls(type(model).__name__, functions, objects=objects)
 
     def __post_init__(self) -> None:
         for name, function in self.functions.items():
@@ -322,6 +324,12 @@ class TrainingSpec:
         memory.
         """
         return str(self.path or self.name)
+
+    @property
+    def location(self) -> str:
+        """The model file, with its builder where that is not the usual one."""
+        path = str(self.path)
+        return path if self.builder == DEFAULT_BUILDER else f"{path}:{self.builder}"
 
     @property
     def loss(self) -> LossFunction | None:

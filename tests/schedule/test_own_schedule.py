@@ -79,9 +79,7 @@ def test_no_shape_deadlocks(schedule: Schedule, replicas: int) -> None:
 
 def test_it_is_planned_by_its_formula(schedule: Schedule, profile: Profile) -> None:
     cluster = planner.flat_cluster(2, "1Gbps")
-    plan = planner.solve(
-        profile, cluster, schedule=NAME, microbatches=MICROBATCHES, max_stages=2
-    )
+    plan = planner.solve(profile, cluster, schedule=NAME, microbatches=MICROBATCHES, max_stages=2)
     assert plan.schedule is schedule
     assert plan.predicted.by == "simulation"
 
@@ -198,5 +196,5 @@ def test_a_plan_under_an_unknown_schedule_says_where_it_comes_from(
     )
     registry._registered.clear()
     registry.NAMES.remove(NAME)
-    with pytest.raises(planner.PlannerError, match="schedule_from|register_schedule"):
+    with pytest.raises(planner.PlannerError, match="a file that `schedule_from` names"):
         planner.load_plan(path)
