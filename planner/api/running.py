@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from planner.analysis.slow_links import clock_before, with_slow_links
 from planner.api.servers import Servers
 from planner.catalog.models import find_model
 from planner.errors import InputError, PlanError
@@ -142,8 +143,17 @@ def fit(model: str | Path, gpus: int, options: FitOptions) -> Fit:
         check_writable(file.folder / name)
 
     question = _fit_question(file, dtype, servers, options)
-    answer, profile = answer_fit(question, clock)
+    answer, profile = answer_fit(question, clock_before(question.cluster, clock))
+    answer = _with_slow_links(answer, profile, question, clock)
     return _saved(answer, profile, file)
+
+
+def _with_slow_links(answer: Fit, profile: Profile, question: FitQuestion, clock: Clock) -> Fit:
+    if answer.asked.plan is None:
+        return answer
+    plan = with_slow_links(profile, answer.asked.plan, question.options, clock)
+    asked = answer.asked.model_copy(update={"plan": plan})
+    return answer.model_copy(update={"asked": asked})
 
 
 def _fit_question(

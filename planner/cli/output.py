@@ -118,6 +118,15 @@ def print_plan(plan: "Plan", args: argparse.Namespace) -> None:
     print_answer(plan, args.json, table)
 
 
+def print_verdict(plan: "Plan") -> None:
+    """Print what a plan comes to on stderr, beside an answer that is something else."""
+    from planner.analysis.limits import simulated_limits
+    from planner.reporting.tables.verdict import verdict_lines
+
+    for line in verdict_lines(plan, simulated_limits(plan)):
+        print_progress(line)
+
+
 def is_verbose(args: argparse.Namespace) -> bool:
     """Return whether more of an answer was asked for."""
     return getattr(args, "verbosity", 0) > 0
@@ -203,6 +212,24 @@ def searching() -> Iterator[Progress]:
         watcher.join()
         if line is not None:
             line.clear()
+
+
+@contextmanager
+def profiling() -> Iterator[Callable[[str, float], None]]:
+    """Show on stderr how far a profile is, as what it yields is told."""
+    line, phases = ProgressLine(), set[str]()
+
+    def show(phase: str, done: float) -> None:
+        if sys.stderr.isatty():
+            line.show(f"{phase} {done:.0%}")
+        elif phase not in phases:
+            print_progress(f"{phase} ...")
+        phases.add(phase)
+
+    try:
+        yield show
+    finally:
+        line.clear()
 
 
 @contextmanager

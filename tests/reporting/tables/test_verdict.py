@@ -72,6 +72,16 @@ def test_a_pipeline_that_was_asked_for_and_gains_nothing_says_so() -> None:
     assert re.search(r": a pipeline gains (little|nothing) here; asynchronous", first)
 
 
+def test_a_pipeline_that_is_as_fast_as_one_cut_by_hand_is_not_called_useless() -> None:
+    plan = planner.price(HEAVY, SLOW, 4, replicas=1, schedule="1f1b-flush")
+    baselines = planner.solve(HEAVY, SLOW, schedule="1f1b-flush").baselines
+    (equal,) = [way for way in baselines if way.name == "4 equal stages"]
+    plan = plan.model_copy(update={"baselines": (equal,)})
+    first = verdict(plan)[0]
+    assert first.startswith("4 stages, as fast as the best baseline (4 equal stages), ")
+    assert "gains" not in first
+
+
 def test_what_does_not_fit_says_by_how_much() -> None:
     plan = planner.price(HEAVY, flat_cluster(4, 1e7, 10**8), 4, replicas=1, schedule="1f1b-flush")
     assert verdict(plan)[0].startswith("Does not fit: ")
