@@ -91,7 +91,7 @@ def add_schedules(parser: argparse.ArgumentParser) -> None:
     """Let `compare` compare schedules in place of baselines."""
     group = parser.add_argument_group("schedules, in place of baselines")
     arguments.add_options(group, ScheduleOptions, "schedules", "microbatches", "max_stages")
-    help = "write the rows as comma-separated values"
+    help = Advanced("write the rows as comma-separated values")
     group.add_argument("--csv", type=Path, metavar="FILE", help=help)
 
 
@@ -185,7 +185,8 @@ def compare_schedules(args: argparse.Namespace) -> int:
     output.print_answer(answer, args.json)
     if args.csv is not None:
         answer.to_csv(args.csv)
-        output.print_written(args.csv, as_json=args.json)
+        if not args.json:  # one document
+            output.print_written(args.csv, as_json=False)
     return 0
 
 
