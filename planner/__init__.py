@@ -71,6 +71,7 @@ if TYPE_CHECKING:
     from planner.formats.cluster import load_cluster as load_cluster
     from planner.formats.cluster import save_cluster as save_cluster
     from planner.formats.device_kinds import profile_of_kinds as profile_of_kinds
+    from planner.formats.fit import Fit as Fit
     from planner.formats.own_plan import OwnPlan as OwnPlan
     from planner.formats.own_plan import OwnStage as OwnStage
     from planner.formats.plan import Plan as Plan
@@ -100,7 +101,6 @@ if TYPE_CHECKING:
     from planner.simulator.summary import summarize as summarize
     from planner.solver.clock import Clock as Clock
     from planner.solver.each_schedule import ScheduleComparison as ScheduleComparison
-    from planner.solver.fit import Fit as Fit
     from planner.workers.job import TrainResult as TrainResult
 
 # The same names, for those who run and not only read: a test compares the two.
@@ -125,6 +125,7 @@ _NAMES = {
         "save_cluster",
     ),
     "planner.formats.device_kinds": ("profile_of_kinds",),
+    "planner.formats.fit": ("Fit",),
     "planner.formats.own_plan": ("OwnPlan", "OwnStage"),
     "planner.formats.plan": ("Plan", "load_plan", "save_plan"),
     "planner.formats.profile": ("Profile", "load_profile", "save_profile"),
@@ -140,7 +141,6 @@ _NAMES = {
     "planner.simulator.summary": ("Summary", "summarize"),
     "planner.solver.clock": ("Clock",),
     "planner.solver.each_schedule": ("ScheduleComparison",),
-    "planner.solver.fit": ("Fit",),
     "planner.workers.job": ("TrainResult",),
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}

@@ -14,6 +14,7 @@ from typing import Any
 
 from planner.errors import InputError, PlannerError
 from planner.formats.cluster import Cluster
+from planner.formats.device_kinds import cluster_for
 from planner.formats.files import Record, write_text
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import ScheduleField
@@ -26,6 +27,7 @@ from planner.schedule.schedule import Schedule
 from planner.simulator.simulate_plan import simulate
 from planner.simulator.summary import summarize
 from planner.solver.clock import Clock
+from planner.solver.request import Request
 from planner.solver.solve import solve
 
 
@@ -132,7 +134,7 @@ def _row(
         microbatch_size=profile.microbatch_size,
     )
     try:
-        plan = solve(profile, cluster, asked, clock)
+        plan = solve(Request(profile, cluster_for(profile, cluster), asked, clock))
     except PlannerError as error:
         return row.model_copy(update={"obstacle": error.message})
     return row.model_copy(update=_numbers_of(plan))
