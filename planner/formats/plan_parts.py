@@ -88,7 +88,10 @@ def _schedule(value: object) -> Schedule:
     try:
         return find(value if isinstance(value, Schedule) else str(value))
     except InputError as error:  # pydantic adds the name of the field to a ValueError only
-        raise ValueError(f"{error.message}: {', '.join(NAMES)} are known") from None
+        raise ValueError(
+            f"{error.message}: {', '.join(NAMES)} are known, and those of a file that `schedule_from` "
+            f"names"
+        ) from None
 
 
 # In files, the schedule's name.
