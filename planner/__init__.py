@@ -16,9 +16,11 @@ each:
     solve                the fastest plan
     price                a plan of stages that you chose yourself
     compare, explain     baselines, what limits a plan
+    measured_cluster     the cluster as a run found it, to solve again
     simulate, summarize  what workers and links do over time
     show, report         a file as tables; all about a plan as one HTML file
     train, pipeline      train as a plan says, in worker processes or in your own loop
+    PipelineTrainer      the Trainer of transformers, whose model is a pipeline
     export, load_weights a plan for others; trained weights for the unsplit model
     quickstart, selftest try all of it on this machine, and check that it works here
 
@@ -29,9 +31,7 @@ Names are imported on first use, so that `import planner` costs nothing and solv
 torch.
 """
 
-import re
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from planner.version import __version__ as __version__
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from planner.analysis.compare import compare as compare
     from planner.analysis.explain import Explanation as Explanation
     from planner.analysis.explain import explain as explain
+    from planner.api.measured import measured_cluster as measured_cluster
     from planner.api.planning import cluster as cluster
     from planner.api.planning import price as price
     from planner.api.planning import report as report
@@ -78,6 +79,7 @@ if TYPE_CHECKING:
     from planner.formats.timeline import Timeline as Timeline
     from planner.formats.timeline import load_timeline as load_timeline
     from planner.formats.timeline import save_timeline as save_timeline
+    from planner.integrations.trainer import PipelineTrainer as PipelineTrainer
     from planner.model.spec import TrainingSpec as TrainingSpec
     from planner.model.spec import in_memory as in_memory
     from planner.model.spec import load_model_file as load_model_file
@@ -86,6 +88,7 @@ if TYPE_CHECKING:
     from planner.options.training import CheckpointOptions as CheckpointOptions
     from planner.options.training import RunOptions as RunOptions
     from planner.options.training import TrainingOptions as TrainingOptions
+    from planner.schedule.registry import register_schedule as register_schedule
     from planner.schedule.schedule import Schedule as Schedule
     from planner.selfcheck.run import SelftestReport as SelftestReport
     from planner.selfcheck.run import selftest as selftest
@@ -96,11 +99,43 @@ if TYPE_CHECKING:
     from planner.solver.fit import Fit as Fit
     from planner.workers.job import TrainResult as TrainResult
 
-# The names above, each with its module: read from this file, so that they are declared once.
-_IMPORTED = re.findall(
-    r"^    from (\S+) import \w+ as (\w+)$", Path(__file__).read_text("utf-8"), re.MULTILINE
-)
-_HOMES = {name: module for module, name in _IMPORTED}
+# The same names, for those who run and not only read: a test compares the two.
+_NAMES = {
+    "planner.analysis.compare": ("Comparison", "compare"),
+    "planner.analysis.explain": ("Explanation", "explain"),
+    "planner.api.planning": ("cluster", "price", "report", "show", "solve"),
+    "planner.api.running": ("estimate", "fit", "profile", "train"),
+    "planner.demo.quickstart": ("QuickstartResult", "quickstart"),
+    "planner.errors": ("InfeasibleError", "InputError", "PlannerError", "WorkerError"),
+    "planner.executor.checkpoint.trained_weights": ("load_weights",),
+    "planner.executor.run.pipeline": ("pipeline",),
+    "planner.exports": ("export",),
+    "planner.formats.cluster": (
+        "Cluster",
+        "DeviceKind",
+        "Level",
+        "flat_cluster",
+        "hierarchical_cluster",
+        "load_cluster",
+        "save_cluster",
+    ),
+    "planner.formats.device_kinds": ("profile_of_kinds",),
+    "planner.formats.own_plan": ("OwnPlan", "OwnStage"),
+    "planner.formats.plan": ("Plan", "load_plan", "save_plan"),
+    "planner.formats.profile": ("Profile", "load_profile", "save_profile"),
+    "planner.formats.timeline": ("Timeline", "load_timeline", "save_timeline"),
+    "planner.model.spec": ("TrainingSpec", "in_memory", "load_model_file"),
+    "planner.options.solving": ("Progress", "SolveOptions"),
+    "planner.options.training": ("CheckpointOptions", "RunOptions", "TrainingOptions"),
+    "planner.schedule.schedule": ("Schedule",),
+    "planner.selfcheck.run": ("SelftestReport", "selftest"),
+    "planner.simulator.simulate_plan": ("simulate",),
+    "planner.simulator.summary": ("Summary", "summarize"),
+    "planner.solver.clock": ("Clock",),
+    "planner.solver.fit": ("Fit",),
+    "planner.workers.job": ("TrainResult",),
+}
+_HOMES = {name: module for module, names in _NAMES.items() for name in names}
 
 # functions, for `help(planner)`; others are types
 __all__ = sorted(name for name in _HOMES if name.islower())

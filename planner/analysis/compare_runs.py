@@ -43,19 +43,24 @@ def compare_runs(simulated: Timeline, measured: Timeline) -> RunComparison:
     """Compare a run with what `simulate_recorded` returns for it; raise InputError if it is of
     another plan.
     """
-    for field in ("config", "schedule", "ranks", "microbatches"):
-        expected, found = getattr(simulated, field), getattr(measured, field)
-        if expected != found:
-            message = (
-                f"the run is of another plan: its {field} '{found}' is not the plan's '{expected}'"
-            )
-            raise InputError(message, hint="give the `plan` that was run")
+    check_same_run(simulated, measured)
     times = zip(mean_stage_times(simulated), mean_stage_times(measured), strict=True)
     return RunComparison(
         simulated=summarize(simulated),
         measured=summarize(measured),
         stages=tuple(StageComparison(simulated=one, measured=other) for one, other in times),
     )
+
+
+def check_same_run(simulated: Timeline, measured: Timeline) -> None:
+    """Raise InputError if a run is of another plan than the simulated one."""
+    for field in ("config", "schedule", "ranks", "microbatches"):
+        expected, found = getattr(simulated, field), getattr(measured, field)
+        if expected != found:
+            raise InputError(
+                f"the run is of another plan: its {field} '{found}' is not the plan's '{expected}'",
+                hint="give the `plan` that was run",
+            )
 
 
 def mean_stage_times(timeline: Timeline) -> list[MeanStageTimes]:

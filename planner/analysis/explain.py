@@ -8,7 +8,7 @@ from typing import Literal
 from planner.analysis.given_plan import GivenPlan
 from planner.arguments import checked
 from planner.errors import InfeasibleError
-from planner.formats.cluster import Cluster, Level
+from planner.formats.cluster import Cluster
 from planner.formats.files import Record
 from planner.formats.names import CODECS
 from planner.formats.plan import Plan
@@ -22,13 +22,6 @@ from planner.solver.find_plan import find_plan
 from planner.solver.question import options_asked
 from planner.solver.tuning.answers import WhatIfTuning
 
-RATES = (
-    "bandwidth_bytes_per_s",
-    "all_reduce_bandwidth_bytes_per_s",
-    "sum_bandwidth_bytes_per_s",
-    "gather_bandwidth_bytes_per_s",
-    "scatter_bandwidth_bytes_per_s",
-)
 _SAME = 1e-6  # relative difference of times that is rounding
 
 
@@ -172,7 +165,7 @@ def _what_if(given: GivenPlan) -> tuple[Alternative, ...]:
 def _clusters_beside(plan: Plan, tuning: WhatIfTuning) -> Iterator[tuple[str, Cluster]]:
     cluster = plan.cluster
     bandwidth = tuning.bandwidth_ratio
-    wider = tuple(_with_bandwidth(level, bandwidth) for level in cluster.levels)
+    wider = tuple(level.times_as_fast(bandwidth) for level in cluster.levels)
     yield f"{bandwidth - 1:.0%} more bandwidth", cluster.model_copy(update={"levels": wider})
 
     yield from _one_more(cluster)
@@ -186,18 +179,6 @@ def _clusters_beside(plan: Plan, tuning: WhatIfTuning) -> Iterator[tuple[str, Cl
         for name in CODECS:
             if name not in ("none", cluster.compress):
                 yield f"activations sent as {name}", cluster.model_copy(update={"compress": name})
-
-
-def _with_bandwidth(level: Level, ratio: float) -> Level:
-    """Return the level with so many times the bandwidth, also of what was measured of all-reduces
-    and the like.
-    """
-    changes = {}
-    for name in RATES:
-        rate = getattr(level, name)
-        if rate is not None:
-            changes[name] = rate * ratio
-    return level.model_copy(update=changes)
 
 
 def _one_more(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:

@@ -9,6 +9,7 @@ from typing import Any
 from planner.analysis.compare import compare
 from planner.analysis.explain import explain
 from planner.analysis.given_plan import price as priced
+from planner.analysis.slow_links import clock_before, with_slow_links
 from planner.api.own_stages import Stages, own_plan
 from planner.api.servers import check_rates, number_of_gpus, number_of_servers
 from planner.arguments import checked
@@ -194,7 +195,13 @@ def solve(profile: Profile, cluster: Cluster, options: SolveOptions) -> Plan:
         >>> plan.config, plan.solver.status
         ('2-1-1', 'optimal')
     """
-    return solving.solve(profile, cluster, options)
+    return answer(profile, cluster, options, Clock.of(options.time_limit_s, options.progress))
+
+
+def answer(profile: Profile, cluster: Cluster, options: SolveOptions, clock: Clock) -> Plan:
+    """Solve before the clock ends, and say what slower links would change."""
+    plan = solving.solve(profile, cluster, options, clock_before(cluster, clock))
+    return with_slow_links(profile, plan, options, clock)
 
 
 @keywords_of(PriceOptions, arguments=3)

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from planner.analysis.slow_links import clock_before, with_slow_links
 from planner.api.servers import Servers
 from planner.catalog.models import find_model
 from planner.errors import InputError, PlanError
@@ -46,6 +47,7 @@ from planner.profiler.estimated.execution import compiler
 from planner.profiler.estimated.trace import collecting
 from planner.profiler.measured.profiling import ProfilingOptions, profile_model
 from planner.reporting.trace import save_trace
+from planner.schedule.registry import SCHEDULES, file_of
 from planner.solver.clock import Clock
 from planner.solver.fit import Fit, FitQuestion
 from planner.solver.fit import fit as answer_fit
@@ -140,8 +142,17 @@ def fit(model: str | Path, gpus: int, options: FitOptions) -> Fit:
         check_writable(file.folder / name)
 
     question = _fit_question(file, dtype, servers, options)
-    answer, profile = answer_fit(question, clock)
+    answer, profile = answer_fit(question, clock_before(question.cluster, clock))
+    answer = _with_slow_links(answer, profile, question, clock)
     return _saved(answer, profile, file)
+
+
+def _with_slow_links(answer: Fit, profile: Profile, question: FitQuestion, clock: Clock) -> Fit:
+    if answer.asked.plan is None:
+        return answer
+    plan = with_slow_links(profile, answer.asked.plan, question.options, clock)
+    asked = answer.asked.model_copy(update={"plan": plan})
+    return answer.model_copy(update={"asked": asked})
 
 
 def _fit_question(
@@ -321,6 +332,22 @@ def plan_left(plan: Plan) -> tuple[Plan, str]:
     return own, f"for {own.cluster.gpus} of {plan.cluster.gpus} GPUs ({speed})"
 
 
+def schedule_files(plan: Plan) -> tuple[str, ...]:
+    """Return the files that workers import for the plan's schedule; raise InputError where it has
+    none.
+    """
+    if plan.schedule in SCHEDULES:
+        return ()
+    file = file_of(plan.schedule)
+    if file is None:
+        raise InputError(
+            f"the schedule {plan.schedule} was typed into this session, and workers are processes "
+            f"of their own",
+            hint="write it into a file, and import that",
+        )
+    return (str(file),)
+
+
 def make_job(model: str | Path, plan: Plan, arguments: TrainArguments) -> Job:
     """Return the job of `train`; raise InputError for arguments or a plan that it cannot run."""
     options, baseline = arguments.options or TrainingOptions(), arguments.baseline
@@ -350,6 +377,7 @@ def make_job(model: str | Path, plan: Plan, arguments: TrainArguments) -> Job:
         "run_options": run_options,
     }
     made |= {"save_weights": None if path is None else str(path)}
+    made |= {"schedule_files": schedule_files(plan)}
     made |= {"seed": seed_of_run(checkpoints, plan, arguments.seed, baseline)}
     job = Job(**vars(arguments) | made, model=str(model), plan=plan)
     if os.environ.get("RANK", "0") == "0":  # on other hosts nothing is written

@@ -19,6 +19,7 @@ from planner.formats.plan_parts import (
     Prediction,
     ScheduleField,
     Shared,
+    SlowLinks,
     SolverReport,
     Stage,
     Transfer,
@@ -51,7 +52,15 @@ class Plan(Shown, GrownRecord):
             "synchronous",
             "notes",
         }
-    ) | {"experts", "by_samples", "smaller", "schedules", "capture_checked", "synchronous_usual"}
+    ) | {
+        "experts",
+        "by_samples",
+        "smaller",
+        "schedules",
+        "capture_checked",
+        "synchronous_usual",
+        "slow_links",
+    }
 
     schema_version: Literal[1] = 1
     model: str
@@ -93,6 +102,8 @@ class Plan(Shown, GrownRecord):
     # Beside the same: the best one with a larger global batch, of the usual number of microbatches.
     synchronous_usual: OtherWay | None = None
     schedules: tuple[OtherWay, ...] = ()  # the best plan under each, if this is the fastest of them
+    # what slower links change, where a bandwidth is a data sheet's; None where that was not asked
+    slow_links: SlowLinks | None = None
     notes: tuple[str, ...] = ()  # sentences on what is missing beside the plan, and why
     solver: SolverReport
     cluster: Cluster

@@ -326,6 +326,31 @@ class OtherWay(GrownRecord):
     staleness: Number = 0  # updates that the gradients are late
 
 
+class SteadyPlan(Record):
+    """A plan that is faster on slow links, beside the plan of an answer."""
+
+    config: str
+    recomputes: bool
+    shards: bool  # the replicas of some stage divide what they store
+    speedup: PositiveFloat  # times as fast as the plan, on the slow links
+    # at most, of its speed, against the fastest plan at any of the rates that were tried
+    loss: NonNegativeFloat
+
+
+class SlowLinks(Record):
+    """What the plan comes to where the links of a level are slower than their data sheet says."""
+
+    place: Number  # of the level, in the cluster
+    bytes_per_s: BytesPerSecond  # of a member's slow link there
+    slowdown: PositiveFloat  # times as long as the plan takes there
+    loss: NonNegativeFloat  # as for `SteadyPlan`
+    fastest: SteadyPlan | None = None  # on the slow links; None where the plan is
+    # what loses least over all rates from the slow one to the data sheet's; None where the plan does
+    steadiest: SteadyPlan | None = None
+    # whether other plans were searched for as long as it takes
+    complete: bool = True
+
+
 class AskedRules(Record):
     """What the user asked the stages of a plan to be like, as in the options of `plan solve`."""
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from planner.formats.link_names import BETWEEN_SERVERS, link_bandwidth
+from planner.formats.link_names import BETWEEN_SERVERS, known_rate
 from planner.formats.names import PLANNED, Backend, CodecName, DeviceType
 from planner.options.cluster import ClusterOptions, Quantities, each
 from planner.options.numbers import names, token_count
@@ -76,7 +76,7 @@ class FitOptions(SolveOptions):
         "servers of one GPU "
         "have one link: 1Gbps",
         "RATE",
-        parse=each(link_bandwidth),
+        parse=each(known_rate),
         told=f"what such GPUs usually have; between servers {BETWEEN_SERVERS}, and 400Gbps per "
         f"GPU of H100 and later",
     )

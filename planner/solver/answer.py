@@ -17,12 +17,12 @@ from planner.errors import InfeasibleError, InputError, PlannerError
 from planner.formats.plan_parts import ALONG_ORDER
 from planner.plan.blocks import block_ends
 from planner.solver.portfolio import best_plan
+from planner.solver.problem.bounds import relaxed_s
 from planner.solver.problem.cut_space import searched_cuts
 from planner.solver.problem.cuts import cut_after
 from planner.solver.problem.infeasible import UnexplainedError
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Answer, Evaluation
-from planner.solver.search.chain.ways import least_anywhere_s, relaxed_s
 
 BETWEEN = "cuts between blocks"  # what the bound of a search over those holds for
 
@@ -203,7 +203,7 @@ def _inside_blocks(
         bound_s = between.bound_s
         bound_of = _joined([BETWEEN, between.bound_of])
     if ALONG_ORDER in bound_of and not best.best.in_order:
-        bound_s = least_anywhere_s(question)
+        bound_s = relaxed_s(question)
         bound_of = ""
     return replace(best, bound_s=min(bound_s, best.best.seconds), bound_of=bound_of)
 

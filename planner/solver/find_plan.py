@@ -18,13 +18,13 @@ from planner.solver.assemble import complete
 from planner.solver.clock import Clock
 from planner.solver.evaluate.evaluation import evaluate
 from planner.solver.evaluate.pipelines import too_large
+from planner.solver.problem.bounds import relaxed_s
 from planner.solver.problem.budget import Budget
 from planner.solver.problem.infeasible import UnexplainedError
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Answer
 from planner.solver.question import checked_problem
 from planner.solver.report import accepting_divided_loss, report_of, timed
-from planner.solver.search.chain.ways import least_anywhere_s
 from planner.solver.tuning.record import STANDARD, Tuning
 
 
@@ -48,7 +48,7 @@ def find_plan(
     problem = checked_problem(options, profile, cluster_for(profile, cluster), budget, tuning)
 
     degrees = problem.rules.tensor
-    bound_s = min(least_anywhere_s(problem.on_groups_of(degree)) for degree in degrees)
+    bound_s = min(relaxed_s(problem.on_groups_of(degree)) for degree in degrees)
     clock.progress.begin(clock.at_s, bound_s)
     found = _settled(problem, answer(problem), clock)
 
@@ -71,14 +71,6 @@ def search_plan(profile: Profile, cluster: Cluster, options: SolveOptions) -> Pl
         raise error.explanation() from None
 
 
-def last_budget(clock: Clock, tuning: Tuning) -> Budget:
-    """Return the budget for simulating an answer, which has some time even where the limit has
-    passed.
-    """
-    seconds = tuning.answer.last_simulation_s
-    return Budget.unlimited(clock.at_least(seconds).at_most(seconds), tuning.budget)
-
-
 def _settled(problem: Problem, found: Answer, clock: Clock) -> Answer:
     """Return the answer of a schedule that drains with its simulated time, and divided as little as
     is as fast.
@@ -87,7 +79,11 @@ def _settled(problem: Problem, found: Answer, clock: Clock) -> Answer:
     """
     if problem.schedule.formula != "synchronous" or problem.cluster.kinds:
         return found
-    last = replace(problem, budget=last_budget(clock, problem.tuning))
+    tuning = problem.tuning
+    last = replace(
+        problem,
+        budget=Budget.last(clock, tuning.answer.last_simulation_s, tuning.budget),
+    )
     if not (found.best.simulated or too_large(problem, found.best.stages)):
         found = found.with_best(evaluate(last, found.best.stages))
     return plainest(last, found)

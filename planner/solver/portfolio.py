@@ -19,14 +19,13 @@ from planner.solver.choose.lateness import least_late
 from planner.solver.clock import OutOfTimeError, no_plan_yet
 from planner.solver.improve.improvement import improve
 from planner.solver.pool import Pool
-from planner.solver.problem.bounds import balanced_s
+from planner.solver.problem.bounds import balanced_s, relaxed_s
 from planner.solver.problem.cut_space import SearchedCuts, searched_cuts
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Answer, Evaluation
 from planner.solver.propose.any_plan import any_plan
 from planner.solver.propose.proposers import Proposer
 from planner.solver.propose.regular import regular_plans
-from planner.solver.search.chain.ways import least_anywhere_s, relaxed_s
 
 
 def best_plan(question: Problem) -> Answer:
@@ -140,4 +139,4 @@ def _anywhere_s(question: Problem, cuts: SearchedCuts) -> float:
     """Return seconds that no plan is below whatever its cuts, where it may have others than those
     searched.
     """
-    return least_anywhere_s(question) if cuts.improved else math.inf
+    return relaxed_s(question) if cuts.improved else math.inf

@@ -64,6 +64,7 @@ def solve_unexplained(
     """Do the same, and raise `UnexplainedError` if no plan fits the memory: an explanation takes
     searches.
     """
+    _check_formula(options)
     clock = clock or Clock.of(options.time_limit_s, options.progress, tuning.clock)
     cluster = cluster_for(profile, cluster)
 
@@ -87,6 +88,17 @@ def solve_unexplained(
     if options.survive:
         plan = with_fewer_hosts(profile, plan, options, clock.part(search_share), tuning)
     return plan
+
+
+def _check_formula(options: SolveOptions) -> None:
+    """Raise InputError for a user's schedule without a cost formula, which bounds all searches."""
+    if options.schedule == AUTO or options.order.formula is not None:
+        return
+    raise InputError(
+        f"the schedule {options.schedule} has no cost `formula`, by which plans are sought",
+        hint="choose the stages yourself: `plan price` simulates them under it; or give its class "
+        "a `formula`",
+    )
 
 
 def _searched(

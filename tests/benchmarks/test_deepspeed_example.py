@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks.deepspeed_example.__main__ import compare, example_plan
+from benchmarks.published.deepspeed_example.__main__ import compare, example_plan
 from benchmarks.svg import timeline_svg
 from planner.formats.plan import Plan
 from planner.simulator.simulate_plan import simulate

@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.dnn_partitioning.downsets import enumerate_downsets, to_bits
-from benchmarks.dnn_partitioning.objective import Host, LoadProblem
-from benchmarks.dnn_partitioning.solve import solve_ilp, solve_loads
-from benchmarks.dnn_partitioning.workload import BYTES_PER_S, load_workload
+from benchmarks.published.dnn_partitioning.downsets import enumerate_downsets, to_bits
+from benchmarks.published.dnn_partitioning.objective import Host, LoadProblem
+from benchmarks.published.dnn_partitioning.solve import solve_ilp, solve_loads
+from benchmarks.published.dnn_partitioning.workload import BYTES_PER_S, load_workload
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.setting import Setting
 from planner.errors import InputError, ProfileError
@@ -266,7 +266,7 @@ def test_without_a_solution_in_time_the_contiguous_plan_stands_in(
     def nothing(problem: object, limit_s: float | None) -> Status:
         return "unknown"
 
-    monkeypatch.setattr("benchmarks.dnn_partitioning.assignment.run", nothing)
+    monkeypatch.setattr("benchmarks.published.dnn_partitioning.assignment.run", nothing)
     model = profile(*(layer(name, output_bytes=1) for name in "abcd"))
     request = LoadProblem(LayerCosts(model), Setting(flat_cluster(2, 1e9)), contiguous=False)
     answer = solve_ilp(request, Clock.of(10.0))

@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.graph_txt import load_graph_txt
-from benchmarks.published_models import (
+from benchmarks.published.cost_models import (
     CutChain,
     CutDownsets,
     CutWork,
@@ -22,11 +21,12 @@ from benchmarks.published_models import (
     PipedreamModel,
     solve_published,
 )
+from benchmarks.published.graph_txt import load_graph_txt
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.network.link import Link
 from planner.formats.profile import Profile
-from planner.solver.problem.bounds import Bounds
 from planner.solver.problem.layer_graph import LayerGraph
+from planner.solver.problem.replica_bounds import Bounds
 from tests.cost.works import EXAMPLE
 from tests.examples import examples
 from tests.samples import layer, profile

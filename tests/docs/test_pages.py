@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = (
     ROOT / "README.md",
     *sorted((ROOT / "docs").rglob("*.md")),
-    *sorted(ROOT.glob("benchmarks/*/README.md")),
+    *sorted((ROOT / "benchmarks").rglob("README.md")),
 )
 LONGEST_LINE = 100
 _WRITTEN = re.compile(

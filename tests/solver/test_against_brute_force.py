@@ -16,8 +16,8 @@ from planner.options.solving import RecomputeRule, StageRules
 from planner.schedule.one_stage import TWO_BW
 from planner.schedule.registry import find
 from planner.solver import search_plan as solve
-from planner.solver.problem.bounds import bounds_for
 from planner.solver.problem.problem import Limits
+from planner.solver.problem.replica_bounds import bounds_for
 from planner.solver.problem.states import Chain
 from planner.solver.search.chain.search import Search
 from planner.solver.search.chain.synchronous import SynchronousSearch

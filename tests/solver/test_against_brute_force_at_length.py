@@ -16,8 +16,8 @@ from planner.formats.profile import Profile
 from planner.options.solving import RecomputeRule, StageRules
 from planner.schedule.chunked import INTERLEAVED
 from planner.schedule.registry import find
-from planner.solver.problem.bounds import bounds_for
 from planner.solver.problem.problem import Limits
+from planner.solver.problem.replica_bounds import bounds_for
 from planner.solver.problem.result import CutPath
 from planner.solver.problem.states import Chain
 from planner.solver.search.chain.interleaved import InterleavedSearch

@@ -25,10 +25,10 @@ from planner.options.solving import RecomputeRule, SolveOptions, StageRules
 from planner.schedule.one_stage import ONE_F_ONE_B, TWO_BW
 from planner.schedule.registry import find
 from planner.schedule.schedule import Schedule
-from planner.solver.problem.bounds import bounds_for
 from planner.solver.problem.downsets import Downsets
 from planner.solver.problem.layer_graph import LayerGraph
 from planner.solver.problem.problem import Limits, Problem
+from planner.solver.problem.replica_bounds import bounds_for
 from planner.solver.search.chain.search import Search
 from planner.solver.search.chain.synchronous import SynchronousSearch
 from planner.solver.search.pipeline_search import PipelineSearch

@@ -24,9 +24,9 @@ from planner.solver import search_plan as solve
 from planner.solver.evaluate.pipelines import transfers
 from planner.solver.find_plan import find_plan
 from planner.solver.problem import cut_space
-from planner.solver.problem.bounds import bounds_for
 from planner.solver.problem.infeasible import round_up
 from planner.solver.problem.problem import Limits
+from planner.solver.problem.replica_bounds import bounds_for
 from planner.solver.problem.states import Chain
 from planner.solver.search.chain.search import Search
 from planner.solver.tuning.record import STANDARD

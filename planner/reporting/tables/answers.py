@@ -8,6 +8,7 @@ from planner.analysis.limits import simulated_limits
 from planner.formats.plan import GIVEN, Plan
 from planner.formats.plan_parts import config_words
 from planner.reporting.tables import plan as words
+from planner.reporting.tables.links import links_line
 from planner.reporting.tables.table import Table, named_values, table_of
 from planner.reporting.tables.verdict import share_of_speed, verdict_lines
 from planner.solver.fit import Fit
@@ -186,6 +187,7 @@ def _head(answer: Fit, plan: Plan) -> list[tuple[str, str | None]]:
         ),
         ("stages run", words.options_words(plan)),
         ("GPUs", f"{plan.device.name}; {words.cluster_line(plan.cluster)}"),
+        ("links", links_line(plan)),
         ("fits", f"yes: {format_bytes(_most(plan))} on the fullest GPU{full}"),
         ("split", split + words.unused_gpus(plan) + "".join(saving)),
         ("schedule", words.schedule_line(plan)),

@@ -22,11 +22,11 @@ from planner.solver.assemble import complete
 from planner.solver.clock import Clock
 from planner.solver.evaluate.evaluation import evaluate
 from planner.solver.evaluate.pipelines import too_large
+from planner.solver.problem.bounds import relaxed_s
 from planner.solver.problem.budget import Budget
 from planner.solver.problem.problem import Problem
 from planner.solver.question import options_of, with_one_optimizer
 from planner.solver.report import accepting_divided_loss, report_of_way
-from planner.solver.search.chain.ways import least_anywhere_s
 from planner.solver.tuning.record import STANDARD, Tuning
 
 
@@ -105,7 +105,7 @@ def no_slower_than_usual(
         return _without_table(plan, error)
 
     rules = Rules(options, _allowed_schedules(plan.schedule, options), plan.samples_per_update)
-    last = _last_budget(clock, tuning)
+    last = Budget.last(clock, tuning.answer.alternatives_s, tuning.budget)
     ways = [
         _simulated(way, last) if rules.allow(way) and _seems_faster(way, plan) else way
         for way in ways
@@ -186,11 +186,6 @@ def _simulated_ways(
     return list(usual_ways(options, costs, cluster, budget, tuning))
 
 
-def _last_budget(clock: Clock, tuning: Tuning) -> Budget:
-    seconds = tuning.answer.alternatives_s
-    return Budget.unlimited(clock.at_least(seconds).at_most(seconds), tuning.budget)
-
-
 def _simulated(way: Way, budget: Budget) -> Way:
     """Return the way with its simulated time, if there is one to be had."""
     if way.plan.simulated or too_large(way.problem, way.plan.stages):
@@ -264,7 +259,7 @@ def _fastest_complete(
 
 def report_without_search(way: Way) -> SolverReport:
     """Return what is known of a plan that no search found: its distance from perfect balance."""
-    bound_s = min(least_anywhere_s(way.problem), way.plan.seconds)
+    bound_s = min(relaxed_s(way.problem), way.plan.seconds)
     unknown = SolverReport(
         name="usual ways",
         status="feasible",

@@ -56,6 +56,13 @@ class Budget:
         """
         return cls(clock or Clock(), math.inf, tuning)
 
+    @classmethod
+    def last(cls, clock: Clock, seconds: float, tuning: BudgetTuning) -> Budget:
+        """Return the budget for the last simulations of an answer: so many seconds, even where the
+        clock has passed.
+        """
+        return cls.unlimited(clock.at_least(seconds).at_most(seconds), tuning)
+
     def apart(self, most: float | None = None) -> Budget:
         """Return a budget of its own for the same question, which knows what this one does.
 

@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -28,14 +29,16 @@ from planner.options.solving import UNLIMITED, DepthRule, RecomputeRule, SolverN
 from planner.plan.rank_groups import groups_of
 from planner.schedule.schedule import Schedule
 from planner.solver.clock import NO_LIMIT, Clock
-from planner.solver.problem.bounds import Bounds, bounds_for
 from planner.solver.problem.budget import Budget
+from planner.solver.problem.replica_bounds import Bounds, bounds_for
 from planner.solver.problem.result import Evaluation
 from planner.solver.problem.states import CutSpace
 from planner.solver.tuning.record import STANDARD, Tuning
 from planner.stages.sharding import PossibleSharding, Sharding, why_whole
 from planner.stages.tensor import any_divided, one_degree
 from planner.units import SLACK
+
+Path = TypeVar("Path", bound=Sized)  # as long as it has stages
 
 
 @dataclass(frozen=True)
@@ -61,9 +64,52 @@ class Limits:
         """
         return self.memory_bytes is not None or self.deepest < UNLIMITED
 
+    @property
+    def recomputes(self) -> bool:
+        """Whether all stages recompute, by the rule."""
+        return self.rules.recompute in ("always", "blocks")
+
+    def may_shard(self, profile: Profile) -> bool:
+        """Return whether stages may shard the optimizer's state, which saves memory and the time of
+        the optimizer's step.
+        """
+        rule = self.rules.shard_optimizer
+        if rule == "never" or self.gpus == 1 or not profile.may_shard_optimizer:
+            return False
+        if rule == "always" or self.memory_bytes is not None:
+            return True
+        return any(layer.update_s > 0 for layer in profile.layers)
+
+    def least(self, work: Work, profile: Profile) -> Work:
+        """Return work that no way to run stages is below."""
+        if self.recomputes:
+            work = work.recomputed()
+        if self.may_shard(profile):
+            work = replace(work, update_s=work.update_s / self.gpus)
+        return work
+
     def allows_stages(self, count: int) -> bool:
         """Return whether a plan may have so many stages."""
         return self.rules.max_stages is None or count <= self.rules.max_stages
+
+    def of_few_stages(
+        self,
+        walk: Callable[[int | None], Path | None],
+        space: CutSpace,
+        gpus: int,
+    ) -> Path | None:
+        """Return the best plan of a walk that keeps the rule for the number of stages.
+
+        Args:
+            walk: returns the best plan over the space, of any number of stages or at most so many,
+                which takes a table for each number; None without a plan.
+            space: of the walk.
+            gpus: of the walk.
+        """
+        path = walk(None)
+        if path is None or self.allows_stages(len(path)):
+            return path
+        return walk(self.most_stages(space, gpus))
 
     def most_stages(self, space: CutSpace, gpus: int) -> int:
         """Return how many stages a plan over the space has at most."""

@@ -42,11 +42,6 @@ class Bounds(StageModel):
         """Return the least GPU seconds per minibatch of a stage on any number of replicas."""
         return work.compute_s
 
-    def held_bytes(self, footprint: Footprint, in_flight: Integers) -> Floats:
-        """Return the peak bytes of stages with so many microbatches in flight."""
-        versions = self.schedule.versions(in_flight)
-        return footprint.divided(self.microbatches).total_bytes(in_flight, versions)
-
     def most_in_flight(self, footprint: Footprint, memory_bytes: float) -> Integers:
         """Return the most microbatches in flight with which a stage fits the memory."""
         return footprint.divided(self.microbatches).most_in_flight(

@@ -138,7 +138,7 @@ class CutSpace(ABC):
         return {}
 
     def recomputation(self, rule: RecomputeRule) -> Recomputation:
-        """Return the choices of what recomputes in the stages; `benchmarks.piper.question` has
+        """Return the choices of what recomputes in the stages; `benchmarks.solver_quality.piper.question` has
         others.
         """
         return Recomputation(self.layer_costs, rule)

@@ -11,7 +11,7 @@ ranks, and in columns.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from planner.solver.clock import OutOfTimeError
 from planner.solver.improve.branches import improved_paths
@@ -20,7 +20,7 @@ from planner.solver.problem.cut_space import searched_cuts
 from planner.solver.problem.drained import with_single_stages
 from planner.solver.problem.infeasible import UnexplainedError, explain
 from planner.solver.problem.problem import Problem
-from planner.solver.problem.result import CutPath, Evaluation
+from planner.solver.problem.result import BoundedPlans, CutPath, Evaluation
 from planner.solver.propose.regular import regular_plans
 from planner.solver.propose.waiting import plans_that_wait_less
 from planner.solver.search.pipeline_search import PipelineSearch
@@ -42,13 +42,13 @@ def propose_chain(question: Problem, pool: Pool) -> Iterator[Batch]:
         path = search.best()
     if path is None:
         raise UnexplainedError(lambda: explain(question, _Fits(question, search), search.leaner()))
-    found = _Found.by(search, path)
+    found = search.found(path)
 
     # 2. Over all cuts.
     bound_s = found.bound_s
-    faster: list[Evaluation] = []
+    faster: tuple[Evaluation, ...] = ()
     if cuts.branches and search.space is not cuts.space:
-        wider = _faster(PipelineSearch(question, cuts.space), found)
+        wider = _faster(PipelineSearch(question, cuts.space), path)
         bound_s = min(bound_s, wider.bound_s)
         faster = wider.plans
     if question.sharding.gradients:
@@ -65,40 +65,17 @@ def propose_chain(question: Problem, pool: Pool) -> Iterator[Batch]:
     yield from plans_that_wait_less(search, pool, batch)
 
 
-@dataclass(frozen=True)
-class _Found:
-    """The plans that one search proposes, the best on consecutive ranks first, and what no plan of
-    its is below.
-    """
-
-    path: CutPath  # the best; on clusters of several levels, for the nearest flat one
-    plans: list[Evaluation]
-    bound_s: float
-
-    @classmethod
-    def by(cls, search: PipelineSearch, path: CutPath) -> "_Found":
-        """Return what a search finds, given its best path."""
-        bounded = search.bounded(path)
-        assert bounded.path is not None
-        best = search.priced(bounded.path)
-        columned = search.columned(path, best)
-        # The bound comes from the search and the seconds from the price, which add the same in
-        # another order.
-        bound_s = min(bounded.bound_s, columned.bound_s, best.seconds)
-        return cls(path, [best, *columned.plans], bound_s)
-
-
-def _faster(search: PipelineSearch, known: _Found) -> _Found:
-    """Return what a search finds that takes less time than what is known, and a bound on all of its
-    plans.
+def _faster(search: PipelineSearch, known: CutPath) -> BoundedPlans:
+    """Return what a search finds that takes less time than a path that is known, and a bound on all
+    of its plans.
     """
     try:
-        path = search.best() if search.problem.placed else search.faster(known.path.seconds)
-    except OutOfTimeError:  # what is known stays
-        return replace(known, plans=[], bound_s=search.relaxed_s())
+        path = search.best() if search.problem.placed else search.faster(known.seconds)
+    except OutOfTimeError:
+        return BoundedPlans((), search.relaxed_s())
     if path is not None:
-        return _Found.by(search, path)
-    return replace(known, plans=[], bound_s=search.bounded(known.path).bound_s)
+        return search.found(path)
+    return BoundedPlans((), search.bounded(known).bound_s)
 
 
 class _Fits:

@@ -22,8 +22,8 @@ from planner.cost.work import IMPOSSIBLE, Integers
 from planner.plan.shared_weights import trained_parameters
 from planner.solver.evaluate.evaluation import priced
 from planner.solver.pool import Batch, Pool
-from planner.solver.problem.bounds import Bounds
 from planner.solver.problem.problem import Limits, Problem
+from planner.solver.problem.replica_bounds import Bounds
 from planner.solver.problem.result import CutPath, stages_along
 from planner.solver.problem.states import Chain
 from planner.solver.propose.counts import counts_to_try
@@ -123,7 +123,7 @@ class EvenSearch(Search):
         self.replicas = replicas
         self._holds = np.array([space.holds(layer) for layer in users])
 
-    def best(self, below_s: float | None = None, precision: float | None = None) -> CutPath | None:
+    def best(self, below_s: float = np.inf, precision: float | None = None) -> CutPath | None:
         """Return the fastest plan up to `precision`, which is by default that of the record.
 
         More replicas than the fewest may miss a target that fewer met, so seconds are halved on a
@@ -132,7 +132,7 @@ class EvenSearch(Search):
         usual = self.limits.tuning.propose.even_precision
         if precision is None:
             precision = usual
-        high_s = ANY_TIME_S if below_s is None or np.isinf(below_s) else below_s
+        high_s = min(ANY_TIME_S, below_s)
         low_s = float(self._before_s[-1]) / self.gpus
         best: CutPath | None = None
         target_s = high_s

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from planner.errors import InfeasibleError, InputError, PlannerError
 from planner.solver.pool import Batch, Pool
+from planner.solver.problem.bounds import relaxed_s
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.states import Chain
-from planner.solver.search.chain.ways import relaxed_s
 from planner.solver.search.integer.ilp import solve_by_program
 
 

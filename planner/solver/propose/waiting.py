@@ -42,7 +42,7 @@ def _for_slower_links(search: PipelineSearch, pool: Pool, known: Batch) -> Itera
         model = question.synchronous(question.link.slowed(factor))
         other = SynchronousSearch(search.space, model, question.limits)
         try:
-            other.best(max(question.precision, RESOLUTION))
+            other.best(precision=max(question.precision, RESOLUTION))
         except OutOfTimeError:
             return
         yield [*known, *(search.priced(path).stages for path in other.found)]

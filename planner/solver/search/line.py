@@ -20,6 +20,7 @@ O(runs · states² · GPUs), times the numbers of replicas that are worth a try.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations_with_replacement
 
 import numpy as np
@@ -65,6 +66,10 @@ class LinePlan:
     sum_s: float
     max_s: float
 
+    def __len__(self) -> int:
+        """The number of stages."""
+        return len(self.stages)
+
     @property
     def seconds(self) -> float:
         """Seconds per minibatch, by the link that the walk was for."""
@@ -94,13 +99,11 @@ class LineSearch:
 
     def within(self, limit_s: float) -> LinePlan | None:
         """Return the plan of least sum with a maximum within the limit; None without one."""
-        limits = self._problem.limits
-        plan = self._walk(limit_s)
-        if plan is None or limits.allows_stages(len(plan.stages)):
-            return plan
-        return self._walk(limit_s, limits.most_stages(self._space, self.gpus))
+        return self._problem.limits.of_few_stages(
+            partial(self._walk, limit_s), self._space, self.gpus
+        )
 
-    def _walk(self, limit_s: float, most_stages: int | None = None) -> LinePlan | None:
+    def _walk(self, limit_s: float, most_stages: int | None) -> LinePlan | None:
         """Return the plan of least sum within the limit, of so many stages at most."""
         cuts = len(self._space)
         # With a limit on stages there is a table for each number of the first stage.

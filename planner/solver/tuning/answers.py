@@ -94,6 +94,21 @@ class ExplanationTuning:
 
 
 @dataclass(frozen=True)
+class LinksTuning:
+    """Of `planner.analysis.slow_links`: how slow links may be that nobody measured."""
+
+    # Shares of a data sheet's rate at which plans are compared, the slowest first. One ring over
+    # servers of four Omni-Path ports reached a tenth of it, several at once a fifth to a third.
+    shares: tuple[float, ...] = (0.2, 0.45)
+
+    # How many times as fast another plan must be on the slow links for the choice to depend on them.
+    min_speedup: float = 1.05
+
+    # Share of the time of an answer that is kept for this where a rate is a data sheet's.
+    time_share: float = 0.25
+
+
+@dataclass(frozen=True)
 class WhatIfTuning:
     """Of `planner.analysis.explain` and `planner.analysis.fewer`: which other clusters are
     priced.

@@ -12,6 +12,7 @@ from planner.solver.tuning.answers import (
     ClockTuning,
     ExplanationTuning,
     FitTuning,
+    LinksTuning,
     WhatIfTuning,
 )
 from planner.solver.tuning.evaluation import (
@@ -47,6 +48,7 @@ class Tuning:
     fit: FitTuning = field(default_factory=FitTuning)
     explanation: ExplanationTuning = field(default_factory=ExplanationTuning)
     what_if: WhatIfTuning = field(default_factory=WhatIfTuning)
+    links: LinksTuning = field(default_factory=LinksTuning)
 
     budget: BudgetTuning = field(default_factory=BudgetTuning)
     evaluate: EvaluateTuning = field(default_factory=EvaluateTuning)

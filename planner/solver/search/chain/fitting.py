@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from planner.cost.work import Floats, Integers
 from planner.schedule.schedule import warm_up_depth
-from planner.solver.problem.bounds import Bounds
+from planner.solver.problem.replica_bounds import Bounds
 from planner.solver.search.chain.ways import Ways, WaysOf
 
 _BITS = 20  # of a key for the units in flight, and for the replicas
@@ -49,15 +49,6 @@ class FittingWays:
         allowed &= self.model.enough_before(busy, after)
         return allowed, in_flight
 
-    def fit(self, ways: Ways, replicas: Integers, in_flight: Integers) -> NDArray[np.bool_]:
-        """Return which rows fit the memory."""
-        memory_bytes = self.ways.limits.memory_bytes
-        if memory_bytes is None:
-            return np.ones(len(ways), dtype=bool)
-
-        held = self.model.held_bytes(ways.footprint_on(replicas), in_flight)
-        return np.asarray(held <= memory_bytes)
-
     def quickest(
         self,
         state: int,
@@ -86,7 +77,12 @@ class FittingWays:
             new_keys, first = np.unique(keys[missing], return_index=True)
             rows = missing[first]
             ways = self.ways.all(state, others[rows], choosing[rows])
-            fits = self.fit(ways, replicas[rows][ways.stage], in_flight[rows][ways.stage])
+            fits = ways.fit(
+                replicas[rows][ways.stage],
+                in_flight[rows][ways.stage],
+                self.model.schedule,
+                self.model.microbatches,
+            )
             known.add(new_keys, *_first_of_each(ways, fits & (ways.sharded == sharded)))
             places, _ = known.find(keys)
 

@@ -22,7 +22,6 @@ from planner.cost.work import Floats, Integers
 from planner.solver.clock import Clock
 from planner.solver.problem.result import RESOLUTION, CutPath
 from planner.solver.search.chain.ways import Stages
-from planner.solver.search.trade import LeastSum
 
 # Ways by their column in a table of stages, and replicas in units, of the same length.
 Trials = tuple[Integers, Integers]
@@ -47,7 +46,7 @@ class Walk:
     clock: Clock
     batch_entries: int
 
-    def within(self, limit_s: float, most_stages: int | None = None) -> LeastSum | None:
+    def within(self, limit_s: float, most_stages: int | None = None) -> CutPath | None:
         """Return the path of least sum within the limit, of at most so many stages; None without
         one.
         """
@@ -118,7 +117,7 @@ class Walk:
             part = slice(start, start + batch)
             yield columns[part], self.replicas[rows[part]]
 
-    def _trace(self, table: "_Table") -> LeastSum | None:
+    def _trace(self, table: "_Table") -> CutPath | None:
         """Follow the choices from the first state; None where nothing reaches it."""
         sums = table.sums[0, 0]
         if not np.isfinite(sums[self.gpus]):
@@ -138,7 +137,7 @@ class Walk:
             sum_s += float(stages.sum_s[way])
             max_s = max(max_s, float(stages.max_s[replicas - 1, way]))
             gpus = min(gpus - replicas, int(stages.after[replicas - 1, way]))
-        return LeastSum(CutPath(tuple(states), tuple(options), sum_s + max_s), sum_s, max_s)
+        return CutPath(tuple(states), tuple(options), max_s, sum_s)
 
 
 @dataclass(frozen=True)

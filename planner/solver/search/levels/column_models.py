@@ -5,8 +5,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from planner.cost.network.topology import Resource
 from planner.cost.work import IMPOSSIBLE, Floats, Integers, Work
-from planner.solver.problem.bounds import Bounds, BoundsLike
-from planner.solver.problem.result import CutPath
+from planner.solver.problem.replica_bounds import Bounds, BoundsLike
 from planner.solver.search.chain.search import Search
 
 
@@ -59,6 +58,5 @@ class MultiplesSearch(Search):
 
     model: MultiplesModel
 
-    def _data_parallel(self, replicas: Integers) -> CutPath | None:
-        multiple = self.model.multiple
-        return super()._data_parallel(np.arange(multiple, self.gpus + 1, multiple))
+    def _counts(self) -> Integers:
+        return np.arange(self.model.multiple, self.gpus + 1, self.model.multiple)

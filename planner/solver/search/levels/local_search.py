@@ -5,7 +5,6 @@ together. Good plans are then found near other plans (`neighbours`).
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from itertools import cycle
 
 import numpy as np
@@ -52,8 +51,8 @@ class LocalSearch:
 
     def from_(self, path: CutPath) -> CutPath | None:
         """Return what the path becomes by taking the best neighbours; None if nothing fits."""
-        unpriced = replace(path, seconds=np.inf)
-        best = replace(path, seconds=self._seconds(unpriced))
+        unpriced = path.that_takes(np.inf)
+        best = path.that_takes(self._seconds(unpriced))
         stale = 0  # kinds since the last one that helped
 
         # The kinds take turns, so that a step of one kind can open the way for another.
@@ -82,7 +81,7 @@ class LocalSearch:
                 break
             seconds = self._seconds(path)
             if seconds < best.seconds * (1 - RESOLUTION):
-                best = replace(path, seconds=seconds)
+                best = path.that_takes(seconds)
         return best
 
     def _paths(self, shapes: Iterable[Shape]) -> Iterable[CutPath]:

@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from planner.cost.models.asynchronous import AsynchronousModel
 from planner.cost.models.synchronous import SynchronousModel
 from planner.cost.network.link import Link
 from planner.cost.network.topology import Topology
 from planner.cost.work import Floats, Integers, Work
+from planner.solver.problem.problem import Problem
 from planner.solver.search.chain.ways import Ways
 
 # Rows of what a stage exchanges with earlier stages, or with later ones: see `states.FRONTS`.
@@ -43,6 +45,10 @@ class StageBounds:
     def others(self) -> Integers:
         """States where they end."""
         return self.ways.others
+
+    def limited(self, gpus: int) -> NDArray[np.bool_]:
+        """Return which ways do not allow so many GPUs after the stage on some replicas."""
+        return np.asarray((self.most <= gpus).any(axis=0))
 
 
 @dataclass(frozen=True)
@@ -123,29 +129,19 @@ def phases_of(topology: Topology) -> int:
     return int(topology.groups[-2]) if len(topology) > 1 else 1
 
 
-def bounds_of(ways: Ways, places: Places, objective: SynchronousModel | None) -> StageBounds:
-    """Bound what stages cost in these ways, in every place.
-
-    The objective is the model of a synchronous pipeline, None for an asynchronous one.
-    """
-    limits = ways.source.limits
-    replicas = places.replicas[:, None]
-    shape = len(replicas), len(ways)
+def bounds_of(problem: Problem, places: Places, ways: Ways) -> StageBounds:
+    """Bound what stages cost in these ways, in every place."""
     sides = ways.source.space.sides(ways.state, ways.others)
-    footprint = ways.footprint_on(replicas)
-    if objective is None:
+    if problem.schedule.asynchronous:
         max_s = _asynchronous_s(ways.work, places, sides)
         sum_s = np.zeros_like(max_s)
     else:
-        max_s = _synchronous_s(ways.work, places, sides, objective)
-        sum_s = _sum_s(ways.work, places, sides, objective)
-        footprint = footprint.divided(objective.microbatches)
+        max_s = _synchronous_s(ways.work, places, sides, problem.synchronous())
+        sum_s = _sum_s(ways.work, places, sides, problem.synchronous())
 
-    most = np.full(shape, limits.deepest)
-    if limits.memory_bytes is not None:
-        fit = footprint.most_in_flight(limits.memory_bytes, objective is None)
-        most = np.minimum(most, fit)
-    allowed = ways.allowed(np.broadcast_to(replicas, shape))
+    replicas = places.replicas[:, None]
+    most = ways.most_in_flight(replicas, problem.schedule, problem.microbatches)
+    allowed = ways.allowed(np.broadcast_to(replicas, most.shape))
     return StageBounds(ways, sum_s, max_s, np.where(allowed, most, 0))
 
 

@@ -20,8 +20,8 @@ from planner.formats.cluster import Cluster, DeviceKind, Level, flat_cluster
 from planner.formats.profile import Profile
 from planner.options.solving import RecomputeRule, StageRules
 from planner.schedule.registry import find
-from planner.solver.problem.bounds import bounds_for
 from planner.solver.problem.problem import Limits, Problem
+from planner.solver.problem.replica_bounds import bounds_for
 from planner.solver.problem.result import Evaluation
 from planner.solver.problem.states import Chain
 from planner.solver.search.chain.search import Search

@@ -105,13 +105,10 @@ def answer(schedule: str, profile: Profile, cluster: Cluster, times: int) -> Ans
     assert (nearest is None) == (not fitting)
     if nearest is None:
         return None
-    along = search.bounded(nearest)
-    assert along.path is not None
-    best = search.priced(along.path)
-    columned = search.columned(nearest, best)
-    found = in_every_order(problem, [best, *columned.plans])[0]
-    assert found.fits(cluster)
-    return Answer(found, best, min(along.bound_s, columned.bound_s), min(fitting))
+    found = search.found(nearest)
+    fastest = in_every_order(problem, found.plans)[0]
+    assert fastest.fits(cluster)
+    return Answer(fastest, found.plans[0], found.bound_s, min(fitting))
 
 
 INSTANCES = {

@@ -7,19 +7,17 @@ the quickest first.
 
 from planner.solver.search.chain.ways.best import BestWays
 from planner.solver.search.chain.ways.rows import numbered, taken
-from planner.solver.search.chain.ways.space import Ways, WaysOf, least_anywhere_s, relaxed_s
-from planner.solver.search.chain.ways.stages import PartsOf, Stages, stages_alike, stages_on
+from planner.solver.search.chain.ways.space import Ways, WaysOf
+from planner.solver.search.chain.ways.stages import PartsOf, Stages, StageTables, stages_on
 
 __all__ = [
     "BestWays",
     "PartsOf",
+    "StageTables",
     "Stages",
     "Ways",
     "WaysOf",
-    "least_anywhere_s",
     "numbered",
-    "relaxed_s",
-    "stages_alike",
     "stages_on",
     "taken",
 ]

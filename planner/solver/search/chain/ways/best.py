@@ -7,7 +7,6 @@ from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
 from planner.cost.candidate import StageOptions
 from planner.solver.problem.problem import Problem
@@ -57,22 +56,13 @@ class BestWays:
         return ways.options(row or 0, replicas)
 
     def _quickest(self, ways: Ways, replicas: int, after: int) -> int | None:
-        fits = ways.allowed(replicas) & self._fit(ways, replicas, after)
-        if not fits.any():
-            return None
-
-        sum_s, max_s = self.problem.parts_s(ways.work, replicas)
-        return int(np.argmin(np.where(fits, sum_s + max_s, np.inf)))
-
-    def _fit(self, ways: Ways, replicas: int, after: int) -> NDArray[np.bool_]:
         problem = self.problem
-        memory_bytes = problem.cluster.memory_bytes
-        if memory_bytes is None:
-            return np.ones(len(ways), dtype=bool)
-
         in_flight = int(problem.schedule.in_flight(replicas, after, problem.microbatches))
         if after:
             in_flight = math.ceil(in_flight * self.deeper)
-        footprint = ways.footprint_on(replicas).divided(problem.microbatches)
-        held = footprint.total_bytes(in_flight, problem.schedule.versions(in_flight))
-        return np.asarray(held <= memory_bytes)
+        fits = ways.fit(replicas, in_flight, problem.schedule, problem.microbatches)
+        fits &= ways.allowed(replicas)
+        if not fits.any():
+            return None
+        sum_s, max_s = problem.parts_s(ways.work, replicas)
+        return int(np.argmin(np.where(fits, sum_s + max_s, np.inf)))

@@ -1,16 +1,19 @@
 """The ways that rules and memory leave to the stages of a space, a row each."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from planner.cost.candidate import Groups, StageOptions, whole_stage
 from planner.cost.work import Footprint, Integers, Work
-from planner.solver.problem.bounds import balanced_s
-from planner.solver.problem.drained import drained_s
-from planner.solver.problem.problem import Limits, Problem
-from planner.solver.problem.states import Chain, CutSpace
+from planner.schedule.schedule import Schedule
+from planner.solver.problem.problem import Limits
+from planner.solver.problem.states import CutSpace
 from planner.solver.search.chain.ways.choices import KEPT, StageChoices, columns_of
 from planner.solver.search.chain.ways.rows import numbered, taken, with_columns
 from planner.stages.sharding import UNSHARDED
@@ -22,7 +25,7 @@ class Ways:
     together.
     """
 
-    source: "WaysOf"
+    source: WaysOf
     state: int
     others: Integers  # at which each row's stage ends
     stage: Integers  # its place among those that were asked for
@@ -35,7 +38,7 @@ class Ways:
     def __len__(self) -> int:
         return len(self.stage)
 
-    def __getitem__(self, rows: Integers) -> "Ways":
+    def __getitem__(self, rows: Integers) -> Ways:
         return replace(
             self,
             others=self.others[rows],
@@ -62,13 +65,58 @@ class Ways:
             return footprint
         return footprint.shared_out(np.where(self.sharded, replicas, 1))
 
+    def fit(
+        self,
+        replicas: ArrayLike,
+        in_flight: ArrayLike,
+        schedule: Schedule,
+        microbatches: int,
+    ) -> NDArray[np.bool_]:
+        """Return which rows fit the memory on so many replicas, with so many microbatches in
+        flight.
+        """
+        memory_bytes = self.source.limits.memory_bytes
+        if memory_bytes is None:
+            return np.ones(len(self), dtype=bool)
+        footprint = self.footprint_on(replicas).divided(microbatches)
+        held = footprint.total_bytes(in_flight, schedule.versions(np.asarray(in_flight)))
+        return np.asarray(held <= memory_bytes)
+
+    def most_in_flight(self, replicas: Integers, schedule: Schedule, microbatches: int) -> Integers:
+        """Return the most microbatches that may be in flight, by memory and for the gradients' sake;
+        by replicas, a column, and row.
+        """
+        limits = self.source.limits
+        most = np.full((len(replicas), len(self)), limits.deepest)
+        if limits.memory_bytes is None:
+            return most
+        footprint = self.footprint_on(replicas).divided(microbatches)
+        fit = footprint.most_in_flight(
+            limits.memory_bytes, schedule.stashes, schedule.weight_versions
+        )
+        return np.minimum(most, fit)
+
     def options(self, row: int, replicas: int) -> StageOptions:
         """Return a row as the options of a stage."""
         groups = self.source.groups(self.state, int(self.others[row]), int(self.choice[row]))
         options = StageOptions(replicas, recompute=groups)
-        return (
-            options.with_sharding(UNSHARDED.of_optimizer_alone()) if self.sharded[row] else options
-        )
+        if self.sharded[row]:
+            return options.with_sharding(UNSHARDED.of_optimizer_alone())
+        return options
+
+
+class TableOfWays(Protocol):
+    """What is known of some ways, a column each."""
+
+    @property
+    def ways(self) -> Ways:
+        """The ways."""
+
+    def limited(self, gpus: int) -> NDArray[np.bool_]:
+        """Return which ways do not allow so many GPUs after the stage on some replicas."""
+
+
+Table = TypeVar("Table", bound=TableOfWays)
 
 
 class WaysOf:
@@ -90,18 +138,11 @@ class WaysOf:
         self.most_sharded = limits.most_sharded
         self._choices = StageChoices(space, self.rule)
 
-        limited = limits.memory_bytes is not None
-        self.recomputes = self.rule in ("always", "blocks")
-        self.chooses = limited and self.rule == "auto"
+        self.recomputes = limits.recomputes
+        self.chooses = limits.memory_bytes is not None and self.rule == "auto"
         self.whole_stages = limits.whole_stages and self.rule == "auto"
-
-        # Sharding saves memory, and the time of the optimizer's step.
-        profile = space.layer_costs.profile
-        sharding = limits.rules.shard_optimizer
-        possible = profile.may_shard_optimizer and limits.gpus > 1
-        gains = limited or any(layer.update_s > 0 for layer in profile.layers)
-        self.always_shards = possible and sharding == "always"
-        self.shards = self.always_shards or (possible and sharding == "auto" and gains)
+        self.shards = limits.may_shard(space.layer_costs.profile)
+        self.always_shards = self.shards and limits.rules.shard_optimizer == "always"
 
     def allowed(self, sharded: NDArray[np.bool_], replicas: ArrayLike) -> NDArray[np.bool_]:
         """Return which stages may run on so many replicas: one has nothing to divide, idle ones get
@@ -110,13 +151,6 @@ class WaysOf:
         several = np.asarray(replicas) > 1
         enough = several & (np.asarray(replicas) <= self.most_sharded)
         return np.where(sharded, enough, ~several | (not self.always_shards))
-
-    def least(self, work: Work) -> Work:
-        """Return work that no way to run the stages is below."""
-        work = self.plainest_work(work)
-        if self.shards:
-            return replace(work, update_s=work.update_s / self.limits.gpus)
-        return work
 
     def plainest_work(self, work: Work) -> Work:
         """Return the work of stages that are not sharded and recompute only what the rule says of
@@ -136,12 +170,23 @@ class WaysOf:
             return replace(footprint, **columns_of(choices, KEPT))
         return footprint
 
-    def choosing(self, plainest: Ways, limited: ArrayLike, count: int) -> NDArray[np.bool_]:
-        """Return which of so many stages have a reason to choose what recomputes: their plainest
-        way is limited.
+    def table(
+        self,
+        state: int,
+        others: Integers,
+        tabulate: Callable[[Ways], Table],
+        gpus: int,
+    ) -> Table:
+        """Return a table of the stages from a state: in their plainest way, and in all ways where
+        that does not allow so many GPUs after the stage.
         """
-        free = plainest.stage[~np.asarray(limited) & ~plainest.sharded]
-        return ~np.isin(np.arange(count), free) & self.chooses
+        plainest = tabulate(self.all(state, others))
+        ways = plainest.ways
+        free = ways.stage[~plainest.limited(gpus) & ~ways.sharded]
+        choosing = ~np.isin(np.arange(len(others)), free)
+        if not (self.chooses and choosing.any()):
+            return plainest
+        return tabulate(self.all(state, others, choosing))
 
     def all(self, state: int, others: Integers, choosing: NDArray[np.bool_] | None = None) -> Ways:
         """Return all ways to run the stages from the state to each of others; only those `choosing`
@@ -206,30 +251,3 @@ class WaysOf:
             (choices,) = self._choices.of(state, [other])
             return choices.groups(choice)
         return whole_stage(self.space.layers(state, other), self.recomputes or choice > 0)
-
-
-def relaxed_s(problem: Problem, space: CutSpace) -> float:
-    """Return seconds that no plan is below: perfect balance, no communication, the leanest ways.
-
-    Under synchronous schedules the bound knows the bubble and the memory, too; it is infinite where
-    no plan fits. Over a chain it holds for cuts along the profile's order, otherwise for all.
-    """
-    return _least_s(problem, space, in_order=isinstance(space, Chain))
-
-
-def least_anywhere_s(problem: Problem) -> float:
-    """Return seconds that no plan is below whatever its cuts, as `relaxed_s` does over all
-    of them.
-    """
-    return _least_s(problem, Chain(problem.layer_costs), in_order=False)
-
-
-def _least_s(problem: Problem, space: CutSpace, *, in_order: bool) -> float:
-    ways = WaysOf(space, problem.limits)
-    least_s = balanced_s(problem.layer_costs, problem.setting, ways.least)
-
-    schedule = problem.schedule
-    drains = schedule.formula == "synchronous"
-    if not drains or schedule.splits_backward or problem.cluster.kinds:
-        return least_s
-    return max(least_s, drained_s(problem, in_order=in_order))

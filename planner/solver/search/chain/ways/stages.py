@@ -36,32 +36,16 @@ class Stages:
     # the most units of GPUs that may follow, likewise; -1 where the way is not allowed
     after: Integers
 
+    def limited(self, gpus: int) -> NDArray[np.bool_]:
+        """Return which ways do not allow so many units of GPUs after the stage on some replicas."""
+        return np.asarray((self.after < gpus).any(axis=0))
+
     @cached_property
     def by_sum(self) -> bool:
         """Whether the ways of each stage stand by their sums."""
         ascending = np.diff(self.sum_s) >= 0
         next_stage = np.diff(self.ways.stage) > 0
         return bool(np.all(ascending | next_stage))
-
-
-def stages_alike(
-    ways: WaysOf,
-    schedule: Schedule,
-    microbatches: int,
-    parts_s: PartsOf,
-    most_replicas: int,
-    gpus: int,
-    unit: int = 1,
-) -> list[Stages]:
-    """Return the useful ways to run the stages from each state but the last, on GPUs that are
-    counted in units.
-
-    A way is of use if it fits, and with some replicas allows more GPUs after it than those that
-    recompute less.
-    """
-    replicas = np.arange(unit, most_replicas + 1, unit)[:, None]
-    tables = _Tables(ways, schedule, microbatches, parts_s, replicas, gpus, unit)
-    return [tables.stages(state) for state in range(len(ways.space) - 1)]
 
 
 def stages_on(
@@ -71,12 +55,10 @@ def stages_on(
     most: int,
     link: Link | None = None,
 ) -> list[Stages]:
-    """Return the stages on up to so many GPUs of a kind, which are priced with a link: see
-    `stages_alike`.
-    """
+    """Return the stages on up to so many GPUs of a kind, which are priced with a link."""
     if problem.schedule.divides:
         most = min(most, problem.microbatches)
-    return stages_alike(
+    tables = StageTables(
         WaysOf(space, replace(problem.limits, memory_bytes=memory_bytes)),
         problem.schedule,
         problem.microbatches,
@@ -84,49 +66,49 @@ def stages_on(
         most,
         problem.cluster.gpus,
     )
+    return tables.all()
 
 
 @dataclass(frozen=True)
-class _Tables:
-    """What `stages_alike` makes its tables of."""
+class StageTables:
+    """The useful ways to run the stages from each state but the last, on GPUs that are counted in
+    units.
+
+    A way is of use if it fits, and with some replicas allows more GPUs after it than those that
+    recompute less.
+    """
 
     ways: WaysOf
     schedule: Schedule
     microbatches: int
     parts_s: PartsOf
-    replicas: Integers  # a column
+    most_replicas: int
     gpus: int
-    unit: int
+    unit: int = 1
 
-    def stages(self, state: int) -> Stages:
-        """Return the stages that begin at the state."""
+    def all(self) -> list[Stages]:
+        """Return the tables, by state."""
+        return [self._from(state) for state in range(len(self.ways.space) - 1)]
+
+    @cached_property
+    def _replicas(self) -> Integers:
+        return np.arange(self.unit, self.most_replicas + 1, self.unit)[:, None]
+
+    def _from(self, state: int) -> Stages:
         self.ways.limits.clock.check()
-
-        # 1. The plainest ways of the stages that may fit.
         others = self._may_fit(state, self.ways.space.after(state))
-        plainest = self._of_use(self.ways.all(state, others))
-
-        # 2. All ways of those whose plainest way does not allow all GPUs after the stage.
-        limited = (plainest.after < self.gpus // self.unit).any(axis=0)
-        choosing = self.ways.choosing(plainest.ways, limited, len(others))
-        if not choosing.any():
-            return plainest
-        return self._of_use(self.ways.all(state, others, choosing))
+        return self.ways.table(state, others, self._of_use, self.gpus // self.unit)
 
     def _may_fit(self, state: int, others: Integers) -> Integers:
         """Return the first of `others`, and those whose stages fit if nothing is saved, on one
         replica or the most.
         """
-        memory_bytes = self.ways.limits.memory_bytes
-        if memory_bytes is None:
+        if self.ways.limits.memory_bytes is None:
             return others
-
         ways = self.ways.all(state, others)
         lean = replace(ways, footprint=ways.footprint.least())
-        footprint = lean.footprint_on(self.replicas[[0, -1]]).divided(self.microbatches)
-        held = footprint.total_bytes(1, self.schedule.versions(1))
-
-        fits = np.broadcast_to(held <= memory_bytes, (2, len(ways))).any(axis=0)
+        fits = lean.fit(self._replicas[[0, -1]], 1, self.schedule, self.microbatches)
+        fits = np.broadcast_to(fits, (2, len(ways))).any(axis=0)
         fitting = np.isin(np.arange(len(others)), ways.stage[fits])
         fitting[0] = True
         return others[fitting]
@@ -139,7 +121,7 @@ class _Tables:
         ways = ways[rows]
         after = after[:, rows]
 
-        sum_s, max_s = self.parts_s(ways.work, self.replicas)
+        sum_s, max_s = self.parts_s(ways.work, self._replicas)
         return Stages(
             ways=ways,
             sum_s=np.broadcast_to(sum_s, (1, len(ways)))[0].copy(),
@@ -151,32 +133,24 @@ class _Tables:
         """Return how many units of the GPUs may follow, by replicas and way; -1 where the way is
         not allowed.
         """
-        limits = self.ways.limits
-        replicas = np.broadcast_to(self.replicas, (len(self.replicas), len(ways)))
-
         # 1. The most microbatches in flight: for the gradients' sake, by memory, and by the
         # schedule.
-        most = np.full(replicas.shape, limits.deepest)
-        if limits.memory_bytes is not None:
-            footprint = ways.footprint_on(self.replicas).divided(self.microbatches)
-            schedule = self.schedule
-            fit = footprint.most_in_flight(
-                limits.memory_bytes, schedule.stashes, schedule.weight_versions
-            )
-            most = np.minimum(most, fit)
+        replicas = self._replicas
+        most = ways.most_in_flight(replicas, self.schedule, self.microbatches)
         deepest = [
             self.schedule.deepest(r, self.microbatches) or UNLIMITED
-            for r in self.replicas.ravel().tolist()
+            for r in replicas.ravel().tolist()
         ]
         most = np.minimum(most, np.array(deepest)[:, None])
 
         # 2. Between no GPUs after the stage and all, the replicas share what is in flight.
-        none = np.zeros_like(self.replicas)
-        with_none = self.schedule.in_flight(self.replicas, none, self.microbatches)
-        with_all = self.schedule.in_flight(self.replicas, none + self.gpus, self.microbatches)
-        after = np.where(with_none <= most, (most - 1) * self.replicas, -1)
+        none = np.zeros_like(replicas)
+        with_none = self.schedule.in_flight(replicas, none, self.microbatches)
+        with_all = self.schedule.in_flight(replicas, none + self.gpus, self.microbatches)
+        after = np.where(with_none <= most, (most - 1) * replicas, -1)
         after = np.where(with_all <= most, self.gpus, after)
-        return np.where((after >= 0) & ways.allowed(replicas), after // self.unit, -1)
+        allowed = ways.allowed(np.broadcast_to(replicas, after.shape))
+        return np.where((after >= 0) & allowed, after // self.unit, -1)
 
 
 def _more_than_before(ways: Ways, after: Integers) -> NDArray[np.bool_]:
