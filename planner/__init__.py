@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     from planner.formats.cluster import load_cluster as load_cluster
     from planner.formats.cluster import save_cluster as save_cluster
     from planner.formats.device_kinds import profile_of_kinds as profile_of_kinds
+    from planner.formats.fit import Fit as Fit
     from planner.formats.own_plan import OwnPlan as OwnPlan
     from planner.formats.own_plan import OwnStage as OwnStage
     from planner.formats.plan import Plan as Plan
@@ -96,7 +97,6 @@ if TYPE_CHECKING:
     from planner.simulator.summary import Summary as Summary
     from planner.simulator.summary import summarize as summarize
     from planner.solver.clock import Clock as Clock
-    from planner.solver.fit import Fit as Fit
     from planner.workers.job import TrainResult as TrainResult
 
 # The same names, for those who run and not only read: a test compares the two.

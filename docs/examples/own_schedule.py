@@ -30,7 +30,7 @@ class NewestFirst(Synchronous):
     def minibatch(
         self, shape: PipelineShape, stage: int, rank: int, minibatch: int
     ) -> Iterator[Instruction]:
-        own = [unit for unit in shape.units_of(stage, rank, minibatch)]
+        own = list(shape.units_of(stage, rank, minibatch))
         for unit in own:
             yield from forward(shape, stage, unit)
         for unit in reversed(own):

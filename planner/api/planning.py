@@ -9,7 +9,7 @@ from typing import Any
 from planner.analysis.compare import compare
 from planner.analysis.explain import explain
 from planner.analysis.given_plan import price as priced
-from planner.analysis.slow_links import clock_before, with_slow_links
+from planner.analysis.slow_links import leaving_time, with_slow_links
 from planner.api.own_stages import Stages, own_plan
 from planner.api.servers import check_rates, number_of_gpus, number_of_servers
 from planner.arguments import checked
@@ -37,9 +37,10 @@ from planner.reporting.tables.plan import plan_report
 from planner.reporting.tables.profile import profile_report
 from planner.reporting.trace import load_run
 from planner.simulator.simulate_plan import simulate, simulate_recorded
-from planner.solver import solve as solving
 from planner.solver.alternatives.table import with_baselines
 from planner.solver.clock import Clock
+from planner.solver.request import Request, options_of
+from planner.solver.solve import solve as best_plan
 
 # Shares of the time of a report, for the comparison, and then for the explanation.
 COMPARING = 0.3
@@ -195,13 +196,13 @@ def solve(profile: Profile, cluster: Cluster, options: SolveOptions) -> Plan:
         >>> plan.config, plan.solver.status
         ('2-1-1', 'optimal')
     """
-    return answer(profile, cluster, options, Clock.of(options.time_limit_s, options.progress))
+    return answer(Request.of(profile, cluster, options))
 
 
-def answer(profile: Profile, cluster: Cluster, options: SolveOptions, clock: Clock) -> Plan:
-    """Solve before the clock ends, and say what slower links would change."""
-    plan = solving.solve(profile, cluster, options, clock_before(cluster, clock))
-    return with_slow_links(profile, plan, options, clock)
+def answer(request: Request) -> Plan:
+    """Solve before the request's clock ends, and say what slower links would change."""
+    plan = best_plan(leaving_time(request))
+    return with_slow_links(plan, request)
 
 
 @keywords_of(PriceOptions, arguments=3)
@@ -234,11 +235,10 @@ def price(
     """
     if not isinstance(stages, OwnPlan):
         stages = own_plan(profile, cluster, stages, options)
-    plan = priced(profile, cluster, stages)
-    check_priced(plan, profile, accepted=options.accept_divided_loss)
-    if options.accept_divided_loss and plan.loss is not None:
-        plan = plan.model_copy(update={"loss": plan.loss.model_copy(update={"accepted": True})})
-    return with_baselines(profile, plan, Clock())
+    accepts = options.accept_divided_loss
+    plan = priced(profile, cluster, stages, accepts_loss=accepts)
+    check_priced(plan, profile, accepted=accepts)
+    return with_baselines(plan, Request(profile, plan.cluster, options_of(plan), Clock()))
 
 
 @checked

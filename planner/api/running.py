@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from planner.analysis.slow_links import clock_before, with_slow_links
+from planner.analysis.slow_links import leaving_time, with_slow_links
 from planner.api.servers import Servers
 from planner.catalog.models import find_model
 from planner.errors import InputError, PlanError
@@ -19,6 +19,7 @@ from planner.executor.run.agreement import check_loss, device_kind
 from planner.executor.worker import launch
 from planner.formats.device_kinds import planned_bytes
 from planner.formats.files import check_writable
+from planner.formats.fit import Fit
 from planner.formats.late import LateFailure, log_failures, noting
 from planner.formats.plan import Plan, save_plan
 from planner.formats.profile import Profile, replace_profile
@@ -49,8 +50,9 @@ from planner.profiler.measured.profiling import ProfilingOptions, profile_model
 from planner.reporting.trace import save_trace
 from planner.schedule.registry import SCHEDULES, file_of
 from planner.solver.clock import Clock
-from planner.solver.fit import Fit, FitQuestion
+from planner.solver.fit import FitRequest
 from planner.solver.fit import fit as answer_fit
+from planner.solver.request import Request
 from planner.solver.sizes.microbatches import Profiles
 from planner.solver.sizes.minibatch import HALVES, minibatch_for
 from planner.workers.job import LAUNCHER_VARIABLE, Job, TrainResult
@@ -141,26 +143,26 @@ def fit(model: str | Path, gpus: int, options: FitOptions) -> Fit:
     for name in ("profile.json", "plan.json"):
         check_writable(file.folder / name)
 
-    question = _fit_question(file, dtype, servers, options)
-    answer, profile = answer_fit(question, clock_before(question.cluster, clock))
-    answer = _with_slow_links(answer, profile, question, clock)
+    request = _fit_request(file, dtype, servers, options, clock)
+    sooner = leaving_time(request.about(request.profiles.smallest, servers.gpus, clock))
+    answer, profile = answer_fit(request.with_clock(sooner.clock))
+    answer = _with_slow_links(answer, request.about(profile, servers.gpus, clock))
     return _saved(answer, profile, file)
 
 
-def _with_slow_links(answer: Fit, profile: Profile, question: FitQuestion, clock: Clock) -> Fit:
+def _with_slow_links(answer: Fit, request: Request) -> Fit:
     if answer.asked.plan is None:
         return answer
-    plan = with_slow_links(profile, answer.asked.plan, question.options, clock)
-    asked = answer.asked.model_copy(update={"plan": plan})
-    return answer.model_copy(update={"asked": asked})
+    return answer.with_plan(with_slow_links(answer.asked.plan, request))
 
 
-def _fit_question(
+def _fit_request(
     file: "_ModelFile",
     dtype: DType,
     servers: Servers,
     options: FitOptions,
-) -> FitQuestion:
+    clock: Clock,
+) -> FitRequest:
     """Estimate the model at its first size of microbatches, and return what is to be solved for."""
     degrees = options.tensor or [degree for degree in TENSOR if servers.per_server % degree == 0]
     how = EstimateOptions(
@@ -182,11 +184,12 @@ def _fit_question(
         max(degrees, default=1),
         known={first.microbatch_size or 1: first},
     )
-    return FitQuestion(
+    return FitRequest(
         profiles,
         servers.gpus,
         partial(servers.cluster_of, memory=memory),
         options.with_minibatch(minibatch),
+        clock,
     )
 
 
@@ -252,12 +255,8 @@ def _saved(answer: Fit, profile: Profile, file: _ModelFile) -> Fit:
         with noting(late):
             save_plan(answer.asked.plan, file.folder / "plan.json")
     log_failures(late, _log)
-    places = {
-        "folder": str(file.folder),
-        "model_file": os.path.relpath(file.path, file.folder),
-        "late_failures": tuple(late),
-    }
-    return answer.model_copy(update=places)
+    model_file = os.path.relpath(file.path, file.folder)
+    return answer.saved(str(file.folder), model_file, tuple(late))
 
 
 @keywords_of(TrainArguments)

@@ -135,4 +135,4 @@ class Servers:
             least = -(-gpus // self.per_server)
             servers = next(each for each in range(least, gpus + 1) if gpus % each == 0)
             cluster = hierarchical_cluster([gpus // servers, servers], self.rates, memory)
-        return cluster.model_copy(update={"compress": self.compress})
+        return cluster.replace(compress=self.compress)

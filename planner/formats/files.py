@@ -38,6 +38,15 @@ class Record(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
+def changed(record: RecordT, **changes: object) -> RecordT:
+    """Return the record with those of the changes that are not None.
+
+    A record declares a `replace` with the types of what may change.
+    """
+    given = {name: value for name, value in changes.items() if value is not None}
+    return record.model_copy(update=given)
+
+
 class GrownRecord(Record):
     """A record that has got fields since its files were first written; these are left out where
     they have defaults.

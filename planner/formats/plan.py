@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from planner.arguments import checked
 from planner.errors import PlanError
 from planner.formats.cluster import Cluster
-from planner.formats.files import AlwaysTrue, GrownRecord, load_record, save_record
+from planner.formats.files import AlwaysTrue, GrownRecord, changed, load_record, save_record
 from planner.formats.plan_parts import (
     OtherWay,
     PlannedLengths,
@@ -28,6 +28,7 @@ from planner.formats.plan_parts import (
 from planner.formats.profile import Autocast, Device, LossMean, MemoryFormat
 from planner.formats.quantities import MOST_PARTS, Parts, Samples
 from planner.formats.shown import Shown
+from planner.schedule.schedule import Schedule
 from planner.stages.replicas import samples_per_update
 from planner.stages.sharding import why_whole
 from planner.stages.tensor import any_divided, degrees_of, most_ranks, one_degree
@@ -59,6 +60,7 @@ class Plan(Shown, GrownRecord):
         "schedules",
         "capture_checked",
         "synchronous_usual",
+        "instead_of",
         "slow_links",
     }
 
@@ -77,6 +79,8 @@ class Plan(Shown, GrownRecord):
     device: Device
     config: str  # see `config_of`
     schedule: ScheduleField
+    # the one that was to be, under which no plan fits the memory
+    instead_of: ScheduleField | None = None
     microbatch_size: Samples | None
     loss: LossMean | None = None  # what it is a mean over; None stands for the samples
     # as in the profile; training compares them at its start where that did not
@@ -112,6 +116,35 @@ class Plan(Shown, GrownRecord):
 
     def noting(self, sentence: str) -> "Plan":
         return self.model_copy(update={"notes": (*self.notes, sentence)})
+
+    def replace(
+        self,
+        *,
+        baselines: tuple[OtherWay, ...] | None = None,
+        synchronous: OtherWay | None = None,
+        synchronous_usual: OtherWay | None = None,
+        schedules: tuple[OtherWay, ...] | None = None,
+        smaller: "tuple[Plan, ...] | None" = None,
+        notes: tuple[str, ...] | None = None,
+        instead_of: Schedule | None = None,
+        slow_links: SlowLinks | None = None,
+        solver: SolverReport | None = None,
+        cluster: Cluster | None = None,
+    ) -> "Plan":
+        """Return the same plan with what is given beside it, in place of its own."""
+        return changed(
+            self,
+            baselines=baselines,
+            synchronous=synchronous,
+            synchronous_usual=synchronous_usual,
+            schedules=schedules,
+            smaller=smaller,
+            notes=notes,
+            instead_of=instead_of,
+            slow_links=slow_links,
+            solver=solver,
+            cluster=cluster,
+        )
 
     def save(self, path: Path | str = "plan.json") -> None:
         """Write the plan to a file."""

@@ -153,9 +153,7 @@ class TrainerLoop:
 
         trained = trainer.state.global_step - self._first
         samples = trained * trainer.get_total_train_batch_size(trainer.args)
-        metrics = speed_metrics(
-            "train", self._began_s, num_samples=samples, num_steps=trained
-        )
+        metrics = speed_metrics("train", self._began_s, num_samples=samples, num_steps=trained)
         metrics |= {"total_flos": trainer.state.total_flos, "train_loss": loss}
         trainer.log(metrics)
         trainer.control = trainer.callback_handler.on_train_end(

@@ -123,9 +123,7 @@ def stage_optimizer(trainer: PipelineTrainer, parameters: Mapping[str, Tensor]) 
     return kind(groups, **keywords)
 
 
-def stage_scheduler(
-    trainer: PipelineTrainer, optimizer: Optimizer, updates: int
-) -> LRScheduler:
+def stage_scheduler(trainer: PipelineTrainer, optimizer: Optimizer, updates: int) -> LRScheduler:
     """Return the scheduler that Trainer makes of its arguments."""
     scheduler: LRScheduler = get_scheduler(
         trainer.args.lr_scheduler_type,

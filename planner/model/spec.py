@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset, Sampler
 
 from planner.errors import ModelFileError, PlannerError, reason_of
@@ -29,6 +28,7 @@ from planner.model.generators import seeded
 from planner.model.one_process import without_process_group
 from planner.model.options import LossFunction
 from planner.model.samples import check_first_dimensions
+from planner.model.torch_private import tree_leaves
 from planner.model.user_functions import USER_FUNCTIONS, NameInFile
 
 DEFAULT_BUILDER = "build_model"

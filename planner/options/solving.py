@@ -214,11 +214,26 @@ class SolveOptions(StageRules):
         return self.order.fixed_chunks or self.chunks
 
     @property
-    def alone(self) -> bool:
-        """Whether the question is about one schedule and one profile, and has no alternative to
-        compare it with.
-        """
+    def names_solver(self) -> bool:
+        """Whether the user named what is to answer, so that nothing else competes with it."""
         return self.solver != "auto"
+
+    def under(self, schedule: Schedule, microbatches: int | None = None) -> "SolveOptions":
+        """Return the options under a schedule that the user did not ask for.
+
+        Under one that divides no minibatches, each is one microbatch.
+
+        Args:
+            schedule: in place of that of the options.
+            microbatches: in place of the options' microbatches or minibatch; None keeps these.
+        """
+        changed = replace(self, schedule=schedule)
+        if microbatches is not None:
+            changed = replace(changed, microbatches=microbatches, minibatch=None)
+        elif not schedule.divides:
+            changed = replace(changed, microbatches=None)
+        object.__setattr__(changed, "asked", False)
+        return changed
 
     def with_minibatch(self, samples: int | None) -> "SolveOptions":
         """Return the options for minibatches of so many samples; a schedule that was asked for

@@ -14,10 +14,10 @@ from planner.cost.weight_copies import price_with_copies
 from planner.formats.plan import GIVEN as GIVEN_NAME
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import Prediction, SolverReport, Stage
+from planner.formats.profile import LossMean, Profile
 from planner.plan.lengths import planned
 from planner.plan.rank_groups import on_ranks
-from planner.simulator.simulate_plan import simulated_s
-from planner.solver.choose.baselines import replicated
+from planner.solver.by_hand import replicated
 from planner.solver.evaluate.evaluation import priced, simulated
 from planner.solver.evaluate.pipelines import shared_between, stage_costs, transfers
 from planner.solver.problem.budget import Budget
@@ -28,52 +28,39 @@ from planner.stages.tensor import degrees_of
 # Of plans that no search found.
 GIVEN = SolverReport(name=GIVEN_NAME, status="feasible", lower_bound_s=0.0, gap=1.0, seconds=0.0)
 
-# Of a prediction, all that a shorter time per minibatch makes larger.
-RATES = (
-    "samples_per_s",
-    "tokens_per_s",
-    "flop_utilisation",
-    "speedup_over_one_gpu",
-    "speedup_over_data_parallel",
-)
 
-
-def complete(problem: Problem, best: Evaluation, report: SolverReport) -> Plan:
+def complete(
+    problem: Problem,
+    best: Evaluation,
+    report: SolverReport,
+    *,
+    accepts_loss: bool = False,
+) -> Plan:
     """Return the plan of the chosen stages with what the searches leave out: copies of shared
     weights.
 
-    Raise InfeasibleError when the copies do not fit the memory.
+    Args:
+        problem: that the plan solves.
+        best: its stages, with their price.
+        report: on how they were found.
+        accepts_loss: whether the user accepts the mean of the microbatches' losses.
+
+    Raises:
+        InfeasibleError: where the copies do not fit the memory.
     """
     price = price_with_copies(problem.layer_costs, best.stages, best.price, problem.setting)
-    price = replace(
-        price, memory=with_overheads(problem.layer_costs, best.stages, price.memory, price.workers)
-    )
-    plan = assemble(problem, Evaluation(best.stages, price), report)
-    before = plan.predicted
-    if before.by != "simulation" or not plan.shared:
-        return plan
-    # Candidates were simulated without shared weights.
-    seconds = simulated_s(plan)
-    bound_s = min(report.lower_bound_s, seconds)
-    predicted = _at_pace(before, seconds)
-    solver = plan.solver.model_copy(
-        update={"lower_bound_s": bound_s, "gap": (seconds - bound_s) / seconds}
-    )
-    return plan.model_copy(update={"predicted": predicted, "solver": solver})
+    memory = with_overheads(problem.layer_costs, best.stages, price.memory, price.workers)
+    whole = Evaluation(best.stages, replace(price, memory=memory))
+    return assemble(problem, whole, report, accepts_loss=accepts_loss)
 
 
-def _at_pace(prediction: Prediction, seconds: float) -> Prediction:
-    """Return the prediction for another time per minibatch."""
-    faster = prediction.seconds_per_minibatch / seconds
-    changes = {"seconds_per_minibatch": seconds}
-    for name in RATES:
-        rate = getattr(prediction, name)
-        if rate is not None:
-            changes[name] = rate * faster
-    return prediction.model_copy(update=changes)
-
-
-def assemble(problem: Problem, best: Evaluation, report: SolverReport = GIVEN) -> Plan:
+def assemble(
+    problem: Problem,
+    best: Evaluation,
+    report: SolverReport = GIVEN,
+    *,
+    accepts_loss: bool = False,
+) -> Plan:
     """Return the plan of these stages, on consecutive ranks unless they say which."""
     layer_costs = problem.layer_costs
     stages = best.stages
@@ -94,7 +81,7 @@ def assemble(problem: Problem, best: Evaluation, report: SolverReport = GIVEN) -
         config=best.config,
         schedule=problem.schedule,
         microbatch_size=profile.microbatch_size,
-        loss=profile.loss,
+        loss=_loss(profile, accepted=accepts_loss),
         capture_checked=bool(profile.capture_checked),
         lengths=planned(profile, problem.microbatches),
         microbatches=problem.microbatches,
@@ -105,9 +92,16 @@ def assemble(problem: Problem, best: Evaluation, report: SolverReport = GIVEN) -
         transfers=transfers(problem.in_groups(stages)[0].layer_costs, stages),
         shared=shared_between(layer_costs, stages),
         predicted=_predict(problem, best),
-        solver=report.model_copy(update={"depth": problem.depth}),
+        solver=report.with_depth(problem.depth),
         cluster=problem.cluster,
     )
+
+
+def _loss(profile: Profile, *, accepted: bool) -> LossMean | None:
+    """Return what the loss is a mean over, with the mark of a user who accepts it divided."""
+    if profile.loss is None or not accepted:
+        return profile.loss
+    return profile.loss.accepted_divided()
 
 
 def _stages(problem: Problem, best: Evaluation) -> Iterator[Stage]:

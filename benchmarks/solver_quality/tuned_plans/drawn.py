@@ -18,7 +18,7 @@ from planner.formats.profile import Profile, load_profile
 from planner.schedule.registry import find
 from planner.schedule.schedule import Schedule
 from planner.solver import search_plan as solve
-from planner.solver.choose.baselines import equal_blocks, equal_time, recomputing
+from planner.solver.by_hand import equal_blocks, equal_time, recomputing
 from planner.solver.evaluate.evaluation import priced, simulated
 from planner.solver.problem.budget import Budget
 from planner.solver.problem.problem import Problem

@@ -78,12 +78,12 @@ class CutSpace(ABC):
         """Return which states contain the layer at this position."""
 
     @abstractmethod
-    def containing(self, state: int, others: Integers) -> Integers:
-        """Return those of `others`, all of which come after the state, that contain it."""
+    def containing(self, state: int, ends: Integers) -> Integers:
+        """Return those of `ends`, all of which come after the state, that contain it."""
 
     @abstractmethod
-    def between(self, state: int, other: int) -> Integers:
-        """Return the states at which the stage from `state` to `other` may be cut in two,
+    def between(self, state: int, end: int) -> Integers:
+        """Return the states at which the stage from `state` to `end` may be cut in two,
         ascending.
         """
 
@@ -100,19 +100,19 @@ class CutSpace(ABC):
         """Return the state that has these layers; None without one."""
 
     @abstractmethod
-    def span(self, state: int, other: int) -> Sequence[int]:
-        """Return the positions of the layers in `other` but not in `state`, ascending; as a key for
+    def span(self, state: int, end: int) -> Sequence[int]:
+        """Return the positions of the layers in `end` but not in `state`, ascending; as a key for
         dictionaries.
         """
 
     @abstractmethod
-    def passing(self, state: int, others: Integers) -> Floats | None:
-        """Return what passes by the stage up to each of `others`, a row for each of `FRONTS`; None
+    def passing(self, state: int, ends: Integers) -> Floats | None:
+        """Return what passes by the stage up to each of `ends`, a row for each of `FRONTS`; None
         if nothing does.
         """
 
     @abstractmethod
-    def _working(self, state: int, others: Integers) -> tuple[Floats, Floats, Floats]:
+    def _working(self, state: int, ends: Integers) -> tuple[Floats, Floats, Floats]:
         """Return the working, accumulating and updating bytes; 0 each of a profile without
         workspaces.
         """
@@ -121,17 +121,17 @@ class CutSpace(ABC):
         """Return the states that contain this one, without itself."""
         return self.containing(state, np.arange(state + 1, len(self)))
 
-    def layers(self, state: int, other: int) -> tuple[int, ...]:
-        """Return the positions of the layers in `other` but not in `state`, ascending."""
-        return tuple(self.span(state, other))
+    def layers(self, state: int, end: int) -> tuple[int, ...]:
+        """Return the positions of the layers in `end` but not in `state`, ascending."""
+        return tuple(self.span(state, end))
 
-    def members(self, state: int, other: int) -> frozenset[int]:
+    def members(self, state: int, end: int) -> frozenset[int]:
         """Return the layers as a set, which is made once: plans have most of their stages in
         common.
         """
-        if (state, other) not in self._members:
-            self._members[state, other] = frozenset(self.layers(state, other))
-        return self._members[state, other]
+        if (state, end) not in self._members:
+            self._members[state, end] = frozenset(self.layers(state, end))
+        return self._members[state, end]
 
     @cached_property
     def _members(self) -> dict[tuple[int, int], frozenset[int]]:
@@ -143,19 +143,19 @@ class CutSpace(ABC):
         """
         return Recomputation(self.layer_costs, rule)
 
-    def sides(self, state: int, others: Integers) -> tuple[Floats, Floats]:
-        """Return what the stages up to `others` exchange with earlier stages and with later ones,
+    def sides(self, state: int, ends: Integers) -> tuple[Floats, Floats]:
+        """Return what the stages up to `ends` exchange with earlier stages and with later ones,
         as in `FRONTS`.
         """
-        before, after = self._fronts[:, state, None], self._fronts[:, others]
-        if (by := self.passing(state, others)) is None:
+        before, after = self._fronts[:, state, None], self._fronts[:, ends]
+        if (by := self.passing(state, ends)) is None:
             return np.broadcast_to(before, after.shape), after
         return before - by, after - by
 
-    def work(self, state: int, others: Integers) -> Work:
-        """Return the work of the stages from the state to each of `others`."""
-        left, right = self.sides(state, others)
-        held = partial(self._held, state, others)
+    def work(self, state: int, ends: Integers) -> Work:
+        """Return the work of the stages from the state to each of `ends`."""
+        left, right = self.sides(state, ends)
+        held = partial(self._held, state, ends)
         return Work(
             forward_s=held("forward_s"),
             backward_s=held("backward_s"),
@@ -177,20 +177,20 @@ class CutSpace(ABC):
     def every_stage(self) -> tuple[Integers, Integers, Work]:
         """The first states, last states and work of all stages."""
         later = [self.after(state) for state in range(len(self) - 1)]
-        works = [self.work(state, others) for state, others in enumerate(later)]
-        counts = [len(others) for others in later]
+        works = [self.work(state, ends) for state, ends in enumerate(later)]
+        counts = [len(ends) for ends in later]
         return (
             np.repeat(np.arange(len(later)), counts),
             np.concatenate(later),
             joined(works, counts),
         )
 
-    def footprint(self, state: int, others: Integers, work: Work) -> Footprint:
-        """Return the footprint of the stages from the state to each of `others`, whose work is
+    def footprint(self, state: int, ends: Integers, work: Work) -> Footprint:
+        """Return the footprint of the stages from the state to each of `ends`, whose work is
         known.
         """
-        held = partial(self._held, state, others)
-        working, accumulating, updating = self._working(state, others)
+        held = partial(self._held, state, ends)
+        working, accumulating, updating = self._working(state, ends)
         return Footprint(
             weight_bytes=held("weight_bytes"),
             gradient_bytes=work.trainable_bytes,
@@ -204,8 +204,8 @@ class CutSpace(ABC):
             updating_bytes=updating,
         )
 
-    def _held(self, state: int, others: Integers, name: str) -> Floats:
-        return np.asarray(self._sums[name][others] - self._sums[name][state])
+    def _held(self, state: int, ends: Integers, name: str) -> Floats:
+        return np.asarray(self._sums[name][ends] - self._sums[name][state])
 
 
 class Chain(CutSpace):
@@ -217,7 +217,7 @@ class Chain(CutSpace):
         """Take all of them, or some `states` by number, with both ends."""
         ends = np.cumsum([0, *map(len, uncut_groups(layer_costs))])
         self._states = np.arange(len(ends)) if states is None else states
-        self._ends = ends[self._states]
+        self._before = ends[self._states]
         self._values = [  # the producer, the users ascending, and what the value adds to a front
             (value.producer, sorted(value.users), value.amounts) for value in layer_costs.traffic
         ]
@@ -230,8 +230,8 @@ class Chain(CutSpace):
             fronts[:, producer + 1 : users[-1] + 1] += weights[:, None]
         super().__init__(
             layer_costs,
-            {name: each[self._ends] for name, each in sums.items()},
-            fronts[:, self._ends],
+            {name: each[self._before] for name, each in sums.items()},
+            fronts[:, self._before],
         )
 
     def spread(self, most: int) -> Integers:
@@ -244,13 +244,13 @@ class Chain(CutSpace):
         return Chain(self.layer_costs, self._states[states])
 
     def holds(self, layer: int) -> NDArray[np.bool_]:
-        return np.asarray(self._ends > layer)
+        return np.asarray(self._before > layer)
 
-    def containing(self, state: int, others: Integers) -> Integers:
-        return others
+    def containing(self, state: int, ends: Integers) -> Integers:
+        return ends
 
-    def between(self, state: int, other: int) -> Integers:
-        return np.arange(state + 1, other)
+    def between(self, state: int, end: int) -> Integers:
+        return np.arange(state + 1, end)
 
     def cuts_at(self, targets_s: Floats) -> list[int] | None:
         middles_s = (self.compute_s[1:] + self.compute_s[:-1]) / 2
@@ -260,29 +260,29 @@ class Chain(CutSpace):
 
     def state_of(self, layers: frozenset[int]) -> int | None:
         count = len(layers)
-        state = int(np.searchsorted(self._ends, count))
-        if self._ends[state] != count or max(layers, default=-1) >= count:
+        state = int(np.searchsorted(self._before, count))
+        if self._before[state] != count or max(layers, default=-1) >= count:
             return None
         return state
 
-    def span(self, state: int, other: int) -> range:
-        return range(int(self._ends[state]), int(self._ends[other]))
+    def span(self, state: int, end: int) -> range:
+        return range(int(self._before[state]), int(self._before[end]))
 
-    def passing(self, state: int, others: Integers) -> Floats | None:
+    def passing(self, state: int, ends: Integers) -> Floats | None:
         """Sum live values by their next use: a value passes every stage that ends before it."""
         uses, sums = self._next_uses[state]
         return (
-            sums[:, np.searchsorted(uses, self._ends[others], side="left")] if len(uses) else None
+            sums[:, np.searchsorted(uses, self._before[ends], side="left")] if len(uses) else None
         )
 
-    def _working(self, state: int, others: Integers) -> tuple[Floats, Floats, Floats]:
+    def _working(self, state: int, ends: Integers) -> tuple[Floats, Floats, Floats]:
         known, nothing = self.layer_costs.at_work, np.asarray(0.0)
         if known is None:
             return nothing, nothing, nothing
-        first = self._ends[state]
-        layers = known[:, first : self._ends[np.max(others)]]
+        first = self._before[state]
+        layers = known[:, first : self._before[np.max(ends)]]
         working, accumulating = working_bytes(*layers[:3])
-        last = self._ends[others] - first - 1
+        last = self._before[ends] - first - 1
         return working[last], accumulating[last], np.maximum.accumulate(layers[3])[last]
 
     @cached_property
@@ -298,7 +298,7 @@ class Chain(CutSpace):
             for user in users:
                 # States that contain `last` but not `user`; the stage from the last of them begins
                 # with the user.
-                first, end = np.searchsorted(self._ends, (last, user), side="right")
+                first, end = np.searchsorted(self._before, (last, user), side="right")
                 for state in range(first, end - 1):
                     live[state].append((user, weights))
                 last = user

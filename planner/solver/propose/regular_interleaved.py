@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from planner.cost.candidate import Candidate, StageOptions
 from planner.cost.recomputation import units_of
 from planner.schedule.chunked import INTERLEAVED
-from planner.solver.choose.baselines import equal_blocks
+from planner.solver.by_hand import equal_blocks
 from planner.solver.evaluate.evaluation import evaluate, priced
 from planner.solver.evaluate.pipelines import too_large
 from planner.solver.problem.problem import Problem

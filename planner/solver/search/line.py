@@ -32,7 +32,7 @@ from planner.cost.work import Floats, Integers
 from planner.formats.cluster import DeviceKind
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.states import Chain
-from planner.solver.search.chain.ways import Stages, stages_on
+from planner.solver.search.chain.variants import Stages, stages_on
 
 Kinds = frozenset[int]  # numbers of kinds that a stage has GPUs of
 
@@ -134,16 +134,16 @@ class LineSearch:
         for number, run in self._runs.items():
             stages = run.table.stages[cut]
             worth = _worth_a_try(stages, limit_s)
-            row, way = np.nonzero(worth & run.occurs[: len(worth), None])
+            row, variant = np.nonzero(worth & run.occurs[: len(worth), None])
             columns.append(
                 (
-                    np.full_like(way, number),
-                    way,
+                    np.full_like(variant, number),
+                    variant,
                     row + 1,
-                    stages.ways.others[way],
-                    stages.after[row, way],
-                    stages.sum_s[way],
-                    stages.max_s[row, way],
+                    stages.variants.ends[variant],
+                    stages.after[row, variant],
+                    stages.sum_s[variant],
+                    stages.max_s[row, variant],
                 )
             )
         return _Openings(*map(np.concatenate, zip(*columns, strict=True)))
@@ -167,12 +167,12 @@ class LineSearch:
             end = int(opening.end)
 
             first = self.gpus - gpus
-            ways = self._runs[int(opening.run)].table.stages[cut].ways
+            variants = self._runs[int(opening.run)].table.stages[cut].variants
             stages.append(
                 Candidate(
                     self._space.members(0, cut),
                     self._space.members(cut, end),
-                    ways.options(int(opening.way), replicas),
+                    variants.options(int(opening.variant), replicas),
                     tuple(sorted(self._ranks[first : first + replicas])),
                 )
             )
@@ -196,7 +196,7 @@ class _Openings:
     """Stages that begin at one cut, an entry each."""
 
     run: Integers  # its number
-    way: Integers  # its row in the run's table
+    variant: Integers  # its row in the run's table
     replicas: Integers
     end: Integers  # the cut where it ends
     most_after: Integers  # GPUs that may be at work after it

@@ -23,7 +23,7 @@ from planner.cost.work import Floats, Footprint, Integers, Work, joined
 from planner.solver.problem.problem import Limits
 from planner.solver.problem.result import RESOLUTION, CutPath
 from planner.solver.problem.states import Chain
-from planner.solver.search.chain.ways import WaysOf, taken
+from planner.solver.search.chain.variants import StageVariants, taken
 from planner.stages.sharding import UNSHARDED
 
 
@@ -70,7 +70,7 @@ class InterleavedSearch:
         once_s = float(everything.forward_s[0] + everything.backward_s[0])
         accumulate_s = (shape.units - 1) * float(everything.accumulate_s[0])
         update_s = float(everything.update_s[0])
-        if self._stages.ways.shards:
+        if self._stages.variants.shards:
             update_s /= shape.replicas
         return (shape.units * once_s + accumulate_s + update_s) / shape.workers
 
@@ -102,10 +102,10 @@ class InterleavedSearch:
 
         Either all stages are sharded or none are. A mixture may be better.
         """
-        ways = self._stages.ways
+        variants = self._stages.variants
         sharding = [False]
-        if shape.replicas > 1 and ways.shards:
-            sharding = [True] if ways.always_shards else [False, True]
+        if shape.replicas > 1 and variants.shards:
+            sharding = [True] if variants.always_shards else [False, True]
 
         paths: list[CutPath] = []
         all_exact = True
@@ -163,12 +163,12 @@ class InterleavedSearch:
         space = self._stages.space
         options: list[StageOptions] = []
         sharding = UNSHARDED.of_optimizer_alone() if sharded else UNSHARDED
-        for (state, other), recomputes in zip(
+        for (state, end), recomputes in zip(
             pairwise(cuts.states.tolist()), cuts.recomputes.tolist(), strict=True
         ):
-            groups = self._stages.ways.groups(state, other, 0)
+            groups = self._stages.variants.groups(state, end, 0)
             if not groups:
-                groups = whole_stage(space.layers(state, other), recomputes)
+                groups = whole_stage(space.layers(state, end), recomputes)
             options.append(StageOptions(shape.replicas, recompute=groups).with_sharding(sharding))
         states = tuple(self._states[cuts.states].tolist())
         return CutPath(states, tuple(options), cuts.seconds)
@@ -182,8 +182,8 @@ class _Stages:
     limits: Limits
 
     @cached_property
-    def ways(self) -> WaysOf:
-        return WaysOf(self.space, self.limits)
+    def variants(self) -> StageVariants:
+        return StageVariants(self.space, self.limits)
 
     @cached_property
     def work(self) -> Work:
@@ -192,19 +192,19 @@ class _Stages:
     @cached_property
     def row(self) -> Integers:
         """The row of the stage from a first to a last state, by both."""
-        firsts, others, _ = self.space.every_stage
+        firsts, ends, _ = self.space.every_stage
         rows = np.zeros((len(self.space), len(self.space)), dtype=np.int64)
-        rows[firsts, others] = np.arange(len(firsts))
+        rows[firsts, ends] = np.arange(len(firsts))
         return rows
 
     @cached_property
     def footprint(self) -> Footprint:
-        _, others, work = self.space.every_stage
+        _, ends, work = self.space.every_stage
         lots: list[Footprint] = []
         counts: list[int] = []
         for state in range(len(self.space) - 1):
             rows = self.row[state, state + 1 :]
-            lots.append(self.ways.plainest_footprint(state, others[rows], taken(work, rows)))
+            lots.append(self.variants.plainest_footprint(state, ends[rows], taken(work, rows)))
             counts.append(len(rows))
         return joined(lots, counts)
 
@@ -273,7 +273,7 @@ class _Pricing:
         choice is settled.
         """
         limits = self.stages.limits
-        by_rule = self.stages.ways.recomputes
+        by_rule = self.stages.variants.recomputes
         recomputes = np.full(work.forward_s.shape, by_rule)
         if limits.memory_bytes is None:
             return np.zeros(len(rows)), recomputes, True

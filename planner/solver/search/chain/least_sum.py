@@ -21,7 +21,7 @@ from planner.cost.candidate import StageOptions
 from planner.cost.work import Floats, Integers
 from planner.solver.clock import Clock
 from planner.solver.problem.result import RESOLUTION, CutPath
-from planner.solver.search.chain.ways import Stages
+from planner.solver.search.chain.variants import Stages
 
 # Ways by their column in a table of stages, and replicas in units, of the same length.
 Trials = tuple[Integers, Integers]
@@ -74,12 +74,12 @@ class Walk:
         needed = np.full(len(self.stages) + 1, self.gpus + 1, dtype=np.int64)
         needed[0] = 0
         for state, stages in enumerate(self.stages):
-            if needed[state] <= self.gpus and len(stages.ways):
+            if needed[state] <= self.gpus and len(stages.variants):
                 meets = stages.max_s <= limit_s
                 fewest = np.where(
                     meets.any(axis=0), self.replicas[meets.argmax(axis=0)], self.gpus + 1
                 )
-                np.minimum.at(needed, stages.ways.others, needed[state] + fewest)
+                np.minimum.at(needed, stages.variants.ends, needed[state] + fewest)
         return np.minimum(needed, self.gpus + 1)
 
     def _trials(
@@ -92,7 +92,7 @@ class Walk:
         after the stage than fewer replicas do, or ways with a smaller sum. `room` is for the stage
         and those after it.
         """
-        needed = needed_after[stages.ways.others]
+        needed = needed_after[stages.variants.ends]
         left = room - needed
         most = min(int(left.max(initial=0)), len(self.replicas))
         if most < 1:
@@ -103,7 +103,7 @@ class Walk:
 
         # The ways of a stage stand together, by their sums. Numbers grow from stage to stage, so
         # that each begins anew.
-        begin = stages.ways.stage * (self.gpus + 2)
+        begin = stages.variants.stage * (self.gpus + 2)
         most_after = np.maximum.accumulate(np.where(may, after + 1, 0), axis=0) + begin
         with_fewer = np.concatenate((begin[None], most_after[:-1]))
         worth = may & (most_after > with_fewer) & (with_fewer - begin - 1 < room - replicas)
@@ -131,12 +131,12 @@ class Walk:
         max_s = 0.0
         while states[-1] < len(self.stages):
             stages = self.stages[states[-1]]
-            way, replicas = table.choice(len(options), states[-1], gpus)
-            states.append(int(stages.ways.others[way]))
-            options.append(stages.ways.options(way, replicas * self.unit))
-            sum_s += float(stages.sum_s[way])
-            max_s = max(max_s, float(stages.max_s[replicas - 1, way]))
-            gpus = min(gpus - replicas, int(stages.after[replicas - 1, way]))
+            variant, replicas = table.choice(len(options), states[-1], gpus)
+            states.append(int(stages.variants.ends[variant]))
+            options.append(stages.variants.options(variant, replicas * self.unit))
+            sum_s += float(stages.sum_s[variant])
+            max_s = max(max_s, float(stages.max_s[replicas - 1, variant]))
+            gpus = min(gpus - replicas, int(stages.after[replicas - 1, variant]))
         return CutPath(tuple(states), tuple(options), max_s, sum_s)
 
 
@@ -174,11 +174,11 @@ class _Table:
         """
         left = np.arange(most + 1) - replicas[:, None]
         after = np.minimum(np.maximum(left, 0), stages.after[replicas - 1, columns][:, None])
-        others = stages.ways.others[columns, None]
+        ends = stages.variants.ends[columns, None]
 
         for number in range(self.choices.shape[1]):
             rest = self.sums[number + 1 if self.numbered else 0]
-            totals = stages.sum_s[columns, None] + rest[others, after]
+            totals = stages.sum_s[columns, None] + rest[ends, after]
             totals[left < 0] = np.inf
             self._take_least(number, state, totals, (columns, replicas))
 
@@ -204,5 +204,5 @@ class _Table:
     def choice(self, number: int, state: int, gpus: int) -> tuple[int, int]:
         """Return the way and the replicas of the suffix's first stage, which has this number."""
         row = number if self.numbered else 0
-        way, replicas = self.choices[:, row, state, gpus].tolist()
-        return way, replicas
+        variant, replicas = self.choices[:, row, state, gpus].tolist()
+        return variant, replicas

@@ -29,7 +29,7 @@ from planner.solver.clock import Clock, OutOfTimeError
 from planner.solver.improve.branches import improved_paths
 from planner.solver.problem.budget import Budget
 from planner.solver.problem.problem import Limits, Problem
-from planner.solver.problem.replica_bounds import bounds_for
+from planner.solver.problem.replica_models import replica_model
 from planner.solver.problem.result import RESOLUTION
 from planner.solver.problem.states import Chain
 from planner.solver.search.chain.fewest import FewestReplicas
@@ -175,12 +175,12 @@ def test_a_search_looks_at_no_stage_after_the_clock_passed(
     looks: int, below_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     space = Chain(LayerCosts(CHAIN))
-    best = Search(space, bounds_for(Link(5.0)), Limits(8)).best()
+    best = Search(space, replica_model(Link(5.0)), Limits(8)).best()
     assert best is not None
 
     clock = Looks(looks=looks)
     counted = CountedStages(clock, monkeypatch)
-    search = Search(space, bounds_for(Link(5.0)), Limits(8, clock=clock))
+    search = Search(space, replica_model(Link(5.0)), Limits(8, clock=clock))
     try:
         path = search.best(below_s)
     except OutOfTimeError:
