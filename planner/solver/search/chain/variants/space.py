@@ -87,14 +87,14 @@ class Variants:
         by replicas, a column, and row.
         """
         limits = self.source.limits
-        most = np.full((len(replicas), len(self)), limits.deepest)
+        most: Integers = np.full((len(replicas), len(self)), limits.deepest)
         if limits.memory_bytes is None:
             return most
         footprint = self.footprint_on(replicas).divided(microbatches)
         fit = footprint.most_in_flight(
             limits.memory_bytes, schedule.stashes, schedule.weight_versions
         )
-        return np.minimum(most, fit)
+        return np.asarray(np.minimum(most, fit))
 
     def options(self, row: int, replicas: int) -> StageOptions:
         """Return a row as the options of a stage."""
