@@ -90,12 +90,14 @@ class LineSearch:
         self._ranks = [rank for _, ranks in line for rank in ranks]
         self.gpus = len(self._ranks)
 
+        kinds = [kind for kind, _ in line]
         self._run_at = _runs_of_kinds([len(ranks) for _, ranks in line])
         self._runs: dict[int, _Run] = {}
-        for first, last in combinations_with_replacement(range(len(line)), 2):
-            run = first * len(line) + last
-            kinds = frozenset(number for number, _ in line[first : last + 1])
-            self._runs[run] = _Run(tables[kinds], (self._run_at == run).any(axis=1))
+        for first, last in combinations_with_replacement(range(len(kinds)), 2):
+            number = first * len(kinds) + last
+            occurs = np.any(self._run_at == number, axis=1)
+            table = tables[frozenset(kinds[first : last + 1])]
+            self._runs[number] = _Run(table, occurs)
         self._space = self._runs[0].table.space
 
     def within(self, limit_s: float) -> LinePlan | None:
@@ -131,17 +133,16 @@ class LineSearch:
             stages = run.table.stages[cut]
             worth = _worth_a_try(stages, limit_s)
             row, variant = np.nonzero(worth & run.occurs[: len(worth), None])
-            columns.append(
-                (
-                    np.full_like(variant, number),
-                    variant,
-                    row + 1,
-                    stages.variants.ends[variant],
-                    stages.after[row, variant],
-                    stages.sum_s[variant],
-                    stages.max_s[row, variant],
-                )
+            opening = _Openings(
+                run=np.full_like(variant, number),
+                variant=variant,
+                replicas=row + 1,
+                end=stages.variants.ends[variant],
+                most_after=stages.after[row, variant],
+                sum_s=stages.sum_s[variant],
+                max_s=stages.max_s[row, variant],
             )
+            columns.append(vars(opening).values())
         return _Openings(*map(np.concatenate, zip(*columns, strict=True)))
 
     def _trace(self, table: "_Table", openings: Mapping[int, "_Openings"]) -> LinePlan:

@@ -195,7 +195,7 @@ class StageVariants:
         may choose.
         """
         # 1. Each stage has a row for its plainest way.
-        variants = self._plainest(state, ends)
+        variants = self.plainest(state, ends)
 
         # 2. Stages that choose have a row for each choice of recomputing layers; the first
         # recomputes nothing.
@@ -211,7 +211,8 @@ class StageVariants:
             )
         return variants
 
-    def _plainest(self, state: int, ends: Integers) -> Variants:
+    def plainest(self, state: int, ends: Integers) -> Variants:
+        """Return the plainest way to run each stage."""
         work = self.space.work(state, ends)
         return Variants(
             source=self,
