@@ -30,7 +30,7 @@ from planner.solver.problem.result import Evaluation
 CHOSEN = "chosen plan"
 SAME_CUT = "gpipe, same cut"
 # Ways to make batches of samples whose lengths vary, for the same stages.
-ORDERS: dict[Literal["random", "buckets"], str] = {
+ORDERS: dict[Literal["random", "buckets", "given"], str] = {
     "random": "in random order",
     "buckets": "in buckets",
 }

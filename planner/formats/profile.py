@@ -389,7 +389,7 @@ class Lengths(VaryingLengths):
     # for each name, its length in some samples
     samples: Annotated[tuple[tuple[int, ...], ...], Field(min_length=1)]
 
-    def in_order(self, order: Literal["random", "buckets"]) -> "Lengths":
+    def in_order(self, order: Literal["random", "buckets", "given"]) -> "Lengths":
         """Return the lengths of batches that are made in another order."""
         return replace(self, order=order)
 
