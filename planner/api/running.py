@@ -35,7 +35,6 @@ from planner.options.training import (
 )
 from planner.options.verbs import SAMPLES, TENSOR, TOKENS, FitOptions
 from planner.plan.trainable import check_trainable
-from planner.profiler.estimated.calibrate import load_calibration
 from planner.profiler.estimated.devices import DType, device_spec, parse_dtype, usual_dtype
 from planner.profiler.estimated.estimate import (
     EstimateOptions,
@@ -103,7 +102,6 @@ def estimate(model: str | Path, asked: EstimateArguments) -> Profile:
         device=asked.device or load_device(asked.device_file or "", dtype),
         dtype=dtype,
         memory_format=asked.memory_format,
-        calibration=[each for path in asked.calibrate for each in load_calibration(path)],
         fusion=compiler if asked.compiled else None,
         master_weights=asked.master_weights,
         host=asked.host,

@@ -117,10 +117,3 @@ class EstimateArguments(ModelOptions):
         told="eager, or compiled where a compiler fuses",
         advanced=True,
     )
-    calibrate: Sequence[str | Path] = option(
-        (),
-        "fit the table to a profile of such a device, with its model.py in the same folder, or to "
-        "a file of steps",
-        "FILE",
-        advanced=True,
-    )
