@@ -86,7 +86,6 @@ class _DegreeTrials:
                 self.missed.append(degree)
         else:
             self.answers.append(replace(on_groups, best=on_groups.best.divided(degree)))
-        budget.count += own.count
         budget.exhausted &= own.exhausted
 
     def answer(self) -> Answer:

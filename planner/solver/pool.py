@@ -186,9 +186,7 @@ class Pool:
     def simulate_best(self) -> None:
         """Simulate the best plan, where there was no time for that when it was found."""
         if self.best is not None and not self.best.simulated:
-            unhurried = self.unhurried()
-            self.best = simulated(unhurried, self.best)
-            self.problem.budget.count += unhurried.budget.count
+            self.best = simulated(self.unhurried(), self.best)
 
     def trains(self, plan: Evaluation) -> bool:
         """Whether the plan's copies of tied weights fit the memory, and stay equal in training."""

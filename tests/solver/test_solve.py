@@ -26,7 +26,7 @@ from planner.solver.find_plan import find_plan
 from planner.solver.problem import cut_space
 from planner.solver.problem.infeasible import round_up
 from planner.solver.problem.problem import Limits
-from planner.solver.problem.replica_bounds import bounds_for
+from planner.solver.problem.replica_models import replica_model
 from planner.solver.problem.states import Chain
 from planner.solver.request import Request
 from planner.solver.search.chain.search import Search
@@ -287,7 +287,9 @@ def test_a_rough_start_does_not_change_the_answer() -> None:
         for rough in (5, 300):
             tuning = replace(STANDARD, chain=replace(STANDARD.chain, rough_states=rough))
             limits = Limits(40, memory, tuning=tuning)
-            answers.append(Search(Chain(layer_costs), bounds_for(Link(20.0, 0.1)), limits).best())
+            answers.append(
+                Search(Chain(layer_costs), replica_model(Link(20.0, 0.1)), limits).best()
+            )
         assert answers[0] is not None
         assert answers[0] == answers[1]
 

@@ -91,8 +91,7 @@ def simulated(
 
     budget = problem.budget
     budget.clock.progress.meet(candidate.config, choice.minibatch_s)
-    budget.count += 1
-    budget.seen[candidate.stages] = evaluation
+    budget.keep(evaluation)
     return evaluation
 
 

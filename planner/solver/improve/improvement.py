@@ -21,7 +21,7 @@ from planner.solver.pool import Pool
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import CutPath, Evaluation, stages_along
 from planner.solver.problem.states import Chain, CutSpace
-from planner.solver.search.chain.ways import BestWays
+from planner.solver.search.chain.variants import QuickestVariants
 from planner.solver.search.levels.local_search import LocalSearch, OptionsOf
 from planner.units import SLACK
 
@@ -72,7 +72,6 @@ def climb(pool: Pool, searched: Problem) -> None:
         if not mixed:  # whose starts share one allowance
             local_search.allow(trials.most_priced)
             trials.allow()
-    trials.finish()
 
 
 def _ways(searched: Problem, space: CutSpace) -> list[OptionsOf]:
@@ -82,7 +81,7 @@ def _ways(searched: Problem, space: CutSpace) -> list[OptionsOf]:
     limited = searched.cluster.memory_bytes is not None and not searched.cluster.kinds
     published, *deeper = searched.tuning.improve.depth_ratios
     depths = [published, *(deeper if limited else ())]
-    return [BestWays(searched, space, ratio).options for ratio in depths]
+    return [QuickestVariants(searched, space, ratio).options for ratio in depths]
 
 
 def _fastest_simulated(pool: Pool) -> list[Evaluation]:
@@ -151,10 +150,6 @@ class _Trials:
         """Let the next start spend as much as the first one."""
         self._budget.left = min(self._pool.problem.budget.left, self._instructions)
 
-    def finish(self) -> None:
-        """Count what was simulated."""
-        self._pool.problem.budget.count += self._budget.count
-
     def least_s(self, path: CutPath) -> float:
         """Return seconds that no plan of the path is below; infinity where none is allowed."""
         orders = in_every_order(self._problem, self._plans(path))
@@ -213,7 +208,7 @@ def deepen(pool: Pool, searched: Problem) -> None:
     # of what takes long because it waits
     unlimited = replace(problem, budget=problem.budget.apart(math.inf))
     for ratio in problem.tuning.improve.depth_ratios[1:]:
-        options = BestWays(searched, space, ratio).options(path.states, path.replicas)
+        options = QuickestVariants(searched, space, ratio).options(path.states, path.replicas)
         plan = pool.priced(stages_along(space, replace(path, options=options)))
         below_s = min(pool.best_s, problem.hopeless_s)
         if plan.seconds >= below_s or problem.budget.clock.passed or not problem.allows(plan):
@@ -221,7 +216,6 @@ def deepen(pool: Pool, searched: Problem) -> None:
         evaluation = simulated(unlimited, plan, pool.best_s)
         if evaluation.simulated and pool.trains(evaluation):
             pool.keep(evaluation)
-    problem.budget.count += unlimited.budget.count
 
 
 def _may_wait(plan: Evaluation, problem: Problem) -> bool:

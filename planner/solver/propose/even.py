@@ -23,7 +23,7 @@ from planner.plan.shared_weights import trained_parameters
 from planner.solver.evaluate.evaluation import priced
 from planner.solver.pool import Batch, Pool
 from planner.solver.problem.problem import Limits, Problem
-from planner.solver.problem.replica_bounds import Bounds
+from planner.solver.problem.replica_models import ReplicaModel
 from planner.solver.problem.result import CutPath, stages_along
 from planner.solver.problem.states import Chain
 from planner.solver.propose.counts import counts_to_try
@@ -42,9 +42,9 @@ def users_of_tied_weights(costs: LayerCosts) -> list[tuple[int, ...]]:
 def counted(problem: Problem, depth: int) -> Problem:
     """Return the problem with tied weights counted in every layer that uses them."""
     held: list[tuple[int, int, int]] = []
-    for first, *others in users_of_tied_weights(problem.layer_costs):
+    for first, *ends in users_of_tied_weights(problem.layer_costs):
         held.append((first, first, 2))  # a copy holds its gradient twice
-        held.extend((other, first, 2 * depth + 1) for other in others)
+        held.extend((other, first, 2 * depth + 1) for other in ends)
     profile = counted_with_copies(problem.layer_costs.profile, held)
     assert profile is not None, "the model has tied weights"
     return problem.with_profile(profile)
@@ -121,7 +121,7 @@ class EvenSearch(Search):
     space: Chain
 
     def __init__(
-        self, space: Chain, model: Bounds, limits: Limits, users: Sequence[int], replicas: int
+        self, space: Chain, model: ReplicaModel, limits: Limits, users: Sequence[int], replicas: int
     ) -> None:
         super().__init__(space, model, limits)
         self.users = users
@@ -156,11 +156,11 @@ class EvenSearch(Search):
         return best
 
     def suffixes(
-        self, state: int, others: Integers, target_s: float, after: Integers, room: int
+        self, state: int, ends: Integers, target_s: float, after: Integers, room: int
     ) -> tuple[Integers, Integers, NDArray[np.bool_]]:
         """Return what `Search.suffixes` does, with `replicas` for stages that hold a user."""
-        _, replicas, recomputes = super().suffixes(state, others, target_s, after, room)
-        holds = (self._holds[:, others] & ~self._holds[:, state, None]).any(axis=0)
+        _, replicas, recomputes = super().suffixes(state, ends, target_s, after, room)
+        holds = (self._holds[:, ends] & ~self._holds[:, state, None]).any(axis=0)
         fixed = np.where(replicas > self.replicas, IMPOSSIBLE, self.replicas)
         replicas = np.where(holds, fixed, replicas)
         gpus = np.where(replicas >= IMPOSSIBLE, IMPOSSIBLE, after + replicas)

@@ -14,20 +14,20 @@ from planner.cost.work import Footprint, Integers, Work
 from planner.schedule.schedule import Schedule
 from planner.solver.problem.problem import Limits
 from planner.solver.problem.states import CutSpace
-from planner.solver.search.chain.ways.choices import KEPT, StageChoices, columns_of
-from planner.solver.search.chain.ways.rows import numbered, taken, with_columns
+from planner.solver.search.chain.variants.choices import KEPT, StageChoices, columns_of
+from planner.solver.search.chain.variants.rows import numbered, taken, with_columns
 from planner.stages.sharding import UNSHARDED
 
 
 @dataclass(frozen=True)
-class Ways:
+class Variants:
     """Ways to run the stages from one state to others, a row each; those of a stage stand
     together.
     """
 
-    source: WaysOf
+    source: StageVariants
     state: int
-    others: Integers  # at which each row's stage ends
+    ends: Integers  # at which each row's stage ends
     stage: Integers  # its place among those that were asked for
     sharded: NDArray[np.bool_]
     # of recomputing layers, by its number for the stage; 0 for what the rule says of all stages
@@ -38,10 +38,10 @@ class Ways:
     def __len__(self) -> int:
         return len(self.stage)
 
-    def __getitem__(self, rows: Integers) -> Ways:
+    def __getitem__(self, rows: Integers) -> Variants:
         return replace(
             self,
-            others=self.others[rows],
+            ends=self.ends[rows],
             stage=self.stage[rows],
             sharded=self.sharded[rows],
             choice=self.choice[rows],
@@ -87,39 +87,39 @@ class Ways:
         by replicas, a column, and row.
         """
         limits = self.source.limits
-        most = np.full((len(replicas), len(self)), limits.deepest)
+        most: Integers = np.full((len(replicas), len(self)), limits.deepest)
         if limits.memory_bytes is None:
             return most
         footprint = self.footprint_on(replicas).divided(microbatches)
         fit = footprint.most_in_flight(
             limits.memory_bytes, schedule.stashes, schedule.weight_versions
         )
-        return np.minimum(most, fit)
+        return np.asarray(np.minimum(most, fit))
 
     def options(self, row: int, replicas: int) -> StageOptions:
         """Return a row as the options of a stage."""
-        groups = self.source.groups(self.state, int(self.others[row]), int(self.choice[row]))
+        groups = self.source.groups(self.state, int(self.ends[row]), int(self.choice[row]))
         options = StageOptions(replicas, recompute=groups)
         if self.sharded[row]:
             return options.with_sharding(UNSHARDED.of_optimizer_alone())
         return options
 
 
-class TableOfWays(Protocol):
+class VariantTable(Protocol):
     """What is known of some ways, a column each."""
 
     @property
-    def ways(self) -> Ways:
+    def variants(self) -> Variants:
         """The ways."""
 
     def limited(self, gpus: int) -> NDArray[np.bool_]:
         """Return which ways do not allow so many GPUs after the stage on some replicas."""
 
 
-Table = TypeVar("Table", bound=TableOfWays)
+Table = TypeVar("Table", bound=VariantTable)
 
 
-class WaysOf:
+class StageVariants:
     """The ways that rules and memory leave to the stages of a space.
 
     Attributes:
@@ -160,67 +160,72 @@ class WaysOf:
             return work.recomputed()
         return work
 
-    def plainest_footprint(self, state: int, others: Integers, work: Work) -> Footprint:
+    def plainest_footprint(self, state: int, ends: Integers, work: Work) -> Footprint:
         """Return the footprint of stages that recompute only what the rule says of all stages."""
-        footprint = self.space.footprint(state, others, work)
+        footprint = self.space.footprint(state, ends, work)
         if self.rule == "always":
             return footprint.recomputed()
         if self.rule == "blocks":
-            choices = self._choices.of(state, others.tolist())
+            choices = self._choices.of(state, ends.tolist())
             return replace(footprint, **columns_of(choices, KEPT))
         return footprint
 
     def table(
         self,
         state: int,
-        others: Integers,
-        tabulate: Callable[[Ways], Table],
+        ends: Integers,
+        tabulate: Callable[[Variants], Table],
         gpus: int,
     ) -> Table:
         """Return a table of the stages from a state: in their plainest way, and in all ways where
         that does not allow so many GPUs after the stage.
         """
-        plainest = tabulate(self.all(state, others))
-        ways = plainest.ways
-        free = ways.stage[~plainest.limited(gpus) & ~ways.sharded]
-        choosing = ~np.isin(np.arange(len(others)), free)
+        plainest = tabulate(self.all(state, ends))
+        variants = plainest.variants
+        free = variants.stage[~plainest.limited(gpus) & ~variants.sharded]
+        choosing = ~np.isin(np.arange(len(ends)), free)
         if not (self.chooses and choosing.any()):
             return plainest
-        return tabulate(self.all(state, others, choosing))
+        return tabulate(self.all(state, ends, choosing))
 
-    def all(self, state: int, others: Integers, choosing: NDArray[np.bool_] | None = None) -> Ways:
-        """Return all ways to run the stages from the state to each of others; only those `choosing`
+    def all(
+        self, state: int, ends: Integers, choosing: NDArray[np.bool_] | None = None
+    ) -> Variants:
+        """Return all ways to run the stages from the state to each end; only those `choosing`
         may choose.
         """
         # 1. Each stage has a row for its plainest way.
-        ways = self._plainest(state, others)
+        variants = self.plainest(state, ends)
 
         # 2. Stages that choose have a row for each choice of recomputing layers; the first
         # recomputes nothing.
         if self.chooses and choosing is not None and choosing.any():
-            ways = self._with_choices(ways, choosing)
+            variants = self._with_choices(variants, choosing)
 
         # 3. Where replicas may shard the optimizer's state, each row comes twice.
         if self.shards:
-            row, sharded = numbered(np.full(len(ways), 2))
-            ways = ways[row]
-            ways = replace(ways, sharded=sharded > 0, work=ways.work.shared_out(sharded > 0))
-        return ways
+            row, sharded = numbered(np.full(len(variants), 2))
+            variants = variants[row]
+            variants = replace(
+                variants, sharded=sharded > 0, work=variants.work.shared_out(sharded > 0)
+            )
+        return variants
 
-    def _plainest(self, state: int, others: Integers) -> Ways:
-        work = self.space.work(state, others)
-        return Ways(
+    def plainest(self, state: int, ends: Integers) -> Variants:
+        """Return the plainest way to run each stage."""
+        work = self.space.work(state, ends)
+        return Variants(
             source=self,
             state=state,
-            others=others,
-            stage=np.arange(len(others)),
-            sharded=np.zeros(len(others), dtype=bool),
-            choice=np.zeros(len(others), dtype=np.int64),
+            ends=ends,
+            stage=np.arange(len(ends)),
+            sharded=np.zeros(len(ends), dtype=bool),
+            choice=np.zeros(len(ends), dtype=np.int64),
             work=self.plainest_work(work),
-            footprint=self.plainest_footprint(state, others, work),
+            footprint=self.plainest_footprint(state, ends, work),
         )
 
-    def _with_choices(self, plainest: Ways, choosing: NDArray[np.bool_]) -> Ways:
+    def _with_choices(self, plainest: Variants, choosing: NDArray[np.bool_]) -> Variants:
         """Return the plainest ways, each followed by the stage's choices of layers that
         recompute.
         """
@@ -231,23 +236,23 @@ class WaysOf:
             kept = {name: getattr(lean, name) for name in KEPT}
             recompute_s = taken(plainest.work, choosing).forward_s
         else:
-            choices = self._choices.of(plainest.state, plainest.others[choosing].tolist())
+            choices = self._choices.of(plainest.state, plainest.ends[choosing].tolist())
             counts[choosing] = [len(each) for each in choices]
             kept = columns_of(choices, (*KEPT, "recompute_s"), first=1)
             recompute_s = kept.pop("recompute_s")
 
         stage, choice = numbered(counts)
-        ways = plainest[stage]
+        variants = plainest[stage]
         return replace(
-            ways,
+            variants,
             choice=choice,
-            work=with_columns(ways.work, choice > 0, {"recompute_s": recompute_s}),
-            footprint=with_columns(ways.footprint, choice > 0, kept),
+            work=with_columns(variants.work, choice > 0, {"recompute_s": recompute_s}),
+            footprint=with_columns(variants.footprint, choice > 0, kept),
         )
 
-    def groups(self, state: int, other: int, choice: int) -> Groups:
+    def groups(self, state: int, end: int, choice: int) -> Groups:
         """Return the groups of layers that recompute under a choice of a stage."""
         if self.rule == "blocks" or (choice > 0 and not self.whole_stages):
-            (choices,) = self._choices.of(state, [other])
+            (choices,) = self._choices.of(state, [end])
             return choices.groups(choice)
-        return whole_stage(self.space.layers(state, other), self.recomputes or choice > 0)
+        return whole_stage(self.space.layers(state, end), self.recomputes or choice > 0)

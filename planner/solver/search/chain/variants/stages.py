@@ -17,7 +17,8 @@ from planner.options.solving import UNLIMITED
 from planner.schedule.schedule import Schedule
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.states import CutSpace
-from planner.solver.search.chain.ways.space import Ways, WaysOf
+from planner.solver.search.chain.variants.space import StageVariants, Variants
+from planner.stages.replicas import most_replicas
 
 # Stages' parts of the sum over the stages, and of the maximum over them, on replicas (a column) in
 # given ways (a row).
@@ -30,7 +31,7 @@ class Stages:
     the maximum.
     """
 
-    ways: Ways
+    variants: Variants
     sum_s: Floats
     max_s: Floats  # by units of replicas - 1 and way; not a number where a way is not allowed
     # the most units of GPUs that may follow, likewise; -1 where the way is not allowed
@@ -44,7 +45,7 @@ class Stages:
     def by_sum(self) -> bool:
         """Whether the ways of each stage stand by their sums."""
         ascending = np.diff(self.sum_s) >= 0
-        next_stage = np.diff(self.ways.stage) > 0
+        next_stage = np.diff(self.variants.stage) > 0
         return bool(np.all(ascending | next_stage))
 
 
@@ -56,14 +57,12 @@ def stages_on(
     link: Link | None = None,
 ) -> list[Stages]:
     """Return the stages on up to so many GPUs of a kind, which are priced with a link."""
-    if problem.schedule.divides:
-        most = min(most, problem.microbatches)
     tables = StageTables(
-        WaysOf(space, replace(problem.limits, memory_bytes=memory_bytes)),
+        StageVariants(space, replace(problem.limits, memory_bytes=memory_bytes)),
         problem.schedule,
         problem.microbatches,
         partial(problem.parts_s, link=link),
-        most,
+        most_replicas(problem.schedule, problem.microbatches, most),
         problem.cluster.gpus,
     )
     return tables.all()
@@ -78,7 +77,7 @@ class StageTables:
     recompute less.
     """
 
-    ways: WaysOf
+    variants: StageVariants
     schedule: Schedule
     microbatches: int
     parts_s: PartsOf
@@ -88,55 +87,56 @@ class StageTables:
 
     def all(self) -> list[Stages]:
         """Return the tables, by state."""
-        return [self._from(state) for state in range(len(self.ways.space) - 1)]
+        return [self._from(state) for state in range(len(self.variants.space) - 1)]
 
     @cached_property
     def _replicas(self) -> Integers:
         return np.arange(self.unit, self.most_replicas + 1, self.unit)[:, None]
 
     def _from(self, state: int) -> Stages:
-        self.ways.limits.clock.check()
-        others = self._may_fit(state, self.ways.space.after(state))
-        return self.ways.table(state, others, self._of_use, self.gpus // self.unit)
+        self.variants.limits.clock.check()
+        ends = self._may_fit(state, self.variants.space.after(state))
+        return self.variants.table(state, ends, self._of_use, self.gpus // self.unit)
 
-    def _may_fit(self, state: int, others: Integers) -> Integers:
-        """Return the first of `others`, and those whose stages fit if nothing is saved, on one
+    def _may_fit(self, state: int, ends: Integers) -> Integers:
+        """Return the first of `ends`, and those whose stages fit if nothing is saved, on one
         replica or the most.
         """
-        if self.ways.limits.memory_bytes is None:
-            return others
-        ways = self.ways.all(state, others)
-        lean = replace(ways, footprint=ways.footprint.least())
-        fits = lean.fit(self._replicas[[0, -1]], 1, self.schedule, self.microbatches)
-        fits = np.broadcast_to(fits, (2, len(ways))).any(axis=0)
-        fitting = np.isin(np.arange(len(others)), ways.stage[fits])
+        if self.variants.limits.memory_bytes is None:
+            return ends
+        variants = self.variants.all(state, ends)
+        lean = replace(variants, footprint=variants.footprint.least())
+        fit = lean.fit(self._replicas[[0, -1]], 1, self.schedule, self.microbatches)
+        on_either = np.broadcast_to(fit, (2, len(variants)))
+        stages = variants.stage[np.any(on_either, axis=0)]
+        fitting = np.isin(np.arange(len(ends)), stages)
         fitting[0] = True
-        return others[fitting]
+        return ends[fitting]
 
-    def _of_use(self, ways: Ways) -> Stages:
+    def _of_use(self, variants: Variants) -> Stages:
         """Return those of the ways that are of use."""
-        after = self._most_after(ways)
-        after = np.where(_more_than_before(ways, after), after, -1)
+        after = self._most_after(variants)
+        after = np.where(_more_than_before(variants, after), after, -1)
         rows = np.flatnonzero((after >= 0).any(axis=0))
-        ways = ways[rows]
+        variants = variants[rows]
         after = after[:, rows]
 
-        sum_s, max_s = self.parts_s(ways.work, self._replicas)
+        sum_s, max_s = self.parts_s(variants.work, self._replicas)
         return Stages(
-            ways=ways,
-            sum_s=np.broadcast_to(sum_s, (1, len(ways)))[0].copy(),
+            variants=variants,
+            sum_s=np.broadcast_to(sum_s, (1, len(variants)))[0].copy(),
             max_s=np.where(after >= 0, max_s, np.nan),
             after=after,
         )
 
-    def _most_after(self, ways: Ways) -> Integers:
+    def _most_after(self, variants: Variants) -> Integers:
         """Return how many units of the GPUs may follow, by replicas and way; -1 where the way is
         not allowed.
         """
         # 1. The most microbatches in flight: for the gradients' sake, by memory, and by the
         # schedule.
         replicas = self._replicas
-        most = ways.most_in_flight(replicas, self.schedule, self.microbatches)
+        most = variants.most_in_flight(replicas, self.schedule, self.microbatches)
         deepest = [
             self.schedule.deepest(r, self.microbatches) or UNLIMITED
             for r in replicas.ravel().tolist()
@@ -149,21 +149,21 @@ class StageTables:
         with_all = self.schedule.in_flight(replicas, none + self.gpus, self.microbatches)
         after = np.where(with_none <= most, (most - 1) * replicas, -1)
         after = np.where(with_all <= most, self.gpus, after)
-        allowed = ways.allowed(np.broadcast_to(replicas, after.shape))
+        allowed = variants.allowed(np.broadcast_to(replicas, after.shape))
         return np.where((after >= 0) & allowed, after // self.unit, -1)
 
 
-def _more_than_before(ways: Ways, after: Integers) -> NDArray[np.bool_]:
+def _more_than_before(variants: Variants, after: Integers) -> NDArray[np.bool_]:
     """Return which ways, by replicas, allow more GPUs after the stage than all that
     recompute less.
     """
     # Numbers grow from stage to stage, so that the maximum of each begins anew.
     step = int(after.max(initial=0)) + 2
-    allowed = after + 1 + ways.stage * step
+    allowed = after + 1 + variants.stage * step
 
     more = np.ones(after.shape, dtype=bool)
     for sharded in (False, True):
-        rows = np.flatnonzero(ways.sharded == sharded)
+        rows = np.flatnonzero(variants.sharded == sharded)
         most = np.maximum.accumulate(allowed[:, rows], axis=1)
         more[:, rows[1:]] = most[:, 1:] > most[:, :-1]
     return more

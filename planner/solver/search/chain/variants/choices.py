@@ -24,11 +24,11 @@ class StageChoices:
             (StageChoices, rule), lambda: _Known(space.recomputation(rule))
         )
 
-    def of(self, state: int, others: Iterable[int]) -> list[Choices]:
-        """Return the choices of the stages from the state to each of others; a stage's first
+    def of(self, state: int, ends: Iterable[int]) -> list[Choices]:
+        """Return the choices of the stages from the state to each end; a stage's first
         recomputes least.
         """
-        spans = [self._space.span(state, other) for other in others]
+        spans = [self._space.span(state, end) for end in ends]
         return self._known.of(spans)
 
 

@@ -18,7 +18,7 @@ from planner.schedule.schedule import Schedule
 from planner.units import SLACK
 
 
-class Bounds(StageModel):
+class ReplicaModel(StageModel):
     """A cost model of an asynchronous pipeline, and the replicas that meet a target time."""
 
     schedule: Schedule = ONE_F_ONE_B
@@ -92,10 +92,10 @@ class Bounds(StageModel):
         return fewest.astype(np.int64)
 
 
-class BoundsLike(Bounds):
+class ReplicaModelLike(ReplicaModel):
     """A cost model that differs from another one in its replicas alone, not in its cuts."""
 
-    def __init__(self, like: Bounds) -> None:
+    def __init__(self, like: ReplicaModel) -> None:
         super().__init__(like.link)
         self.like = like
 
@@ -114,7 +114,7 @@ def larger_root(a: ArrayLike, b: Floats, c: Floats) -> Floats:
     return np.where(exists, root, 0.0)
 
 
-class AsynchronousBounds(AsynchronousModel, Bounds):
+class AsynchronousReplicaModel(AsynchronousModel, ReplicaModel):
     """The inverse of `AsynchronousModel`.
 
     In its symbols, with x the seconds on one replica of what more replicas share, and a part p of
@@ -163,7 +163,7 @@ class AsynchronousBounds(AsynchronousModel, Bounds):
         return ((1.0, 1 / BUCKETS), (0.0, 1.0))
 
 
-class DoubleBufferedBounds(DoubleBufferedModel, AsynchronousBounds):
+class DoubleBufferedReplicaModel(DoubleBufferedModel, AsynchronousReplicaModel):
     """The inverse of `DoubleBufferedModel`. More replicas than microbatches would idle."""
 
     schedule = TWO_BW
@@ -249,8 +249,10 @@ class DoubleBufferedBounds(DoubleBufferedModel, AsynchronousBounds):
         return fewest.astype(np.int64)
 
 
-def bounds_for(link: Link, schedule: Schedule = ONE_F_ONE_B, microbatches: int = 1) -> Bounds:
+def replica_model(
+    link: Link, schedule: Schedule = ONE_F_ONE_B, microbatches: int = 1
+) -> ReplicaModel:
     """Return the bounds of an asynchronous schedule on devices with this link."""
     if schedule.formula == "double-buffered":
-        return DoubleBufferedBounds(link, microbatches)
-    return AsynchronousBounds(link)
+        return DoubleBufferedReplicaModel(link, microbatches)
+    return AsynchronousReplicaModel(link)

@@ -10,7 +10,10 @@ from planner.cost.network.link import Link
 from planner.cost.work import IMPOSSIBLE, Work
 from planner.schedule.one_stage import TWO_BW
 from planner.schedule.schedule import warm_up_depth
-from planner.solver.problem.replica_bounds import AsynchronousBounds, DoubleBufferedBounds
+from planner.solver.problem.replica_models import (
+    AsynchronousReplicaModel,
+    DoubleBufferedReplicaModel,
+)
 from tests.cost.works import works
 from tests.examples import examples
 
@@ -34,7 +37,7 @@ def test_fewest_replicas_of_2bw_are_the_first_that_counting_finds(
     after: int,
     microbatches: int,
 ) -> None:
-    model = DoubleBufferedBounds(Link(bandwidth, latency), microbatches)
+    model = DoubleBufferedReplicaModel(Link(bandwidth, latency), microbatches)
     meets = [
         replicas
         for replicas in range(at_least, microbatches + 1)
@@ -57,7 +60,7 @@ def test_fewest_replicas_of_2bw_are_the_first_that_counting_finds(
 def test_closed_form_of_the_fewest_replicas_is_the_first_that_counting_finds(
     stage: Work, bandwidth: float, latency: float, target: float, at_least: int
 ) -> None:
-    priced = AsynchronousBounds(Link(bandwidth, latency))
+    priced = AsynchronousReplicaModel(Link(bandwidth, latency))
     most = 2000
     meets = np.flatnonzero(priced.stage_s(stage, np.arange(at_least, most)) <= target)
     found = int(priced.fewest_replicas(stage, target, at_least)[0])

@@ -5,18 +5,18 @@ recomputing layers that some memory limit could make the best one (`planner.cost
 the quickest first.
 """
 
-from planner.solver.search.chain.ways.best import BestWays
-from planner.solver.search.chain.ways.rows import numbered, taken
-from planner.solver.search.chain.ways.space import Ways, WaysOf
-from planner.solver.search.chain.ways.stages import PartsOf, Stages, StageTables, stages_on
+from planner.solver.search.chain.variants.best import QuickestVariants
+from planner.solver.search.chain.variants.rows import numbered, taken
+from planner.solver.search.chain.variants.space import StageVariants, Variants
+from planner.solver.search.chain.variants.stages import PartsOf, Stages, StageTables, stages_on
 
 __all__ = [
-    "BestWays",
     "PartsOf",
+    "QuickestVariants",
     "StageTables",
+    "StageVariants",
     "Stages",
-    "Ways",
-    "WaysOf",
+    "Variants",
     "numbered",
     "stages_on",
     "taken",
