@@ -106,7 +106,7 @@ def notebook(name: str) -> str:
 def recording(name: str) -> str:
     """Return a session that `python -m docs.recording` made."""
     path = RECORDINGS / f"{name}.txt"
-    return f'```text\n{path.read_text(encoding="utf-8").strip()}\n```'
+    return f"```text\n{path.read_text(encoding='utf-8').strip()}\n```"
 
 
 def api(module: str) -> str:

@@ -755,10 +755,7 @@ def main() -> None:
             print(
                 f"\n{billion} billion parameters, with the host that fits the other model: {host}\n"
             )
-            print(
-                "`plan profile --calibrate` would decline: one other model cannot say whether "
-                "such a fit helps.\n"
-            )
+            print("Such a fit would be declined: one other model cannot say whether it helps.\n")
             _show(judge(spec, [run for run in everything if run.billion == billion], host), spec)
 
 

@@ -3,7 +3,8 @@
 The last stage has just run the forward of that one, so it need not wait, and its activations are
 still in the cache.
 
-    plan solve --schedule-from own_schedule.py --schedule gpipe-newest-first --gpus 2 --bandwidth 1Gbps
+    plan solve --schedule-from own_schedule.py --schedule gpipe-newest-first \
+        --gpus 2 --bandwidth 1Gbps
     plan simulate --schedule-from own_schedule.py
     plan train model.py --schedule-from own_schedule.py --steps 20
 """

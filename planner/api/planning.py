@@ -30,7 +30,7 @@ from planner.formats.timeline import Timeline
 from planner.options.cluster import ClusterOptions, listed
 from planner.options.option import keywords_of, refuse
 from planner.options.solving import SolveOptions
-from planner.options.verbs import REPORT_S, PriceOptions, ReportOptions
+from planner.options.verbs import REPORT_S, PriceOptions, ReportOptions, ScheduleOptions
 from planner.plan.trainable import check_priced
 from planner.reporting.page.page import report_page
 from planner.reporting.tables.plan import plan_report
@@ -39,6 +39,7 @@ from planner.reporting.trace import load_run
 from planner.simulator.simulate_plan import simulate, simulate_recorded
 from planner.solver.alternatives.table import with_baselines
 from planner.solver.clock import Clock
+from planner.solver.each_schedule import ScheduleComparison, compare_each
 from planner.solver.request import Request, options_of
 from planner.solver.solve import solve as best_plan
 
@@ -239,6 +240,38 @@ def price(
     plan = priced(profile, cluster, stages, accepts_loss=accepts)
     check_priced(plan, profile, accepted=accepts)
     return with_baselines(plan, Request(profile, plan.cluster, options_of(plan), Clock()))
+
+
+@keywords_of(ScheduleOptions)
+def compare_schedules(
+    profile: Profile | Sequence[Profile], cluster: Cluster, options: ScheduleOptions
+) -> ScheduleComparison:
+    """Find the best plan under each of several schedules, with each number of microbatches.
+
+    Args:
+        profile: costs per layer, for one microbatch; or several of one model, for microbatches of
+            other sizes.
+        cluster: devices, memory and links.
+
+    Returns:
+        A row for each, those with the same global batch together. `to_csv()` and `to_frame()` give
+        them to other programs. A schedule that has no plan says why.
+
+    Raises:
+        InputError: for an unknown schedule, or a number of microbatches that makes no sense.
+
+    Example:
+        >>> profile = planner.load_profile("profiles/vgg16/cpu.json")
+        >>> cluster = planner.flat_cluster(2, "1Gbps")
+        >>> rows = planner.compare_schedules(profile, cluster, schedules=["gpipe", "1f1b-flush"]).rows
+        >>> [str(row.schedule) for row in rows]
+        ['gpipe', '1f1b-flush']
+    """
+    profiles = [profile] if isinstance(profile, Profile) else list(profile)
+    if len({each.model for each in profiles}) != 1:
+        raise InputError("`profile` names no model, or several", hint="give profiles of one model")
+    clock = Clock.of(options.time_limit_s, options.progress)
+    return compare_each(profiles, cluster, options, clock)
 
 
 @checked

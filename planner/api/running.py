@@ -15,6 +15,7 @@ from planner.api.servers import Servers
 from planner.catalog.models import find_model
 from planner.errors import InputError, PlanError
 from planner.executor.checkpoint.folders import seed_of_run
+from planner.executor.handed_model import packed_model
 from planner.executor.run.agreement import check_loss, device_kind
 from planner.executor.worker import launch
 from planner.formats.device_kinds import planned_bytes
@@ -36,7 +37,6 @@ from planner.options.training import (
 )
 from planner.options.verbs import SAMPLES, TENSOR, TOKENS, FitOptions
 from planner.plan.trainable import check_trainable
-from planner.profiler.estimated.calibrate import load_calibration
 from planner.profiler.estimated.devices import DType, device_spec, parse_dtype, usual_dtype
 from planner.profiler.estimated.estimate import (
     EstimateOptions,
@@ -91,7 +91,7 @@ def estimate(model: str | Path, asked: EstimateArguments) -> Profile:
 
     Raises:
         ModelFileError, CaptureError: when the model file or the model cannot be used.
-        InputError: for a device or data type that is not in the table, and for unsuitable profiles.
+        InputError: for a device or data type that is not in the table.
 
     Example:
         >>> planner.estimate("model.py", batch_size=16, device="a100-80gb").device.name
@@ -105,7 +105,6 @@ def estimate(model: str | Path, asked: EstimateArguments) -> Profile:
         device=asked.device or load_device(asked.device_file or "", dtype),
         dtype=dtype,
         memory_format=asked.memory_format,
-        calibration=[each for path in asked.calibrate for each in load_calibration(path)],
         fusion=compiler if asked.compiled else None,
         master_weights=asked.master_weights,
         host=asked.host,
@@ -260,11 +259,13 @@ def _saved(answer: Fit, profile: Profile, file: _ModelFile) -> Fit:
 
 
 @keywords_of(TrainArguments)
-def train(model: str | Path, plan: Plan, arguments: TrainArguments) -> TrainResult:
+def train(model: str | Path | TrainingSpec, plan: Plan, arguments: TrainArguments) -> TrainResult:
     """Train in worker processes on this host, as `plan` says.
 
     Args:
-        model: the model file that the plan was made for.
+        model: the model file that the plan was made for; or what `in_memory` gives, whose functions
+            and classes workers import. The model itself stays as it is: `save_weights` and
+            `load_weights` bring the trained weights.
         plan: from `solve` or `load_plan`.
 
     Returns:
@@ -281,7 +282,12 @@ def train(model: str | Path, plan: Plan, arguments: TrainArguments) -> TrainResu
         >>> planner.train("model.py", plan, steps=4).minibatches
         4
     """
-    result = run_job(make_job(model, plan, arguments))
+    if isinstance(model, TrainingSpec) and model.path is None:
+        job = make_job(model.origin, plan, arguments).model_copy(update={"in_memory": True})
+        result = launch(job, trace_writer(job), packed_model(model))
+    else:
+        location = model.location if isinstance(model, TrainingSpec) else model
+        result = run_job(make_job(location, plan, arguments))
     log_failures(result.late_failures, _log)
     return result
 

@@ -116,10 +116,3 @@ class EstimateArguments(ModelOptions):
         told="eager, or compiled where a compiler fuses",
         advanced=True,
     )
-    calibrate: Sequence[str | Path] = option(
-        (),
-        "adjust the estimate to a profile measured on such a device, with its model.py in the "
-        "same folder, or to a file of measured steps",
-        "FILE",
-        advanced=True,
-    )

@@ -106,8 +106,8 @@ class StageTables:
             return ends
         variants = self.variants.all(state, ends)
         lean = replace(variants, footprint=variants.footprint.least())
-        fits = lean.fit(self._replicas[[0, -1]], 1, self.schedule, self.microbatches)
-        fits = np.broadcast_to(fits, (2, len(variants))).any(axis=0)
+        fit = lean.fit(self._replicas[[0, -1]], 1, self.schedule, self.microbatches)
+        fits = np.broadcast_to(fit, (2, len(variants))).any(axis=0)
         fitting = np.isin(np.arange(len(ends)), variants.stage[fits])
         fitting[0] = True
         return ends[fitting]
