@@ -20,7 +20,8 @@ from planner.solver.evaluate.leaner import Leaner
 from planner.solver.pool import Batch, Pool
 from planner.solver.problem.infeasible import against_rules
 from planner.solver.problem.problem import Problem
-from planner.solver.search.line import Kinds, LinePlan, LineSearch, StagesOn
+from planner.solver.problem.result import CutPath, stages_along
+from planner.solver.search.line import Kinds, LineSearch, StagesOn
 from planner.solver.search.trade import trade_offs
 from planner.solver.tuning.searches import MixedTuning
 
@@ -132,9 +133,10 @@ class _Lines:
             search = LineSearch(
                 self.question, tables, [(number, self.kinds[number]) for number in order]
             )
-            for plan in _met_along(search, best_s, self.question):
-                self._met.append(plan.stages)
-                best_s = min(best_s, _price_s(self.question, plan.stages) if true else plan.seconds)
+            for path in _met_along(search, best_s, self.question):
+                stages = stages_along(search.space, path)
+                self._met.append(stages)
+                best_s = min(best_s, _price_s(self.question, stages) if true else path.seconds)
             self.question.clock.check()
         if true:
             self.best_s = min(self.best_s, best_s)
@@ -157,13 +159,13 @@ class _Lines:
         return tables
 
 
-def _met_along(search: LineSearch, best_s: float, question: Problem) -> Iterator[LinePlan]:
+def _met_along(search: LineSearch, best_s: float, question: Problem) -> Iterator[CutPath]:
     if question.schedule.asynchronous:
         return _ever_faster(search, best_s, question.tuning.mixed)
     return _traded(search, best_s, question.tuning.mixed)
 
 
-def _ever_faster(search: LineSearch, best_s: float, tuning: MixedTuning) -> Iterator[LinePlan]:
+def _ever_faster(search: LineSearch, best_s: float, tuning: MixedTuning) -> Iterator[CutPath]:
     """Yield ever faster plans of an asynchronous pipeline, whose sum is zero; none if none is below
     the seconds.
     """
@@ -190,7 +192,7 @@ def _ever_faster(search: LineSearch, best_s: float, tuning: MixedTuning) -> Iter
             yield slower
 
 
-def _traded(search: LineSearch, best_s: float, tuning: MixedTuning) -> Iterator[LinePlan]:
+def _traded(search: LineSearch, best_s: float, tuning: MixedTuning) -> Iterator[CutPath]:
     """Yield plans of a synchronous pipeline that trade the sum against the maximum, and some near
     the best of them.
     """
@@ -202,7 +204,7 @@ def _traded(search: LineSearch, best_s: float, tuning: MixedTuning) -> Iterator[
         return
 
     # 1. Coarse steps over all limits.
-    best: LinePlan | None = None
+    best: CutPath | None = None
     for plan in trade_offs(search.within, limit_s, below_s=best_s, step=tuning.coarse_step):
         yield plan
         if plan.seconds < best_s:
