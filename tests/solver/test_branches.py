@@ -29,6 +29,7 @@ from planner.solver.problem.downsets import Downsets
 from planner.solver.problem.layer_graph import LayerGraph
 from planner.solver.problem.problem import Limits, Problem
 from planner.solver.problem.replica_models import replica_model
+from planner.solver.request import Request
 from planner.solver.search.chain.search import Search
 from planner.solver.search.chain.synchronous import SynchronousSearch
 from planner.solver.search.pipeline_search import PipelineSearch
@@ -239,7 +240,7 @@ def test_an_answer_to_a_user_is_bounded_by_brute_force(
         shard_optimizer="never",
     )
     try:
-        plan = solve(model, cluster, options, tuning=replace(STANDARD, branches=branches))
+        plan = solve(Request.of(model, cluster, options, replace(STANDARD, branches=branches)))
     except InfeasibleError:
         assert best_s(in_order=not few) is None
         return

@@ -345,15 +345,3 @@ class Problem:
         reserve = overheads.reserve(communicators)
         less = self.with_cluster(self.cluster.with_memory(reserve.room))
         return replace(less, layer_costs=self.layer_costs.of_tensors, reserve=reserve)
-
-    def leaner(self) -> list[Problem]:
-        """Return the problem under schedules that need less memory, as far as their gradients are
-        not too late.
-        """
-        most_updates = self.rules.max_staleness
-        microbatches = max(self.microbatches, self.cluster.gpus)
-        return [
-            self.with_schedule(schedule, microbatches)
-            for schedule in self.schedule.leaner
-            if most_updates is None or schedule.staleness(1) <= most_updates
-        ]

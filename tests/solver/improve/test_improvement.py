@@ -12,7 +12,7 @@ from planner.options.solving import StageRules
 from planner.schedule.registry import find
 from planner.simulator.simulate_plan import simulated_s
 from planner.solver.assemble import assemble
-from planner.solver.choose.baselines import equal_blocks
+from planner.solver.by_hand import equal_blocks
 from planner.solver.evaluate.evaluation import evaluate, priced, simulated
 from planner.solver.improve.improvement import deepen, improve
 from planner.solver.pool import Pool

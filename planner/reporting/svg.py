@@ -1,5 +1,5 @@
-"""Draw timelines as SVG, without a plotting library, for the pages; and what other pictures are
-drawn with.
+"""Draw timelines as SVG, without a plotting library, for notebooks and pages; and what other
+pictures are drawn with.
 """
 
 from __future__ import annotations
@@ -8,7 +8,10 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
+from pathlib import Path
+from typing import Any
 
+from planner.formats.files import write_text
 from planner.formats.timeline import Event, Lane, Timeline
 from planner.reporting.timeline import COLOURS, TEXTS, colour_legend, ink_on, rows_of, shown_workers
 from planner.units import format_seconds
@@ -157,3 +160,40 @@ def _axis(first: float, last: float, bottom: float) -> Iterator[str]:
         yield line((x, TOP - 6), (x, bottom), "#dddddd")
         if x < WIDTH - 30:
             yield text(x, TOP - 9, format_seconds(number * step), Font(11, "middle"))
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture that a cell of a notebook shows."""
+
+    svg: str
+
+    def _repr_svg_(self) -> str:
+        return self.svg
+
+    def save(self, path: Path | str) -> None:
+        """Write the picture to a file."""
+        write_text(Path(path), self.svg)
+
+
+def plot(run: Timeline, window: tuple[float, float] | None = None, axes: Any = None) -> Any:
+    """Return the picture of a run; `planner.formats.timeline.Timeline.plot` says how."""
+    if axes is None:
+        return Picture(timeline_svg([run], window))
+
+    names, ticks = [], []
+    row_number = 0
+    for rank, rows in rows_of([run], shown_workers(run)).items():
+        ticks.append(row_number)
+        names.append(f"worker {rank}")
+        for row in rows:
+            for event in row.events:
+                bar = [(event.start_s, event.end_s - event.start_s)]
+                axes.broken_barh(bar, (row_number - 0.4, 0.8), facecolors=COLOURS[event.kind])
+            row_number += 1
+    axes.set_yticks(ticks, names)
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds")
+    if window is not None:
+        axes.set_xlim(*window)
+    return axes

@@ -11,12 +11,12 @@ def least_late(pool: Pool) -> None:
     as fast.
     """
     best = pool.best
-    if best is None or not best.simulated or not pool.question.schedule.stashes:
+    if best is None or not best.simulated or not pool.problem.schedule.stashes:
         return
-    seen = pool.question.budget.seen.values()
-    nearly_s = best.seconds * pool.question.tuning.evaluate.min_speedup_per_stale_update
+    seen = pool.problem.budget.seen.values()
+    nearly_s = best.seconds * pool.problem.tuning.evaluate.min_speedup_per_stale_update
     near = [plan for plan in seen if plan.seconds < nearly_s]
-    allowed = [plan for plan in near if pool.question.allows(plan) and pool.trains(plan)]
+    allowed = [plan for plan in near if pool.problem.allows(plan) and pool.trains(plan)]
     pool.best = min([best, *allowed], key=_lateness)
 
 

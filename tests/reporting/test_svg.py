@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from xml.etree import ElementTree
 
-from benchmarks.svg import timeline_svg
+from planner.reporting.svg import timeline_svg
 from planner.simulator.simulate_plan import simulate
 from tests.reporting.page.test_page import EVIL, evil_plan, slower
 

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from planner.cost.candidate import Candidate
 from planner.cost.layer_costs import LayerCosts
 from planner.formats.profile import Profile, load_profile
-from planner.solver.choose import baselines
+from planner.solver import by_hand as baselines
 from planner.solver.problem.states import uncut_groups
 from tests.examples import examples
 from tests.samples import layer, profile
 from tests.solver.strategies import profiles
 
-MEASURED = sorted((Path(__file__).resolve().parents[3] / "profiles").glob("*/cpu.json"))
+MEASURED = sorted((Path(__file__).resolve().parents[2] / "profiles").glob("*/cpu.json"))
 SIX = profile(
     *(layer(f"l{i}", 1.0 + i, 0.0, output_bytes=1, weight_bytes=10 * i) for i in range(6))
 )

@@ -14,7 +14,7 @@ from planner.errors import PlannerError
 from planner.formats.cluster import Cluster, flat_cluster, hierarchical_cluster
 from planner.schedule.registry import find
 from planner.solver import search_plan as solve
-from planner.solver.choose.baselines import equal_blocks
+from planner.solver.by_hand import equal_blocks
 from planner.solver.evaluate.evaluation import priced
 from planner.solver.pool import Pool
 from planner.solver.problem.problem import Problem

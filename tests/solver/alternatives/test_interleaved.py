@@ -19,17 +19,17 @@ from planner.plan.trainable import check_trainable
 from planner.schedule.chunked import INTERLEAVED
 from planner.schedule.one_stage import FLUSH
 from planner.simulator.simulate_plan import simulated_s
-from planner.solver.alternatives.interleaved import or_interleaved
-from planner.solver.choose.baselines import equal_blocks
+from planner.solver.alternatives.interleaved import prefer_interleaved_if_faster
+from planner.solver.by_hand import equal_blocks
 from planner.solver.clock import Clock
 from planner.solver.evaluate.evaluation import evaluate
 from planner.solver.find_plan import find_plan
-from planner.solver.fit import FitQuestion, fit
+from planner.solver.fit import FitRequest, fit
 from planner.solver.problem.problem import Problem
 from planner.solver.propose.regular import regular_plans
 from planner.solver.propose.regular_interleaved import interleaved
+from planner.solver.request import Request
 from planner.solver.sizes.microbatches import Profiles
-from planner.solver.tuning.record import STANDARD
 from tests.plan.test_blocks import transformer
 
 MODEL = transformer(16, "h.{block}.part{part}")
@@ -111,7 +111,7 @@ def test_fit_answers_with_an_interleaved_plan_where_that_is_faster() -> None:
 
     def answer(options: SolveOptions) -> Plan | None:
         profiles = Profiles(lambda size: profile, lambda undivided: undivided, (4,))
-        return fit(FitQuestion(profiles, 8, cluster_of, options))[0].asked.plan
+        return fit(FitRequest(profiles, 8, cluster_of, options, Clock()))[0].asked.plan
 
     plain = answer(FitOptions(schedule="1f1b-flush", microbatches=8))
     plan = answer(FitOptions(microbatches=8))
@@ -135,8 +135,8 @@ def test_fit_answers_with_an_interleaved_plan_where_that_is_faster() -> None:
 
 def test_who_asks_for_one_cost_model_or_solver_gets_that() -> None:
     problem = problem_on(4, 8)
-    plan = find_plan(
-        problem.layer_costs.profile, problem.cluster, SolveOptions(schedule=FLUSH, microbatches=8)
-    )
-    program = SolveOptions(schedule=FLUSH, microbatches=8, solver="ilp")
-    assert or_interleaved(problem.layer_costs.profile, plan, program, Clock(), STANDARD) is plan
+    options = SolveOptions(schedule=FLUSH, microbatches=8)
+    request = Request(problem.layer_costs.profile, problem.cluster, options, Clock())
+    plan = find_plan(request)
+    program = request.with_options(replace(options, solver="ilp"))
+    assert prefer_interleaved_if_faster(plan, program) is plan

@@ -19,7 +19,7 @@ from planner.formats.profile import Profile
 from planner.schedule.registry import find
 from planner.simulator.simulate_plan import simulated_s
 from planner.solver import search_plan as solve
-from planner.solver.choose.baselines import equal_blocks
+from planner.solver.by_hand import equal_blocks
 from planner.solver.evaluate.evaluation import evaluate
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation
