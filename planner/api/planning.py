@@ -49,7 +49,7 @@ PLAN, PROFILE = Path("plan.json"), Path("profile.json")  # what one verb writes,
 _UNSAID = ClusterOptions()  # callers give keywords in its place
 
 
-@keywords_of(ClusterOptions, arguments="one or none")
+@keywords_of(ClusterOptions)
 def cluster(profile: Profile | None = None, options: ClusterOptions = _UNSAID) -> Cluster:
     """Return the cluster that the command line's arguments describe, with what the profile says of
     its GPUs.
@@ -197,7 +197,7 @@ def solve(profile: Profile, cluster: Cluster, options: SolveOptions) -> Plan:
     return solving.solve(profile, cluster, options)
 
 
-@keywords_of(PriceOptions, arguments=3)
+@keywords_of(PriceOptions)
 def price(
     profile: Profile, cluster: Cluster, stages: OwnPlan | Stages, options: PriceOptions
 ) -> Plan:
