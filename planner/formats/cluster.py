@@ -19,7 +19,7 @@ from planner.formats.files import (
     replace,
     save_record,
 )
-from planner.formats.link_names import link_bandwidth
+from planner.formats.link_names import RateSource, link_bandwidth, rate_source
 from planner.formats.names import Backend, CodecName
 from planner.formats.quantities import (
     MOST_GPUS,
@@ -45,13 +45,16 @@ class Level(GrownRecord):
             for what in ("sum", "gather", "scatter")
             for name in ("bandwidth_bytes_per_s", "latency_s")
         }
-        | {"sum_wait_share", "sum_wait_s"}
+        | {"sum_wait_share", "sum_wait_s", "rate_source", "one_ring_bandwidth_bytes_per_s"}
     )
 
     size: Workers
     bandwidth_bytes_per_s: BytesPerSecond  # of a member's link in each direction (full duplex)
     latency_s: Seconds = 0.0  # of a message
     all_reduce_bandwidth_bytes_per_s: BytesPerSecond | None = None  # where measured to differ
+    # At most for one all-reduce, where several at once reach more: a ring enters and leaves a server
+    # by one port, and other rings use the others.
+    one_ring_bandwidth_bytes_per_s: BytesPerSecond | None = None
     # Of the all-reduces between the computations of ranks that divide layers, where measured: the
     # latency of a step.
     sum_bandwidth_bytes_per_s: BytesPerSecond | None = None
@@ -67,6 +70,28 @@ class Level(GrownRecord):
     scatter_bandwidth_bytes_per_s: BytesPerSecond | None = None
     scatter_latency_s: Seconds | None = None
     shared: bool = True  # the devices of a member share its link; false: each has one of its own
+    # where the bandwidth comes from; None: whoever wrote it knows
+    rate_source: RateSource | None = None
+
+    @property
+    def ring_bytes_per_s(self) -> float | None:
+        """What one all-reduce reaches; None where that is not known to differ."""
+        rates = (self.all_reduce_bandwidth_bytes_per_s, self.one_ring_bandwidth_bytes_per_s)
+        return min((rate for rate in rates if rate is not None), default=None)
+
+    def with_size(self, size: int) -> "Level":
+        """Return the level with so many members."""
+        return replace(self, size=size)
+
+    def times_as_fast(self, ratio: float) -> "Level":
+        """Return the level with so many times the bandwidth, also of what was measured of
+        all-reduces and the like.
+        """
+        rates = {name: getattr(self, name) for name in RATES}
+        return replace(self, **{name: rate and rate * ratio for name, rate in rates.items()})
+
+
+RATES = tuple(name for name in Level.model_fields if name.endswith("bandwidth_bytes_per_s"))
 
 
 class DeviceKind(GrownRecord):
@@ -81,6 +106,10 @@ class DeviceKind(GrownRecord):
     # name of the device that was measured; workers on these ranks must have it
     device: str | None = None
     pays_transfers: AlwaysTrue = True  # always true; files of version 0.1 have it
+
+    def with_count(self, count: int) -> "DeviceKind":
+        """Return the kind with so many devices."""
+        return replace(self, count=count)
 
     @property
     def title(self) -> str:
@@ -166,14 +195,20 @@ class Cluster(Shown, GrownRecord):
     def has_memory_limit(self) -> bool:
         return any(self.memory_of(kind) is not None for kind in self.kinds or (None,))
 
+    def with_limit(self, memory_bytes: int | None) -> "Cluster":
+        """Return the cluster with so much memory per device; None for no limit."""
+        return self.model_copy(update={"memory_bytes": memory_bytes})
+
     def with_memory(self, change: Callable[[int], int | None]) -> "Cluster":
-        def changed(memory_bytes: int | None) -> int | None:
+        """Return the cluster with another memory for each that is limited, also of kinds."""
+
+        def limit(memory_bytes: int | None) -> int | None:
             return None if memory_bytes is None else change(memory_bytes)
 
         kinds = tuple(
-            replace(kind, memory_bytes=changed(self.memory_of(kind))) for kind in self.kinds
+            replace(kind, memory_bytes=limit(self.memory_of(kind))) for kind in self.kinds
         )
-        return replace(self, memory_bytes=changed(self.memory_bytes), kinds=kinds)
+        return replace(self, memory_bytes=limit(self.memory_bytes), kinds=kinds)
 
     @model_validator(mode="after")
     def _check_counts(self) -> "Cluster":
@@ -192,6 +227,27 @@ class Cluster(Shown, GrownRecord):
     def joined(self) -> tuple[Level, ...]:
         """The levels that join more than one member; the innermost if none does."""
         return tuple(level for level in self.levels if level.size > 1) or self.levels[:1]
+
+    @property
+    def level_by_data_sheet(self) -> int | None:
+        """The outermost level that joins members at the rate of a data sheet; None without such."""
+        for number in reversed(range(len(self.levels))):
+            level = self.levels[number]
+            if level.size > 1 and level.rate_source == "data sheet":
+                return number
+        return None
+
+    def level_times_as_fast(self, number: int, ratio: float) -> "Cluster":
+        """Return the cluster with so many times the bandwidth at one level."""
+        levels = list(self.levels)
+        levels[number] = levels[number].times_as_fast(ratio)
+        return replace(self, levels=tuple(levels))
+
+    @property
+    def slowest_ring_bytes_per_s(self) -> float | None:
+        """What one all-reduce over all devices reaches; None where that is not known to differ."""
+        rates = [level.ring_bytes_per_s for level in self.levels]
+        return min((rate for rate in rates if rate is not None), default=None)
 
     @property
     def slowest_bandwidth_bytes_per_s(self) -> float:
@@ -287,6 +343,7 @@ def _cluster(
             if isinstance(reduced, str)
             else reduced,
             "shared": shared,
+            "rate_source": rate_source(bandwidth) if isinstance(bandwidth, str) else None,
         }
         for size, bandwidth, latency, reduced in zip_longest(sizes, bandwidths, latencies, reduces)
     ]

@@ -10,10 +10,14 @@ What is achieved of them: of NVLink 0.76, the bus bandwidth of an all-reduce of 
 reach each other.
 """
 
+import re
 from collections.abc import Mapping
+from typing import Literal
 
 from planner.errors import UnitError
 from planner.units import parse_bandwidth
+
+RateSource = Literal["data sheet", "measured"]
 
 _NVLINK_ACHIEVED = 0.76
 _PCIE_ACHIEVED = 0.8
@@ -56,6 +60,30 @@ def usual_link(device: str) -> str:
 def usual_between(device: str) -> str:
     """Return the link that a server of such GPUs has to others."""
     return _FAST_BETWEEN if device.lower() in _FAST else BETWEEN_SERVERS
+
+
+# Rates of networks as their data sheets name them, in Gbit/s. One TCP connection or one ring reaches
+# 94% of 10 Gbit/s, so slower ones are taken at their word; of faster ones it may reach a tenth.
+# 94 tuning runs on servers of four Omni-Path ports found 5 GB/s in one ring, of 50 by the data
+# sheet (bigscience, chronicles of BLOOM).
+_NETWORK_GBPS = (25, 40, 50, 56, 100, 200, 400, 800, 1600, 3200)
+
+
+def rate_source(text: str) -> RateSource | None:
+    """Return "data sheet" for a link by name and for a network's nominal rate, such as "100Gbps";
+    None for other rates, which somebody knows.
+    """
+    name = text.strip().lower()
+    nominal = re.fullmatch(r"(\d+) ?gbps", name)
+    if name in ACHIEVED_BYTES_PER_S or (nominal and int(nominal[1]) in _NETWORK_GBPS):
+        return "data sheet"
+    return None
+
+
+def known_rate(text: str) -> str:
+    """Return the text of a link or a rate, which keeps its name; raise UnitError for others."""
+    link_bandwidth(text)
+    return text.strip()
 
 
 def link_bandwidth(text: str) -> float:

@@ -5,7 +5,7 @@ of it.
 from collections import Counter
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -19,6 +19,7 @@ from planner.formats.plan_parts import (
     Prediction,
     ScheduleField,
     Shared,
+    SlowLinks,
     SolverReport,
     Stage,
     Transfer,
@@ -26,7 +27,7 @@ from planner.formats.plan_parts import (
 )
 from planner.formats.profile import Autocast, Device, LossMean, MemoryFormat
 from planner.formats.quantities import MOST_PARTS, Parts, Samples
-from planner.formats.shown import Shown
+from planner.formats.shown import Shown, verb
 from planner.stages.replicas import samples_per_update
 from planner.stages.sharding import why_whole
 from planner.stages.tensor import any_divided, degrees_of, most_ranks, one_degree
@@ -51,7 +52,16 @@ class Plan(Shown, GrownRecord):
             "synchronous",
             "notes",
         }
-    ) | {"experts", "by_samples", "smaller", "schedules", "capture_checked", "synchronous_usual"}
+    ) | {
+        "experts",
+        "by_samples",
+        "smaller",
+        "schedules",
+        "capture_checked",
+        "synchronous_usual",
+        "instead_of",
+        "slow_links",
+    }
 
     schema_version: Literal[1] = 1
     model: str
@@ -68,6 +78,8 @@ class Plan(Shown, GrownRecord):
     device: Device
     config: str  # see `config_of`
     schedule: ScheduleField
+    # the one that was to be, under which no plan fits the memory
+    instead_of: ScheduleField | None = None
     microbatch_size: Samples | None
     loss: LossMean | None = None  # what it is a mean over; None stands for the samples
     # as in the profile; training compares them at its start where that did not
@@ -93,6 +105,8 @@ class Plan(Shown, GrownRecord):
     # Beside the same: the best one with a larger global batch, of the usual number of microbatches.
     synchronous_usual: OtherWay | None = None
     schedules: tuple[OtherWay, ...] = ()  # the best plan under each, if this is the fastest of them
+    # what slower links change, where a bandwidth is a data sheet's; None where that was not asked
+    slow_links: SlowLinks | None = None
     notes: tuple[str, ...] = ()  # sentences on what is missing beside the plan, and why
     solver: SolverReport
     cluster: Cluster
@@ -105,6 +119,24 @@ class Plan(Shown, GrownRecord):
     def save(self, path: Path | str = "plan.json") -> None:
         """Write the plan to a file."""
         save_record(self, path)
+
+    def compare(self, profile: Any = None, **options: Any) -> Any:
+        """Compare the plan with baselines, as `planner.compare(profile, plan)` does.
+
+        Args:
+            profile: that it was made from; profile.json where it is None.
+        """
+        source = verb("load_profile")("profile.json") if profile is None else profile
+        return verb("compare")(source, self, **options)
+
+    def report(self, output: Path | str | None = None, **options: Any) -> Path:
+        """Write all about the plan to one HTML file, as `planner.report(plan)` does."""
+        path: Path = verb("report")(self, output, **options)
+        return path
+
+    def timeline(self, minibatches: int | None = None) -> Any:
+        """Return what workers and links do over time, as `planner.simulate(plan)` does."""
+        return verb("simulate")(self, minibatches)
 
     @property
     def trainable(self) -> bool:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TypeAlias, TypeVar
 
 from planner.errors import ClusterError
-from planner.formats.link_names import ACHIEVED_BYTES_PER_S, link_bandwidth
+from planner.formats.link_names import ACHIEVED_BYTES_PER_S, known_rate
 from planner.formats.names import CODECS, PLANNED, CodecName
 from planner.options.numbers import is_count
 from planner.options.option import Options, option
@@ -98,7 +98,7 @@ class ClusterOptions(Options):
         "is one level; 10Gbps counts bits, 1.25GB/s counts bytes, and "
         f"{', '.join(ACHIEVED_BYTES_PER_S)} are what such links achieve",
         "RATE",
-        parse=each(link_bandwidth),
+        parse=each(known_rate),
     )
     latency: Quantities = option(
         0.0,
@@ -143,13 +143,13 @@ class ClusterOptions(Options):
     )
     sequence_parallel: bool = option(
         False,
-        "sequence parallelism: tensor-parallel ranks shard by tokens what each of them would "
-        "compute whole",
+        "sequence parallelism: tensor-parallel ranks also shard norms and dropouts, by tokens",
         advanced=True,
     )
     cluster: str | Path | None = option(
         None,
-        "cluster.json, in place of all but `memory`, `compress` and `sequence_parallel`",
+        "read the cluster from cluster.json; of the other options only `memory`, `compress` and "
+        "`sequence_parallel` then apply",
         "FILE",
         parse=Path,
     )

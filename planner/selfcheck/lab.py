@@ -21,7 +21,7 @@ from planner.formats.profile import Profile
 from planner.runtime import runtime_of
 from planner.schedule.instructions import CHUNKS
 from planner.schedule.schedule import Schedule
-from planner.solver.choose.baselines import equal_counts
+from planner.solver.by_hand import equal_counts
 from planner.workers.job import TrainResult
 
 SEED = 3

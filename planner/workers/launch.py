@@ -34,6 +34,7 @@ from planner.formats.held_folder import held_folder
 from planner.formats.late import noting
 from planner.formats.timeline import Timeline, load_timeline
 from planner.workers.failures import WorkersFailedError, error_of, stage_of, worker_name
+from planner.workers.handing import handing_over
 from planner.workers.interfaces import LOOPBACK, VARIABLES, address_of, address_towards
 from planner.workers.job import (
     LATE_VARIABLE,
@@ -63,10 +64,13 @@ def environment(variables: Mapping[str, str]) -> AbstractContextManager[object]:
 
 
 def run_workers(
-    module: str, job: Job, on_timeline: Callable[[Timeline], None] | None = None
+    module: str,
+    job: Job,
+    on_timeline: Callable[[Timeline], None] | None = None,
+    model: bytes | None = None,
 ) -> TrainResult:
     """Start the workers of `job` on this host, one process each that runs `module`, and wait for
-    their end.
+    their end; hand them the `model`, if it is in memory.
 
     Raise WorkersFailedError with why the first worker failed; all others have ended by then.
     """
@@ -79,7 +83,12 @@ def run_workers(
         job_path, timeline_path = folder / "job.json", folder / TIMELINE_FILE
         save_record(job, job_path)
         first: dict[int, int] = {}
-        with launching(interface, **{SECRET_VARIABLE: new_secret()}), _telling_first(first.update):
+        secret = new_secret()
+        with (
+            handing_over(model, folder, secret),
+            launching(interface, **{SECRET_VARIABLE: secret}),
+            _telling_first(first.update),
+        ):
             try:
                 start_workers(store, job.plan.workers, (module, str(job_path)), str(folder))
             except ChildFailedError as cause:

@@ -59,11 +59,10 @@ def link_of(cluster: Cluster) -> Link:
     """Return the slowest link of the cluster, at which every transfer is priced where places do not
     matter.
     """
-    reduces = [level.all_reduce_bandwidth_bytes_per_s for level in cluster.levels]
     return Link(
         cluster.slowest_bandwidth_bytes_per_s,
         max(level.latency_s for level in cluster.levels),
-        min((bandwidth for bandwidth in reduces if bandwidth is not None), default=None),
+        cluster.slowest_ring_bytes_per_s,
         cluster.overlap,
         cluster.coding_s_per_byte,
     )

@@ -71,7 +71,13 @@ class Topology:
             level.all_reduce_bandwidth_bytes_per_s or level.bandwidth_bytes_per_s
             for level in levels
         ]
-        self.ring_bytes_per_s = np.minimum.accumulate(reduces)
+        # Several rings at once share all of a link, of which one alone may not reach all.
+        self.ring_bytes_per_s = np.minimum.accumulate(
+            [
+                min(rate, level.ring_bytes_per_s or rate)
+                for rate, level in zip(reduces, levels, strict=True)
+            ]
+        )
         self.latency_s = np.maximum.accumulate([level.latency_s for level in levels])
         # The links that several devices share: (level, ranks in one of its members, its
         # bandwidths).

@@ -18,6 +18,7 @@ from planner.executor.checkpoint.checkpointer import Checkpointer, DataPosition
 from planner.executor.checkpoint.copies import Copies
 from planner.executor.checkpoint.recovery import Recovery
 from planner.executor.communication.control import control_group, gather_bytes, merge_losses
+from planner.executor.handed_model import spec_of
 from planner.executor.observe.memory import PeakMemory
 from planner.executor.observe.progress import (
     ProgressCallback,
@@ -40,7 +41,6 @@ from planner.formats.files import replace
 from planner.formats.late import LateFailure, noting
 from planner.formats.plan_parts import Stage, StageMemory
 from planner.formats.timeline import Timeline
-from planner.model.spec import TrainingSpec
 from planner.model.tensor.division import own_memory
 from planner.plan.rank_groups import sample_parts
 from planner.schedule.instructions import Forward, Instruction, Unit, Update
@@ -82,7 +82,7 @@ def train_worker(
     check_schedule(job.plan)
     place = take_place(job, heartbeat)
     with joined(job, heartbeat, supervisor or Supervisor(job, heartbeat)):
-        context = pipeline_context(job, TrainingSpec.from_file(job.model), place, heartbeat)
+        context = pipeline_context(job, spec_of(job), place, heartbeat)
         return train(context, on_progress, on_timeline, recovery)
 
 

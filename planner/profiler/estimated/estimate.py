@@ -145,8 +145,9 @@ class Estimator:
             else device_spec(options.device, dtype)
         )
         _check_kind(device, options)
-        told = None if host is None or device.kind == "cpu" else launch_of(host)
-        self._spec = device if told is None else replace(device, dispatch_s=told)
+        if host is not None and device.kind != "cpu":
+            device = replace(device, dispatch_s=launch_of(host))
+        self._spec = device
         self._degrees = sorted(set(options.tensor) - {1})
         self._first: StepTrace | None = None
 

@@ -22,6 +22,7 @@ from planner.formats.plan_parts import (
     config_words,
 )
 from planner.formats.profile import Profile
+from planner.reporting.tables.links import links_line
 from planner.reporting.tables.table import Table, named_values, table_of
 from planner.reporting.tables.verdict import best_baseline, share_of_speed, verdict_lines
 from planner.schedule.instructions import LATE_UPDATES, MOMENTUM_UPDATES
@@ -103,6 +104,7 @@ def _head(plan: Plan) -> list[tuple[str, str | None]]:
         ("update", update_line(plan)),
         ("gradients", staleness_line(plan)),
         ("cluster", cluster_line(plan.cluster)),
+        ("links", links_line(plan)),
         (
             "device",
             f"{plan.device.name} ({plan.device.kind})" if plan.device.name != "unknown" else None,

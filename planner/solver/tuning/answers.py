@@ -21,6 +21,9 @@ class AnswerTuning:
     search_share: float = 0.9
     synchronous_share: float = 0.7
 
+    # Share of the time left for each other schedule, where nothing fits under the one asked for.
+    other_schedule_share: float = 0.5
+
     # Seconds that may be spent on the table of usual ways and on a synchronous plan, however quick
     # the search was.
     alternatives_s: float = 2.0
@@ -91,6 +94,21 @@ class ExplanationTuning:
     most_units: int = 2**14
 
     most_gpus_ratio: int = 64  # how many times as many GPUs as there are, at most, are tried
+
+
+@dataclass(frozen=True)
+class LinksTuning:
+    """Of `planner.analysis.slow_links`: how slow links may be that nobody measured."""
+
+    # Shares of a data sheet's rate at which plans are compared, the slowest first. One ring over
+    # servers of four Omni-Path ports reached a tenth of it, several at once a fifth to a third.
+    shares: tuple[float, ...] = (0.2, 0.45)
+
+    # How many times as fast another plan must be on the slow links for the choice to depend on them.
+    min_speedup: float = 1.05
+
+    # Share of the time of an answer that is kept for this where a rate is a data sheet's.
+    time_share: float = 0.25
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from planner.cost.pricing import price
 from planner.cost.setting import Setting
 from planner.formats.cluster import Cluster, Level, flat_cluster, hierarchical_cluster
 from planner.formats.profile import Profile
+from planner.plan.rank_groups import groups_of
 from planner.schedule.registry import find
 from tests.examples import examples
 from tests.solver.strategies import profiles
@@ -171,3 +172,29 @@ def test_without_sharing_no_plan_is_worse_than_at_the_slowest_bandwidth(
 
 def test_ranks_of_stages_are_consecutive() -> None:
     assert rank_ranges((3, 1, 2)) == [range(3), range(3, 4), range(4, 6)]
+
+
+def test_one_ring_reaches_less_than_several_at_once() -> None:
+    """Two stages of two replicas each, one per server: each ring has its own rate, both together
+    that of the link.
+    """
+    inner, outer = hierarchical_cluster((2, 2), (100.0, 12.0)).levels
+    outer = outer.model_copy(update={"one_ring_bandwidth_bytes_per_s": 4.0})
+    topology = Topology(Cluster(levels=(inner, outer)))
+    loads = Loads(topology)
+    for ranks in ((0, 2), (1, 3)):
+        assert topology.stage_link(ranks).ring_bytes_per_s == 4.0
+        loads.add_ring(ranks, 48.0)
+    # a ring of two sends half of the bytes twice, once per round of two microbatches
+    assert loads.busiest((0,)) == (6.0, 6.0)
+    assert loads.busiest_shared()[0] == 2 * 24.0 / 12.0
+
+
+def test_a_group_of_ranks_has_a_ring_for_each_of_them() -> None:
+    inner, outer = hierarchical_cluster((4, 2), (100.0, 12.0)).levels
+    outer = outer.model_copy(update={"one_ring_bandwidth_bytes_per_s": 4.0})
+    cluster = Cluster(levels=(inner, outer))
+    rates = [
+        Topology(groups_of(cluster, degree)).ring_bytes_per_s[-1].item() for degree in (1, 2, 4)
+    ]
+    assert rates == [4.0, 4.0, 3.0]  # four at once share the link

@@ -1,0 +1,78 @@
+"""What is said of links whose bandwidth is a data sheet's, which nobody measured."""
+
+from planner.formats.cluster import Cluster
+from planner.formats.plan import Plan
+from planner.formats.plan_parts import SlowLinks, SteadyPlan, config_words
+from planner.units import as_fast, format_bandwidth, format_times
+
+_MEASURE = "measure them on the cluster with plan profile `links`, or give `bandwidth`"
+
+
+def links_line(plan: Plan) -> str | None:
+    """Say that a rate is a data sheet's, and what the plan comes to where links are slower; None
+    where no rate is.
+    """
+    level = plan.cluster.level_by_data_sheet
+    if level is None:
+        return None
+    rate = format_bandwidth(plan.cluster.levels[level].bandwidth_bytes_per_s)
+    line = f"{rate} {_place(plan.cluster, level)} is from a data sheet, not measured"
+    slow = plan.slow_links
+    return line if slow is None else f"{line}; {_at_slow_rate(plan, slow)}"
+
+
+def links_warning(plan: Plan) -> tuple[str, str] | None:
+    """Return a warning and a hint where another plan is faster on slower links; or None."""
+    slow = plan.slow_links
+    if slow is None or slow.fastest is None:
+        return None
+    return f"the choice depends on links that were not measured: {_faster(plan, slow)}", _MEASURE
+
+
+def _at_slow_rate(plan: Plan, slow: SlowLinks) -> str:
+    if slow.fastest is not None:
+        return _faster(plan, slow)
+    longer = f"at {format_bandwidth(slow.bytes_per_s)} this plan takes {_as_long(slow.slowdown)}"
+    if not slow.complete:
+        return f"{longer}, and the time ended before others were tried there"
+    return f"{longer}, and stays the fastest"
+
+
+def _as_long(slowdown: float) -> str:
+    return f"{format_times(slowdown)} as long" if round(slowdown, 2) > 1 else "as long"
+
+
+def _faster(plan: Plan, slow: SlowLinks) -> str:
+    """Say which plan is faster on slow links, and which loses least where nobody knows the rate."""
+    assert slow.fastest is not None
+    rate = format_bandwidth(plan.cluster.levels[slow.place].bandwidth_bytes_per_s)
+    links = f"{format_bandwidth(slow.bytes_per_s)} {_place(plan.cluster, slow.place)}"
+    faster = f"{_named(slow.fastest)} is {as_fast(slow.fastest.speedup)}"
+    return f"on links of {links} instead of {rate}, {faster}; {_steadiest(slow)}"
+
+
+def _steadiest(slow: SlowLinks) -> str:
+    steadiest = slow.steadiest
+    if steadiest is None:
+        return f"over that range this plan loses least, {slow.loss:.0%} at most"
+    name = "it" if steadiest == slow.fastest else _named(steadiest)
+    return (
+        f"over that range {name} loses least, {steadiest.loss:.0%} at most, "
+        f"and this plan {slow.loss:.0%}"
+    )
+
+
+def _named(way: SteadyPlan) -> str:
+    words = [config_words(way.config)]
+    if way.shards:
+        words.append("a sharded optimizer's state")
+    if way.recomputes:
+        words.append("recomputation")
+    return f"{words[0]} with {' and '.join(words[1:])}" if len(words) > 1 else words[0]
+
+
+def _place(cluster: Cluster, level: int) -> str:
+    joined = [number for number, each in enumerate(cluster.levels) if each.size > 1]
+    if len(joined) == 1:
+        return "per GPU"
+    return "inside a server" if level == joined[0] else "per server"
