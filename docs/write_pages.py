@@ -12,6 +12,7 @@ In a page, what stands between one of these lines and the line `<!-- end -->` is
     <!-- script: one_host.sh -->                       that file of docs/scripts
     <!-- api: planner -->                              signatures and docstrings of a module's public names
     <!-- notebook: notebook.ipynb -->                  the cells of that notebook of docs/examples
+    <!-- recording: solve-vgg -->                      a session of docs/recordings
 
 A comment behind a field, in the code, is the field's description here.
 """
@@ -25,7 +26,7 @@ import json
 import re
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,10 @@ from pydantic import BaseModel
 DOCS = Path(__file__).parent
 SCRIPTS = DOCS / "scripts"
 EXAMPLES = DOCS / "examples"
+RECORDINGS = DOCS / "recordings"
 END = "<!-- end -->"
 _SECTIONS = ("Args:", "Attributes:", "Returns:", "Raises:", "Yields:")
-_KINDS = "fields|verbs|options|devices|script|api|notebook"
+_KINDS = "fields|verbs|options|devices|script|api|notebook|recording"
 _WRITTEN = re.compile(rf"^(<!-- ({_KINDS}): (.+?) -->\n).*?^({END})$", re.MULTILINE | re.DOTALL)
 _COMMENTED_FIELD = re.compile(r"^    (\w+): .*?  # (.+)$", re.MULTILINE)
 _BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
@@ -67,6 +69,8 @@ def _made(kind: str, name: str, shown: set[type[BaseModel]]) -> str:
             return api(name)
         case "notebook":
             return notebook(name)
+        case "recording":
+            return recording(name)
         case _:
             return field_tables(name, shown)
 
@@ -99,12 +103,21 @@ def notebook(name: str) -> str:
     return "\n\n".join(parts)
 
 
+def recording(name: str) -> str:
+    """Return a session that `python -m docs.recording` made."""
+    path = RECORDINGS / f"{name}.txt"
+    return f"```text\n{path.read_text(encoding='utf-8').strip()}\n```"
+
+
 def api(module: str) -> str:
     """Return what a module's public names are: a signature and a docstring each; functions, and
     then types.
     """
     home = importlib.import_module(module)
-    names = [*home.__all__, *(name for name in getattr(home, "_HOMES", ()) if not name.islower())]
+    # Integrations need other packages than these pages, and have pages of their own.
+    homes: Mapping[str, str] = getattr(home, "_HOMES", {})
+    types = [name for name in homes if not name.islower() and "integrations" not in homes[name]]
+    names = [*home.__all__, *types]
     return "\n\n".join(_described(f"{module}.{name}", getattr(home, name)) for name in names)
 
 

@@ -16,6 +16,8 @@ each:
     solve                the fastest plan
     price                a plan of stages that you chose yourself
     compare, explain     baselines, what limits a plan
+    compare_schedules    the best plan under each of several schedules
+    register_schedule    a schedule of a file of your own
     measured_cluster     the cluster as a run found it, to solve again
     simulate, summarize  what workers and links do over time
     show, report         a file as tables; all about a plan as one HTML file
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
     from planner.analysis.explain import explain as explain
     from planner.api.measured import measured_cluster as measured_cluster
     from planner.api.planning import cluster as cluster
+    from planner.api.planning import compare_schedules as compare_schedules
     from planner.api.planning import price as price
     from planner.api.planning import report as report
     from planner.api.planning import show as show
@@ -68,6 +71,7 @@ if TYPE_CHECKING:
     from planner.formats.cluster import load_cluster as load_cluster
     from planner.formats.cluster import save_cluster as save_cluster
     from planner.formats.device_kinds import profile_of_kinds as profile_of_kinds
+    from planner.formats.fit import Fit as Fit
     from planner.formats.own_plan import OwnPlan as OwnPlan
     from planner.formats.own_plan import OwnStage as OwnStage
     from planner.formats.plan import Plan as Plan
@@ -96,14 +100,15 @@ if TYPE_CHECKING:
     from planner.simulator.summary import Summary as Summary
     from planner.simulator.summary import summarize as summarize
     from planner.solver.clock import Clock as Clock
-    from planner.solver.fit import Fit as Fit
+    from planner.solver.each_schedule import ScheduleComparison as ScheduleComparison
     from planner.workers.job import TrainResult as TrainResult
 
 # The same names, for those who run and not only read: a test compares the two.
 _NAMES = {
     "planner.analysis.compare": ("Comparison", "compare"),
     "planner.analysis.explain": ("Explanation", "explain"),
-    "planner.api.planning": ("cluster", "price", "report", "show", "solve"),
+    "planner.api.measured": ("measured_cluster",),
+    "planner.api.planning": ("cluster", "compare_schedules", "price", "report", "show", "solve"),
     "planner.api.running": ("estimate", "fit", "profile", "train"),
     "planner.demo.quickstart": ("QuickstartResult", "quickstart"),
     "planner.errors": ("InfeasibleError", "InputError", "PlannerError", "WorkerError"),
@@ -120,19 +125,22 @@ _NAMES = {
         "save_cluster",
     ),
     "planner.formats.device_kinds": ("profile_of_kinds",),
+    "planner.formats.fit": ("Fit",),
     "planner.formats.own_plan": ("OwnPlan", "OwnStage"),
     "planner.formats.plan": ("Plan", "load_plan", "save_plan"),
     "planner.formats.profile": ("Profile", "load_profile", "save_profile"),
     "planner.formats.timeline": ("Timeline", "load_timeline", "save_timeline"),
+    "planner.integrations.trainer": ("PipelineTrainer",),
     "planner.model.spec": ("TrainingSpec", "in_memory", "load_model_file"),
     "planner.options.solving": ("Progress", "SolveOptions"),
     "planner.options.training": ("CheckpointOptions", "RunOptions", "TrainingOptions"),
+    "planner.schedule.registry": ("register_schedule",),
     "planner.schedule.schedule": ("Schedule",),
     "planner.selfcheck.run": ("SelftestReport", "selftest"),
     "planner.simulator.simulate_plan": ("simulate",),
     "planner.simulator.summary": ("Summary", "summarize"),
     "planner.solver.clock": ("Clock",),
-    "planner.solver.fit": ("Fit",),
+    "planner.solver.each_schedule": ("ScheduleComparison",),
     "planner.workers.job": ("TrainResult",),
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}

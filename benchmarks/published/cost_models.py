@@ -22,7 +22,7 @@ from planner.solver.improve.branches import improved_cuts
 from planner.solver.problem.downsets import Downsets
 from planner.solver.problem.layer_graph import LayerGraph
 from planner.solver.problem.problem import Limits
-from planner.solver.problem.replica_bounds import Bounds, larger_root
+from planner.solver.problem.replica_models import ReplicaModel, larger_root
 from planner.solver.problem.result import CutPath
 from planner.solver.problem.states import Chain, CutSpace
 from planner.solver.search.chain.search import Search
@@ -68,7 +68,7 @@ class CutDownsets(KnowsCuts, Downsets):
         return CutDownsets(self.layer_costs, self._inside[states])
 
 
-class PaperModel(Bounds):
+class PaperModel(ReplicaModel):
     """The equation of the SOSP 2019 paper (section 3.1): stage max(C, 2(r-1)·W/B) / r, boundary 2·a
     / B.
     """
@@ -92,7 +92,7 @@ class PaperModel(Bounds):
         return [np.asarray(work.compute_s / target_s)]
 
 
-class PipedreamModel(Bounds):
+class PipedreamModel(ReplicaModel):
     """PipeDream's published optimizer (optimizer_graph_hierarchical.py, one level).
 
     stage     (C + 4(r-1)·W / (B·r)) / r
@@ -143,7 +143,10 @@ class PublishedPlan:
 
 
 def solve_published(
-    profile: Profile, gpus: int, bandwidth_bytes_per_s: float, model: type[Bounds] = PipedreamModel
+    profile: Profile,
+    gpus: int,
+    bandwidth_bytes_per_s: float,
+    model: type[ReplicaModel] = PipedreamModel,
 ) -> PublishedPlan:
     """Find the plan that is best by a published model, which knows neither recomputation nor
     divided optimizers.

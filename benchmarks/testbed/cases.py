@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.testbed.bed import ROOT, Testbed
+from benchmarks.kept import ROOT
+from benchmarks.testbed.bed import Testbed
 from benchmarks.testbed.buckets import scaled_buckets
 from benchmarks.testbed.emulate import LINK_BYTES_PER_S, emulate, fitting_scale
 from benchmarks.testbed.measure import Measured, described, run_plan

@@ -3,7 +3,8 @@
 The last stage has just run the forward of that one, so it need not wait, and its activations are
 still in the cache.
 
-    plan solve --schedule-from own_schedule.py --schedule gpipe-newest-first --gpus 2 --bandwidth 1Gbps
+    plan solve --schedule-from own_schedule.py --schedule gpipe-newest-first \
+        --gpus 2 --bandwidth 1Gbps
     plan simulate --schedule-from own_schedule.py
     plan train model.py --schedule-from own_schedule.py --steps 20
 """
@@ -30,7 +31,7 @@ class NewestFirst(Synchronous):
     def minibatch(
         self, shape: PipelineShape, stage: int, rank: int, minibatch: int
     ) -> Iterator[Instruction]:
-        own = [unit for unit in shape.units_of(stage, rank, minibatch)]
+        own = list(shape.units_of(stage, rank, minibatch))
         for unit in own:
             yield from forward(shape, stage, unit)
         for unit in reversed(own):

@@ -17,11 +17,12 @@ from planner.analysis.given_plan import GivenPlan, priced_plan
 from planner.cost.network.topology import Topology
 from planner.errors import InputError
 from planner.formats.cluster import Cluster, DeviceKind, Level
-from planner.formats.files import Record
+from planner.formats.files import Record, replace
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
 from planner.formats.timeline import Event, Timeline
 from planner.simulator.simulate_plan import simulate_recorded
+from planner.solver.clock import Clock
 
 SAME_SPEED = 0.05  # computations of equal devices differ by so much between two runs
 SAME_RATE = 0.25  # messages, which wait for processors and for each other, by so much
@@ -61,7 +62,7 @@ def measured_cluster(plan: Plan, run: Timeline) -> MeasuredCluster:
     links = _rates(plan.cluster, planned, run)
     levels = _corrected_levels(plan.cluster, links)
     kinds = _corrected_kinds(plan.cluster, {worker.rank: worker.speed for worker in workers})
-    cluster = plan.cluster.model_copy(update={"levels": levels, "kinds": kinds})
+    cluster = replace(plan.cluster, levels=levels, kinds=kinds)
     return MeasuredCluster(cluster=cluster, workers=workers, links=links)
 
 
@@ -76,8 +77,8 @@ def on_cluster(profile: Profile, plan: Plan, cluster: Cluster) -> Plan:
     Raises:
         PlanError: for another profile.
     """
-    given = GivenPlan.of(profile, plan.model_copy(update={"cluster": cluster}))
-    return priced_plan(given.options, given.layer_costs, cluster, given.stages)
+    given = GivenPlan.of(profile, replace(plan, cluster=cluster), Clock())
+    return priced_plan(given.request, given.stages)
 
 
 # Speeds of devices
@@ -140,7 +141,7 @@ def _corrected_kinds(cluster: Cluster, speeds: Mapping[int, float]) -> tuple[Dev
 
         last = kinds[-1] if kinds else None
         if last is not None and _alike(last, kind):
-            kinds[-1] = last.model_copy(update={"count": last.count + 1})
+            kinds[-1] = last.with_count(last.count + 1)
         else:
             kinds.append(kind)
 

@@ -114,6 +114,7 @@ def add_parser(verbs: arguments.Verbs) -> None:
 def solve(args: argparse.Namespace) -> int:
     from planner.api.planning import answer
     from planner.formats.device_kinds import read_profile
+    from planner.solver.request import Request
 
     with arguments.clock_of(args) as clock:
         profile = read_profile(args.profile)
@@ -121,7 +122,7 @@ def solve(args: argparse.Namespace) -> int:
         cluster = arguments.cluster_of(args, profile) if run is None else run[1].cluster
         options = arguments.read_options(SolveOptions, args)
         with output.stopped_by_interrupt(clock.stop):
-            plan = answer(profile, cluster, options, clock)
+            plan = answer(Request(profile, cluster, options, clock))
     with output.saving(partial(planner.save_plan, plan, args.output), args.output):
         output.print_plan(plan, args)
     if run is not None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from planner.errors import PlannerError
-from planner.formats.files import save_record
+from planner.formats.files import replace, save_record
 from planner.schedule.own_file import load_schedules
 from planner.terminal import PrintableFormatter, ProgressLine, printable
 from planner.workers.job import TIMELINE_FILE, Job, TrainResult
@@ -34,14 +34,16 @@ _SHOWN_EVERY_S = 0.2
 _APART_BYTES = 2**22
 
 
-def launch(job: Job, on_timeline: TimelineCallback | None = None) -> TrainResult:
-    """Run `job` on this host, one process per worker.
+def launch(
+    job: Job, on_timeline: TimelineCallback | None = None, model: bytes | None = None
+) -> TrainResult:
+    """Run `job` on this host, one process per worker, to which `model` is handed.
 
     Raise PlannerError with why the first worker failed; all others have ended by then.
     """
     from planner.workers.launch import run_workers
 
-    return run_workers(_STARTED, job.model_copy(update={"run": uuid.uuid4().hex}), on_timeline)
+    return run_workers(_STARTED, replace(job, run=uuid.uuid4().hex), on_timeline, model)
 
 
 def work(job_path: str) -> int:

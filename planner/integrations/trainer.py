@@ -109,9 +109,7 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]  # its types are not check
         for callback in self.callback_handler.callbacks:
             check_callback(callback)
         if self._plan is not None:
-            check_plan(
-                self._plan, self.args, scales_by_labels=bool(self.model_accepts_loss_kwargs)
-            )
+            check_plan(self._plan, self.args, scales_by_labels=bool(self.model_accepts_loss_kwargs))
 
     # ---- What a plan is made from ----
 
@@ -310,16 +308,16 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]  # its types are not check
         metrics["loss"] = cast("float", evaluation.metrics[BATCH_LOSS])
 
         named = {
-            name if name.startswith(f"{metric_key_prefix}_") else f"{metric_key_prefix}_{name}": each
+            name
+            if name.startswith(f"{metric_key_prefix}_")
+            else f"{metric_key_prefix}_{name}": each
             for name, each in metrics.items()
         }
         named |= speed_metrics(
             metric_key_prefix, began_s, num_samples=evaluation.samples, num_steps=len(batches)
         )
         self.log(named)
-        self.control = self.callback_handler.on_evaluate(
-            self.args, self.state, self.control, named
-        )
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, named)
         return named
 
     def _check_evaluation(self, plan: Plan) -> None:
@@ -371,9 +369,7 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]  # its types are not check
         labels = [batch[name] for batch in batches for name in self.label_names]
         logits = []
         for output, target in zip(self._outputs, labels, strict=True):
-            (value,) = [
-                value for name, value in output.items() if name not in (*ignored, LOSS)
-            ]
+            (value,) = [value for name, value in output.items() if name not in (*ignored, LOSS)]
             value = value.detach().cpu()
             if self.preprocess_logits_for_metrics is not None:
                 value = self.preprocess_logits_for_metrics(value, target)

@@ -16,22 +16,84 @@ from planner.formats.plan import Plan
 
 # Those that a PipelineTrainer follows, or that have no part in what is trained.
 FOLLOWED = frozenset(
-    "output_dir do_train do_eval do_predict seed data_seed local_rank use_cpu "
-    "per_device_train_batch_size gradient_accumulation_steps num_train_epochs max_steps "
-    "learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps warmup_ratio "
-    "optim optim_args weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm bf16 "
-    "logging_dir logging_strategy logging_steps logging_first_step logging_nan_inf_filter "
-    "log_level log_level_replica log_on_each_node disable_tqdm report_to run_name project "
-    "trackio_space_id trackio_bucket_id trackio_static_space_id "
-    "eval_strategy eval_steps eval_delay eval_on_start per_device_eval_batch_size "
-    "eval_accumulation_steps prediction_loss_only metric_for_best_model greater_is_better "
-    "save_strategy save_steps save_total_limit save_only_model resume_from_checkpoint "
-    "ignore_data_skip dataloader_drop_last dataloader_num_workers dataloader_pin_memory "
-    "dataloader_persistent_workers dataloader_prefetch_factor dataloader_in_order "
-    "dataloader_multiprocessing_context remove_unused_columns label_names length_column_name "
-    "train_sampling_strategy group_by_length average_tokens_across_devices use_cache "
-    "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph "
-    "ddp_backend ddp_timeout skip_memory_metrics".split()
+    [
+        "output_dir",
+        "do_train",
+        "do_eval",
+        "do_predict",
+        "seed",
+        "data_seed",
+        "local_rank",
+        "use_cpu",
+        "per_device_train_batch_size",
+        "gradient_accumulation_steps",
+        "num_train_epochs",
+        "max_steps",
+        "learning_rate",
+        "lr_scheduler_type",
+        "lr_scheduler_kwargs",
+        "warmup_steps",
+        "warmup_ratio",
+        "optim",
+        "optim_args",
+        "weight_decay",
+        "adam_beta1",
+        "adam_beta2",
+        "adam_epsilon",
+        "max_grad_norm",
+        "bf16",
+        "logging_dir",
+        "logging_strategy",
+        "logging_steps",
+        "logging_first_step",
+        "logging_nan_inf_filter",
+        "log_level",
+        "log_level_replica",
+        "log_on_each_node",
+        "disable_tqdm",
+        "report_to",
+        "run_name",
+        "project",
+        "trackio_space_id",
+        "trackio_bucket_id",
+        "trackio_static_space_id",
+        "eval_strategy",
+        "eval_steps",
+        "eval_delay",
+        "eval_on_start",
+        "per_device_eval_batch_size",
+        "eval_accumulation_steps",
+        "prediction_loss_only",
+        "metric_for_best_model",
+        "greater_is_better",
+        "save_strategy",
+        "save_steps",
+        "save_total_limit",
+        "save_only_model",
+        "resume_from_checkpoint",
+        "ignore_data_skip",
+        "dataloader_drop_last",
+        "dataloader_num_workers",
+        "dataloader_pin_memory",
+        "dataloader_persistent_workers",
+        "dataloader_prefetch_factor",
+        "dataloader_in_order",
+        "dataloader_multiprocessing_context",
+        "remove_unused_columns",
+        "label_names",
+        "length_column_name",
+        "train_sampling_strategy",
+        "group_by_length",
+        "average_tokens_across_devices",
+        "use_cache",
+        "ddp_find_unused_parameters",
+        "ddp_bucket_cap_mb",
+        "ddp_broadcast_buffers",
+        "ddp_static_graph",
+        "ddp_backend",
+        "ddp_timeout",
+        "skip_memory_metrics",
+    ]
 )
 # Records that a Trainer fills in itself.
 _FILLED_IN = frozenset({"accelerator_config", "fsdp_config", "deepspeed_plugin"})

@@ -1,9 +1,9 @@
 """The folders of a PipelineTrainer's checkpoints.
 
-    checkpoint-500/model.safetensors, config.json, ...    as Trainer writes them, for from_pretrained
-                   trainer_state.json                     as Trainer writes it
-                   pipeline/                              as planner.pipeline writes it
-                   generators.pt                          what collators and samplers draw from
+checkpoint-500/model.safetensors, config.json, ...    as Trainer writes them, for from_pretrained
+               trainer_state.json                     as Trainer writes it
+               pipeline/                              as planner.pipeline writes it
+               generators.pt                          what collators and samplers draw from
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from transformers import Trainer
 from transformers.trainer_utils import TrainOutput, speed_metrics
 
 from planner.integrations.trainer_checkpoints import set_generators
@@ -19,26 +20,25 @@ from planner.integrations.trainer_spec import Length, minibatches, pipeline_batc
 
 if TYPE_CHECKING:
     from planner.executor.run.pipeline import Pipeline
-    from planner.integrations.trainer import PipelineTrainer
 
 
 class TrainerLoop:
     """Trains a pipeline as the trainer's arguments say.
 
     Args:
+        trainer: a `PipelineTrainer`.
         loader: of the batches, which every worker reads alike.
         drawn: the states of the generators in the checkpoint that the run continues from.
     """
 
     def __init__(
         self,
-        trainer: PipelineTrainer,
+        trainer: Trainer,
         pipeline: Pipeline,
         loader: Any,
         length: Length,
         drawn: Mapping[str, Any] | None = None,
     ) -> None:
-        self._drawn = drawn
         self._trainer, self._pipeline = trainer, pipeline
         self._loader, self._length = loader, length
         self._first = trainer.state.global_step
@@ -47,6 +47,7 @@ class TrainerLoop:
         self._sum, self._count = 0.0, 0  # of losses since the last log
         self._total, self._losses = 0.0, 0  # of all losses
         self._rates = _Rates(trainer, length.updates, self._first)
+        self._drawn = drawn
         self._began_s = time.time()
 
     def run(self) -> TrainOutput:
@@ -153,9 +154,7 @@ class TrainerLoop:
 
         trained = trainer.state.global_step - self._first
         samples = trained * trainer.get_total_train_batch_size(trainer.args)
-        metrics = speed_metrics(
-            "train", self._began_s, num_samples=samples, num_steps=trained
-        )
+        metrics = speed_metrics("train", self._began_s, num_samples=samples, num_steps=trained)
         metrics |= {"total_flos": trainer.state.total_flos, "train_loss": loss}
         trainer.log(metrics)
         trainer.control = trainer.callback_handler.on_train_end(
@@ -167,7 +166,7 @@ class TrainerLoop:
 class _Rates:
     """The learning rates of a training, for its logs: not every worker has an optimizer."""
 
-    def __init__(self, trainer: PipelineTrainer, updates: int, done: int) -> None:
+    def __init__(self, trainer: Trainer, updates: int, done: int) -> None:
         unused = nn.Parameter(torch.zeros(()))
         self._optimizer = torch.optim.SGD([unused], lr=trainer.args.learning_rate)
         self._scheduler = stage_scheduler(trainer, self._optimizer, updates)

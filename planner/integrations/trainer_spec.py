@@ -5,20 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from transformers import get_scheduler
+from transformers import Trainer, get_scheduler
 
 from planner.errors import InputError
 from planner.model.randomness import generators_kept
 from planner.model.spec import TrainingSpec
-
-if TYPE_CHECKING:
-    from planner.integrations.trainer import PipelineTrainer
 
 Inputs = Mapping[str, Tensor]  # the model's arguments by name, the labels among them
 PipelineBatch = tuple[tuple[()], dict[str, Tensor], None]  # as a pipeline's step takes it
@@ -37,7 +34,7 @@ class Length:
     epochs: int
 
 
-def length_of(trainer: PipelineTrainer, loader: Any) -> Length:
+def length_of(trainer: Trainer, loader: Any) -> Length:
     """Return how long `trainer` trains, as Trainer counts it: the last update of an epoch may have
     fewer batches.
 
@@ -61,7 +58,7 @@ def length_of(trainer: PipelineTrainer, loader: Any) -> Length:
 
 
 def training_spec(
-    trainer: PipelineTrainer, updates: int, on_output: Callable[[Any], None] | None = None
+    trainer: Trainer, updates: int, on_output: Callable[[Any], None] | None = None
 ) -> TrainingSpec:
     """Return what the trainer trains in so many updates.
 
@@ -92,7 +89,7 @@ def training_spec(
     )
 
 
-def stage_optimizer(trainer: PipelineTrainer, parameters: Mapping[str, Tensor]) -> Optimizer:
+def stage_optimizer(trainer: Trainer, parameters: Mapping[str, Tensor]) -> Optimizer:
     """Return the optimizer that Trainer makes, for the parameters of one stage.
 
     Weight decay is for the same parameters as in the whole model: neither biases nor norms.
@@ -123,9 +120,7 @@ def stage_optimizer(trainer: PipelineTrainer, parameters: Mapping[str, Tensor]) 
     return kind(groups, **keywords)
 
 
-def stage_scheduler(
-    trainer: PipelineTrainer, optimizer: Optimizer, updates: int
-) -> LRScheduler:
+def stage_scheduler(trainer: Trainer, optimizer: Optimizer, updates: int) -> LRScheduler:
     """Return the scheduler that Trainer makes of its arguments."""
     scheduler: LRScheduler = get_scheduler(
         trainer.args.lr_scheduler_type,

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset, Sampler
 
 from planner.errors import ModelFileError, PlannerError, reason_of
@@ -29,6 +28,7 @@ from planner.model.generators import seeded
 from planner.model.one_process import without_process_group
 from planner.model.options import LossFunction
 from planner.model.samples import check_first_dimensions
+from planner.model.torch_private import tree_leaves
 from planner.model.user_functions import USER_FUNCTIONS, NameInFile
 
 DEFAULT_BUILDER = "build_model"
@@ -120,6 +120,7 @@ class TrainingSpec:
     functions: Mapping[str, Callable[..., Any]]
     path: Path | None = None  # of the model file; None when made from objects
     builder: str = DEFAULT_BUILDER
+    objects: Mapping[str, Any] | None = None  # what `from_objects` was given; None for a file
 
     @classmethod
     def from_file(cls, location: str | Path) -> "TrainingSpec":
@@ -175,8 +176,8 @@ class TrainingSpec:
         collate: Callable[[list[Any]], Any] | None = None,
         sampler: Callable[[int, int, int], Any] | None = None,
     ) -> "TrainingSpec":
-        """Describe a model that exists already, for `profile` and `pipeline`, as a model file
-        would.
+        """Describe a model that exists already, for `profile`, `train` and `pipeline`, as a model
+        file would.
 
         Args:
             model: every worker makes the same one, weights included: seed before you build it.
@@ -212,7 +213,10 @@ class TrainingSpec:
         functions = returning | {name: each for name, each in given.items() if each is not None}
         if not callable(example_batch):
             functions["example_batch"] = make_batch(example_batch, "example_batch").repeated
-        return cls(type(model).__name__, functions)
+        # What was given, by the names of the arguments, to describe the same elsewhere.
+        others = {name: value for name, value in values.items() if name != "build_model"}
+        objects = {"model": model, **others, **given}
+        return cls(type(model).__name__, functions, objects=objects)
 
     def __post_init__(self) -> None:
         for name, function in self.functions.items():
@@ -238,6 +242,12 @@ class TrainingSpec:
         memory.
         """
         return str(self.path or self.name)
+
+    @property
+    def location(self) -> str:
+        """The model file, with its builder where that is not the usual one."""
+        path = str(self.path)
+        return path if self.builder == DEFAULT_BUILDER else f"{path}:{self.builder}"
 
     @property
     def loss(self) -> LossFunction | None:

@@ -58,9 +58,7 @@ def register_schedule(schedule: ScheduleT) -> ScheduleT:
     earlier = _registered.get(name)
     replaces = earlier is not None and file_of(earlier) == file_of(schedule)
     if name in (AUTO, *ALIASES, *NAMES) and not replaces:
-        raise InputError(
-            f"there is a schedule '{name}' already", hint="give yours another `name`"
-        )
+        raise InputError(f"there is a schedule '{name}' already", hint="give yours another `name`")
     if not replaces:
         NAMES.append(name)
     _registered[name] = schedule

@@ -64,8 +64,6 @@ class Schedule(ABC):
     alternates: ClassVar[bool] = True
     weight_versions: ClassVar[int] = 1  # of a stage; where `stashes`, one per unit in flight
     torch_name: ClassVar[str] = "Schedule1F1B"  # the nearest class in torch.distributed.pipelining
-    # that need less memory, to propose where nothing fits
-    leaner: ClassVar[tuple[Schedule, ...]] = ()
 
     def __str__(self) -> str:
         return self.name

@@ -35,7 +35,8 @@ class Job(Record):
     comparison.
     """
 
-    model: str  # "model.py" or "model.py:builder"
+    model: str  # "model.py" or "model.py:builder"; the class of a model in memory
+    in_memory: bool = False  # the launching process hands the model over
     plan: Plan
     steps: Annotated[int, Field(ge=1)] | None = None  # minibatches
     epochs: Annotated[int, Field(ge=1)] | None = None

@@ -26,7 +26,7 @@ from planner.cost.layer_costs import LayerCosts
 from planner.cost.network.link import Link
 from planner.formats.profile import Profile
 from planner.solver.problem.layer_graph import LayerGraph
-from planner.solver.problem.replica_bounds import Bounds
+from planner.solver.problem.replica_models import ReplicaModel
 from tests.cost.works import EXAMPLE
 from tests.examples import examples
 from tests.samples import layer, profile
@@ -62,7 +62,7 @@ def test_cuts_are_charged_for_what_passes_by_and_the_first_stage_sends_for_nothi
     assert (float(first.cut_before_bytes), first.cut_after_bytes.tolist()) == (0, [0])
 
 
-def by_trying(profile: Profile, gpus: int, published: Bounds) -> float:
+def by_trying(profile: Profile, gpus: int, published: ReplicaModel) -> float:
     """Return the seconds of the best plan, of all cuts and replicas."""
     costs = LayerCosts(profile)
     graph = LayerGraph(costs)
@@ -94,7 +94,7 @@ def by_trying(profile: Profile, gpus: int, published: Bounds) -> float:
     bandwidth=st.sampled_from([0.5, 1.0, 2.0, 8.0, 1e4]),
 )
 def test_the_search_finds_the_best_of_all_plans(
-    model: type[Bounds], profile: Profile, gpus: int, bandwidth: float
+    model: type[ReplicaModel], profile: Profile, gpus: int, bandwidth: float
 ) -> None:
     found = solve_published(profile, gpus, bandwidth, model)
     assert found.optimal

@@ -93,9 +93,10 @@ def test_one_without_a_formula_is_simulated_for_chosen_stages(profile: Profile) 
     cluster = planner.flat_cluster(2, "1Gbps")
     with pytest.raises(InputError, match=r"unbounded has no cost `formula`.*\n?.*plan price"):
         planner.solve(profile, cluster, schedule="unbounded", microbatches=MICROBATCHES)
-    choices = {"replicas": 1, "microbatches": MICROBATCHES}
-    plan = planner.price(profile, cluster, 2, schedule="unbounded", **choices)
-    same = planner.price(profile, cluster, 2, schedule="gpipe", **choices)
+    plan, same = (
+        planner.price(profile, cluster, 2, replicas=1, schedule=name, microbatches=MICROBATCHES)
+        for name in ("unbounded", "gpipe")
+    )
     assert plan.predicted.by == "simulation"
     assert plan.predicted.seconds_per_minibatch == same.predicted.seconds_per_minibatch
     with pytest.raises(InputError, match="workers are processes"):
@@ -196,5 +197,5 @@ def test_a_plan_under_an_unknown_schedule_says_where_it_comes_from(
     )
     registry._registered.clear()
     registry.NAMES.remove(NAME)
-    with pytest.raises(planner.PlannerError, match="schedule_from|register_schedule"):
+    with pytest.raises(planner.PlannerError, match="a file that `schedule_from` names"):
         planner.load_plan(path)

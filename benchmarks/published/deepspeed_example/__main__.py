@@ -15,7 +15,6 @@ from tabulate import tabulate
 from torch import Tensor
 
 from benchmarks.kept import ROOT, Results
-from benchmarks.svg import timeline_svg
 from benchmarks.testbed.predict import balanced_stages, given_plan
 from planner.api.running import estimate, train
 from planner.executor.run.data import make_batches
@@ -23,6 +22,7 @@ from planner.formats.cluster import flat_cluster
 from planner.formats.files import write_text
 from planner.formats.plan import Plan
 from planner.model.spec import load_model_file
+from planner.reporting.svg import timeline_svg
 from planner.schedule.instructions import Unit
 from planner.simulator.simulate_plan import simulate
 

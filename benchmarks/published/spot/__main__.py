@@ -22,8 +22,8 @@ from tabulate import tabulate
 import planner
 from benchmarks.gpu_truth.gpt import Gpt
 from benchmarks.kept import ROOT
-from benchmarks.svg import CURVES, Font, document, line, text
 from planner.profiler.estimated.estimate import EstimateOptions, estimate_profile
+from planner.reporting.svg import CURVES, Font, document, line, text
 
 FOLDER = Path(__file__).parent
 PICTURE = ROOT / "docs" / "images" / "elastic-spot.svg"

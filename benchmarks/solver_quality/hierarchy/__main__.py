@@ -22,6 +22,7 @@ from planner.reporting.tables.plan import ranks_line
 from planner.schedule.registry import find
 from planner.solver.evaluate import orders
 from planner.solver.find_plan import find_plan
+from planner.solver.request import Request
 from planner.solver.tuning.record import STANDARD, Tuning
 from planner.units import format_seconds
 
@@ -182,7 +183,7 @@ def timed(
     """Return a plan and the seconds that finding it took, without the start of the process."""
     start, microbatches = time.perf_counter(), MICROBATCHES if find(schedule).divides else 1
     options = SolveOptions(schedule=schedule, microbatches=microbatches)
-    plan = find_plan(profile, cluster, options, tuning=tuning)
+    plan = find_plan(Request.of(profile, cluster, options, tuning))
     return plan, time.perf_counter() - start
 
 

@@ -16,13 +16,13 @@ from typing import Any
 from tabulate import tabulate
 
 from benchmarks.kept import ROOT
-from benchmarks.svg import timeline_svg
 from benchmarks.testbed.timeline import real
 from benchmarks.testbed.timeline.errors import timing_error, with_stage_times
 from benchmarks.testbed.timeline.real import Case
 from planner.analysis.compare_runs import compare_runs, mean_stage_times
 from planner.formats.plan import Plan
 from planner.formats.timeline import Timeline
+from planner.reporting.svg import timeline_svg
 from planner.reporting.tables.runs import run_comparison_report
 from planner.simulator.excerpt import only_minibatches
 from planner.simulator.simulate_plan import simulate_recorded

@@ -9,7 +9,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.testbed.two_cores.launch import CORES, ROOT, Loopback, RunError, run_workers
+from benchmarks.kept import ROOT
+from benchmarks.testbed.two_cores.launch import CORES, Loopback, RunError, run_workers
 from benchmarks.testbed.two_cores.straight import straight_plan
 from planner.formats.cluster import Cluster, load_cluster
 from planner.formats.plan import Plan, save_plan

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.testbed.two_cores.launch import CORES, ROOT, Place, RunError, last_object
+from benchmarks.kept import ROOT
+from benchmarks.testbed.two_cores.launch import CORES, Place, RunError, last_object
 from benchmarks.testbed.two_cores.straight import straight_plan
 from benchmarks.testbed.two_cores.turns import Contender
 from planner.formats.cluster import flat_cluster, load_cluster, save_cluster

@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from benchmarks.testbed.two_cores.launch import CORES, ROOT, Place, RunError, free_port
+from benchmarks.kept import ROOT
+from benchmarks.testbed.two_cores.launch import CORES, Place, RunError, free_port
 from benchmarks.testbed.two_cores.marks import VARIABLE, rate, read_marks
 
 WARM_UP_MARKS = 8  # steps before a contender's first window

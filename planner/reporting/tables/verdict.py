@@ -15,8 +15,17 @@ LITTLE = 1.05
 
 def verdict_lines(plan: Plan, limits: Limits | None) -> list[str]:
     """Return the verdict, and how the best synchronous plans compare with an asynchronous one."""
-    lines = [f"{verdict(plan, limits)}; {mode_words(plan)}"]
+    lines = [f"{instead_words(plan)}{verdict(plan, limits)}; {mode_words(plan)}"]
     return lines + [synchronous_words(plan, way) for way in synchronous_ways(plan)]
+
+
+def instead_words(plan: Plan) -> str:
+    """Say under which schedule nothing fits, in a sentence of its own, where this plan is in place
+    of one under that.
+    """
+    if plan.instead_of is None:
+        return ""
+    return f"Nothing fits under {plan.instead_of}, so this plan is under {plan.schedule}. "
 
 
 def synchronous_ways(plan: Plan) -> list[OtherWay]:

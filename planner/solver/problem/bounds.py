@@ -13,7 +13,7 @@ from planner.formats.cluster import Cluster
 from planner.formats.profile import KIND_COLUMNS, Layer, Profile
 from planner.solver.problem.drained import drained_s
 from planner.solver.problem.problem import Problem
-from planner.solver.problem.replica_bounds import bounds_for
+from planner.solver.problem.replica_models import replica_model
 from planner.solver.problem.states import Chain, CutSpace
 
 
@@ -80,7 +80,7 @@ def balanced_s(
     later_share = max(0.0, microbatches / gpus - 1)
     accumulating_s = accumulate_s * later_share * (gpus / total_speed)
     if schedule.asynchronous:
-        model = bounds_for(link_of(setting.cluster), schedule, microbatches)
+        model = replica_model(link_of(setting.cluster), schedule, microbatches)
         return model.least_s(everything).item() / total_speed + accumulating_s
     return once_s * max(1 / max(speeds), microbatches / total_speed) + accumulating_s
 

@@ -14,7 +14,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import ArrayLike
 
-from planner.cost.candidate import Candidate
+from planner.cost.candidate import Candidate, StageOptions
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.models.synchronous import SynchronousModel
 from planner.cost.network.link import Link, link_of
@@ -30,10 +30,11 @@ from planner.plan.rank_groups import groups_of
 from planner.schedule.schedule import Schedule
 from planner.solver.clock import NO_LIMIT, Clock
 from planner.solver.problem.budget import Budget
-from planner.solver.problem.replica_bounds import Bounds, bounds_for
+from planner.solver.problem.replica_models import ReplicaModel, replica_model
 from planner.solver.problem.result import Evaluation
 from planner.solver.problem.states import CutSpace
 from planner.solver.tuning.record import STANDARD, Tuning
+from planner.stages.replicas import most_replicas
 from planner.stages.sharding import PossibleSharding, Sharding, why_whole
 from planner.stages.tensor import any_divided, one_degree
 from planner.units import SLACK
@@ -174,27 +175,34 @@ class Problem:
             tuning=self.tuning,
         )
 
+    def most_replicas_on(self, gpus: int) -> int:
+        """Return the most replicas that a stage may have on so many GPUs."""
+        return min(self.most_replicas, most_replicas(self.schedule, self.microbatches, gpus))
+
     def allows(self, plan: Evaluation) -> bool:
         """Return whether a plan fits the memory, its versions suffice, no sharded replica idles,
         and so on.
         """
-        schedule, most, limits = self.schedule, self.rules.max_staleness, self.limits
-        for stage, depth in zip(plan.stages, plan.price.in_flight, strict=True):
-            late = most is not None and schedule.staleness(depth) > most
-            most_here = min(
-                limits.most_replicas,
-                limits.most_sharded if stage.options.shards_optimizer else UNLIMITED,
-            )
-            idle = stage.replicas > most_here
-            uneven = stage.options.shards_gradients and self.microbatches % stage.replicas > 0
-            if (
-                late
-                or idle
-                or uneven
-                or not schedule.versions_suffice(self.microbatches, stage.replicas, depth)
-            ):
-                return False
-        return limits.allows_stages(len(plan.stages)) and plan.fits(self.cluster)
+        stages = zip(plan.stages, plan.price.in_flight, strict=True)
+        return (
+            all(self._allows_stage(stage.options, depth) for stage, depth in stages)
+            and self.limits.allows_stages(len(plan.stages))
+            and plan.fits(self.cluster)
+        )
+
+    def _allows_stage(self, options: StageOptions, in_flight: int) -> bool:
+        """Return whether a stage may have its replicas, with so many microbatches in flight."""
+        replicas = options.replicas
+        most_updates = self.rules.max_staleness
+        if most_updates is not None and self.schedule.staleness(in_flight) > most_updates:
+            return False
+        if replicas > self.most_replicas:
+            return False
+        if options.shards_optimizer and replicas > self.limits.most_sharded:
+            return False
+        if options.shards_gradients and self.microbatches % replicas > 0:
+            return False
+        return self.schedule.versions_suffice(self.microbatches, replicas, in_flight)
 
     def comparable_s(self, plan: Evaluation) -> float:
         """Return the seconds by which plans are compared: one that was not simulated counts as if
@@ -266,11 +274,11 @@ class Problem:
         """Return the number of GPUs of that kind."""
         return self.cluster.gpus if kind is None else kind.count
 
-    def asynchronous(self, link: Link | None = None) -> Bounds:
+    def asynchronous(self, link: Link | None = None) -> ReplicaModel:
         """Return the cost model of a stage, with its bounds, for the cluster's slowest or another
         link.
         """
-        return bounds_for(link or self.link, self.schedule, self.microbatches)
+        return replica_model(link or self.link, self.schedule, self.microbatches)
 
     def synchronous(self, link: Link | None = None) -> SynchronousModel:
         """Return the cost model of a stage under a synchronous schedule, for the cluster's slowest
@@ -337,13 +345,3 @@ class Problem:
         reserve = overheads.reserve(communicators)
         less = self.with_cluster(self.cluster.with_memory(reserve.room))
         return replace(less, layer_costs=self.layer_costs.of_tensors, reserve=reserve)
-
-    def leaner(self) -> list[Problem]:
-        """Return the problem under schedules that need less memory, as far as their gradients are
-        not too late.
-        """
-        most, microbatches = self.rules.max_staleness, max(self.microbatches, self.cluster.gpus)
-        allowed = (
-            each for each in self.schedule.leaner if most is None or each.staleness(1) <= most
-        )
-        return [self.with_schedule(schedule, microbatches) for schedule in allowed]

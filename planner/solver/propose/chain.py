@@ -26,7 +26,7 @@ from planner.solver.propose.waiting import plans_that_wait_less
 from planner.solver.search.pipeline_search import PipelineSearch
 
 
-def propose_chain(question: Problem, pool: Pool) -> Iterator[Batch]:
+def propose_chain(problem: Problem, pool: Pool) -> Iterator[Batch]:
     """Yield the best plan by the cost model, then plans that may wait less; raise the pool's bound.
 
     Raises:
@@ -34,25 +34,25 @@ def propose_chain(question: Problem, pool: Pool) -> Iterator[Batch]:
         OutOfTimeError: if the deadline passes before any plan is found.
     """
     # 1. Along the profile's order, or over all cuts where no plan along the order fits.
-    cuts = searched_cuts(question)
-    search = PipelineSearch(question)
+    cuts = searched_cuts(problem)
+    search = PipelineSearch(problem)
     path = search.best()
     if path is None and cuts.branches:
-        search = PipelineSearch(question, cuts.space)
+        search = PipelineSearch(problem, cuts.space)
         path = search.best()
     if path is None:
-        raise UnexplainedError(lambda: explain(question, _Fits(question, search), search.leaner()))
+        raise UnexplainedError(lambda: explain(problem, _Fits(problem, search), search.leaner()))
     found = search.found(path)
 
     # 2. Over all cuts.
     bound_s = found.bound_s
     faster: tuple[Evaluation, ...] = ()
     if cuts.branches and search.space is not cuts.space:
-        wider = _faster(PipelineSearch(question, cuts.space), path)
+        wider = _faster(PipelineSearch(problem, cuts.space), path)
         bound_s = min(bound_s, wider.bound_s)
         faster = wider.plans
-    if question.sharding.gradients:
-        bound_s = with_single_stages(question, bound_s)  # which the search has none of
+    if problem.sharding.gradients:
+        bound_s = with_single_stages(problem, bound_s)  # which the search has none of
     pool.raise_bound(bound_s)
 
     batch = [plan.stages for plan in (*faster, *found.plans)]
@@ -61,7 +61,7 @@ def propose_chain(question: Problem, pool: Pool) -> Iterator[Batch]:
     # 3. Cuts near those of the best plan, and plans that wait less.
     if cuts.improved:
         better = [other.priced(faster).stages for other, faster in improved_paths(search, path)]
-        yield better[::-1][: question.tuning.branches.most_proposed]
+        yield better[::-1][: problem.tuning.branches.most_proposed]
     yield from plans_that_wait_less(search, pool, batch)
 
 
@@ -81,19 +81,19 @@ def _faster(search: PipelineSearch, known: CutPath) -> BoundedPlans:
 class _Fits:
     """Finds any plan that fits so many GPUs of so much memory; None where there is none."""
 
-    def __init__(self, question: Problem, search: PipelineSearch) -> None:
-        self._question = question
+    def __init__(self, problem: Problem, search: PipelineSearch) -> None:
+        self._problem = problem
         self._search = search
 
     def __call__(self, gpus: int, memory_bytes: int) -> Evaluation | None:
         plan = self._search.fits(gpus, memory_bytes)
         if (
             plan is not None
-            or gpus != self._question.cluster.gpus
-            or not self._question.sharding.gradients
+            or gpus != self._problem.cluster.gpus
+            or not self._problem.sharding.gradients
         ):
             return plan
         # The search knows no replicas that divide gradients and weights.
-        cluster = self._question.cluster.with_memory(lambda _: memory_bytes)
-        rules = replace(self._question.rules, max_stages=1)
-        return next(regular_plans(replace(self._question.with_cluster(cluster), rules=rules)), None)
+        cluster = self._problem.cluster.with_memory(lambda _: memory_bytes)
+        rules = replace(self._problem.rules, max_stages=1)
+        return next(regular_plans(replace(self._problem.with_cluster(cluster), rules=rules)), None)

@@ -171,16 +171,11 @@ class PipelineSearch:
             "a larger `max_stages`": replace(rules, max_stages=None),
             "a larger `max_staleness`": replace(rules, max_staleness=None),
         }
-        found: dict[str, Fits] = {
+        return {
             argument: PipelineSearch(replace(problem, rules=changed), self.space).fits
             for argument, changed in others.items()
             if changed != rules
         }
-        if problem.cluster.gpus <= problem.tuning.synchronous.most_proposed_gpus:
-            for other in problem.leaner():
-                argument = f"`schedule={other.schedule}` `microbatches={other.microbatches}`"
-                found[argument] = PipelineSearch(other, self.space).fits
-        return found
 
     def fits(self, gpus: int, memory_bytes: int) -> Evaluation | None:
         """Return any plan that fits other GPUs of this kind."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from planner.cost.work import Integers
 from planner.solver.problem.problem import Limits
-from planner.solver.problem.replica_bounds import Bounds
+from planner.solver.problem.replica_models import ReplicaModel
 from planner.solver.problem.result import RESOLUTION, CutPath
 from planner.solver.problem.states import CutSpace
 from planner.solver.search.chain.search import Search
@@ -31,15 +31,15 @@ class DataParallelSearch(Search):
 class StraightSearch(Search):
     """Finds plans without replicas."""
 
-    def __init__(self, space: CutSpace, model: Bounds, limits: Limits) -> None:
+    def __init__(self, space: CutSpace, model: ReplicaModel, limits: Limits) -> None:
         super().__init__(space, model, replace(limits, most_replicas=1))
 
 
 class FrontSearch(Search):
     """Finds plans in which only the first stage has replicas."""
 
-    def most_replicas(self, state: int, others: Integers) -> Integers:
-        return np.full(len(others), self.limits.most_replicas if state == 0 else 1)
+    def most_replicas(self, state: int, ends: Integers) -> Integers:
+        return np.full(len(ends), self.limits.most_replicas if state == 0 else 1)
 
 
 class EndsSearch(FrontSearch):
@@ -47,6 +47,6 @@ class EndsSearch(FrontSearch):
     vocabulary.
     """
 
-    def most_replicas(self, state: int, others: Integers) -> Integers:
-        at_an_end = (state == 0) | (others == len(self.space) - 1)
+    def most_replicas(self, state: int, ends: Integers) -> Integers:
+        at_an_end = (state == 0) | (ends == len(self.space) - 1)
         return np.where(at_an_end, self.limits.most_replicas, 1)

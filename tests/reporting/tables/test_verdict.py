@@ -11,6 +11,7 @@ import pytest
 import planner
 from planner.analysis.limits import busiest, simulated_limits
 from planner.formats.cluster import flat_cluster, hierarchical_cluster
+from planner.formats.fit import Fit, FitRow
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import config_words
 from planner.reporting.tables.answers import comparison_report, fit_report
@@ -18,7 +19,6 @@ from planner.reporting.tables.plan import plan_report, prediction_lines
 from planner.schedule.registry import SCHEDULES
 from planner.simulator.simulate_plan import simulate
 from planner.simulator.summary import summarize
-from planner.solver.fit import Fit, FitRow
 from tests.samples import layer, profile
 
 HEAVY = profile(*(layer(f"h.{n}", 1, 2, output_bytes=10, weight_bytes=10**8) for n in range(4)))

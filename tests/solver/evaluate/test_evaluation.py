@@ -29,6 +29,7 @@ from planner.solver.evaluate.evaluation import evaluate, priced, simulated
 from planner.solver.find_plan import find_plan
 from planner.solver.problem.budget import Budget
 from planner.solver.problem.problem import Problem
+from planner.solver.request import Request
 from planner.solver.search.pipeline_search import PipelineSearch
 from planner.solver.tuning.record import STANDARD
 from tests.examples import examples
@@ -209,7 +210,7 @@ def test_divided_minibatches_are_compared_with_data_parallelism_on_the_same(
 ) -> None:
     """Data parallelism may add gradients up, too: both answers say the same of it."""
     options = SolveOptions(schedule=find(schedule), microbatches=8)
-    plan = find_plan(MODEL, CLUSTERS[cluster], options)
+    plan = find_plan(Request.of(MODEL, CLUSTERS[cluster], options))
     chosen, parallel = compare(MODEL, plan).rows[:2]
     assert parallel.name == DATA_PARALLEL
     predicted = plan.predicted
@@ -231,7 +232,7 @@ def test_compared_plans_are_simulated() -> None:
 
 def test_where_the_work_allowed_is_done_the_plan_says_so() -> None:
     least = replace(STANDARD, budget=replace(STANDARD.budget, most_instructions=1))
-    plan = find_plan(CROWDED, flat_cluster(3, 4.0), SolveOptions(), tuning=least)
+    plan = find_plan(Request.of(CROWDED, flat_cluster(3, 4.0), SolveOptions(), least))
     assert not plan.solver.exhausted
     assert plan.solver.simulated == 1  # the answer, which would not be known otherwise
     assert "others could be faster" in plan_report(plan)

@@ -30,7 +30,7 @@ from planner.cost.candidate import StageOptions
 from planner.cost.work import IMPOSSIBLE, Integers
 from planner.solver.clock import OutOfTimeError
 from planner.solver.problem.problem import Limits
-from planner.solver.problem.replica_bounds import Bounds
+from planner.solver.problem.replica_models import ReplicaModel
 from planner.solver.problem.result import RESOLUTION, CutPath
 from planner.solver.problem.states import CutSpace
 from planner.solver.search.chain.fewest import FewestReplicas
@@ -49,7 +49,7 @@ class Search:
         interrupted: whether the deadline ended the search: there may be faster plans.
     """
 
-    def __init__(self, space: CutSpace, model: Bounds, limits: Limits) -> None:
+    def __init__(self, space: CutSpace, model: ReplicaModel, limits: Limits) -> None:
         self.space = space
         self.model = model
         self.gpus = limits.gpus
@@ -135,7 +135,7 @@ class Search:
         without many.
         """
         few = self.limits.tuning.chain.rough_states
-        if self._fewest.ways.chooses and self.limits != self._all_choices:
+        if self._fewest.variants.chooses and self.limits != self._all_choices:
             few //= 2
         states = self.space.rough(few)
         if states is None:
@@ -174,20 +174,20 @@ class Search:
                 continue
 
             # 2. J: a stage needs at least its computation over T, however its all-reduce overlaps.
-            others = self.space.containing(state, suffixes.reached)
-            after = suffixes.following[:, others]
-            least = self._fewest.by_compute(state, others, target_s)
+            ends = self.space.containing(state, suffixes.reached)
+            after = suffixes.following[:, ends]
+            least = self._fewest.by_compute(state, ends, target_s)
             rows, columns = np.nonzero(after + least <= most)
             if not len(rows):
                 continue
-            others = others[columns]
+            ends = ends[columns]
             after = after[rows, columns]
 
             # 3. gpus(J) + fewest_replicas(I, J, T)
-            gpus, replicas, recomputes = self.suffixes(state, others, target_s, after, most)
+            gpus, replicas, recomputes = self.suffixes(state, ends, target_s, after, most)
 
             # 4. min over J: the first of equals, which makes the choice deterministic.
-            order = suffixes.ranked(rows, others, np.minimum(gpus, self.gpus + 1), recomputes)
+            order = suffixes.ranked(rows, ends, np.minimum(gpus, self.gpus + 1), recomputes)
             begins = np.flatnonzero(np.diff(rows, prepend=-1))
             for begin, end in pairwise([*begins.tolist(), len(rows)]):
                 pick = begin + int(np.argmin(order[begin:end]))
@@ -195,7 +195,7 @@ class Search:
                     suffixes.put(
                         int(rows[pick]),
                         state,
-                        int(others[pick]),
+                        int(ends[pick]),
                         int(replicas[pick]),
                         int(gpus[pick]),
                         bool(recomputes[pick]),
@@ -221,42 +221,42 @@ class Search:
         useful = np.flatnonzero(self._least_after <= self.gpus)
         for number, state in enumerate(useful.tolist()):
             self.limits.clock.check()
-            others = self.space.containing(state, useful[number + 1 :])
-            least = self._fewest.by_compute(state, others, target_s)
-            others = others[before[state] + least + self._least_after[others] <= self.gpus]
-            if len(others):
-                replicas = self._fewest.whatever_memory(state, others, target_s)
-                before[others] = np.minimum(before[others], before[state] + replicas)
+            ends = self.space.containing(state, useful[number + 1 :])
+            least = self._fewest.by_compute(state, ends, target_s)
+            ends = ends[before[state] + least + self._least_after[ends] <= self.gpus]
+            if len(ends):
+                replicas = self._fewest.whatever_memory(state, ends, target_s)
+                before[ends] = np.minimum(before[ends], before[state] + replicas)
         self._most_after = np.minimum(self._most_after, self.gpus - before)
 
     def suffixes(
-        self, state: int, others: Integers, target_s: float, after: Integers, room: int
+        self, state: int, ends: Integers, target_s: float, after: Integers, room: int
     ) -> tuple[Integers, Integers, NDArray[np.bool_]]:
         """Return the GPUs of the suffixes that begin with each stage, its replicas, and whether it
         recomputes.
 
         Where a suffix needs more than `room`, the answer is any larger number.
         """
-        allowed = self.most_replicas(state, others)
+        allowed = self.most_replicas(state, ends)
         most = np.minimum(room - after, allowed)
-        replicas, recomputes = self._fewest.fewest(state, others, target_s, after, most)
+        replicas, recomputes = self._fewest.fewest(state, ends, target_s, after, most)
         gpus = np.where(replicas > allowed, IMPOSSIBLE, after + replicas)
         return gpus, replicas, recomputes
 
-    def most_replicas(self, state: int, others: Integers) -> Integers:
+    def most_replicas(self, state: int, ends: Integers) -> Integers:
         """Return the most replicas that the kind of plans allows the stages from the state to each
         of others.
         """
-        return np.full(len(others), self.limits.most_replicas)
+        return np.full(len(ends), self.limits.most_replicas)
 
     def _trace(self, states: Sequence[int], replicas: Sequence[int], target_s: float) -> CutPath:
         """Return the path of these stages, each in the best way to run it."""
         after = sum(replicas)
         options = list[StageOptions]()
         seconds = 0.0
-        for (state, other), r in zip(pairwise(states), replicas, strict=True):
+        for (state, end), r in zip(pairwise(states), replicas, strict=True):
             after -= r
-            quickest = self._fewest.quickest(state, other, np.array([r]), after, target_s)
+            quickest = self._fewest.quickest(state, end, np.array([r]), after, target_s)
             assert quickest is not None
             options.append(quickest[0])
             seconds = max(seconds, quickest[1])

@@ -22,7 +22,7 @@ from planner.solver.problem.problem import Limits
 from planner.solver.problem.result import RESOLUTION, CutPath
 from planner.solver.problem.states import CutSpace
 from planner.solver.search.chain.least_sum import Walk
-from planner.solver.search.chain.ways import Stages, StageTables, WaysOf
+from planner.solver.search.chain.variants import Stages, StageTables, StageVariants
 from planner.solver.search.trade import trade_offs
 from planner.solver.tuning.searches import SynchronousTuning
 
@@ -58,7 +58,7 @@ class SynchronousSearch:
         gpus = min(limits.gpus, most_replicas * (len(space) - 1))
         self._tuning = limits.tuning.synchronous
         self._unit = _unit(len(space), limits.gpus, most_replicas, self._tuning)
-        self._ways = WaysOf(space, limits)
+        self._variants = StageVariants(space, limits)
         self._known = self._tables(most_replicas, gpus)
         self._asked = multiple, limits.rules.max_stages
 
@@ -166,7 +166,7 @@ class SynchronousSearch:
                 return model.sum_s(work), model.max_s(work, replicas)
 
             stages = StageTables(
-                self._ways,
+                self._variants,
                 model.schedule,
                 model.microbatches,
                 parts_s,

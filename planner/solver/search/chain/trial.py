@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost.work import IMPOSSIBLE, Integers, Work
-from planner.solver.search.chain.fitting import FittingWays
-from planner.solver.search.chain.ways import numbered, taken
+from planner.solver.search.chain.fitting import FittingVariants
+from planner.solver.search.chain.variants import numbered, taken
 
 # How a stage meets a target.
 MISSED = 0
@@ -78,9 +78,9 @@ class Trial:
         work: of the stages in their plainest way.
     """
 
-    fitting: FittingWays
+    fitting: FittingVariants
     state: int
-    others: Integers
+    ends: Integers
     tight: NDArray[np.bool_]
     after: Integers
     target_s: float
@@ -88,13 +88,13 @@ class Trial:
 
     def __call__(self, stage: Integers, replicas: Integers) -> Integers:
         how = self._how(stage, replicas, sharded=False)
-        if self.fitting.ways.shards:
+        if self.fitting.variants.shards:
             how = np.maximum(how, self._how(stage, replicas, sharded=True))
         return how
 
     def _how(self, stage: Integers, replicas: Integers, *, sharded: bool) -> Integers:
         model = self.fitting.model
-        ways = self.fitting.ways
+        variants = self.fitting.variants
 
         # 1. A stage that misses the target without recomputing misses it in every way, so most
         # stages need no choice.
@@ -103,15 +103,15 @@ class Trial:
             np.full(len(stage), sharded), replicas, self.after[stage]
         )
         meets &= model.stage_s(work, replicas) <= self.target_s
-        how = np.where(meets, RECOMPUTING if ways.recomputes else PLAIN, MISSED)
-        if ways.limits.memory_bytes is None:
+        how = np.where(meets, RECOMPUTING if variants.recomputes else PLAIN, MISSED)
+        if variants.limits.memory_bytes is None:
             return how
 
         # 2. For the others it is the quickest that fits.
         rows = np.flatnonzero(meets)
         choice, recompute_s = self.fitting.quickest(
             self.state,
-            self.others[stage[rows]],
+            self.ends[stage[rows]],
             self.tight[stage[rows]],
             sharded,
             replicas[rows],

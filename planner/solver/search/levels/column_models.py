@@ -5,14 +5,14 @@ from numpy.typing import ArrayLike, NDArray
 
 from planner.cost.network.topology import Resource
 from planner.cost.work import IMPOSSIBLE, Floats, Integers, Work
-from planner.solver.problem.replica_bounds import Bounds, BoundsLike
+from planner.solver.problem.replica_models import ReplicaModel, ReplicaModelLike
 from planner.solver.search.chain.search import Search
 
 
-class MultiplesModel(BoundsLike):
+class MultiplesModel(ReplicaModelLike):
     """A cost model in which all numbers of replicas are multiples of one."""
 
-    def __init__(self, model: Bounds, multiple: int) -> None:
+    def __init__(self, model: ReplicaModel, multiple: int) -> None:
         super().__init__(model)
         self.multiple = multiple
 

@@ -21,14 +21,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from planner.solver.clock import OutOfTimeError
-from planner.solver.evaluate.evaluation import columns_of, in_columns, priced, priced_path
+from planner.solver.evaluate.evaluation import priced, priced_path
+from planner.solver.evaluate.orders import columns_of, in_columns
 from planner.solver.problem.problem import Problem
-from planner.solver.problem.replica_bounds import bounds_for
+from planner.solver.problem.replica_models import replica_model
 from planner.solver.problem.result import BoundedPlans, CutPath, Evaluation
 from planner.solver.problem.states import CutSpace
 from planner.solver.search.chain.search import Search
 from planner.solver.search.chain.synchronous import SynchronousSearch
-from planner.solver.search.chain.ways import BestWays
+from planner.solver.search.chain.variants import QuickestVariants
 from planner.solver.search.levels.column_models import MultiplesModel, MultiplesSearch
 from planner.solver.search.levels.flat import NearestModel, precision_of
 from planner.solver.search.levels.local_search import LocalSearch
@@ -129,7 +130,7 @@ def _flat_searches(
     few = replace(problem.limits, gpus=min(problem.limits.gpus, within_two_servers))
 
     if problem.schedule.asynchronous:
-        everywhere = MultiplesModel(bounds_for(far), columns)
+        everywhere = MultiplesModel(replica_model(far), columns)
         yield MultiplesSearch(space, everywhere, problem.limits)
         yield MultiplesSearch(space, MultiplesModel(NearestModel(topology), columns), few)
     else:
@@ -159,13 +160,13 @@ class _ColumnPlans:
 
     def _local_search(self) -> LocalSearch:
         gpus = self.problem.cluster.gpus
-        ways = [BestWays(self.problem, self.space).options]
+        variants = [QuickestVariants(self.problem, self.space).options]
         tuning = self.problem.tuning.columns
         few = tuning.most_exhaustive_gpus
         most = tuning.most_priced * few // max(few, gpus)
         split_shares = self.problem.tuning.levels.split_shares
         return LocalSearch(
-            self.space, gpus, self._seconds, ways, most, split_shares, self.problem.clock
+            self.space, gpus, self._seconds, variants, most, split_shares, self.problem.clock
         )
 
     def _seconds(self, path: CutPath) -> float:

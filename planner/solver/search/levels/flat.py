@@ -15,16 +15,16 @@ from planner.cost.network.link import Link
 from planner.cost.network.topology import Resource, Topology
 from planner.cost.work import IMPOSSIBLE, Floats, Integers, Work
 from planner.solver.problem.problem import Limits, Problem
-from planner.solver.problem.replica_bounds import BoundsLike, bounds_for
+from planner.solver.problem.replica_models import ReplicaModelLike, replica_model
 from planner.solver.problem.result import RESOLUTION, CutPath
 from planner.solver.problem.states import CutSpace
 from planner.solver.search.chain.search import Search
 from planner.solver.search.chain.synchronous import SynchronousSearch
-from planner.solver.search.chain.ways import taken
+from planner.solver.search.chain.variants import taken
 from planner.units import SLACK
 
 
-class NearestModel(BoundsLike):
+class NearestModel(ReplicaModelLike):
     """An asynchronous model of stages that span as few groups as their replicas need.
 
     A stage is next to those that it exchanges messages with.
@@ -33,7 +33,7 @@ class NearestModel(BoundsLike):
     def __init__(self, topology: Topology) -> None:
         near = topology.link(0)
         self._levels = [
-            bounds_for(replace(near, all_reduce_bandwidth_bytes_per_s=float(ring)))
+            replica_model(replace(near, all_reduce_bandwidth_bytes_per_s=float(ring)))
             for ring in topology.ring_bytes_per_s
         ]
         super().__init__(self._levels[0])

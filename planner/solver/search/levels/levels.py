@@ -22,7 +22,7 @@ from planner.solver.clock import OutOfTimeError
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import RESOLUTION, BoundedPath, CutPath, with_replicas
 from planner.solver.problem.states import CutSpace
-from planner.solver.search.chain.ways import BestWays
+from planner.solver.search.chain.variants import QuickestVariants
 from planner.solver.search.levels.flat import flat_search, precision_of
 from planner.solver.search.levels.local_search import LocalSearch
 from planner.solver.search.levels.prices import PathPrices
@@ -146,8 +146,8 @@ def local_search_for(problem: Problem, space: CutSpace, price: Seconds) -> Local
     gpus = problem.cluster.gpus
     most = tuning.most_priced if problem.precision == 0 else tuning.most_priced_roughly
     most = most * tuning.few_gpus // max(tuning.few_gpus, gpus)
-    ways = [BestWays(problem, space).options]
-    return LocalSearch(space, gpus, price, ways, most, tuning.split_shares, problem.clock)
+    variants = [QuickestVariants(problem, space).options]
+    return LocalSearch(space, gpus, price, variants, most, tuning.split_shares, problem.clock)
 
 
 def _alike(problem: Problem, space: CutSpace, nearest: CutPath) -> Iterator[CutPath]:

@@ -23,7 +23,7 @@ OptionsOf = Callable[[tuple[int, ...], tuple[int, ...]], tuple[StageOptions, ...
 class LocalSearch:
     """Local searches over one space, which price no plan twice, and `most` plans in all.
 
-    `price` is what is minimised, infinite for a path that does not fit the memory; `ways` say how
+    `price` is what is minimised, infinite for a path that does not fit the memory; `variants` say how
     the stages of a plan may run; `split_shares`, of its compute, where a stage is split. Neighbours
     are priced by increasing `least`, a quick bound that no price is below.
     """
@@ -33,7 +33,7 @@ class LocalSearch:
         space: CutSpace,
         gpus: int,
         price: Seconds,
-        ways: Sequence[OptionsOf],
+        variants: Sequence[OptionsOf],
         most: int,
         split_shares: Sequence[float],
         clock: Clock = NO_LIMIT,
@@ -41,7 +41,7 @@ class LocalSearch:
     ) -> None:
         self._kinds = Neighbours(space, gpus, split_shares).kinds
         self._price = price
-        self._ways = ways
+        self._variants = variants
         self._most = most
         self._clock = clock
         self._least = least
@@ -88,7 +88,7 @@ class LocalSearch:
         """Return the paths of these shapes in all ways, each once, and bound as many as allowed."""
         paths: dict[CutPath, None] = {}
         for states, replicas in shapes:
-            for options in self._ways:
+            for options in self._variants:
                 path = CutPath(states, options(states, replicas), np.inf)
                 paths[path] = None
                 self._bound(path)

@@ -28,7 +28,7 @@ from planner.cost.work import Floats, Integers
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import RESOLUTION, BoundedPath, CutPath
 from planner.solver.problem.states import CutSpace
-from planner.solver.search.chain.ways import WaysOf
+from planner.solver.search.chain.variants import StageVariants
 from planner.solver.search.levels.stage_bounds import Places, StageBounds, bounds_of, phases_of
 from planner.solver.search.trade import trade_offs
 
@@ -61,8 +61,8 @@ class Relaxed:
         # More replicas than microbatches would idle, but may let the next stage begin at a server.
         self._places = Places(problem.topology, problem.cluster.gpus)
         self._last = len(space) - 1
-        ways = WaysOf(space, self._limits)
-        self._bounds = [self._stage_bounds(ways, state) for state in range(self._last)]
+        variants = StageVariants(space, self._limits)
+        self._bounds = [self._stage_bounds(variants, state) for state in range(self._last)]
 
     @staticmethod
     def states_that_fit(problem: Problem) -> int:
@@ -105,11 +105,11 @@ class Relaxed:
             return list(range(1, gpus + 1))
         return sorted({gpus, *np.geomspace(1, gpus, most).astype(int).tolist()})
 
-    def _stage_bounds(self, ways: WaysOf, state: int) -> StageBounds:
+    def _stage_bounds(self, variants: StageVariants, state: int) -> StageBounds:
         """Bound the stages from a state."""
         self._limits.clock.check()
         bounds = partial(bounds_of, self._problem, self._places)
-        return ways.table(state, ways.space.after(state), bounds, self._limits.gpus)
+        return variants.table(state, variants.space.after(state), bounds, self._limits.gpus)
 
     def _trade_offs(self, gpus: int) -> tuple[float, list[CutPath]]:
         """Return seconds that no plan on so many GPUs is below, and the best by the bounds."""
@@ -164,14 +164,15 @@ class Relaxed:
             self._limits.clock.check()
             bounds = self._bounds[state]
             for rank in range(gpus):
-                replicas = self._places.replicas[: gpus - rank, None]
-                place = rank % self._places.phases, slice(gpus - rank)
+                left = gpus - rank
+                phase = rank % self._places.phases
+                after = rank + self._places.replicas[:left, None]
                 yield _Start(
-                    (state, rank),
-                    in_flight[rank] <= bounds.most[: gpus - rank],
-                    bounds.sum_s[place],
-                    bounds.max_s[place],
-                    (bounds.others, rank + replicas),
+                    at=(state, rank),
+                    fits=in_flight[rank] <= bounds.most[:left],
+                    sum_s=bounds.sum_s[phase, :left],
+                    max_s=bounds.max_s[phase, :left],
+                    rest=(bounds.ends, after),
                 )
 
     def _in_flight(self, gpus: int) -> Integers | int:
@@ -190,10 +191,10 @@ class Relaxed:
         max_s = 0.0
         while states[-1] < self._last:
             bounds = self._bounds[states[-1]]
-            row, way = divmod(int(choices[states[-1], rank]), len(bounds.ways))
-            max_s = max(max_s, float(bounds.max_s[rank % self._places.phases, row, way]))
-            options.append(bounds.ways.options(way, row + 1))
-            states.append(int(bounds.others[way]))
+            row, variant = divmod(int(choices[states[-1], rank]), len(bounds.variants))
+            max_s = max(max_s, float(bounds.max_s[rank % self._places.phases, row, variant]))
+            options.append(bounds.variants.options(variant, row + 1))
+            states.append(int(bounds.ends[variant]))
             rank += row + 1
         return CutPath(tuple(states), tuple(options), max_s, sum_s)
 
