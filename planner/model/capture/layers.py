@@ -7,13 +7,14 @@ and behind the loss.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count, takewhile
 from typing import Any
 
 import torch
 from torch import fx, nn
 
+from planner.formats.files import replace
 from planner.model.capture.fake import TensorFacts
 from planner.model.capture.graph import GraphLayer, ValueSpec
 from planner.model.capture.joins import Span, cause_of_nesting, causes_of_joins, unsent, written

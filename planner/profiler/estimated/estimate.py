@@ -3,14 +3,14 @@ described in a file.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from planner.errors import InputError, LayerError, PlanError
-from planner.formats.files import Record, load_record
+from planner.formats.files import Record, load_record, replace
 from planner.formats.profile import TF32, Compiled, Device, MemoryFormat, Profile
 from planner.model.elementwise import has_divisible_optimizer
 from planner.model.spec import TrainingSpec

@@ -17,13 +17,13 @@ import logging
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from planner.errors import ModelFileError, first_line
+from planner.formats.files import replace
 from planner.formats.profile import ForbiddenLabel, LossMean
 from planner.model.batch import Batch
 from planner.model.capture.graph import LayerGraph

@@ -4,11 +4,12 @@ import gc
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from planner.errors import InputError, PlannerError
+from planner.formats.files import replace
 from planner.formats.profile import TF32, LossMean, Profile
 from planner.model.batch import Batch
 from planner.model.batch_norm import warn_before_a_plan

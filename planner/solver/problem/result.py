@@ -5,7 +5,7 @@ bound.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 from planner.cost.candidate import Candidate, StageOptions
@@ -13,6 +13,7 @@ from planner.cost.network.topology import ranks_of
 from planner.cost.overheads import Price
 from planner.cost.work import Integers
 from planner.formats.cluster import Cluster
+from planner.formats.files import replace
 from planner.formats.plan_parts import config_of
 from planner.solver.problem.states import CutSpace
 from planner.stages.tensor import degrees_of

@@ -5,7 +5,7 @@ Nearly exact, on links that are all alike, for plans in which the GPUs of a kind
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import combinations, permutations
 
 import numpy as np
@@ -14,6 +14,7 @@ from planner.cost.candidate import Candidate
 from planner.cost.kinds import everything_on, kind_on
 from planner.cost.network.link import Link
 from planner.errors import InfeasibleError, InputError
+from planner.formats.files import replace
 from planner.solver.clock import OutOfTimeError
 from planner.solver.evaluate.evaluation import priced
 from planner.solver.evaluate.leaner import Leaner
