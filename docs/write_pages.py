@@ -12,6 +12,7 @@ In a page, what stands between one of these lines and the line `<!-- end -->` is
     <!-- script: one_host.sh -->                       that file of docs/scripts
     <!-- api: planner -->                              signatures and docstrings of a module's public names
     <!-- notebook: notebook.ipynb -->                  the cells of that notebook of docs/examples
+    <!-- recording: solve-vgg -->                      a session of docs/recordings
 
 A comment behind a field, in the code, is the field's description here.
 """
@@ -34,9 +35,10 @@ from pydantic import BaseModel
 DOCS = Path(__file__).parent
 SCRIPTS = DOCS / "scripts"
 EXAMPLES = DOCS / "examples"
+RECORDINGS = DOCS / "recordings"
 END = "<!-- end -->"
 _SECTIONS = ("Args:", "Attributes:", "Returns:", "Raises:", "Yields:")
-_KINDS = "fields|verbs|options|devices|script|api|notebook"
+_KINDS = "fields|verbs|options|devices|script|api|notebook|recording"
 _WRITTEN = re.compile(rf"^(<!-- ({_KINDS}): (.+?) -->\n).*?^({END})$", re.MULTILINE | re.DOTALL)
 _COMMENTED_FIELD = re.compile(r"^    (\w+): .*?  # (.+)$", re.MULTILINE)
 _BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
@@ -67,6 +69,8 @@ def _made(kind: str, name: str, shown: set[type[BaseModel]]) -> str:
             return api(name)
         case "notebook":
             return notebook(name)
+        case "recording":
+            return recording(name)
         case _:
             return field_tables(name, shown)
 
@@ -97,6 +101,12 @@ def notebook(name: str) -> str:
             printed = "".join(output.get("text") or output["data"]["text/plain"]).rstrip()
             parts.append(f"```text\n{printed}\n```")
     return "\n\n".join(parts)
+
+
+def recording(name: str) -> str:
+    """Return a session that `python -m docs.recording` made."""
+    path = RECORDINGS / f"{name}.txt"
+    return f"```text\n{path.read_text(encoding='utf-8').strip()}\n```"
 
 
 def api(module: str) -> str:

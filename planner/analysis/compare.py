@@ -2,9 +2,9 @@
 cost model.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
+from typing import Literal
 
 from planner.analysis.given_plan import GivenPlan
 from planner.arguments import checked
@@ -12,7 +12,7 @@ from planner.cost.candidate import Candidate
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.utilisation import utilisation
 from planner.formats.cluster import Cluster
-from planner.formats.files import Record, changed
+from planner.formats.files import Record, replace
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import OtherWay
 from planner.formats.profile import Lengths, Profile
@@ -30,7 +30,10 @@ from planner.solver.problem.result import Evaluation
 CHOSEN = "chosen plan"
 SAME_CUT = "gpipe, same cut"
 # Ways to make batches of samples whose lengths vary, for the same stages.
-ORDERS = {"random": "in random order", "buckets": "in buckets"}
+ORDERS: Mapping[Literal["random", "buckets", "given"], str] = {
+    "random": "in random order",
+    "buckets": "in buckets",
+}
 PADDED = "padded to the longest"
 PACKED = "packed"
 # rows with stages that the planner chose
@@ -59,7 +62,7 @@ class ComparisonRow(OtherWay):
 
     def beside(self, *, speedup: float | None, communication_cut: float | None) -> "ComparisonRow":
         """Return the row with what it is relative to other rows."""
-        return changed(self, speedup=speedup, communication_cut=communication_cut)
+        return replace(self, speedup=speedup, communication_cut=communication_cut)
 
 
 class Comparison(Shown, Record):

@@ -9,7 +9,7 @@ from planner.analysis.given_plan import GivenPlan
 from planner.arguments import checked
 from planner.errors import InfeasibleError
 from planner.formats.cluster import Cluster
-from planner.formats.files import Record
+from planner.formats.files import Record, replace
 from planner.formats.names import CODECS
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import Bottleneck, SolverReport
@@ -178,7 +178,7 @@ def _clusters_beside(plan: Plan, tuning: WhatIfTuning) -> Iterator[tuple[str, Cl
     cluster = plan.cluster
     bandwidth = tuning.bandwidth_ratio
     wider = tuple(level.times_as_fast(bandwidth) for level in cluster.levels)
-    yield f"{bandwidth - 1:.0%} more bandwidth", cluster.replace(levels=wider)
+    yield f"{bandwidth - 1:.0%} more bandwidth", replace(cluster, levels=wider)
 
     yield from _one_more(cluster)
 
@@ -190,7 +190,7 @@ def _clusters_beside(plan: Plan, tuning: WhatIfTuning) -> Iterator[tuple[str, Cl
     if plan.predicted.bottleneck.resource != "compute":
         for name in CODECS:
             if name not in ("none", cluster.compress):
-                yield f"activations sent as {name}", cluster.replace(compress=name)
+                yield f"activations sent as {name}", replace(cluster, compress=name)
 
 
 def _one_more(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
@@ -202,11 +202,11 @@ def _one_more(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
     levels = (*inner, last.with_size(last.size + 1))
     what = f"one more group of {size} GPUs" if inner else "one more GPU"
     if not cluster.kinds:
-        yield what, cluster.replace(levels=levels)
+        yield what, replace(cluster, levels=levels)
     for number, kind in enumerate(cluster.kinds):
         more = kind.with_count(kind.count + size)
         kinds = (*cluster.kinds[:number], more, *cluster.kinds[number + 1 :])
-        yield f"{what} of {kind.title}", cluster.replace(levels=levels, kinds=kinds)
+        yield f"{what} of {kind.title}", replace(cluster, levels=levels, kinds=kinds)
 
 
 def _alternative(what: str, given: GivenPlan, request: Request) -> Alternative:

@@ -3,7 +3,7 @@ the solver.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, pairwise, zip_longest
 
 from planner.cost.candidate import Candidate, Groups, StageOptions, whole_stage
@@ -16,6 +16,7 @@ from planner.cost.recomputation import units_of
 from planner.errors import ClusterError, InputError, PlanError, did_you_mean
 from planner.formats.cluster import Cluster
 from planner.formats.device_kinds import cluster_for
+from planner.formats.files import replace
 from planner.formats.own_plan import OwnPlan, OwnStage
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
@@ -55,7 +56,7 @@ def priced_plan(
     problem = unlimited.problem(request.unlimited_budget())
     _check_whole(problem, stages)
     plan = complete(problem, evaluate(problem, stages), GIVEN, accepts_loss=accepts_loss)
-    return plan.replace(cluster=cluster)
+    return replace(plan, cluster=cluster)
 
 
 def check_enough_gpus(needed: int, cluster: Cluster) -> None:

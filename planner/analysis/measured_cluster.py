@@ -17,7 +17,7 @@ from planner.analysis.given_plan import GivenPlan, priced_plan
 from planner.cost.network.topology import Topology
 from planner.errors import InputError
 from planner.formats.cluster import Cluster, DeviceKind, Level
-from planner.formats.files import Record
+from planner.formats.files import Record, replace
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
 from planner.formats.timeline import Event, Timeline
@@ -62,7 +62,7 @@ def measured_cluster(plan: Plan, run: Timeline) -> MeasuredCluster:
     links = _rates(plan.cluster, planned, run)
     levels = _corrected_levels(plan.cluster, links)
     kinds = _corrected_kinds(plan.cluster, {worker.rank: worker.speed for worker in workers})
-    cluster = plan.cluster.replace(levels=levels, kinds=kinds)
+    cluster = replace(plan.cluster, levels=levels, kinds=kinds)
     return MeasuredCluster(cluster=cluster, workers=workers, links=links)
 
 
@@ -77,7 +77,7 @@ def on_cluster(profile: Profile, plan: Plan, cluster: Cluster) -> Plan:
     Raises:
         PlanError: for another profile.
     """
-    given = GivenPlan.of(profile, plan.replace(cluster=cluster), Clock())
+    given = GivenPlan.of(profile, replace(plan, cluster=cluster), Clock())
     return priced_plan(given.request, given.stages)
 
 

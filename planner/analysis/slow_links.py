@@ -6,11 +6,12 @@ plan that takes no longer on them is the fastest there, too, without a search.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from planner.analysis.given_plan import GivenPlan, priced_plan
 from planner.errors import InputError, PlannerError
 from planner.formats.cluster import Cluster
+from planner.formats.files import replace
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import SlowLinks, SteadyPlan
 from planner.solver.clock import Clock
@@ -43,7 +44,7 @@ def with_slow_links(plan: Plan, request: Request) -> Plan:
         slow_links = _slow_links(plan, _Known(request, clusters), level)
     except PlannerError as error:
         return plan.noting(f"slower links were not priced: {error.message}")
-    return plan.replace(slow_links=slow_links)
+    return replace(plan, slow_links=slow_links)
 
 
 @dataclass(frozen=True)

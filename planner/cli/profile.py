@@ -39,7 +39,7 @@ to a cluster.json for `plan solve --cluster`. Start it on each host with torchru
     torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m planner profile --links
 """
 
-_ONLY_ESTIMATES = ("calibrate", "device_file", "host")
+_ONLY_ESTIMATES = ("device_file", "host")
 
 
 def add_parser(verbs: Verbs) -> None:
@@ -61,8 +61,7 @@ def add_parser(verbs: Verbs) -> None:
     estimates = parser.add_argument_group("estimates")
     help = "estimate instead of measuring; the model is run without data"
     estimates.add_argument("--estimate", action="store_true", help=help)
-    add_options(estimates, EstimateArguments, "calibrate", action="append", type=Path)
-    add_options(estimates, EstimateArguments, *_ONLY_ESTIMATES[1:])
+    add_options(estimates, EstimateArguments, *_ONLY_ESTIMATES)
     add_options(parser.add_argument_group("measuring"), ProfileOptions, "seconds", "repeats")
     links = parser.add_argument_group("links")
     help = (

@@ -14,6 +14,7 @@ import planner
 from planner.cli import arguments, output, solve_first
 from planner.cli.results import print_result, results_left_to_workers
 from planner.errors import InputError
+from planner.formats.files import replace
 from planner.options.option import refuse
 from planner.options.training import (
     CheckpointOptions,
@@ -141,9 +142,9 @@ def train(args: argparse.Namespace) -> int:
         run_options=arguments.read_options(RunOptions, args),
         show_progress=sys.stderr.isatty(),
     )
-    job = make_job(args.model, plan, asked).model_copy(update={"elastic": losing, "left": left})
+    job = replace(make_job(args.model, plan, asked), elastic=losing, left=left)
     if as_worker:
-        _run_as_worker(job.model_copy(update={"started_again": continued is not None}), args.json)
+        _run_as_worker(replace(job, started_again=continued is not None), args.json)
     if elastic:
         return _run_as_host(job)
     try:
@@ -187,7 +188,7 @@ def _run_as_host(job: Job) -> int:
     from planner.workers.secret import SECRET_VARIABLE
 
     # The same on all hosts, and when all of them are started again.
-    job = job.model_copy(update={"run": f"{str(job.plan.graph_hash)[:16]}-{job.seed}"})
+    job = replace(job, run=f"{str(job.plan.graph_hash)[:16]}-{job.seed}")
     memory = HostMemory.of(job)
     memory.make()  # or its workers would fail again and again
     try:
@@ -212,7 +213,7 @@ def _run_as_worker(job: Job, as_json: bool) -> NoReturn:
     def tell(error: planner.PlannerError) -> None:
         output.print_complaint("error", error.message, error.hint)
 
-    job = job.model_copy(update={"run": torchrun_run_id()})
+    job = replace(job, run=torchrun_run_id())
     code, result = run_worker(job, trace_writer(job), tell=tell)
     if result is not None:
         output.print_answer(result, as_json)

@@ -5,7 +5,7 @@ comparison.
 from importlib import resources
 from pathlib import Path
 
-from planner.formats.files import Record, write_text
+from planner.formats.files import Record, replace, write_text
 from planner.formats.late import LateFailure, noting
 from planner.formats.plan import Plan, save_plan
 from planner.formats.profile import save_profile
@@ -113,7 +113,7 @@ def quickstart(folder: str | Path, options: QuickstartOptions) -> QuickstartResu
         save_plan(plan, folder / "plan.json")
     options.on_phase(f"Training {options.steps} minibatches with the plan '{plan.config}' ...")
     job = Job(model=str(model), plan=plan, steps=options.steps, device=kind, backend=backend)
-    job = job.model_copy(update={"show_progress": options.show_progress})
+    job = replace(job, show_progress=options.show_progress)
     pipeline = launch(job)
     options.on_phase(
         f"Training {options.steps} minibatches with DistributedDataParallel on {plan.workers} "
@@ -125,7 +125,7 @@ def quickstart(folder: str | Path, options: QuickstartOptions) -> QuickstartResu
         link_bytes_per_s=cluster.levels[0].bandwidth_bytes_per_s,
         plan=plan,
         pipeline=pipeline,
-        data_parallel=launch(job.model_copy(update={"baseline": "data-parallel"})),
+        data_parallel=launch(replace(job, baseline="data-parallel")),
         predicted_data_parallel_samples_per_s=(
             None if predicted is None else predicted / plan.predicted.speedup_over_data_parallel
         ),

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from planner.errors import PlannerError
-from planner.formats.files import save_record
+from planner.formats.files import replace, save_record
 from planner.schedule.own_file import load_schedules
 from planner.terminal import PrintableFormatter, ProgressLine, printable
 from planner.workers.job import TIMELINE_FILE, Job, TrainResult
@@ -43,9 +43,7 @@ def launch(
     """
     from planner.workers.launch import run_workers
 
-    return run_workers(
-        _STARTED, job.model_copy(update={"run": uuid.uuid4().hex}), on_timeline, model
-    )
+    return run_workers(_STARTED, replace(job, run=uuid.uuid4().hex), on_timeline, model)
 
 
 def work(job_path: str) -> int:

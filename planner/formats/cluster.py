@@ -14,9 +14,9 @@ from planner.formats.files import (
     AlwaysTrue,
     GrownRecord,
     Record,
-    changed,
     first_problem,
     load_record,
+    replace,
     save_record,
 )
 from planner.formats.link_names import RateSource, link_bandwidth, rate_source
@@ -81,14 +81,14 @@ class Level(GrownRecord):
 
     def with_size(self, size: int) -> "Level":
         """Return the level with so many members."""
-        return changed(self, size=size)
+        return replace(self, size=size)
 
     def times_as_fast(self, ratio: float) -> "Level":
         """Return the level with so many times the bandwidth, also of what was measured of
         all-reduces and the like.
         """
         rates = {name: getattr(self, name) for name in RATES}
-        return changed(self, **{name: rate and rate * ratio for name, rate in rates.items()})
+        return replace(self, **{name: rate and rate * ratio for name, rate in rates.items()})
 
 
 RATES = tuple(name for name in Level.model_fields if name.endswith("bandwidth_bytes_per_s"))
@@ -109,7 +109,7 @@ class DeviceKind(GrownRecord):
 
     def with_count(self, count: int) -> "DeviceKind":
         """Return the kind with so many devices."""
-        return changed(self, count=count)
+        return replace(self, count=count)
 
     @property
     def title(self) -> str:
@@ -195,23 +195,6 @@ class Cluster(Shown, GrownRecord):
     def has_memory_limit(self) -> bool:
         return any(self.memory_of(kind) is not None for kind in self.kinds or (None,))
 
-    def replace(
-        self,
-        *,
-        levels: tuple[Level, ...] | None = None,
-        kinds: tuple[DeviceKind, ...] | None = None,
-        compress: CodecName | None = None,
-        sequence_parallel: bool | None = None,
-    ) -> "Cluster":
-        """Return the cluster with what is given in place of its own."""
-        return changed(
-            self,
-            levels=levels,
-            kinds=kinds,
-            compress=compress,
-            sequence_parallel=sequence_parallel,
-        )
-
     def with_limit(self, memory_bytes: int | None) -> "Cluster":
         """Return the cluster with so much memory per device; None for no limit."""
         return self.model_copy(update={"memory_bytes": memory_bytes})
@@ -223,10 +206,9 @@ class Cluster(Shown, GrownRecord):
             return None if memory_bytes is None else change(memory_bytes)
 
         kinds = tuple(
-            kind.model_copy(update={"memory_bytes": limit(self.memory_of(kind))})
-            for kind in self.kinds
+            replace(kind, memory_bytes=limit(self.memory_of(kind))) for kind in self.kinds
         )
-        return self.model_copy(update={"memory_bytes": limit(self.memory_bytes), "kinds": kinds})
+        return replace(self, memory_bytes=limit(self.memory_bytes), kinds=kinds)
 
     @model_validator(mode="after")
     def _check_counts(self) -> "Cluster":
@@ -259,7 +241,7 @@ class Cluster(Shown, GrownRecord):
         """Return the cluster with so many times the bandwidth at one level."""
         levels = list(self.levels)
         levels[number] = levels[number].times_as_fast(ratio)
-        return self.replace(levels=tuple(levels))
+        return replace(self, levels=tuple(levels))
 
     @property
     def slowest_ring_bytes_per_s(self) -> float | None:

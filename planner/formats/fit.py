@@ -2,7 +2,7 @@
 
 import math
 
-from planner.formats.files import Record, changed
+from planner.formats.files import Record, replace
 from planner.formats.late import LateFailure
 from planner.formats.plan import Plan
 from planner.formats.shown import Shown
@@ -44,8 +44,8 @@ class Fit(Shown, Record):
 
     def with_plan(self, plan: Plan) -> "Fit":
         """Return the answer with more said of the plan that was asked about."""
-        return changed(self, asked=FitRow(gpus=self.asked.gpus, plan=plan))
+        return replace(self, asked=FitRow(gpus=self.asked.gpus, plan=plan))
 
     def saved(self, folder: str, model_file: str, failures: tuple[LateFailure, ...]) -> "Fit":
         """Return the answer with where its files are, and which could not be written."""
-        return changed(self, folder=folder, model_file=model_file, late_failures=failures)
+        return replace(self, folder=folder, model_file=model_file, late_failures=failures)

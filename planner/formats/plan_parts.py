@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, PlainSerializer, PlainValidator, WithJsonSchema, model_validator
 
 from planner.errors import InputError
-from planner.formats.files import GrownRecord, Record, changed
+from planner.formats.files import GrownRecord, Record, replace
 from planner.formats.profile import Shares, VaryingLengths
 from planner.formats.quantities import (
     Bytes,
@@ -330,7 +330,7 @@ class OtherWay(GrownRecord):
 
     def with_seconds(self, seconds_per_microbatch: float) -> "OtherWay":
         """Return the same way with another time."""
-        return changed(self, seconds_per_microbatch=seconds_per_microbatch)
+        return replace(self, seconds_per_microbatch=seconds_per_microbatch)
 
 
 class SteadyPlan(Record):
@@ -395,7 +395,7 @@ class SolverReport(GrownRecord):
 
     def with_depth(self, depth: Literal["auto", "published"]) -> "SolverReport":
         """Return the report with how many units in flight stages were given."""
-        return changed(self, depth=depth)
+        return replace(self, depth=depth)
 
     def with_rules(self, rules: AskedRules | None) -> "SolverReport":
         """Return the report with what the user asked stages to be like."""
@@ -410,4 +410,4 @@ class SolverReport(GrownRecord):
         """
         bound_s = min(self.lower_bound_s, seconds)
         gap = (seconds - bound_s) / seconds
-        return changed(self, lower_bound_s=bound_s, gap=gap, cost_model_s=cost_model_s)
+        return replace(self, lower_bound_s=bound_s, gap=gap, cost_model_s=cost_model_s)

@@ -9,6 +9,7 @@ a loss, it is the last layer.
 import hashlib
 import logging
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from math import isqrt
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from planner.errors import ProfileError
-from planner.formats.files import GrownRecord, Record, changed, load_record, save_record
+from planner.formats.files import GrownRecord, Record, load_record, replace, save_record
 from planner.formats.quantities import (
     MOST_GPUS,
     Bytes,
@@ -103,15 +104,13 @@ class Layer(Record):
         saved_bytes: float,
         workspace_bytes: float,
     ) -> "Layer":
-        """Return the layer with the costs of another microbatch; bytes of an estimate need not be
-        whole.
-        """
-        return changed(
+        """Return the layer with the costs of another microbatch, bytes rounded."""
+        return replace(
             self,
             forward_s=forward_s,
             backward_s=backward_s,
-            saved_bytes=saved_bytes,
-            workspace_bytes=workspace_bytes,
+            saved_bytes=round(saved_bytes),
+            workspace_bytes=round(workspace_bytes),
         )
 
     @property
@@ -155,6 +154,21 @@ class _Times(Record):
     workspace_bytes: tuple[Bytes, ...]
     update_workspace_bytes: tuple[Bytes, ...]
 
+    def applied_to(self, layers: Sequence[Layer]) -> list[Layer]:
+        """Return the profile's layers with these costs."""
+        return [
+            replace(
+                layer,
+                forward_s=self.forward_s[number],
+                backward_s=self.backward_s[number],
+                update_s=self.update_s[number],
+                accumulate_s=self.accumulate_s[number],
+                workspace_bytes=self.workspace_bytes[number],
+                update_workspace_bytes=self.update_workspace_bytes[number],
+            )
+            for number, layer in enumerate(layers)
+        ]
+
 
 class KindTimes(_Times):
     """What the profile's layers cost on one kind of device, in their order."""
@@ -186,6 +200,20 @@ class DegreeCosts(_Times):
     experts: tuple[Number, ...] | None = None  # of mixtures, which the ranks divide between them
     # the same with sequence parallelism; None where that was not measured
     by_tokens: "DegreeCosts | None" = None
+
+    def applied_to(self, layers: Sequence[Layer]) -> list[Layer]:
+        """Return the profile's layers with these costs, and with what one rank of them holds."""
+        return [
+            replace(
+                layer,
+                weight_bytes=self.weight_bytes[number],
+                gradient_bytes=self.gradient_bytes[number],
+                optimizer_bytes=self.optimizer_bytes[number],
+                buffer_bytes=self.buffer_bytes[number],
+                saved_bytes=self.saved_bytes[number],
+            )
+            for number, layer in enumerate(super().applied_to(layers))
+        ]
 
 
 class WholeStep(Record):
@@ -361,9 +389,9 @@ class Lengths(VaryingLengths):
     # for each name, its length in some samples
     samples: Annotated[tuple[tuple[int, ...], ...], Field(min_length=1)]
 
-    def in_order(self, order: Literal["random", "buckets"]) -> "Lengths":
+    def in_order(self, order: Literal["random", "buckets", "given"]) -> "Lengths":
         """Return the lengths of batches that are made in another order."""
-        return changed(self, order=order)
+        return replace(self, order=order)
 
 
 class Profile(Shown, GrownRecord):
@@ -462,7 +490,7 @@ class Profile(Shown, GrownRecord):
 
     def with_microbatches_of(self, samples: int, layers: tuple[Layer, ...]) -> "Profile":
         """Return the profile for microbatches of so many samples, with what layers cost then."""
-        return changed(self, microbatch_size=samples, layers=layers)
+        return replace(self, microbatch_size=samples, layers=layers)
 
     @property
     def may_shard_optimizer(self) -> bool:

@@ -65,9 +65,8 @@ class StageRules(Options):
 
     recompute: RecomputeRule = option(
         "auto",
-        "activation checkpointing: layers that keep no activations and run forward again are as "
-        "few as memory demands "
-        "(auto), none (never), whole stages (always), or every block by itself (blocks)",
+        "activation checkpointing: recompute as few layers as memory demands (auto), none "
+        "(never), whole stages (always), or every block by itself (blocks)",
     )
     shard_optimizer: ShardRule = option(
         "auto",
@@ -150,8 +149,8 @@ class SolveOptions(StageRules):
     )
     accept_divided_loss: bool = option(
         False,
-        "divide minibatches even where the loss is no mean over samples: train the microbatches' "
-        "mean",
+        "split global batches into microbatches even if the loss is not a mean over samples: "
+        "train on the mean of the microbatches' losses",
         advanced=True,
     )
     solver: SolverName = option(
@@ -163,9 +162,8 @@ class SolveOptions(StageRules):
     )
     survive: int = option(
         0,
-        "add the plans for 1 to N hosts fewer, with the same minibatches; hosts are the groups of "
-        "the outermost level, "
-        "or single GPUs where all are joined alike",
+        "also find plans for 1 to N hosts fewer, with the same global batch; a host is a server, "
+        "or a GPU where all GPUs are connected alike",
         "N",
         least=0,
         advanced=True,

@@ -102,7 +102,7 @@ class FitOptions(SolveOptions):
     )
     tokens: int | None = option(
         None,
-        "global batch in tokens, about so many, in place of `minibatch`",
+        "global batch of about N tokens, in place of `minibatch`",
         "N",
         parse=token_count,
         told="500k, 1M, 2M or 4M, from 1, 5 and 100 billion parameters on",

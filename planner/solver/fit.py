@@ -8,10 +8,11 @@ counts, and then for other numbers of GPUs.
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from planner.errors import InfeasibleError, InputError, PlannerError
 from planner.formats.cluster import Cluster
+from planner.formats.files import replace
 from planner.formats.fit import Fit, FitRow
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
@@ -216,7 +217,7 @@ class _SizeSearch:
         size = plan.microbatch_size or 1
         scale = size / (self.profile.microbatch_size or size)
         rows = tuple(way.with_seconds(scale * way.seconds_per_microbatch) for way in best.baselines)
-        return FitRow(gpus=row.gpus, plan=plan.replace(baselines=rows))
+        return FitRow(gpus=row.gpus, plan=replace(plan, baselines=rows))
 
 
 def _other_numbers(

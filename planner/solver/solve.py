@@ -11,6 +11,7 @@ numbers. Where nothing fits under the schedule, the same is done under another o
 """
 
 from planner.errors import InfeasibleError, InputError, PlannerError, StoppedError
+from planner.formats.files import replace
 from planner.formats.plan import Plan
 from planner.options.solving import SolveOptions
 from planner.schedule.one_stage import FLUSH
@@ -60,7 +61,7 @@ def _despite(obstacle: InfeasibleError, request: Request) -> Plan:
     plan = first_that_fits(request, solve_unexplained)
     if plan is None:
         raise explained(obstacle) from None
-    return plan.replace(instead_of=options.order)
+    return replace(plan, instead_of=options.order)
 
 
 def solve_unexplained(request: Request) -> Plan:

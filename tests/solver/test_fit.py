@@ -86,9 +86,6 @@ def test_fewer_gpus_are_tried_down_to_the_first_that_do_not_fit() -> None:
         assert row.plan.config == alone.config
         assert row.plan.predicted == alone.predicted
     assert answer.asked.plan.baselines
-    text = fit_report(answer)
-    assert "yes: " in text
-    assert "no plan fits" in text
 
 
 def test_no_row_of_its_table_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +170,6 @@ def test_where_it_does_not_fit_more_gpus_are_tried() -> None:
     answer = answered(1)
     assert answer.asked.plan is None
     assert [(row.gpus, row.plan is not None) for row in answer.others] == [(2, True)]
-    assert "it fits 2 of these GPUs" in fit_report(answer)
 
 
 def test_where_time_runs_out_it_does_not_say_that_nothing_fits(
@@ -185,7 +181,6 @@ def test_where_time_runs_out_it_does_not_say_that_nothing_fits(
     monkeypatch.setattr("planner.solver.solve.find_plan", none)
     answer = answered(1)  # which no usual way fits either
     assert answer.asked.unknown
-    assert "fits   not known: the time limit passed" in fit_report(answer)
     monkeypatch.undo()
     assert not answered(1).asked.unknown
 
@@ -271,7 +266,6 @@ def test_what_the_time_did_not_suffice_for_is_said() -> None:
 
     unhurried, _ = fit(asked(2, slow, sizes=sizes, ranks=2))
     assert unhurried.not_tried == ()
-    assert "the time ended" not in fit_report(unhurried)
 
 
 def test_a_small_minibatch_is_that_of_every_row() -> None:

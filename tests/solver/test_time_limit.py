@@ -20,7 +20,6 @@ from planner.formats.cluster import Cluster, flat_cluster, hierarchical_cluster
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
 from planner.options.solving import Progress
-from planner.reporting.tables.plan import plan_report
 from planner.schedule.one_stage import ONE_F_ONE_B
 from planner.schedule.schedule import Channel, PipelineShape
 from planner.simulator.pipeline_costs import PipelineCosts, StageCosts
@@ -119,7 +118,7 @@ def test_without_time_only_plans_that_take_no_search_are_simulated(
     assert hurried.solver.lower_bound_s <= best.predicted.seconds_per_minibatch * (1 + 1e-9)
     assert hurried.solver.simulated > 0
     assert hurried.predicted.by == "simulation"
-    assert "others could be faster" in plan_report(hurried)
+    assert not hurried.solver.exhausted
 
     def never(*_: object) -> None:
         raise AssertionError

@@ -18,10 +18,10 @@ import torch
 from numpy.typing import NDArray
 from tabulate import tabulate
 
+from benchmarks.gpu_truth.fit_device import fit
 from benchmarks.kept import ROOT
 from planner.formats.profile import Profile, load_profile
 from planner.model.spec import load_model_file
-from planner.profiler.estimated.calibrate import fit
 from planner.profiler.estimated.devices import DEVICES, HOSTS, DeviceSpec, DType
 from planner.profiler.estimated.execution import Execution
 from planner.profiler.estimated.trace import StepTrace, trace_step

@@ -35,9 +35,6 @@ class Host(DeviceKind):
 class LoadProblem(Problem):
     """A problem on a cluster of one level, for the plan whose largest load is smallest."""
 
-    # False: a stage may be any set of layers, with values going back and forth
-    contiguous: bool = True
-
     def __post_init__(self) -> None:
         """Refuse clusters of several levels.
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from benchmarks.published.dnn_partitioning.assignment import Assignment
 from benchmarks.published.dnn_partitioning.cuts import LoadSearch
 from benchmarks.published.dnn_partitioning.downsets import (
     Words,
@@ -20,7 +19,7 @@ from benchmarks.published.dnn_partitioning.objective import LoadProblem
 from planner.cost.candidate import Candidate, StageOptions
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.work import Integers
-from planner.solver.clock import NO_LIMIT, Clock
+from planner.solver.clock import Clock
 from planner.solver.problem.budget import Budget
 from planner.solver.problem.result import IlpAnswer
 from planner.solver.problem.states import uncut_groups
@@ -40,7 +39,6 @@ def solve_loads(request: LoadProblem, clock: Clock) -> IlpAnswer | None:
     Raises:
         TimeoutError: when the deadline passes before there is any plan.
     """
-    assert request.contiguous
     reduced = Reduced(request.layer_costs, memory_matters=request.memory_matters)
     # The cuts along the profile's order are few, and their best plan bounds the search over all of
     # them.
@@ -64,8 +62,7 @@ def solve_loads(request: LoadProblem, clock: Clock) -> IlpAnswer | None:
 
 
 def solve_ilp(request: LoadProblem, clock: Clock) -> IlpAnswer | None:
-    """Solve the integer program: the product's flow between cuts, or an assignment where stages are
-    any sets of layers.
+    """Solve the integer program, the product's flow between cuts.
 
     Returns:
         The plan with the smallest largest load or None when there is none.
@@ -74,8 +71,6 @@ def solve_ilp(request: LoadProblem, clock: Clock) -> IlpAnswer | None:
         InputError: for graphs that are too large.
         TimeoutError: when the deadline passes before there is any plan.
     """
-    if not request.contiguous:
-        return _placed(request, clock)
     reduced = Reduced(request.layer_costs, memory_matters=request.memory_matters)
     request = replace(request, layer_costs=reduced.layer_costs)
     columns = LoadColumns(request)
@@ -128,26 +123,6 @@ class LoadColumns(Columns):
                     yield Column(
                         state, other, stage.options, kinds, 0.0, busy_s, request.cluster.gpus - 1
                     )
-
-
-def _placed(request: LoadProblem, clock: Clock) -> IlpAnswer | None:
-    """Return the best placement; when time runs out, one no worse than the best contiguous plan, if
-    that is allowed.
-    """
-    try:
-        answer = Assignment(request).solve(clock)
-    except TimeoutError:
-        answer = None
-    else:
-        if answer is None or answer.optimal:
-            return answer
-    contiguous = solve_loads(replace(request, contiguous=True), NO_LIMIT)
-    if contiguous is not None and (answer is None or contiguous.seconds < answer.seconds):
-        bound_s = min(request.relaxed_s if answer is None else answer.bound_s, contiguous.seconds)
-        return replace(contiguous, bound_s=bound_s, optimal=False)
-    if answer is None:
-        raise TimeoutError
-    return answer
 
 
 def _prefixes(layer_costs: LayerCosts) -> Words:

@@ -14,7 +14,6 @@ from tabulate import tabulate
 
 from benchmarks.gpu_truth.mist import needs_of, own_stages, profile_of
 from benchmarks.gpu_truth.rows import ANCHORS, anchors, device, price
-from benchmarks.solver_quality.tuned_plans import drawn
 from planner.errors import PlannerError
 from planner.formats.cluster import Cluster, hierarchical_cluster
 from planner.formats.plan import Plan
@@ -118,15 +117,7 @@ def main() -> None:
     parser.add_argument(
         "--time-limit", type=float, default=20.0, metavar="S", help="of each search (default: 20)"
     )
-    parser.add_argument(
-        "--drawn", type=int, metavar="N", help="N random cases beside grids of equal stages instead"
-    )
-    parser.add_argument("--seed", type=int, default=1, help="of the random cases (default: 1)")
     arguments = parser.parse_args()
-    if arguments.drawn is not None:
-        lines = drawn.rows(arguments.drawn, arguments.seed, arguments.time_limit)
-        print(tabulate(lines, headers=drawn.HEADERS, tablefmt="pipe", disable_numparse=True))
-        return
     if not ANCHORS.is_dir():
         raise SystemExit(f"there are no plans: '{ANCHORS}' is no folder")
     headers = [

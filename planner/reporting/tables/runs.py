@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from planner.analysis.compare_runs import RunComparison
 from planner.analysis.measured_cluster import SAME_SPEED, MeasuredCluster
+from planner.formats.files import replace
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import config_words
 from planner.formats.timeline import Timeline
@@ -202,7 +203,7 @@ def _run_lines(summary: Summary, plan: Plan | None) -> list[tuple[str, str | Non
     )
     uneven = None
     if plan is not None and plan.lengths is not None:
-        alike_s = simulated_s(plan.model_copy(update={"lengths": None}))
+        alike_s = simulated_s(replace(plan, lengths=None))
         longer = percent_error(plan.predicted.seconds_per_minibatch, alike_s)
         uneven = f"{longer} of time per minibatch, because microbatches differ"
     if plan is not None:

@@ -1,10 +1,10 @@
 """The plans for the GPUs that are left when hosts are lost."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from planner.errors import ClusterError, PlannerError
 from planner.formats.cluster import Cluster
+from planner.formats.files import replace
 from planner.formats.plan import Plan
 from planner.solver.find_plan import find_plan
 from planner.solver.problem.infeasible import explained
@@ -31,7 +31,7 @@ def fewer_hosts(cluster: Cluster, most: int) -> Iterator[Cluster]:
             hint=f"give `survive={hosts - 1}` or fewer",
         )
     for left in range(hosts - 1, hosts - most - 1, -1):
-        yield cluster.replace(levels=(*joined[:-1], joined[-1].with_size(left)))
+        yield replace(cluster, levels=(*joined[:-1], joined[-1].with_size(left)))
 
 
 def with_fewer_hosts(plan: Plan, request: Request) -> Plan:
@@ -62,4 +62,4 @@ def with_fewer_hosts(plan: Plan, request: Request) -> Plan:
                 f"The loss of {number + 1} hosts cannot be survived: {explained(error).message}."
             )
             break
-    return plan.replace(smaller=tuple(smaller))
+    return replace(plan, smaller=tuple(smaller))

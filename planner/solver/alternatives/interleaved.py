@@ -3,6 +3,7 @@
 from contextlib import suppress
 
 from planner.errors import InfeasibleError
+from planner.formats.files import replace
 from planner.formats.plan import Plan
 from planner.solver.assemble import complete
 from planner.solver.problem.problem import Problem
@@ -42,7 +43,7 @@ def prefer_interleaved_if_faster(plan: Plan, request: Request) -> Plan:
     accepts = request.options.accept_divided_loss
     with suppress(InfeasibleError):  # copies of weights that several stages use do not fit
         faster = complete(found.problem, found.best, report, accepts_loss=accepts)
-        return faster.replace(baselines=plan.baselines, notes=plan.notes)
+        return replace(faster, baselines=plan.baselines, notes=plan.notes)
     return plan
 
 

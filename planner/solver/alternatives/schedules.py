@@ -4,9 +4,9 @@ asynchronous one.
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 
 from planner.errors import PlannerError
+from planner.formats.files import replace
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import OtherWay, short_config
 from planner.schedule.one_stage import FLUSH
@@ -51,7 +51,9 @@ def under_every_schedule(request: Request) -> Plan:
     best = _noting_other_sizes(best, plans)
     for schedule, obstacle in obstacles.items():
         best = best.noting(f"there is no plan under {schedule}: {obstacle.message}")
-    return best.replace(schedules=tuple(described_plan(str(plan.schedule), plan) for plan in plans))
+    return replace(
+        best, schedules=tuple(described_plan(str(plan.schedule), plan) for plan in plans)
+    )
 
 
 def _may_be_the_answer(plan: Plan, request: Request) -> bool:
@@ -136,7 +138,7 @@ def with_synchronous(plan: Plan, request: Request) -> Plan:
     if not holds:
         plan = plan.noting(_why_another_batch(plan, synchronous))
 
-    plan = plan.replace(synchronous=_row(synchronous))
+    plan = replace(plan, synchronous=_row(synchronous))
     plan = _noting_time(plan, synchronous)
     return _with_usual_batch(plan, request)
 
@@ -160,7 +162,7 @@ def _prefer_data_parallel_if_as_fast(plan: Plan, request: Request) -> Plan:
         slower = seconds_per_microbatch(parallel) / seconds_per_microbatch(plan)
         if slower < enough:
             # The single stage is what was found, not what the user asked for.
-            parallel = parallel.replace(solver=parallel.solver.with_rules(plan.solver.rules))
+            parallel = replace(parallel, solver=parallel.solver.with_rules(plan.solver.rules))
             return parallel.noting(_why_data_parallel(parallel, plan, slower))
     return plan
 
@@ -178,7 +180,7 @@ def _with_usual_batch(plan: Plan, request: Request) -> Plan:
 
     with suppress(PlannerError):  # there is one with the plan's own global batch
         drained = _best_drained(plan, usual)
-        plan = plan.replace(synchronous_usual=_row(drained))
+        plan = replace(plan, synchronous_usual=_row(drained))
         plan = _noting_time(plan, drained)
     return plan
 

@@ -4,9 +4,10 @@ nothing as fast.
 
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from planner.errors import InfeasibleError, PlannerError
+from planner.formats.files import replace
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import OtherWay, SolverReport, short_config
 from planner.options.solving import SolveOptions
@@ -189,9 +190,10 @@ def _in_place_of(plan: Plan, best: Plan) -> Plan:
     """Return a faster plan with what stands beside the one whose place it takes."""
     chosen = described_plan(str(best.schedule), best)
     schedules = tuple(chosen if way.schedule is best.schedule else way for way in plan.schedules)
-    best = best.replace(notes=plan.notes, schedules=schedules)
+    best = replace(best, notes=plan.notes, schedules=schedules)
     if best.schedule.asynchronous:
-        best = best.replace(
+        best = replace(
+            best,
             synchronous=plan.synchronous,
             synchronous_usual=plan.synchronous_usual,
         )
@@ -237,7 +239,7 @@ def _report_without_search(way: Way) -> SolverReport:
 
 
 def _with_rows(plan: Plan, ways: Iterable[Way]) -> Plan:
-    return plan.replace(baselines=tuple(way.described() for way in ways))
+    return replace(plan, baselines=tuple(way.described() for way in ways))
 
 
 def _without_table(plan: Plan, error: PlannerError) -> Plan:

@@ -6,7 +6,7 @@ Nearly exact, on links that are all alike, for plans in which the GPUs of a kind
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, combinations, permutations
+from itertools import combinations, permutations
 
 import numpy as np
 
@@ -74,15 +74,14 @@ def _whole_models(problem: Problem, kinds: Sequence[Ranks]) -> Iterator[Sequence
     memory demands.
     """
     leaner = Leaner(problem)
-    gpus = problem.cluster.gpus
-    most = problem.microbatches if problem.schedule.divides else gpus
+    cluster = problem.cluster
+    most = problem.microbatches if problem.schedule.divides else cluster.gpus
 
-    for ranks in {tuple(range(gpus)), *kinds, *(ranks[:1] for ranks in kinds)}:
-        stage = everything_on(problem.layer_costs, problem.cluster, sorted(ranks)[:most])
+    for ranks in {tuple(range(cluster.gpus)), *kinds, *(ranks[:1] for ranks in kinds)}:
+        stage = everything_on(problem.layer_costs, cluster, sorted(ranks)[:most])
         for sharding in problem.sharding.of_replicas(stage.replicas, whole=True):
-            plan = leaner.lean_enough(
-                [replace(stage, options=stage.options.with_sharding(sharding))]
-            )
+            options = stage.options.with_sharding(sharding)
+            plan = leaner.lean_enough([replace(stage, options=options)])
             if plan is not None:
                 yield plan.stages
 
@@ -129,12 +128,12 @@ class _Lines:
         tables = self._tables(link)
         best_s = self.best_s if true else np.inf
         for order in permutations(range(len(self.kinds))):
-            search = LineSearch(
-                self.problem, tables, [(number, self.kinds[number]) for number in order]
-            )
+            line = [(number, self.kinds[number]) for number in order]
+            search = LineSearch(self.problem, tables, line)
             for plan in _met_along(search, best_s, self.problem):
                 self._met.append(plan.stages)
-                best_s = min(best_s, _price_s(self.problem, plan.stages) if true else plan.seconds)
+                seconds = _price_s(self.problem, plan.stages) if true else plan.seconds
+                best_s = min(best_s, seconds)
             self.problem.clock.check()
         if true:
             self.best_s = min(self.best_s, best_s)
@@ -146,15 +145,19 @@ class _Lines:
         entries = tuning.most_entries / problem.cluster.gpus
         states = min(tuning.most_states, int(entries**0.5))
         everything = problem.layer_costs.single_stage
-        numbers = range(len(self.kinds))
-        sets = chain.from_iterable(combinations(numbers, count + 1) for count in numbers)
 
         tables: dict[Kinds, StagesOn] = {}
-        for own in sets:
-            ranks = [rank for number in own for rank in self.kinds[number]]
+        for numbers in _subsets(len(self.kinds)):
+            ranks = [rank for number in numbers for rank in self.kinds[number]]
             kind = kind_on(problem.layer_costs, problem.cluster, everything, ranks)
-            tables[frozenset(own)] = StagesOn(problem, link, kind, len(ranks), states)
+            tables[frozenset(numbers)] = StagesOn(problem, link, kind, len(ranks), states)
         return tables
+
+
+def _subsets(count: int) -> Iterator[tuple[int, ...]]:
+    """Yield all sets of one or more of the numbers below `count`, the small ones first."""
+    for size in range(1, count + 1):
+        yield from combinations(range(count), size)
 
 
 def _met_along(search: LineSearch, best_s: float, problem: Problem) -> Iterator[LinePlan]:

@@ -21,7 +21,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from planner.solver.clock import OutOfTimeError
-from planner.solver.evaluate.evaluation import columns_of, in_columns, priced, priced_path
+from planner.solver.evaluate.evaluation import priced, priced_path
+from planner.solver.evaluate.orders import columns_of, in_columns
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.replica_models import replica_model
 from planner.solver.problem.result import BoundedPlans, CutPath, Evaluation

@@ -87,14 +87,14 @@ class Variants:
         by replicas, a column, and row.
         """
         limits = self.source.limits
-        most = np.full((len(replicas), len(self)), limits.deepest)
+        most: Integers = np.full((len(replicas), len(self)), limits.deepest)
         if limits.memory_bytes is None:
             return most
         footprint = self.footprint_on(replicas).divided(microbatches)
         fit = footprint.most_in_flight(
             limits.memory_bytes, schedule.stashes, schedule.weight_versions
         )
-        return np.asarray(np.minimum(most, fit), dtype=np.int64)
+        return np.asarray(np.minimum(most, fit))
 
     def options(self, row: int, replicas: int) -> StageOptions:
         """Return a row as the options of a stage."""
@@ -195,7 +195,7 @@ class StageVariants:
         may choose.
         """
         # 1. Each stage has a row for its plainest way.
-        variants = self._plainest(state, ends)
+        variants = self.plainest(state, ends)
 
         # 2. Stages that choose have a row for each choice of recomputing layers; the first
         # recomputes nothing.
@@ -211,7 +211,8 @@ class StageVariants:
             )
         return variants
 
-    def _plainest(self, state: int, ends: Integers) -> Variants:
+    def plainest(self, state: int, ends: Integers) -> Variants:
+        """Return the plainest way to run each stage."""
         work = self.space.work(state, ends)
         return Variants(
             source=self,

@@ -106,9 +106,10 @@ class StageTables:
             return ends
         variants = self.variants.all(state, ends)
         lean = replace(variants, footprint=variants.footprint.least())
-        fits = lean.fit(self._replicas[[0, -1]], 1, self.schedule, self.microbatches)
-        fits = np.broadcast_to(fits, (2, len(variants))).any(axis=0)
-        fitting = np.isin(np.arange(len(ends)), variants.stage[fits])
+        fit = lean.fit(self._replicas[[0, -1]], 1, self.schedule, self.microbatches)
+        on_either = np.broadcast_to(fit, (2, len(variants)))
+        stages = variants.stage[np.any(on_either, axis=0)]
+        fitting = np.isin(np.arange(len(ends)), stages)
         fitting[0] = True
         return ends[fitting]
 
