@@ -95,7 +95,7 @@ def cluster_of(gpus: int, *, measured_links: bool) -> Cluster:
 
 
 def _predict(record: Record, measured_links: bool, spec: DeviceSpec) -> Prediction:
-    micro, tp, dp = (int(record[name]) for name in ("micro_batch", "tp", "dp"))
+    tp, dp = int(record["tp"]), int(record["dp"])
     profile = _profile(record, spec)
     cluster = cluster_of(int(record["gpus"]), measured_links=measured_links)
     blocks = [int(count) for count in record["layers_per_stage_inferred"].split()]

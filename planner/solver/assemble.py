@@ -14,6 +14,7 @@ from planner.cost.weight_copies import price_with_copies
 from planner.formats.plan import GIVEN as GIVEN_NAME
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import Prediction, SolverReport, Stage
+from planner.plan.confidence import interval_of
 from planner.plan.lengths import planned
 from planner.plan.rank_groups import on_ranks
 from planner.simulator.simulate_plan import simulated_s
@@ -185,7 +186,14 @@ def _predict(problem: Problem, best: Evaluation) -> Prediction:
             if problem.cluster.kinds
             else utilisation(profile, microbatches, seconds, best.gpus // price.chunks)
         ),
+        speed_interval=_speed_interval(problem, best),
     )
+
+
+def _speed_interval(problem: Problem, best: Evaluation) -> tuple[float, float] | None:
+    divided = any(stage.options.divides_layers for stage in best.stages)
+    interval = interval_of(problem.layer_costs.given, problem.cluster, divided=divided)
+    return None if interval is None else (interval.least, interval.most)
 
 
 def _one_gpu_s(problem: Problem) -> float:

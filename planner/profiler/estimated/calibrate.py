@@ -199,7 +199,9 @@ def calibrated(
             )
     if samples:
         device = samples[0][1].device
-        fitted = replace(fit(spec, samples), name=device.name, memory_bytes=device.memory_bytes)
+        fitted = replace(
+            fit(spec, samples), name=device.name, memory_bytes=device.memory_bytes, like=None
+        )
     if groups and (better := fit_times(fitted, list(groups.values()))) is not None:
         fitted = better
     elif len(groups) >= _LEAST_GROUPS:
@@ -219,7 +221,8 @@ def calibrated(
     ]
     if not models:
         return spec
-    return replace(fitted, name=f"{fitted.name}, calibrated on {', '.join(dict.fromkeys(models))}")
+    name = f"{fitted.name}, calibrated on {', '.join(dict.fromkeys(models))}"
+    return replace(fitted, name=name, like=None)
 
 
 def _model(training_spec: TrainingSpec) -> Hashable:

@@ -69,7 +69,9 @@ class DeviceFile(Record):
         given = self.model_dump(exclude={"schema_version", "clock"}, exclude_none=True)
         given["achieved_arithmetic"] = {**like.achieved_arithmetic, **self.achieved_arithmetic}
         given["achieved_bandwidth"] = {**like.achieved_bandwidth, **self.achieved_bandwidth}
-        return replace(like, **given, reported=None).at_clock(self.clock)
+        told = bool(self.achieved_arithmetic)
+        measured = None if told else like.name
+        return replace(like, **given, reported=None, like=measured).at_clock(self.clock)
 
 
 def load_device(path: Path | str, dtype: DType) -> DeviceSpec:
@@ -216,6 +218,7 @@ def profile_of_trace(trace: StepTrace, spec: DeviceSpec) -> Profile:
         threads=threads,
         memory_bytes=spec.memory_bytes,
         peak_flops_per_s=spec.peak(trace.dtype) if spec.kind == "cuda" else None,
+        shares_of=spec.like,
     )
     profile = make_profile(trace.model, trace.graph, trace.extent, trace.estimate(spec), device)
     changes: dict[str, object] = {"tokens_per_sample": trace.tokens_per_sample}

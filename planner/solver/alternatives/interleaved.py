@@ -9,6 +9,7 @@ from planner.formats.plan import Plan
 from planner.formats.profile import Profile
 from planner.options.solving import SolveOptions
 from planner.plan.rank_groups import usual_degrees
+from planner.solver.alternatives.simpler_ways import indistinct_share
 from planner.solver.assemble import complete
 from planner.solver.clock import Clock
 from planner.solver.problem.budget import Budget
@@ -29,7 +30,7 @@ def or_interleaved(
     tuning: Tuning,
 ) -> Plan:
     """Return the fastest regular interleaved plan where it is 2% faster than a plan under
-    1f1b-flush, or the plan.
+    1f1b-flush, and by more than estimates tell plans apart, or the plan.
 
     So much must several times as many messages earn, for what waits for them is not all known. Both
     have the same minibatch, and the same table of other ways.
@@ -52,7 +53,8 @@ def or_interleaved(
     seconds = plan.predicted.seconds_per_minibatch
     if not waiting:
         seconds *= 1 + tuning.evaluate.assumed_waiting_share
-    found = interleaved(problem, seconds * (1 - tuning.answer.min_saving_share))
+    saving = max(tuning.answer.min_saving_share, indistinct_share(plan, tuning))
+    found = interleaved(problem, seconds * (1 - saving))
     if found.best is None or (waiting and not found.best.simulated):
         return plan
 
