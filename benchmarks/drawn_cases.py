@@ -53,8 +53,7 @@ def compare(
 
     Args:
         doc: the benchmark's description.
-        module: its name in this package. Its first part is the folder of the results; its last one,
-            their name there.
+        module: its name in this package, whose last part is the name of its results.
         kind: of the rows.
         draw: so many cases of a seed: the same for the same seed.
         words: of a case, for the list.
@@ -75,7 +74,7 @@ def compare(
     if arguments.list:
         print(tabulate([[number, *words(case)] for number, case in enumerate(drawn)]))
         return None
-    folder, part = ROOT / "benchmarks" / module.partition(".")[0], module.rpartition(".")[2]
+    folder, part = _folder_of(module), module.rpartition(".")[2]
     ran = run(drawn, range(len(drawn))[arguments.first : arguments.until], arguments.seconds)
     results = Results(folder, save=arguments.save)
     kept = results.measured(
@@ -99,6 +98,15 @@ def compare(
         return None
     write_between(page or folder / "README.md", marks(part, module), text)
     return text
+
+
+def _folder_of(module: str) -> Path:
+    """Return the innermost folder of a module's name: its results are there."""
+    folder = ROOT / "benchmarks"
+    for name in module.split("."):
+        if (folder / name).is_dir():
+            folder /= name
+    return folder
 
 
 def _asked(doc: str | None, cases: int, seconds: float) -> argparse.Namespace:

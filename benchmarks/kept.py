@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from planner.formats.files import write_text
 
 ROOT = Path(__file__).resolve().parents[1]
+ANCHORS = ROOT.parent / "shared" / "anchors"  # published numbers, where they are at hand
 PAPERS = ROOT / "docs" / "papers.md"
 
 T = TypeVar("T")
@@ -140,7 +141,9 @@ class Results:
         if not self._save:
             return
         write_text(self._folder / "results.md", text + "\n")
-        write_between(PAPERS, marks(self._folder.name), f"{picture}\n\n{text}" if picture else text)
+        module = ".".join(self._folder.relative_to(ROOT / "benchmarks").parts)
+        content = f"{picture}\n\n{text}" if picture else text
+        write_between(PAPERS, marks(self._folder.name, module), content)
 
 
 def marks(name: str, module: str | None = None) -> tuple[str, str]:

@@ -14,11 +14,11 @@ from io import BytesIO
 from pathlib import Path
 
 import planner
-from benchmarks.svg import Font, box, document, line, text, timeline_svg
 from planner.analysis.explain import ResourceUse, explain
 from planner.cli.main import main as plan_command
 from planner.formats.plan_parts import short_config
 from planner.formats.timeline import EventKind
+from planner.reporting.svg import Font, box, document, line, text, timeline_svg
 from planner.reporting.tables.profile import output_bytes, time_s
 from planner.reporting.timeline import COLOURS
 from planner.units import format_bandwidth, format_bytes, format_rate, format_seconds

@@ -16,9 +16,13 @@ each:
     solve                the fastest plan
     price                a plan of stages that you chose yourself
     compare, explain     baselines, what limits a plan
+    compare_schedules    the best plan under each of several schedules
+    register_schedule    a schedule of a file of your own
+    measured_cluster     the cluster as a run found it, to solve again
     simulate, summarize  what workers and links do over time
     show, report         a file as tables; all about a plan as one HTML file
     train, pipeline      train as a plan says, in worker processes or in your own loop
+    PipelineTrainer      the Trainer of transformers, whose model is a pipeline
     export, load_weights a plan for others; trained weights for the unsplit model
     quickstart, selftest try all of it on this machine, and check that it works here
 
@@ -29,9 +33,7 @@ Names are imported on first use, so that `import planner` costs nothing and solv
 torch.
 """
 
-import re
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from planner.version import __version__ as __version__
@@ -41,7 +43,9 @@ if TYPE_CHECKING:
     from planner.analysis.compare import compare as compare
     from planner.analysis.explain import Explanation as Explanation
     from planner.analysis.explain import explain as explain
+    from planner.api.measured import measured_cluster as measured_cluster
     from planner.api.planning import cluster as cluster
+    from planner.api.planning import compare_schedules as compare_schedules
     from planner.api.planning import price as price
     from planner.api.planning import report as report
     from planner.api.planning import show as show
@@ -67,6 +71,7 @@ if TYPE_CHECKING:
     from planner.formats.cluster import load_cluster as load_cluster
     from planner.formats.cluster import save_cluster as save_cluster
     from planner.formats.device_kinds import profile_of_kinds as profile_of_kinds
+    from planner.formats.fit import Fit as Fit
     from planner.formats.own_plan import OwnPlan as OwnPlan
     from planner.formats.own_plan import OwnStage as OwnStage
     from planner.formats.plan import Plan as Plan
@@ -78,6 +83,7 @@ if TYPE_CHECKING:
     from planner.formats.timeline import Timeline as Timeline
     from planner.formats.timeline import load_timeline as load_timeline
     from planner.formats.timeline import save_timeline as save_timeline
+    from planner.integrations.trainer import PipelineTrainer as PipelineTrainer
     from planner.model.spec import TrainingSpec as TrainingSpec
     from planner.model.spec import in_memory as in_memory
     from planner.model.spec import load_model_file as load_model_file
@@ -86,6 +92,7 @@ if TYPE_CHECKING:
     from planner.options.training import CheckpointOptions as CheckpointOptions
     from planner.options.training import RunOptions as RunOptions
     from planner.options.training import TrainingOptions as TrainingOptions
+    from planner.schedule.registry import register_schedule as register_schedule
     from planner.schedule.schedule import Schedule as Schedule
     from planner.selfcheck.run import SelftestReport as SelftestReport
     from planner.selfcheck.run import selftest as selftest
@@ -93,14 +100,50 @@ if TYPE_CHECKING:
     from planner.simulator.summary import Summary as Summary
     from planner.simulator.summary import summarize as summarize
     from planner.solver.clock import Clock as Clock
-    from planner.solver.fit import Fit as Fit
+    from planner.solver.each_schedule import ScheduleComparison as ScheduleComparison
     from planner.workers.job import TrainResult as TrainResult
 
-# The names above, each with its module: read from this file, so that they are declared once.
-_IMPORTED = re.findall(
-    r"^    from (\S+) import \w+ as (\w+)$", Path(__file__).read_text("utf-8"), re.MULTILINE
-)
-_HOMES = {name: module for module, name in _IMPORTED}
+# The same names, for those who run and not only read: a test compares the two.
+_NAMES = {
+    "planner.analysis.compare": ("Comparison", "compare"),
+    "planner.analysis.explain": ("Explanation", "explain"),
+    "planner.api.measured": ("measured_cluster",),
+    "planner.api.planning": ("cluster", "compare_schedules", "price", "report", "show", "solve"),
+    "planner.api.running": ("estimate", "fit", "profile", "train"),
+    "planner.demo.quickstart": ("QuickstartResult", "quickstart"),
+    "planner.errors": ("InfeasibleError", "InputError", "PlannerError", "WorkerError"),
+    "planner.executor.checkpoint.trained_weights": ("load_weights",),
+    "planner.executor.run.pipeline": ("pipeline",),
+    "planner.exports": ("export",),
+    "planner.formats.cluster": (
+        "Cluster",
+        "DeviceKind",
+        "Level",
+        "flat_cluster",
+        "hierarchical_cluster",
+        "load_cluster",
+        "save_cluster",
+    ),
+    "planner.formats.device_kinds": ("profile_of_kinds",),
+    "planner.formats.fit": ("Fit",),
+    "planner.formats.own_plan": ("OwnPlan", "OwnStage"),
+    "planner.formats.plan": ("Plan", "load_plan", "save_plan"),
+    "planner.formats.profile": ("Profile", "load_profile", "save_profile"),
+    "planner.formats.timeline": ("Timeline", "load_timeline", "save_timeline"),
+    "planner.integrations.trainer": ("PipelineTrainer",),
+    "planner.model.spec": ("TrainingSpec", "in_memory", "load_model_file"),
+    "planner.options.solving": ("Progress", "SolveOptions"),
+    "planner.options.training": ("CheckpointOptions", "RunOptions", "TrainingOptions"),
+    "planner.schedule.registry": ("register_schedule",),
+    "planner.schedule.schedule": ("Schedule",),
+    "planner.selfcheck.run": ("SelftestReport", "selftest"),
+    "planner.simulator.simulate_plan": ("simulate",),
+    "planner.simulator.summary": ("Summary", "summarize"),
+    "planner.solver.clock": ("Clock",),
+    "planner.solver.each_schedule": ("ScheduleComparison",),
+    "planner.workers.job": ("TrainResult",),
+}
+_HOMES = {name: module for module, names in _NAMES.items() for name in names}
 
 # functions, for `help(planner)`; others are types
 __all__ = sorted(name for name in _HOMES if name.islower())

@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import signal
 from collections import Counter
+from typing import Any
 
 import pytest
+
+_LEFT_OUT = pytest.StashKey[int]()
 
 # pytest-xdist gives its workers a terminal of 80 columns, in which tables are shorter than in a
 # file.
@@ -35,6 +38,31 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         seen[test] += 1
     items[:] = kept
     config.hook.pytest_deselected(items=left_out)
+    config.stash[_LEFT_OUT] = len(left_out)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Tell the process that prints: under pytest-xdist another one than those that collect."""
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output["left_out"] = session.config.stash.get(_LEFT_OUT, 0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Hear it; all of pytest-xdist's workers collect the same cases."""
+    node.config.stash[_LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", 0)
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    left_out = config.stash.get(_LEFT_OUT, 0)
+    if left_out:
+        terminalreporter.write_line(
+            f"{left_out} cases of sampled tests were left out; ALL_EXAMPLES=1 runs them"
+        )
 
 
 @pytest.fixture(autouse=True)

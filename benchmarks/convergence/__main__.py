@@ -30,7 +30,7 @@ from planner.formats.profile import Profile
 from planner.options.training import TrainingOptions
 from planner.schedule.registry import find
 from planner.solver.assemble import GIVEN, assemble
-from planner.solver.choose.baselines import equal_counts
+from planner.solver.by_hand import equal_counts
 from planner.solver.evaluate.evaluation import priced
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.states import uncut_groups

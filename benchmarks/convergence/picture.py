@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from benchmarks.svg import CURVES
+from planner.reporting.svg import CURVES
 
 WIDTH, HEIGHT = 860, 480
 LEFT, TOP, BOTTOM = 70, 56, 64

@@ -756,8 +756,8 @@ def main() -> None:
                 f"\n{billion} billion parameters, with the host that fits the other model: {host}\n"
             )
             print(
-                "`plan profile --calibrate` would decline: one other model cannot say whether "
-                "such a fit helps.\n"
+                "`fit_device.fit_times` would decline: one other model cannot say whether such a "
+                "fit helps.\n"
             )
             _show(judge(spec, [run for run in everything if run.billion == billion], host), spec)
 

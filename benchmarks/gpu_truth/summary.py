@@ -11,7 +11,7 @@ from itertools import combinations
 from statistics import median
 
 from benchmarks.gpu_truth.rows import Row
-from benchmarks.svg import CURVES, Font, document, line, text
+from planner.reporting.svg import CURVES, Font, document, line, text
 
 _SIZE, _MARGIN, _LEGEND = 520, 60, 150
 

@@ -91,7 +91,7 @@ def plan(
 
 def searches() -> dict[str, float]:
     """Time searches as whole processes: a small one, one with a time limit, and 16,384 GPUs."""
-    from benchmarks.graphs import chain, nasnet_like
+    from benchmarks.speed.graphs import chain, nasnet_like
     from planner.formats.profile import save_profile
 
     found: dict[str, float] = {}
@@ -181,7 +181,7 @@ def host() -> dict[str, float]:
     """Measure what a worker's host spends on a microbatch beyond its stage's operations."""
     script = (
         "import torch; torch.set_num_threads(1)\n"
-        "from benchmarks.overhead.__main__ import measure\nfrom benchmarks.overhead.cases import "
+        "from benchmarks.speed.overhead.__main__ import measure\nfrom benchmarks.speed.overhead.cases import "
         "CASES\n"
         "for case in CASES: print(case.name, measure(case, 40, 64).total_us, sep='\\t')"
     )
@@ -219,9 +219,8 @@ def testbed() -> dict[str, float]:
 
 def two_cores() -> dict[str, float]:
     """Let ways to train one model on two cores take turns, and compare their rates."""
-    from benchmarks.two_cores.__main__ import compare
-    from benchmarks.two_cores.aims import ASYNCHRONOUS
-    from benchmarks.two_cores.table import DDP, ONE_PROCESS, ratios
+    from benchmarks.testbed.two_cores.__main__ import compare
+    from benchmarks.testbed.two_cores.table import ASYNCHRONOUS, DDP, ONE_PROCESS, ratios
 
     samples = compare("vgg_like", "loopback", TWO_CORES_MINUTES, counts=(8,))
     pairs = {

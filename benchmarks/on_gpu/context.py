@@ -22,7 +22,7 @@ from torch.multiprocessing.spawn import start_processes
 from torch.nn import functional as F
 
 from benchmarks.kept import ROOT
-from benchmarks.two_cores.launch import free_port
+from benchmarks.testbed.two_cores.launch import free_port
 from planner.workers.place import GPU_VARIABLES
 
 LOADINGS = {"lazily": "LAZY", "eagerly, as workers do": "EAGER"}

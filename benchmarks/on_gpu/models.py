@@ -15,7 +15,7 @@ import torch
 
 import planner
 from benchmarks.kept import ROOT
-from benchmarks.two_cores.launch import free_port
+from benchmarks.testbed.two_cores.launch import free_port
 from planner.executor.run.train import train_worker
 from planner.formats.profile import Profile
 from planner.model.loss import loss_of

@@ -11,18 +11,22 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import planner
+from benchmarks.kept import ROOT
 from benchmarks.same_answers.streams import stream_digests
 
-PROFILES = Path(__file__).parents[2] / "profiles"
+PROFILES = ROOT / "profiles"
 SCHEDULES = ("1f1b", "2bw", "1f1b-flush", "zb-h1", "gpipe", "interleaved")
 DIVIDED = ("2bw", "1f1b-flush", "zb-h1", "gpipe", "interleaved", "auto")
 MODELS = tuple(path.parent.name for path in sorted(PROFILES.glob("*/cpu.json")))
 # A chain, a graph, and repeated blocks, for questions that take longer.
 FEW = ("vgg16", "inception_v3", "gpt2")
+# Models whose first and last stages share a weight, on GPUs that have hardly room for its copies.
+TIED = ("gpt2", "bert", "t5")
+TIED_SIZES = {"flat8": (8,), "levels4x2": (4, 2), "levels4x4": (4, 4), "levels8x4": (8, 4)}
+TIED_MEMORY = {"1GB": 10**9, "2GB": 2 * 10**9, "4GB": 4 * 10**9}
 # What differs between two runs of the same code: times, where they were measured, and where files
 # were written.
 IGNORED = {"seconds", "provenance", "folder"}
@@ -39,11 +43,13 @@ class Machines:
         memory: of a device, relative to what the model and its activations take with four copies of
             its weights.
         speeds: of kinds of devices, relative to the profiled one, with half of the devices each.
+        memory_bytes: of a device, in place of `memory`.
     """
 
     sizes: tuple[int, ...]
     memory: float | None = None
     speeds: tuple[float, ...] = ()
+    memory_bytes: int | None = None
 
     def cluster(self, profile: planner.Profile) -> planner.Cluster:
         """Return the cluster for a profile: 10 Gbit/s inside a server and 1 Gbit/s outside, or 2
@@ -63,7 +69,7 @@ class Machines:
 
     def _memory_bytes(self, profile: planner.Profile) -> int | None:
         if self.memory is None:
-            return None
+            return self.memory_bytes
         held = sum(4 * layer.weight_bytes + layer.saved_bytes for layer in profile.layers)
         return int(self.memory * held)
 
@@ -90,6 +96,8 @@ def questions() -> dict[str, Ask]:
         asked[f"compare/{model}"] = partial(_compare, model)
     for model in FEW:
         asked |= _about_more(model)
+    for model in TIED:
+        asked |= _about_tied_weights(model)
     asked |= _about_divided_layers()
     asked |= _about_fit()
     for schedule in SCHEDULES:
@@ -124,6 +132,17 @@ def _about_more(model: str) -> dict[str, Ask]:
         f"plan/{model}/tight8/sharded": partial(
             _solve, model, TIGHT8, schedule="1f1b-flush", shard_optimizer="always"
         ),
+    }
+
+
+def _about_tied_weights(model: str) -> dict[str, Ask]:
+    return {
+        f"tied/{model}/{name}/{memory}/{schedule}": partial(
+            _solve, model, Machines(sizes, memory_bytes=memory_bytes), schedule=schedule
+        )
+        for name, sizes in TIED_SIZES.items()
+        for memory, memory_bytes in TIED_MEMORY.items()
+        for schedule in ("1f1b", "1f1b-flush", "2bw")
     }
 
 

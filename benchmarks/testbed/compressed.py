@@ -12,8 +12,8 @@ from itertools import islice
 from math import prod
 
 from benchmarks.testbed import drawn
+from benchmarks.testbed.cases import Case
 from benchmarks.testbed.emulate import LINK_BYTES_PER_S
-from benchmarks.testbed.predictions import Case
 from planner.formats.names import CODECS
 
 RATES = (80, 100, 200, 300)  # Mbit/s of the slowest links

@@ -19,8 +19,8 @@ from tabulate import tabulate
 from benchmarks.drawn_cases import CaseT, Compared, RowT, compare
 from benchmarks.kept import ROOT
 from benchmarks.testbed.bed import Testbed, TestbedError, testbed
+from benchmarks.testbed.cases import Case, run_case
 from benchmarks.testbed.emulate import LINK_BYTES_PER_S, as_chain
-from benchmarks.testbed.predictions import Case, run_case
 from planner.errors import PlannerError, first_line
 from planner.formats.cluster import hierarchical_cluster
 from planner.formats.profile import load_profile

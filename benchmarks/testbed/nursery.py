@@ -132,7 +132,9 @@ def _run(task: dict[str, Any]) -> dict[str, Any]:
 
 def _links(task: dict[str, Any]) -> dict[str, Any]:
     message_bytes = task["message_bytes"]
-    cluster = measure_cluster(message_bytes=message_bytes, bucket_bytes=message_bytes)
+    cluster = measure_cluster(
+        message_bytes=message_bytes, bucket_bytes=message_bytes, budget_s=task["budget_s"]
+    )
     return {} if cluster is None else cluster.model_dump(mode="json")
 
 

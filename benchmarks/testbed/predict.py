@@ -16,7 +16,7 @@ from planner.options.solving import DepthRule
 from planner.schedule.registry import find
 from planner.simulator.simulate_plan import simulated_s
 from planner.solver.assemble import GIVEN, assemble
-from planner.solver.choose.baselines import equal_time
+from planner.solver.by_hand import equal_time
 from planner.solver.evaluate.evaluation import evaluate
 from planner.solver.problem.budget import Budget
 from planner.solver.problem.problem import Problem

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from benchmarks.testbed.bed import ROOT, testbed
+from benchmarks.kept import ROOT
+from benchmarks.testbed.bed import testbed
 from benchmarks.testbed.buckets import scaled_buckets
 from benchmarks.testbed.emulate import emulate, fitting_scale
 from benchmarks.testbed.measure import Measured, described, run_plan

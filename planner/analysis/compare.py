@@ -2,37 +2,38 @@
 cost model.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
+from typing import Literal
 
 from planner.analysis.given_plan import GivenPlan
 from planner.arguments import checked
 from planner.cost.candidate import Candidate
 from planner.cost.layer_costs import LayerCosts
-from planner.cost.tensor import layer_costs_on
 from planner.cost.utilisation import utilisation
 from planner.formats.cluster import Cluster
-from planner.formats.files import Record
+from planner.formats.files import Record, replace
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import OtherWay
 from planner.formats.profile import Lengths, Profile
 from planner.formats.shown import Shown
+from planner.options.solving import TIME_LIMIT_S
 from planner.schedule.instructions import MICROBATCHES_PER_GPU
 from planner.schedule.one_stage import GPIPE
 from planner.schedule.schedule import Schedule
 from planner.solver.alternatives.usual_ways import DATA_PARALLEL, Way, usual_ways
-from planner.solver.choose.baselines import equal_time
+from planner.solver.by_hand import equal_time
 from planner.solver.clock import Clock
 from planner.solver.evaluate.evaluation import evaluate
-from planner.solver.problem.budget import Budget
 from planner.solver.problem.result import Evaluation
-from planner.solver.question import problem_of
 
 CHOSEN = "chosen plan"
 SAME_CUT = "gpipe, same cut"
 # Ways to make batches of samples whose lengths vary, for the same stages.
-ORDERS = {"random": "in random order", "buckets": "in buckets"}
+ORDERS: Mapping[Literal["random", "buckets", "given"], str] = {
+    "random": "in random order",
+    "buckets": "in buckets",
+}
 PADDED = "padded to the longest"
 PACKED = "packed"
 # rows with stages that the planner chose
@@ -58,6 +59,10 @@ class ComparisonRow(OtherWay):
     # of the workers' time: bubbles, waits, and communication that is not overlapped
     idle_share: float
     simulated: bool = True  # False: by the cost model, which knows no waiting
+
+    def beside(self, *, speedup: float | None, communication_cut: float | None) -> "ComparisonRow":
+        """Return the row with what it is relative to other rows."""
+        return replace(self, speedup=speedup, communication_cut=communication_cut)
 
 
 class Comparison(Shown, Record):
@@ -92,7 +97,7 @@ def compare(profile: Profile, plan: Plan, *, clock: Clock | None = None) -> Comp
         >>> [row.name for row in planner.compare(profile, plan).rows][:2]
         ['chosen plan', 'data parallel']
     """
-    given = GivenPlan.of(profile, plan, clock=clock)
+    given = GivenPlan.of(profile, plan, clock or Clock.of(TIME_LIMIT_S))
     rows = [_row(given, way) for way in _ways(given)]
     parallel = next(row for row in rows if row.name == DATA_PARALLEL)
     over = _reference(rows, parallel)
@@ -124,25 +129,23 @@ def _related(
     speedup = None
     if over is not None and not row.over_memory_bytes:
         speedup = over.seconds_per_microbatch / row.seconds_per_microbatch
-    return row.model_copy(update={"speedup": speedup, "communication_cut": cut})
+    return row.beside(speedup=speedup, communication_cut=cut)
 
 
 def _ways(given: GivenPlan) -> Iterator[Way]:
     """Yield the chosen plan, what people use, a pipeline of equal times, and GPipe with the plan's
     stages.
     """
-    layer_costs = given.layer_costs
-    cluster = given.plan.cluster
-    tuning = given.tuning
+    request = given.request
     yield Way(CHOSEN, given.problem, Evaluation(given.stages, given.price()))
-    budget = Budget(given.clock, tuning=tuning.budget)
-    yield from usual_ways(given.options, layer_costs, cluster, budget, tuning)
+    yield from usual_ways(request, request.budget())
 
     # the baselines have no chunks
-    unchunked = replace(given.options, schedule=given.plan.schedule.unchunked)
-    unlimited = Budget.unlimited(given.clock, tuning.budget)
-    problem = problem_of(unchunked, layer_costs, cluster, unlimited, tuning)
-    yield Way("equal time", problem, evaluate(problem, equal_time(layer_costs, cluster.gpus)))
+    schedule = given.plan.schedule.unchunked
+    unchunked = request.with_options(replace(request.options, schedule=schedule))
+    stages = equal_time(given.layer_costs, request.cluster.gpus)
+    problem = unchunked.problem(request.unlimited_budget())
+    yield Way("equal time", problem, evaluate(problem, stages))
 
     yield from _same_cut(given)
     yield from _of_lengths(given)
@@ -153,17 +156,14 @@ def _same_cut(given: GivenPlan) -> Iterator[Way]:
     divides one.
     """
     plan = given.plan
+    request = given.request
     if plan.schedule is GPIPE or plan.schedule.chunked:
         return
-    usual = MICROBATCHES_PER_GPU * plan.cluster.gpus
-    drained = replace(
-        given.options,
-        schedule=GPIPE,
-        microbatches=plan.microbatches if plan.schedule.divides else usual,
-        minibatch=None,
-    )
-    budget = Budget.unlimited(given.clock, given.tuning.budget)
-    problem = problem_of(drained, given.layer_costs, plan.cluster, budget, given.tuning)
+    microbatches = MICROBATCHES_PER_GPU * plan.cluster.gpus
+    if plan.schedule.divides:
+        microbatches = plan.microbatches
+    drained = request.under(GPIPE, microbatches)
+    problem = drained.problem(request.unlimited_budget())
     yield Way(SAME_CUT, problem, evaluate(problem, given.stages))
 
 
@@ -171,12 +171,12 @@ def _of_lengths(given: GivenPlan) -> Iterator[Way]:
     """Yield the plan's stages with other batches, where lengths vary; packed rows are as long as
     the longest sample.
     """
-    lengths = given.layer_costs.given.lengths
+    lengths = given.request.profile.lengths
     if lengths is None:
         return
     for order, name in ORDERS.items():
         if order != lengths.order:
-            yield _with_lengths(given, name, lengths.model_copy(update={"order": order}))
+            yield _with_lengths(given, name, lengths.in_order(order))
     yield _with_lengths(given, PADDED, None)
 
     means = zip(map(fmean, lengths.samples), lengths.most, strict=True)
@@ -185,23 +185,29 @@ def _of_lengths(given: GivenPlan) -> Iterator[Way]:
 
 
 def _with_lengths(given: GivenPlan, name: str, lengths: Lengths | None) -> Way:
-    profile = given.layer_costs.given.model_copy(update={"lengths": lengths})
-    problem = replace(given.problem, layer_costs=layer_costs_on(profile, given.plan.cluster))
+    profile = given.request.profile.with_lengths(lengths)
+    request = replace(given.request, profile=profile)
+    problem = request.problem(request.unlimited_budget())
     return Way(name, problem, evaluate(problem, given.stages))
 
 
 def _row(given: GivenPlan, way: Way) -> ComparisonRow:
     profile = given.layer_costs.profile
+    price = way.plan.price
+    problem = way.problem
     size = profile.microbatch_size
     tokens = profile.tokens_per_sample
-    price = way.plan.price
-    microbatches = way.problem.microbatches
     seconds = way.seconds_per_microbatch
-    sent = way.part * price.communication_bytes / microbatches
+
+    sent = way.part * price.communication_bytes / problem.microbatches
     workers = way.plan.gpus // price.chunks  # under interleaved each worker runs several stages
-    busy = way.part * busy_s(
-        way.problem.layer_costs, way.plan.stages, way.problem.schedule, microbatches
+    computing_s = busy_s(
+        problem.layer_costs, way.plan.stages, problem.schedule, problem.microbatches
     )
+    used = None
+    if not given.plan.cluster.kinds:
+        used = utilisation(profile, 1, seconds, workers)
+
     return ComparisonRow(
         **dict(way.described()),
         workers=workers,
@@ -211,10 +217,8 @@ def _row(given: GivenPlan, way: Way) -> ComparisonRow:
         communication_bytes_per_sample=None if size is None else sent / size,
         communication_cut=None,
         tokens_per_s=None if size is None or tokens is None else size * tokens / seconds,
-        flop_utilisation=None
-        if given.plan.cluster.kinds
-        else utilisation(profile, 1, seconds, workers),
-        idle_share=1 - busy / (workers * seconds),
+        flop_utilisation=used,
+        idle_share=1 - way.part * computing_s / (workers * seconds),
         simulated=given.simulated if way.name == CHOSEN else way.plan.simulated,
     )
 

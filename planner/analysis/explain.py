@@ -9,17 +9,18 @@ from planner.analysis.given_plan import GivenPlan
 from planner.arguments import checked
 from planner.errors import InfeasibleError
 from planner.formats.cluster import Cluster
-from planner.formats.files import Record
+from planner.formats.files import Record, replace
 from planner.formats.names import CODECS
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import Bottleneck, SolverReport
 from planner.formats.profile import Profile
 from planner.formats.shown import Shown
+from planner.options.solving import TIME_LIMIT_S
 from planner.simulator.simulate_plan import simulate
 from planner.simulator.summary import summarize
 from planner.solver.clock import Clock
 from planner.solver.find_plan import find_plan
-from planner.solver.question import options_asked
+from planner.solver.request import Request, options_asked
 from planner.solver.tuning.answers import WhatIfTuning
 
 _SAME = 1e-6  # relative difference of times that is rounding
@@ -85,9 +86,19 @@ def explain(profile: Profile, plan: Plan, *, clock: Clock | None = None) -> Expl
         >>> why.bottleneck.stage, why.bottleneck.resource
         (1, 'compute')
     """
-    given, bottleneck = GivenPlan.of(profile, plan, clock=clock), plan.predicted.bottleneck
-    uses = tuple(_simulated_uses(plan) if given.simulated else _priced_uses(given))
-    bottleneck = _busiest(uses, bottleneck) if given.simulated else _priced(uses, bottleneck)
+    given = GivenPlan.of(profile, plan, clock or Clock.of(TIME_LIMIT_S))
+    bottleneck = plan.predicted.bottleneck
+    if given.simulated:
+        uses = tuple(_simulated_uses(plan))
+        bottleneck = _busiest(uses, bottleneck)
+    else:
+        uses = tuple(_priced_uses(given))
+        bottleneck = _priced(uses, bottleneck)
+
+    # Synchronous schedules idle in their bubble anyway, so the difference would not be waiting.
+    waiting_s = 0.0
+    if plan.schedule.asynchronous:
+        waiting_s = max(0.0, given.seconds - bottleneck.busy_s)
     return Explanation(
         model=profile.model,
         config=plan.config,
@@ -96,14 +107,11 @@ def explain(profile: Profile, plan: Plan, *, clock: Clock | None = None) -> Expl
         samples_per_update=plan.samples_per_update,
         microbatch_size=plan.microbatch_size,
         bottleneck=bottleneck,
-        # Synchronous schedules idle in their bubble anyway, so the difference would not be waiting.
-        waiting_s=max(0.0, given.seconds - bottleneck.busy_s)
-        if plan.schedule.asynchronous
-        else 0.0,
+        waiting_s=waiting_s,
         uses=uses,
         what_if=_what_if(given),
         solver=plan.solver,
-        out_of_time=given.clock.passed,
+        out_of_time=given.request.clock.passed,
     )
 
 
@@ -124,12 +132,14 @@ def _priced(uses: Sequence[ResourceUse], bottleneck: Bottleneck) -> Bottleneck:
     limiting = [
         use.busy_s for use in uses if use.stage == bottleneck.stage and use.resource in kinds
     ]
-    return bottleneck.model_copy(update={"busy_s": max(limiting)}) if limiting else bottleneck
+    busy_s = max(limiting, default=bottleneck.busy_s)
+    return Bottleneck(stage=bottleneck.stage, resource=bottleneck.resource, busy_s=busy_s)
 
 
 def _simulated_uses(plan: Plan) -> Iterator[ResourceUse]:
     """Yield the busy times in the steady state that `plan simulate` shows."""
-    summary, seconds = summarize(simulate(plan)), plan.predicted.seconds_per_minibatch
+    summary = summarize(simulate(plan))
+    seconds = plan.predicted.seconds_per_minibatch
     for number in dict.fromkeys(worker.stages[0] for worker in summary.workers):
         workers = [worker for worker in summary.workers if worker.stages[0] == number]
         for name in ("compute", "receive", "send"):
@@ -155,18 +165,20 @@ def _what_if(given: GivenPlan) -> tuple[Alternative, ...]:
     """Solve again with the same options on slightly larger clusters, and where links limit, with
     smaller messages.
     """
-    clusters = list(_clusters_beside(given.plan, given.tuning.what_if))
-    return tuple(
-        _resolved(given.within(1 / (len(clusters) - number)), what, cluster)
-        for number, (what, cluster) in enumerate(clusters)
-    )
+    request = given.request.with_options(options_asked(given.plan))
+    clusters = list(_clusters_beside(given.plan, request.tuning.what_if))
+    alternatives = []
+    for number, (what, cluster) in enumerate(clusters):
+        share = 1 / (len(clusters) - number)
+        alternatives.append(_alternative(what, given, request.on(cluster).within(share)))
+    return tuple(alternatives)
 
 
 def _clusters_beside(plan: Plan, tuning: WhatIfTuning) -> Iterator[tuple[str, Cluster]]:
     cluster = plan.cluster
     bandwidth = tuning.bandwidth_ratio
     wider = tuple(level.times_as_fast(bandwidth) for level in cluster.levels)
-    yield f"{bandwidth - 1:.0%} more bandwidth", cluster.model_copy(update={"levels": wider})
+    yield f"{bandwidth - 1:.0%} more bandwidth", replace(cluster, levels=wider)
 
     yield from _one_more(cluster)
 
@@ -178,7 +190,7 @@ def _clusters_beside(plan: Plan, tuning: WhatIfTuning) -> Iterator[tuple[str, Cl
     if plan.predicted.bottleneck.resource != "compute":
         for name in CODECS:
             if name not in ("none", cluster.compress):
-                yield f"activations sent as {name}", cluster.model_copy(update={"compress": name})
+                yield f"activations sent as {name}", replace(cluster, compress=name)
 
 
 def _one_more(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
@@ -187,26 +199,20 @@ def _one_more(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
     """
     *inner, last = cluster.levels
     size = cluster.gpus // last.size
-    larger = {"levels": (*inner, last.model_copy(update={"size": last.size + 1}))}
+    levels = (*inner, last.with_size(last.size + 1))
     what = f"one more group of {size} GPUs" if inner else "one more GPU"
     if not cluster.kinds:
-        yield what, cluster.model_copy(update=larger)
+        yield what, replace(cluster, levels=levels)
     for number, kind in enumerate(cluster.kinds):
-        more = kind.model_copy(update={"count": kind.count + size})
+        more = kind.with_count(kind.count + size)
         kinds = (*cluster.kinds[:number], more, *cluster.kinds[number + 1 :])
-        yield f"{what} of {kind.title}", cluster.model_copy(update=larger | {"kinds": kinds})
+        yield f"{what} of {kind.title}", replace(cluster, levels=levels, kinds=kinds)
 
 
-def _resolved(given: GivenPlan, what: str, cluster: Cluster) -> Alternative:
+def _alternative(what: str, given: GivenPlan, request: Request) -> Alternative:
     """Return the fastest plan for another cluster, or the given plan, which runs there, too."""
     try:
-        plan = find_plan(
-            given.layer_costs.given,
-            cluster,
-            options_asked(given.plan),
-            given.clock,
-            given.tuning,
-        )
+        plan = find_plan(request)
     except InfeasibleError:
         return Alternative(what=what, config=None, seconds_per_minibatch=None, gain=None)
 

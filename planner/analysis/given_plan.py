@@ -3,7 +3,7 @@ the solver.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, pairwise, zip_longest
 
 from planner.cost.candidate import Candidate, Groups, StageOptions, whole_stage
@@ -13,10 +13,10 @@ from planner.cost.network.topology import Busy
 from planner.cost.overheads import Price
 from planner.cost.pricing import busy_resources
 from planner.cost.recomputation import units_of
-from planner.cost.tensor import layer_costs_on
 from planner.errors import ClusterError, InputError, PlanError, did_you_mean
 from planner.formats.cluster import Cluster
 from planner.formats.device_kinds import cluster_for
+from planner.formats.files import replace
 from planner.formats.own_plan import OwnPlan, OwnStage
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
@@ -27,12 +27,11 @@ from planner.plan.same_model import check_same_model
 from planner.plan.shape import check_versions
 from planner.schedule.schedule import gpus_after
 from planner.solver.assemble import GIVEN, complete
-from planner.solver.choose.baselines import equal_counts, legal_ends
+from planner.solver.by_hand import equal_counts, legal_ends
 from planner.solver.clock import Clock
 from planner.solver.evaluate.evaluation import evaluate
-from planner.solver.problem.budget import Budget
 from planner.solver.problem.problem import Problem
-from planner.solver.question import options_of, problem_of, setting_of
+from planner.solver.request import Request, options_of
 from planner.solver.tuning.record import STANDARD, Tuning
 from planner.stages.sharding import why_whole
 from planner.stages.tensor import degrees_of
@@ -40,20 +39,24 @@ from planner.units import counted, format_bytes, format_memory
 
 
 def priced_plan(
-    options: SolveOptions, layer_costs: LayerCosts, cluster: Cluster, stages: Sequence[Candidate]
+    request: Request,
+    stages: Sequence[Candidate],
+    *,
+    accepts_loss: bool = False,
 ) -> Plan:
     """Return the plan of these stages, priced and simulated, whether or not they fit the memory.
 
     Raise InputError if the cluster has fewer GPUs than stages need.
     """
-    needed = sum(stage.options.gpus for stage in stages) // options.chunks_per_gpu
+    cluster = request.cluster
+    needed = sum(stage.options.gpus for stage in stages) // request.options.chunks_per_gpu
     check_enough_gpus(needed, cluster)
     # A plan that does not fit has a price, too.
-    problem = problem_of(options, layer_costs, cluster.with_memory(lambda _: None))
+    unlimited = request.on(cluster.with_memory(lambda _: None))
+    problem = unlimited.problem(request.unlimited_budget())
     _check_whole(problem, stages)
-    return complete(problem, evaluate(problem, stages), GIVEN).model_copy(
-        update={"cluster": cluster}
-    )
+    plan = complete(problem, evaluate(problem, stages), GIVEN, accepts_loss=accepts_loss)
+    return replace(plan, cluster=cluster)
 
 
 def check_enough_gpus(needed: int, cluster: Cluster) -> None:
@@ -94,45 +97,42 @@ def _check_groups(cluster: Cluster, options: StageOptions) -> None:
 
 @dataclass(frozen=True)
 class GivenPlan:
-    """A plan, the profile it was made from, and the options it was solved with."""
+    """A plan, its stages in the terms of the solver, and what was asked.
 
-    layer_costs: LayerCosts
+    Attributes:
+        request: for the plan, by the options that it records; its clock is that of everything that
+            is solved or simulated, together.
+    """
+
     plan: Plan
-    options: SolveOptions  # under which it and its alternatives are priced
+    request: Request
     stages: tuple[Candidate, ...]
-    clock: Clock  # of everything that is solved or simulated, together
-    tuning: Tuning  # of that
 
     @classmethod
     def of(
         cls,
         profile: Profile,
         plan: Plan,
-        options: SolveOptions | None = None,
-        clock: Clock | None = None,
+        clock: Clock,
         tuning: Tuning = STANDARD,
     ) -> "GivenPlan":
-        """Prepare `plan`, with the options that it records by default; raise PlanError if its
-        profile is another.
-        """
-        layer_costs = layer_costs_on(profile, plan.cluster)
+        """Prepare `plan`; raise PlanError if it was made from another profile."""
         if plan.profile_digest != profile.digest:
             raise PlanError(
                 f"the plan was made from another profile of '{plan.model}' than this one of "
                 f"'{profile.model}'",
                 hint="give the plan's own `profile`, or solve again",
             )
+        request = Request(profile, plan.cluster, options_of(plan), clock, tuning)
+        layer_costs = request.layer_costs
         check_same_model(plan, list(layer_costs.position), profile.edges)
 
-        recorded = options_of(plan)
-        stages = with_kinds(
-            layer_costs,
-            _stages_of(plan, layer_costs),
-            setting_of(recorded, profile, plan.cluster),
-        )
-        options = options or recorded
-        clock = clock or Clock.of(options.time_limit_s, options.progress, tuning.clock)
-        return cls(layer_costs, plan, options, stages, clock, tuning)
+        stages = with_kinds(layer_costs, _stages_of(plan, layer_costs), request.setting)
+        return cls(plan, request, stages)
+
+    @property
+    def layer_costs(self) -> LayerCosts:
+        return self.request.layer_costs
 
     @property
     def seconds(self) -> float:
@@ -143,35 +143,25 @@ class GivenPlan:
         """Whether the plan's seconds are those of a simulation."""
         return self.plan.predicted.by == "simulation"
 
-    def within(self, share: float) -> "GivenPlan":
-        """Return the plan with this share of the time that is left for what is solved."""
-        return replace(self, clock=self.clock.part(share))
+    @property
+    def problem(self) -> Problem:
+        """The problem of pricing the plan and its alternatives."""
+        return self.request.problem(self.request.unlimited_budget())
 
     def price(self) -> Price:
         """Price the plan, with the time, depths and memory that it states: a simulation may have
         chosen others.
         """
         return replace(
-            self._as_recorded.price(self.stages),
+            self.problem.price(self.stages),
             seconds_per_minibatch=self.seconds,
             in_flight=tuple(stage.in_flight for stage in self.plan.stages),
             memory=tuple(stage.memory for stage in self.plan.stages),
         )
 
-    @property
-    def problem(self) -> Problem:
-        """The problem of pricing the plan and its alternatives."""
-        budget = Budget.unlimited(self.clock, self.tuning.budget)
-        return problem_of(self.options, self.layer_costs, self.plan.cluster, budget, self.tuning)
-
-    @property
-    def _as_recorded(self) -> Problem:
-        options = options_of(self.plan)
-        return problem_of(options, self.layer_costs, self.plan.cluster, tuning=self.tuning)
-
     def busy_resources(self) -> Sequence[Busy]:
         """Compute the busy seconds per minibatch of each stage's resources."""
-        within, groups, _ = self._as_recorded.in_groups(self.stages)
+        within, groups, _ = self.problem.in_groups(self.stages)
         return busy_resources(within.layer_costs, groups, within.setting)
 
 
@@ -195,19 +185,25 @@ def _positions(layer_costs: LayerCosts, names: Iterable[str]) -> frozenset[int]:
     return frozenset(layer_costs.position[name] for name in names)
 
 
-def price(profile: Profile, cluster: Cluster, own: OwnPlan) -> Plan:
+def price(
+    profile: Profile,
+    cluster: Cluster,
+    own: OwnPlan,
+    *,
+    accepts_loss: bool = False,
+) -> Plan:
     """Return the plan of a configuration, priced and simulated: `planner.price` says how."""
-    cluster = cluster_for(profile, cluster)
     options = SolveOptions(
         schedule=own.schedule,
         microbatches=own.microbatches,
         depth="published",
         chunks=own.chunks,
     )
+    request = Request(profile, cluster_for(profile, cluster), options, Clock())
     _check_chunks(own, options.chunks_per_gpu)
-    _check_versions(own, options.microbatches_on(cluster, profile))
-    layer_costs = layer_costs_on(profile, cluster)
-    return priced_plan(options, layer_costs, cluster, _candidates(layer_costs, own.stages))
+    _check_versions(own, request.setting.microbatches)
+    stages = _candidates(request.layer_costs, own.stages)
+    return priced_plan(request, stages, accepts_loss=accepts_loss)
 
 
 def _check_chunks(own: OwnPlan, chunks: int) -> None:

@@ -6,76 +6,63 @@ plan that takes no longer on them is the fastest there, too, without a search.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from planner.analysis.given_plan import GivenPlan, priced_plan
 from planner.errors import InputError, PlannerError
 from planner.formats.cluster import Cluster
-from planner.formats.device_kinds import cluster_for
+from planner.formats.files import replace
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import SlowLinks, SteadyPlan
-from planner.formats.profile import Profile
-from planner.options.solving import SolveOptions
 from planner.solver.clock import Clock
 from planner.solver.find_plan import find_plan
-from planner.solver.question import options_of
-from planner.solver.tuning.record import STANDARD, Tuning
+from planner.solver.request import Request
 
 
-def clock_before(cluster: Cluster, clock: Clock, tuning: Tuning = STANDARD) -> Clock:
-    """Return the clock of the answer itself, which leaves time for `with_slow_links` where that has
-    something to ask.
+def leaving_time(request: Request) -> Request:
+    """Ask for the answer itself, with time left for `with_slow_links` where that has something to
+    ask.
     """
-    if cluster.level_by_data_sheet is None:
-        return clock
-    return clock.part(1 - tuning.links.time_share)
+    if request.cluster.level_by_data_sheet is None:
+        return request
+    return request.within(1 - request.tuning.links.time_share)
 
 
-def with_slow_links(
-    profile: Profile,
-    plan: Plan,
-    options: SolveOptions,
-    clock: Clock,
-    tuning: Tuning = STANDARD,
-) -> Plan:
+def with_slow_links(plan: Plan, request: Request) -> Plan:
     """Return the plan with what slower links change; unchanged where no rate is a data sheet's.
 
     Args:
-        profile: that the plan was made from.
-        options: that it was solved with.
-        clock: how long all searches for other plans may take together.
+        plan: the answer.
+        request: for it; its clock says how long all searches for other plans may take together.
     """
     level = plan.cluster.level_by_data_sheet
     if level is None:
         return plan
-    shares = (*tuning.links.shares, 1.0)
+    shares = (*request.tuning.links.shares, 1.0)
     clusters = [plan.cluster.level_times_as_fast(level, share) for share in shares]
     try:
-        known = _Known(profile, options, clusters, clock, tuning)
-        slow_links = _slow_links(plan, known, level)
+        slow_links = _slow_links(plan, _Known(request, clusters), level)
     except PlannerError as error:
         return plan.noting(f"slower links were not priced: {error.message}")
-    return plan.model_copy(update={"slow_links": slow_links})
+    return replace(plan, slow_links=slow_links)
 
 
 @dataclass(frozen=True)
 class _Known:
-    """A question on clusters with ever faster links, the last one those of the data sheet."""
+    """A request on clusters with ever faster links, the last one those of the data sheet."""
 
-    profile: Profile
-    options: SolveOptions
+    request: Request
     clusters: Sequence[Cluster]
-    clock: Clock
-    tuning: Tuning
+
+    @property
+    def min_speedup(self) -> float:
+        """Times as fast that a plan must be to count as faster."""
+        return self.request.tuning.links.min_speedup
 
     def seconds(self, plan: Plan) -> list[float]:
         """Return the seconds per minibatch of a plan's stages on each of the clusters."""
-        given = GivenPlan.of(self.profile, plan)
-        options = options_of(plan)
-        plans = (
-            priced_plan(options, given.layer_costs, cluster, given.stages)
-            for cluster in map(self._of_kinds, self.clusters)
-        )
+        given = GivenPlan.of(self.request.profile, plan, Clock())
+        plans = [priced_plan(given.request.on(each), given.stages) for each in self.clusters]
         return [each.predicted.seconds_per_minibatch for each in plans]
 
     def fastest(self, plan: Plan, number: int, share: float) -> Plan | None:
@@ -83,24 +70,21 @@ class _Known:
         there was no time to find any.
         """
         options = replace(
-            self.options,
+            self.request.options,
             schedule=plan.schedule.unchunked,
             microbatches=plan.microbatches,
             minibatch=None,
             survive=0,
         )
-        clock = self.clock.part(share)
-        if clock.passed:
+        request = self.request.with_options(options).on(self.clusters[number]).within(share)
+        if request.clock.passed:
             return None
         try:
-            return find_plan(self.profile, self.clusters[number], options, clock, self.tuning)
+            return find_plan(request)
         except InputError:
             raise
         except PlannerError:  # the plan itself fits, so the time ended before any was found
             return None
-
-    def _of_kinds(self, cluster: Cluster) -> Cluster:
-        return cluster_for(self.profile, cluster)
 
 
 @dataclass(frozen=True)
@@ -123,7 +107,7 @@ def _slow_links(plan: Plan, known: _Known, level: int) -> SlowLinks:
 
     fastest = own
     steadiest = own
-    if least_s[0] * known.tuning.links.min_speedup <= own.seconds[0]:
+    if least_s[0] * known.min_speedup <= own.seconds[0]:
         fastest = min(ways, key=lambda way: way.seconds[0])
         steadiest = min(ways, key=lambda way: way.loss(least_s))
 
@@ -164,6 +148,6 @@ def _other_ways(own: _Way, known: _Known) -> tuple[list[_Way], bool]:
         if plan is None:
             return ways, False
         ways.append(_Way(plan, known.seconds(plan)))
-        if own.seconds[0] < known.tuning.links.min_speedup * ways[0].seconds[0]:
+        if own.seconds[0] < known.min_speedup * ways[0].seconds[0]:
             break
     return ways, True

@@ -9,7 +9,7 @@ from typing import Any
 from planner.analysis.compare import compare
 from planner.analysis.explain import explain
 from planner.analysis.given_plan import price as priced
-from planner.analysis.slow_links import clock_before, with_slow_links
+from planner.analysis.slow_links import leaving_time, with_slow_links
 from planner.api.own_stages import Stages, own_plan
 from planner.api.servers import check_rates, number_of_gpus, number_of_servers
 from planner.arguments import checked
@@ -30,21 +30,36 @@ from planner.formats.timeline import Timeline
 from planner.options.cluster import ClusterOptions, listed
 from planner.options.option import keywords_of, refuse
 from planner.options.solving import SolveOptions
-from planner.options.verbs import REPORT_S, PriceOptions, ReportOptions
+from planner.options.verbs import REPORT_S, PriceOptions, ReportOptions, ScheduleOptions
 from planner.plan.trainable import check_priced
 from planner.reporting.page.page import report_page
 from planner.reporting.tables.plan import plan_report
 from planner.reporting.tables.profile import profile_report
 from planner.reporting.trace import load_run
 from planner.simulator.simulate_plan import simulate, simulate_recorded
-from planner.solver import solve as solving
 from planner.solver.alternatives.table import with_baselines
 from planner.solver.clock import Clock
+from planner.solver.each_schedule import ScheduleComparison, compare_each
+from planner.solver.request import Request, options_of
+from planner.solver.solve import solve as best_plan
+from planner.units import parse_bytes
 
 # Shares of the time of a report, for the comparison, and then for the explanation.
 COMPARING = 0.3
 EXPLAINING = 0.4
 PLAN, PROFILE = Path("plan.json"), Path("profile.json")  # what one verb writes, the next one reads
+
+# Options that a file of the cluster takes the place of.
+DESCRIBED_TWICE = (
+    "gpus",
+    "servers",
+    "gpus_per_server",
+    "topology",
+    "bandwidth",
+    "latency",
+    "own_links",
+    "no_overlap",
+)
 
 
 _UNSAID = ClusterOptions()  # callers give keywords in its place
@@ -67,49 +82,55 @@ def cluster(profile: Profile | None = None, options: ClusterOptions = _UNSAID) -
         >>> planner.cluster(profile, servers=2, gpus_per_server=4, bandwidth="pcie4,10Gbps", memory="16GB").gpus
         8
     """
-    memory_bytes = options.memory
-    # each of several kinds has its own
-    if memory_bytes is None and profile is not None and not profile.kinds:
-        memory_bytes = planned_bytes(profile.device)
-    if options.cluster is not None:
-        described_twice = (
-            "gpus",
-            "servers",
-            "gpus_per_server",
-            "topology",
-            "bandwidth",
-            "latency",
-            "own_links",
-            "no_overlap",
-        )
-        refuse(options, "cluster", *described_twice)
-        described = load_cluster(options.cluster)
-        if options.memory is not None or described.memory_bytes is None:
-            described = described.model_copy(update={"memory_bytes": memory_bytes})
-    else:
-        described = _linked(options, memory_bytes)
-    changes: dict[str, object] = {"compress": options.compress or described.compress}
+    described = _described(options, profile)
+    described = described.replace(compress=options.compress)
     if options.kinds is not None:
-        counts = dict(options.kinds)  # type: ignore[arg-type]  # a text was parsed
-        if sum(counts.values()) != described.gpus:
-            raise ClusterError(
-                f"the kinds are {' + '.join(map(str, counts.values()))} GPUs, and the cluster has "
-                f"{described.gpus}",
-                hint="give `kinds` as many GPUs as the cluster has",
-            )
-        changes["kinds"] = tuple(
-            DeviceKind(name=name, count=count) for name, count in counts.items()
-        )
-    if options.sequence_parallel and profile is not None and not profile.tensor:
-        what = (
-            f"`sequence_parallel` is for groups of ranks, of which the profile of "
-            f"'{profile.model}' says nothing"
-        )
-        raise InputError(what, hint="profile with `tensor=2`, or leave it out")
+        described = described.replace(kinds=_kinds(options, described.gpus))
     if options.sequence_parallel:
-        changes["sequence_parallel"] = True
-    described = described.model_copy(update=changes)
+        _check_divides(profile)
+        described = described.replace(sequence_parallel=True)
     return described if profile is None else cluster_for(profile, described)
+
+
+def _described(options: ClusterOptions, profile: Profile | None) -> Cluster:
+    """Return the cluster of the options' file, or of those that count GPUs and name links."""
+    memory = options.memory
+    # Each of several kinds has its own.
+    if memory is None and profile is not None and not profile.kinds:
+        memory = planned_bytes(profile.device)
+    if options.cluster is None:
+        return _linked(options, memory)
+
+    refuse(options, "cluster", *DESCRIBED_TWICE)
+    read = load_cluster(options.cluster)
+    if options.memory is None and read.memory_bytes is not None:
+        return read
+    limit = parse_bytes(memory) if isinstance(memory, str) else memory
+    return read.with_limit(limit)
+
+
+def _kinds(options: ClusterOptions, gpus: int) -> tuple[DeviceKind, ...]:
+    counts = dict(options.kinds)  # type: ignore[arg-type]  # a text was parsed
+    if sum(counts.values()) != gpus:
+        raise ClusterError(
+            f"the kinds are {' + '.join(map(str, counts.values()))} GPUs, and the cluster has "
+            f"{gpus}",
+            hint="give `kinds` as many GPUs as the cluster has",
+        )
+    return tuple(DeviceKind(name=name, count=count) for name, count in counts.items())
+
+
+def _check_divides(profile: Profile | None) -> None:
+    """Raise InputError for a profile that knows no groups of ranks, whose tokens they would
+    divide.
+    """
+    if profile is None or profile.tensor:
+        return
+    raise InputError(
+        f"`sequence_parallel` is for groups of ranks, of which the profile of '{profile.model}' "
+        f"says nothing",
+        hint="profile with `tensor=2`, or leave it out",
+    )
 
 
 def _linked(options: ClusterOptions, memory_bytes: int | str | None) -> Cluster:
@@ -195,13 +216,13 @@ def solve(profile: Profile, cluster: Cluster, options: SolveOptions) -> Plan:
         >>> plan.config, plan.solver.status
         ('2-1-1', 'optimal')
     """
-    return answer(profile, cluster, options, Clock.of(options.time_limit_s, options.progress))
+    return answer(Request.of(profile, cluster, options))
 
 
-def answer(profile: Profile, cluster: Cluster, options: SolveOptions, clock: Clock) -> Plan:
-    """Solve before the clock ends, and say what slower links would change."""
-    plan = solving.solve(profile, cluster, options, clock_before(cluster, clock))
-    return with_slow_links(profile, plan, options, clock)
+def answer(request: Request) -> Plan:
+    """Solve before the request's clock ends, and say what slower links would change."""
+    plan = best_plan(leaving_time(request))
+    return with_slow_links(plan, request)
 
 
 @keywords_of(PriceOptions, arguments=3)
@@ -234,11 +255,42 @@ def price(
     """
     if not isinstance(stages, OwnPlan):
         stages = own_plan(profile, cluster, stages, options)
-    plan = priced(profile, cluster, stages)
-    check_priced(plan, profile, accepted=options.accept_divided_loss)
-    if options.accept_divided_loss and plan.loss is not None:
-        plan = plan.model_copy(update={"loss": plan.loss.model_copy(update={"accepted": True})})
-    return with_baselines(profile, plan, Clock())
+    accepts = options.accept_divided_loss
+    plan = priced(profile, cluster, stages, accepts_loss=accepts)
+    check_priced(plan, profile, accepted=accepts)
+    return with_baselines(plan, Request(profile, plan.cluster, options_of(plan), Clock()))
+
+
+@keywords_of(ScheduleOptions)
+def compare_schedules(
+    profile: Profile | Sequence[Profile], cluster: Cluster, options: ScheduleOptions
+) -> ScheduleComparison:
+    """Find the best plan under each of several schedules, with each number of microbatches.
+
+    Args:
+        profile: costs per layer, for one microbatch; or several of one model, for microbatches of
+            other sizes.
+        cluster: devices, memory and links.
+
+    Returns:
+        A row for each, those with the same global batch together. `to_csv()` and `to_frame()` give
+        them to other programs. A schedule that has no plan says why.
+
+    Raises:
+        InputError: for an unknown schedule, or a number of microbatches that makes no sense.
+
+    Example:
+        >>> profile = planner.load_profile("profiles/vgg16/cpu.json")
+        >>> cluster = planner.flat_cluster(2, "1Gbps")
+        >>> rows = planner.compare_schedules(profile, cluster, schedules=["gpipe", "1f1b-flush"]).rows
+        >>> [str(row.schedule) for row in rows]
+        ['gpipe', '1f1b-flush']
+    """
+    profiles = [profile] if isinstance(profile, Profile) else list(profile)
+    if len({each.model for each in profiles}) != 1:
+        raise InputError("`profile` names no model, or several", hint="give profiles of one model")
+    clock = Clock.of(options.time_limit_s, options.progress)
+    return compare_each(profiles, cluster, options, clock)
 
 
 @checked
@@ -294,25 +346,24 @@ def report(plan: Plan | str | Path, output: str | Path | None, options: ReportOp
             hint="print report.html from a browser",
         )
     clock = Clock.of(options.time_limit_s, options.progress)
-    plan = plan if isinstance(plan, Plan) else load_plan(plan)
-    run = (
-        load_run(options.measured) if isinstance(options.measured, str | Path) else options.measured
-    )
-    # A run that lost hosts ends under a smaller plan.
-    plan = next(
-        (
-            each
-            for each in plan.smaller
-            if run is not None and each.config == run.config != plan.config
-        ),
-        plan,
-    )
+    run = options.measured
+    if isinstance(run, str | Path):
+        run = load_run(run)
+    plan = _plan_of_run(plan if isinstance(plan, Plan) else load_plan(plan), run)
+
     # The default limit is for the searches: a simulation has one of its own, by its amount.
     limit_s = None if options.time_limit_s == REPORT_S else clock.left_s
     simulated, measured = timelines(plan, options, run, "measured", limit_s)
     alternatives = _alternatives(plan, options, clock)
     write_text(path, report_page(plan, simulated, measured, **alternatives))
     return path
+
+
+def _plan_of_run(plan: Plan, run: Timeline | None) -> Plan:
+    """Return the plan under which a run ended: a smaller one where it lost hosts."""
+    if run is None or run.config == plan.config:
+        return plan
+    return next((smaller for smaller in plan.smaller if smaller.config == run.config), plan)
 
 
 def timelines(
@@ -339,18 +390,20 @@ def _alternatives(plan: Plan, options: ReportOptions, clock: Clock) -> dict[str,
     missing = "The comparison, and what would help"
     if options.profile is None and not PROFILE.exists():
         return {"why_not": f"{missing}: there is no {PROFILE}; name the plan's profile."}
+
+    given = options.profile or PROFILE
     try:
-        given = options.profile or PROFILE
         profile = given if isinstance(given, Profile) else read_profile(str(given))
         comparison = compare(profile, plan, clock=clock.part(COMPARING))
     except PlannerError as error:
         if options.profile is not None:
             raise
         return {"why_not": f"{missing}: {error.message}."}
-    found: dict[str, Any] = {"comparison": comparison, "source": profile.provenance.source}
+
+    parts: dict[str, Any] = {"comparison": comparison, "source": profile.provenance.source}
     try:
-        found["explanation"] = explain(profile, plan, clock=clock.part(EXPLAINING))
+        parts["explanation"] = explain(profile, plan, clock=clock.part(EXPLAINING))
     # such as a time limit in which no plan of another cluster was found
     except PlannerError as error:
-        found["why_not"] = f"What would help: {error.message}."
-    return found
+        parts["why_not"] = f"What would help: {error.message}."
+    return parts

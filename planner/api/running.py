@@ -8,17 +8,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from planner.analysis.slow_links import clock_before, with_slow_links
+from planner.analysis.slow_links import leaving_time, with_slow_links
 from planner.api.servers import Servers
 from planner.catalog.models import find_model
 from planner.errors import InputError, PlanError
 from planner.executor.checkpoint.folders import seed_of_run
+from planner.executor.handed_model import packed_model
 from planner.executor.run.agreement import check_loss, device_kind
 from planner.executor.worker import launch
 from planner.formats.device_kinds import planned_bytes
 from planner.formats.files import check_writable
+from planner.formats.fit import Fit
 from planner.formats.late import LateFailure, log_failures, noting
 from planner.formats.plan import Plan, save_plan
 from planner.formats.profile import Profile, replace_profile
@@ -35,7 +36,6 @@ from planner.options.training import (
 )
 from planner.options.verbs import SAMPLES, TENSOR, TOKENS, FitOptions
 from planner.plan.trainable import check_trainable
-from planner.profiler.estimated.calibrate import load_calibration
 from planner.profiler.estimated.devices import DType, device_spec, parse_dtype, usual_dtype
 from planner.profiler.estimated.estimate import (
     EstimateOptions,
@@ -47,9 +47,11 @@ from planner.profiler.estimated.execution import compiler
 from planner.profiler.estimated.trace import collecting
 from planner.profiler.measured.profiling import ProfilingOptions, profile_model
 from planner.reporting.trace import save_trace
+from planner.schedule.registry import SCHEDULES, file_of
 from planner.solver.clock import Clock
-from planner.solver.fit import Fit, FitQuestion
+from planner.solver.fit import FitRequest
 from planner.solver.fit import fit as answer_fit
+from planner.solver.request import Request
 from planner.solver.sizes.microbatches import Profiles
 from planner.solver.sizes.minibatch import HALVES, minibatch_for
 from planner.workers.job import LAUNCHER_VARIABLE, Job, TrainResult
@@ -88,7 +90,7 @@ def estimate(model: str | Path, asked: EstimateArguments) -> Profile:
 
     Raises:
         ModelFileError, CaptureError: when the model file or the model cannot be used.
-        InputError: for a device or data type that is not in the table, and for unsuitable profiles.
+        InputError: for a device or data type that is not in the table.
 
     Example:
         >>> planner.estimate("model.py", batch_size=16, device="a100-80gb").device.name
@@ -102,7 +104,6 @@ def estimate(model: str | Path, asked: EstimateArguments) -> Profile:
         device=asked.device or load_device(asked.device_file or "", dtype),
         dtype=dtype,
         memory_format=asked.memory_format,
-        calibration=[each for path in asked.calibrate for each in load_calibration(path)],
         fusion=compiler if asked.compiled else None,
         master_weights=asked.master_weights,
         host=asked.host,
@@ -140,26 +141,26 @@ def fit(model: str | Path, gpus: int, options: FitOptions) -> Fit:
     for name in ("profile.json", "plan.json"):
         check_writable(file.folder / name)
 
-    question = _fit_question(file, dtype, servers, options)
-    answer, profile = answer_fit(question, clock_before(question.cluster, clock))
-    answer = _with_slow_links(answer, profile, question, clock)
+    request = _fit_request(file, dtype, servers, options, clock)
+    sooner = leaving_time(request.about(request.profiles.smallest, servers.gpus, clock))
+    answer, profile = answer_fit(request.with_clock(sooner.clock))
+    answer = _with_slow_links(answer, request.about(profile, servers.gpus, clock))
     return _saved(answer, profile, file)
 
 
-def _with_slow_links(answer: Fit, profile: Profile, question: FitQuestion, clock: Clock) -> Fit:
+def _with_slow_links(answer: Fit, request: Request) -> Fit:
     if answer.asked.plan is None:
         return answer
-    plan = with_slow_links(profile, answer.asked.plan, question.options, clock)
-    asked = answer.asked.model_copy(update={"plan": plan})
-    return answer.model_copy(update={"asked": asked})
+    return answer.with_plan(with_slow_links(answer.asked.plan, request))
 
 
-def _fit_question(
+def _fit_request(
     file: "_ModelFile",
     dtype: DType,
     servers: Servers,
     options: FitOptions,
-) -> FitQuestion:
+    clock: Clock,
+) -> FitRequest:
     """Estimate the model at its first size of microbatches, and return what is to be solved for."""
     degrees = options.tensor or [degree for degree in TENSOR if servers.per_server % degree == 0]
     how = EstimateOptions(
@@ -181,11 +182,12 @@ def _fit_question(
         max(degrees, default=1),
         known={first.microbatch_size or 1: first},
     )
-    return FitQuestion(
+    return FitRequest(
         profiles,
         servers.gpus,
         partial(servers.cluster_of, memory=memory),
         options.with_minibatch(minibatch),
+        clock,
     )
 
 
@@ -251,20 +253,18 @@ def _saved(answer: Fit, profile: Profile, file: _ModelFile) -> Fit:
         with noting(late):
             save_plan(answer.asked.plan, file.folder / "plan.json")
     log_failures(late, _log)
-    places = {
-        "folder": str(file.folder),
-        "model_file": os.path.relpath(file.path, file.folder),
-        "late_failures": tuple(late),
-    }
-    return answer.model_copy(update=places)
+    model_file = os.path.relpath(file.path, file.folder)
+    return answer.saved(str(file.folder), model_file, tuple(late))
 
 
 @keywords_of(TrainArguments)
-def train(model: str | Path, plan: Plan, arguments: TrainArguments) -> TrainResult:
+def train(model: str | Path | TrainingSpec, plan: Plan, arguments: TrainArguments) -> TrainResult:
     """Train in worker processes on this host, as `plan` says.
 
     Args:
-        model: the model file that the plan was made for.
+        model: the model file that the plan was made for; or what `in_memory` gives, whose functions
+            and classes workers import. The model itself stays as it is: `save_weights` and
+            `load_weights` bring the trained weights.
         plan: from `solve` or `load_plan`.
 
     Returns:
@@ -281,7 +281,12 @@ def train(model: str | Path, plan: Plan, arguments: TrainArguments) -> TrainResu
         >>> planner.train("model.py", plan, steps=4).minibatches
         4
     """
-    result = run_job(make_job(model, plan, arguments))
+    if isinstance(model, TrainingSpec) and model.path is None:
+        job = make_job(model.origin, plan, arguments).model_copy(update={"in_memory": True})
+        result = launch(job, trace_writer(job), packed_model(model))
+    else:
+        location = model.location if isinstance(model, TrainingSpec) else model
+        result = run_job(make_job(location, plan, arguments))
     log_failures(result.late_failures, _log)
     return result
 
@@ -331,40 +336,74 @@ def plan_left(plan: Plan) -> tuple[Plan, str]:
     return own, f"for {own.cluster.gpus} of {plan.cluster.gpus} GPUs ({speed})"
 
 
+def schedule_files(plan: Plan) -> tuple[str, ...]:
+    """Return the files that workers import for the plan's schedule; raise InputError where it has
+    none.
+    """
+    if plan.schedule in SCHEDULES:
+        return ()
+    file = file_of(plan.schedule)
+    if file is None:
+        raise InputError(
+            f"the schedule {plan.schedule} was typed into this session, and workers are processes "
+            f"of their own",
+            hint="write it into a file, and import that",
+        )
+    return (str(file),)
+
+
 def make_job(model: str | Path, plan: Plan, arguments: TrainArguments) -> Job:
     """Return the job of `train`; raise InputError for arguments or a plan that it cannot run."""
-    options, baseline = arguments.options or TrainingOptions(), arguments.baseline
-    checkpoints, run_options = (
-        arguments.checkpoints or CheckpointOptions(),
-        arguments.run_options or RunOptions(),
-    )
-    asked = vars(options) | vars(arguments)
-    only_plans = {"evaluate_every": None, "save_weights": None, "defer_weights": None}
-    refused = [name for name, usual in only_plans.items() if asked[name] != usual]
-    if baseline is None:
-        check_trainable(plan)
-    elif refused:
-        what = f"`{refused[0]}` is for plans, not for {baseline}"
-        raise InputError(what, hint=f"leave out `{refused[0]}` or `baseline`")
-    elif plan.master_weights is not None:
-        what = (
-            f"{baseline} all-reduces gradients in the weights' own type, which is "
-            f"{plan.master_weights} in this plan"
-        )
-        raise InputError(what, hint="compare with a plan that has one stage")
+    options = arguments.options or TrainingOptions()
+    checkpoints = arguments.checkpoints or CheckpointOptions()
+    run_options = arguments.run_options or RunOptions()
+    _check_runnable(plan, arguments, options)
     check_loss(plan, options)
-    path = arguments.save_weights
-    made: dict[str, Any] = {
-        "options": options,
-        "checkpoints": checkpoints,
-        "run_options": run_options,
-    }
-    made |= {"save_weights": None if path is None else str(path)}
-    made |= {"seed": seed_of_run(checkpoints, plan, arguments.seed, baseline)}
-    job = Job(**vars(arguments) | made, model=str(model), plan=plan)
+
+    weights = arguments.save_weights
+    job = Job(
+        **{
+            **vars(arguments),
+            "options": options,
+            "checkpoints": checkpoints,
+            "run_options": run_options,
+            "save_weights": None if weights is None else str(weights),
+            "schedule_files": schedule_files(plan),
+            "seed": seed_of_run(checkpoints, plan, arguments.seed, arguments.baseline),
+        },
+        model=str(model),
+        plan=plan,
+    )
     if os.environ.get("RANK", "0") == "0":  # on other hosts nothing is written
         for path in (job.save_weights, run_options.trace):
             if path is not None:
                 check_writable(path)
     device_kind(job)  # so that another kind than the plan's shows before any process starts
     return job
+
+
+def _check_runnable(plan: Plan, arguments: TrainArguments, options: TrainingOptions) -> None:
+    """Raise InputError for a plan that cannot be trained, or a baseline that is asked for more than
+    it does.
+    """
+    baseline = arguments.baseline
+    if baseline is None:
+        check_trainable(plan)
+        return
+
+    for given, name in (
+        (options.evaluate_every, "evaluate_every"),
+        (arguments.save_weights, "save_weights"),
+        (arguments.defer_weights, "defer_weights"),
+    ):
+        if given is not None:
+            raise InputError(
+                f"`{name}` is for plans, not for {baseline}",
+                hint=f"leave out `{name}` or `baseline`",
+            )
+    if plan.master_weights is not None:
+        raise InputError(
+            f"{baseline} all-reduces gradients in the weights' own type, which is "
+            f"{plan.master_weights} in this plan",
+            hint="compare with a plan that has one stage",
+        )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from planner.errors import ClusterError
 from planner.formats.cluster import Cluster, checked_gpus, flat_cluster, hierarchical_cluster
+from planner.formats.files import replace
 from planner.formats.link_names import usual_between, usual_link
 from planner.formats.names import CodecName
 from planner.options.cluster import listed
@@ -135,4 +136,4 @@ class Servers:
             least = -(-gpus // self.per_server)
             servers = next(each for each in range(least, gpus + 1) if gpus % each == 0)
             cluster = hierarchical_cluster([gpus // servers, servers], self.rates, memory)
-        return cluster.model_copy(update={"compress": self.compress})
+        return replace(cluster, compress=self.compress)

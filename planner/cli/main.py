@@ -15,9 +15,10 @@ from typing import Any, NoReturn
 from planner.cli import profile, solve, train, views
 from planner.cli.elsewhere import meaning_here
 from planner.cli.output import as_flags, print_complaint, try_outputs
-from planner.cli.parser import Parser, grouped_verbs
+from planner.cli.parser import Advanced, Parser, grouped_verbs
 from planner.cli.results import answered, begin_command, results_apart
 from planner.errors import InputError, PlannerError, did_you_mean
+from planner.schedule.own_file import load_schedules
 from planner.streams import prepare_streams
 from planner.terminal import PrintableFormatter, printable
 
@@ -56,6 +57,8 @@ GROUPS = {
     "look": ("show", "compare", "explain", "simulate", "report"),
     "run": ("profile", "train", "export", "quickstart", "selftest"),
 }
+# The verbs that make a plan, or read one.
+UNDER_A_SCHEDULE = (*GROUPS["plan"], *GROUPS["look"], "train", "export")
 
 
 class _Version(argparse.Action):
@@ -83,6 +86,12 @@ def build_parser() -> Parser:
             each.add_argument(
                 "--json", action="store_true", help="print the answer as JSON, files by their names"
             )
+    for name in UNDER_A_SCHEDULE:
+        help = Advanced("a Python file that registers a schedule of your own; may be repeated")
+        subparsers.choices[name].add_argument(
+            "--schedule-from", action="append", metavar="FILE", help=help
+        )
+    for each in subparsers.choices.values():
         each.add_help_all()
     # On each verb, so that it stands where people add it: at the end.
     for each in (parser, *subparsers.choices.values()):
@@ -113,6 +122,7 @@ def _run(arguments: list[str]) -> int:
         logging.lastResort.setFormatter(PrintableFormatter())
     verbose, as_json = False, "--json" in arguments  # also where they cannot be parsed
     try:
+        _load_schedules(arguments)
         parser = build_parser()
         if "_ARGCOMPLETE" in os.environ:  # the shell asks what could follow
             import argcomplete
@@ -139,6 +149,18 @@ def _run(arguments: list[str]) -> int:
             sys.stderr.write(printable(traceback.format_exc()))
         print_complaint("error", failure.message, failure.hint)
         return code
+
+
+def _load_schedules(arguments: Sequence[str]) -> None:
+    """Import the files of users' schedules, whose names the flags of the verbs then take."""
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    early.add_argument("--schedule-from", action="append", default=[])
+    try:
+        given, _ = early.parse_known_args(arguments)
+    except argparse.ArgumentError:  # which the whole parser tells with the verb's usage
+        return
+    for path in given.schedule_from:
+        load_schedules(path)
 
 
 def _finish_stdout(failure: PlannerError, code: int, *, as_json: bool) -> None:

@@ -47,7 +47,7 @@ _ARGUMENT = re.compile(r"`([a-z][a-z0-9_]*)(?:=([^`]*))?`")
 _PLAIN_NUMBER = re.compile(r"[0-9][0-9_.]*(e[+-]?[0-9]+)?")
 # Flags that belong to no record of options: what a verb reads, writes and shows, and the cluster.
 _OWN = """
-    against by estimate json links output plan profile stages to top
+    against by estimate json links output plan profile schedule_from stages to top
 """
 # Names of Python parameters that differ from the flag's, and the unit that the flag wants after a
 # plain number.
@@ -116,6 +116,15 @@ def print_plan(plan: "Plan", args: argparse.Namespace) -> None:
 
     table = "" if args.json else plan_report(plan, verbose=is_verbose(args))
     print_answer(plan, args.json, table)
+
+
+def print_verdict(plan: "Plan") -> None:
+    """Print what a plan comes to on stderr, beside an answer that is something else."""
+    from planner.analysis.limits import simulated_limits
+    from planner.reporting.tables.verdict import verdict_lines
+
+    for line in verdict_lines(plan, simulated_limits(plan)):
+        print_progress(line)
 
 
 def is_verbose(args: argparse.Namespace) -> bool:
@@ -203,6 +212,24 @@ def searching() -> Iterator[Progress]:
         watcher.join()
         if line is not None:
             line.clear()
+
+
+@contextmanager
+def profiling() -> Iterator[Callable[[str, float], None]]:
+    """Show on stderr how far a profile is, as what it yields is told."""
+    line, phases = ProgressLine(), set[str]()
+
+    def show(phase: str, done: float) -> None:
+        if sys.stderr.isatty():
+            line.show(f"{phase} {done:.0%}")
+        elif phase not in phases:
+            print_progress(f"{phase} ...")
+        phases.add(phase)
+
+    try:
+        yield show
+    finally:
+        line.clear()
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -17,12 +16,11 @@ from planner.cli.arguments import (
     declare,
     given_options,
 )
-from planner.cli.output import print_answer, print_progress, saving
+from planner.cli.output import print_answer, print_progress, profiling, saving
 from planner.errors import InputError
 from planner.options.profiling import EstimateArguments, ProfileOptions
 from planner.options.training import TrainArguments
 from planner.profiler.estimated.devices import DEVICES
-from planner.terminal import ProgressLine
 
 DESCRIPTION = """\
 Measure what each layer of the model costs in training on this device: the times of forward, backward and update, the
@@ -41,7 +39,7 @@ to a cluster.json for `plan solve --cluster`. Start it on each host with torchru
     torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m planner profile --links
 """
 
-_ONLY_ESTIMATES = ("calibrate", "device_file", "host")
+_ONLY_ESTIMATES = ("device_file", "host")
 
 
 def add_parser(verbs: Verbs) -> None:
@@ -63,8 +61,7 @@ def add_parser(verbs: Verbs) -> None:
     estimates = parser.add_argument_group("estimates")
     help = "estimate instead of measuring; the model is run without data"
     estimates.add_argument("--estimate", action="store_true", help=help)
-    add_options(estimates, EstimateArguments, "calibrate", action="append", type=Path)
-    add_options(estimates, EstimateArguments, *_ONLY_ESTIMATES[1:])
+    add_options(estimates, EstimateArguments, *_ONLY_ESTIMATES)
     add_options(parser.add_argument_group("measuring"), ProfileOptions, "seconds", "repeats")
     links = parser.add_argument_group("links")
     help = (
@@ -109,7 +106,11 @@ def _run_links(args: argparse.Namespace) -> NoReturn:
             f"--links chooses a GPU for each worker, not '--device {args.device}'",
             hint="give its kind",
         )
-    cluster = measure_cluster(device=args.device, backend=args.backend)
+
+    def announce(workers: int, seconds: float) -> None:
+        print_progress(f"measuring the links between {workers} workers takes about {seconds:.0f} s")
+
+    cluster = measure_cluster(device=args.device, backend=args.backend, announce=announce)
     if cluster is not None:  # rank 0
         output = args.output or Path("cluster.json")
         with saving(partial(save_cluster, cluster, output), output):
@@ -126,19 +127,8 @@ def _measured(args: argparse.Namespace) -> planner.Profile:
                 f"`{name}` is for estimates", hint=f"add `estimate`, or leave out `{name}`"
             )
     keep_freed_pages()  # as the workers do
-    line, phases = ProgressLine(), set[str]()
-
-    def show(phase: str, done: float) -> None:
-        if sys.stderr.isatty():
-            line.show(f"{phase} {done:.0%}")
-        elif phase not in phases:
-            print_progress(f"{phase} ...")
-        phases.add(phase)
-
-    try:
+    with profiling() as show:
         return planner.profile(args.model, **given_options(ProfileOptions, args), progress=show)
-    finally:
-        line.clear()
 
 
 def _estimated(args: argparse.Namespace) -> planner.Profile:

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import planner
-from planner.cli import arguments, output
+from planner.cli import arguments, measured, output
 from planner.errors import ClusterError, InfeasibleError, PlannerError
 from planner.options.numbers import count
 from planner.options.solving import SolveOptions
@@ -24,6 +24,7 @@ from the bound. A plan uses no more GPUs than its speed needs.
 
     plan solve --servers 2 --gpus-per-server 4 --bandwidth pcie4,10Gbps
     plan solve --gpus 8 --bandwidth 10Gbps         # each GPU has such a link to all others
+    plan solve --run run.json -o next.json         # plan.json's cluster, as a run measured it
 """
 FIT = """\
 Say in one screen whether a model fits your GPUs, how to split it, how fast it would train, what baselines would give,
@@ -58,6 +59,7 @@ def add_parser(verbs: arguments.Verbs) -> None:
         verbs, "solve", "find the fastest plan for a profile and a cluster", SOLVE, solve
     )
     arguments.add_cluster_arguments(parser)
+    measured.add_arguments(parser)
     arguments.add_profile_argument(parser)
     arguments.add_output_argument(parser, arguments.PLAN)
     every = (
@@ -112,15 +114,19 @@ def add_parser(verbs: arguments.Verbs) -> None:
 def solve(args: argparse.Namespace) -> int:
     from planner.api.planning import answer
     from planner.formats.device_kinds import read_profile
+    from planner.solver.request import Request
 
     with arguments.clock_of(args) as clock:
         profile = read_profile(args.profile)
-        cluster = arguments.cluster_of(args, profile)
+        run = measured.given(args)
+        cluster = arguments.cluster_of(args, profile) if run is None else run[1].cluster
         options = arguments.read_options(SolveOptions, args)
         with output.stopped_by_interrupt(clock.stop):
-            plan = answer(profile, cluster, options, clock)
+            plan = answer(Request(profile, cluster, options, clock))
     with output.saving(partial(planner.save_plan, plan, args.output), args.output):
         output.print_plan(plan, args)
+    if run is not None:
+        measured.print_measured(profile, *run, plan)
     for kind, message, hint in complaints(plan, profile):
         output.print_complaint(kind, message, hint)
     output.print_progress(next_commands(plan, args))

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import planner
-from planner.cli import arguments, output
+from planner.cli import arguments, output, solve_first
 from planner.cli.results import print_result, results_left_to_workers
+from planner.errors import InputError
+from planner.formats.files import replace
 from planner.options.option import refuse
 from planner.options.training import (
     CheckpointOptions,
@@ -30,6 +32,9 @@ if TYPE_CHECKING:
 
 TRAIN = """\
 Train the model as the plan says: one process per worker on this host.
+
+    plan train model.py --epochs 3                  # by plan.json, from `plan solve`
+    plan train model.py --epochs 3 --gpus 2         # profile and solve for 2 GPUs of this host first
 
 On several hosts, start the same command on each with torchrun, and it runs as one of the plan's workers:
 
@@ -82,6 +87,7 @@ def add_train(verbs: arguments.Verbs) -> None:
         "model", help="model file, or model.py:builder for another function than build_model"
     )
     arguments.add_plan_argument(parser)
+    solve_first.add_arguments(parser)
     arguments.add_options(parser.add_mutually_exclusive_group(), TrainArguments, "steps", "epochs")
     arguments.add_options(
         parser,
@@ -120,7 +126,7 @@ def train(args: argparse.Namespace) -> int:
     elastic = losing.elastic is not None
     # Under srun an elastic run's tasks are its hosts, whose workers torchrun's agents start.
     as_worker = (not elastic or "TORCHELASTIC_RUN_ID" in os.environ) and started_as_worker()
-    plan, left = planner.load_plan(args.plan), ""
+    plan, left = _plan(args, alone=not (as_worker or elastic)), ""
     if elastic:
         refuse(args, "elastic", "baseline", why=", which changes the plan")
         check_elastic(plan, losing)
@@ -136,9 +142,9 @@ def train(args: argparse.Namespace) -> int:
         run_options=arguments.read_options(RunOptions, args),
         show_progress=sys.stderr.isatty(),
     )
-    job = make_job(args.model, plan, asked).model_copy(update={"elastic": losing, "left": left})
+    job = replace(make_job(args.model, plan, asked), elastic=losing, left=left)
     if as_worker:
-        _run_as_worker(job.model_copy(update={"started_again": continued is not None}), args.json)
+        _run_as_worker(replace(job, started_again=continued is not None), args.json)
     if elastic:
         return _run_as_host(job)
     try:
@@ -159,13 +165,30 @@ def train(args: argparse.Namespace) -> int:
     return output.print_late(result.late_failures)
 
 
+def _plan(args: argparse.Namespace, *, alone: bool) -> planner.Plan:
+    """Return the plan to train by: that of the file, or the one that is solved for first.
+
+    Args:
+        alone: whether this process starts all workers.
+    """
+    if not solve_first.is_asked(args):
+        return planner.load_plan(args.plan)
+    if not alone or args.resume is not None:
+        raise InputError(
+            "to solve first is for a new run on this host alone: all hosts, and all parts of a "
+            "run, have the same plan",
+            hint="leave out `gpus`, and solve with plan solve, whose plan.json this verb reads",
+        )
+    return solve_first.solved(args)
+
+
 def _run_as_host(job: Job) -> int:
     from planner.executor.checkpoint.host_memory import HostMemory, note_fault
     from planner.workers.launch import run_on_hosts, secret_file
     from planner.workers.secret import SECRET_VARIABLE
 
     # The same on all hosts, and when all of them are started again.
-    job = job.model_copy(update={"run": f"{str(job.plan.graph_hash)[:16]}-{job.seed}"})
+    job = replace(job, run=f"{str(job.plan.graph_hash)[:16]}-{job.seed}")
     memory = HostMemory.of(job)
     memory.make()  # or its workers would fail again and again
     try:
@@ -190,7 +213,7 @@ def _run_as_worker(job: Job, as_json: bool) -> NoReturn:
     def tell(error: planner.PlannerError) -> None:
         output.print_complaint("error", error.message, error.hint)
 
-    job = job.model_copy(update={"run": torchrun_run_id()})
+    job = replace(job, run=torchrun_run_id())
     code, result = run_worker(job, trace_writer(job), tell=tell)
     if result is not None:
         output.print_answer(result, as_json)

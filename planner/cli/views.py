@@ -14,7 +14,7 @@ from planner.cli import arguments, output
 from planner.cli.parser import Advanced
 from planner.options.numbers import count
 from planner.options.solving import SolveOptions
-from planner.options.verbs import ReportOptions
+from planner.options.verbs import ReportOptions, ScheduleOptions
 
 REPORT = Path("report.html")
 SHOW = """\
@@ -34,7 +34,9 @@ links. Prints samples per second, the bubble, how busy each worker and link is, 
 COMPARE = """\
 Compare a plan with what one would do without a planner: data parallelism, pipelines of equal blocks and of equal
 times, and GPipe with the plan's own stages. All are priced on the plan's cluster by the same cost model and by
-simulation.
+simulation. With --schedules or --microbatches, compare the best plans under several schedules on that cluster:
+
+    plan compare --schedules 1f1b-flush,zb-h1,gpipe --microbatches 4,8,16 --csv schedules.csv
 """
 EXPLAIN = """\
 Explain what limits a plan: the busiest resource, the slack of all others, and what more bandwidth, one more GPU or
@@ -81,6 +83,16 @@ def add_questions(verbs: arguments.Verbs) -> None:
         arguments.add_plan_argument(parser)
         arguments.add_profile_argument(parser)
         arguments.add_options(parser, SolveOptions, "time_limit_s")
+        if name == "compare":
+            add_schedules(parser)
+
+
+def add_schedules(parser: argparse.ArgumentParser) -> None:
+    """Let `compare` compare schedules in place of baselines."""
+    group = parser.add_argument_group("schedules, in place of baselines")
+    arguments.add_options(group, ScheduleOptions, "schedules", "microbatches", "max_stages")
+    help = Advanced("write the rows as comma-separated values")
+    group.add_argument("--csv", type=Path, metavar="FILE", help=help)
 
 
 def add_simulate(verbs: arguments.Verbs) -> None:
@@ -160,11 +172,31 @@ def report(args: argparse.Namespace) -> int:
     return 0
 
 
+def compare_schedules(args: argparse.Namespace) -> int:
+    """Compare schedules on the plan's cluster, print the rows, and write them where asked."""
+    from planner.formats.device_kinds import read_profile
+
+    cluster = planner.load_plan(args.plan).cluster
+    given = arguments.given_options(ScheduleOptions, args)
+    with output.searching() as progress:
+        answer = planner.compare_schedules(
+            read_profile(args.profile), cluster, **given | {"progress": progress}
+        )
+    output.print_answer(answer, args.json)
+    if args.csv is not None:
+        answer.to_csv(args.csv)
+        if not args.json:  # one document
+            output.print_written(args.csv, as_json=False)
+    return 0
+
+
 def run_question(args: argparse.Namespace) -> int:
     """Compare or explain the plan of the arguments, and print the answer."""
     from planner.formats.device_kinds import read_profile
     from planner.reporting.tables.answers import explanation_report
 
+    if args.verb == "compare" and (args.schedules or args.microbatches or args.csv):
+        return compare_schedules(args)
     question: Callable[..., Any] = getattr(planner, args.verb)
     with arguments.clock_of(args) as clock:
         answer = question(read_profile(args.profile), planner.load_plan(args.plan), clock=clock)

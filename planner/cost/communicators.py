@@ -9,6 +9,7 @@ from planner.cost.candidate import Candidate
 from planner.cost.layer_costs import LayerCosts, messages
 from planner.cost.overheads import NO_RESERVE, Reserve
 from planner.cost.weight_copies import shared_in
+from planner.formats.files import replace
 from planner.formats.plan_parts import StageMemory
 
 
@@ -64,5 +65,5 @@ def with_overheads(
         overhead_bytes = reserve.whole(tensor_bytes) - tensor_bytes
         if workers[number] in workers[:number]:  # a worker's context counts for its first stage
             overhead_bytes -= layer_costs.overheads.context_bytes
-        made.append(memory[number].model_copy(update={"overhead_bytes": overhead_bytes}))
+        made.append(replace(memory[number], overhead_bytes=overhead_bytes))
     return tuple(made)

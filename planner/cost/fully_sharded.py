@@ -28,10 +28,10 @@ there by `planner.profiler.links`. Level 1 may be in any stage of a plan: see `p
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
-from planner.cost.candidate import Candidate
+from planner.cost.candidate import Candidate, StageOptions
 from planner.cost.communicators import with_overheads
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.network.link import BUCKETS, Buckets, Link, link_of, ring_all_reduce_s
@@ -40,6 +40,8 @@ from planner.cost.overheads import Price
 from planner.cost.setting import Setting
 from planner.cost.weight_copies import buckets_in
 from planner.formats.cluster import Cluster
+from planner.formats.files import replace
+from planner.formats.plan_parts import StageMemory
 from planner.plan.blocks import units_of_stage
 from planner.plan.rank_groups import groups_of
 from planner.plan.shared_weights import shared_weights, trained_parameters
@@ -59,43 +61,52 @@ def sharded_times(layer_costs: LayerCosts, stage: Candidate, setting: Setting) -
     """Compute the seconds of a stage of level 2 or 3; raise ClusterError for groups that do not
     fill the cluster's.
     """
-    work, cluster = layer_costs.work(stage), setting.cluster
+    work = layer_costs.work(stage)
+    cluster = setting.cluster
     shards = stage.options.shards
-    topology, ranks = Topology(cluster), (stage.ranks or range(stage.replicas))[:shards]
+
+    # 1. Each unit has an exchange of its own, with the latencies of its steps.
+    ranks = (stage.ranks or range(stage.replicas))[:shards]
+    topology = Topology(cluster)
     link = topology.stage_link(ranks) if places_matter(cluster) else link_of(cluster)
-
-    def halves_s(size_bytes: Iterable[float], over: Link) -> float:
-        return sum(float(ring_all_reduce_s(each, shards, over)) / 2 for each in size_bytes)
-
-    forward_s, backward_s = float(work.forward_s), float(work.backward_s)
-    # Each unit has an exchange of its own, with the latencies of its steps.
     units = _unit_bytes(layer_costs, stage)
     share = float(work.trainable_bytes) / max(1, sum(units))
-    gather_s = halves_s(units, topology.measured_link(ranks, "gather") or link)
-    exchange_s = halves_s(
-        [size * share for size in units], topology.measured_link(ranks, "scatter") or link
-    )
-    if layer_costs.profile.device.kind == "cpu":
-        link = replace(link, overlap=False)
-    after_s = gather_s
+    gradients = [size * share for size in units]
+    gather_s = _half_rings_s(units, shards, topology.measured_link(ranks, "gather") or link)
+    scatter_s = _half_rings_s(gradients, shards, topology.measured_link(ranks, "scatter") or link)
+    overlaps = link.overlap and layer_costs.profile.device.kind != "cpu"
+
+    # 2. Weights are gathered after the update; or before forward and backward, where they are
+    # sharded, too. Nothing of a forward can run before the first part.
+    forward_s = float(work.forward_s)
+    after_s, exchange_s = gather_s, scatter_s
     if stage.options.shards_weights:
-        after_s, exchange_s = 0.0, exchange_s + gather_s
-        # Weights arrive beside the forward, of which nothing can run before the first part.
-        forward_s = (
-            max(forward_s + gather_s / BUCKETS, gather_s) if link.overlap else forward_s + gather_s
-        )
+        after_s, exchange_s = 0.0, scatter_s + gather_s
+        gathered_s = forward_s + gather_s
+        if overlaps:
+            gathered_s = max(forward_s + gather_s / BUCKETS, gather_s)
+        forward_s = gathered_s
+
+    # 3. Gradients are exchanged beside the backward, or after it.
     buckets = buckets_in(layer_costs, stage, ())
-    ended_s = buckets.reduced_s(exchange_s) if link.overlap else buckets.ready_s[-1] + exchange_s
+    last_s = buckets.ready_s[-1]
+    ended_s = buckets.reduced_s(exchange_s) if overlaps else last_s + exchange_s
     if stage.options.repeats_shards:
-        repeated_s = _repeated_s([size * share / shards for size in units], stage, cluster)
-        after_s += _after_last_s(buckets, exchange_s, repeated_s) if link.overlap else repeated_s
-    # Each GPU accumulates and updates its part alone.
+        repeated_s = _repeated_s([size / shards for size in gradients], stage, cluster)
+        after_s += _after_last_s(buckets, exchange_s, repeated_s) if overlaps else repeated_s
+
+    # 4. Each GPU accumulates and updates its part alone.
     return ShardedTimes(
         forward_s=forward_s,
-        backward_s=backward_s + ended_s - buckets.ready_s[-1],
+        backward_s=float(work.backward_s) + ended_s - last_s,
         accumulate_s=float(work.accumulate_s) / shards,
         update_s=float(work.update_s) / shards + after_s,
     )
+
+
+def _half_rings_s(sizes_bytes: Iterable[float], shards: int, link: Link) -> float:
+    """Return the seconds of gathers or scatters: each takes half of an all-reduce."""
+    return sum(float(ring_all_reduce_s(each, shards, link)) / 2 for each in sizes_bytes)
 
 
 def _repeated_s(parts_bytes: Iterable[float], stage: Candidate, cluster: Cluster) -> float:
@@ -124,38 +135,54 @@ def fully_sharded(
     layer_costs: LayerCosts, stage: Candidate, setting: Setting, whole: Price
 ) -> Price:
     """Return the price of a stage of level 2 or 3, given that of the same stage of level 1."""
-    times, work, options = (
-        sharded_times(layer_costs, stage, setting),
-        layer_costs.work(stage),
-        stage.options,
-    )
-    shards, copies = options.shards, options.copies
+    times = sharded_times(layer_costs, stage, setting)
+    work = layer_costs.work(stage)
+    options = stage.options
+
     # microbatches on each GPU between two updates
     each = -(-setting.microbatches // options.replicas)
     seconds = each * (times.forward_s + float(work.recompute_s) + times.backward_s)
     seconds += (each - 1) * times.accumulate_s + times.update_s
-    units, gathers = _unit_bytes(layer_costs, stage), 2 * each if options.shards_weights else 1
-    held, weights_bytes = whole.memory[0], whole.memory[0].weights_bytes
-    # Masters are all that is kept of weights in half precision, whose gradients are summed in
-    # float32, beside them.
+
+    units = _unit_bytes(layer_costs, stage)
+    gathers = 2 * each if options.shards_weights else 1
+    per_microbatch_bytes = each * float(work.trainable_bytes)
+    in_groups_bytes = (options.shards - 1) * (per_microbatch_bytes + gathers * sum(units))
+    between_bytes = 2 * (options.copies - 1) * float(work.trainable_bytes)
+
     masters = layer_costs.profile.master_weights is not None
-    part_bytes = 0 if masters else -(-weights_bytes // shards)
-    gathered_bytes = weights_bytes
-    if options.shards_weights:
-        *own, shared_bytes = units
-        gathered_bytes = min(max(map(sum, pairwise([*own, 0]))) + shared_bytes, weights_bytes)
-    gradients_bytes = -(-held.gradients_bytes // shards) + min(
-        (2 + masters) * max(units), held.gradients_bytes
-    )
-    in_groups_bytes = (shards - 1) * (each * float(work.trainable_bytes) + gathers * sum(units))
-    between_bytes = 2 * (copies - 1) * float(work.trainable_bytes)
-    update = {"weights_bytes": part_bytes + gathered_bytes, "gradients_bytes": gradients_bytes}
+    memory = _held(whole.memory[0], units, options, masters=masters)
     return replace(
         whole,
         seconds_per_minibatch=seconds,
-        bottleneck=whole.bottleneck.model_copy(update={"busy_s": seconds}),
-        memory=with_overheads(layer_costs, [stage], [held.model_copy(update=update)], [0]),
-        communication_bytes=copies * in_groups_bytes + between_bytes,
+        bottleneck=replace(whole.bottleneck, busy_s=seconds),
+        memory=with_overheads(layer_costs, [stage], [memory], [0]),
+        communication_bytes=options.copies * in_groups_bytes + between_bytes,
+    )
+
+
+def _held(
+    whole: StageMemory, units: Sequence[int], options: StageOptions, *, masters: bool
+) -> StageMemory:
+    """Return the memory of a stage of level 2 or 3, given that of level 1 and its units' bytes.
+
+    Masters are all that is kept of weights in half precision, whose gradients are summed in
+    float32, beside them.
+    """
+    weights_bytes = whole.weights_bytes
+    part_bytes = 0 if masters else -(-weights_bytes // options.shards)
+    gathered_bytes = weights_bytes
+    if options.shards_weights:
+        # the unit at work, and the next one
+        *own, shared_bytes = units
+        gathered_bytes = min(max(map(sum, pairwise([*own, 0]))) + shared_bytes, weights_bytes)
+
+    part_of_gradients_bytes = -(-whole.gradients_bytes // options.shards)
+    unit_gradients_bytes = min((2 + masters) * max(units), whole.gradients_bytes)
+    return replace(
+        whole,
+        weights_bytes=part_bytes + gathered_bytes,
+        gradients_bytes=part_of_gradients_bytes + unit_gradients_bytes,
     )
 
 

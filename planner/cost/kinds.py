@@ -1,13 +1,13 @@
 """Which kind of device each stage runs on, in a cluster of several kinds."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 
 from planner.cost.candidate import Candidate, StageOptions
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.network.topology import ranks_of
 from planner.cost.setting import Setting
 from planner.formats.cluster import Cluster, DeviceKind
+from planner.formats.files import replace
 
 
 def with_kinds(
@@ -43,11 +43,7 @@ def kind_on(
     ]
     slowest = max(used, key=lambda kind: _compute_s(layer_costs, stage, kind))
     limits = [limit for kind in used if (limit := cluster.memory_of(kind)) is not None]
-    return (
-        slowest
-        if len(used) == 1
-        else slowest.model_copy(update={"memory_bytes": min(limits, default=None)})
-    )
+    return slowest if len(used) == 1 else replace(slowest, memory_bytes=min(limits, default=None))
 
 
 def fastest_rank(layer_costs: LayerCosts, cluster: Cluster) -> int:

@@ -30,6 +30,12 @@ def cost_model_of(setting: Setting) -> CostModel:
             return SynchronousModel(link, schedule, setting.microbatches)
         case "chunked":
             return InterleavedModel(setting)
+        case None:  # its simulation says how long a plan takes, and this what stages hold
+            if schedule.chunked:
+                return InterleavedModel(setting)
+            if schedule.asynchronous:
+                return AsynchronousModel(link)
+            return SynchronousModel(link, schedule, setting.microbatches)
 
 
 def price(layer_costs: LayerCosts, stages: Sequence[Candidate], setting: Setting) -> Price:

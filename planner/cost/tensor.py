@@ -17,9 +17,10 @@ from planner.cost.network.topology import Topology
 from planner.cost.work import Floats
 from planner.errors import ProfileError
 from planner.formats.cluster import Cluster
+from planner.formats.files import replace
 from planner.formats.names import CODECS
 from planner.formats.plan_parts import Exchanged
-from planner.formats.profile import DEGREE_COLUMNS, DegreeCosts, Profile
+from planner.formats.profile import DegreeCosts, Profile, Value
 from planner.plan.lengths import expected
 
 
@@ -45,28 +46,38 @@ def profile_at(
     link.
     """
     costs = costs_at(profile, degree)
-    costs = by_tokens(profile, costs) if sequence_parallel and not costs.by_samples else costs
+    if sequence_parallel and not costs.by_samples:
+        costs = by_tokens(profile, costs)
+
     forward_s = _with_reduces(
         costs.forward_s, costs.forward_reduced_bytes, costs.forward_reduces, degree, link
     )
-    reduced_bytes, reduces = costs.backward_reduced_bytes[::-1], costs.backward_reduces[::-1]
-    backward_s = _with_reduces(costs.backward_s[::-1], reduced_bytes, reduces, degree, link)[::-1]
-    columns = {name: getattr(costs, name) for name in DEGREE_COLUMNS}
-    columns |= {"forward_s": forward_s.tolist(), "backward_s": backward_s.tolist()}
-    if sequence_parallel or costs.by_samples:
-        sizes = ("output_bytes", "gradient_bytes")
-        columns["outputs"] = [
-            tuple(
-                v.model_copy(update={name: -(-getattr(v, name) // degree) for name in sizes})
-                for v in layer.outputs
-            )
-            for layer in profile.layers
-        ]
-    layers = (
-        layer.model_copy(update=dict(zip(columns, row, strict=True)))
-        for layer, *row in zip(profile.layers, *columns.values(), strict=True)
+    backward_s = _with_reduces(
+        costs.backward_s[::-1],
+        costs.backward_reduced_bytes[::-1],
+        costs.backward_reduces[::-1],
+        degree,
+        link,
+    )[::-1]
+    reduced = replace(
+        costs, forward_s=tuple(forward_s.tolist()), backward_s=tuple(backward_s.tolist())
     )
-    return profile.model_copy(update={"layers": tuple(layers), "tensor": None})
+    layers = reduced.applied_to(profile.layers)
+
+    if sequence_parallel or costs.by_samples:
+        layers = [
+            replace(layer, outputs=tuple(_of_one_rank(value, degree) for value in layer.outputs))
+            for layer in layers
+        ]
+    return replace(profile, layers=tuple(layers), tensor=None)
+
+
+def _of_one_rank(value: Value, degree: int) -> Value:
+    return replace(
+        value,
+        output_bytes=-(-value.output_bytes // degree),
+        gradient_bytes=-(-value.gradient_bytes // degree),
+    )
 
 
 def by_tokens(profile: Profile, costs: DegreeCosts) -> DegreeCosts:
@@ -80,23 +91,29 @@ def by_tokens(profile: Profile, costs: DegreeCosts) -> DegreeCosts:
     """
     if costs.by_tokens is not None:
         return costs.by_tokens
-    times = "forward_s", "backward_s", "workspace_bytes"
-    columns = {name: list(getattr(costs, name)) for name in (*times, "saved_bytes")}
+    forward_s = list(costs.forward_s)
+    backward_s = list(costs.backward_s)
+    workspace_bytes = list(costs.workspace_bytes)
+    saved_bytes = list(costs.saved_bytes)
     for number, layer in enumerate(profile.layers):
-        alike = all(
-            getattr(layer, name) == getattr(costs, name)[number]
-            for name in ("saved_bytes", "weight_bytes")
-        )
-        if alike and layer.forward_flops:
+        held = layer.saved_bytes, layer.weight_bytes
+        whole = held == (costs.saved_bytes[number], costs.weight_bytes[number])
+        if whole and layer.forward_flops:
             continue
-        columns["saved_bytes"][number] = -(-layer.saved_bytes // costs.degree)
-        if alike and not costs.forward_reduces[number] + costs.backward_reduces[number]:
-            for name in times:
-                part = getattr(layer, name) / costs.degree
-                columns[name][number] = min(
-                    columns[name][number], part if name.endswith("_s") else math.ceil(part)
-                )
-    return costs.model_copy(update={name: tuple(values) for name, values in columns.items()})
+
+        saved_bytes[number] = -(-layer.saved_bytes // costs.degree)
+        if whole and not costs.forward_reduces[number] + costs.backward_reduces[number]:
+            part_bytes = math.ceil(layer.workspace_bytes / costs.degree)
+            forward_s[number] = min(forward_s[number], layer.forward_s / costs.degree)
+            backward_s[number] = min(backward_s[number], layer.backward_s / costs.degree)
+            workspace_bytes[number] = min(workspace_bytes[number], part_bytes)
+    return replace(
+        costs,
+        forward_s=tuple(forward_s),
+        backward_s=tuple(backward_s),
+        workspace_bytes=tuple(workspace_bytes),
+        saved_bytes=tuple(saved_bytes),
+    )
 
 
 def _with_reduces(

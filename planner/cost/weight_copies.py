@@ -2,10 +2,9 @@
 uses it.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from typing import Any
+from typing import TypeVar
 
 from planner.cost.candidate import Candidate
 from planner.cost.layer_costs import LayerCosts
@@ -13,7 +12,7 @@ from planner.cost.network.link import Buckets, buckets_of
 from planner.cost.overheads import Price
 from planner.cost.setting import Setting
 from planner.errors import InfeasibleError
-from planner.formats.plan_parts import StageMemory
+from planner.formats.files import replace
 from planner.formats.profile import DegreeCosts, Layer, Profile
 from planner.plan.shared_weights import (
     SharedWeight,
@@ -24,7 +23,7 @@ from planner.plan.shared_weights import (
 from planner.schedule.versions import lag
 from planner.units import format_bytes
 
-_OF_A_WEIGHT = ("update_s", "accumulate_s", "weight_bytes", "gradient_bytes", "optimizer_bytes")
+NumberT = TypeVar("NumberT", int, float)
 
 
 def shared_in(layer_costs: LayerCosts, stages: Sequence[Candidate]) -> list[SharedWeight]:
@@ -61,26 +60,46 @@ def counted_with_copies(
         [number, *(place[each.name] for each in layers)] for number, layers in enumerate(copied)
     ]
 
-    def counted(columns: Mapping[str, Sequence[Any]]) -> dict[str, tuple[Any, ...]]:
-        more = {
-            name: [sum(columns[name][n] for n in places) for places in again]
-            for name in _OF_A_WEIGHT
-        }
-        more["buffer_bytes"] = [*columns["buffer_bytes"]]
+    def counted(column: Sequence[NumberT]) -> tuple[NumberT, ...]:
+        return tuple(sum(column[n] for n in places) for places in again)
+
+    def buffers(buffer_bytes: Sequence[int], gradient_bytes: Sequence[int]) -> tuple[int, ...]:
+        total_bytes = list(buffer_bytes)
         for layer, other, times in held:
-            more["buffer_bytes"][layer] += times * columns["gradient_bytes"][other]
-        return {name: tuple(column) for name, column in more.items()}
+            total_bytes[layer] += times * gradient_bytes[other]
+        return tuple(total_bytes)
 
     def counted_at(costs: DegreeCosts) -> DegreeCosts:
-        by_tokens = costs.by_tokens and counted_at(costs.by_tokens)
-        return costs.model_copy(update={**counted(vars(costs)), "by_tokens": by_tokens})
+        return replace(
+            costs,
+            update_s=counted(costs.update_s),
+            accumulate_s=counted(costs.accumulate_s),
+            weight_bytes=counted(costs.weight_bytes),
+            gradient_bytes=counted(costs.gradient_bytes),
+            optimizer_bytes=counted(costs.optimizer_bytes),
+            buffer_bytes=buffers(costs.buffer_bytes, costs.gradient_bytes),
+            by_tokens=costs.by_tokens and counted_at(costs.by_tokens),
+        )
 
-    names = (*_OF_A_WEIGHT, "buffer_bytes")
-    columns = counted({name: [getattr(layer, name) for layer in profile.layers] for name in names})
-    rows = ({name: columns[name][number] for name in names} for number in place.values())
-    layers = (layer.model_copy(update=row) for layer, row in zip(profile.layers, rows, strict=True))
+    buffer_bytes = buffers(
+        [layer.buffer_bytes for layer in profile.layers],
+        [layer.gradient_bytes for layer in profile.layers],
+    )
+    layers = []
+    for number, layer in enumerate(profile.layers):
+        users = [profile.layers[n] for n in again[number]]
+        counted_layer = replace(
+            layer,
+            update_s=sum(each.update_s for each in users),
+            accumulate_s=sum(each.accumulate_s for each in users),
+            weight_bytes=sum(each.weight_bytes for each in users),
+            gradient_bytes=sum(each.gradient_bytes for each in users),
+            optimizer_bytes=sum(each.optimizer_bytes for each in users),
+            buffer_bytes=buffer_bytes[number],
+        )
+        layers.append(counted_layer)
     tensor = profile.tensor and tuple(map(counted_at, profile.tensor))
-    return profile.model_copy(update={"layers": tuple(layers), "tensor": tensor})
+    return replace(profile, layers=tuple(layers), tensor=tensor)
 
 
 def buckets_in(layer_costs: LayerCosts, stage: Candidate, copied: Sequence[Layer]) -> Buckets:
@@ -149,39 +168,42 @@ def price_with_copies(
     """Return `price` with the memory and the bytes of duplicated weights; raise InfeasibleError if
     they do not fit.
     """
-    schedule, memory = setting.schedule, list[StageMemory]()
+    schedule = setting.schedule
     exchanged = exchanged_bytes(layer_costs, stages, price.in_flight if schedule.stashes else None)
-    for number, (stage, copied) in enumerate(
-        zip(stages, copied_in(layer_costs, stages), strict=True)
-    ):
-        held, versions = price.memory[number], schedule.versions(price.in_flight[number])
+    memory = []
+    for number, copied in enumerate(copied_in(layer_costs, stages)):
+        held = price.memory[number]
+        options = stages[number].options
         # A duplicate takes its weight's versions, its gradient twice and the optimizer's state.
-        optimizer = sum(-(-layer.optimizer_bytes // stage.options.shards) for layer in copied)
-        whole = {
-            "weights_bytes": held.weights_bytes
-            + versions * sum(layer.weight_bytes for layer in copied),
-            "gradients_bytes": held.gradients_bytes
-            + 2 * sum(layer.gradient_bytes for layer in copied),
-            "optimizer_bytes": held.optimizer_bytes + optimizer,
-            "communication_bytes": held.communication_bytes + exchanged[number],
-        }
-        memory.append(held.model_copy(update=whole))
-        limit = setting.cluster.memory_of(stage.options.kind)
-        if limit is not None and memory[number] != held and memory[number].total_bytes > limit:
-            shared = next(
-                weight for weight in shared_in(layer_costs, stages) if number in weight.stages
-            )
-            over = format_bytes(memory[number].total_bytes - limit)
-            raise InfeasibleError(
-                shared.sentence(
-                    f", and what stage {number} holds for that does not fit the memory by {over}"
-                ),
-                hint="give more memory or more GPUs, or train the two as weights of their own",
-            )
+        versions = schedule.versions(price.in_flight[number])
+        weights_bytes = versions * sum(layer.weight_bytes for layer in copied)
+        gradients_bytes = 2 * sum(layer.gradient_bytes for layer in copied)
+        optimizer_bytes = sum(-(-layer.optimizer_bytes // options.shards) for layer in copied)
+        whole = replace(
+            held,
+            weights_bytes=held.weights_bytes + weights_bytes,
+            gradients_bytes=held.gradients_bytes + gradients_bytes,
+            optimizer_bytes=held.optimizer_bytes + optimizer_bytes,
+            communication_bytes=held.communication_bytes + exchanged[number],
+        )
+        memory.append(whole)
+
+        limit = setting.cluster.memory_of(options.kind)
+        if limit is not None and whole != held and whole.total_bytes > limit:
+            over_bytes = whole.total_bytes - limit
+            raise _too_large(shared_in(layer_costs, stages), number, over_bytes)
     more = _sent_bytes(layer_costs, stages, divides=schedule.divides)
     return replace(
         price, memory=tuple(memory), communication_bytes=price.communication_bytes + more
     )
+
+
+def _too_large(weights: Sequence[SharedWeight], stage: int, over_bytes: int) -> InfeasibleError:
+    shared = next(weight for weight in weights if stage in weight.stages)
+    over = format_bytes(over_bytes)
+    what = f", and what stage {stage} holds for that does not fit the memory by {over}"
+    hint = "give more memory or more GPUs, or train the two as weights of their own"
+    return InfeasibleError(shared.sentence(what), hint=hint)
 
 
 def _sent_bytes(layer_costs: LayerCosts, stages: Sequence[Candidate], *, divides: bool) -> float:

@@ -5,8 +5,7 @@ comparison.
 from importlib import resources
 from pathlib import Path
 
-from planner.formats.cluster import flat_cluster
-from planner.formats.files import Record, write_text
+from planner.formats.files import Record, replace, write_text
 from planner.formats.late import LateFailure, noting
 from planner.formats.plan import Plan, save_plan
 from planner.formats.profile import save_profile
@@ -84,21 +83,20 @@ def quickstart(folder: str | Path, options: QuickstartOptions) -> QuickstartResu
     """
     from planner.executor.worker import launch
     from planner.model.spec import load_model_file
-    from planner.profiler.links.measure_cluster import measure_host
+    from planner.profiler.links.this_host import cluster_here, neighbours_of, places_here
     from planner.profiler.measured.profiling import ProfilingOptions, profile_model
     from planner.solver import search_plan
-    from planner.workers.place import available_cores, check_backend, gpus_here, kind_here
+    from planner.workers.place import check_backend, kind_here
 
     folder, kind, backend = Path(folder), options.device or kind_here(), options.backend
     check_backend(kind, backend)
-    there = max(1, gpus_here()) if kind != "cpu" else available_cores()
-    workers = options.gpus or min(MOST_WORKERS, there)
+    workers = options.gpus or min(MOST_WORKERS, places_here(kind))
     model = folder / "model.py"
     write_text(
         model, resources.files("planner.demo").joinpath("vgg16.py").read_text(encoding="utf-8")
     )
-    # As many as will share caches and memory in training; a GPU has its own.
-    processes = min(workers, there) if kind == "cpu" else 1
+
+    processes = neighbours_of(workers, kind)
     beside = "" if processes == 1 else f", with {processes - 1} more at work beside it"
     unit = "core" if kind == "cpu" else "GPU"
     options.on_phase(f"Profiling VGG-16 at batch {BATCH_SIZE} on one {unit}{beside} ...")
@@ -107,26 +105,15 @@ def quickstart(folder: str | Path, options: QuickstartOptions) -> QuickstartResu
     late: list[LateFailure] = []
     with noting(late):
         save_profile(profile, folder / "profile.json")
+
     options.on_phase("Measuring the link between the workers ...")
-    # of the memory that the profile tells of
-    sharing = -(-workers // there) if kind != "cpu" else workers
-    memory_bytes = (
-        None if profile.device.memory_bytes is None else profile.device.memory_bytes // sharing
-    )
-    if workers > 1:
-        cluster = measure_host(workers, kind, backend).model_copy(
-            update={"memory_bytes": memory_bytes}
-        )
-    else:
-        cluster = flat_cluster(
-            1, measure_host(2, "cpu").levels[0].bandwidth_bytes_per_s, memory_bytes
-        )
+    cluster = cluster_here(profile, workers, kind, backend)
     plan = search_plan(profile, cluster)
     with noting(late):
         save_plan(plan, folder / "plan.json")
     options.on_phase(f"Training {options.steps} minibatches with the plan '{plan.config}' ...")
     job = Job(model=str(model), plan=plan, steps=options.steps, device=kind, backend=backend)
-    job = job.model_copy(update={"show_progress": options.show_progress})
+    job = replace(job, show_progress=options.show_progress)
     pipeline = launch(job)
     options.on_phase(
         f"Training {options.steps} minibatches with DistributedDataParallel on {plan.workers} "
@@ -138,7 +125,7 @@ def quickstart(folder: str | Path, options: QuickstartOptions) -> QuickstartResu
         link_bytes_per_s=cluster.levels[0].bandwidth_bytes_per_s,
         plan=plan,
         pipeline=pipeline,
-        data_parallel=launch(job.model_copy(update={"baseline": "data-parallel"})),
+        data_parallel=launch(replace(job, baseline="data-parallel")),
         predicted_data_parallel_samples_per_s=(
             None if predicted is None else predicted / plan.predicted.speedup_over_data_parallel
         ),

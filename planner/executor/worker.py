@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import json
 import logging
 import os
 import signal
@@ -15,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from planner.errors import PlannerError
-from planner.formats.files import save_record
+from planner.formats.files import replace, save_record
+from planner.schedule.own_file import load_schedules
 from planner.terminal import PrintableFormatter, ProgressLine, printable
 from planner.workers.job import TIMELINE_FILE, Job, TrainResult
 
@@ -32,19 +34,21 @@ _SHOWN_EVERY_S = 0.2
 _APART_BYTES = 2**22
 
 
-def launch(job: Job, on_timeline: TimelineCallback | None = None) -> TrainResult:
-    """Run `job` on this host, one process per worker.
+def launch(
+    job: Job, on_timeline: TimelineCallback | None = None, model: bytes | None = None
+) -> TrainResult:
+    """Run `job` on this host, one process per worker, to which `model` is handed.
 
     Raise PlannerError with why the first worker failed; all others have ended by then.
     """
     from planner.workers.launch import run_workers
 
-    return run_workers(_STARTED, job.model_copy(update={"run": uuid.uuid4().hex}), on_timeline)
+    return run_workers(_STARTED, replace(job, run=uuid.uuid4().hex), on_timeline, model)
 
 
 def work(job_path: str) -> int:
     """Run one of the workers that `launch` starts; return its exit code."""
-    job = Job.model_validate_json(Path(job_path).read_text(encoding="utf-8"))
+    job = read_job(Path(job_path))
     assert job.folder is not None
     folder = Path(job.folder)
 
@@ -57,6 +61,14 @@ def work(job_path: str) -> int:
 
     code, _ = run_worker(job, keep)
     return code
+
+
+def read_job(path: Path) -> Job:
+    """Read what the launching process wrote, with the schedule that its plan is under."""
+    text = path.read_text(encoding="utf-8")
+    for file in json.loads(text)["schedule_files"]:
+        load_schedules(file)
+    return Job.model_validate_json(text)
 
 
 def run_worker(

@@ -16,6 +16,7 @@ from planner.formats.files import (
     Record,
     first_problem,
     load_record,
+    replace,
     save_record,
 )
 from planner.formats.link_names import RateSource, link_bandwidth, rate_source
@@ -78,13 +79,16 @@ class Level(GrownRecord):
         rates = (self.all_reduce_bandwidth_bytes_per_s, self.one_ring_bandwidth_bytes_per_s)
         return min((rate for rate in rates if rate is not None), default=None)
 
+    def with_size(self, size: int) -> "Level":
+        """Return the level with so many members."""
+        return replace(self, size=size)
+
     def times_as_fast(self, ratio: float) -> "Level":
         """Return the level with so many times the bandwidth, also of what was measured of
         all-reduces and the like.
         """
         rates = {name: getattr(self, name) for name in RATES}
-        changes = {name: rate * ratio for name, rate in rates.items() if rate is not None}
-        return self.model_copy(update=changes)
+        return replace(self, **{name: rate and rate * ratio for name, rate in rates.items()})
 
 
 RATES = tuple(name for name in Level.model_fields if name.endswith("bandwidth_bytes_per_s"))
@@ -102,6 +106,10 @@ class DeviceKind(GrownRecord):
     # name of the device that was measured; workers on these ranks must have it
     device: str | None = None
     pays_transfers: AlwaysTrue = True  # always true; files of version 0.1 have it
+
+    def with_count(self, count: int) -> "DeviceKind":
+        """Return the kind with so many devices."""
+        return replace(self, count=count)
 
     @property
     def title(self) -> str:
@@ -187,15 +195,20 @@ class Cluster(Shown, GrownRecord):
     def has_memory_limit(self) -> bool:
         return any(self.memory_of(kind) is not None for kind in self.kinds or (None,))
 
+    def with_limit(self, memory_bytes: int | None) -> "Cluster":
+        """Return the cluster with so much memory per device; None for no limit."""
+        return self.model_copy(update={"memory_bytes": memory_bytes})
+
     def with_memory(self, change: Callable[[int], int | None]) -> "Cluster":
-        def changed(memory_bytes: int | None) -> int | None:
+        """Return the cluster with another memory for each that is limited, also of kinds."""
+
+        def limit(memory_bytes: int | None) -> int | None:
             return None if memory_bytes is None else change(memory_bytes)
 
         kinds = tuple(
-            kind.model_copy(update={"memory_bytes": changed(self.memory_of(kind))})
-            for kind in self.kinds
+            replace(kind, memory_bytes=limit(self.memory_of(kind))) for kind in self.kinds
         )
-        return self.model_copy(update={"memory_bytes": changed(self.memory_bytes), "kinds": kinds})
+        return replace(self, memory_bytes=limit(self.memory_bytes), kinds=kinds)
 
     @model_validator(mode="after")
     def _check_counts(self) -> "Cluster":
@@ -228,7 +241,7 @@ class Cluster(Shown, GrownRecord):
         """Return the cluster with so many times the bandwidth at one level."""
         levels = list(self.levels)
         levels[number] = levels[number].times_as_fast(ratio)
-        return self.model_copy(update={"levels": tuple(levels)})
+        return replace(self, levels=tuple(levels))
 
     @property
     def slowest_ring_bytes_per_s(self) -> float | None:

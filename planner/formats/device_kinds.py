@@ -11,9 +11,9 @@ from typing import Any
 
 from planner.errors import ClusterError, InputError, ProfileError
 from planner.formats.cluster import Cluster, DeviceKind
-from planner.formats.files import read_json
+from planner.formats.files import read_json, replace
 from planner.formats.names import PLANNED
-from planner.formats.profile import KIND_COLUMNS, Device, KindTimes, Layer, Profile, load_profile
+from planner.formats.profile import KIND_COLUMNS, Device, KindTimes, Profile, load_profile
 
 # What must be equal, of profiles and of their layers.
 _OF_PROFILES = (
@@ -55,9 +55,7 @@ def profile_of_kinds(profiles: Mapping[str, Profile]) -> Profile:
                     f"{other} for '{name}'",
                     hint="profile the same model file with the same options on each kind of device",
                 )
-    return base.model_copy(
-        update={"kinds": tuple(_times(name, profile) for name, profile in profiles.items())}
-    )
+    return replace(base, kinds=tuple(_times(name, profile) for name, profile in profiles.items()))
 
 
 def read_profile(text: str) -> Profile:
@@ -85,17 +83,18 @@ def profile_on(profile: Profile, kind: DeviceKind) -> Profile:
     """Return the profile on devices of one kind; raise ClusterError for a name that the profile
     does not know.
     """
-    times, layers = _times_of(profile, kind), list[Layer]()
-    for number, layer in enumerate(profile.layers):
-        costs = {name: getattr(times, name)[number] for name in KIND_COLUMNS}
-        scaled = {
-            name: value / kind.speed if name.endswith("_s") else value
-            for name, value in costs.items()
-        }
-        layers.append(layer.model_copy(update=scaled))
-    return profile.model_copy(
-        update={"layers": tuple(layers), "device": times.device, "kinds": None}
-    )
+    times = _times_of(profile, kind)
+    layers = [
+        replace(
+            layer,
+            forward_s=layer.forward_s / kind.speed,
+            backward_s=layer.backward_s / kind.speed,
+            update_s=layer.update_s / kind.speed,
+            accumulate_s=layer.accumulate_s / kind.speed,
+        )
+        for layer in times.applied_to(profile.layers)
+    ]
+    return replace(profile, layers=tuple(layers), device=times.device, kinds=None)
 
 
 def cluster_for(profile: Profile, cluster: Cluster) -> Cluster:
@@ -114,17 +113,14 @@ def cluster_for(profile: Profile, cluster: Cluster) -> Cluster:
         return cluster
     kinds = []
     for kind in cluster.kinds:
-        times, known = _times_of(profile, kind), dict[str, Any]()
+        times = _times_of(profile, kind)
         if times.source == "measured" and kind.speed == 1:
-            known["device"] = times.device.name
-        if (
-            kind.memory_bytes is None
-            and cluster.memory_bytes is None
-            and times.device.kind != "cpu"
-        ):
-            known["memory_bytes"] = planned_bytes(times.device)
-        kinds.append(kind.model_copy(update=known))
-    return cluster.model_copy(update={"kinds": tuple(kinds)})
+            kind = replace(kind, device=times.device.name)
+        limited = kind.memory_bytes is not None or cluster.memory_bytes is not None
+        if not limited and times.device.kind != "cpu":
+            kind = replace(kind, memory_bytes=planned_bytes(times.device))
+        kinds.append(kind)
+    return replace(cluster, kinds=tuple(kinds))
 
 
 def planned_bytes(device: Device) -> int | None:

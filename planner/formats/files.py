@@ -1,5 +1,6 @@
 """Read and write the JSON files: they are validated on load, and moved into place when complete."""
 
+import dataclasses
 import errno
 import json
 import os
@@ -9,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_args
 from uuid import uuid4
 
 from pydantic import (
@@ -36,6 +37,21 @@ class Record(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+if TYPE_CHECKING:
+    # mypy checks fields and values of a pydantic model here as it does those of a dataclass
+    from dataclasses import replace as replace
+else:
+
+    def replace(record, /, **changes):
+        """Return a copy of a record, or of a dataclass, with other values of these fields.
+
+        A record's validators do not run again.
+        """
+        if isinstance(record, BaseModel):
+            return record.model_copy(update=changes)
+        return dataclasses.replace(record, **changes)
 
 
 class GrownRecord(Record):

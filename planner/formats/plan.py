@@ -5,14 +5,14 @@ of it.
 from collections import Counter
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from planner.arguments import checked
 from planner.errors import PlanError
 from planner.formats.cluster import Cluster
-from planner.formats.files import AlwaysTrue, GrownRecord, load_record, save_record
+from planner.formats.files import AlwaysTrue, GrownRecord, load_record, replace, save_record
 from planner.formats.plan_parts import (
     OtherWay,
     PlannedLengths,
@@ -27,7 +27,7 @@ from planner.formats.plan_parts import (
 )
 from planner.formats.profile import Autocast, Device, LossMean, MemoryFormat
 from planner.formats.quantities import MOST_PARTS, Parts, Samples
-from planner.formats.shown import Shown
+from planner.formats.shown import Shown, verb
 from planner.stages.replicas import samples_per_update
 from planner.stages.sharding import why_whole
 from planner.stages.tensor import any_divided, degrees_of, most_ranks, one_degree
@@ -59,6 +59,7 @@ class Plan(Shown, GrownRecord):
         "schedules",
         "capture_checked",
         "synchronous_usual",
+        "instead_of",
         "slow_links",
     }
 
@@ -77,6 +78,8 @@ class Plan(Shown, GrownRecord):
     device: Device
     config: str  # see `config_of`
     schedule: ScheduleField
+    # the one that was to be, under which no plan fits the memory
+    instead_of: ScheduleField | None = None
     microbatch_size: Samples | None
     loss: LossMean | None = None  # what it is a mean over; None stands for the samples
     # as in the profile; training compares them at its start where that did not
@@ -111,11 +114,29 @@ class Plan(Shown, GrownRecord):
     smaller: tuple["Plan", ...] = ()
 
     def noting(self, sentence: str) -> "Plan":
-        return self.model_copy(update={"notes": (*self.notes, sentence)})
+        return replace(self, notes=(*self.notes, sentence))
 
     def save(self, path: Path | str = "plan.json") -> None:
         """Write the plan to a file."""
         save_record(self, path)
+
+    def compare(self, profile: Any = None, **options: Any) -> Any:
+        """Compare the plan with baselines, as `planner.compare(profile, plan)` does.
+
+        Args:
+            profile: that it was made from; profile.json where it is None.
+        """
+        source = verb("load_profile")("profile.json") if profile is None else profile
+        return verb("compare")(source, self, **options)
+
+    def report(self, output: Path | str | None = None, **options: Any) -> Path:
+        """Write all about the plan to one HTML file, as `planner.report(plan)` does."""
+        path: Path = verb("report")(self, output, **options)
+        return path
+
+    def timeline(self, minibatches: int | None = None) -> Any:
+        """Return what workers and links do over time, as `planner.simulate(plan)` does."""
+        return verb("simulate")(self, minibatches)
 
     @property
     def trainable(self) -> bool:

@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, PlainSerializer, PlainValidator, WithJsonSchema, model_validator
 
 from planner.errors import InputError
-from planner.formats.files import GrownRecord, Record
+from planner.formats.files import GrownRecord, Record, replace
 from planner.formats.profile import Shares, VaryingLengths
 from planner.formats.quantities import (
     Bytes,
@@ -88,7 +88,10 @@ def _schedule(value: object) -> Schedule:
     try:
         return find(value if isinstance(value, Schedule) else str(value))
     except InputError as error:  # pydantic adds the name of the field to a ValueError only
-        raise ValueError(f"{error.message}: {', '.join(NAMES)} are known") from None
+        raise ValueError(
+            f"{error.message}: {', '.join(NAMES)} are known, and those of a file that `schedule_from` "
+            f"names"
+        ) from None
 
 
 # In files, the schedule's name.
@@ -330,6 +333,10 @@ class OtherWay(GrownRecord):
     over_memory_bytes: Bytes = 0  # by how much that exceeds the memory; 0 if it fits
     staleness: Number = 0  # updates that the gradients are late
 
+    def with_seconds(self, seconds_per_microbatch: float) -> "OtherWay":
+        """Return the same way with another time."""
+        return replace(self, seconds_per_microbatch=seconds_per_microbatch)
+
 
 class SteadyPlan(Record):
     """A plan that is faster on slow links, beside the plan of an answer."""
@@ -390,3 +397,22 @@ class SolverReport(GrownRecord):
     exhausted: bool = True  # all candidates were simulated that could be faster by the cost model
     depth: Literal["auto", "published"] = "auto"  # how many units in flight stages were given
     rules: AskedRules | None = None  # where the user asked for some
+
+    def with_depth(self, depth: Literal["auto", "published"]) -> "SolverReport":
+        """Return the report with how many units in flight stages were given."""
+        return replace(self, depth=depth)
+
+    def with_rules(self, rules: AskedRules | None) -> "SolverReport":
+        """Return the report with what the user asked stages to be like."""
+        return self.model_copy(update={"rules": rules})
+
+    def for_time(self, seconds: float, cost_model_s: float | None) -> "SolverReport":
+        """Return the report for a plan that takes another time, which no bound is above.
+
+        Args:
+            seconds: per minibatch.
+            cost_model_s: the same, by the cost model.
+        """
+        bound_s = min(self.lower_bound_s, seconds)
+        gap = (seconds - bound_s) / seconds
+        return replace(self, lower_bound_s=bound_s, gap=gap, cost_model_s=cost_model_s)

@@ -9,6 +9,7 @@ a loss, it is the last layer.
 import hashlib
 import logging
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from math import isqrt
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from planner.errors import ProfileError
-from planner.formats.files import GrownRecord, Record, load_record, save_record
+from planner.formats.files import GrownRecord, Record, load_record, replace, save_record
 from planner.formats.quantities import (
     MOST_GPUS,
     Bytes,
@@ -95,6 +96,23 @@ class Layer(Record):
     backward_flops: FloatingOperations | None = None
     parameters: tuple[str, ...] = ()  # fully qualified names
 
+    def with_costs(
+        self,
+        *,
+        forward_s: float,
+        backward_s: float,
+        saved_bytes: float,
+        workspace_bytes: float,
+    ) -> "Layer":
+        """Return the layer with the costs of another microbatch, bytes rounded."""
+        return replace(
+            self,
+            forward_s=forward_s,
+            backward_s=backward_s,
+            saved_bytes=round(saved_bytes),
+            workspace_bytes=round(workspace_bytes),
+        )
+
     @property
     def flops(self) -> int | None:
         """Of forward and backward; None where they were not counted."""
@@ -141,6 +159,21 @@ class _Times(Record):
     workspace_bytes: tuple[Bytes, ...]
     update_workspace_bytes: tuple[Bytes, ...]
 
+    def applied_to(self, layers: Sequence[Layer]) -> list[Layer]:
+        """Return the profile's layers with these costs."""
+        return [
+            replace(
+                layer,
+                forward_s=self.forward_s[number],
+                backward_s=self.backward_s[number],
+                update_s=self.update_s[number],
+                accumulate_s=self.accumulate_s[number],
+                workspace_bytes=self.workspace_bytes[number],
+                update_workspace_bytes=self.update_workspace_bytes[number],
+            )
+            for number, layer in enumerate(layers)
+        ]
+
 
 class KindTimes(_Times):
     """What the profile's layers cost on one kind of device, in their order."""
@@ -172,6 +205,20 @@ class DegreeCosts(_Times):
     experts: tuple[Number, ...] | None = None  # of mixtures, which the ranks divide between them
     # the same with sequence parallelism; None where that was not measured
     by_tokens: "DegreeCosts | None" = None
+
+    def applied_to(self, layers: Sequence[Layer]) -> list[Layer]:
+        """Return the profile's layers with these costs, and with what one rank of them holds."""
+        return [
+            replace(
+                layer,
+                weight_bytes=self.weight_bytes[number],
+                gradient_bytes=self.gradient_bytes[number],
+                optimizer_bytes=self.optimizer_bytes[number],
+                buffer_bytes=self.buffer_bytes[number],
+                saved_bytes=self.saved_bytes[number],
+            )
+            for number, layer in enumerate(super().applied_to(layers))
+        ]
 
 
 class WholeStep(Record):
@@ -243,6 +290,10 @@ class LossMean(GrownRecord):
     leaf: Annotated[int, Field(ge=0)] | None = None
     forbidden: tuple[ForbiddenLabel, ...] = ()
     reason: str | None = None  # with "unchecked"
+
+    def accepted_divided(self) -> "LossMean":
+        """Return the same, of a user who takes the mean of the microbatches' losses."""
+        return self.model_copy(update={"accepted": True})
 
     @property
     def weighs(self) -> bool:
@@ -343,6 +394,10 @@ class Lengths(VaryingLengths):
     # for each name, its length in some samples
     samples: Annotated[tuple[tuple[int, ...], ...], Field(min_length=1)]
 
+    def in_order(self, order: Literal["random", "buckets", "given"]) -> "Lengths":
+        """Return the lengths of batches that are made in another order."""
+        return replace(self, order=order)
+
 
 class Profile(Shown, GrownRecord):
     """A model's costs per layer on one device, for one microbatch."""
@@ -433,6 +488,14 @@ class Profile(Shown, GrownRecord):
     def trainable(self) -> bool:
         """Whether there is a model to train: an imported profile has only costs."""
         return self.graph_hash is not None
+
+    def with_lengths(self, lengths: Lengths | None) -> "Profile":
+        """Return the profile of batches of these lengths; None: all are the greatest."""
+        return self.model_copy(update={"lengths": lengths})
+
+    def with_microbatches_of(self, samples: int, layers: tuple[Layer, ...]) -> "Profile":
+        """Return the profile for microbatches of so many samples, with what layers cost then."""
+        return replace(self, microbatch_size=samples, layers=layers)
 
     @property
     def may_shard_optimizer(self) -> bool:

@@ -1,6 +1,7 @@
 """The Timeline: what every worker of a pipeline did and when, simulated or measured."""
 
 from collections.abc import Iterable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -149,6 +150,18 @@ class Timeline(Shown, Record):
     links: tuple[LinkUse, ...] = ()  # empty if only workers were recorded
     # of the workers, before what was recorded: why, and how the run went on
     restarts: tuple[str, ...] = ()
+
+    def plot(self, window: tuple[float, float] | None = None, axes: Any = None) -> Any:
+        """Draw what workers and links do over time.
+
+        Args:
+            window: from when to when, in seconds; None for all.
+            axes: of matplotlib, to draw into; without any no plotting library is needed.
+
+        Returns:
+            The axes, or a picture that a notebook shows, whose `save("timeline.svg")` writes it.
+        """
+        return import_module("planner.reporting.svg").plot(self, window, axes)
 
     @classmethod
     def of_plan(

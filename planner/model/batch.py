@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import PyTree, TreeSpec, tree_flatten, tree_leaves, tree_map_only
 from torch.utils.data import default_collate
 
 from planner.errors import ModelFileError, first_line
 from planner.model.options import ModuleOptions
+from planner.model.torch_private import PyTree, TreeSpec, tree_flatten, tree_leaves, tree_map_only
 from planner.runtime import runtime_of
 
 _TOKENS = (torch.int64, torch.int32)

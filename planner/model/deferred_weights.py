@@ -15,12 +15,17 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from typing_extensions import Self
 
 from planner.errors import ModelFileError, PlannerError
 from planner.model.options import copy_hooks, gradient_hooks
+from planner.model.torch_private import (
+    TorchDispatchMode,
+    disable_current_modes,
+    tree_leaves,
+    tree_map,
+    tree_map_only,
+)
 from planner.runtime import address_of
 
 LEAST_BYTES = 1 << 16  # smaller tensors are made at once: constructors may look at their values
@@ -352,7 +357,7 @@ class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def fill(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             if not self.puts_off(tensor):
                 return init(tensor, *args, **kwargs)
-            with _disable_current_modes():
+            with disable_current_modes():
                 self._later(init, (tensor, *args), kwargs, [tensor], random=True)
             return tensor
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_flatten
 
 from planner.model.batch_digest import digest_of
+from planner.model.torch_private import tree_flatten
 
 _PARAMETERS = ("params", "param_names")
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))

@@ -9,13 +9,13 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from planner.errors import CaptureError, ModelFileError, PlanError
 from planner.formats.profile import LossMean
 from planner.model.batch import Batch
 from planner.model.options import LossFunction, ModuleOptions, autocasting
 from planner.model.spec import TrainingSpec
+from planner.model.torch_private import tree_leaves
 
 WeightFunction: TypeAlias = Callable[[Batch], float]
 Shares: TypeAlias = Callable[[Sequence[Batch]], list[float]]

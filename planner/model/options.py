@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_map_only
 
 from planner.errors import InputError
+from planner.model.torch_private import tree_map_only
 from planner.runtime import known_kinds
 
 if TYPE_CHECKING:

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves
 
 from planner.errors import ModelFileError
 from planner.model.batch import Batch
 from planner.model.randomness import generators_kept
+from planner.model.torch_private import tree_flatten, tree_leaves
 
 _PADDED = (
     "pad the samples to one shape, stack them into tensors whose first dimension is the samples, "

@@ -7,9 +7,8 @@ not noticed here, and fails in the first update.
 
 from typing import Any
 
-from torch.utils._python_dispatch import TorchDispatchMode
-
 from planner.errors import ModelFileError
+from planner.model.torch_private import TorchDispatchMode
 
 _NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional")
 

@@ -6,7 +6,6 @@ An error in the user's code is raised again with the line of the user's file tha
 
 import importlib.util
 import inspect
-import math
 import reprlib
 import sys
 import traceback
@@ -15,14 +14,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import Dataset, Sampler
 
 from planner.errors import ModelFileError, PlannerError, reason_of
 from planner.model.batch import Batch, collate, make_batch
@@ -30,6 +28,8 @@ from planner.model.generators import seeded
 from planner.model.one_process import without_process_group
 from planner.model.options import LossFunction
 from planner.model.samples import check_first_dimensions
+from planner.model.torch_private import tree_leaves
+from planner.model.user_functions import USER_FUNCTIONS, NameInFile
 
 DEFAULT_BUILDER = "build_model"
 
@@ -38,11 +38,9 @@ def split_location(location: str) -> tuple[Path, str]:
     """Split "model.py:builder" into the path and the name of the builder, which may be left out."""
     path, colon, builder = location.rpartition(":")
     # The colon of a Windows drive is followed by a path, not by a function's name.
-    return (
-        (Path(path), builder)
-        if colon and builder.isidentifier()
-        else (Path(location), DEFAULT_BUILDER)
-    )
+    if colon and builder.isidentifier():
+        return Path(path), builder
+    return Path(location), DEFAULT_BUILDER
 
 
 def import_file(path: Path) -> ModuleType:
@@ -93,99 +91,18 @@ def failing_line(cause: BaseException, folder: Path) -> str | None:
 
 DEFAULT_LEARNING_RATE = 0.01
 
-NameInFile = Callable[[str], str | None]
 
-
-class _Function(NamedTuple):
-    """A function that a user can give."""
-
-    arguments: str = ""
-    returns: str = ""  # for messages
-    accepts: Callable[[Any], object] = lambda _: True  # an error says no
-    hint: Callable[[Any], str | None] = lambda _: None  # for what is not accepted
+def _functions_of(module: ModuleType) -> list[str]:
+    """Return the names of the functions that a module defines, and does not only import."""
+    return [
+        name
+        for name, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__
+    ]
 
 
 def _returning(value: Any) -> Callable[[], Any]:
     return lambda: value
-
-
-def _is_dataset(value: Any) -> bool:
-    # An IterableDataset inherits a __getitem__ that only raises, and may have a length.
-    return (
-        hasattr(value, "__getitem__")
-        and hasattr(value, "__len__")
-        and not isinstance(value, IterableDataset)
-    )
-
-
-def _dataset_hint(value: Any) -> str | None:
-    if isinstance(value, DataLoader):
-        return (
-            "return the loader's dataset; planner shuffles and divides it itself, and calls "
-            "collate(samples)"
-        )
-    if isinstance(value, Iterable):
-        return (
-            "workers read any item by its number; a stream can be trained on in a loop of your "
-            "own, with "
-            "planner.pipeline: docs/guides/own-loop.md"
-        )
-    return None
-
-
-def _is_plan(value: Any) -> bool:
-    return isinstance(value, Mapping) and all(
-        isinstance(part, str) for pair in value.items() for part in pair
-    )
-
-
-def _is_lengths(value: Any) -> bool:
-    pairs = [(*pair,) for pair in value.values()]
-    return all(str(name).isidentifier() for name in value) and all(
-        isinstance(least, int) and isinstance(most, int) and 1 <= least < most
-        for least, most in pairs
-    )
-
-
-def _is_pretrained(value: Any) -> bool:
-    path, name_in_file = value if isinstance(value, tuple) else (value, None)
-    return isinstance(path, (str, Path)) and (name_in_file is None or callable(name_in_file))
-
-
-_FUNCTIONS = {
-    "build_model": _Function("", "a torch.nn.Module", lambda value: isinstance(value, nn.Module)),
-    "example_batch": _Function("batch_size"),
-    "lengths": _Function("", "a dict of names with the least and the greatest length", _is_lengths),
-    "collate": _Function("samples"),
-    "sampler": _Function(
-        "microbatch_size, microbatches, seed",
-        "a sampler of indices with a length",
-        lambda value: isinstance(value, Sampler) and len(value) >= 0,  # type: ignore[arg-type]
-    ),
-    "loss": _Function("output, target"),
-    "loss_weight": _Function(
-        "target", "a number of labels, 0 or more", lambda value: 0 <= float(value) < math.inf
-    ),
-    "optimizer": _Function(
-        "parameters", "a torch.optim.Optimizer", lambda value: isinstance(value, Optimizer)
-    ),
-    "scheduler": _Function(
-        "optimizer",
-        "a scheduler that follows the number of steps alone",
-        lambda value: isinstance(value, LRScheduler) and not isinstance(value, ReduceLROnPlateau),
-    ),
-    "dataset": _Function("", "something with a length and items", _is_dataset, _dataset_hint),
-    "evaluation_dataset": _Function(
-        "", "something with a length and items", _is_dataset, _dataset_hint
-    ),
-    "metrics": _Function(
-        "output, target", "numbers by name", lambda found: [list(map(float, found.values()))]
-    ),
-    "on_update": _Function("minibatch, loss, metrics"),
-    "blocks": _Function("model"),
-    "tensor_parallel_plan": _Function("", "a dict of strings", _is_plan),
-    "pretrained": _Function("", "a path, or a path and a function of a name", _is_pretrained),
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,6 +120,7 @@ class TrainingSpec:
     functions: Mapping[str, Callable[..., Any]]
     path: Path | None = None  # of the model file; None when made from objects
     builder: str = DEFAULT_BUILDER
+    objects: Mapping[str, Any] | None = None  # what `from_objects` was given; None for a file
 
     @classmethod
     def from_file(cls, location: str | Path) -> "TrainingSpec":
@@ -219,28 +137,23 @@ class TrainingSpec:
                 hint="give the path of a file like profiles/vgg16/model.py",
             )
         module = import_file(path)
-        written = {name: builder if name == "build_model" else name for name in _FUNCTIONS}
-        functions = {
-            name: found
-            for name in _FUNCTIONS
-            if (found := getattr(module, written[name], None)) is not None
-        }
-        for name in ("build_model", "example_batch"):
+        functions = {}
+        for name in USER_FUNCTIONS:
+            function = getattr(module, builder if name == "build_model" else name, None)
+            if function is not None:
+                functions[name] = function
+
+        for name, written in (("build_model", builder), ("example_batch", "example_batch")):
             if name not in functions:
-                own = [
-                    n
-                    for n, f in vars(module).items()
-                    if inspect.isfunction(f) and f.__module__ == module.__name__
-                ]
                 raise ModelFileError(
-                    f"'{path}' has no {written[name]}({_FUNCTIONS[name].arguments})",
-                    hint=f"it defines {', '.join(own) or 'no function'}; the model file needs "
-                    f"{written[name]}()",
+                    f"'{path}' has no {written}({USER_FUNCTIONS[name].arguments})",
+                    hint=f"it defines {', '.join(_functions_of(module)) or 'no function'}; the "
+                    f"model file needs {written}()",
                 )
+
         stem = path.resolve().parent.name if path.stem == "model" else path.stem
-        return cls(
-            stem if builder == DEFAULT_BUILDER else f"{stem}:{builder}", functions, path, builder
-        )
+        name = stem if builder == DEFAULT_BUILDER else f"{stem}:{builder}"
+        return cls(name, functions, path, builder)
 
     @classmethod
     def from_objects(
@@ -263,8 +176,8 @@ class TrainingSpec:
         collate: Callable[[list[Any]], Any] | None = None,
         sampler: Callable[[int, int, int], Any] | None = None,
     ) -> "TrainingSpec":
-        """Describe a model that exists already, for `profile` and `pipeline`, as a model file
-        would.
+        """Describe a model that exists already, for `profile`, `train` and `pipeline`, as a model
+        file would.
 
         Args:
             model: every worker makes the same one, weights included: seed before you build it.
@@ -276,44 +189,51 @@ class TrainingSpec:
             model file return. pretrained: what pretrained() of a model file returns. The model's
             weights may then be on the meta device.
         """
+        values = {
+            "build_model": model,
+            "dataset": dataset,
+            "evaluation_dataset": evaluation_dataset,
+            "tensor_parallel_plan": tensor_parallel_plan,
+            "pretrained": pretrained,
+            "lengths": lengths,
+        }
         given = {
-            name: value
-            for name, value in locals().items()
-            if name in _FUNCTIONS and value is not None
+            "example_batch": example_batch,
+            "loss": loss,
+            "optimizer": optimizer,
+            "scheduler": scheduler,
+            "loss_weight": loss_weight,
+            "metrics": metrics,
+            "on_update": on_update,
+            "blocks": blocks,
+            "collate": collate,
+            "sampler": sampler,
         }
-        given["build_model"] = model
-        returned = (
-            "build_model",
-            "dataset",
-            "evaluation_dataset",
-            "tensor_parallel_plan",
-            "pretrained",
-            "lengths",
-        )
-        functions = {
-            name: _returning(value) if name in returned else value for name, value in given.items()
-        }
+        returning = {name: _returning(value) for name, value in values.items() if value is not None}
+        functions = returning | {name: each for name, each in given.items() if each is not None}
         if not callable(example_batch):
             functions["example_batch"] = make_batch(example_batch, "example_batch").repeated
-        return cls(type(model).__name__, functions)
+        # What was given, by the names of the arguments, to describe the same elsewhere.
+        others = {name: value for name, value in values.items() if name != "build_model"}
+        objects = {"model": model, **others, **given}
+        return cls(type(model).__name__, functions, objects=objects)
 
     def __post_init__(self) -> None:
         for name, function in self.functions.items():
-            arguments = _FUNCTIONS[name].arguments
-            count = len(arguments.split(", ")) if arguments else 0
+            expected = USER_FUNCTIONS[name]
             try:
                 signature = inspect.signature(function)
                 # Lengths that vary are keyword arguments of example_batch(), with defaults or
                 # without.
-                (signature.bind_partial if name == "example_batch" else signature.bind)(
-                    *range(count)
-                )
+                bind = signature.bind_partial if name == "example_batch" else signature.bind
+                bind(*range(expected.argument_count))
             except ValueError:
                 continue  # Python knows no signature of some functions written in C
             except TypeError as cause:
                 raise ModelFileError(
-                    f"{self.place(name)} cannot be called with {count} arguments: {cause}",
-                    hint=f"define it as {self._written(name)}({arguments})",
+                    f"{self.place(name)} cannot be called with {expected.argument_count} "
+                    f"arguments: {cause}",
+                    hint=f"define it as {self._written(name)}({expected.arguments})",
                 ) from None
 
     @property
@@ -322,6 +242,12 @@ class TrainingSpec:
         memory.
         """
         return str(self.path or self.name)
+
+    @property
+    def location(self) -> str:
+        """The model file, with its builder where that is not the usual one."""
+        path = str(self.path)
+        return path if self.builder == DEFAULT_BUILDER else f"{path}:{self.builder}"
 
     @property
     def loss(self) -> LossFunction | None:
@@ -336,7 +262,7 @@ class TrainingSpec:
 
     def defines(self, name: str) -> bool:
         """Return whether there is a user's function `name`."""
-        assert name in _FUNCTIONS, name
+        assert name in USER_FUNCTIONS, name
         return name in self.functions
 
     def build_model(self) -> nn.Module:
@@ -370,18 +296,14 @@ class TrainingSpec:
         not the first dimension of all tensors.
         """
         place = self.place("example_batch")
-        given = (
-            {name: most for name, (_, most) in self.lengths().items()}
-            if lengths is None
-            else lengths
-        )
-        batch = make_batch(self._call("example_batch", batch_size, **given), place)
+        if lengths is None:
+            lengths = {name: most for name, (_, most) in self.lengths().items()}
+        batch = make_batch(self._call("example_batch", batch_size, **lengths), place)
         if checked:
             check_first_dimensions(batch, batch_size, place)
-        if not any(
-            isinstance(leaf, Tensor) and leaf.dim()
-            for leaf in tree_leaves((batch.args, batch.kwargs))
-        ):
+
+        inputs = tree_leaves((batch.args, batch.kwargs))
+        if not any(isinstance(leaf, Tensor) and leaf.dim() for leaf in inputs):
             raise ModelFileError(
                 f"{place} returned no tensor for the model",
                 hint="return (args, target), with tensors in args; torch.from_numpy makes one of "
@@ -407,35 +329,32 @@ class TrainingSpec:
         A mapping gives the parameters their names in the model, for a user's
         optimizer(named_parameters).
         """
-        named = (
-            parameters
-            if isinstance(parameters, Mapping)
-            else {str(i): p for i, p in enumerate(parameters)}
-        )
+        if isinstance(parameters, Mapping):
+            named = parameters
+        else:
+            named = {str(number): each for number, each in enumerate(parameters)}
         if not self.defines("optimizer"):
             return SGD(list(named.values()), lr=DEFAULT_LEARNING_RATE)
-        takes_names = (
-            next(iter(inspect.signature(self.functions["optimizer"]).parameters))
-            == "named_parameters"
-        )
-        argument = list(named.items()) if takes_names else list(named.values())
+
+        first_argument = next(iter(inspect.signature(self.functions["optimizer"]).parameters))
+        takes_names = first_argument == "named_parameters"
         try:
-            optimizer: Optimizer = self._call("optimizer", argument)
+            optimizer: Optimizer = self._call(
+                "optimizer", list(named.items()) if takes_names else list(named.values())
+            )
         except ModelFileError as error:
             self._refuse_values(error, named.values())
             raise
-        given = set(map(id, named.values()))
-        if any(
-            id(each) not in given for group in optimizer.param_groups for each in group["params"]
-        ):
+
+        given = {id(each) for each in named.values()}
+        taken = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        if not taken <= given:
             raise ModelFileError(
                 f"{self.place('optimizer')} returned an optimizer of other parameters than it was "
-                f"given, and would "
-                "not train the model's",
+                f"given, and would not train the model's",
                 hint="every stage has an optimizer of its own: make it of the argument, as in "
                 "torch.optim.AdamW(parameters, lr=1e-3); put parameters of the loss into the "
-                "model, whose output can "
-                "have them",
+                "model, whose output can have them",
             )
         return optimizer
 
@@ -446,15 +365,13 @@ class TrainingSpec:
         without_values = any(parameter.is_meta for parameter in parameters)
         if not without_values or "meta tensors" not in str(error.__cause__):
             return
-        line = (
-            failing_line(error.__cause__, self.path.parent)
-            if self.path is not None and error.__cause__
-            else None
-        )
+
+        line = None
+        if self.path is not None and error.__cause__:
+            line = failing_line(error.__cause__, self.path.parent)
         raise ModelFileError(
             f"optimizer() reads the values of parameters at {line or self.origin}, and a stage "
-            f"has those of its own "
-            "parameters alone: each would make something else of them",
+            f"has those of its own parameters alone: each would make something else of them",
             hint="give the optimizer numbers, as in torch.optim.SGD(parameters, lr=0.1)",
         ) from error.__cause__
 
@@ -464,22 +381,21 @@ class TrainingSpec:
             optimizer.step()
         except Exception as cause:
             # Some, such as SAM, have a closure for an option, and then ask for it, or call it.
-            if "closure" not in str(cause) and "'NoneType' object is not callable" not in str(
-                cause
-            ):
+            signs = ("closure", "'NoneType' object is not callable")
+            if not any(sign in str(cause) for sign in signs):
                 raise
             raise ModelFileError(
                 f"{self.place('optimizer')} returned {type(optimizer).__name__}, whose step() "
-                f"needs a closure that "
-                "computes the loss again, and no stage of a pipeline can do that alone",
+                f"needs a closure that computes the loss again, and no stage of a pipeline can "
+                f"do that alone",
                 hint="take an optimizer whose step() needs no closure, such as torch.optim.AdamW",
             ) from cause
 
     def scheduler(self, optimizer: Optimizer) -> LRScheduler | None:
         """Return the user's learning-rate scheduler; None where there is none."""
-        scheduler: LRScheduler | None = (
-            self._call("scheduler", optimizer) if self.defines("scheduler") else None
-        )
+        if not self.defines("scheduler"):
+            return None
+        scheduler: LRScheduler = self._call("scheduler", optimizer)
         return scheduler
 
     def pretrained(self) -> tuple[Path, NameInFile | None] | None:
@@ -493,21 +409,24 @@ class TrainingSpec:
         returned = self._call("pretrained")
         path, name_in_file = returned if isinstance(returned, tuple) else (returned, None)
         # A model file means what lies beside it, wherever the command is run.
-        return (Path(path) if self.path is None else self.path.parent / path), name_in_file
+        folder = Path() if self.path is None else self.path.parent
+        return folder / path, name_in_file
 
     def dataset(self) -> Dataset[Any] | None:
         """Return the training data, a map-style dataset of (args, target) per sample; None where
         there is none.
         """
-        return self._call("dataset") if self.defines("dataset") else None
+        if not self.defines("dataset"):
+            return None
+        dataset: Dataset[Any] = self._call("dataset")
+        return dataset
 
     def sampler(self, microbatch_size: int, microbatches: int, seed: int) -> Sampler[int] | None:
         """Return the user's order of the training data; None where that is random."""
-        return (
-            self._call("sampler", microbatch_size, microbatches, seed)
-            if self.defines("sampler")
-            else None
-        )
+        if not self.defines("sampler"):
+            return None
+        sampler: Sampler[int] = self._call("sampler", microbatch_size, microbatches, seed)
+        return sampler
 
     def evaluation_dataset(self) -> Dataset[Any]:
         """Return the data to evaluate on, like `dataset`."""
@@ -531,9 +450,8 @@ class TrainingSpec:
         """Return the user's metrics(output, target), means over the batch; call it only where that
         is defined.
         """
-        return {
-            str(name): float(value) for name, value in self._call("metrics", output, target).items()
-        }
+        values = self._call("metrics", output, target)
+        return {str(name): float(value) for name, value in values.items()}
 
     def on_update(self, minibatch: int, loss: float, metrics: Mapping[str, float | None]) -> None:
         """Call the user's hook; only where it is defined."""
@@ -553,7 +471,7 @@ class TrainingSpec:
             raise ModelFileError(
                 f"{written}() fails at {line}: {reason_of(cause)}", hint=f"run it: {written}()"
             ) from cause
-        function = _FUNCTIONS[name]
+        function = USER_FUNCTIONS[name]
         with suppress(AttributeError, TypeError, ValueError, RuntimeError):
             if function.accepts(returned):
                 return returned
@@ -571,9 +489,8 @@ class TrainingSpec:
         if self.path is None:
             return f"{name}() of {self.name}"
         code = getattr(inspect.unwrap(self.functions[name]), "__code__", None)
-        return (
-            f"{self._written(name)}() at {self.path}:{1 if code is None else code.co_firstlineno}"
-        )
+        line = 1 if code is None else code.co_firstlineno
+        return f"{self._written(name)}() at {self.path}:{line}"
 
     def _written(self, name: str) -> str:
         return self.builder if name == "build_model" else name

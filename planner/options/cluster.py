@@ -143,13 +143,13 @@ class ClusterOptions(Options):
     )
     sequence_parallel: bool = option(
         False,
-        "sequence parallelism: tensor-parallel ranks shard by tokens what each of them would "
-        "compute whole",
+        "sequence parallelism: tensor-parallel ranks also shard norms and dropouts, by tokens",
         advanced=True,
     )
     cluster: str | Path | None = option(
         None,
-        "cluster.json, in place of all but `memory`, `compress` and `sequence_parallel`",
+        "read the cluster from cluster.json; of the other options only `memory`, `compress` and "
+        "`sequence_parallel` then apply",
         "FILE",
         parse=Path,
     )

@@ -36,6 +36,11 @@ def degrees(text: str) -> tuple[int, ...]:
     return tuple(sorted({int(part) for part in text.split(",")}))
 
 
+def microbatch_counts(text: str) -> tuple[int, ...]:
+    """Parse numbers of microbatches: "4,8,16"."""
+    return tuple(count(part) for part in text.split(","))
+
+
 def host_range(text: str) -> tuple[int, int]:
     """Parse the fewest and the most hosts: "2:4"."""
     low, _, high = text.partition(":")

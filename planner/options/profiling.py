@@ -19,8 +19,8 @@ class ModelOptions(Options):
 
     batch_size: int = option(
         BATCH_SIZE,
-        "samples of a microbatch: what one forward gets. A global batch is one or several of "
-        "these, by the schedule",
+        "micro batch: samples of one forward. A global batch has one or several of them, "
+        "depending on the schedule",
         "N",
         aliases=("--micro-batch-size",),
     )
@@ -38,7 +38,7 @@ class ModelOptions(Options):
     )
     memory_format: Literal["channels-last"] | None = option(
         None,
-        "channels-last stores weights and images pixel by pixel. `plan train` will do the same",
+        "channels-last keeps the channels of a pixel together. `plan train` will do the same",
         told="contiguous",
         advanced=True,
     )
@@ -110,17 +110,9 @@ class EstimateArguments(ModelOptions):
     )
     host: str | None = option(
         None,
-        "what launches a GPU's kernels, which wait for it where they are small: eager, compiled, "
-        "fused or graphs (CUDA "
-        "graphs of forward and backward); or its time per launch, as 35us",
+        "what launches the GPU's kernels, which limits models of small kernels: eager, compiled, "
+        "fused or graphs (CUDA graphs); or the time per launch, as 35us",
         "KIND",
         told="eager, or compiled where a compiler fuses",
-        advanced=True,
-    )
-    calibrate: Sequence[str | Path] = option(
-        (),
-        "fit the table to a profile of such a device, with its model.py in the same folder, or to "
-        "a file of steps",
-        "FILE",
         advanced=True,
     )

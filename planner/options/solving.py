@@ -65,9 +65,8 @@ class StageRules(Options):
 
     recompute: RecomputeRule = option(
         "auto",
-        "activation checkpointing: layers that keep no activations and run forward again are as "
-        "few as memory demands "
-        "(auto), none (never), whole stages (always), or every block by itself (blocks)",
+        "activation checkpointing: recompute as few layers as memory demands (auto), none "
+        "(never), whole stages (always), or every block by itself (blocks)",
     )
     shard_optimizer: ShardRule = option(
         "auto",
@@ -150,8 +149,8 @@ class SolveOptions(StageRules):
     )
     accept_divided_loss: bool = option(
         False,
-        "divide minibatches even where the loss is no mean over samples: train the microbatches' "
-        "mean",
+        "split global batches into microbatches even if the loss is not a mean over samples: "
+        "train on the mean of the microbatches' losses",
         advanced=True,
     )
     solver: SolverName = option(
@@ -163,9 +162,8 @@ class SolveOptions(StageRules):
     )
     survive: int = option(
         0,
-        "add the plans for 1 to N hosts fewer, with the same minibatches; hosts are the groups of "
-        "the outermost level, "
-        "or single GPUs where all are joined alike",
+        "also find plans for 1 to N hosts fewer, with the same global batch; a host is a server, "
+        "or a GPU where all GPUs are connected alike",
         "N",
         least=0,
         advanced=True,
@@ -214,11 +212,26 @@ class SolveOptions(StageRules):
         return self.order.fixed_chunks or self.chunks
 
     @property
-    def alone(self) -> bool:
-        """Whether the question is about one schedule and one profile, and has no alternative to
-        compare it with.
-        """
+    def names_solver(self) -> bool:
+        """Whether the user named what is to answer, so that nothing else competes with it."""
         return self.solver != "auto"
+
+    def under(self, schedule: Schedule, microbatches: int | None = None) -> "SolveOptions":
+        """Return the options under a schedule that the user did not ask for.
+
+        Under one that divides no minibatches, each is one microbatch.
+
+        Args:
+            schedule: in place of that of the options.
+            microbatches: in place of the options' microbatches or minibatch; None keeps these.
+        """
+        changed = replace(self, schedule=schedule)
+        if microbatches is not None:
+            changed = replace(changed, microbatches=microbatches, minibatch=None)
+        elif not schedule.divides:
+            changed = replace(changed, microbatches=None)
+        object.__setattr__(changed, "asked", False)
+        return changed
 
     def with_minibatch(self, samples: int | None) -> "SolveOptions":
         """Return the options for minibatches of so many samples; a schedule that was asked for

@@ -32,8 +32,8 @@ class TrainingOptions(Options):
     )
     accept_divided_loss: bool = option(
         False,
-        "train on the mean of the microbatches' losses where the loss is no mean over samples, as "
-        "a contrastive one",
+        "train on the mean of the microbatches' losses even if the loss is not a mean over "
+        "samples, such as a contrastive one",
         told="refuse to divide its minibatches, unless the plan was solved so",
         advanced=True,
     )
@@ -79,10 +79,9 @@ class CheckpointOptions(Options):
     keep: int = option(3, "keep only the last K checkpoints", "K", least=1, advanced=True)
     resume: str | None = option(
         None,
-        "continue from the checkpoint PATH, or the newest in the folder PATH, of any plan of the "
-        "model; without PATH, "
-        "or with 'auto', from the newest in `folder`, if there is one. `steps` and `epochs` count "
-        "from the first run",
+        "continue from the checkpoint PATH, or from the newest in the folder PATH, whatever plan "
+        "wrote it; without PATH, or with 'auto', from the newest in `folder`, if there is one. "
+        "`steps` and `epochs` count from the first run",
         "PATH",
         const="auto",
     )
@@ -132,25 +131,23 @@ class ElasticOptions(Options):
 
     elastic: tuple[int, int] | str | None = option(
         None,
-        "train on MIN to MAX hosts: go on without those that are lost, and with those that come, "
-        "under the plans that "
-        "`survive` of `plan solve` has made",
+        "train on MIN to MAX hosts: continue when hosts are lost or join, under the plans made by "
+        "`survive` of `plan solve`",
         "MIN:MAX",
         parse=host_range,
         advanced=True,
     )
     rendezvous: str | None = option(
         None,
-        "where the hosts meet: a store, which the host with that address opens",
+        "address of the store where hosts meet, opened by the host that has it",
         "HOST:PORT",
         aliases=("--rdzv-endpoint",),
         advanced=True,
     )
     secret_file: str | None = option(
         None,
-        "file with the secret by which the hosts of a run know each other, made by the first; "
-        "PLAN_SECRET in the "
-        "environment of all hosts does without a file",
+        "file with the secret that the hosts of a run share, written by the first; or set "
+        "PLAN_SECRET on all hosts",
         "FILE",
         told="a file in ~/.planner, for hosts that share the home folder",
         advanced=True,
@@ -193,8 +190,8 @@ class TrainArguments(Options):
     )
     device: DeviceType | None = option(
         None,
-        "compute on cpu, cuda (ROCm's GPUs, too), xpu or another kind of PyTorch's; tried are "
-        "cpu, and cuda on one GPU",
+        "compute on cpu, cuda (which includes ROCm), xpu or another device of PyTorch; only cpu, "
+        "and cuda on one GPU, have been tried",
         "KIND",
         told="the kind that the plan was made for",
     )
@@ -210,18 +207,18 @@ class TrainArguments(Options):
     )
     baseline: BaselineName | None = option(
         None,
-        "train the unsplit model with DistributedDataParallel on as many workers, for comparison",
+        "train the whole model with DistributedDataParallel on the same number of workers, for "
+        "comparison",
     )
     save_weights: str | Path | None = option(
         None,
-        "write the trained weights under their names in the model: a .safetensors file, or one "
-        "for torch.load, for "
-        "which worker 0 holds the whole model",
+        "write the trained weights of the whole model: a .safetensors file, or one for "
+        "torch.load, for which worker 0 must hold them all",
         "FILE",
     )
     defer_weights: bool | None = option(
         None,
-        "let each worker make only its own stages' weights, not all",
+        "each worker builds only the weights of its own stages",
         negation="--no-defer-weights",
         advanced=True,
         told="only its own where the host has no room for a whole model per worker",

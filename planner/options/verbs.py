@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from planner.formats.link_names import BETWEEN_SERVERS, known_rate
 from planner.formats.names import PLANNED, Backend, CodecName, DeviceType
 from planner.options.cluster import ClusterOptions, Quantities, each
-from planner.options.numbers import names, token_count
+from planner.options.numbers import microbatch_counts, names, token_count
 from planner.options.option import Options, option, same
-from planner.options.solving import Progress, SolveOptions
+from planner.options.solving import Progress, SolveOptions, StageRules
 from planner.options.training import TrainArguments
 from planner.schedule.one_stage import FLUSH
 from planner.schedule.schedule import Schedule
@@ -102,7 +102,7 @@ class FitOptions(SolveOptions):
     )
     tokens: int | None = option(
         None,
-        "global batch in tokens, about so many, in place of `minibatch`",
+        "global batch of about N tokens, in place of `minibatch`",
         "N",
         parse=token_count,
         told="500k, 1M, 2M or 4M, from 1, 5 and 100 billion parameters on",
@@ -136,6 +136,28 @@ class FitOptions(SolveOptions):
         parse=Path,
         told="the model's name; for a model file, its own",
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleOptions(StageRules):
+    """Which schedules are compared, and with how many microbatches."""
+
+    schedules: Sequence[str] = option(
+        (),
+        "compare the best plans under these schedules, as in 1f1b,1f1b-flush,zb-h1",
+        "NAME,NAME",
+        parse=names,
+    )
+    microbatches: Sequence[int] = option(
+        (),
+        "each with these numbers of microbatches, as in 4,8,16; schedules are compared at equal "
+        "global batch",
+        "M,M",
+        parse=microbatch_counts,
+        told="4 per GPU",
+    )
+    time_limit_s: float | None = same(SolveOptions, "time_limit_s")
+    progress: Progress | None = same(SolveOptions, "progress")
 
 
 @dataclass(frozen=True, kw_only=True)

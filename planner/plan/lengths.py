@@ -6,17 +6,18 @@ takes each microbatch's own.
 """
 
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import combinations_with_replacement
+from operator import mul
 from statistics import fmean
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.formats.files import replace
 from planner.formats.plan_parts import PlannedLengths
-from planner.formats.profile import Lengths, Profile, VaryingLengths
+from planner.formats.profile import Fit, Lengths, Profile, VaryingLengths
 
 Terms = tuple[tuple[float, ...], ...]  # for each of some microbatches
 DRAWN = 256  # microbatches, whose mean costs are within a percent or two of those of all
@@ -93,52 +94,61 @@ def mean_tokens(profile: Profile) -> int | None:
     return means.get(tokens, tokens)  # sequences of one length are as long as they are
 
 
-# By which fit costs become means over lengths; what takes memory is that of the longest. Other
-# kinds of devices, and ranks that divide layers, take as much less for a shorter batch.
-_OF_LAYERS = {
-    "forward_s": "forward_s",
-    "backward_s": "backward_s",
-    "forward_flops": "flops",
-    "backward_flops": "flops",
-}
-_FITS = {**_OF_LAYERS, "forward_reduced_bytes": "outputs", "backward_reduced_bytes": "outputs"}
-
-
 def expected(profile: Profile) -> Profile:
-    """Return the profile with the means of times over the drawn microbatches."""
-    if (lengths := profile.lengths) is None:
+    """Return the profile with the means of times over the drawn microbatches.
+
+    What takes memory is that of the longest. Other kinds of devices, and ranks that divide layers,
+    take as much less for a shorter batch.
+    """
+    lengths = profile.lengths
+    if lengths is None:
         return profile
-    shares = {
-        name: [getattr(each, name).shares for each in lengths.layers]
-        for name in set(_OF_LAYERS.values())
-    }
-    shares["outputs"] = [(each.outputs or (each.forward_s,))[0].shares for each in lengths.layers]
-    factors = {
-        name: (np.array(rows) @ mean_terms(profile)).tolist() for name, rows in shares.items()
-    }
+    terms = mean_terms(profile)
 
-    def grown(columns: Mapping[str, Iterable[Any]]) -> dict[str, tuple[Any, ...]]:
-        return {
-            name: tuple(map(_times, column, factors[_FITS[name]]))
-            for name, column in columns.items()
-        }
+    def factors(shares: list[Fit]) -> list[float]:
+        means: list[float] = (np.array([each.shares for each in shares]) @ terms).tolist()
+        return means
 
-    columns = grown(
-        {name: [getattr(layer, name) for layer in profile.layers] for name in _OF_LAYERS}
+    forward = factors([each.forward_s for each in lengths.layers])
+    backward = factors([each.backward_s for each in lengths.layers])
+    flops = factors([each.flops for each in lengths.layers])
+    outputs = factors([(each.outputs or (each.forward_s,))[0] for each in lengths.layers])
+
+    layers = tuple(
+        replace(
+            layer,
+            forward_s=layer.forward_s * forward[number],
+            backward_s=layer.backward_s * backward[number],
+            forward_flops=_of_count(layer.forward_flops, flops[number]),
+            backward_flops=_of_count(layer.backward_flops, flops[number]),
+        )
+        for number, layer in enumerate(profile.layers)
     )
-    rows = zip(profile.layers, zip(*columns.values(), strict=True), strict=True)
-    changed: dict[str, Any] = {"tokens_per_sample": mean_tokens(profile)}
-    changed["layers"] = tuple(
-        layer.model_copy(update=dict(zip(columns, row, strict=True))) for layer, row in rows
+    kinds = profile.kinds and tuple(
+        replace(
+            each,
+            forward_s=tuple(map(mul, each.forward_s, forward)),
+            backward_s=tuple(map(mul, each.backward_s, backward)),
+        )
+        for each in profile.kinds
     )
-    for what in ("kinds", "tensor"):
-        for each in getattr(profile, what) or ():
-            own = grown({name: getattr(each, name) for name in _FITS if hasattr(each, name)})
-            changed[what] = (*changed.get(what, ()), each.model_copy(update=own))
-    return profile.model_copy(update=changed)
+    tensor = profile.tensor and tuple(
+        replace(
+            each,
+            forward_s=tuple(map(mul, each.forward_s, forward)),
+            backward_s=tuple(map(mul, each.backward_s, backward)),
+            forward_reduced_bytes=_of_bytes(each.forward_reduced_bytes, outputs),
+            backward_reduced_bytes=_of_bytes(each.backward_reduced_bytes, outputs),
+        )
+        for each in profile.tensor
+    )
+    tokens = mean_tokens(profile)
+    return replace(profile, layers=layers, kinds=kinds, tensor=tensor, tokens_per_sample=tokens)
 
 
-def _times(cost: float | None, factor: float) -> float | None:
-    return (
-        None if cost is None else round(cost * factor) if isinstance(cost, int) else cost * factor
-    )
+def _of_count(count: int | None, factor: float) -> int | None:
+    return None if count is None else round(count * factor)
+
+
+def _of_bytes(sizes: Sequence[int], factors: Sequence[float]) -> tuple[int, ...]:
+    return tuple(round(size * factor) for size, factor in zip(sizes, factors, strict=True))

@@ -7,6 +7,7 @@ from itertools import accumulate
 
 from planner.errors import ClusterError
 from planner.formats.cluster import Cluster, Level
+from planner.formats.files import replace
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
 
@@ -23,26 +24,23 @@ def of_groups(plan: Plan) -> Plan:
         for place, rank in enumerate(sorted({rank for ranks in leaders for rank in ranks}))
     }
     stages = tuple(
-        stage.model_copy(update={"tensor": 1, "ranks": tuple(number[rank] for rank in ranks)})
+        replace(stage, tensor=1, ranks=tuple(number[rank] for rank in ranks))
         for stage, ranks in zip(plan.stages, leaders, strict=True)
     )
     cluster = (
         groups_of(plan.cluster, plan.ranks_per_replica) if plan.divides_alike else plan.cluster
     )
     # its config still says what the groups are
-    return plan.model_copy(update={"stages": stages, "cluster": cluster})
+    return replace(plan, stages=stages, cluster=cluster)
 
 
 def plan_of_tensor_rank(plan: Plan, place: int) -> Plan:
     """Return the plan as the ranks at this place of their groups see it: they receive from ranks of
     the same place.
     """
-    stages = (
-        stage.model_copy(update={"ranks": stage.ranks_at(place), "tensor": 1})
-        for stage in plan.stages
-    )
+    stages = (replace(stage, ranks=stage.ranks_at(place), tensor=1) for stage in plan.stages)
     size = plan.microbatch_size and plan.microbatch_size // sample_parts(plan)
-    return plan.model_copy(update={"stages": tuple(stages), "microbatch_size": size})
+    return replace(plan, stages=tuple(stages), microbatch_size=size)
 
 
 def sample_parts(plan: Plan) -> int:
@@ -113,19 +111,19 @@ def groups_of(cluster: Cluster, degree: int) -> Cluster:
             size = 1
         # Shared links carry the messages of all ranks of a group at once: it has a part for the
         # first of its ranks.
-        times, reduce = (
-            min(degree, devices) if level.shared else 1,
-            level.all_reduce_bandwidth_bytes_per_s,
+        parts = min(degree, devices) if level.shared else 1
+        narrower = replace(
+            level, size=size, bandwidth_bytes_per_s=level.bandwidth_bytes_per_s / parts
         )
-        narrower = {
-            "size": size,
-            "bandwidth_bytes_per_s": level.bandwidth_bytes_per_s / times,
-            "all_reduce_bandwidth_bytes_per_s": None if reduce is None else reduce / times,
-        }
-        levels.append(level.model_copy(update=narrower))
-        left, devices = max(1, left // level.size) if size == 1 else 1, devices * level.size
+        whole_reduce = level.all_reduce_bandwidth_bytes_per_s
+        if whole_reduce is not None:
+            narrower = replace(narrower, all_reduce_bandwidth_bytes_per_s=whole_reduce / parts)
+        levels.append(narrower)
+
+        left = max(1, left // level.size) if size == 1 else 1
+        devices *= level.size
     if left > 1:
         raise ClusterError(
             f"{cluster.gpus} GPUs make no group of {degree} ranks", hint="give a smaller `tensor`"
         )
-    return cluster.model_copy(update={"levels": tuple(levels)})
+    return replace(cluster, levels=tuple(levels))

@@ -16,6 +16,7 @@ TEXTS = {
     "Fit": "tables.answers.fit_report",
     "Plan": "tables.plan.plan_report",
     "Profile": "tables.profile.profile_report",
+    "ScheduleComparison": "tables.schedules.schedules_report",
     "Summary": "tables.runs.run_report",
     "Timeline": "tables.runs.timeline_report",
     "TrainResult": "tables.runs.training_report",

@@ -122,7 +122,6 @@ class OneForwardOneBackward(Schedule):
     divides = False
     stashes = True
     deepens = True
-    leaner = (TWO_BW, FLUSH)
 
     def deepest(self, replicas: int, microbatches: int) -> int | None:
         return None  # minibatches follow one another without end
@@ -180,7 +179,6 @@ class GPipe(Flush):
     deepens = False
     alternates = False
     torch_name = "ScheduleGPipe"
-    leaner = (TWO_BW, FLUSH)
 
     def in_flight(self, replicas: Count, gpus_after: Count, microbatches: int) -> Count:
         return -(-microbatches // replicas)

@@ -1,6 +1,12 @@
-"""All schedules. A new one is a file beside this one, and a line here."""
+"""All schedules: those of this package, and those that users register from files of their own.
 
+A new one of this package is a file beside this one, and a line here.
+"""
+
+import sys
 from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TypeVar
 
 from planner.errors import InputError
 from planner.schedule.chunked import INTERLEAVED
@@ -10,11 +16,63 @@ from planner.schedule.zb_v import ZB_V
 
 # In the order in which help and tables list them.
 SCHEDULES: tuple[Schedule, ...] = (ONE_F_ONE_B, TWO_BW, FLUSH, ZB_H1, ZB_V, GPIPE, INTERLEAVED)
-NAMES: tuple[str, ...] = tuple(schedule.name for schedule in SCHEDULES)
+# The names of all that can be asked for: `register_schedule` adds to it.
+NAMES: list[str] = [schedule.name for schedule in SCHEDULES]
 DEFAULT = ONE_F_ONE_B
 # Names that papers and other programs have.
 ALIASES: Mapping[str, str] = {"pipedream": ONE_F_ONE_B.name}
-AUTO = "auto"  # in place of a schedule, where plans are sought under all of them
+AUTO = "auto"  # in place of a schedule, where plans are sought under all of this package
+
+_registered: dict[str, Schedule] = {}  # of users, by name
+_DESCRIBED = ("name", "title", "summary", "known_as")  # what messages and tables say of one
+ScheduleT = TypeVar("ScheduleT", bound=Schedule)
+
+
+def register_schedule(schedule: ScheduleT) -> ScheduleT:
+    """Let plans be made, simulated and trained under a schedule of a file of your own.
+
+    Args:
+        schedule: an object of a subclass of `planner.Schedule`. One of the same name from the same
+            file takes the place of the earlier one.
+
+    Returns:
+        The schedule. Keep it as a variable of the file: processes find it there.
+
+    Raises:
+        InputError: for a name that another schedule has, or a description that is missing.
+
+    Example:
+        >>> from planner.schedule.one_stage import GPipe
+        >>> class Copy(GPipe):
+        ...     name = "gpipe-copy"
+        >>> planner.register_schedule(Copy()).name
+        'gpipe-copy'
+    """
+    missing = [name for name in _DESCRIBED if not isinstance(getattr(schedule, name, None), str)]
+    if missing:
+        raise InputError(
+            f"the schedule {type(schedule).__name__} has no `{missing[0]}`",
+            hint=f"give its class {', '.join(_DESCRIBED)}, as those of planner.schedule have",
+        )
+    name = schedule.name
+    earlier = _registered.get(name)
+    replaces = earlier is not None and file_of(earlier) == file_of(schedule)
+    if name in (AUTO, *ALIASES, *NAMES) and not replaces:
+        raise InputError(f"there is a schedule '{name}' already", hint="give yours another `name`")
+    if not replaces:
+        NAMES.append(name)
+    _registered[name] = schedule
+    return schedule
+
+
+def file_of(schedule: Schedule) -> Path | None:
+    """Return the file that registers a schedule of a user; None for those of this package, and for
+    what was typed into a session.
+    """
+    if schedule in SCHEDULES:
+        return None
+    path = getattr(sys.modules.get(type(schedule).__module__), "__file__", None)
+    return None if path is None else Path(path).resolve()
 
 
 def summaries(schedules: Iterable[Schedule]) -> str:
@@ -29,10 +87,15 @@ def own_name(name: str) -> str:
 
 def find(schedule: Schedule | str) -> Schedule:
     """Return the schedule of that name or alias; raise InputError when there is none."""
-    wanted = own_name(schedule) if isinstance(schedule, str) else schedule
-    for each in SCHEDULES:
-        if wanted in (each, each.name):
+    if schedule in SCHEDULES:
+        assert isinstance(schedule, Schedule)
+        return schedule
+    name = own_name(str(schedule))
+    for each in (*SCHEDULES, *_registered.values()):
+        if name == each.name:
             return each
     raise InputError(
-        f"unknown schedule '{schedule}'", hint=f"`schedule` is one of {', '.join(NAMES)}"
+        f"unknown schedule '{schedule}'",
+        hint=f"`schedule` is one of {', '.join(NAMES)}; one of your own comes from the file that "
+        f"`schedule_from` names, or from planner.register_schedule",
     )

@@ -48,7 +48,8 @@ class Schedule(ABC):
     title: ClassVar[str]  # for people; {microbatches} and {chunks} are filled in
     summary: ClassVar[str]  # half a line of help
     known_as: ClassVar[str]  # its name in papers and other programs
-    formula: ClassVar[Formula]
+    # None: no formula bounds it, so that only plans of chosen stages are simulated and trained
+    formula: ClassVar[Formula | None]
     # updates without draining the pipeline: training differs from one device's
     asynchronous: ClassVar[bool] = False
     divides: ClassVar[bool] = True  # a minibatch is several microbatches
@@ -63,8 +64,6 @@ class Schedule(ABC):
     alternates: ClassVar[bool] = True
     weight_versions: ClassVar[int] = 1  # of a stage; where `stashes`, one per unit in flight
     torch_name: ClassVar[str] = "Schedule1F1B"  # the nearest class in torch.distributed.pipelining
-    # that need less memory, to propose where nothing fits
-    leaner: ClassVar[tuple[Schedule, ...]] = ()
 
     def __str__(self) -> str:
         return self.name
@@ -76,7 +75,13 @@ class Schedule(ABC):
         # Schedules are compared by identity, so a copy or an unpickled one must be the same object:
         # pickle looks up a string as a name in the module of the object's class.
         module = sys.modules[type(self).__module__]
-        return next(name for name, value in vars(module).items() if value is self)
+        names = [name for name, value in vars(module).items() if value is self]
+        if not names:
+            raise TypeError(
+                f"the schedule {self} is no variable of {module.__name__}, where other processes "
+                f"would find it: write NAME = planner.register_schedule(...)"
+            )
+        return names[0]
 
     @property
     def chunked(self) -> bool:
@@ -165,7 +170,7 @@ class Schedule(ABC):
 class Synchronous(Schedule):
     """A schedule that drains the pipeline after every minibatch."""
 
-    formula: ClassVar[Formula] = "synchronous"
+    formula: ClassVar[Formula | None] = "synchronous"
 
     def stream(
         self, shape: PipelineShape, stage: int, rank: int, minibatches: int

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from planner.errors import first_line
 from planner.model.batch import Batch
 from planner.model.capture.capture import capture_file
-from planner.model.capture.graph import LayerGraph
+from planner.model.capture.graph import LayerGraph, ValueSpec
 from planner.model.loss import unsplit_loss
 from planner.model.options import PLAIN, ModuleOptions, autocast_dtype
 from planner.model.randomness import keep_state
@@ -33,49 +33,66 @@ Step = dict[str, Tensor]  # the loss, and the gradients by the parameters' names
 
 
 def cases(lab: Lab) -> Iterator[Case]:
-    built_in = {name: location(f"build_{name}") for name in ("convolutional", "transformer")}
-    for name, model in (built_in | {model: model for model in lab.models}).items():
+    """Yield a case for each built-in model, and for each of the user's."""
+    models = {name: location(f"build_{name}") for name in ("convolutional", "transformer")}
+    models |= {model: model for model in lab.models}
+    for name, model in models.items():
         yield name, partial(_in_all_types, lab, model)
 
 
 def _in_all_types(lab: Lab, model: str) -> Outcome:
-    spec, said, largest, count = load_model_file(model), [], 0.0, 0
+    spec = load_model_file(model)
+    said = []
+    largest = 0.0
     for dtype in DTYPES:
         options = ModuleOptions(autocast_dtype(dtype), device=lab.device.type)
         with thread_count(1):
-            torch.manual_seed(SEED)
-            module, batch = spec.build_model(), spec.example_batch(2)
-            for dropout in (each for each in module.modules() if isinstance(each, nn.Dropout)):
-                dropout.p = 0.0  # a GPU draws other random numbers in float64
-            graph = capture_file(spec, batch, module, options=options)
-            graph.model.to(lab.device)
-            batch = batch.to(lab.device)
+            graph, batch = _captured(spec, options, lab.device)
             try:
                 whole = whole_step(spec, graph.model, batch, options)
             except RuntimeError as error:
                 # every GPU has all three types, and a CPU may lack some kernels in float16
                 if lab.on_gpu:
                     raise
-                said.append(
-                    f"{dtype} cannot run on this CPU even without cuts ({first_line(error)})"
-                )
+                why = first_line(error)
+                said.append(f"{dtype} cannot run on this CPU even without cuts ({why})")
                 continue
             cut = cut_step(graph, batch)
-            leaves, tree = batch.flatten()
-            wide = [
-                each.double() if isinstance(each, Tensor) and each.is_floating_point() else each
-                for each in leaves
-            ]
-            exact = whole_step(spec, graph.model.double(), Batch(*tree.unflatten(wide)), PLAIN)
-        ratio, name = error_ratio(
-            cut, whole, exact, torch.finfo(autocast_dtype(dtype) or torch.float32).eps
-        )
+            exact = whole_step(spec, graph.model.double(), _in_float64(batch), PLAIN)
+
+        eps = torch.finfo(autocast_dtype(dtype) or torch.float32).eps
+        ratio, name = error_ratio(cut, whole, exact, eps)
         if not ratio <= MOST:
-            found = f"{dtype}: the error of {name} is {ratio:.2g} times that of the whole model"
-            return judged(False, found, ratio, MOST)
+            told = f"{dtype}: the error of {name} is {ratio:.2g} times that of the whole model"
+            return judged(False, told, ratio, MOST)
         said.append(f"{dtype} has at most {ratio:.2f} times the error")
-        largest, count = max(largest, ratio), len(graph.layers) - 1
-    return judged(True, "; ".join([f"{count} cuts", *said]), largest, MOST)
+        largest = max(largest, ratio)
+    cuts = f"{len(graph.layers) - 1} cuts"
+    return judged(True, "; ".join([cuts, *said]), largest, MOST)
+
+
+def _captured(
+    spec: TrainingSpec, options: ModuleOptions, device: torch.device
+) -> tuple[LayerGraph, Batch]:
+    """Return the model's graph on the device, without dropout, and a batch of two samples."""
+    torch.manual_seed(SEED)
+    module = spec.build_model()
+    batch = spec.example_batch(2)
+    for each in module.modules():
+        if isinstance(each, nn.Dropout):
+            each.p = 0.0  # a GPU draws other random numbers in float64
+    graph = capture_file(spec, batch, module, options=options)
+    graph.model.to(device)
+    return graph, batch.to(device)
+
+
+def _in_float64(batch: Batch) -> Batch:
+    leaves, tree = batch.flatten()
+    wide = [
+        leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+        for leaf in leaves
+    ]
+    return Batch(*tree.unflatten(wide))
 
 
 def error_ratio(cut: Step, whole: Step, exact: Step, eps: float) -> tuple[float, str]:
@@ -103,39 +120,43 @@ def error_ratio(cut: Step, whole: Step, exact: Step, eps: float) -> tuple[float,
 
 
 def whole_step(spec: TrainingSpec, model: nn.Module, batch: Batch, options: ModuleOptions) -> Step:
+    """Run a step of the model as it is."""
     with _fresh(model):
-        value = unsplit_loss(model, spec, batch, options)
-        torch.autograd.backward(value)
-        return _result(value, model)
+        loss = unsplit_loss(model, spec, batch, options)
+        torch.autograd.backward(loss)
+        return _result(loss, model)
 
 
 def cut_step(graph: LayerGraph, batch: Batch) -> Step:
     """Run the same step with a stage for each layer; values cross as messages carry them."""
     with _fresh(graph.model):
-        known: dict[str, Tensor] = {}
-        for stage in (
-            build_stage(graph, [layer.name]).to(batch.device_type) for layer in graph.layers
-        ):
-            received = {}
-            for spec in stage.received:
-                message = spec.to_wire(known[spec.name]).clone(
-                    memory_format=torch.contiguous_format
-                )
-                received[spec.name] = spec.from_wire(message, batch.size)
+        values: dict[str, Tensor] = {}
+        for layer in graph.layers:
+            stage = build_stage(graph, [layer.name]).to(batch.device_type)
+            received = {
+                spec.name: _carried(spec, values[spec.name], batch) for spec in stage.received
+            }
             results = stage(batch if stage.needs_batch else None, received)
             for spec in stage.sent:
-                value, wanted = (
-                    results[spec.name],
-                    (spec.shape(batch.size), spec.dtype, spec.requires_grad),
-                )
-                if (found := (tuple(value.shape), value.dtype, value.requires_grad)) != wanted:
-                    raise ValueError(
-                        f"'{spec.name}' has shape, type and need of a gradient {found}, captured "
-                        f"{wanted}"
-                    )
-            known.update(results)
-        torch.autograd.backward(known["loss"])
-        return _result(known["loss"], graph.model)
+                _check_sent(spec, results[spec.name], batch)
+            values.update(results)
+        torch.autograd.backward(values["loss"])
+        return _result(values["loss"], graph.model)
+
+
+def _carried(spec: ValueSpec, value: Tensor, batch: Batch) -> Tensor:
+    message = spec.to_wire(value).clone(memory_format=torch.contiguous_format)
+    return spec.from_wire(message, batch.size)
+
+
+def _check_sent(spec: ValueSpec, value: Tensor, batch: Batch) -> None:
+    """Raise ValueError for a value that is not as it was captured."""
+    found = (tuple(value.shape), value.dtype, value.requires_grad)
+    captured = (spec.shape(batch.size), spec.dtype, spec.requires_grad)
+    if found != captured:
+        raise ValueError(
+            f"'{spec.name}' has shape, type and need of a gradient {found}, captured {captured}"
+        )
 
 
 def _result(loss: Tensor, model: nn.Module) -> Step:

@@ -13,6 +13,7 @@ import torch
 from planner.analysis.given_plan import price, stages_ending_at
 from planner.api.running import profile, train
 from planner.formats.cluster import flat_cluster
+from planner.formats.files import replace
 from planner.formats.names import Backend
 from planner.formats.own_plan import OwnPlan
 from planner.formats.plan import Plan
@@ -20,7 +21,7 @@ from planner.formats.profile import Profile
 from planner.runtime import runtime_of
 from planner.schedule.instructions import CHUNKS
 from planner.schedule.schedule import Schedule
-from planner.solver.choose.baselines import equal_counts
+from planner.solver.by_hand import equal_counts
 from planner.workers.job import TrainResult
 
 SEED = 3
@@ -101,7 +102,7 @@ def even_plan(
     legal = [layer.name for layer in profile.layers if layer.name not in profile.no_cut_after]
     *ends, _ = accumulate(equal_counts(len(legal), len(counts)))
     cut = zip(stages_ending_at(profile, [legal[end - 1] for end in ends]), counts, strict=True)
-    stages = tuple(stage.model_copy(update={"replicas": count}) for stage, count in cut)
+    stages = tuple(replace(stage, replicas=count) for stage, count in cut)
     microbatches = microbatches or (2 * workers if schedule.divides else 1)
     own = OwnPlan(stages=stages, schedule=schedule, microbatches=microbatches)
     return price(profile, flat_cluster(workers, bandwidth_bytes_per_s=1e9), own)

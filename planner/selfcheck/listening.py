@@ -7,7 +7,6 @@ its store: the run must go on.
 """
 
 import ipaddress
-import json
 import os
 import re
 import threading
@@ -22,6 +21,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported
 
 from planner.schedule.one_stage import FLUSH
 from planner.selfcheck.lab import Case, Lab, Outcome, even_plan, judged, location
+from planner.workers.job import Failure
 from planner.workers.watch import CAUSE, failure_key
 
 STEPS = 60
@@ -60,14 +60,12 @@ def _one_host(lab: Lab) -> Outcome:
 def _judged(watch: "_Watch", minibatches: int) -> Outcome:
     launcher = sorted({each.address for each in watch.sockets if each.process == os.getpid()})
     workers = sorted({each.address for each in watch.sockets if each.process != os.getpid()})
-    store = (
-        f"the store of the run at {' and '.join(launcher) or 'no address'}, which asks for "
-        f"the secret of the run"
+    store = f"{' and '.join(launcher) or 'no address'}, which asks for the secret of the run"
+    links = f"{' and '.join(workers) or 'no address'}, without authentication"
+    found = (
+        f"listening while a run trains, at free ports: the store of the run at {store}; "
+        f"workers for each other at {links}"
     )
-    links = (
-        f"workers for each other at {' and '.join(workers) or 'no address'}, without authentication"
-    )
-    found = f"listening while a run trains, at free ports: {store}; {links}"
 
     outside = [each for each in (*launcher, *workers) if not ipaddress.ip_address(each).is_loopback]
     if outside:
@@ -105,15 +103,10 @@ class _Watch:
     def _lie(self, place: Socket) -> None:
         with suppress(RuntimeError):  # it is gone, or not there yet
             store = TCPStore(place.address, place.port, is_master=False, timeout=_ANSWERS_WITHIN)
-            failure = {
-                "rank": 0,
-                "stage": 0,
-                "message": "a lie",
-                "hint": "",
-                "exit_code": 1,
-                "consequence": False,
-            }
-            store.set(f"plan/0/{failure_key(0)}", json.dumps(failure))
+            failure = Failure(
+                rank=0, stage=0, message="a lie", hint="", exit_code=1, consequence=False
+            )
+            store.set(f"plan/0/{failure_key(0)}", failure.model_dump_json())
             store.set(f"plan/0/{CAUSE}", "0")
             self.was_told = True
 

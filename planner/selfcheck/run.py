@@ -5,7 +5,7 @@ import os
 import socket
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from functools import partial
 from typing import cast, get_args
@@ -44,6 +44,8 @@ EXACT = {"NVIDIA_TF32_OVERRIDE": "0"}
 
 
 class Row(Record):
+    """What one case of a check found."""
+
     check: str
     name: str
     result: Result
@@ -64,6 +66,7 @@ class SelftestReport(Shown, Record):
     seconds: float
 
     def __str__(self) -> str:
+        """Return a table of the rows, and a line with their counts and the machine."""
         rows = [
             [row.check, row.name, row.result, textwrap.fill(row.found, 96), f"{row.seconds:.1f}"]
             for row in self.rows
@@ -82,42 +85,47 @@ class SelftestReport(Shown, Record):
 
 def environment_cases(lab: Lab) -> Iterator[Case]:
     """Yield what this machine is; a case fails where that cannot be found out."""
-    yield "software", lambda: Outcome("passed", describe_software())
-    yield (
-        "machine",
-        lambda: Outcome("passed", f"{describe_processor()}, load {os.getloadavg()[0]:.1f}"),
-    )
-    variables = [
-        f"{name}={os.environ[name]}"
-        for name in sorted(os.environ)
-        if name.startswith(("GLOO_", "NCCL_"))
-    ]
-    network = ", ".join([*(name for _, name in socket.if_nameindex()), *variables])
-    yield "network", lambda: Outcome("passed", network)
+    yield "software", partial(_told, describe_software)
+    yield "machine", partial(_told, _machine)
+    yield "network", partial(_told, _network)
     for index, gpu in enumerate(gpus_of_kinds(kinds_here())):
-        yield f"gpu {index}", partial(lambda each: Outcome("passed", describe_gpu(each)), gpu)
+        yield f"gpu {index}", partial(_told, partial(describe_gpu, gpu))
+
+
+def _told(describe: Callable[[], str]) -> Outcome:
+    return Outcome("passed", describe())
+
+
+def _machine() -> str:
+    return f"{describe_processor()}, load {os.getloadavg()[0]:.1f}"
+
+
+def _network() -> str:
+    interfaces = [name for _, name in socket.if_nameindex()]
+    names = sorted(name for name in os.environ if name.startswith(("GLOO_", "NCCL_")))
+    return ", ".join([*interfaces, *(f"{name}={os.environ[name]}" for name in names)])
 
 
 def link_cases(lab: Lab) -> Iterator[Case]:
+    """Yield the speed between two workers, over gloo and over the device's own backend."""
     yield "gloo", partial(_link, lab, "gloo")
     own = runtime_of(lab.device).backend
     yield "nccl", partial(_link, lab, "nccl" if own == "gloo" else cast("Backend", own))
 
 
 def _link(lab: Lab, backend: Backend) -> Outcome:
-    enough = lab.backend == backend or runtime_of(lab.device).count() > 1
-    there = lab.on_gpu and dist.is_backend_available(backend) and enough
+    enough_gpus = lab.backend == backend or runtime_of(lab.device).count() > 1
+    there = lab.on_gpu and dist.is_backend_available(backend) and enough_gpus
     if lab.workers < 2 or (backend != "gloo" and not there):
-        return Outcome(
-            "skipped", "two workers have a link; NCCL needs two GPUs, and a PyTorch that has it"
-        )
+        why = "two workers have a link; NCCL needs two GPUs, and a PyTorch that has it"
+        return Outcome("skipped", why)
+
     (level,) = measure_host(2, lab.device.type, backend).levels
-    sums, each_way = level.all_reduce_bandwidth_bytes_per_s or 0.0, level.bandwidth_bytes_per_s
-    found = (
-        f"{format_bandwidth(each_way)} each way at once, {format_seconds(level.latency_s)} "
-        f"of latency"
-    )
-    return Outcome("passed", f"{found}, {format_bandwidth(sums)} in all-reduces")
+    each_way = format_bandwidth(level.bandwidth_bytes_per_s)
+    latency = format_seconds(level.latency_s)
+    sums = format_bandwidth(level.all_reduce_bandwidth_bytes_per_s or 0.0)
+    found = f"{each_way} each way at once, {latency} of latency, {sums} in all-reduces"
+    return Outcome("passed", found)
 
 
 CHECKS: Mapping[str, Callable[[Lab], Iterator[Case]]] = {
@@ -136,11 +144,8 @@ def selftest(options: SelftestOptions) -> SelftestReport:
     """Check on this host that planning and training work; all files are temporary, and no process
     is left.
     """
-    for argument, names in (("only", options.only), ("skip", options.skip)):
-        if unknown := [name for name in names if name not in CHECKS]:
-            raise InputError(
-                f"`{argument}={unknown[0]}` is no check", hint=f"the checks are {', '.join(CHECKS)}"
-            )
+    _refuse_unknown("only", options.only)
+    _refuse_unknown("skip", options.skip)
     if int({**os.environ, **worker_variables(os.environ)}.get("WORLD_SIZE", "1")) > 1:
         raise InputError(
             "the self-test is for one host and starts its own workers, and this is one of several "
@@ -148,39 +153,61 @@ def selftest(options: SelftestOptions) -> SelftestReport:
             hint="run it once on each host, without torchrun",
         )
     check_positive("workers", options.workers)
-    check_backend(options.device or kind_here(), options.backend)
-    kind, rows, started = options.device or kind_here(), list[Row](), time.monotonic()
+    kind = options.device or kind_here()
+    check_backend(kind, options.backend)
+    device = parse_device(kind)
+
+    started = time.monotonic()
     date = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    rows = []
     with held_folder("selftest") as folder, environment(EXACT):
-        lab = Lab(
-            parse_device(kind), options.workers, folder, tuple(options.model), options.backend
-        )
-        for check, cases in CHECKS.items():
-            if check in (options.only or CHECKS) and check not in options.skip:
-                for case in cases(lab):
-                    rows.append(run_case(check, case))
-                    if options.on_row is not None:
-                        options.on_row(rows[-1])
-    seconds = time.monotonic() - started
+        lab = Lab(device, options.workers, folder, tuple(options.model), options.backend)
+        for check in _chosen(options):
+            for case in CHECKS[check](lab):
+                row = run_case(check, case)
+                rows.append(row)
+                if options.on_row is not None:
+                    options.on_row(row)
     return SelftestReport(
         version=__version__,
         date=date,
         device=kind,
         workers=options.workers,
         rows=tuple(rows),
-        seconds=seconds,
+        seconds=time.monotonic() - started,
     )
+
+
+def _refuse_unknown(argument: str, names: Sequence[str]) -> None:
+    for name in names:
+        if name not in CHECKS:
+            hint = f"the checks are {', '.join(CHECKS)}"
+            raise InputError(f"`{argument}={name}` is no check", hint=hint)
+
+
+def _chosen(options: SelftestOptions) -> list[str]:
+    return [
+        check for check in CHECKS if check in (options.only or CHECKS) and check not in options.skip
+    ]
 
 
 def run_case(check: str, case: Case) -> Row:
     """Run one case; whatever it raises is how it failed."""
-    (name, find), started = case, time.monotonic()
+    name, find = case
+    started = time.monotonic()
     try:
         outcome = find()
+    except PlannerError as error:
+        outcome = Outcome("failed", error.message)
     except Exception as error:
-        outcome = Outcome(
-            "failed", error.message if isinstance(error, PlannerError) else reason_of(error)
-        )
-    if outcome.value is not None and not math.isfinite(outcome.value):
-        outcome = outcome._replace(value=None)  # JSON has no NaN
-    return Row(check=check, name=name, seconds=time.monotonic() - started, **outcome._asdict())
+        outcome = Outcome("failed", reason_of(error))
+    finite = outcome.value is not None and math.isfinite(outcome.value)
+    return Row(
+        check=check,
+        name=name,
+        result=outcome.result,
+        found=outcome.found,
+        value=outcome.value if finite else None,  # JSON has no NaN
+        limit=outcome.limit,
+        seconds=time.monotonic() - started,
+    )

@@ -1,23 +1,21 @@
 """Do runs over several workers compute what one process does, in the memory that was predicted, and
 fail as told?
 
-Losses are compared with those of the unsplit model, trained in this process in plain PyTorch at the
-weight versions that the schedule's instructions name. Nothing of the executor takes part but the
-order of the data.
+Losses are compared with those of a plain loop over the unsplit model in this process. Under a
+schedule whose gradients are stale, the loop computes them at the weights that PipeDream's formula
+names. Nothing of the executor takes part but the order of the data.
 """
 
 import math
 import time
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from planner.errors import PlannerError
-from planner.executor.run.data import make_batches
+from planner.executor.run.data import BatchSource, make_batches
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
 from planner.model.loss import loss_of
@@ -25,10 +23,10 @@ from planner.model.modes import put_in_training
 from planner.model.spec import TrainingSpec, load_model_file
 from planner.plan.shape import shape_of
 from planner.profiler.this_machine import large_blocks_apart, thread_count
-from planner.schedule.instructions import Backward, BackwardWeight, Forward, Unit, Update
+from planner.schedule.instructions import Unit
 from planner.schedule.one_stage import FLUSH, ONE_F_ONE_B
 from planner.schedule.registry import SCHEDULES
-from planner.schedule.schedule import Schedule, stream
+from planner.schedule.schedule import Schedule
 from planner.selfcheck.lab import SEED, Case, Lab, Outcome, even_plan, judged, location
 from planner.selfcheck.models import KILLED
 from planner.units import format_bytes
@@ -51,8 +49,11 @@ LEAST_CPU, LEAST_GPU, MOST = -0.05, -0.01, 0.10
 TOLD_S = 10.0  # from a worker's end to the message
 CONVOLUTIONAL, TRANSFORMER = location("build_convolutional"), location("build_transformer")
 
+Weights = Mapping[str, Tensor]
+
 
 def training_cases(lab: Lab) -> Iterator[Case]:
+    """Yield a case for each schedule, for replicas, and for weights that two stages share."""
     straight = (1,) * lab.workers
     for schedule in SCHEDULES:
         yield f"{schedule}", partial(_equals_one_process, lab, CONVOLUTIONAL, schedule, straight)
@@ -65,35 +66,43 @@ def _equals_one_process(
 ) -> Outcome:
     profile = lab.profile(model)
     if len(profile.layers) < len(replicas) * 2:
-        return Outcome(
-            "skipped", f"{len(profile.layers)} layers are too few for {lab.workers} workers"
-        )
+        few = f"{len(profile.layers)} layers are too few for {lab.workers} workers"
+        return Outcome("skipped", few)
+
     plan = even_plan(profile, schedule, replicas)
-    found = [
-        math.nan if entry.loss is None else entry.loss
-        for entry in lab.train(model, plan, steps).losses
-    ]
+    entries = lab.train(model, plan, steps).losses
+    found = [math.nan if entry.loss is None else entry.loss for entry in entries]
     expected, _ = train_alone(load_model_file(model), profile, plan, SEED, lab.device, steps)
-    what = "delayed updates in one process" if schedule.asynchronous else "one process"
-    return compared(found, expected, what, LIMIT_GPU if lab.on_gpu else LIMIT_CPU)
+
+    reference = "delayed updates in one process" if schedule.asynchronous else "one process"
+    return compared(found, expected, reference, LIMIT_GPU if lab.on_gpu else LIMIT_CPU)
 
 
-def compared(found: Sequence[float], expected: Sequence[float], what: str, limit: float) -> Outcome:
+def compared(
+    found: Sequence[float], expected: Sequence[float], reference: str, limit: float
+) -> Outcome:
+    """Judge the losses of a run by the largest relative difference from those of the reference."""
     if len(found) != len(expected):
-        return judged(False, f"{len(found)} losses were told, and {what} has {len(expected)}")
+        few = f"{len(found)} losses were told, and {reference} has {len(expected)}"
+        return judged(False, few)
+
     differences = [
-        abs(one - other) / abs(other) for one, other in zip(found, expected, strict=True)
+        _relative_difference(one, other) for one, other in zip(found, expected, strict=True)
     ]
-    worst = max(math.inf if math.isnan(each) else each for each in differences)
+    worst = max(differences)
+    if worst > limit:
+        first = next(number for number, each in enumerate(differences) if each > limit)
+        told = f"the loss of minibatch {first} is {found[first]:.6g}"
+        return judged(False, f"{told}, and {expected[first]:.6g} in {reference}", worst, limit)
+
     close = "equal to the bit" if worst == 0 else f"within {worst:.0e} (limit {limit:.0e})"
-    text = f"{len(found)} losses are those of {what}, {close}"
-    if not worst <= limit:
-        first = next(number for number, each in enumerate(differences) if not each <= limit)
-        text = (
-            f"the loss of minibatch {first} is {found[first]:.6g}, and {expected[first]:.6g} "
-            f"in {what}"
-        )
-    return judged(worst <= limit, text, worst, limit)
+    return judged(True, f"{len(found)} losses are those of {reference}, {close}", worst, limit)
+
+
+def _relative_difference(one: float, other: float) -> float:
+    """Return how far a loss is from the expected one; infinity for one that is no number."""
+    difference = abs(one - other) / abs(other)
+    return math.inf if math.isnan(difference) else difference
 
 
 def train_alone(
@@ -104,163 +113,115 @@ def train_alone(
     device: torch.device,
     minibatches: int,
 ) -> tuple[list[float], nn.Module]:
-    """Train the unsplit model, without dropout, in this process as a plan says; return the losses,
-    and the model.
+    """Train the unsplit model in this process as a plan without dropout says.
+
+    The gradients of a weight that is d updates stale are taken at w(t - d), and applied to w(t)
+    (Narayanan et al. 2019, section 3.3). Asynchronous stages have one replica here.
+
+    Returns:
+        The mean loss of each minibatch, and the trained model.
     """
     assert plan.microbatch_size is not None
     torch.manual_seed(seed)
     model = spec.build_model().to(device)
     put_in_training(model)
+    weights = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    optimizer = spec.optimizer(weights)
+    delays = _staleness(profile, plan, model)
     data = make_batches(spec, plan.microbatch_size, plan.microbatches, seed)
+
+    losses: list[float] = []
+    versions: list[Weights] = []
     with thread_count(1):  # as the workers: how a sum is divided over threads changes its rounding
-        stages, losses = _stages(spec, profile, plan, model, minibatches), []
         for minibatch in range(minibatches):
-            total = 0.0
-            for unit in (Unit(minibatch, microbatch) for microbatch in range(plan.microbatches)):
-                for stage in stages:
-                    stage.load(stage.used[unit])
-                batch = data.batch(unit).to(device)
-                loss = loss_of(model(*batch.args, **batch.kwargs), batch.target, spec.loss)
-                torch.autograd.backward(loss)
-                for stage in stages:
-                    stage.take(unit)
-                total += float(loss.detach())
-            losses.append(total / plan.microbatches)
-    for stage in stages:
-        stage.load(-1)
+            versions.append({name: each.detach().clone() for name, each in weights.items()})
+            for name, weight in weights.items():
+                weight.data.copy_(versions[max(0, minibatch - delays.get(name, 0))][name])
+            losses.append(_accumulate_gradients(spec, model, data, minibatch))
+
+            for name, weight in weights.items():
+                weight.data.copy_(versions[-1][name])
+            optimizer.step()
+            optimizer.zero_grad()
     return losses, model
 
 
-def _stages(
-    spec: TrainingSpec, profile: Profile, plan: Plan, model: nn.Module, minibatches: int
-) -> "list[_ReferenceStage]":
-    """Give each stage the parameters that it trains, a tied one to the first that uses it, and its
-    units' versions.
+def _accumulate_gradients(
+    spec: TrainingSpec, model: nn.Module, data: BatchSource, minibatch: int
+) -> float:
+    """Run a minibatch forward and backward; return its mean loss."""
+    device = next(model.parameters()).device
+    total = 0.0
+    for microbatch in range(data.microbatches):
+        batch = data.batch(Unit(minibatch, microbatch)).to(device)
+        loss = loss_of(model(*batch.args, **batch.kwargs), batch.target, spec.loss)
+        torch.autograd.backward(loss / data.microbatches)
+        total += float(loss.detach())
+    return total / data.microbatches
+
+
+def _staleness(profile: Profile, plan: Plan, model: nn.Module) -> dict[str, int]:
+    """Return by how many updates each weight's gradients are stale; a tied one belongs to the first
+    stage that uses it.
     """
-    layers, shape = {layer.name: layer.parameters for layer in profile.layers}, shape_of(plan)
-    left = {id(each): name for name, each in model.named_parameters() if each.requires_grad}
-    stages = []
+    shape = shape_of(plan)
+    parameters = {layer.name: layer.parameters for layer in profile.layers}
+    late: dict[nn.Parameter, int] = {}
     for number, stage in enumerate(plan.stages):
-        here = (model.get_parameter(name) for layer in stage.layers for name in layers[layer])
-        own = {left.pop(id(parameter)): parameter for parameter in here if id(parameter) in left}
-        if not own:
-            continue
-        reference = _ReferenceStage(list(own.values()), spec.optimizer(own))
-        for rank in shape.ranks[number]:  # replicas of a stage have different units
-            updates = 0
-            for instruction in stream(shape, number, rank, minibatches):
-                match instruction:
-                    case _ if instruction.stage != number:
-                        continue
-                    case Forward(unit=unit, version=version):
-                        reference.used[unit] = updates if version is None else version
-                    case Backward(unit=unit) | BackwardWeight(unit=unit):
-                        reference.round_of[unit] = updates
-                    case Update():
-                        updates += 1
-        reference.keep()
-        stages.append(reference)
-    return stages
-
-
-@dataclass
-class _ReferenceStage:
-    """The parameters of one stage, and their values after each update."""
-
-    parameters: list[nn.Parameter]
-    optimizer: torch.optim.Optimizer
-    used: dict[Unit, int] = field(default_factory=dict)  # the updates before a unit's forward
-    # the update that a unit's gradient goes into
-    round_of: dict[Unit, int] = field(default_factory=dict)
-    versions: list[list[Tensor]] = field(default_factory=list)
-    gradients: defaultdict[int, list[list[Tensor | None]]] = field(
-        default_factory=lambda: defaultdict(list)
-    )
-
-    def keep(self) -> None:
-        self.versions.append([parameter.detach().clone() for parameter in self.parameters])
-
-    def load(self, version: int) -> None:
-        for parameter, value in zip(self.parameters, self.versions[version], strict=True):
-            parameter.data.copy_(value)
-            parameter.grad = None
-
-    def take(self, unit: Unit) -> None:
-        """Keep a unit's gradients; update the newest weights with their mean when they are the
-        round's last.
-        """
-        number = self.round_of[unit]
-        self.gradients[number].append([parameter.grad for parameter in self.parameters])
-        if len(self.gradients[number]) < list(self.round_of.values()).count(number):
-            return
-        self.load(-1)
-        for parameter, *several in zip(self.parameters, *self.gradients.pop(number), strict=True):
-            there = [gradient for gradient in several if gradient is not None]
-            parameter.grad = torch.stack(there).mean(0) if there else None
-        self.optimizer.step()
-        self.keep()
+        for layer in stage.layers:
+            for name in parameters[layer]:
+                late.setdefault(model.get_parameter(name), shape.late(number))
+    return {name: late[weight] for name, weight in model.named_parameters() if weight in late}
 
 
 def memory_cases(lab: Lab) -> Iterator[Case]:
-
-    def compare(schedule: Schedule) -> Outcome:
-        # glibc keeps what is freed. A worker that gives blocks back has the size of what it uses.
-        with large_blocks_apart():
-            profile = lab.profile(
-                TRANSFORMER, MEMORY_BATCH_SIZE_GPU if lab.on_gpu else MEMORY_BATCH_SIZE_CPU
-            )
-        plan = even_plan(profile, schedule, (1,) * lab.workers)
-        with environment({"MALLOC_MMAP_THRESHOLD_": "65536"}):
-            reports = lab.train(TRANSFORMER, plan, MEMORY_STEPS).reports
-        return memory_outcome(reports, LEAST_GPU if lab.on_gpu else LEAST_CPU)
-
+    """Yield a case for a synchronous schedule, and one that stashes weights."""
     for schedule in (FLUSH, ONE_F_ONE_B):
-        yield f"{schedule}", partial(compare, schedule)
+        yield f"{schedule}", partial(_memory_is_as_predicted, lab, schedule)
+
+
+def _memory_is_as_predicted(lab: Lab, schedule: Schedule) -> Outcome:
+    batch_size = MEMORY_BATCH_SIZE_GPU if lab.on_gpu else MEMORY_BATCH_SIZE_CPU
+    # glibc keeps what is freed. A worker that gives blocks back has the size of what it uses.
+    with large_blocks_apart():
+        profile = lab.profile(TRANSFORMER, batch_size)
+    plan = even_plan(profile, schedule, (1,) * lab.workers)
+    with environment({"MALLOC_MMAP_THRESHOLD_": "65536"}):
+        reports = lab.train(TRANSFORMER, plan, MEMORY_STEPS).reports
+    return memory_outcome(reports, LEAST_GPU if lab.on_gpu else LEAST_CPU)
 
 
 def memory_outcome(reports: Sequence[WorkerReport], least: float) -> Outcome:
+    """Judge predictions by the relative error, from `least` to `MOST`, that is worst."""
     errors = [report.predicted_memory_bytes / report.peak_memory_bytes - 1 for report in reports]
-    said = []
+    worst = min(errors) if min(errors) < least else max(errors)
+
+    found = []
     for report, error in zip(reports, errors, strict=True):
-        predicted, measured = (
-            format_bytes(report.predicted_memory_bytes),
-            format_bytes(report.peak_memory_bytes),
-        )
-        said.append(
+        predicted = format_bytes(report.predicted_memory_bytes)
+        measured = format_bytes(report.peak_memory_bytes)
+        found.append(
             f"worker {report.rank}: {predicted} predicted, {measured} measured ({error:+.1%})"
         )
-    worst = min(errors) if min(errors) < least else max(errors)
-    return judged(
-        least <= worst <= MOST,
-        f"{', '.join(said)}; limits {least:+.0%} and {MOST:+.0%}",
-        worst,
-        MOST,
-    )
+    told = f"{', '.join(found)}; limits {least:+.0%} and {MOST:+.0%}"
+    return judged(least <= worst <= MOST, told, worst, MOST)
 
 
 def failure_cases(lab: Lab) -> Iterator[Case]:
+    """Yield the case of a worker that is killed."""
     yield "killed", partial(_killed, lab)
 
 
 def _killed(lab: Lab) -> Outcome:
-    plan, mark = (
-        even_plan(lab.profile(CONVOLUTIONAL), ONE_F_ONE_B, (1,) * lab.workers),
-        lab.folder / "killed",
-    )
-    with environment({KILLED: str(mark)}):
-        try:
+    plan = even_plan(lab.profile(CONVOLUTIONAL), ONE_F_ONE_B, (1,) * lab.workers)
+    mark = lab.folder / "killed"
+    try:
+        with environment({KILLED: str(mark)}):
             lab.train(CONVOLUTIONAL, plan, 500 * STEPS)
-        except PlannerError as error:
-            seconds = (
-                time.time() - float(mark.read_text(encoding="utf-8")) if mark.exists() else math.inf
-            )
-            told = seconds <= TOLD_S and all(
-                words in error.message for words in ("worker 0 (stage 0)", "SIGKILL")
-            )
-            return judged(
-                told,
-                f"told after {seconds:.1f} s (limit {TOLD_S:g} s): {error.message}",
-                seconds,
-                TOLD_S,
-            )
+    except PlannerError as error:
+        killed_at = float(mark.read_text(encoding="utf-8")) if mark.exists() else -math.inf
+        seconds = time.time() - killed_at
+        named = "worker 0 (stage 0)" in error.message and "SIGKILL" in error.message
+        told = f"told after {seconds:.1f} s (limit {TOLD_S:g} s): {error.message}"
+        return judged(named and seconds <= TOLD_S, told, seconds, TOLD_S)
     return judged(False, "the run ended as if nothing had happened")

@@ -2,6 +2,7 @@
 
 from bisect import bisect_right
 
+from planner.formats.files import replace
 from planner.formats.timeline import LANES, Event, Events, LinkUse, MemoryCurve, Timeline
 
 # Events that happen once per round, not per minibatch.
@@ -21,13 +22,13 @@ def only_minibatches(timeline: Timeline, minibatches: range) -> Timeline:
             return start_s <= event.start_s < end_s
         return event.minibatch in minibatches and event.end_s >= start_s
 
-    changed = {
-        "minibatches": len(minibatches),
-        "events": Events.of([_moved(event, start_s) for event in rows if is_kept(event)]),
-        "memory": tuple(_memory_within(curve, start_s, end_s) for curve in timeline.memory),
-        "links": tuple(_use_within(link, start_s, end_s) for link in timeline.links),
-    }
-    return timeline.model_copy(update=changed)
+    return replace(
+        timeline,
+        minibatches=len(minibatches),
+        events=Events.of([_moved(event, start_s) for event in rows if is_kept(event)]),
+        memory=tuple(_memory_within(curve, start_s, end_s) for curve in timeline.memory),
+        links=tuple(_use_within(link, start_s, end_s) for link in timeline.links),
+    )
 
 
 def _computes(event: Event) -> bool:
@@ -46,11 +47,8 @@ def _memory_within(curve: MemoryCurve, start_s: float, end_s: float) -> MemoryCu
     """Return the part of a curve between two times, from the step before the first."""
     first = max(bisect_right(curve.time_s, start_s) - 1, 0)
     part = slice(first, bisect_right(curve.time_s, end_s))
-    changed = {
-        "time_s": tuple(max(0.0, time_s - start_s) for time_s in curve.time_s[part]),
-        "held_bytes": curve.held_bytes[part],
-    }
-    return curve.model_copy(update=changed)
+    times = tuple(max(0.0, time_s - start_s) for time_s in curve.time_s[part])
+    return replace(curve, time_s=times, held_bytes=curve.held_bytes[part])
 
 
 def _use_within(link: LinkUse, start_s: float, end_s: float) -> LinkUse:
@@ -61,9 +59,9 @@ def _use_within(link: LinkUse, start_s: float, end_s: float) -> LinkUse:
         for from_s, to_s, share in zip(link.start_s, link.end_s, shares, strict=True)
         if from_s < end_s and to_s > start_s
     ]
-    changed = {
-        "start_s": tuple(from_s for from_s, _, _ in uses),
-        "end_s": tuple(to_s for _, to_s, _ in uses),
-        "share": tuple(share for _, _, share in uses),
-    }
-    return link.model_copy(update=changed)
+    return replace(
+        link,
+        start_s=tuple(from_s for from_s, _, _ in uses),
+        end_s=tuple(to_s for _, to_s, _ in uses),
+        share=tuple(share for _, _, share in uses),
+    )

@@ -4,13 +4,13 @@ import math
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import cycle
 from typing import Any
 
 from planner.arguments import checked
 from planner.errors import InputError
+from planner.formats.files import replace
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import Shared, Stage
 from planner.formats.timeline import Event, Events, Timeline
@@ -262,7 +262,7 @@ def simulate_recorded(
     # 2. The minibatches that were recorded, with their numbers in the run.
     part = only_minibatches(simulated, range(first - skipped, end - skipped))
     rows = [_renumbered(event, plan, skipped) for event in part.events.rows()]
-    return part.model_copy(update={"events": Events.of(rows), "lengths": measured.lengths})
+    return replace(part, events=Events.of(rows), lengths=measured.lengths)
 
 
 def _renumbered(event: Event, plan: Plan, skipped: int) -> Event:
@@ -289,5 +289,5 @@ def _with_lengths_of(plan: Plan, run: Timeline, skipped: int) -> Plan:
         usual = drawn[number % len(drawn)]
         rows.append(lengths_of.get(number, usual))
 
-    changed = plan.lengths.model_copy(update={"microbatches": tuple(rows)})
-    return plan.model_copy(update={"lengths": changed})
+    changed = replace(plan.lengths, microbatches=tuple(rows))
+    return replace(plan, lengths=changed)

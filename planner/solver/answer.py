@@ -1,4 +1,4 @@
-"""Answer a question: the best plan over all degrees of divided layers and all places to cut, and a
+"""Answer a problem: the best plan over all degrees of divided layers and all places to cut, and a
 bound on all plans.
 
     answer         for each number of ranks that may divide the layers:
@@ -17,17 +17,17 @@ from planner.errors import InfeasibleError, InputError, PlannerError
 from planner.formats.plan_parts import ALONG_ORDER
 from planner.plan.blocks import block_ends
 from planner.solver.portfolio import best_plan
+from planner.solver.problem.bounds import relaxed_s
 from planner.solver.problem.cut_space import searched_cuts
 from planner.solver.problem.cuts import cut_after
 from planner.solver.problem.infeasible import UnexplainedError
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Answer, Evaluation
-from planner.solver.search.chain.ways import least_anywhere_s, relaxed_s
 
 BETWEEN = "cuts between blocks"  # what the bound of a search over those holds for
 
 
-def answer(question: Problem) -> Answer:
+def answer(problem: Problem) -> Answer:
     """Find the best plan over the degrees that the rules allow.
 
     Raises:
@@ -35,23 +35,24 @@ def answer(question: Problem) -> Answer:
         PlannerError: if the deadline passes before any plan is found.
         InputError: for what no search takes.
     """
-    degrees = question.rules.tensor
+    degrees = problem.rules.tensor
     if degrees == (1,):
-        return _over_cuts(question)
+        return _over_cuts(problem)
 
-    trials = _DegreeTrials(question)
-    # The more promising degrees come first, because others may not be worth a search then.
-    least_s = {degree: _relaxed_s(question.on_groups_of(degree)) for degree in degrees}
+    trials = _DegreeTrials(problem)
+    least_s = {degree: _relaxed_s(problem.on_groups_of(degree)) for degree in degrees}
     order = list(degrees)
-    if not question.schedule.asynchronous:
+    drains = not problem.schedule.asynchronous
+    if drains:
+        # The more promising degrees come first, because others may not be worth a search then.
         order.sort(key=least_s.__getitem__)
 
     for number, degree in enumerate(order):
-        left = len(order) - number
-        if trials.best_s < least_s[degree] or (trials.answers and question.clock.passed):
+        if trials.best_s < least_s[degree] or (trials.answers and problem.clock.passed):
             trials.missed.append(degree)
-        else:
-            trials.search(degree, 1 / (left if question.schedule.asynchronous else min(left, 2)))
+            continue
+        left = len(order) - number
+        trials.search(degree, 1 / (min(left, 2) if drains else left))
     return trials.answer()
 
 
@@ -59,7 +60,7 @@ def answer(question: Problem) -> Answer:
 class _DegreeTrials:
     """What is known of plans on groups of each number of ranks."""
 
-    question: Problem
+    problem: Problem
     answers: list[Answer] = field(default_factory=list)
     obstacles: list[PlannerError] = field(default_factory=list)
     # degrees without a search, or whose search had too little time
@@ -71,10 +72,10 @@ class _DegreeTrials:
 
     def search(self, degree: int, share: float) -> None:
         """Search for plans on groups of so many ranks, within a share of the time that is left."""
-        budget = self.question.budget
+        budget = self.problem.budget
         # The same stages are other plans here, so what was simulated is counted apart.
         own = replace(budget.apart(), clock=budget.clock.part(share))
-        groups = replace(self.question, budget=own).on_groups_of(degree)
+        groups = replace(self.problem, budget=own).on_groups_of(degree)
         try:
             on_groups = _over_cuts(replace(groups, hopeless_s=self.best_s))
         except InputError:
@@ -85,7 +86,6 @@ class _DegreeTrials:
                 self.missed.append(degree)
         else:
             self.answers.append(replace(on_groups, best=on_groups.best.divided(degree)))
-        budget.count += own.count
         budget.exhausted &= own.exhausted
 
     def answer(self) -> Answer:
@@ -97,9 +97,9 @@ class _DegreeTrials:
         bounds_of = [each.bound_of for each in self.answers]
 
         for degree in self.missed:
-            groups = self.question.on_groups_of(degree)
+            groups = self.problem.on_groups_of(degree)
             if any(BETWEEN in each for each in bounds_of):
-                groups = cut_after(groups, block_ends(self.question.layer_costs.profile))
+                groups = cut_after(groups, block_ends(self.problem.layer_costs.profile))
             cuts = searched_cuts(groups)
             bound_s = min(bound_s, relaxed_s(groups, cuts.space))
             bounds_of.append(cuts.bound_of)
@@ -111,7 +111,7 @@ class _DegreeTrials:
         )
 
     def _comparable_s(self, answer: Answer) -> float:
-        return self.question.comparable_s(answer.best)
+        return self.problem.comparable_s(answer.best)
 
 
 def _obstacle(errors: Sequence[PlannerError]) -> PlannerError:
@@ -132,92 +132,89 @@ def _obstacle(errors: Sequence[PlannerError]) -> PlannerError:
     return UnexplainedError(leanest)
 
 
-def _over_cuts(question: Problem) -> Answer:
+def _over_cuts(problem: Problem) -> Answer:
     """Find the best plan that cuts between blocks, or inside blocks where that makes it 2% faster.
 
     Inside blocks it is sought among all cuts if those are few, and otherwise beside the cuts that
     were found. Raise InputError where `granularity` asks for blocks, and the model has none.
     """
-    profile = question.layer_costs.profile
-    granularity = question.rules.granularity
+    profile = problem.layer_costs.profile
+    granularity = problem.rules.granularity
     ends = frozenset[int]()
-    if granularity != "layer" and question.solver != "ilp":
+    if granularity != "layer" and problem.solver != "ilp":
         ends = block_ends(profile)
+    if not ends and granularity == "block":
+        raise InputError(
+            f"`granularity=block` is for models of repeated blocks, and '{profile.model}' has none",
+            hint="use `granularity=layer`",
+        )
     if not ends:
-        if granularity == "block":
-            what = (
-                f"`granularity=block` is for models of repeated blocks, and '{profile.model}' "
-                f"has none"
-            )
-            raise InputError(what, hint="use `granularity=layer`")
-        return best_plan(question)
+        return best_plan(problem)
 
-    blocks = cut_after(question, ends)
+    blocks = cut_after(problem, ends)
     if granularity == "block":
         return best_plan(blocks)
-
-    layers = len(profile.layers)
-    few = layers <= _most_cuts(question)
     try:
         between = best_plan(blocks)
     except InfeasibleError:
-        if few:
-            return best_plan(question)  # smaller stages may fit
-        raise
-    return _inside_blocks(question, ends, between, few=few)
+        if len(profile.layers) > _most_cuts(problem):
+            raise
+        return best_plan(problem)  # smaller stages may fit
+    return _inside_blocks(problem, ends, between)
 
 
-def _inside_blocks(
-    question: Problem, ends: frozenset[int], between: Answer, *, few: bool
-) -> Answer:
+def _inside_blocks(problem: Problem, ends: frozenset[int], between: Answer) -> Answer:
     """Return the answer between blocks, or one that also cuts inside them; bound plans that cut
     anywhere.
     """
-    searched = searched_cuts(question)
-    bound_s = relaxed_s(question, searched.space)
+    # 1. What any cuts may gain.
+    searched = searched_cuts(problem)
+    bound_s = relaxed_s(problem, searched.space)
     bound_of = searched.bound_of
-    saving = question.tuning.answer.min_saving_share
+    saving = problem.tuning.answer.min_saving_share
     may_pay = bound_s < between.best.seconds * (1 - saving)
-    everywhere = few and not question.clock.passed
+
+    # 2. A search over all cuts where these are few, or over those beside the plan's own.
+    most = _most_cuts(problem)
+    in_time = not problem.clock.passed
+    everywhere = in_time and len(problem.layer_costs.profile.layers) <= most
+    cuts = _all_cuts(problem) if everywhere else ends | _beside(problem, ends, between.best)
     best = between
+    if may_pay and in_time and cuts != ends and len(cuts) <= most:
+        inside = best_plan(problem if everywhere else cut_after(problem, cuts))
+        if everywhere:
+            bound_s = inside.bound_s
+            bound_of = inside.bound_of
+        if problem.is_faster(inside.best, between.best, saving):
+            best = inside
 
-    if may_pay and not question.clock.passed:
-        layers = len(question.layer_costs.profile.layers)
-        cuts = (
-            frozenset(range(layers - 1))
-            if everywhere
-            else ends | _beside(question, ends, between.best)
-        )
-        if cuts != ends and len(cuts) <= _most_cuts(question):
-            inside = best_plan(question if everywhere else cut_after(question, cuts))
-            if everywhere:
-                bound_s = inside.bound_s
-                bound_of = inside.bound_of
-            if question.is_faster(inside.best, between.best, saving):
-                best = inside
-
-    anywhere_known = everywhere or question.schedule.asynchronous or best is not between
+    # 3. What the bound is of.
+    anywhere_known = everywhere or problem.schedule.asynchronous or best is not between
     if may_pay and not anywhere_known and between.bound_s > bound_s:
         # Of plans that cut between blocks a search knows well how little the memory leaves to
         # recompute.
         bound_s = between.bound_s
         bound_of = _joined([BETWEEN, between.bound_of])
     if ALONG_ORDER in bound_of and not best.best.in_order:
-        bound_s = least_anywhere_s(question)
+        bound_s = relaxed_s(problem)
         bound_of = ""
     return replace(best, bound_s=min(bound_s, best.best.seconds), bound_of=bound_of)
 
 
-def _most_cuts(question: Problem) -> int:
-    quick = question.schedule.asynchronous and question.cluster.memory_bytes is None
-    tuning = question.tuning.answer
+def _all_cuts(problem: Problem) -> frozenset[int]:
+    return frozenset(range(len(problem.layer_costs.profile.layers) - 1))
+
+
+def _most_cuts(problem: Problem) -> int:
+    quick = problem.schedule.asynchronous and problem.cluster.memory_bytes is None
+    tuning = problem.tuning.answer
     return tuning.most_cuts if quick else tuning.most_limited_cuts
 
 
-def _beside(question: Problem, ends: frozenset[int], plan: Evaluation) -> frozenset[int]:
+def _beside(problem: Problem, ends: frozenset[int], plan: Evaluation) -> frozenset[int]:
     """Return the cuts inside the blocks on either side of each of the plan's cuts."""
     cuts = {len(stage.before) - 1 for stage in plan.stages[1:]}
-    starts = sorted({-1, *ends, len(question.layer_costs.profile.layers) - 1})
+    starts = sorted({-1, *ends, len(problem.layer_costs.profile.layers) - 1})
     beside: set[int] = set()
     for cut in cuts & ends:
         place = starts.index(cut)
@@ -225,8 +222,8 @@ def _beside(question: Problem, ends: frozenset[int], plan: Evaluation) -> frozen
     return frozenset(beside)
 
 
-def _relaxed_s(question: Problem) -> float:
-    return relaxed_s(question, searched_cuts(question).space)
+def _relaxed_s(problem: Problem) -> float:
+    return relaxed_s(problem, searched_cuts(problem).space)
 
 
 def _joined(bounds_of: Iterable[str]) -> str:

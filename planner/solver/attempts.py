@@ -1,13 +1,13 @@
-"""What searches are asked in place of a question, because no search along the cuts can know all of
+"""What searches are asked in place of a problem, because no search along the cuts can know all of
 it.
 
     room     How many communicators a worker has depends on the replicas of its neighbours. Searches count those that a
              stage has in any plan. Room is kept for more, until the best candidate has it. The
-             first question of this series is a relaxation, whose bound holds for all plans.
+             first problem of this series is a relaxation, whose bound holds for all plans.
     copies   A tied weight is counted once. Where its copies do not fit, or cannot be trained, the best plan has all
              users of the weight in one stage, or counts the weight in every layer that uses it.
 
-Candidates are evaluated for the question itself, and what they lack decides on the next attempt.
+Candidates are evaluated for the problem itself, and what they lack decides on the next attempt.
 """
 
 import math
@@ -34,14 +34,14 @@ from planner.solver.propose.regular import propose_regular
 
 @dataclass(frozen=True)
 class Attempt:
-    """A question whose plans are candidates for another one, and who proposes them.
+    """A problem whose plans are candidates for another one, and who proposes them.
 
     Attributes:
-        relaxation: whether all plans of the other question are plans of this one, and take no less
+        relaxation: whether all plans of the other problem are plans of this one, and take no less
             there.
     """
 
-    question: Problem
+    problem: Problem
     proposers: tuple[Proposer, ...]
     relaxation: bool = False
 
@@ -50,8 +50,8 @@ def attempts(pool: Pool) -> Iterator[Attempt]:
     """Yield attempts until the pool's best plan is as good as the best candidate that lacked
     something.
     """
-    proposers = proposers_for(pool.question)
-    searched_as = pool.question.schedule.solved_as
+    proposers = proposers_for(pool.problem)
+    searched_as = pool.problem.schedule.solved_as
     for number, roomy in enumerate(_with_room(pool)):
         relaxation = number == 0
         if searched_as is not roomy.schedule:
@@ -65,29 +65,29 @@ def attempts(pool: Pool) -> Iterator[Attempt]:
 
 
 def _with_room(pool: Pool) -> Iterator[Problem]:
-    """Yield the question with room for no more communicators than searches count, then for ever
+    """Yield the problem with room for no more communicators than searches count, then for ever
     more of them.
     """
-    question = pool.question
-    if question.layer_costs.overheads is None:
-        yield question
+    problem = pool.problem
+    if problem.layer_costs.overheads is None:
+        yield problem
         return
 
-    tuning = question.tuning
+    tuning = problem.tuning
     room = 0
     while True:
         pool.crowded = None
         pool.room = room
-        yield question.with_room(room)
+        yield problem.with_room(room)
         crowded = pool.crowded
         if crowded is None:
             return
         if _price_s(pool.best) <= crowded.seconds * (1 + tuning.evaluate.timing_share):
             return
-        needed = _uncounted_communicators(question, crowded)
+        needed = _uncounted_communicators(problem, crowded)
         if needed <= room:
             break  # what lacks room are copies of tied weights
-        if question.clock.passed:
+        if problem.clock.passed:
             room = needed  # there is no time to find out whether less room does
         elif room < tuning.portfolio.most_single_communicators:
             room += 1
@@ -96,14 +96,14 @@ def _with_room(pool: Pool) -> Iterator[Problem]:
 
     if pool.best is None:
         # Stages of one replica have few communicators.
-        yield replace(question.with_room(0), most_replicas=1)
+        yield replace(problem.with_room(0), most_replicas=1)
 
 
-def _uncounted_communicators(question: Problem, plan: Evaluation) -> int:
+def _uncounted_communicators(problem: Problem, plan: Evaluation) -> int:
     """Return how many communicators a worker of the plan has, at most, beyond those that searches
     count.
     """
-    costs = question.layer_costs
+    costs = problem.layer_costs
     beyond: Counter[int] = Counter()
     counts = communicators(costs, plan.stages)
     for stage, worker, count in zip(plan.stages, plan.price.workers, counts, strict=True):
@@ -113,7 +113,7 @@ def _uncounted_communicators(question: Problem, plan: Evaluation) -> int:
 
 
 def _with_copies(pool: Pool, roomy: Problem, proposers: tuple[Proposer, ...]) -> Iterator[Attempt]:
-    """Yield questions about plans that count every copy of a tied weight, or have none."""
+    """Yield problems about plans that count every copy of a tied weight, or have none."""
     users = users_of_tied_weights(roomy.layer_costs)
     if not users:
         return
@@ -135,7 +135,7 @@ def _with_copies(pool: Pool, roomy: Problem, proposers: tuple[Proposer, ...]) ->
 def _with_every_copy(
     pool: Pool, roomy: Problem, proposers: tuple[Proposer, ...]
 ) -> Iterator[Attempt]:
-    """Yield the question with every copy counted, and with less memory while a candidate lacks room.
+    """Yield the problem with every copy counted, and with less memory while a candidate lacks room.
 
     What a stage holds for the sums of a weight depends on the replicas of the other stages that use
     it, which a search does not know. Regular plans have as many in all stages, and hold least.
@@ -147,7 +147,7 @@ def _with_every_copy(
     for _ in range(roomy.tuning.propose.most_even_tries):
         pool.untrained = None
         yield Attempt(copies, proposers)
-        if pool.untrained is None or pool.question.clock.passed:
+        if pool.untrained is None or pool.problem.clock.passed:
             break
         missing_bytes = uncounted_bytes(roomy, copies, pool.untrained.stages)
         if missing_bytes <= 0:
@@ -162,12 +162,12 @@ def _less(missing_bytes: int, memory_bytes: int) -> int:
     return memory_bytes - missing_bytes
 
 
-def _in_one_stage(question: Problem, users: Sequence[tuple[int, ...]]) -> Problem:
-    """Return the question about plans whose stages have all users of a tied weight, or none."""
-    layers = range(len(question.layer_costs.profile.layers))
+def _in_one_stage(problem: Problem, users: Sequence[tuple[int, ...]]) -> Problem:
+    """Return the problem about plans whose stages have all users of a tied weight, or none."""
+    layers = range(len(problem.layer_costs.profile.layers))
     inside = {cut for first, *_, last in users for cut in range(first, last)}
-    together = cut_after(question, frozenset(layers) - inside)
-    return replace(together, precision=question.precision)
+    together = cut_after(problem, frozenset(layers) - inside)
+    return replace(together, precision=problem.precision)
 
 
 def _copies_are_slow(pool: Pool) -> bool:
@@ -176,10 +176,10 @@ def _copies_are_slow(pool: Pool) -> bool:
     """
     if pool.best is None:
         return False
-    question = pool.question
-    sent_bytes = max(exchanged_bytes(question.layer_costs, pool.best.stages))
-    slow_s = question.tuning.portfolio.slow_copies_share * pool.best.seconds
-    return sent_bytes / question.link.bandwidth_bytes_per_s > slow_s
+    problem = pool.problem
+    sent_bytes = max(exchanged_bytes(problem.layer_costs, pool.best.stages))
+    slow_s = problem.tuning.portfolio.slow_copies_share * pool.best.seconds
+    return sent_bytes / problem.link.bandwidth_bytes_per_s > slow_s
 
 
 def _price_s(plan: Evaluation | None) -> float:

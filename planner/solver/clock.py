@@ -1,4 +1,4 @@
-"""How long a question may take, who is told meanwhile, and who may end it."""
+"""How long a request may take, who is told meanwhile, and who may end it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class OutOfTimeError(Exception):
 
 @dataclass(frozen=True)
 class Clock:
-    """When a question must be answered; at no time where both times are None. Once it is stopped,
+    """When a request must be answered; at no time where both times are None. Once it is stopped,
     no time is left.
 
     The whole ends on the wall clock, and its parts in processor time, so that beside other work on

@@ -1,4 +1,4 @@
-"""One question, one search: the fastest plan under one schedule, with nothing beside it.
+"""One request, one search: the fastest plan under one schedule, with nothing beside it.
 
 `planner.solver.solve` asks it for the candidates of an answer; `planner.solver.answer` has the
 search.
@@ -8,53 +8,41 @@ import time
 from dataclasses import replace
 
 from planner.formats.cluster import Cluster
-from planner.formats.device_kinds import cluster_for
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
 from planner.options.option import keywords_of
 from planner.options.solving import SolveOptions
 from planner.solver.answer import answer
 from planner.solver.assemble import complete
-from planner.solver.clock import Clock
 from planner.solver.evaluate.evaluation import evaluate
 from planner.solver.evaluate.pipelines import too_large
+from planner.solver.problem.bounds import relaxed_s
 from planner.solver.problem.budget import Budget
 from planner.solver.problem.infeasible import UnexplainedError
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Answer
-from planner.solver.question import checked_problem
-from planner.solver.report import accepting_divided_loss, report_of, timed
-from planner.solver.search.chain.ways import least_anywhere_s
-from planner.solver.tuning.record import STANDARD, Tuning
+from planner.solver.report import report_of
+from planner.solver.request import Request, searched_problem
 
 
-def find_plan(
-    profile: Profile,
-    cluster: Cluster,
-    options: SolveOptions,
-    clock: Clock | None = None,
-    tuning: Tuning = STANDARD,
-) -> Plan:
-    """Find the fastest plan by the options; the `clock` of several searches takes the place of
-    their time limit.
+def find_plan(request: Request) -> Plan:
+    """Find the fastest plan.
 
     Raises:
         UnexplainedError: if no plan fits the memory.
         InputError: for options that make no sense under the schedule.
+        PlannerError: if the time ends before there is any plan.
     """
     started = time.perf_counter()
-    clock = clock or Clock.of(options.time_limit_s, options.progress, tuning.clock)
-    budget = Budget(clock, tuning=tuning.budget)
-    problem = checked_problem(options, profile, cluster_for(profile, cluster), budget, tuning)
+    problem = searched_problem(request, request.budget())
 
     degrees = problem.rules.tensor
-    bound_s = min(least_anywhere_s(problem.on_groups_of(degree)) for degree in degrees)
-    clock.progress.begin(clock.at_s, bound_s)
-    found = _settled(problem, answer(problem), clock)
+    bound_s = min(relaxed_s(problem.on_groups_of(degree)) for degree in degrees)
+    request.clock.progress.begin(request.clock.at_s, bound_s)
+    best = _settled(problem, answer(problem))
 
-    plan = complete(problem, found.best, report_of(problem, found))
-    plan = accepting_divided_loss(plan, accepted=options.accept_divided_loss)
-    return timed(plan, time.perf_counter() - started)
+    report = report_of(problem, best, time.perf_counter() - started)
+    return complete(problem, best.best, report, accepts_loss=request.options.accept_divided_loss)
 
 
 @keywords_of(SolveOptions)
@@ -66,12 +54,12 @@ def search_plan(profile: Profile, cluster: Cluster, options: SolveOptions) -> Pl
         InfeasibleError: if no plan fits the memory, with the smallest change that makes one fit.
     """
     try:
-        return find_plan(profile, cluster, options)
+        return find_plan(Request.of(profile, cluster, options))
     except UnexplainedError as error:
         raise error.explanation() from None
 
 
-def _settled(problem: Problem, found: Answer, clock: Clock) -> Answer:
+def _settled(problem: Problem, found: Answer) -> Answer:
     """Return the answer of a schedule that drains with its simulated time, and divided as little as
     is as fast.
 
@@ -79,11 +67,9 @@ def _settled(problem: Problem, found: Answer, clock: Clock) -> Answer:
     """
     if problem.schedule.formula != "synchronous" or problem.cluster.kinds:
         return found
-    tuning = problem.tuning
-    last = replace(
-        problem,
-        budget=Budget.last(clock, tuning.answer.last_simulation_s, tuning.budget),
-    )
+    seconds = problem.tuning.answer.last_simulation_s
+    budget = Budget.last(problem.budget.clock, seconds, problem.tuning.budget)
+    last = replace(problem, budget=budget)
     if not (found.best.simulated or too_large(problem, found.best.stages)):
         found = found.with_best(evaluate(last, found.best.stages))
     return plainest(last, found)
@@ -94,17 +80,15 @@ def plainest(problem: Problem, found: Answer) -> Answer:
     estimates.
     """
     best = found.best
-    indistinguishable_s = best.seconds * (1 + problem.tuning.answer.indistinguishable_share)
-    stage = best.stages[0]
-    if (
-        len(best.stages) > 1
-        or stage.options.divides_layers
-        or problem.rules.shard_optimizer == "always"
-    ):
+    (stage, *others) = best.stages
+    options = stage.options
+    if others or options.divides_layers or problem.rules.shard_optimizer == "always":
         return found
 
-    for sharding in stage.options.sharding.less():
-        plan = evaluate(problem, [replace(stage, options=stage.options.with_sharding(sharding))])
+    indistinguishable_s = best.seconds * (1 + problem.tuning.answer.indistinguishable_share)
+    for sharding in options.sharding.less():
+        plainer = replace(stage, options=options.with_sharding(sharding))
+        plan = evaluate(problem, [plainer])
         as_fast = plan.simulated == best.simulated and plan.seconds <= indistinguishable_s
         if as_fast and problem.allows(plan):
             return found.with_best(plan)

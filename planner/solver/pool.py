@@ -1,4 +1,4 @@
-"""The candidates of one question: what each is worth, and the best of them so far."""
+"""The candidates of one problem: what each is worth, and the best of them so far."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from dataclasses import replace
 from planner.cost.candidate import Candidate
 from planner.cost.weight_copies import copies_fit
 from planner.plan.shape import trainable_pairs
-from planner.solver.evaluate.evaluation import in_every_order, priced, simulated
+from planner.solver.evaluate.evaluation import priced, simulated
 from planner.solver.evaluate.leaner import Leaner
+from planner.solver.evaluate.orders import in_every_order
 from planner.solver.evaluate.pipelines import shared_between, too_large
 from planner.solver.problem.cut_space import SearchedCuts
 from planner.solver.problem.problem import Problem
@@ -25,14 +26,14 @@ SEARCH = "search"  # the name of all methods but the integer program
 
 
 class Pool:
-    """Evaluates candidates for a question, and keeps the best plan that fits the memory and can be
+    """Evaluates candidates for a problem, and keeps the best plan that fits the memory and can be
     trained.
 
     A candidate is priced by the cost model, which knows no waiting. A simulation only adds to that,
     so a candidate is simulated only while its price is below the time of the best plan.
 
     Attributes:
-        question: what candidates are evaluated for, with all the memory that its devices have.
+        problem: what candidates are evaluated for, with all the memory that its devices have.
         best: the fastest plan so far; None while no candidate may be the answer.
         bound_s: seconds per minibatch that no plan with the searched cuts is below.
         cuts: which cuts are searched.
@@ -44,23 +45,23 @@ class Pool:
             equal.
         room: communicators of each device for which the last search kept room: `attempts` writes
             it, and local search keeps as much.
-        relaxed: whether all plans of the question are plans of the one that is searched now, whose
+        relaxed: whether all plans of the problem are plans of the one that is searched now, whose
             bound then holds.
     """
 
     def __init__(
         self,
-        question: Problem,
+        problem: Problem,
         bound_s: float,
         cuts: SearchedCuts | None = None,
         anywhere_s: float = math.inf,
     ) -> None:
-        """Take a question, whose plans have cuts along the profile's order if no others are
+        """Take a problem, whose plans have cuts along the profile's order if no others are
         given.
         """
-        self.question = question
+        self.problem = problem
         self.bound_s = bound_s
-        self.cuts = cuts or SearchedCuts(Chain(question.layer_costs), complete=True)
+        self.cuts = cuts or SearchedCuts(Chain(problem.layer_costs), complete=True)
         self.anywhere_s = anywhere_s
         self.best: Evaluation | None = None
         self.usable: list[Evaluation] = []
@@ -69,12 +70,12 @@ class Pool:
         self.relaxed = False
         self.room = 0
         self._method = SEARCH
-        self._leaner = Leaner(question)
+        self._leaner = Leaner(problem)
 
     @property
     def best_s(self) -> float:
         """Seconds that a candidate must be below; infinite without a plan."""
-        return math.inf if self.best is None else self.question.comparable_s(self.best)
+        return math.inf if self.best is None else self.problem.comparable_s(self.best)
 
     @property
     def settled(self) -> bool:
@@ -91,19 +92,19 @@ class Pool:
 
     @property
     def hopeless(self) -> bool:
-        """Whether no plan is of any use, because an answer to another question is faster."""
-        return min(self.bound_s, self.anywhere_s) >= self.question.hopeless_s
+        """Whether no plan is of any use, because an answer to another problem is faster."""
+        return min(self.bound_s, self.anywhere_s) >= self.problem.hopeless_s
 
     @property
     def spent(self) -> bool:
         """Whether nothing more may be simulated; then not every candidate was looked at."""
-        budget = self.question.budget
+        budget = self.problem.budget
         if budget.over:
             budget.exhausted = False
         return budget.over
 
     def raise_bound(self, bound_s: float) -> None:
-        """Take note of seconds that no plan of the question that is searched is below."""
+        """Take note of seconds that no plan of the problem that is searched is below."""
         if self.relaxed:
             self.bound_s = max(self.bound_s, bound_s)
 
@@ -111,8 +112,8 @@ class Pool:
         """Evaluate candidates, in every order of their workers, the most promising first."""
         plans = list(self._usable(candidates))
         self.usable += plans
-        ordered = in_every_order(self.question, plans)
-        seen = self.question.budget.seen
+        ordered = in_every_order(self.problem, plans)
+        seen = self.problem.budget.seen
 
         settled = False
         for plan in ordered:
@@ -135,7 +136,7 @@ class Pool:
         """
         if self.best is None:
             return False
-        return self.best.seconds <= seconds * (1 + self.question.tuning.evaluate.settled_share)
+        return self.best.seconds <= seconds * (1 + self.problem.tuning.evaluate.settled_share)
 
     def _is_promising(self, plan: Evaluation, *, settled: bool) -> bool:
         """Whether a priced candidate may be faster than the best plan, or late by less and nearly
@@ -147,8 +148,8 @@ class Pool:
         if not settled and plan.seconds < self.best_s * (1 - SLACK):
             return True
         less_late = max(plan.price.in_flight) < max(best.price.in_flight)
-        nearly_s = self.best_s * self.question.tuning.evaluate.min_speedup_per_stale_update
-        return self.question.schedule.stashes and less_late and plan.seconds < nearly_s
+        nearly_s = self.best_s * self.problem.tuning.evaluate.min_speedup_per_stale_update
+        return self.problem.schedule.stashes and less_late and plan.seconds < nearly_s
 
     def consider_regular(
         self,
@@ -163,46 +164,44 @@ class Pool:
             plans: the fastest by the cost model first.
             most_forwards: those of more forwards of a minibatch are not simulated.
         """
-        left = self.question.tuning.evaluate.most_forwards
+        left = self.problem.tuning.evaluate.most_forwards
         if most_forwards is None:
             most_forwards = left
         for plan in plans:
-            forwards = len(plan.stages) * self.question.microbatches
+            forwards = len(plan.stages) * self.problem.microbatches
             left -= forwards
             if plan.seconds >= self.best_s * (1 - SLACK) or (self.best is not None and left < 0):
                 return
             if not self.trains(plan):
                 self.untrained = _faster(self.untrained, plan)
             elif forwards <= most_forwards:
-                self._simulate(plan, SEARCH, apart=True)
+                self._simulate_apart(plan)
             else:
                 self.keep(plan)
 
     def priced(self, stages: Sequence[Candidate]) -> Evaluation:
         """Return a candidate with its price."""
-        return priced(self.question, stages)
+        return priced(self.problem, stages)
 
     def simulate_best(self) -> None:
         """Simulate the best plan, where there was no time for that when it was found."""
         if self.best is not None and not self.best.simulated:
-            question = self.unhurried()
-            self.best = simulated(question, self.best)
-            self.question.budget.count += question.budget.count
+            self.best = simulated(self.unhurried(), self.best)
 
     def trains(self, plan: Evaluation) -> bool:
         """Whether the plan's copies of tied weights fit the memory, and stay equal in training."""
-        question = self.question
-        shared = shared_between(question.layer_costs, plan.stages)
+        problem = self.problem
+        shared = shared_between(problem.layer_costs, plan.stages)
         if not shared:
             return True
         replicas = [stage.replicas for stage in plan.stages]
-        if not trainable_pairs(shared, replicas, question.schedule):
+        if not trainable_pairs(shared, replicas, problem.schedule):
             return False
-        return copies_fit(question.layer_costs, plan.stages, plan.price, question.setting)
+        return copies_fit(problem.layer_costs, plan.stages, plan.price, problem.setting)
 
     def keep(self, plan: Evaluation, method: str = SEARCH) -> None:
         """Keep a plan that can be trained if it is faster than the best one."""
-        if self.trains(plan) and (self.best is None or self.question.is_faster(plan, self.best)):
+        if self.trains(plan) and (self.best is None or self.problem.is_faster(plan, self.best)):
             self.best = plan
             self._method = method
 
@@ -218,9 +217,9 @@ class Pool:
         recompute more.
         """
         for stages in candidates:
-            plan = priced(self.question, stages)
-            if not self.question.allows(plan):
-                if not plan.fits(self.question.cluster):
+            plan = priced(self.problem, stages)
+            if not self.problem.allows(plan):
+                if not plan.fits(self.problem.cluster):
                     self.crowded = _faster(self.crowded, plan)
                 lean = self._recomputing_more(plan)
                 if lean is None:
@@ -235,39 +234,53 @@ class Pool:
         """Return a plan that recomputes as much as makes room for its communicators; None if
         nothing does.
         """
-        question = self.question
-        if question.layer_costs.overheads is None or question.schedule.chunked:
+        problem = self.problem
+        if problem.layer_costs.overheads is None or problem.schedule.chunked:
             return None
         if plan.seconds >= self.best_s * (1 - SLACK):
             return None
         return self._leaner.lean_enough(plan.stages)
 
-    def _simulate(self, plan: Evaluation, method: str, *, apart: bool = False) -> None:
-        question = self.unhurried() if apart else self.question
+    def _simulate(self, plan: Evaluation, method: str) -> None:
+        """Simulate a plan within the budget of the searches, and keep it if it is the best."""
+        self._keep_simulated(self._simulated(self.problem, plan), method)
+
+    def _simulate_apart(self, plan: Evaluation) -> None:
+        """Do the same with an allowance of its own, which is not taken from the searches."""
+        unhurried = self.unhurried()
+        evaluation = self._simulated(unhurried, plan)
+        self.problem.budget.count += unhurried.budget.count
+        self.problem.budget.seen.update(unhurried.budget.seen)
+        self._keep_simulated(evaluation, SEARCH)
+
+    def _keep_simulated(self, plan: Evaluation, method: str) -> None:
+        """Keep the best plan; one that the budget left without a simulation only where there is no
+        other, or none can be had.
+        """
+        if plan.simulated or self.best is None or too_large(self.problem, plan.stages):
+            self.keep(plan, method)
+
+    def _simulated(self, problem: Problem, plan: Evaluation) -> Evaluation:
+        """Return a plan with its simulated time, at depths at which its copies of weights fit."""
         below_s = math.inf
         if self.best is not None:
             below_s = self.best.seconds
-            if question.schedule.stashes:
-                below_s *= question.tuning.evaluate.min_speedup_per_stale_update
-        evaluation = simulated(question, plan, below_s)
-        if not self.trains(evaluation):
-            # Deeper stages hold more versions of their copies.
-            evaluation = simulated(replace(question, depth="published"), plan, below_s)
-        if apart:
-            self.question.budget.count += question.budget.count
-            self.question.budget.seen.update(question.budget.seen)
-
-        if evaluation.simulated or self.best is None or too_large(question, plan.stages):
-            self.keep(evaluation, method)
+            if problem.schedule.stashes:
+                below_s *= problem.tuning.evaluate.min_speedup_per_stale_update
+        evaluation = simulated(problem, plan, below_s)
+        if self.trains(evaluation):
+            return evaluation
+        # Deeper stages hold more versions of their copies.
+        return simulated(replace(problem, depth="published"), plan, below_s)
 
     def unhurried(self) -> Problem:
-        """Return the question with an allowance of its own, and some time, also where the time is
+        """Return the problem with an allowance of its own, and some time, also where the time is
         over.
         """
-        budget = self.question.budget
+        budget = self.problem.budget
         clock = budget.clock.at_least(budget.tuning.grace_s)
         longer = replace(budget.apart(), clock=clock, seen={})
-        return replace(self.question, budget=longer)
+        return replace(self.problem, budget=longer)
 
 
 def _faster(one: Evaluation | None, other: Evaluation) -> Evaluation:

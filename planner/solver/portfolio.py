@@ -1,7 +1,7 @@
-"""One question, one portfolio: proposers yield candidates, the pool evaluates them, local search
+"""One problem, one portfolio: proposers yield candidates, the pool evaluates them, local search
 improves the best.
 
-attempts    what searches are asked in place of the question, because they cannot know all of it
+attempts    what searches are asked in place of the problem, because they cannot know all of it
 proposers   `planner.solver.propose`: regular plans, the exact search along a chain, levels, mixed GPUs, ...
 pool        price, then simulation: `planner.solver.pool`
 improve     local search from the best plans
@@ -9,38 +9,36 @@ improve     local search from the best plans
 
 import math
 from collections.abc import Iterator
-from contextlib import suppress
 from itertools import islice
 
 from planner.cost.weight_copies import price_with_copies
 from planner.errors import InfeasibleError, InputError, PlannerError
 from planner.solver.attempts import Attempt, attempts
-from planner.solver.choose.lateness import least_late
 from planner.solver.clock import OutOfTimeError, no_plan_yet
 from planner.solver.improve.improvement import improve
+from planner.solver.improve.lateness import least_late
 from planner.solver.pool import Pool
-from planner.solver.problem.bounds import balanced_s
+from planner.solver.problem.bounds import balanced_s, relaxed_s
 from planner.solver.problem.cut_space import SearchedCuts, searched_cuts
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Answer, Evaluation
 from planner.solver.propose.any_plan import any_plan
 from planner.solver.propose.proposers import Proposer
 from planner.solver.propose.regular import regular_plans
-from planner.solver.search.chain.ways import least_anywhere_s, relaxed_s
 
 
-def best_plan(question: Problem) -> Answer:
-    """Find the best plan of a question, whose cuts and groups of ranks are settled.
+def best_plan(problem: Problem) -> Answer:
+    """Find the best plan of a problem, whose cuts and groups of ranks are settled.
 
     Raises:
         InfeasibleError: if no plan fits the memory.
         PlannerError: if the deadline passes before any plan is found.
         InputError: for what no search takes.
     """
-    cuts = searched_cuts(question)
-    pool = Pool(question, _bound_s(question, cuts), cuts, _anywhere_s(question, cuts))
+    cuts = searched_cuts(problem)
+    pool = Pool(problem, _bound_s(problem, cuts), cuts, _anywhere_s(problem, cuts))
     regular = _regular(pool.unhurried())
-    if question.clock.at_s is not None:
+    if problem.clock.at_s is not None:
         # There is an answer when the time ends, and searches look for nothing slower.
         _take_first(pool, regular)
 
@@ -48,10 +46,10 @@ def best_plan(question: Problem) -> Answer:
     pool.simulate_best()
     pool.consider_regular(regular)
     if pool.best is None:
-        for batch in any_plan(question):
+        for batch in any_plan(problem):
             pool.consider(batch)
     if pool.best is None:
-        raise _copies_obstacle(pool) or obstacle or no_plan_yet(question.clock)
+        raise _copies_obstacle(pool) or obstacle or no_plan_yet(problem.clock)
 
     if not pool.hopeless:
         improve(pool)
@@ -66,10 +64,10 @@ def _search(pool: Pool) -> PlannerError | None:
         pool.relaxed = attempt.relaxation
         for proposer in attempt.proposers:
             obstacle = _propose(pool, attempt, proposer) or obstacle
-        # Of the questions that follow the first one some make no sense, and have no candidates.
+        # Of the problems that follow the first one some make no sense, and have no candidates.
         if number == 0 and isinstance(obstacle, InputError) and not pool.usable:
             raise obstacle
-        if pool.question.clock.passed:
+        if pool.problem.clock.passed:
             break
     return obstacle
 
@@ -77,67 +75,57 @@ def _search(pool: Pool) -> PlannerError | None:
 def _propose(pool: Pool, attempt: Attempt, proposer: Proposer) -> PlannerError | None:
     """Evaluate what a proposer yields; return why it has no candidates, if it has none."""
     try:
-        for batch in proposer.propose(attempt.question, pool):
+        for batch in proposer.propose(attempt.problem, pool):
             pool.consider(batch, proposer.method)
     except OutOfTimeError:
-        pool.question.budget.exhausted = False
-        return no_plan_yet(pool.question.clock)
+        pool.problem.budget.exhausted = False
+        return no_plan_yet(pool.problem.clock)
     except (InfeasibleError, InputError) as error:
         return error
     return None
 
 
 def _copies_obstacle(pool: Pool) -> InfeasibleError | None:
-    """Return the error for copies of tied weights that do not fit, with a schedule that has room
-    for them.
-    """
-    question = pool.question
+    """Return the error for copies of tied weights that do not fit."""
+    problem = pool.problem
     plan = pool.untrained
     if plan is None:
         return None
     try:
-        price_with_copies(question.layer_costs, plan.stages, plan.price, question.setting)
+        price_with_copies(problem.layer_costs, plan.stages, plan.price, problem.setting)
     except InfeasibleError as error:
-        for other in question.leaner():
-            with suppress(PlannerError):
-                best_plan(other)
-                hint = (
-                    f"use `schedule={other.schedule}` `microbatches={other.microbatches}`, "
-                    f"which fits"
-                )
-                return InfeasibleError(error.message, hint=hint)
         return error
     return None
 
 
-def _regular(question: Problem) -> Iterator[Evaluation]:
+def _regular(problem: Problem) -> Iterator[Evaluation]:
     """Yield the regular plans, where they are of use: chunks lie apart, and a program that was
     asked for answers.
     """
-    if question.schedule.chunked or question.solver == "ilp":
+    if problem.schedule.chunked or problem.solver == "ilp":
         return
-    yield from regular_plans(question)
+    yield from regular_plans(problem)
 
 
 def _take_first(pool: Pool, regular: Iterator[Evaluation]) -> None:
     """Evaluate the first regular plans, of which the quick ones are simulated."""
-    tuning = pool.question.tuning.portfolio
+    tuning = pool.problem.tuning.portfolio
     pool.consider_regular(islice(regular, tuning.first_plans), tuning.quick_forwards)
 
 
-def _bound_s(question: Problem, cuts: SearchedCuts) -> float:
+def _bound_s(problem: Problem, cuts: SearchedCuts) -> float:
     """Return seconds per minibatch that no plan with the searched cuts is below, before anything is
     searched.
     """
-    if question.schedule.chunked:
+    if problem.schedule.chunked:
         return 0.0  # the search has a bound of its own
-    if question.schedule.splits_backward:
-        return balanced_s(question.layer_costs, question.setting)
-    return relaxed_s(question, cuts.space)
+    if problem.schedule.splits_backward:
+        return balanced_s(problem.layer_costs, problem.setting)
+    return relaxed_s(problem, cuts.space)
 
 
-def _anywhere_s(question: Problem, cuts: SearchedCuts) -> float:
+def _anywhere_s(problem: Problem, cuts: SearchedCuts) -> float:
     """Return seconds that no plan is below whatever its cuts, where it may have others than those
     searched.
     """
-    return least_anywhere_s(question) if cuts.improved else math.inf
+    return relaxed_s(problem) if cuts.improved else math.inf

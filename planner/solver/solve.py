@@ -1,4 +1,4 @@
-"""The one way from a question to its answer: ask for candidates in this order, and return the best.
+"""The one way from a request to its answer: ask for candidates in this order, and return the best.
 
     1. the fastest plan under the schedule that was asked for, or under all of them
     2. the best synchronous plan beside an asynchronous one, or in its place
@@ -7,106 +7,110 @@
     5. the plans for fewer hosts
 
 Plans are compared at equal samples per update. Where they cannot have these, a note has both
-numbers.
+numbers. Where nothing fits under the schedule, the same is done under another one.
 """
 
-from planner.errors import InputError, PlannerError, StoppedError
-from planner.formats.cluster import Cluster
-from planner.formats.device_kinds import cluster_for
+from planner.errors import InfeasibleError, InputError, PlannerError, StoppedError
+from planner.formats.files import replace
 from planner.formats.plan import Plan
-from planner.formats.profile import Profile
 from planner.options.solving import SolveOptions
 from planner.schedule.one_stage import FLUSH
 from planner.schedule.registry import AUTO
 from planner.solver.alternatives.fewer_hosts import with_fewer_hosts
-from planner.solver.alternatives.interleaved import or_interleaved
+from planner.solver.alternatives.fitting import first_that_fits, naming
+from planner.solver.alternatives.interleaved import prefer_interleaved_if_faster
 from planner.solver.alternatives.schedules import (
     holding_minibatch,
     under_every_schedule,
     with_synchronous,
 )
 from planner.solver.alternatives.table import fastest_usual, no_slower_than_usual
-from planner.solver.clock import Clock
 from planner.solver.find_plan import find_plan
 from planner.solver.problem.infeasible import explained
-from planner.solver.tuning.record import STANDARD, Tuning
+from planner.solver.request import Request
 
 
-def solve(
-    profile: Profile,
-    cluster: Cluster,
-    options: SolveOptions,
-    clock: Clock | None = None,
-    tuning: Tuning = STANDARD,
-) -> Plan:
-    """Find the fastest plan, and what stands beside it, before the clock or else the options' time
-    limit ends.
-
-    The question carries `tuning`: how far searches look, how long, and how near counts as equal.
+def solve(request: Request) -> Plan:
+    """Find the fastest plan, and what stands beside it.
 
     Raises:
         InfeasibleError: if no plan fits the memory, with the smallest change that makes one fit.
         InputError: for options that make no sense under the schedule.
+        PlannerError: if the time ends before there is any plan.
     """
     try:
-        return solve_unexplained(profile, cluster, options, clock, tuning)
-    except PlannerError as error:
-        raise explained(error) from None
+        return solve_unexplained(request)
+    except InfeasibleError as obstacle:
+        return _despite(obstacle, request)
 
 
-def solve_unexplained(
-    profile: Profile,
-    cluster: Cluster,
-    options: SolveOptions,
-    clock: Clock | None = None,
-    tuning: Tuning = STANDARD,
-) -> Plan:
-    """Do the same, and raise `UnexplainedError` if no plan fits the memory: an explanation takes
-    searches.
+def _despite(obstacle: InfeasibleError, request: Request) -> Plan:
+    """Return a plan under another schedule, where the user asked for none and nothing fits.
+
+    Raise the obstacle, explained, where there is no such plan, or where the user asked for the
+    schedule: then with what fits under another one.
     """
-    clock = clock or Clock.of(options.time_limit_s, options.progress, tuning.clock)
-    cluster = cluster_for(profile, cluster)
+    options = request.options
+    if options.schedule == AUTO:
+        raise explained(obstacle) from None
 
-    options, note = holding_minibatch(profile, options)
-    search_share = tuning.answer.search_share
-    searching = clock.part(search_share / (1 + options.survive))
-    plan = _searched(profile, cluster, options, searching, tuning)
-    plan = plan.noting(note) if note else plan
+    if options.asked:
+        plan = first_that_fits(request, find_plan)
+        raise naming(plan, explained(obstacle)) from None
 
-    if options.schedule != AUTO and not options.alone:
-        left = clock.part(tuning.answer.synchronous_share)
-        plan = with_synchronous(profile, plan, options, left, tuning)
+    plan = first_that_fits(request, solve_unexplained)
+    if plan is None:
+        raise explained(obstacle) from None
+    return replace(plan, instead_of=options.order)
 
-    plan = no_slower_than_usual(profile, plan, options, clock, tuning)
 
-    # 1f1b-flush was nobody's wish where it is a default, or what holds the global batch.
-    chosen_here = bool(note) or not options.asked
-    if plan.schedule is FLUSH and options.schedule is FLUSH and chosen_here:
-        plan = or_interleaved(profile, plan, options, clock, tuning)
+def solve_unexplained(request: Request) -> Plan:
+    """Find the same under the schedule of the request alone, and raise `UnexplainedError` if no
+    plan fits the memory: an explanation takes searches.
+    """
+    _check_formula(request.options)
+    request, note = holding_minibatch(request)
+    options = request.options
+    tuning = request.tuning.answer
 
+    plan = _searched(request.within(tuning.search_share / (1 + options.survive)))
+    if note:
+        plan = plan.noting(note)
+
+    if options.schedule != AUTO and not options.names_solver:
+        plan = with_synchronous(plan, request.within(tuning.synchronous_share))
+    plan = no_slower_than_usual(plan, request)
+
+    if plan.schedule is FLUSH and options.schedule is FLUSH and not options.asked:
+        plan = prefer_interleaved_if_faster(plan, request)
     if options.survive:
-        plan = with_fewer_hosts(profile, plan, options, clock.part(search_share), tuning)
+        plan = with_fewer_hosts(plan, request.within(tuning.search_share))
     return plan
 
 
-def _searched(
-    profile: Profile,
-    cluster: Cluster,
-    options: SolveOptions,
-    clock: Clock,
-    tuning: Tuning,
-) -> Plan:
+def _check_formula(options: SolveOptions) -> None:
+    """Raise InputError for a user's schedule without a cost formula, which bounds all searches."""
+    if options.schedule == AUTO or options.order.formula is not None:
+        return
+    raise InputError(
+        f"the schedule {options.schedule} has no cost `formula`, by which plans are sought",
+        hint="choose the stages yourself: `plan price` simulates them under it; or give its class "
+        "a `formula`",
+    )
+
+
+def _searched(request: Request) -> Plan:
     """Return the fastest plan of a search; where that ends without any, the fastest usual way that
     fits.
     """
-    if options.schedule == AUTO:
-        return under_every_schedule(profile, cluster, options, clock, tuning)
+    if request.options.schedule == AUTO:
+        return under_every_schedule(request)
     try:
-        return find_plan(profile, cluster, options, clock, tuning)
+        return find_plan(request)
     except (InputError, StoppedError):
         raise
     except PlannerError:  # nothing fits that the search knows, or there was too little time
-        plan = fastest_usual(profile, cluster, options, clock, tuning)
+        plan = fastest_usual(request)
         if plan is None:
             raise
         return plan

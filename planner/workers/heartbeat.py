@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
-from planner.formats.files import Record
+from planner.formats.files import Record, replace
 from planner.schedule import instructions as do
 from planner.schedule.instructions import Instruction, Message, Receive
 
@@ -110,7 +110,7 @@ class Heartbeat:
             with suppress(RuntimeError):  # of a device that failed; the main thread tells
                 passed, instruction = self._device()
                 if instruction is not None:
-                    return beat.model_copy(update={"device": self._beat(passed, instruction)})
+                    return replace(beat, device=self._beat(passed, instruction))
         return beat
 
     def _beat(

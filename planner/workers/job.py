@@ -35,10 +35,13 @@ class Job(Record):
     comparison.
     """
 
-    model: str  # "model.py" or "model.py:builder"
+    model: str  # "model.py" or "model.py:builder"; the class of a model in memory
+    in_memory: bool = False  # the launching process hands the model over
     plan: Plan
     steps: Annotated[int, Field(ge=1)] | None = None  # minibatches
     epochs: Annotated[int, Field(ge=1)] | None = None
+    # of users, that register the plan's schedule: workers import them before they read the plan
+    schedule_files: tuple[str, ...] = ()
     seed: int = 0
     device: DeviceType | None = None  # None: the kind that the plan was made for
     backend: Backend | None = None  # of messages; None: NCCL between GPUs, gloo between CPUs

@@ -29,11 +29,12 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from planner import hashes
 from planner.errors import InputError, WorkerError
-from planner.formats.files import save_record
+from planner.formats.files import replace, save_record
 from planner.formats.held_folder import held_folder
 from planner.formats.late import noting
 from planner.formats.timeline import Timeline, load_timeline
 from planner.workers.failures import WorkersFailedError, error_of, stage_of, worker_name
+from planner.workers.handing import handing_over
 from planner.workers.interfaces import LOOPBACK, VARIABLES, address_of, address_towards
 from planner.workers.job import (
     LATE_VARIABLE,
@@ -44,7 +45,7 @@ from planner.workers.job import (
     TrainResult,
 )
 from planner.workers.place import GPU_VARIABLES
-from planner.workers.rendezvous import HOSTS, JOIN_S, ONE_HOST
+from planner.workers.rendezvous import HOSTS, JOIN_S, NO_SHARED_STORE, ONE_HOST
 from planner.workers.result import result_in
 from planner.workers.secret import SECRET_VARIABLE, default_file, new_secret, secret_of_hosts
 from planner.workers.secret_store import ForgedValueError, read_record
@@ -63,10 +64,13 @@ def environment(variables: Mapping[str, str]) -> AbstractContextManager[object]:
 
 
 def run_workers(
-    module: str, job: Job, on_timeline: Callable[[Timeline], None] | None = None
+    module: str,
+    job: Job,
+    on_timeline: Callable[[Timeline], None] | None = None,
+    model: bytes | None = None,
 ) -> TrainResult:
     """Start the workers of `job` on this host, one process each that runs `module`, and wait for
-    their end.
+    their end; hand them the `model`, if it is in memory.
 
     Raise WorkersFailedError with why the first worker failed; all others have ended by then.
     """
@@ -75,11 +79,16 @@ def run_workers(
     )
     store = open_store(address_of(interface), 0)
     with ended_by_signals(), held_folder("train") as folder:
-        job = job.model_copy(update={"folder": str(folder)})
+        job = replace(job, folder=str(folder))
         job_path, timeline_path = folder / "job.json", folder / TIMELINE_FILE
         save_record(job, job_path)
         first: dict[int, int] = {}
-        with launching(interface, **{SECRET_VARIABLE: new_secret()}), _telling_first(first.update):
+        secret = new_secret()
+        with (
+            handing_over(model, folder, secret),
+            launching(interface, **{SECRET_VARIABLE: secret}),
+            _telling_first(first.update),
+        ):
             try:
                 start_workers(store, job.plan.workers, (module, str(job_path)), str(folder))
             except ChildFailedError as cause:
@@ -94,7 +103,7 @@ def run_workers(
         if on_timeline is not None and timeline_path.exists():
             with noting(late):
                 on_timeline(load_timeline(timeline_path))
-        return result.model_copy(update={"late_failures": tuple(late)})
+        return replace(result, late_failures=tuple(late))
 
 
 def start_workers(store: TCPStore, workers: int, command: Sequence[str], folder: str) -> None:
@@ -148,8 +157,7 @@ def run_on_hosts(job: Job, command: Sequence[str], note: Callable[[str], None]) 
         # All hosts have as many workers, so agents need not ask each other for these, and wait for
         # one that is lost.
         "TORCH_ELASTIC_WORKER_IDENTICAL": "1",
-        # or else worker 0 opens a store that listens on all addresses
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0",
+        **NO_SHARED_STORE,
         SECRET_VARIABLE: secret_of_hosts(secret_file(job)),
     }
     with ended_by_signals(), held_folder("train") as folder:
@@ -213,6 +221,12 @@ def _telling_first(
 ) -> Iterator[None]:
     """Tell the exit codes, by rank, of the workers of a start that failed before the launcher ended
     the others.
+
+    torchrun has no interface for that (read in 2.7 and 2.13): it closes the others inside the poll
+    that finds the first failure, adds their exit codes to its own, with times in whole seconds, and
+    tells nothing at all of a start that it tries again. Nor can those that one start leaves be given
+    less time than those of a run that ends. So `PContext.close`, which is public, is replaced while
+    a run lasts, and reads the failures that are known by then.
 
     Args:
         tell: called once for a start, with no exit code where none has failed.

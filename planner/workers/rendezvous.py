@@ -12,6 +12,7 @@ from datetime import timedelta
 
 from torch.distributed import (  # type: ignore[attr-defined]  # exported by a star import
     DistStoreError,
+    PrefixStore,
     Store,
     TCPStore,
 )
@@ -36,6 +37,8 @@ from planner.workers.store_server import open_store
 
 # names of the two ways to meet, in torchrun's registry
 ONE_HOST, HOSTS = "planner-host", "planner-hosts"
+# in the environment of an agent: see `Agent`
+NO_SHARED_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 # How long a start waits for further hosts once the fewest have come, after how many seconds a
 # silent one counts as gone, and how long the fewest are waited for.
 LAST_CALL_S, SILENT_S, JOIN_S = 3, 5, 600
@@ -79,31 +82,58 @@ class OneHost(RendezvousHandler):
         return True
 
 
-class _Backend(C10dRendezvousBackend):
-    """torchrun's own, over a store that asks for the secret."""
+class Agent(RendezvousHandler):
+    """An agent of a run on several hosts, which meets the others as torchrun's own agents do.
+
+    Each start has a store of its own, which the agent of its first worker opens before any worker
+    begins. torchrun's agents keep the first start's for ever, whose host may be the one that is
+    lost, and open it on all addresses: `NO_SHARED_STORE` keeps them from opening any.
+    """
+
+    def __init__(self, meeting: RendezvousHandler, address: str | None) -> None:
+        self._meeting = meeting
+        self._address = address
+        self._opened: TCPStore | None = None
 
     @property
-    def name(self) -> str:
+    def use_agent_store(self) -> bool:
         """See base class."""
+        return True
+
+    def get_backend(self) -> str:
         return HOSTS
 
-
-class Agent(DynamicRendezvousHandler):
-    """An agent of a run on several hosts."""
-
     def next_rendezvous(self) -> RendezvousInfo:
-        """See base class; each start has a store of its own.
-
-        The agent of its first worker opens it before any worker begins. Otherwise agents would look
-        for the first start's for ever, whose host may be the one that is lost.
-        """
+        """Meet the other hosts, and agree on the store of this start."""
         while True:
-            self._bootstrap_store_info = None
             with suppress(DistStoreError):  # that agent was lost before it told where its store is
-                return super().next_rendezvous()
+                return self._in_new_store(self._meeting.next_rendezvous())
 
-    def _create_tcp_store_server(self, master_addr: str, master_port: int) -> TCPStore:
-        return open_store(master_addr, master_port)
+    def _in_new_store(self, met: RendezvousInfo) -> RendezvousInfo:
+        port = None
+        if met.rank == 0:
+            assert self._address is not None, "a launcher of ours gives its address"
+            self._opened = open_store(self._address, 0)
+            port = self._opened.port
+        told = PrefixStore("planner", met.store)
+        place = RendezvousStoreInfo.build(met.rank, told, self._address, port)
+        return RendezvousInfo(met.store, met.rank, met.world_size, place)
+
+    def is_closed(self) -> bool:
+        return self._meeting.is_closed()
+
+    def set_closed(self) -> None:
+        """See base class."""
+        self._meeting.set_closed()  # type: ignore[no-untyped-call]  # PyTorch gives it no types
+
+    def num_nodes_waiting(self) -> int:
+        return self._meeting.num_nodes_waiting()
+
+    def get_run_id(self) -> str:
+        return self._meeting.get_run_id()
+
+    def shutdown(self) -> bool:
+        return self._meeting.shutdown()
 
 
 def _asking(store: Store) -> SecretStore:
@@ -129,10 +159,10 @@ def _hosts(params: RendezvousParameters) -> RendezvousHandler:
         raise RendezvousConnectionError(f"the store at {params.endpoint} is not reached") from cause
 
     store = _asking(tcp_store)
-    agent: RendezvousHandler = Agent.from_backend(
+    meeting: RendezvousHandler = DynamicRendezvousHandler.from_backend(
         params.run_id,
         store,
-        _Backend(store, params.run_id),
+        C10dRendezvousBackend(store, params.run_id),
         params.min_nodes,
         params.max_nodes,
         params.local_addr,
@@ -140,7 +170,7 @@ def _hosts(params: RendezvousParameters) -> RendezvousHandler:
         keep_alive_interval=1,
         keep_alive_max_attempt=SILENT_S,
     )
-    return agent
+    return Agent(meeting, params.local_addr)
 
 
 def _compare_secrets(store: Store, run: str, endpoint: str) -> None:

@@ -26,6 +26,7 @@ from typing import NoReturn
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # exported by a star import
 
 from planner.errors import PlannerError, WorkerError, first_line
+from planner.formats.files import replace
 from planner.terminal import printable
 from planner.workers.ending import (
     ABORT_S,
@@ -147,7 +148,7 @@ class Supervisor:
                 end_within(END_S)
             failure = failure_of(self._job, error, self._heartbeat)
             if self._script and failure.hint == TRACEBACK_HINT:  # a script shows it anyway
-                failure = failure.model_copy(update={"hint": ""})
+                failure = replace(failure, hint="")
             self._failure = failure
             if (store := self._store) is not None:
                 self._ending.acquire()  # waits for ever where another thread is ending this process

@@ -1,7 +1,7 @@
 """Runs compared with their simulations: timing errors by hand, and stage times told from everything
 else.
 
-The timing errors are those of `benchmarks.timeline`: other tests of the simulator compare runs by
+The timing errors are those of `benchmarks.testbed.timeline`: other tests of the simulator compare runs by
 them, too.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.timeline.errors import Moment, TimingError, timing_error, with_stage_times
+from benchmarks.testbed.timeline.errors import Moment, TimingError, timing_error, with_stage_times
 from planner.analysis.compare_runs import MeanStageTimes, compare_runs, mean_stage_times
 from planner.errors import InputError
 from planner.formats.cluster import Level, flat_cluster

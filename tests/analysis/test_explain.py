@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,10 @@ from planner.schedule.one_stage import GPIPE
 from planner.simulator.simulate_plan import simulate
 from planner.simulator.summary import summarize
 from planner.solver import search_plan as solve
+from planner.solver.clock import Clock
 from planner.solver.evaluate.evaluation import evaluate
 from planner.solver.find_plan import find_plan
+from planner.solver.request import Request
 from tests.samples import layer, profile
 
 PROFILES = Path(__file__).resolve().parents[2] / "profiles"
@@ -118,7 +121,7 @@ def test_a_plan_on_one_gpu() -> None:
 
 def test_schedules_that_drain_and_levels() -> None:
     options = SolveOptions(schedule=GPIPE, microbatches=4)
-    plan = find_plan(MODEL, flat_cluster(2, 10.0), options)
+    plan = find_plan(Request.of(MODEL, flat_cluster(2, 10.0), options))
     explained = explain(MODEL, plan)
     assert explained.waiting_s == 0
     assert "per minibatch" in explanation_report(explained)
@@ -129,8 +132,8 @@ def test_schedules_that_drain_and_levels() -> None:
 def test_a_plan_of_the_published_depth_is_priced_at_it() -> None:
     cluster = flat_cluster(4, 0.5)  # whose messages a deeper pipeline would hide
     plan = solve(MODEL, cluster, depth="published")
-    deeper = GivenPlan.of(MODEL, plan, SolveOptions())
-    given = GivenPlan.of(MODEL, Plan.model_validate_json(plan.model_dump_json()))
+    given = GivenPlan.of(MODEL, Plan.model_validate_json(plan.model_dump_json()), Clock())
+    deeper = replace(given, request=given.request.with_options(SolveOptions()))
     assert len(plan.stages) > 1
     assert evaluate(given.problem, given.stages).seconds == pytest.approx(
         plan.predicted.seconds_per_minibatch

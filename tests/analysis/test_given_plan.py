@@ -17,7 +17,6 @@ from planner.analysis.given_plan import (
     stages_ending_at,
 )
 from planner.cost.candidate import candidates
-from planner.cost.layer_costs import LayerCosts
 from planner.errors import InputError, PlanError
 from planner.formats.cluster import Cluster, DeviceKind, flat_cluster, hierarchical_cluster
 from planner.formats.own_plan import OwnPlan, OwnStage
@@ -28,7 +27,9 @@ from planner.plan.blocks import blocks_of
 from planner.schedule.one_stage import TWO_BW
 from planner.schedule.registry import NAMES, find
 from planner.solver import search_plan as solve
+from planner.solver.clock import Clock
 from planner.solver.evaluate.evaluation import evaluate
+from planner.solver.request import Request
 from tests.samples import layer, profile
 from tests.solver.search.levels.test_columns import in_all_orders
 
@@ -149,7 +150,7 @@ def test_units_recompute_and_replicas_divide_the_state() -> None:
     assert less.optimizer_bytes == -(-more.optimizer_bytes // 2)
     assert less.activations_bytes < more.activations_bytes
     assert plan.stages[1] == plain.stages[1]
-    given = GivenPlan.of(known, plan)
+    given = GivenPlan.of(known, plan, Clock())
     assert given.price().memory == tuple(stage.memory for stage in plan.stages)
     assert evaluate(given.problem, given.stages).seconds == pytest.approx(
         plan.predicted.seconds_per_minibatch, rel=1e-12
@@ -283,10 +284,10 @@ def test_the_ranks_of_a_plan_are_kept() -> None:
     prices = []
     model = profile(*(layer(name, 1, 2, output_bytes=4, weight_bytes=2) for name in "abcd"))
     for order in in_all_orders(stages):
-        plan = priced_plan(
-            options, LayerCosts(model), hierarchical_cluster((2, 2), (64.0, 1.0)), order
-        )
-        given = GivenPlan.of(model, plan)
+        cluster = hierarchical_cluster((2, 2), (64.0, 1.0))
+        request = Request(model, cluster, options, Clock())
+        plan = priced_plan(request, order, accepts_loss=False)
+        given = GivenPlan.of(model, plan, Clock())
         assert evaluate(given.problem, given.stages).seconds == pytest.approx(
             plan.predicted.seconds_per_minibatch
         )

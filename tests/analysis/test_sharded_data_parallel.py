@@ -10,19 +10,19 @@ import pytest
 
 from planner.analysis.compare import compare
 from planner.cost.candidate import Candidate, candidates
-from planner.cost.layer_costs import LayerCosts
 from planner.formats.cluster import Cluster, flat_cluster
 from planner.formats.profile import Device, Profile
 from planner.options.solving import ShardRule, SolveOptions
 from planner.reporting.tables.answers import comparison_report
 from planner.schedule.one_stage import FLUSH
 from planner.solver import search_plan as solve
-from planner.solver.alternatives.usual_ways import usual_ways
+from planner.solver.alternatives.usual_ways import Way, usual_ways
+from planner.solver.clock import Clock
 from planner.solver.evaluate.evaluation import priced
 from planner.solver.problem.budget import Budget
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation
-from planner.solver.question import problem_of
+from planner.solver.request import Request
 from planner.solver.tuning.record import STANDARD
 from tests.samples import layer, profile
 
@@ -41,9 +41,8 @@ SLOW = flat_cluster(GPUS, 1e8)
 
 
 def problem(microbatches: int, cluster: Cluster = SLOW, model: Profile = MODEL) -> Problem:
-    return problem_of(
-        SolveOptions(schedule=FLUSH, microbatches=microbatches), LayerCosts(model), cluster
-    )
+    options = SolveOptions(schedule=FLUSH, microbatches=microbatches)
+    return Request(model, cluster, options, Clock()).problem(Budget.unlimited())
 
 
 def everywhere(gpus: int) -> list[Candidate]:
@@ -127,13 +126,13 @@ def test_stage_2_of_one_microbatch_is_a_stage_whose_optimizer_is_sharded() -> No
     assert zero(2, GPUS).seconds == pytest.approx(sharded.seconds, rel=0.02)
 
 
+def ways_on(model: Profile, cluster: Cluster) -> list[Way]:
+    request = Request(model, cluster, SolveOptions(), Clock())
+    return list(usual_ways(request, request.unlimited_budget()))
+
+
 def names(model: Profile, cluster: Cluster) -> list[str]:
-    return [
-        way.name
-        for way in usual_ways(
-            SolveOptions(), LayerCosts(model), cluster, Budget.unlimited(), STANDARD
-        )
-    ]
+    return [way.name for way in ways_on(model, cluster)]
 
 
 def test_equal_stages_are_those_that_divide_the_gpus() -> None:
@@ -146,10 +145,8 @@ def test_equal_stages_are_those_that_divide_the_gpus() -> None:
     ]
     assert names(MODEL, flat_cluster(6, 1e8)) == [*replicated, "2 equal stages", "6 equal stages"]
     assert names(MODEL, flat_cluster(1, 1e8)) == ["data parallel", "one GPU"]
-    (*_, ways) = usual_ways(
-        SolveOptions(), LayerCosts(MODEL), flat_cluster(16, 1e8), Budget.unlimited(), STANDARD
-    )
-    assert [(len(stage.layers), stage.replicas) for stage in ways.plan.stages] == [(1, 2)] * 8
+    deepest = ways_on(MODEL, flat_cluster(16, 1e8))[-1]
+    assert [(len(stage.layers), stage.replicas) for stage in deepest.plan.stages] == [(1, 2)] * 8
 
 
 def test_where_data_parallelism_does_not_fit_another_way_is_the_measure() -> None:

@@ -10,6 +10,7 @@ from planner.options.solving import SolveOptions
 from planner.reporting.tables.links import links_line, links_warning
 from planner.reporting.tables.plan import plan_report
 from planner.solver.clock import Clock
+from planner.solver.request import Request
 from tests.samples import layer, profile
 
 GB = 10**9
@@ -97,8 +98,8 @@ def test_without_time_the_answer_says_so() -> None:
     cluster = flat_cluster(2, "100Gbps")
     plan = planner.price(HEAVY, cluster, 1, replicas=2, schedule="1f1b-flush", microbatches=8)
     assert links_line(plan) == "100 Gbps per GPU is from a data sheet, not measured"
-    late = Clock.of(0.0)
-    slow = with_slow_links(HEAVY, plan, FLUSH, late).slow_links
+    late = Request(HEAVY, cluster, FLUSH, Clock.of(0.0))
+    slow = with_slow_links(plan, late).slow_links
     assert slow is not None
     assert not slow.complete
     line = links_line(plan.model_copy(update={"slow_links": slow}))

@@ -6,9 +6,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks.deepspeed_example.__main__ import compare, example_plan
-from benchmarks.svg import timeline_svg
+from benchmarks.published.deepspeed_example.__main__ import compare, example_plan
 from planner.formats.plan import Plan
+from planner.reporting.svg import timeline_svg
 from planner.simulator.simulate_plan import simulate
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -15,23 +14,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.dnn_partitioning.downsets import enumerate_downsets, to_bits
-from benchmarks.dnn_partitioning.objective import Host, LoadProblem
-from benchmarks.dnn_partitioning.solve import solve_ilp, solve_loads
-from benchmarks.dnn_partitioning.workload import BYTES_PER_S, load_workload
+from benchmarks.published.dnn_partitioning.downsets import enumerate_downsets, to_bits
+from benchmarks.published.dnn_partitioning.objective import Host, LoadProblem
+from benchmarks.published.dnn_partitioning.solve import solve_ilp, solve_loads
+from benchmarks.published.dnn_partitioning.workload import BYTES_PER_S, load_workload
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.setting import Setting
 from planner.errors import InputError, ProfileError
 from planner.formats.cluster import Cluster, DeviceKind, Level, flat_cluster
 from planner.formats.profile import Profile
 from planner.options.solving import StageRules
-from planner.solver.clock import NO_LIMIT, Clock
-from planner.solver.problem.states import uncut_groups
-from planner.solver.search.integer.cbc import Status
+from planner.solver.clock import NO_LIMIT
 from tests.examples import examples
 from tests.samples import layer, profile
 from tests.solver.brute import downsets, plans
-from tests.solver.search.integer.test_ilp import bandwidths, latencies, memories
 from tests.solver.strategies import profiles
 
 WORKLOADS = Path(__file__).resolve().parents[3] / "shared" / "anchors" / "dnn-partitioning"
@@ -195,94 +191,6 @@ def test_bad_workloads_are_named(tmp_path: Path, changes: dict[str, object], mes
     file.write_text(json.dumps(workload(**changes)))
     with pytest.raises(ProfileError, match=message):
         load_workload(file)
-
-
-@settings(max_examples=examples(60), deadline=None)
-@given(
-    model=profiles(most_layers=5),
-    gpus=st.integers(1, 3),
-    bandwidth=bandwidths,
-    latency=latencies,
-    memory=memories,
-    speeds=st.lists(st.sampled_from([0.5, 1.0, 2.0]), min_size=3, max_size=3),
-    mixed=st.booleans(),
-)
-def test_placements_that_are_not_contiguous_against_all_of_them(
-    model: Profile,
-    gpus: int,
-    bandwidth: float,
-    latency: float,
-    memory: int | None,
-    speeds: list[float],
-    mixed: bool,
-) -> None:
-    kinds = tuple(DeviceKind(count=1, speed=speed) for speed in speeds[:gpus]) if mixed else ()
-    level = Level(size=gpus, bandwidth_bytes_per_s=bandwidth, latency_s=latency)
-    cluster = Cluster(levels=(level,), memory_bytes=memory, kinds=kinds)
-    layer_costs = LayerCosts(model)
-    answer = solve_ilp(LoadProblem(layer_costs, Setting(cluster), contiguous=False), NO_LIMIT)
-    joined = uncut_groups(layer_costs)
-    best = math.inf
-    for devices in product(range(gpus), repeat=len(model.layers)):
-        if any(len({devices[n] for n in group}) > 1 for group in joined):
-            continue
-        loads, held = [0.0] * gpus, [0] * gpus
-        for n, each in enumerate(model.layers):
-            speed = kinds[devices[n]].speed if kinds else 1.0
-            loads[devices[n]] += (each.forward_s + each.backward_s + each.update_s) / speed
-            held[devices[n]] += each.weight_bytes + each.gradient_bytes + each.optimizer_bytes
-            held[devices[n]] += each.buffer_bytes + each.saved_bytes
-        for value in layer_costs.traffic:
-            others = {devices[user] for user in value.users} - {devices[value.producer]}
-            for device in (*others, *([devices[value.producer]] if others else [])):
-                moved = value.output_bytes + value.gradient_bytes
-                loads[device] += moved / bandwidth + (1 + (value.gradient_bytes > 0)) * latency
-                held[device] += 2 * moved
-        if memory is None or max(held) <= memory:
-            best = min(best, max(loads))
-    if answer is None:
-        assert best == math.inf
-        return
-    assert answer.seconds == pytest.approx(best, rel=1e-6)
-
-
-def test_when_time_runs_out_the_plan_comes_with_a_bound() -> None:
-    layers = [
-        layer(f"l{n}", 1 + n * 37 % 11, 2 + n * 53 % 13, output_bytes=1 + n * 29 % 7)
-        for n in range(24)
-    ]
-    model = profile(*layers).model_copy(update={"graph_hash": None})
-    request = LoadProblem(LayerCosts(model), Setting(flat_cluster(6, 5.0)), contiguous=False)
-    answer = solve_ilp(request, Clock.of(1.0))
-    assert answer is not None
-    perfect_s = sum(each.forward_s + each.backward_s for each in layers) / 6
-    assert perfect_s * (1 - 1e-6) <= answer.bound_s <= answer.seconds
-    assert answer.optimal == (answer.bound_s == answer.seconds)
-
-
-def test_without_a_solution_in_time_the_contiguous_plan_stands_in(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def nothing(problem: object, limit_s: float | None) -> Status:
-        return "unknown"
-
-    monkeypatch.setattr("benchmarks.dnn_partitioning.assignment.run", nothing)
-    model = profile(*(layer(name, output_bytes=1) for name in "abcd"))
-    request = LoadProblem(LayerCosts(model), Setting(flat_cluster(2, 1e9)), contiguous=False)
-    answer = solve_ilp(request, Clock.of(10.0))
-    assert answer is not None
-    assert not answer.optimal
-    assert answer.bound_s == pytest.approx(6.0)
-    assert answer.seconds == pytest.approx(6.0)
-
-
-def test_a_placement_that_is_not_contiguous_balances_the_load() -> None:
-    chain = profile(*(layer(name, output_bytes=4, weight_bytes=100) for name in "abcd"))
-    answer = solve_ilp(
-        LoadProblem(LayerCosts(chain), Setting(flat_cluster(2, 1e9)), contiguous=False), NO_LIMIT
-    )
-    assert answer is not None
-    assert answer.seconds == pytest.approx(6.0)
 
 
 def test_clusters_of_several_levels_are_refused() -> None:

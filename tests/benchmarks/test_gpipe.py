@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpipe import largest, throughput
-from benchmarks.gpipe.models.amoebanet import AmoebaNetD, example
-from benchmarks.gpipe.models.transformer import Transformer
-from benchmarks.gpipe.profiles import parameters_of, transformer_profile
-from benchmarks.gpipe.throughput import by_formula, run_setting, setting
+from benchmarks.published.gpipe import largest, throughput
+from benchmarks.published.gpipe.models.amoebanet import AmoebaNetD, example
+from benchmarks.published.gpipe.models.transformer import Transformer
+from benchmarks.published.gpipe.profiles import parameters_of, transformer_profile
+from benchmarks.published.gpipe.throughput import by_formula, run_setting, setting
 from benchmarks.testbed.bed import testbed
 from benchmarks.testbed.predict import simulated_s
 from planner.cost.layer_costs import LayerCosts

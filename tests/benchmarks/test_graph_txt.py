@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.graph_txt import load_graph_txt
+from benchmarks.published.graph_txt import load_graph_txt
 from planner.errors import ProfileError
 
 LINE = (

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.headlines.alone import measure_alone
 from benchmarks.headlines.numbers import Number, Stated, compared, read_stated, write_stated
 from benchmarks.headlines.pages import PAGES, filled, marked
 from benchmarks.headlines.parts import NUMBERS, PARTS
@@ -61,3 +62,11 @@ def test_numbers_that_were_not_measured_stay_stated(tmp_path: Path) -> None:
         "a.one": 3.0,
         "a.two": 2.0,
     }
+
+
+def test_a_part_is_measured_in_a_process_of_its_own() -> None:
+    """A process keeps its peak of memory when it becomes another program: what `search` started
+    after `testbed` had the testbed's.
+    """
+    with pytest.raises(RuntimeError, match="'nothing' ended with exit code 1"):
+        measure_alone("nothing")

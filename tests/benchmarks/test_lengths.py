@@ -9,17 +9,17 @@ from unittest import mock
 import pytest
 import torch
 
-from benchmarks.lengths.emulate import emulate
-from benchmarks.lengths.layers import Block, Run, write_model
-from benchmarks.lengths.sentences import DISTRIBUTIONS, SHORTEST, pairs
 from benchmarks.testbed.emulate import Scale
 from benchmarks.testbed.layers import DEVICE
+from benchmarks.testbed.lengths.emulate import emulate
+from benchmarks.testbed.lengths.layers import Block, Run, write_model
+from benchmarks.testbed.lengths.sentences import DISTRIBUTIONS, SHORTEST, pairs
 from planner.formats.profile import load_profile
 from planner.model.capture.capture import capture_file
 from planner.model.spec import load_model_file
 from planner.model.stage.stage import build_stage
 
-PROFILE = Path(__file__).parents[2] / "benchmarks" / "lengths" / "gnmt8-v100.json"
+PROFILE = Path(__file__).parents[2] / "benchmarks" / "testbed" / "lengths" / "gnmt8-v100.json"
 BLOCKS = (
     Block(
         (0.1, 0.4, 0.0, 0.0, 0.0, 0.0), (0.0, 2.0, 0.0, 0.0, 0.0, 0.0), 0.5, 40, (0, 3, 0, 0, 0, 0)

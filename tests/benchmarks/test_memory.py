@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.memory.plans import Shape, cut_by_time, shaped_plan
+from benchmarks.testbed.memory.plans import Shape, cut_by_time, shaped_plan
 from tests.samples import layer, profile
 
 

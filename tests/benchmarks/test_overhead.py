@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from benchmarks.overhead.__main__ import measure, table
-from benchmarks.overhead.cases import CASES, Case
-from benchmarks.overhead.parts import Stopwatch
+from benchmarks.speed.overhead.__main__ import measure, table
+from benchmarks.speed.overhead.cases import CASES, Case
+from benchmarks.speed.overhead.parts import Stopwatch
 
 
 def test_a_part_has_its_own_time_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -18,9 +18,8 @@ def test_a_part_has_its_own_time_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         nonlocal now
         now += seconds
 
-    watch = Stopwatch()
+    watch = Stopwatch(call_s=(0.0, 0.0))
     inner = watch.timed("inner", work)
-    monkeypatch.setattr(Stopwatch, "_own_s", staticmethod(lambda: (0.0, 0.0)))
     monkeypatch.setattr(time, "thread_time", lambda: now)
 
     def outer() -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.pipedream_sosp19.__main__ import at_published_depth
-from benchmarks.pipedream_sosp19.records import rows_of
-from benchmarks.published_rows import published_plan
+from benchmarks.published.emulated_rows import published_plan
+from benchmarks.published.pipedream_sosp19.__main__ import at_published_depth
+from benchmarks.published.pipedream_sosp19.records import rows_of
 from benchmarks.testbed.measure import recomputing
 from benchmarks.testbed.predict import given_plan, simulated_s
 from planner.formats.cluster import flat_cluster

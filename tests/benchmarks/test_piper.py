@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from benchmarks.gpu_truth.rows import ANCHORS, anchors
-from benchmarks.piper.formulas import Formulas, PiperStage
-from benchmarks.piper.graphs import load_piper
-from benchmarks.piper.question import answered
+from benchmarks.solver_quality.piper.formulas import Formulas, PiperStage
+from benchmarks.solver_quality.piper.graphs import load_piper
+from benchmarks.solver_quality.piper.question import answered
 from planner.cost.setting import Setting
 from planner.cost.tensor import layer_costs_on
 from planner.formats.cluster import flat_cluster

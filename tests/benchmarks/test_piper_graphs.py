@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.piper.graphs import load_piper
+from benchmarks.solver_quality.piper.graphs import load_piper
 from planner.errors import ProfileError
 from planner.formats.cluster import flat_cluster
 from planner.solver import search_plan as solve

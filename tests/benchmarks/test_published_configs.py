@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.estimate.__main__ import rank_correlation
-from benchmarks.published_configs.__main__ import answer, tables
-from benchmarks.published_configs.fixed import best_cuts
-from benchmarks.published_configs.rows import ROWS
+from benchmarks.gpu_truth.estimate.__main__ import rank_correlation
+from benchmarks.published.configs.__main__ import answer, tables
+from benchmarks.published.configs.fixed import best_cuts
+from benchmarks.published.configs.rows import ROWS
 from planner.cost.layer_costs import LayerCosts
 from planner.formats.cluster import flat_cluster
 from planner.formats.profile import load_profile

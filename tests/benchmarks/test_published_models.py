@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.graph_txt import load_graph_txt
-from benchmarks.published_models import (
+from benchmarks.published.cost_models import (
     CutChain,
     CutDownsets,
     CutWork,
@@ -22,11 +21,12 @@ from benchmarks.published_models import (
     PipedreamModel,
     solve_published,
 )
+from benchmarks.published.graph_txt import load_graph_txt
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.network.link import Link
 from planner.formats.profile import Profile
-from planner.solver.problem.bounds import Bounds
 from planner.solver.problem.layer_graph import LayerGraph
+from planner.solver.problem.replica_models import ReplicaModel
 from tests.cost.works import EXAMPLE
 from tests.examples import examples
 from tests.samples import layer, profile
@@ -62,7 +62,7 @@ def test_cuts_are_charged_for_what_passes_by_and_the_first_stage_sends_for_nothi
     assert (float(first.cut_before_bytes), first.cut_after_bytes.tolist()) == (0, [0])
 
 
-def by_trying(profile: Profile, gpus: int, published: Bounds) -> float:
+def by_trying(profile: Profile, gpus: int, published: ReplicaModel) -> float:
     """Return the seconds of the best plan, of all cuts and replicas."""
     costs = LayerCosts(profile)
     graph = LayerGraph(costs)
@@ -94,7 +94,7 @@ def by_trying(profile: Profile, gpus: int, published: Bounds) -> float:
     bandwidth=st.sampled_from([0.5, 1.0, 2.0, 8.0, 1e4]),
 )
 def test_the_search_finds_the_best_of_all_plans(
-    model: type[Bounds], profile: Profile, gpus: int, bandwidth: float
+    model: type[ReplicaModel], profile: Profile, gpus: int, bandwidth: float
 ) -> None:
     found = solve_published(profile, gpus, bandwidth, model)
     assert found.optimal

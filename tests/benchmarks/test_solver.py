@@ -8,9 +8,9 @@ import random
 
 import pytest
 
-from benchmarks.graphs import chain, encoder_decoder_like, nasnet_like, unet_like
-from benchmarks.published_models import solve_published
-from benchmarks.solver_speed.published import ChainLayer, best_time_s
+from benchmarks.published.cost_models import solve_published
+from benchmarks.speed.graphs import chain, encoder_decoder_like, nasnet_like, unet_like
+from benchmarks.speed.optimizer.published import ChainLayer, best_time_s
 from planner.cost.layer_costs import LayerCosts
 from tests.samples import layer, profile
 

@@ -14,10 +14,11 @@ import pytest
 import torch
 from torch.autograd.graph import get_gradient_edge
 
+from benchmarks.kept import ROOT
 from benchmarks.netns import shaped_network
 from benchmarks.testbed import compressed, layers
 from benchmarks.testbed.__main__ import main as run_command
-from benchmarks.testbed.bed import ROOT, testbed
+from benchmarks.testbed.bed import testbed
 from benchmarks.testbed.emulate import Scale, as_chain, emulate, fitting_scale, joined
 from benchmarks.testbed.measure import data_parallel_run, described, run_plan
 from benchmarks.testbed.predict import balanced_stages, given_plan, simulated_s

@@ -12,16 +12,11 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from benchmarks.two_cores import turns
-from benchmarks.two_cores.launch import Loopback, RunError, last_object, places, run_workers
-from benchmarks.two_cores.marks import Mark, rate, read_marks
-from benchmarks.two_cores.stashing import IN_FLIGHT, deep_plan
-from benchmarks.two_cores.table import Sample, Spread, ratios
-from benchmarks.two_cores.turns import Contender, take_turns
-from benchmarks.two_cores.unstashed import OneVersion
-from planner.plan.shape import shape_of
-from tests.samples import layer, profile
-from tests.schedule.check import check_streams
+from benchmarks.testbed.two_cores import turns
+from benchmarks.testbed.two_cores.launch import Loopback, RunError, last_object, places, run_workers
+from benchmarks.testbed.two_cores.marks import Mark, rate, read_marks
+from benchmarks.testbed.two_cores.table import Sample, Spread, ratios
+from benchmarks.testbed.two_cores.turns import Contender, take_turns
 
 MODELS = ("transformer", "vgg_like")
 STEPPER = """
@@ -82,34 +77,11 @@ def test_contenders_run_in_their_turns_alone(tmp_path: Path) -> None:
 
 
 def test_a_contender_that_fails_is_an_error_with_its_last_words(tmp_path: Path) -> None:
-    broken = Contender("broken", [Loopback()], ("benchmarks.two_cores.worker", "nonsense"), 8)
+    broken = Contender(
+        "broken", [Loopback()], ("benchmarks.testbed.two_cores.worker", "nonsense"), 8
+    )
     with pytest.raises(RunError, match="invalid choice: 'nonsense'"):
         list(take_turns([broken], tmp_path, 0.0, 0.1))
-
-
-def test_the_deep_plan_has_most_weights_in_the_first_stage() -> None:
-    layers = [
-        layer(f"l{i}", 1, 2, output_bytes=8, weight_bytes=1000, saved_bytes=100) for i in range(10)
-    ]
-    plan = deep_plan(profile(*layers))
-    assert [len(stage.layers) for stage in plan.stages] == [9, 1]
-    assert [stage.in_flight for stage in plan.stages] == [IN_FLIGHT, 1]
-    check_streams(shape_of(plan), 3 * IN_FLIGHT)
-
-
-def test_without_stashing_weights_change_under_a_forward_in_flight() -> None:
-    weight = torch.nn.Parameter(torch.ones(2))
-    versions = OneVersion([weight])
-    before = weight.data_ptr()
-    versions.stash("unit")
-    with versions.stashed("unit"):
-        result = weight**2
-    versions.update(lambda: weight.data.mul_(3))
-    with versions.restored("unit"):
-        torch.autograd.backward(result.sum())  # autograd's guard is not tripped
-    assert weight.data_ptr() == before
-    assert weight.grad is not None
-    assert torch.equal(weight.grad, torch.full((2,), 6.0))
 
 
 @pytest.mark.parametrize(
@@ -121,7 +93,7 @@ def test_the_result_is_found_behind_other_output(text: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_models_keep_the_contract(name: str) -> None:
-    module = importlib.import_module(f"benchmarks.two_cores.{name}")
+    module = importlib.import_module(f"benchmarks.testbed.two_cores.{name}")
     model = module.build_model()
     args, target = module.example_batch(2)
     loss = module.loss(model(*args), target)
@@ -134,7 +106,7 @@ def test_models_keep_the_contract(name: str) -> None:
 
 def test_a_worker_that_fails_is_an_error_with_its_last_words() -> None:
     with pytest.raises(RunError, match="invalid choice: 'nonsense'"):
-        run_workers([Loopback()], "benchmarks.two_cores.worker", ["nonsense"], timeout_s=60)
+        run_workers([Loopback()], "benchmarks.testbed.two_cores.worker", ["nonsense"], timeout_s=60)
 
 
 def test_workers_that_hang_are_ended(tmp_path: Path) -> None:
@@ -159,6 +131,8 @@ def test_workers_that_hang_are_ended(tmp_path: Path) -> None:
 def test_every_baseline_gives_a_rate(command: list[str], tmp_path: Path) -> None:
     options = ["--model", "transformer", "--batch-size", "8"]
     with places("loopback") as where:
-        contender = Contender("it", where, ("benchmarks.two_cores.worker", *command, *options), 8)
+        contender = Contender(
+            "it", where, ("benchmarks.testbed.two_cores.worker", *command, *options), 8
+        )
         windows = list(take_turns([contender], tmp_path, 0.0, 0.3))
     assert all(window.samples_per_s > 0 and window.first_stage_s > 0 for window in windows)

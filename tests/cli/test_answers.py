@@ -207,3 +207,20 @@ def test_a_minibatch_and_rules_of_stages_are_flags(folder: Path) -> None:
     refused = plan("solve", *solving, "33", cwd=folder)
     assert refused.returncode == 2
     assert "--minibatch 33 is no multiple of the 4 samples" in refused.stderr
+
+
+def test_where_nothing_fits_under_the_default_schedule_another_one_is_the_answer(
+    folder: Path,
+) -> None:
+    """Under 1f1b the first of two stages has two versions of its weights."""
+    model = profile(layer("a", output_bytes=1, weight_bytes=100), layer("b", weight_bytes=100))
+    save_profile(model, folder / "profile.json")
+    tight = ("solve", "--gpus", "2", "--bandwidth", "1Gbps", "--memory", "210B")
+    found = plan(*tight, cwd=folder)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.startswith("Nothing fits under 1f1b, so this plan is under 1f1b-flush. ")
+    assert planner.load_plan(folder / "plan.json").schedule.name == "1f1b-flush"
+
+    named = plan(*tight, "--schedule", "1f1b", cwd=folder)
+    assert named.returncode == 3
+    assert "hint: use --schedule 1f1b-flush --microbatches 8, under which 1-1 fits" in named.stderr

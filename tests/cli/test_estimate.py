@@ -44,17 +44,6 @@ def test_an_estimate_is_made_shown_and_solved_within_the_devices_memory(folder: 
     assert "hint: --memory gives another limit" in solved.stderr
 
 
-def test_it_is_calibrated(folder: Path) -> None:
-    assert (
-        plan("profile", "model.py", "--batch-size", "8", "-o", "cpu.json", cwd=folder).returncode
-        == 0
-    )
-    arguments = ("--estimate", "--calibrate", "cpu.json", "--batch-size", "64", "--json")
-    made = plan("profile", "model.py", *arguments, cwd=folder)
-    assert made.returncode == 0, made.stderr
-    assert "calibrated on" in json.loads(made.stdout)["device"]["name"]
-
-
 def test_a_device_of_ones_own_with_master_weights(folder: Path) -> None:
     device = {
         "schema_version": 1,
@@ -90,8 +79,8 @@ def test_a_device_of_ones_own_with_master_weights(folder: Path) -> None:
             "--deterministic are for measurements",
         ),
         (("model.py", "--estimate", "--batch-size", "0"), "--batch-size 0"),
-        (("model.py", "--estimate", "--calibrate", "none.json"), "none.json"),
-        (("model.py", "--calibrate", "cpu.json"), "--calibrate is for estimates"),
+        (("model.py", "--estimate", "--device-file", "none.json"), "none.json"),
+        (("model.py", "--device-file", "my.json"), "--device-file is for estimates"),
         (("model.py", "--master-weights"), "--dtype float32 needs no master weights"),
         (
             ("model.py", "--estimate", "--master-weights"),

@@ -21,7 +21,6 @@ from planner.executor.checkpoint.trained_weights import read_trained
 from planner.executor.observe.run_log import FILE, is_of
 from planner.formats.files import write_text
 from planner.model.spec import load_model_file
-from planner.profiler.estimated.calibrate import load_calibration
 from planner.reporting.trace import load_run
 from tests.cli.in_process import plan
 
@@ -80,7 +79,6 @@ VERBS = {
     "model": ["profile", "{}"],
     "model to train": ["train", "{}", "--plan", "plan.json"],
     "device": ["profile", "model.py", "--estimate", "--device-file", "{}"],
-    "calibration": ["profile", "model.py", "--estimate", "--calibrate", "{}"],
     "fit": ["fit", "{}", "--gpus", "2"],
     "output": [
         "solve",
@@ -139,7 +137,6 @@ def _opened(path: Path) -> None:
 
 READERS: dict[str, Callable[[Path], object]] = {
     "run": load_run,
-    "calibration": load_calibration,
     "tensors": lambda path: list(each_tensor(path)),
     "tensors that were written": _opened,
     "weights": read_trained,

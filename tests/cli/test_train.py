@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.kills.workers import minibatch_of, store_of, workers_of
 from planner.formats.plan import load_plan, save_plan
 from planner.model.spec import load_model_file
 from planner.reporting.trace import load_run
+from tests.campaigns.kills.workers import minibatch_of, store_of, workers_of
 from tests.cli.in_process import plan
 from tests.executor.models import write_model
 from tests.executor.plans import make_plan, structural_profile

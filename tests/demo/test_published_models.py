@@ -12,7 +12,7 @@ from planner.model.spec import load_model_file
 from tests.model.splitting import assert_same, cut_evenly, run_split
 
 ROOT = Path(__file__).parents[2]
-PUBLISHED = ROOT / "benchmarks" / "published_configs" / "models"
+PUBLISHED = ROOT / "benchmarks" / "published" / "configs" / "models"
 
 
 def _lstm(before: int, width: int) -> int:

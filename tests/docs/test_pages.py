@@ -14,10 +14,16 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = (
     ROOT / "README.md",
     *sorted((ROOT / "docs").rglob("*.md")),
-    *sorted(ROOT.glob("benchmarks/*/README.md")),
+    *sorted((ROOT / "benchmarks").rglob("README.md")),
 )
 LONGEST_LINE = 100
-_WRITTEN = re.compile(r"<!-- (?:(\w+): written by .*?<!-- end of \1 -->|result -->.*\Z)", re.DOTALL)
+_WRITTEN = re.compile(
+    r"<!-- (?:"
+    r"(\w+): written by .*?<!-- end of \1 -->"  # by a benchmark
+    r"|\w+: [^\n]+ -->\n.*?<!-- end -->"  # by docs.write_pages
+    r"|result -->.*\Z)",
+    re.DOTALL,
+)
 _FENCED = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 _TABLE_OR_CODE = re.compile(r"\s*\||    ")
 # A link or a code span has no place for a line break.

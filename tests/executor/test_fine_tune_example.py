@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from planner.formats.plan import save_plan
 from planner.model.spec import load_model_file
 from tests.executor.plans import make_plan, structural_profile
+from tests.executor.small_base import make_base
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "fine_tune.py"
 TIMEOUT_S = 240
@@ -34,27 +35,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # those of transformers are n
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The example with a small base, whose tensors are in several files, a tokenizer of bytes, and
-    a text.
-    """
-    tokenizers: Any = pytest.importorskip("tokenizers")
-    letters = enumerate(sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()))
-    tokenizer = tokenizers.Tokenizer(
-        tokenizers.models.BPE(vocab={letter: i for i, letter in letters}, merges=[])
-    )
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(
-        tmp_path / "base"
-    )
-    torch.manual_seed(1)
-    sizes = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
-    base = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads))
-    base.save_pretrained(tmp_path / "base", max_shard_size="60KB")
-    assert len(list((tmp_path / "base").glob("*.safetensors"))) > 2
-    (tmp_path / "text.txt").write_text(
-        "the quick brown fox jumps over the lazy dog. " * 30, encoding="utf-8"
-    )
+    """The example with a small base, a tokenizer and a text."""
+    make_base(tmp_path)
     shutil.copy(EXAMPLE, tmp_path)
     return tmp_path
 

@@ -1,13 +1,16 @@
-"""Running the stages of a graph on fake CUDA tensors, and comparing every value that crosses with
-what the graph says.
+"""Running the stages of a graph on fake tensors for CUDA, and comparing every value that crosses
+with what the graph says.
 
-On a machine without CUDA autograd cannot run backward on such tensors. What it would return is
-known nevertheless: it casts a gradient to the dtype that the forward noted for it.
+On a machine without CUDA the meta device stands for it, which shows whether operations keep the
+device of the capture, and under autocast the CPU with CUDA's rules, which shows dtypes. What the
+backward would return is known without it: autograd casts a gradient to the dtype that the forward
+noted for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -15,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from planner.model.batch import Batch
-from planner.model.capture.fake import fake_batch, fake_device, make_fake, pretended
+from planner.model.capture.fake import device_rules, fake_batch, make_fake
 from planner.model.capture.graph import (
     LOSS,
     LayerGraph,
@@ -30,12 +33,11 @@ def mismatches(graph: LayerGraph, batch: Batch) -> list[str]:
     """Run each layer as a stage of its own, so that every value that any cut sends is sent, and
     return what differs.
     """
-    device = fake_device("cuda")
     found: list[str] = []
     with (
         # for its end: an error inside a no_grad region of a graph leaves gradients switched off
         torch.enable_grad(),
-        pretended("cuda"),
+        _for_cuda(graph.options.autocast) as device,
         FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True),
     ):
         there = fake_batch(batch, device)
@@ -47,20 +49,29 @@ def mismatches(graph: LayerGraph, batch: Batch) -> list[str]:
                 spec.name: _message(spec, known[spec.name], batch.size) for spec in stage.received
             }
             found += [
-                f"{layer.name} gets {each}" for each in _differing(stage.received, received, batch)
+                f"{layer.name} gets {each}" for each in _differing(stage.received, received, there)
             ]
             try:
                 results = stage(there if stage.needs_batch else None, received)
             except Exception as cause:  # whatever a wrong device or dtype raises
                 return [*found, f"{layer.name} fails: {cause}"]
             found += [
-                f"{layer.name} makes {each}" for each in _differing(stage.sent, results, batch)
+                f"{layer.name} makes {each}" for each in _differing(stage.sent, results, there)
             ]
             found += [f"{layer.name} returns {each}" for each in _gradients(stage, results)]
             known.update(results)
         if known[LOSS].device != device:
             found.append(f"the loss is on {known[LOSS].device}")
     return found
+
+
+@contextmanager
+def _for_cuda(autocast: torch.dtype | None) -> Iterator[torch.device]:
+    if autocast is None and not torch.cuda.is_available():
+        yield torch.device("meta")
+        return
+    with device_rules("cuda") as device:
+        yield device
 
 
 def _message(spec: ValueSpec, value: Tensor, batch_size: int) -> Tensor:
@@ -71,6 +82,7 @@ def _message(spec: ValueSpec, value: Tensor, batch_size: int) -> Tensor:
 def _differing(
     specs: Sequence[ValueSpec], values: dict[str, Tensor], batch: Batch
 ) -> Iterator[str]:
+    device = batch.device_type
     for spec in specs:
         value = values[spec.name]
         wanted = (
@@ -79,9 +91,9 @@ def _differing(
             spec.shape(batch.size),
             spec.order,
             spec.expanded,
-            fake_device("cuda"),
+            device,
         )
-        place = memory_order(value), expanded_dimensions(value), value.device
+        place = memory_order(value), expanded_dimensions(value), value.device.type
         found = value.dtype, value.requires_grad, tuple(value.shape), *place
         if found != wanted:
             yield f"'{spec.name}' as {found}, captured {wanted}"

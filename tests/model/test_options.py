@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.stages_alone import verify
 from planner.api.running import train
 from planner.errors import InputError
 from planner.formats.cluster import flat_cluster
@@ -27,6 +26,7 @@ from planner.solver import search_plan as solve
 from tests.executor.models import MODELS, write_model
 from tests.model.architectures import ARCHITECTURES
 from tests.model.splitting import assert_same, cut_evenly, run_model, run_split
+from tests.profiler.measured.stages_alone import verify
 
 CHANNELS_LAST = ModuleOptions(channels_last=True)
 

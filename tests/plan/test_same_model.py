@@ -20,6 +20,7 @@ from planner.errors import PlanError
 from planner.formats.plan import Plan
 from planner.formats.profile import Device, Edge, Layer, Profile, Provenance, Value
 from planner.plan.same_model import check_same_model, expected_transfers
+from planner.solver.clock import Clock
 from tests.executor.plans import make_plan
 
 DRAWS = 400
@@ -233,7 +234,7 @@ def test_the_first_difference_is_named(
         check(edited, profile)
     assert message.replace("to 1", "to stage 1") in error.value.message
     with pytest.raises(PlanError):  # as explanations and reports beside a profile do
-        GivenPlan.of(profile, edited)
+        GivenPlan.of(profile, edited, Clock())
 
 
 def test_a_value_passes_through_its_users() -> None:

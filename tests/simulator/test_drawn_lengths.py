@@ -10,7 +10,7 @@ from typing import Literal
 import pytest
 
 from benchmarks.testbed.predict import given_plan
-from benchmarks.timeline.errors import timing_error
+from benchmarks.testbed.timeline.errors import timing_error
 from planner.formats.cluster import flat_cluster
 from planner.formats.plan import Plan
 from planner.reporting.tables.runs import run_report

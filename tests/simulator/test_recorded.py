@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.timeline.errors import timing_error
+from benchmarks.testbed.timeline.errors import timing_error
 from planner.errors import InputError
 from planner.formats.plan import Plan
 from planner.formats.timeline import Events, Timeline

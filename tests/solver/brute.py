@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
-from benchmarks.stage_ways import options_of
+from benchmarks.solver_quality.stage_ways import options_of
 from planner.cost.candidate import Candidate
 from planner.cost.kinds import kind_on
 from planner.cost.layer_costs import LayerCosts

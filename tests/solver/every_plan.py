@@ -15,7 +15,7 @@ from itertools import combinations, pairwise
 
 import numpy as np
 
-from benchmarks.stage_ways import Way, combined, options_of, unbeaten
+from benchmarks.solver_quality.stage_ways import Way, combined, options_of, unbeaten
 from planner.cost.candidate import Candidate
 from planner.solver.problem.problem import Problem
 

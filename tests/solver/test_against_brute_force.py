@@ -16,8 +16,8 @@ from planner.options.solving import RecomputeRule, StageRules
 from planner.schedule.one_stage import TWO_BW
 from planner.schedule.registry import find
 from planner.solver import search_plan as solve
-from planner.solver.problem.bounds import bounds_for
 from planner.solver.problem.problem import Limits
+from planner.solver.problem.replica_models import replica_model
 from planner.solver.problem.states import Chain
 from planner.solver.search.chain.search import Search
 from planner.solver.search.chain.synchronous import SynchronousSearch
@@ -54,7 +54,7 @@ def test_asynchronous_search_finds_what_brute_force_finds(
     layer_costs = LayerCosts(profile)
     space = Chain(layer_costs)
     found = Search(
-        space, bounds_for(link_of(cluster)), Limits(gpus, memory, StageRules(recompute))
+        space, replica_model(link_of(cluster)), Limits(gpus, memory, StageRules(recompute))
     ).best()
     expected = brute_force(layer_costs, cluster, recompute=recompute)
     if expected is None:
@@ -90,7 +90,7 @@ def test_the_search_for_2bw_finds_what_brute_force_finds(
 ) -> None:
     cluster = flat_cluster(gpus, bandwidth, memory, latency)
     layer_costs = LayerCosts(profile)
-    model = bounds_for(link_of(cluster), TWO_BW, microbatches)
+    model = replica_model(link_of(cluster), TWO_BW, microbatches)
     found = Search(Chain(layer_costs), model, Limits(gpus, memory, StageRules(recompute))).best()
     expected = brute_force(
         layer_costs, cluster, schedule=TWO_BW, microbatches=microbatches, recompute=recompute

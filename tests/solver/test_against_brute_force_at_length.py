@@ -16,8 +16,8 @@ from planner.formats.profile import Profile
 from planner.options.solving import RecomputeRule, StageRules
 from planner.schedule.chunked import INTERLEAVED
 from planner.schedule.registry import find
-from planner.solver.problem.bounds import bounds_for
 from planner.solver.problem.problem import Limits
+from planner.solver.problem.replica_models import replica_model
 from planner.solver.problem.result import CutPath
 from planner.solver.problem.states import Chain
 from planner.solver.search.chain.interleaved import InterleavedSearch
@@ -71,7 +71,7 @@ def searched(
         ).best()
         return (paths[0], bound_s >= paths[0].seconds * (1 - 1e-9)) if paths else (None, True)
     if schedule in ("1f1b", "2bw"):
-        asynchronous = bounds_for(link, find(schedule), microbatches)
+        asynchronous = replica_model(link, find(schedule), microbatches)
         return Search(space, asynchronous, Limits(gpus, memory, StageRules(recompute))).best(), True
     drained = SynchronousModel(link, find(schedule), microbatches)
     return SynchronousSearch(

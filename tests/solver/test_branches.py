@@ -25,10 +25,11 @@ from planner.options.solving import RecomputeRule, SolveOptions, StageRules
 from planner.schedule.one_stage import ONE_F_ONE_B, TWO_BW
 from planner.schedule.registry import find
 from planner.schedule.schedule import Schedule
-from planner.solver.problem.bounds import bounds_for
 from planner.solver.problem.downsets import Downsets
 from planner.solver.problem.layer_graph import LayerGraph
 from planner.solver.problem.problem import Limits, Problem
+from planner.solver.problem.replica_models import replica_model
+from planner.solver.request import Request
 from planner.solver.search.chain.search import Search
 from planner.solver.search.chain.synchronous import SynchronousSearch
 from planner.solver.search.pipeline_search import PipelineSearch
@@ -140,7 +141,7 @@ def test_asynchronous_plans_over_all_cuts(
     cluster = flat_cluster(gpus, bandwidth, memory)
     layer_costs = LayerCosts(model)
     many = microbatches if schedule is TWO_BW else 1
-    bounds = bounds_for(link_of(cluster), schedule, many)
+    bounds = replica_model(link_of(cluster), schedule, many)
     found = Search(
         every_cut(layer_costs), bounds, Limits(gpus, memory, StageRules(recompute))
     ).best()
@@ -239,7 +240,7 @@ def test_an_answer_to_a_user_is_bounded_by_brute_force(
         shard_optimizer="never",
     )
     try:
-        plan = solve(model, cluster, options, tuning=replace(STANDARD, branches=branches))
+        plan = solve(Request.of(model, cluster, options, replace(STANDARD, branches=branches)))
     except InfeasibleError:
         assert best_s(in_order=not few) is None
         return

@@ -28,6 +28,7 @@ from planner.schedule.registry import find
 from planner.simulator.simulate_plan import simulate, simulated_s
 from planner.solver import search_plan as solve
 from planner.solver.answer import answer
+from planner.solver.clock import Clock
 from planner.solver.portfolio import best_plan
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Answer
@@ -168,8 +169,8 @@ def test_a_divided_plan_is_solved_priced_and_simulated_alike(
     assert simulated_s(plan) == pytest.approx(seconds, rel=1e-9)
     assert simulate(plan).ranks == shape_of(of_groups(plan)).ranks
     assert Plan.model_validate_json(plan.model_dump_json()) == plan
-    given = GivenPlan.of(CHAIN, plan)
-    priced = given_plan.priced_plan(given.options, given.layer_costs, cluster, given.stages)
+    given = GivenPlan.of(CHAIN, plan, Clock())
+    priced = given_plan.priced_plan(given.request, given.stages, accepts_loss=False)
     # without limits of memory
     assert priced.predicted.seconds_per_minibatch <= seconds * (1 + 1e-9)
     assert given.price().communication_bytes >= 0

@@ -11,7 +11,6 @@ import pytest
 from planner import Cluster, Plan, PlannerError, load_plan, price, save_plan, solve
 from planner.cost.candidate import StageOptions
 from planner.cost.communicators import communicators
-from planner.cost.layer_costs import LayerCosts
 from planner.errors import InputError
 from planner.exports.transformers import megatron_arguments, torchtitan_config
 from planner.formats.cluster import flat_cluster
@@ -25,8 +24,8 @@ from planner.simulator.simulate_plan import costs_of, simulate, simulated_s
 from planner.solver.evaluate.evaluation import evaluate, priced
 from planner.solver.evaluate.pipelines import pipeline_for
 from planner.solver.problem.problem import Problem
-from planner.solver.question import problem_of
 from tests.samples import layer, profile
+from tests.solver.pricing import pricing
 from tests.solver.test_sharding_levels import MODEL
 
 SERVER = 4  # GPUs
@@ -110,7 +109,7 @@ def test_each_gpu_holds_its_part_of_its_group() -> None:
 
 
 def asked(cluster: Cluster) -> Problem:
-    return problem_of(SolveOptions(schedule=FLUSH, microbatches=16), LayerCosts(MODEL), cluster)
+    return pricing(MODEL, cluster, SolveOptions(schedule=FLUSH, microbatches=16))
 
 
 @pytest.mark.parametrize("level", [2, 3])
@@ -179,7 +178,7 @@ def test_who_may_not_divide_an_optimizer_may_not_divide_gradients(model: Profile
     """Bounds ask whether gradients may be divided, and prove less where they may."""
     never = SolveOptions(schedule=FLUSH, microbatches=16, shard_optimizer="never")
     options = never if model is MODEL else SolveOptions(schedule=FLUSH, microbatches=16)
-    sharding = problem_of(options, LayerCosts(model), servers(300.0, 30.0, 3000)).sharding
+    sharding = pricing(model, servers(300.0, 30.0, 3000), options).sharding
     assert not sharding.optimizer
     assert not sharding.gradients
     assert sharding.levels == (0,)

@@ -10,6 +10,7 @@ from planner.options.solving import SolveOptions
 from planner.schedule.one_stage import FLUSH
 from planner.solver import search_plan as solve
 from planner.solver.find_plan import find_plan
+from planner.solver.request import Request
 from tests.samples import layer, profile
 
 # microbatches of 4
@@ -20,7 +21,8 @@ CLUSTER = flat_cluster(2, 1e3)
 def test_a_minibatch_is_counted_in_microbatches() -> None:
     assert solve(MODEL, CLUSTER, schedule="1f1b-flush", minibatch=24).microbatches == 6
     assert solve(MODEL, CLUSTER, minibatch=4).microbatches == 1
-    assert find_plan(MODEL, CLUSTER, SolveOptions(schedule=FLUSH, minibatch=24)).microbatches == 6
+    request = Request.of(MODEL, CLUSTER, SolveOptions(schedule=FLUSH, minibatch=24))
+    assert find_plan(request).microbatches == 6
 
 
 @pytest.mark.parametrize(

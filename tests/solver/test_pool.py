@@ -9,7 +9,7 @@ from planner.cost.layer_costs import LayerCosts
 from planner.cost.setting import Setting
 from planner.formats.cluster import flat_cluster
 from planner.schedule.registry import find
-from planner.solver.choose.lateness import least_late
+from planner.solver.improve.lateness import least_late
 from planner.solver.pool import Pool
 from planner.solver.problem.problem import Problem
 from tests.cost.test_overheads import on_cuda
@@ -37,16 +37,16 @@ def test_a_candidate_that_is_slower_without_waiting_is_not_simulated() -> None:
     assert pool.best is not None
     assert pool.best.simulated
     assert pool.priced(UNEVEN).seconds > pool.best.seconds
-    count = pool.question.budget.count
+    count = pool.problem.budget.count
     pool.consider([UNEVEN])
-    assert pool.question.budget.count == count
+    assert pool.problem.budget.count == count
     assert [stage.layers for stage in pool.best.stages] == [stage.layers for stage in EVEN]
 
 
 def test_the_most_promising_of_a_batch_comes_first() -> None:
     pool = Pool(asked(), 0.0)
     pool.consider([UNEVEN, EVEN])
-    assert pool.question.budget.count == 1
+    assert pool.problem.budget.count == 1
     assert pool.best is not None
     assert [stage.layers for stage in pool.best.stages] == [stage.layers for stage in EVEN]
 
@@ -55,7 +55,7 @@ def test_what_was_simulated_before_is_not_simulated_again() -> None:
     pool = Pool(asked(), 0.0)
     pool.consider([UNEVEN])
     pool.consider([UNEVEN])
-    assert pool.question.budget.count == 1
+    assert pool.problem.budget.count == 1
 
 
 def test_a_plan_that_is_late_by_less_and_nearly_as_fast_is_the_answer() -> None:
@@ -68,7 +68,7 @@ def test_a_plan_that_is_late_by_less_and_nearly_as_fast_is_the_answer() -> None:
     alone = candidates([range(8)], [2])
     pool.consider([EVEN])
     assert pool.best is not None
-    speedup = pool.question.tuning.evaluate.min_speedup_per_stale_update
+    speedup = pool.problem.tuning.evaluate.min_speedup_per_stale_update
     assert pool.best.seconds < pool.priced(alone).seconds < pool.best.seconds * speedup
     pool.consider([alone])
     assert len(pool.best.stages) == 2

@@ -10,7 +10,6 @@ import pytest
 
 from planner import PlannerError, load_plan, price, save_plan, solve
 from planner.cost.candidate import StageOptions
-from planner.cost.layer_costs import LayerCosts
 from planner.errors import InputError
 from planner.exports.transformers import megatron_arguments, torchtitan_config
 from planner.formats.cluster import flat_cluster
@@ -21,8 +20,8 @@ from planner.schedule.one_stage import FLUSH
 from planner.simulator.simulate_plan import costs_of, simulate, simulated_s
 from planner.solver.evaluate.evaluation import evaluate, priced
 from planner.solver.evaluate.pipelines import pipeline_for
-from planner.solver.question import problem_of
 from tests.samples import layer, profile
+from tests.solver.pricing import pricing
 
 LAYERS = [
     layer(
@@ -65,9 +64,7 @@ def test_the_simulation_is_the_price(level: int, recompute: bool | int, overlap:
         flat_cluster(4, 300.0, overlap=overlap),
         OwnPlan(stages=(own,), schedule=FLUSH, microbatches=8),
     )
-    asked = problem_of(
-        SolveOptions(schedule=FLUSH, microbatches=8), LayerCosts(MODEL), plan.cluster
-    )
+    asked = pricing(MODEL, plan.cluster, SolveOptions(schedule=FLUSH, microbatches=8))
     (stage,) = plan.stages
     groups = tuple(
         frozenset(int(name.removeprefix("h.")) for name in group)
@@ -158,7 +155,7 @@ def compiled(model: Profile) -> Profile:
 def test_levels_need_what_the_executor_runs() -> None:
     def levels(model: Profile, **options: object) -> tuple[int, ...]:
         given = SolveOptions(**({"schedule": FLUSH} | options))  # type: ignore[arg-type]
-        return problem_of(given, LayerCosts(model), flat_cluster(4, 1e4, 3000)).sharding.levels
+        return pricing(model, flat_cluster(4, 1e4, 3000), given).sharding.levels
 
     assert levels(MODEL) == (0, 1, 2, 3)
     assert levels(MODEL, shard_optimizer="always") == (1, 2, 3)

@@ -24,10 +24,11 @@ from planner.solver import search_plan as solve
 from planner.solver.evaluate.pipelines import transfers
 from planner.solver.find_plan import find_plan
 from planner.solver.problem import cut_space
-from planner.solver.problem.bounds import bounds_for
 from planner.solver.problem.infeasible import round_up
 from planner.solver.problem.problem import Limits
+from planner.solver.problem.replica_models import replica_model
 from planner.solver.problem.states import Chain
+from planner.solver.request import Request
 from planner.solver.search.chain.search import Search
 from planner.solver.tuning.record import STANDARD
 from planner.units import parse_bytes
@@ -195,14 +196,14 @@ def test_a_cut_is_behind_one_tower_and_before_the_other() -> None:
 def test_where_cuts_are_too_many_those_along_the_order_are_improved() -> None:
     tuning = replace(STANDARD, branches=replace(STANDARD.branches, most_downsets=0))
     options = SolveOptions(depth="published")
-    plan = find_plan(TOWERS, flat_cluster(2, 4.0), options, tuning=tuning)
+    plan = find_plan(Request.of(TOWERS, flat_cluster(2, 4.0), options, tuning))
     assert [stage.layers for stage in plan.stages] == [("a1", "a2"), ("b1", "b2", "head")]
     assert plan.solver.cuts == cut_space.IMPROVED
     # The bound is of all plans, not of those along the order, which are slower than this one.
     assert plan.solver.lower_bound_s <= 12
     assert plan.solver.bound_of == ""
 
-    alone = find_plan(TOWERS, flat_cluster(1, 4.0), options, tuning=tuning)
+    alone = find_plan(Request.of(TOWERS, flat_cluster(1, 4.0), options, tuning))
     assert alone.solver.cuts == cut_space.IMPROVED
     assert alone.solver.bound_of == ALONG_ORDER
 
@@ -286,7 +287,9 @@ def test_a_rough_start_does_not_change_the_answer() -> None:
         for rough in (5, 300):
             tuning = replace(STANDARD, chain=replace(STANDARD.chain, rough_states=rough))
             limits = Limits(40, memory, tuning=tuning)
-            answers.append(Search(Chain(layer_costs), bounds_for(Link(20.0, 0.1)), limits).best())
+            answers.append(
+                Search(Chain(layer_costs), replica_model(Link(20.0, 0.1)), limits).best()
+            )
         assert answers[0] is not None
         assert answers[0] == answers[1]
 

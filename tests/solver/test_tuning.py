@@ -12,7 +12,9 @@ from planner.formats.cluster import Cluster, DeviceKind, flat_cluster, hierarchi
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
 from planner.options.solving import SolveOptions
-from planner.solver.fit import FitQuestion, fit
+from planner.solver.clock import Clock
+from planner.solver.fit import FitRequest, fit
+from planner.solver.request import Request
 from planner.solver.sizes.microbatches import Profiles
 from planner.solver.solve import solve
 from planner.solver.tuning.record import STANDARD, Tuning
@@ -73,7 +75,9 @@ def untimed(plan: Plan) -> Plan:
 @pytest.fixture(scope="module")
 def answers() -> dict[str, Plan]:
     """The plans by the standard record, found before anything takes its place."""
-    return {name: untimed(solve(MODEL, *question)) for name, question in QUESTIONS.items()}
+    return {
+        name: untimed(solve(Request.of(MODEL, *question))) for name, question in QUESTIONS.items()
+    }
 
 
 @pytest.mark.usefixtures("_standard_unread")
@@ -83,14 +87,16 @@ def test_a_question_with_a_record_of_its_own_reads_no_other(
     answers: dict[str, Plan],
 ) -> None:
     cluster, options = QUESTIONS[name]
-    assert untimed(solve(MODEL, cluster, options, tuning=Tuning())) == answers[name]
+    assert untimed(solve(Request.of(MODEL, cluster, options, Tuning()))) == answers[name]
 
 
 @pytest.mark.usefixtures("_standard_unread")
 def test_what_would_make_a_plan_fit_is_sought_with_the_record_of_the_question() -> None:
     small = flat_cluster(4, 20.0, memory_bytes=20)
+    options = SolveOptions(schedule="1f1b-flush", microbatches=8)
+    request = Request.of(MODEL, small, options, Tuning())
     with pytest.raises(InfeasibleError, match="smallest memory"):
-        solve(MODEL, small, SolveOptions(schedule="1f1b-flush", microbatches=8), tuning=Tuning())
+        solve(request)
 
 
 @pytest.mark.usefixtures("_standard_unread")
@@ -100,15 +106,17 @@ def test_fit_asks_each_of_its_questions_with_its_record() -> None:
 
     profiles = Profiles(estimate, divide=lambda costs: costs, sizes=(1, 2))
     options = SolveOptions(schedule="1f1b-flush", minibatch=16)
-    question = FitQuestion(profiles, 4, lambda gpus: flat_cluster(gpus, 20.0), options, Tuning())
-    answer, _ = fit(question)
+    request = FitRequest(
+        profiles, 4, lambda gpus: flat_cluster(gpus, 20.0), options, Clock(), Tuning()
+    )
+    answer, _ = fit(request)
     assert answer.asked.plan is not None
     assert [row.gpus for row in answer.others] == [2, 1]
 
 
 @pytest.mark.usefixtures("_standard_unread")
 def test_a_given_plan_is_priced_with_its_record(answers: dict[str, Plan]) -> None:
-    given = GivenPlan.of(MODEL, answers["levels"], tuning=Tuning())
+    given = GivenPlan.of(MODEL, answers["levels"], Clock(), Tuning())
     assert given.problem.tuning == given.problem.limits.tuning == Tuning()
     assert given.price().seconds_per_minibatch == given.seconds
 
@@ -119,6 +127,6 @@ def test_the_record_decides(answers: dict[str, Plan]) -> None:
     """
     cluster, options = QUESTIONS["1f1b"]
     never_late = replace(STANDARD.evaluate, min_speedup_per_stale_update=100.0)
-    plan = solve(MODEL, cluster, options, tuning=replace(STANDARD, evaluate=never_late))
+    plan = solve(Request.of(MODEL, cluster, options, replace(STANDARD, evaluate=never_late)))
     assert plan.schedule is answers["1f1b"].schedule
     assert plan.staleness < answers["1f1b"].staleness

@@ -41,7 +41,7 @@ class SynchronousModel(CostModel):
     """
 
     def __init__(self, link: Link, schedule: Schedule, microbatches: int) -> None:
-        assert schedule.formula == "synchronous"
+        assert schedule.formula in ("synchronous", None)
         self.link = link
         self.schedule = schedule
         self.microbatches = microbatches

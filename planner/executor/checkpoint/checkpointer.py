@@ -33,7 +33,7 @@ from planner.executor.communication.control import (
     message_timeout,
 )
 from planner.executor.observe.run_log import NOTHING, Past, RunLog
-from planner.formats.files import Record
+from planner.formats.files import Record, replace
 from planner.version import __version__
 from planner.workers.heartbeat import Heartbeat
 from planner.workers.job import Evaluation, Job
@@ -163,11 +163,9 @@ class Checkpointer(Keeper):
             parts = tuple(
                 write_part(folder, own, content) for own, content in contents if content is not None
             )
-            part = part.model_copy(update={"parts": parts})
+            part = replace(part, parts=parts)
         except OSError as cause:
-            part = part.model_copy(
-                update={"problem": f"worker {self._rank}: {cause.strerror or cause}"}
-            )
+            part = replace(part, problem=f"worker {self._rank}: {cause.strerror or cause}")
         self._heartbeat.enter("waiting for the checkpoint's other parts", meeting=True)
         replies = gather_bytes(part.model_dump_json().encode(), self._group)
         if self._rank == 0:

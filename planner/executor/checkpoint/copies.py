@@ -15,7 +15,6 @@ import shutil
 import threading
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -36,6 +35,7 @@ from planner.executor.checkpoint.recovery import Recovery, describe, tell_end
 from planner.executor.checkpoint.stage_parts import Content, Restorable, content_of, write_part
 from planner.executor.communication.control import merge_losses, share
 from planner.executor.observe.run_log import NOTHING, Past, RunLog
+from planner.formats.files import replace
 from planner.formats.late import LateFailure, log_failures, noting
 from planner.units import format_bytes
 from planner.workers.heartbeat import Heartbeat
@@ -80,9 +80,7 @@ class Copies(Keeper):
             if self._rank == 0:
                 _log.warning("%s", line)
         if self._memory.leads:
-            self._memory.note(
-                self._recovery.start.model_copy(update={"first": first, "events": self.events})
-            )
+            self._memory.note(replace(self._recovery.start, first=first, events=self.events))
         return super().begin(first, Past.model_validate_json(text))
 
     def save(
@@ -185,11 +183,9 @@ class Copies(Keeper):
             parts, same = (
                 tuple(write_part(folder, *each) for each in group) for group in (contents, twins)
             )
-            written = written.model_copy(update={"parts": parts, "twins": same})
+            written = replace(written, parts=parts, twins=same)
         except OSError as cause:
-            written = written.model_copy(
-                update={"problem": f"worker {self._rank}: {cause.strerror or cause}"}
-            )
+            written = replace(written, problem=f"worker {self._rank}: {cause.strerror or cause}")
         reports = [
             WorkerPart.model_validate_json(text)
             for text in share(written.model_dump_json(), self._group)

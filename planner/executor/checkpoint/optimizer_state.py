@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from planner.errors import InputError
 from planner.executor.communication.sharding import Shard, Sharding, divided
-from planner.formats.files import GrownRecord, Record
+from planner.formats.files import GrownRecord, Record, replace
 from planner.model.tensor.dimensions import Cut
 from planner.model.tensor.division import divided_weights, is_divided, own_memory, own_rows
 
@@ -307,7 +307,7 @@ def _joined(
     cut, slices, own_shape = Cut(0), [last.part.slice], list(shape)
     if (sliced := last.part.slice) is not None:
         cut = Cut(sliced.dimension, sliced.blocks)
-        slices = [sliced.model_copy(update={"place": place}) for place in range(sliced.of)]
+        slices = [replace(sliced, place=place) for place in range(sliced.of)]
         own_shape[cut.dimension] //= sliced.of
     for key in of_part:
         wholes = []

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from planner.errors import InputError
 from planner.executor.checkpoint.tensor_file import SUFFIX, each_tensor, tensor_shapes
 from planner.formats.files import read_json
-from planner.model.spec import NameInFile, TrainingSpec
+from planner.model.spec import TrainingSpec
+from planner.model.user_functions import NameInFile
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 

@@ -43,7 +43,7 @@ from planner.executor.checkpoint.known_copies import (
 )
 from planner.executor.communication.control import control_group, join_group, message_timeout, share
 from planner.executor.observe.run_log import FILE as LOSSES
-from planner.formats.files import Record
+from planner.formats.files import Record, replace
 from planner.workers.ending import GRACE_S
 from planner.workers.heartbeat import Heartbeat
 from planner.workers.job import Job
@@ -198,7 +198,7 @@ def _fetch(
         memory.go_on_from(chosen, index, maker)
 
     layers = {layer for stage in job.plan.stages if rank in stage.ranks for layer in stage.layers}
-    parts = index.model_copy(update={"parts": index.parts_with(layers)})
+    parts = replace(index, parts=index.parts_with(layers))
     return SavedCheckpoint(memory.folder / chosen, parts)
 
 

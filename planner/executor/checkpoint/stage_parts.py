@@ -30,6 +30,7 @@ from planner.executor.checkpoint.tensor_file import copy_of, each_tensor, opened
 from planner.executor.communication.sharding import Sharding
 from planner.executor.stage.optimizer import LossScaler
 from planner.executor.stage.scheduler import StageScheduler
+from planner.formats.files import replace
 from planner.model.tensor.division import (
     divided_weights,
     is_divided,
@@ -243,7 +244,7 @@ def fill_optimizer(own: Restorable, saved: SavedCheckpoint) -> None:
                     for name, state in part.optimizer.states.items()
                     if name in parameters
                 }
-                states.append(part.optimizer.model_copy(update={"states": here}))
+                states.append(replace(part.optimizer, states=here))
                 file = stack.enter_context(
                     opened(saved.path / part.optimizer_file.name, part.optimizer_file)
                 )

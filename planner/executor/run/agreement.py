@@ -23,6 +23,7 @@ from planner.formats.plan import Plan
 from planner.options.training import TrainingOptions
 from planner.plan.shape import check_divided_loss, check_versions
 from planner.runtime import check_kind, known_kinds
+from planner.schedule.registry import file_of
 from planner.simulator.simulate_plan import check_runs_to_end
 from planner.version import __version__
 from planner.workers.ending import abort_groups, keep_failures_ours
@@ -236,7 +237,7 @@ def check_gpus(plan: Plan, seats: Sequence[Seat]) -> None:
 def same_for_all(job: Job) -> dict[str, str]:
     """Return what must be the same for all workers of a run, in words, by what it is."""
     own: dict[str, bool | set[str]] = dict.fromkeys(
-        ("model", "run", "folder", "show_progress", "plan"), True
+        ("model", "run", "folder", "show_progress", "plan", "schedule_files"), True
     )
     # These may differ between hosts.
     own |= {
@@ -251,6 +252,10 @@ def same_for_all(job: Job) -> dict[str, str]:
         "torch": f"torch {torch.__version__}",
         "plan": f"the plan '{job.plan.config}' of digest {plan}",
     }
+    file = file_of(job.plan.schedule)
+    if file is not None:
+        digest = hashlib.blake2b(file.read_bytes(), digest_size=7).hexdigest()
+        same["schedule"] = f"the schedule '{job.plan.schedule}' of a file of digest {digest}"
     for name, value in job.model_dump(mode="json", exclude=own).items():
         fields = value if isinstance(value, dict) else {name: value}
         same |= {field: f"`{field}={content}`" for field, content in fields.items()}

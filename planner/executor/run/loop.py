@@ -28,6 +28,7 @@ from planner.executor.run.evaluator import (
 )
 from planner.executor.run.replica import StageReplica
 from planner.executor.run.worker import Observers, PipelineWorker
+from planner.formats.files import replace
 from planner.formats.names import CODECS
 from planner.model.tensor.division import whole_state
 from planner.options.training import CheckpointOptions
@@ -259,7 +260,7 @@ def make_checkpointer(
     context: PipelineContext, options: CheckpointOptions, per_epoch: int | None
 ) -> Checkpointer:
     """Return what writes and reads checkpoints of this worker's stages; all workers call it."""
-    job = context.job.model_copy(update={"checkpoints": options})
+    job = replace(context.job, checkpoints=options)
     return Checkpointer(
         job, restorable(context), DataPosition(context.minibatch_size, per_epoch), context.heartbeat
     )

@@ -10,7 +10,7 @@ import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,7 @@ from torch import nn
 from planner.errors import ModelFileError, PlanError, PlannerError, reason_of
 from planner.executor.checkpoint.pretrained import Pretrained
 from planner.executor.communication.shared_gradients import separate_copies, use_parameters
+from planner.formats.files import replace
 from planner.formats.plan import Plan
 from planner.formats.profile import LossMean
 from planner.model.batch import Batch
@@ -340,7 +341,7 @@ def build_modules(
     graph = initial.graph
     loss = plan.loss
     if not divides_loss(job):
-        loss = None if loss is None else loss.model_copy(update={"forbidden": ()})
+        loss = None if loss is None else replace(loss, forbidden=())
     elif len(plan.stages) - 1 in stages and not initial.defers:
         loss = check_stated(spec, graph, read_samples(), graph.options, loss)
     shared = _shared(job, graph, spec)

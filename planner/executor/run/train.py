@@ -18,6 +18,7 @@ from planner.executor.checkpoint.checkpointer import Checkpointer, DataPosition
 from planner.executor.checkpoint.copies import Copies
 from planner.executor.checkpoint.recovery import Recovery
 from planner.executor.communication.control import control_group, gather_bytes, merge_losses
+from planner.executor.handed_model import spec_of
 from planner.executor.observe.memory import PeakMemory
 from planner.executor.observe.progress import (
     ProgressCallback,
@@ -36,10 +37,10 @@ from planner.executor.run.data import MOST_RANDOM, RANDOM_BATCHES
 from planner.executor.run.evaluator import evaluation_points
 from planner.executor.run.loop import Groups, Loop, make_checkpointer, restorable, save_weights
 from planner.executor.run.worker import Observers
+from planner.formats.files import replace
 from planner.formats.late import LateFailure, noting
 from planner.formats.plan_parts import Stage, StageMemory
 from planner.formats.timeline import Timeline
-from planner.model.spec import TrainingSpec
 from planner.model.tensor.division import own_memory
 from planner.plan.rank_groups import sample_parts
 from planner.schedule.instructions import Forward, Instruction, Unit, Update
@@ -81,7 +82,7 @@ def train_worker(
     check_schedule(job.plan)
     place = take_place(job, heartbeat)
     with joined(job, heartbeat, supervisor or Supervisor(job, heartbeat)):
-        context = pipeline_context(job, TrainingSpec.from_file(job.model), place, heartbeat)
+        context = pipeline_context(job, spec_of(job), place, heartbeat)
         return train(context, on_progress, on_timeline, recovery)
 
 
@@ -95,9 +96,8 @@ def data_parallel(job: Job) -> Job:
     """
     plan, workers = job.plan, job.plan.workers
     microbatches = max(plan.microbatches, workers) if plan.microbatches > 1 else 1
-    unknown = StageMemory(
-        **dict.fromkeys((name for name in StageMemory.model_fields if name.endswith("_bytes")), 0)
-    )
+    sizes = [name for name in StageMemory.model_fields if name.endswith("_bytes")]
+    unknown = StageMemory.model_validate(dict.fromkeys(sizes, 0))
     stage = Stage(
         layers=tuple(layer for each in plan.stages for layer in each.layers),
         ranks=tuple(sorted({rank for each in plan.stages for rank in each.ranks})),
@@ -107,16 +107,17 @@ def data_parallel(job: Job) -> Job:
         update_s=0.0,
         memory=unknown,
     )
-    one_stage = {
-        "config": str(workers),
-        "schedule": ONE_F_ONE_B if microbatches == 1 else FLUSH,
-        "microbatches": microbatches,
-        "stages": (stage,),
-        "transfers": (),
-        "shared": (),
-    }
+    one_stage = replace(
+        plan,
+        config=str(workers),
+        schedule=ONE_F_ONE_B if microbatches == 1 else FLUSH,
+        microbatches=microbatches,
+        stages=(stage,),
+        transfers=(),
+        shared=(),
+    )
     steps = None if job.steps is None else -(-job.steps * plan.microbatches // microbatches)
-    return job.model_copy(update={"plan": plan.model_copy(update=one_stage), "steps": steps})
+    return replace(job, plan=one_stage, steps=steps)
 
 
 def train(
@@ -201,7 +202,7 @@ def train(
                 on_timeline(timeline)
     if result is None:
         return None
-    return result.model_copy(update={"saved_weights": saved_weights, "late_failures": tuple(late)})
+    return replace(result, saved_weights=saved_weights, late_failures=tuple(late))
 
 
 def _trained_state(context: PipelineContext) -> TrainedState | None:

@@ -1,24 +1,33 @@
-"""Leave out all but three of a model's equal blocks, whose costs one of them tells.
+"""Leave out all but five of a model's equal blocks, whose costs one of them tells.
 
 A transformer has dozens of equal blocks, and what a step of one costs, the steps of all cost. The
-first of them takes what an embedding made, and what the last one makes goes elsewhere, so that
-these two stay as well.
+first two may do more than the others, as they take what an embedding made, and what the last one
+makes goes elsewhere. So these stay, with one that stands for those left out and the one before it.
+
+    blocks    0  1  2  3  4  5  6  7
+    run       0  1  2  3           7     7 takes what 3 makes, and 3 stands for 4, 5 and 6
 """
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx, nn
 
 from planner.model.capture.graph import LayerGraph
-from planner.model.capture.repeated import STANDS
+from planner.model.capture.size import is_symbolic
+from planner.model.torch_private import tree_flatten
+
+_STANDS = 3  # the number of the block that stands for others
+_FEWEST = 7  # blocks that make it worth while
 
 
 @contextmanager
 def abridged(graph: LayerGraph) -> Iterator[tuple[LayerGraph, list[int]]]:
-    """Give a graph without the blocks that were not traced, and for each layer the one that stands
+    """Give a graph without all but few of its equal blocks, and for each layer the one that stands
     for it.
 
     The layers are positions in the shorter graph. While the context lasts, the operations after
@@ -26,49 +35,199 @@ def abridged(graph: LayerGraph) -> Iterator[tuple[LayerGraph, list[int]]]:
     """
     kept = list(range(len(graph.layers)))
     stands = list(kept)
-    undo: list[tuple[fx.Node, Any, Any]] = []
-    users: dict[fx.Node, dict[fx.Node, None]] = {}
-    for path, count in graph.repeated.items():
-        first, *spared, last = blocks = [
-            _block(graph, f"{path}.{number}.") for number in range(STANDS, count)
-        ]
-        if len({(len(block), len(_nodes(graph, block))) for block in blocks}) > 1:
-            continue  # an operation at its border joined a layer of another block
+    seams = _Seams()
+    for blocks in _equal_blocks(graph):
+        first = blocks[_STANDS]
+        *spared, last = blocks[_STANDS + 1 :]
         for block in spared:
-            stands[block.start : block.stop] = first
-            kept = [position for position in kept if position not in block]
-        replaced = dict(zip(_nodes(graph, spared[-1]), _nodes(graph, first), strict=True))
-        users |= {node: dict(node.users) for pair in replaced.items() for node in pair}
-        for node in _nodes(graph, last):
-            if taken := [each for each in node.all_input_nodes if each in replaced]:
-                undo.append((node, node.args, node.kwargs))
-                for each in taken:
-                    node.replace_input_with(each, replaced[each])
+            stands[block.start : block.stop] = first.positions
+            kept = [position for position in kept if position not in block.positions]
+        seams.join(first, spared[-1], last)
+
     place = {position: index for index, position in enumerate(kept)}
+    shorter = graph
+    if len(kept) < len(graph.layers):
+        shorter = replace(graph, layers=tuple(graph.layers[position] for position in kept))
     try:
-        shorter = (
-            graph
-            if not undo
-            else replace(graph, layers=tuple(graph.layers[position] for position in kept))
-        )
         yield shorter, [place[position] for position in stands]
     finally:
-        for node, args, kwargs in undo:
-            node.args, node.kwargs = args, kwargs
-        for node, order in users.items():  # which decides in which order a profile lists its edges
+        seams.undo()
+
+
+class _Seams:
+    """Operations that take the values of another block for a while."""
+
+    def __init__(self) -> None:
+        self._arguments: list[tuple[fx.Node, Any, Any]] = []
+        self._users: dict[fx.Node, dict[fx.Node, None]] = {}
+
+    def join(self, first: "_Block", spared: "_Block", last: "_Block") -> None:
+        """Let a block take the values of the first one in place of those of the last spared one."""
+        replaced = dict(zip(spared.nodes, first.nodes, strict=True))
+        for node in (*first.nodes, *spared.nodes):
+            self._users[node] = dict(node.users)
+
+        for node in last.nodes:
+            taken = [source for source in node.all_input_nodes if source in replaced]
+            if taken:
+                self._arguments.append((node, node.args, node.kwargs))
+            for source in taken:
+                node.replace_input_with(source, replaced[source])
+
+    def undo(self) -> None:
+        """Let all operations take again what they took."""
+        for node, args, kwargs in self._arguments:
+            node.args = args
+            node.kwargs = kwargs
+        # Their order decides in which order a profile lists its edges.
+        for node, users in self._users.items():
             node.users.clear()
-            node.users.update(order)
+            node.users.update(users)
 
 
-def _block(graph: LayerGraph, prefix: str) -> range:
-    """Return the positions of a block's layers, which are behind each other."""
-    own = [
+@dataclass(frozen=True)
+class _Block:
+    """A block of a list: the prefix of its names, its layers, and their operations."""
+
+    prefix: str
+    positions: range
+    nodes: tuple[fx.Node, ...]
+
+    @property
+    def start(self) -> int:
+        return self.positions.start
+
+    @property
+    def stop(self) -> int:
+        return self.positions.stop
+
+
+def _equal_blocks(graph: LayerGraph) -> Iterator[list[_Block]]:
+    """Yield the blocks of each list whose blocks after the first two are equal and take nothing
+    but what the one before makes, and what was there before all of them.
+    """
+    for path, module in graph.model.named_modules():
+        inside_a_block = re.search(r"(^|\.)\d+(\.|$)", path)  # as experts are
+        if inside_a_block or not isinstance(module, (nn.ModuleList, nn.Sequential)):
+            continue
+        names = list(module._modules)
+        if len(names) < _FEWEST or names != [str(number) for number in range(len(names))]:
+            continue
+
+        prefixes = (f"{path}.{name}.".removeprefix(".") for name in names)
+        found = [_block(graph, prefix) for prefix in prefixes]
+        blocks = [block for block in found if block is not None]
+        if len(blocks) == len(names) and _are_equal(graph, blocks):
+            yield blocks
+
+
+def _block(graph: LayerGraph, prefix: str) -> _Block | None:
+    """Return a block, unless it has no layers of its own or those of others are between them."""
+    positions = [
         position
         for position, layer in enumerate(graph.layers)
         if f"{layer.name}.".startswith(prefix)
     ]
-    return range(own[0], own[-1] + 1) if own else range(0)
+    if not positions or positions[-1] - positions[0] + 1 > len(positions):
+        return None
+    nodes = tuple(node for position in positions for node in graph.layers[position].nodes)
+    return _Block(prefix, range(positions[0], positions[-1] + 1), nodes)
 
 
-def _nodes(graph: LayerGraph, block: range) -> list[fx.Node]:
-    return [node for position in block for node in graph.layers[position].nodes]
+def _are_equal(graph: LayerGraph, blocks: Sequence[_Block]) -> bool:
+    """Return whether each block from the third on does with the one before what the next one does
+    with it.
+    """
+    equal = blocks[_STANDS - 1 :]
+    for before, own in pairwise(equal):
+        layers = (len(before.positions), len(own.positions))
+        if before.stop != own.start or layers[0] != layers[1]:
+            return False
+        if len(before.nodes) != len(own.nodes) or _used_elsewhere(graph, before, own):
+            return False
+
+    triples = zip(equal, equal[1:], equal[2:], strict=False)
+    return all(_Comparison(graph, *triple).follows() for triple in triples)
+
+
+def _used_elsewhere(graph: LayerGraph, block: _Block, after: _Block) -> bool:
+    """Return whether another block than the next one takes a value of a block."""
+    there = {*block.positions, *after.positions}
+    return any(not graph.users(node) <= there for node in block.nodes)
+
+
+class _Comparison:
+    """Of three blocks in a row, what the second does with the first, and the third with the
+    second.
+    """
+
+    def __init__(self, graph: LayerGraph, before: _Block, own: _Block, after: _Block) -> None:
+        self._graph = graph
+        self._own = own
+        self._after = after
+        self._counterparts = dict(zip(before.nodes, own.nodes, strict=True))
+        self._counterparts.update(zip(own.nodes, after.nodes, strict=True))
+
+    def follows(self) -> bool:
+        """Return whether the two do the same."""
+        pairs = zip(self._own.nodes, self._after.nodes, strict=True)
+        return all(self._is_same_operation(one, other) for one, other in pairs)
+
+    def _is_same_operation(self, one: fx.Node, other: fx.Node) -> bool:
+        if one.target != other.target or not self._is_same_value(one, other):
+            return False
+        leaves, spec = tree_flatten((one.args, dict(one.kwargs)), is_leaf=_is_node)
+        others, other_spec = tree_flatten((other.args, dict(other.kwargs)), is_leaf=_is_node)
+        return spec == other_spec and all(map(self._is_same_argument, leaves, others))
+
+    def _is_same_value(self, one: fx.Node, other: fx.Node) -> bool:
+        spec, other_spec = (self._graph.specs.get(node) for node in (one, other))
+        if spec is None or other_spec is None:
+            return spec is other_spec
+        return spec == replace(other_spec, name=spec.name)
+
+    def _is_same_argument(self, one: Any, other: Any) -> bool:
+        if not (_is_node(one) and _is_node(other)):
+            return type(one) is type(other) and bool(one == other)
+        if one in self._counterparts:
+            return self._counterparts[one] is other
+        if one is other:
+            return True
+        if one.op == other.op == "get_attr":
+            return self._is_same_weight(one, other)
+        numbers = (one.meta.get("val"), other.meta.get("val"))
+        return all(map(is_symbolic, numbers)) and self._expression(one) == self._expression(other)
+
+    def _is_same_weight(self, one: fx.Node, other: fx.Node) -> bool:
+        """Return whether the two blocks read their own weights of the same name and kind."""
+        name, tensor = self._weight(one)
+        other_name, other_tensor = self._weight(other)
+        if tensor is None or other_tensor is None:
+            return False  # a constant of the forward
+
+        own, after = self._own.prefix, self._after.prefix
+        if not (name.startswith(own) and other_name.startswith(after)):
+            return False  # tied to the weight of another module
+        return name.removeprefix(own) == other_name.removeprefix(after) and (
+            _kind(tensor) == _kind(other_tensor)
+        )
+
+    def _weight(self, node: fx.Node) -> tuple[str, Tensor | None]:
+        parameter = self._graph.names.parameter(node)
+        if parameter is not None:
+            return parameter, self._graph.model.get_parameter(parameter)
+        buffer = self._graph.names.buffer(node)
+        if buffer is not None:
+            return buffer, self._graph.model.get_buffer(buffer)
+        return "", None
+
+    def _expression(self, node: fx.Node) -> object:
+        return self._graph.reader.expression(node.meta["val"])
+
+
+def _kind(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.shape, tensor.dtype, tensor.stride(), tensor.requires_grad
+
+
+def _is_node(leaf: Any) -> bool:
+    return isinstance(leaf, fx.Node)

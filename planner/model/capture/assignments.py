@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from planner.errors import CaptureError
+from planner.model.torch_private import tree_leaves, tree_map, tree_map_only
 
 # LSTM and GRU rebuild the last in forward.
 _REGISTRIES = ("_parameters", "_buffers", "_modules", "_flat_weights")

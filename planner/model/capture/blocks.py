@@ -15,13 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_flatten
 
 from planner.errors import CaptureError, ModelFileError, PlannerError, first_line, reason_of
 from planner.model.batch import Batch
 from planner.model.capture.failure import decides_by_values, refuse_loss, refuse_untrainable
-from planner.model.capture.fake import CPU, fake_batch, fake_device, fake_modules, pretended
+from planner.model.capture.fake import CPU, device_rules, fake_batch, fake_modules
 from planner.model.capture.foreign import RefuseForeignWeights
 from planner.model.capture.graph import (
     LOSS,
@@ -43,6 +41,7 @@ from planner.model.loss import loss_of
 from planner.model.modes import modes_of
 from planner.model.options import PLAIN, LossFunction, ModuleOptions, autocasting
 from planner.model.randomness import keep_state
+from planner.model.torch_private import FakeTensorMode, tree_flatten
 from planner.runtime import address_of, runtime_of
 
 _CONTRACT = (
@@ -200,13 +199,13 @@ def _run_on_gpu(
     """Run copies of the blocks on a kind of GPU under autocast; without data where they
     need none.
     """
-    device = fake_device(kind)
     try:
-        with pretended(kind), autocasting(kind, autocast):
+        with device_rules(kind) as device, autocasting(device.type, autocast):
             return _run_without_values(named, example, loss, device)
     except ModelFileError:
         if not runtime_of(kind).available():
             raise
+
     # together, so that what they share stays shared
     copies = copy.deepcopy([block for _, block in named])
     moved = [(name, block.to(device)) for (name, _), block in zip(named, copies, strict=True)]

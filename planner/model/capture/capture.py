@@ -4,7 +4,7 @@ batch, or as blocks.
 
 import dataclasses
 from collections.abc import Iterator, Sequence, Set
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, fx, nn
 from torch.distributions import Distribution
 from torch.export import Dim, export
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_map
 
 from planner.errors import CaptureError, PlannerError
 from planner.model.batch import Batch
@@ -44,7 +43,6 @@ from planner.model.capture.parameters import refuse_changed_parameters
 from planner.model.capture.pins import noting_pins
 from planner.model.capture.recurrent import recurrence_untraced
 from planner.model.capture.regions import regions_noted, regions_of
-from planner.model.capture.repeated import extended, noting_nodes, shortened
 from planner.model.capture.size import SizeReader, is_symbolic
 from planner.model.capture.untraced_calls import (
     RefuseGenerators,
@@ -58,6 +56,7 @@ from planner.model.modes import evaluating, put_in_training
 from planner.model.options import PLAIN, LossFunction, ModuleOptions
 from planner.model.samples import check_samples
 from planner.model.spec import TrainingSpec
+from planner.model.torch_private import TreeSpec, tree_flatten, tree_map
 from planner.runtime import runtime_of
 
 
@@ -68,15 +67,13 @@ def capture_file(
     *,
     training: bool = True,
     options: ModuleOptions = PLAIN,
-    quickly: bool = False,
 ) -> LayerGraph:
     """Return the graph of a model with its loss, as `capture` or, where the user names blocks,
     `capture_blocks` does.
 
     The model was built from `spec`, its weights perhaps without memory. For training, modules that
     it has in evaluation mode stay so, unless all are; for evaluation, all are in evaluation mode
-    while it is captured. Of equal blocks five are traced, `quickly`, which a model deceives that
-    treats the twentieth alone in another way.
+    while it is captured.
 
     Raises:
         CaptureError: as `capture` does, or when forward changes which parameters there are, or are
@@ -87,13 +84,13 @@ def capture_file(
     if training:
         put_in_training(model)
         with refuse_changed_parameters(model):
-            return _capture_as_it_is(spec, batch, model, options, quickly=quickly)
+            return _capture_as_it_is(spec, batch, model, options)
     with evaluating(model), refuse_changed_parameters(model):
-        return _capture_as_it_is(spec, batch, model, options, quickly=quickly)
+        return _capture_as_it_is(spec, batch, model, options)
 
 
 def _capture_as_it_is(
-    spec: TrainingSpec, batch: Batch, model: nn.Module, options: ModuleOptions, *, quickly: bool
+    spec: TrainingSpec, batch: Batch, model: nn.Module, options: ModuleOptions
 ) -> LayerGraph:
     lengths = varying(spec, max(2, batch.size))
     deferred = is_deferred(model)
@@ -116,13 +113,7 @@ def _capture_as_it_is(
         )
     options.prepare(model)  # now, because without storage nothing can be copied
     with without_storage(model):
-        loss = options.loss(spec.loss)
-        graph = _captured_quickly(model, batch, loss, options, lengths) if quickly else None
-        return (
-            capture(model, batch, loss, options=options, lengths=lengths)
-            if graph is None
-            else graph
-        )
+        return capture(model, batch, options.loss(spec.loss), options=options, lengths=lengths)
 
 
 def capture(
@@ -158,25 +149,6 @@ class Trace:
     output: "_Output"
     lengths: Varying | None = None
     pinned_at: str | None = None  # the user's line that fixes the number of samples, if one does
-
-
-def _captured_quickly(
-    model: nn.Module,
-    batch: Batch,
-    loss: LossFunction | None,
-    options: ModuleOptions,
-    lengths: Varying | None,
-) -> LayerGraph | None:
-    """Return what `capture` does, from a trace with few of the model's equal blocks; None if these
-    do not tell all.
-    """
-    trace = None
-    with shortened(model) as lists, suppress(CaptureError), noting_nodes() as made:
-        trace = traced(model, batch, loss, options, lengths) if lists else None
-    if trace is None or not extended(trace.module, lists, made):
-        return None
-    repeated = {path: len(blocks) for path, blocks in lists.items()}
-    return dataclasses.replace(observed(trace, options), repeated=repeated)
 
 
 def traced(

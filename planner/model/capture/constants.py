@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from planner.model.torch_private import disable_current_modes, tree_leaves, tree_map_only
 from planner.runtime import address_of
 
 _PLAIN = (
@@ -111,7 +110,7 @@ class KnownConstants(TorchFunctionMode):
             Tensor, lambda leaf: self._known[leaf][0], (args, kwargs)
         )
         # The tracer's mode for functions would note that gradients are switched off.
-        with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
+        with torch._C.DisableTorchFunction(), disable_current_modes(), torch.no_grad():
             before = torch.get_rng_state()
             made = func(*valued_args, **valued_kwargs)
             if torch.equal(torch.get_rng_state(), before):

@@ -18,13 +18,16 @@ from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils._pytree import tree_leaves
 
 from planner.errors import CaptureError, LayerError, ModelFileError, PlannerError, reason_of
 from planner.model.capture.operations import scope_of
 from planner.model.lengths import Varying
+from planner.model.torch_private import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    tree_leaves,
+)
 from planner.units import counted
 
 _STANDARD = Path(contextlib.__file__).parent

@@ -2,32 +2,35 @@
 record.
 
 Export traces under no_grad and without autocast, so the graph does not tell which values need a
-gradient, share memory, or have another dtype on another device. Fake tensors pretend to be on a
-device, which decides on the operations.
+gradient, share memory, or have another dtype on another device.
 """
 
 import copy
-import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache
-from pathlib import Path
 from typing import Any, TypeVar
-from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
-from planner.errors import CaptureError, ModelFileError
+from planner.errors import ModelFileError
 from planner.model.batch import Batch
+from planner.model.capture.cuda_autocast import cuda_autocast
 from planner.model.capture.operations import enters_region, movable, moved, place_nested
 from planner.model.capture.regions import entered
 from planner.model.options import autocasting, parameter_like
+from planner.model.torch_private import (
+    FakeTensor,
+    FakeTensorMode,
+    HigherOrderOperator,
+    TorchDispatchMode,
+    get_unwrapped,
+    is_functorch_wrapped_tensor,
+    tree_leaves,
+    tree_map_only,
+)
 from planner.runtime import address_of, runtime_of
 
 T = TypeVar("T")
@@ -82,71 +85,22 @@ def _without_data(tensor: Tensor, device: torch.device) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
-_CUDA, _META = 1, 14  # c10::DeviceType
-_DEVICE_TYPES = 21  # at least, since PyTorch 1.12
-# std::atomic<const DeviceGuardImplInterface*> c10::impl::device_guard_impl_registry[]
-_GUARDS = "_ZN3c104impl26device_guard_impl_registryE"
-
-
-def fake_device(kind: str) -> torch.device:
-    """Return the device of a kind for fake tensors."""
-    # With a number, or PyTorch asks the guard for it. The current one, for fake tensors open a
-    # context on theirs.
-    return (
-        torch.device(kind)
-        if kind == "cpu"
-        else torch.device(kind, runtime_of(kind).current_index())
-    )
-
-
 @contextmanager
-def pretended(kind: str) -> Iterator[None]:
-    """Let fake tensors within run on CUDA devices, if that is the kind and none is there; other
-    kinds must be there.
+def device_rules(kind: str) -> Iterator[torch.device]:
+    """Let autocast follow the rules of a kind of device, and give the device that fake tensors are
+    on while the context lasts.
 
-    So PyTorch's own rules for autocast are observed instead of a copy of its tables.
+    That is the CPU where PyTorch sees no CUDA device. Other kinds must be there. PyTorch asks for
+    the number of a GPU, and for fake tensors it opens a context on theirs.
     """
-    if kind != "cuda" or runtime_of(kind).available():
-        yield
-        return
-    # Autograd and some operations end the process without a guard of the device. This one does
-    # nothing, as the meta device's. FakeTensorMode sets one only where PyTorch has CUDA and the
-    # machine has no GPU, and in newer versions.
-    guards = _guards()
-    before, guards[_CUDA] = guards[_CUDA], guards[_META]
-    try:
-        with (
-            mock.patch("torch.cuda.amp.common.amp_definitely_not_available", return_value=False),
-            mock.patch("torch.cuda.is_bf16_supported", return_value=True),
-            torch.library._scoped_library("aten", "IMPL") as library,
-        ):
-            # A kernel of CUDA that has no fake implementation.
-            library.impl("_thnn_fused_gru_cell", _gru_cell, "Meta")
-            yield
-    finally:
-        guards[_CUDA] = before
-
-
-@cache
-def _guards() -> ctypes.Array[ctypes.c_void_p]:
-    try:
-        (library,) = (Path(torch.__file__).parent / "lib").glob("libc10.*")
-        return (ctypes.c_void_p * _DEVICE_TYPES).in_dll(ctypes.CDLL(str(library)), _GUARDS)
-    except ValueError as cause:  # no such library or symbol
-        raise CaptureError(
-            "this build of PyTorch cannot tell which dtypes values have under autocast on CUDA",
-            hint="profile in float32, or on a machine with a GPU",
-        ) from cause
-
-
-def _gru_cell(
-    _input_gates: Tensor,
-    _hidden_gates: Tensor,
-    hx: Tensor,
-    _bias: Tensor | None = None,
-    _hidden: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(hx), hx.new_empty(hx.shape[0], 5 * hx.shape[1])
+    runtime = runtime_of(kind)
+    if kind == "cuda" and not runtime.available():
+        with cuda_autocast():
+            yield CPU
+    elif kind == "cpu":
+        yield CPU
+    else:
+        yield torch.device(kind, runtime.current_index())
 
 
 # Not all schemas of BatchNorm say that it writes these arguments.
@@ -186,22 +140,29 @@ def fake_run(
     The kind is "cpu", "cuda", which need not be there, or another that is there. Weights may be
     FakeTensors already.
     """
-    device = fake_device(kind)
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
-    with pretended(kind), mode:
-        run = _FakeRun(module, mode, device)
+    with device_rules(kind) as device, mode:
+        run = _FakeRun(module, mode, kind, device)
         fake = tree_map_only(Tensor, run.faked, leaves)
-        with torch.enable_grad(), torch.random.fork_rng(devices=[]), autocasting(kind, autocast):
+        with (
+            torch.enable_grad(),
+            torch.random.fork_rng(devices=[]),
+            autocasting(device.type, autocast),
+        ):
             run.run(*fake, enable_io_processing=False)
     return run.facts
 
 
 class _FakeRun(fx.Interpreter):
-    def __init__(self, module: fx.GraphModule, mode: FakeTensorMode, device: torch.device) -> None:
+    def __init__(
+        self, module: fx.GraphModule, mode: FakeTensorMode, kind: str, device: torch.device
+    ) -> None:
         # All values are kept to the end, because freed memory would be given to another value, and
         # look shared.
         super().__init__(module, garbage_collect_values=False)
-        self._mode, self._device = mode, device
+        self._mode = mode
+        self._kind = kind
+        self._device = device
         self._attributes: dict[int, Any] = {}
         self.facts = TensorFacts()
         self._writes = _Writes()
@@ -215,7 +176,7 @@ class _FakeRun(fx.Interpreter):
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         args, kwargs = moved(target, args, kwargs, self._device, self._device.type)
-        if isinstance(target, torch._ops.HigherOrderOperator) and not enters_region(target):
+        if isinstance(target, HigherOrderOperator) and not enters_region(target):
             # a branch or a loop, in which export permits no writes
             return super().call_function(target, args, kwargs)
         with self._writes:
@@ -223,7 +184,7 @@ class _FakeRun(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         self._writes.storages.clear()
-        with entered(n, self._device.type):
+        with entered(n, self._kind, self._device.type):
             value = super().run_node(n)
         facts = self.facts
         if (
@@ -284,6 +245,6 @@ def _unwrapped(tensor: Tensor) -> Tensor:
     """Return the tensor within one that exists inside torch.vmap or torch.func only; itself if it
     is none.
     """
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
+    while is_functorch_wrapped_tensor(tensor):
+        tensor = get_unwrapped(tensor)
     return tensor

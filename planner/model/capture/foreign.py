@@ -10,13 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from planner.errors import CaptureError
 from planner.model.capture.failure import calling_place, unregistered_modules
+from planner.model.torch_private import FakeTensor, tree_leaves
 
 
 class RefuseForeignWeights(TorchFunctionMode):

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map
 
 from planner.errors import CaptureError
 from planner.formats.profile import Cause, Edge
@@ -20,6 +19,7 @@ from planner.model.capture.regions import regions_of
 from planner.model.capture.size import Extent, Size, SizeReader, evaluate, is_symbolic
 from planner.model.lengths import Length
 from planner.model.options import LossFunction, ModuleOptions
+from planner.model.torch_private import OpOverload, TreeSpec, tree_flatten, tree_leaves, tree_map
 
 LOSS = "loss"  # the key under which a stage returns the loss
 
@@ -209,8 +209,6 @@ class LayerGraph:
     written: frozenset[fx.Node]
     hash: str = ""  # see `graph_digest`
     blocks: BlockChain | None = None  # to run instead of the graph's operations
-    # how many blocks a list has of which few were traced
-    repeated: Mapping[str, int] = field(default_factory=dict)
     lengths: tuple[Length, ...] = ()  # of the batch, that vary
     # leaves of the batch that are part of the graph
     constants: Mapping[int, Any] = field(default_factory=dict)
@@ -361,9 +359,7 @@ def _target(graph: LayerGraph, node: fx.Node) -> str:
 
 def _plain(target: Any) -> str:
     # The default text of a function contains its address, which differs between processes.
-    return (
-        str(target) if isinstance(target, (str, torch._ops.OpOverload)) else type(target).__name__
-    )
+    return str(target) if isinstance(target, (str, OpOverload)) else type(target).__name__
 
 
 def _arguments(graph: LayerGraph, node: fx.Node) -> str:

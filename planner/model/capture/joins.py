@@ -9,6 +9,7 @@ from torch import Tensor, fx
 
 from planner.formats.profile import Cause
 from planner.model.capture.operations import Names
+from planner.model.torch_private import HigherOrderOperator
 
 LEAST_RUNS = 4  # layers that one would have been
 LEAST_SHARE = 0.25  # of all operations
@@ -110,7 +111,7 @@ def cause_of_nesting(
 
 
 def _nested_operations(module: fx.GraphModule, node: fx.Node) -> int:
-    if not isinstance(node.target, torch._ops.HigherOrderOperator):
+    if not isinstance(node.target, HigherOrderOperator):
         return 0
     read = [
         attrgetter(str(each.target))(module)

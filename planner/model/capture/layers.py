@@ -19,6 +19,7 @@ from planner.model.capture.graph import GraphLayer, ValueSpec
 from planner.model.capture.joins import Span, cause_of_nesting, causes_of_joins, unsent, written
 from planner.model.capture.operations import Names, scope_of
 from planner.model.modes import is_training
+from planner.model.torch_private import HigherOrderOperator, OpOverload
 
 _LOSS = None  # the scope of the loss function's operations
 
@@ -135,7 +136,7 @@ def _call(node: fx.Node) -> str:
 
 
 def _op_name(node: fx.Node) -> str:
-    if isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, OpOverload):
         return str(node.target.overloadpacket.__name__)
     return str(getattr(node.target, "__name__", node.target))
 
@@ -148,8 +149,8 @@ def _is_light(node: fx.Node) -> bool:
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor) and not (value.is_floating_point() or value.is_complex()):
         return True
-    if not isinstance(target, torch._ops.OpOverload):
-        return not isinstance(target, torch._ops.HigherOrderOperator)
+    if not isinstance(target, OpOverload):
+        return not isinstance(target, HigherOrderOperator)
     schema = target._schema
     return (
         torch.Tag.pointwise in target.tags

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_leaves, tree_map
+
+from planner.model.torch_private import HigherOrderOperator, OpOverload, tree_leaves, tree_map
 
 MODEL = "model"  # attribute of the exported wrapper that holds the user's model
 _PREFIX = MODEL + "."
@@ -151,10 +152,10 @@ def moved(
 
 def enters_autocast(target: Any) -> bool:
     """Return whether an operation runs a nested graph under torch.autocast."""
-    return isinstance(target, torch._ops.HigherOrderOperator) and target.__name__ == _AUTOCAST
+    return isinstance(target, HigherOrderOperator) and target.__name__ == _AUTOCAST
 
 
-def enters_region(target: torch._ops.HigherOrderOperator) -> bool:
+def enters_region(target: HigherOrderOperator) -> bool:
     """Return whether an operation runs its nested graph once as it is, under no_grad or
     autocast.
     """
@@ -196,7 +197,7 @@ def place_nested(graph: nn.Module, place: Tensor) -> None:
 
 def is_random(node: fx.Node, module: nn.Module) -> bool:
     """Return whether an operation draws random numbers; dropout of probability 0 does not."""
-    if isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, OpOverload):
         given = {
             argument.name: argument.default_value for argument in node.target._schema.arguments
         }

@@ -14,10 +14,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from planner.errors import PlannerError, reason_of
 from planner.model.batch import Batch
@@ -29,6 +26,7 @@ from planner.model.capture.operations import is_check
 from planner.model.capture.pins import only_size
 from planner.model.loss import loss_of
 from planner.model.options import LossFunction
+from planner.model.torch_private import FakeTensorMode, TorchDispatchMode, tree_leaves
 
 # Sizes; None for one that depends on values, such as the number of a mask's true elements.
 _Shape: TypeAlias = tuple[int | None, ...]

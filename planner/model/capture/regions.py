@@ -49,11 +49,15 @@ class Region:
         """
         return device_type if self.device_type == _TRACED_ON else self.device_type
 
-    def entered(self, device_type: str) -> AbstractContextManager[Any]:
-        """Return the context manager for a device."""
+    def entered(self, device_type: str, runs_on: str) -> AbstractContextManager[Any]:
+        """Return the context manager for a kind of device, for which another kind may stand."""
         if self.grad is not None:
             return torch.set_grad_enabled(self.grad)
-        return torch.autocast(self.kind(device_type), self.dtype, self.enabled)
+
+        kind = self.kind(device_type)
+        if kind == device_type:
+            kind = runs_on
+        return torch.autocast(kind, self.dtype, self.enabled)
 
     def __str__(self) -> str:
         if self.grad is not None:
@@ -67,11 +71,13 @@ def regions_of(node: fx.Node) -> tuple[Region, ...]:
     return found
 
 
-def entered(node: fx.Node, device_type: str) -> ExitStack:
-    """Enter the regions of an operation, for a run of it alone."""
+def entered(node: fx.Node, device_type: str, runs_on: str) -> ExitStack:
+    """Enter the regions of an operation, for a run of it alone on `runs_on`, which stands for
+    `device_type`.
+    """
     stack = ExitStack()
     for region in regions_of(node):
-        stack.enter_context(region.entered(device_type))
+        stack.enter_context(region.entered(device_type, runs_on))
     return stack
 
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner.errors import CaptureError
 from planner.model.batch import Batch
@@ -31,6 +30,7 @@ from planner.model.python_state import PythonState
 from planner.model.randomness import generators_kept, keep_state
 from planner.model.spec import TrainingSpec
 from planner.model.stage.stage import build_stage
+from planner.model.torch_private import TorchDispatchMode
 
 # Relative differences that are none: some kernels of GPUs add in another order each time.
 _SAME, _EPSILONS = 1e-4, 4

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import TreeSpec
 
 from planner.errors import CaptureError, ModelFileError
 from planner.model.batch import Batch
@@ -30,6 +29,7 @@ from planner.model.stage.parts import AS_CAPTURED, Boundary, LayerObserver, Segm
 from planner.model.stage.units import Units, units_of
 from planner.model.stage.weights import join_weights, recurrent_modules, use_registries, weights_of
 from planner.model.tensor.division import DividedWeights
+from planner.model.torch_private import TreeSpec
 
 TRAINING = 5  # batch_norm's argument
 

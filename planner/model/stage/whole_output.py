@@ -11,12 +11,12 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, fx
-from torch.utils._pytree import TreeSpec
 
 from planner.model.batch import Batch
 from planner.model.capture.graph import LayerGraph, ValueSpec
 from planner.model.capture.operations import scope_of
 from planner.model.capture.size import BATCH
+from planner.model.torch_private import TreeSpec
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
+from planner.model.torch_private import OpOverload
+
 _aten = torch.ops.aten
 _MOVES = (_aten.permute, _aten.transpose, _aten.contiguous, _aten.clone)
 
@@ -206,7 +208,7 @@ ONES = (_aten.select, _aten.unbind)  # parts of a single element, without the di
 
 def packet_of(node: fx.Node) -> Any:
     """Return the operation of a node, whatever its types of arguments; None for other code."""
-    return node.target.overloadpacket if isinstance(node.target, torch._ops.OpOverload) else None
+    return node.target.overloadpacket if isinstance(node.target, OpOverload) else None
 
 
 def shape_of(node: fx.Node) -> Sequence[Any]:

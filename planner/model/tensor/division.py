@@ -40,6 +40,7 @@ from planner.model.tensor.parallel_plan import (
     style_of,
 )
 from planner.model.tensor.tokens import divided_by_tokens
+from planner.model.torch_private import OpOverload
 
 if TYPE_CHECKING:  # importing DTensor takes a second, which only plans with groups are worth
     from planner.model.tensor.group import TensorGroup
@@ -216,9 +217,7 @@ class Regions:
             return not self._views_for_products(node)
         if node.target in self._replaced or node.target is getitem:
             return False
-        return not isinstance(node.target, torch._ops.OpOverload) or is_random(
-            node, self._graph.module
-        )
+        return not isinstance(node.target, OpOverload) or is_random(node, self._graph.module)
 
     def _views_for_products(self, node: fx.Node) -> bool:
         return packet_of(node) in RESHAPES and all(

@@ -22,6 +22,7 @@ from torch import fx
 from planner.model.capture.graph import LayerGraph
 from planner.model.capture.operations import is_random
 from planner.model.tensor.dimensions import COPIES, dimension_of, packet_of, shape_of
+from planner.model.torch_private import OpOverload
 
 _aten = torch.ops.aten
 # The last is what transformers captures where the first is not there.
@@ -94,7 +95,7 @@ def _keeps_rows(graph: LayerGraph, node: fx.Node, known: Mapping[fx.Node, fx.Nod
     """Return whether an operation makes each row of one row of these values, and needs nothing else
     that has rows.
     """
-    is_mutable = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    is_mutable = isinstance(node.target, OpOverload) and node.target._schema.is_mutable
     if is_random(node, graph.module) or (is_mutable and node.args[0] not in known):
         return False
     return dimension_of(node, dict.fromkeys(known, 0)) == 0

@@ -15,13 +15,13 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from planner.model.tensor.dimensions import Cut
 from planner.model.tensor.row_exchange import over_gloo, swap
+from planner.model.torch_private import FakeTensor
 
 
 class Rows(NamedTuple):

@@ -14,7 +14,6 @@ from planner.formats.files import Record, load_record
 from planner.formats.profile import TF32, Compiled, Device, MemoryFormat, Profile
 from planner.model.elementwise import has_divisible_optimizer
 from planner.model.spec import TrainingSpec
-from planner.profiler.estimated.calibrate import Calibration, calibrated
 from planner.profiler.estimated.devices import (
     DEVICES,
     ComputeClass,
@@ -91,7 +90,6 @@ class EstimateOptions:
         device: name in the table of `devices`, such as "v100", or a device of one's own.
         dtype: of products and convolutions; "bfloat16" and "float16" stand for autocast.
         memory_format: that the plan's stages will have; it does not change the estimate.
-        calibration: what was measured on such a device, to fit the achieved shares to first.
         fusion: which operations are fused into one kernel, as by `compiler`; None as PyTorch runs
             them.
         master_weights: weights are in `dtype`, gradients summed in float32, and the optimizer steps
@@ -107,7 +105,6 @@ class EstimateOptions:
     device: str | DeviceSpec
     dtype: DType = "float32"
     memory_format: MemoryFormat | None = None
-    calibration: Sequence[Calibration] = ()
     fusion: Fusion | None = None
     master_weights: bool = False
     host: str | None = None
@@ -150,9 +147,9 @@ class Estimator:
             else device_spec(options.device, dtype)
         )
         _check_kind(device, options)
-        spec = calibrated(device, options.calibration, dtype, training_spec)
-        told = None if host is None or device.kind == "cpu" else launch_of(host)
-        self._spec = spec if told is None else replace(spec, dispatch_s=told)
+        if host is not None and device.kind != "cpu":
+            device = replace(device, dispatch_s=launch_of(host))
+        self._spec = device
         self._degrees = sorted(set(options.tensor) - {1})
         self._first: StepTrace | None = None
 

@@ -13,16 +13,16 @@ bytes that it reads from its own kernel, and those that it writes if nobody else
 the first of a kernel is launched.
 """
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
+from planner.model.capture.cuda_autocast import Replacement, aten_operation, replaced_kernels
+from planner.model.torch_private import tree_map
 from planner.profiler.estimated.devices import OpClass
 from planner.profiler.estimated.operations import Operation
 
@@ -144,7 +144,6 @@ def _fuse(operations: list[Operation], members: Sequence[int], flow: Flow) -> No
 
 aten = torch.ops.aten
 
-_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 _HALVES = (torch.float16, torch.bfloat16)
 _FLASH_HEAD = 256  # largest head of the flash kernels
 # Operations that autocast runs in float32 on CUDA and not on a CPU
@@ -172,24 +171,14 @@ _SINGLE = (
 )
 
 
-@contextmanager
-def cuda_operations() -> Iterator[None]:
+def cuda_operations() -> AbstractContextManager[None]:
     """Run CUDA's operations within this context; tensors must be fake, because a CPU cannot compute
     them all.
     """
-    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-    with warnings.catch_warnings():
-        # PyTorch says that a kernel is replaced, which is what we want.
-        warnings.simplefilter("ignore")
-        for name, key, kernel in _substitutes():
-            library.impl(name, kernel, key)  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        library._destroy()  # type: ignore[no-untyped-call]
+    return replaced_kernels(_substitutes())
 
 
-def _substitutes() -> Iterator[tuple[str, str, Callable[..., Any]]]:
+def _substitutes() -> Iterator[Replacement]:
     """Yield the operations to replace: their names, the dispatch keys, and what runs instead."""
     yield "dropout", "AutogradCPU", _dropout
     yield "scaled_dot_product_attention", "AutogradCPU", _attention
@@ -203,14 +192,9 @@ def _substitutes() -> Iterator[tuple[str, str, Callable[..., Any]]]:
         yield name, "AutocastCPU", _normalised(kernel, autocast=True)
     yield "cross_entropy_loss", "AutocastCPU", torch.library.fallthrough_kernel
     for name in _SINGLE:
-        yield name, "AutocastCPU", _in_single(_overload(name))
+        yield name, "AutocastCPU", _in_single(aten_operation(name))
     for name in ("sum", "sum.dim_IntList"):
-        yield name, "AutocastCPU", _sum_in_single(_overload(name))
-
-
-def _overload(name: str) -> Any:
-    packet, _, overload = name.partition(".")
-    return getattr(getattr(aten, packet), overload or "default")
+        yield name, "AutocastCPU", _sum_in_single(aten_operation(name))
 
 
 def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
@@ -234,7 +218,7 @@ def _normalised(kernel: Any, *, autocast: bool) -> Callable[..., Tensor]:
     """
 
     def run(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+        with torch.autocast("cpu", enabled=False):
             if autocast and dtype is None and x.dtype in _HALVES:
                 dtype = torch.float32
             widens = x.dtype in _HALVES and dtype == torch.float32
@@ -244,10 +228,10 @@ def _normalised(kernel: Any, *, autocast: bool) -> Callable[..., Tensor]:
     return run
 
 
-def _in_single(operation: Any) -> Callable[..., Any]:
+def _in_single(single: Any) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
-            return operation(*tree_map(_widened, args), **tree_map(_widened, kwargs))
+        with torch.autocast("cpu", enabled=False):
+            return single(*tree_map(_widened, args), **tree_map(_widened, kwargs))
 
     return run
 
@@ -256,12 +240,12 @@ def _widened(leaf: Any) -> Any:
     return leaf.float() if isinstance(leaf, Tensor) and leaf.dtype in _HALVES else leaf
 
 
-def _sum_in_single(operation: Any) -> Callable[..., Tensor]:
+def _sum_in_single(total: Any) -> Callable[..., Tensor]:
     def run(x: Tensor, *args: Any, dtype: torch.dtype | None = None) -> Tensor:
-        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
-            result: Tensor = operation(
-                x, *args, dtype=torch.float32 if x.dtype in _HALVES and dtype is None else dtype
-            )
+        if dtype is None and x.dtype in _HALVES:
+            dtype = torch.float32
+        with torch.autocast("cpu", enabled=False):
+            result: Tensor = total(x, *args, dtype=dtype)
             return result
 
     return run

@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from planner.model.torch_private import OpOverload, TorchDispatchMode, tree_leaves
 from planner.profiler.estimated.devices import COMPUTE_CLASSES, DType, OpClass
 from planner.profiler.step.allocation import Allocations, address_of
 from planner.profiler.step.counters import COLLECTIVES, GROUPED, Counter, Totals, model_flops
@@ -167,7 +166,7 @@ class OperationRecorder(Counter):  # type: ignore[no-untyped-call]  # of a base 
         self._numbers = count()
 
     def saw(
-        self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+        self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     ) -> None:
         super().saw(func, args, kwargs, out)
         self.allocated.note((args, kwargs), out)
@@ -245,7 +244,7 @@ class RecurrentWorkspace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return (*out[:3], torch.empty(shape, dtype=sequence.dtype))
 
 
-def _changed(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> list[Tensor]:
+def _changed(func: OpOverload, args: tuple[Any, ...]) -> list[Tensor]:
     """Return the lists of tensors that an optimizer's kernel changes in place of returning
     results.
     """
@@ -319,9 +318,7 @@ def _implicit_product(
     )
 
 
-def _is_view(
-    func: torch._ops.OpOverload, read: Sequence[Tensor], written: Sequence[Tensor]
-) -> bool:
+def _is_view(func: OpOverload, read: Sequence[Tensor], written: Sequence[Tensor]) -> bool:
     if func._schema.is_mutable or not written:
         return not written
     storages = {address_of(tensor) for tensor in read}
@@ -363,7 +360,7 @@ def _suits_winograd(name: str, args: tuple[Any, ...]) -> bool:
 
 
 def _flops(
-    gpu: bool, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+    gpu: bool, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
 ) -> float:
     """Return the number of multiplications and additions that the kernel does, counted
     separately.

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from planner.errors import InputError, LayerError
@@ -32,6 +31,7 @@ from planner.model.stage.parts import OBSERVABLE, LayerObserver
 from planner.model.stage.stage import StageModule, build_stage
 from planner.model.tensor.division import UNDIVIDED, DividedWeights, division_of, keep_parts
 from planner.model.tensor.parallel_plan import tensor_parallel_plan
+from planner.model.torch_private import FakeTensorMode
 from planner.profiler.estimated.devices import DeviceSpec, DType
 from planner.profiler.estimated.execution import (
     EAGER_CPU,
@@ -296,16 +296,12 @@ class _Tracer:
         """Capture with few samples, as example batches have data; with all where the graph is good
         for one size.
         """
-        spec, capture = (
-            self.training_spec,
-            partial(capture_file, model=model, options=self.options, quickly=True),
-        )
-        graph = capture(spec, spec.example_batch(min(self.batch_size, _FEW)))
-        return (
-            graph
-            if graph.batch_size is None
-            else capture(spec, spec.example_batch(self.batch_size))
-        )
+        spec = self.training_spec
+        capture = partial(capture_file, spec, model=model, options=self.options)
+        graph = capture(spec.example_batch(min(self.batch_size, _FEW)))
+        if graph.batch_size is None:
+            return graph
+        return capture(spec.example_batch(self.batch_size))
 
     def _whole(self, graph: LayerGraph) -> StageModule:
         """Build a stage of all layers."""

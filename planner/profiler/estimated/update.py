@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from planner.errors import InputError, first_line
 from planner.model.optimizer_part import TrainedParameter, optimizer_of_part, step_part
 from planner.model.options import gradient_bytes
 from planner.model.spec import TrainingSpec
+from planner.model.torch_private import FakeTensorMode
 from planner.profiler.estimated.devices import DeviceSpec
 from planner.profiler.estimated.execution import Execution
 from planner.profiler.estimated.operations import Operation, OperationRecorder

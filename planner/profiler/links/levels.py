@@ -25,6 +25,16 @@ from planner.errors import InputError
 from planner.formats.cluster import CodecTime, Level
 from planner.formats.names import CODECS, FLOAT_BYTES, Codec
 from planner.model.tensor.row_exchange import exchange_over, over_gloo
+from planner.profiler.links.effort import (
+    FIRST_ROUNDS,
+    SMALL_SUM_BYTES,
+    SUM_TURNS,
+    UNIT_TURNS,
+    UNITS,
+    Effort,
+    Pace,
+    fitting_effort,
+)
 from planner.profiler.this_machine import keep_freed_pages
 from planner.runtime import runtime_of
 from planner.schedule.instructions import POSTED
@@ -33,22 +43,15 @@ from planner.workers.groups import DataGroups, wait_for_device
 from planner.workers.place import Place, cores_to_send
 
 _SHORT_BYTES = 64  # so short that only the latency counts
-_LATENCY_ROUNDS = 100
-_SECONDS = 1.0  # for the long messages of one set of pairs
-_FIRST_ROUNDS = 3  # in which TCP comes up to speed
-_LEAST_ROUNDS = 8
+_PROBE_BYTES = 2**16
+_PROBE_ROUNDS = 4
+_PROBE_S = 0.1  # a probe that takes less is repeated with twice as many messages
 # a message that takes longer is not repeated: the first few rounds are accurate enough
 _SLOW_S = 5.0
-_SMALL_SUM_BYTES = 2**16
-# what models exchange on CPUs: rates of larger sums are better, and say little of those
-_CPU_SUM_BYTES = 2**20
 _SUMMED_BYTES = 2**22  # in a row: small sums are many, because what one of them takes varies most
-_SUM_TURNS = 8
 # of products before a small sum: one and four milliseconds, after which more hardly add to the wait
 _PAIRS = 4, 12
-_SMALL_UNIT_BYTES = 2**18
-_UNITS, _UNIT_WIDTH, _UNIT_ROWS = 4, 512, 1024  # of a small network with divided weights
-_TURNS = 4  # with and without all-reduces: what disturbs the one disturbs the other
+_UNIT_WIDTH, _UNIT_ROWS = 512, 1024  # of a small network with divided weights
 _CODECS = [codec for codec in CODECS.values() if codec.element_bytes]
 _CODINGS = 10  # of each codec
 
@@ -62,6 +65,15 @@ class _Sums(NamedTuple):
     latency_s: float  # of a step
     wait_share: float  # of what was computed since the last one
     wait_s: float  # at most
+
+
+class _Group(NamedTuple):
+    """The members of one level that this worker exchanges with."""
+
+    size: int
+    turns: Sequence[Pairs]
+    ring: dist.ProcessGroup
+    sharing: int  # pairs at a time that share a link
 
 
 def pairs_by_turn(hosts: int, workers: int) -> tuple[list[Pairs], list[Pairs]]:
@@ -86,11 +98,9 @@ class LevelMeasurement:
     and the order of all, through the default group, which is of gloo.
     """
 
-    def __init__(
-        self, place: Place, timeout: timedelta, message_bytes: int, bucket_bytes: int
-    ) -> None:
+    def __init__(self, place: Place, timeout: timedelta, effort: Effort) -> None:
         self._device = place.wire
-        self._message_bytes, self._bucket_bytes = message_bytes, bucket_bytes
+        self._effort = effort
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         if self._world == 1:
             raise InputError(
@@ -120,20 +130,59 @@ class LevelMeasurement:
         # where every host has cores to send with
         self.overlap = not self._slowest(0.0 if spare else 1.0)
 
+    def fit(self, budget_s: float) -> float:
+        """Send so little that measuring takes about `budget_s`, and return the seconds that it
+        will take.
+
+        The size of what is sent follows from a few messages and one computation.
+        """
+        paces = [self._pace(group) for group in self._level_groups()]
+        self._effort, expected_s = fitting_effort(self._effort, paces, budget_s)
+        return expected_s
+
     def levels(self) -> tuple[Level, ...]:
         """Return the levels on rank 0, none elsewhere."""
-        levels, workers = [], self._workers
-        if workers > 1:
-            levels.append(
-                self._level(workers, self._inner, self._within[self._rank // workers], sharing=1)
-            )
-        if self._hosts > 1:
-            levels.append(
-                self._level(
-                    self._hosts, self._outer, self._across[self._rank % workers], sharing=workers
-                )
-            )
+        levels = [self._level(*group) for group in self._level_groups()]
         return tuple(levels) if self._rank == 0 else ()
+
+    def _level_groups(self) -> list[_Group]:
+        """Return the members of each level, from the innermost one."""
+        workers, groups = self._workers, list[_Group]()
+        if workers > 1:
+            ring = self._within[self._rank // workers]
+            groups.append(_Group(workers, self._inner, ring, sharing=1))
+        if self._hosts > 1:
+            ring = self._across[self._rank % workers]
+            groups.append(_Group(self._hosts, self._outer, ring, sharing=workers))
+        return groups
+
+    def _pace(self, group: _Group) -> Pace:
+        """Return how fast a level is, roughly; its first pairs stand for all."""
+        pairs = group.turns[0]
+        round_s = self._latency_s(pairs, rounds=3)
+
+        rounds, all_s = _PROBE_ROUNDS, 0.0
+        while all_s < _PROBE_S:
+            rounds *= 2
+            all_s, _ = self._stream(pairs, _PROBE_BYTES, rounds)
+
+        unit_s = 0.0
+        if self._shards_units(group.ring):
+            net = _unit_net(_PROBE_BYTES)
+            unit_s = self._median_s(lambda: _run_unit(net), 2)
+        return Pace(
+            size=group.size,
+            turns=len(group.turns),
+            s_per_byte=all_s / (rounds * _PROBE_BYTES),
+            round_s=2 * round_s,  # the others wait for it, which takes as long
+            unit_s_per_byte=unit_s / _PROBE_BYTES,
+        )
+
+    def _shards_units(self, ring: dist.ProcessGroup) -> bool:
+        """Return whether units with divided weights are measured; elsewhere they exchange beside
+        computations.
+        """
+        return self._device.type == "cpu" and over_gloo(ring)
 
     def codec_times(self) -> tuple[CodecTime, ...]:
         """Return what the codecs take: half of it at each end."""
@@ -142,14 +191,14 @@ class LevelMeasurement:
             CodecTime(
                 codec=codec.name,
                 s_per_byte=self._coding_s(codec)
-                / (2 * codec.size_bytes(self._message_bytes, FLOAT_BYTES)),
+                / (2 * codec.size_bytes(self._effort.message_bytes, FLOAT_BYTES)),
             )
             for codec in _CODECS
         )
 
     def _coding_s(self, codec: Codec) -> float:
         """Return the seconds of coding and decoding a message, in all processes at once."""
-        value = torch.ones(self._message_bytes // FLOAT_BYTES, device=self._device)
+        value = torch.ones(self._effort.message_bytes // FLOAT_BYTES, device=self._device)
         coding, size = (
             coding_of(codec, value.nbytes, value.dtype),
             codec.size_bytes(value.nbytes, value.itemsize),
@@ -168,7 +217,11 @@ class LevelMeasurement:
         self, size: int, turns: Sequence[Pairs], ring: dist.ProcessGroup, sharing: int
     ) -> Level:
         """Measure one level of `size` members, of which `sharing` pairs at a time share a link."""
-        latency_s = max(self._latency_s(pairs if sharing == 1 else pairs[:1]) for pairs in turns)
+        latency_s = max(
+            # Pairs that share a link would wait for each other, which is no latency.
+            self._latency_s(pairs if sharing == 1 else pairs[:1], self._effort.latency_rounds)
+            for pairs in turns
+        )
         bandwidth = min(self._bandwidth(pairs, sharing) for pairs in turns)
         reduced_per_s = self._all_reduce(ring, size)
         sums = self._sums(ring, size, reduced_per_s)
@@ -183,15 +236,12 @@ class LevelMeasurement:
             sum_wait_s=sums.wait_s,
             rate_source="measured",
         )
-        # Elsewhere it runs beside computations.
-        if self._device.type == "cpu" and over_gloo(ring):
+        if self._shards_units(ring):
             level = level.model_copy(update=self._sharded(ring, size, sharing, reduced_per_s))
         return level
 
-    def _latency_s(self, pairs: Pairs) -> float:
-        """Return the latency of a message; pairs that share a link would wait for each other, which
-        is no latency.
-        """
+    def _latency_s(self, pairs: Pairs, rounds: int) -> float:
+        """Return the median latency of a message, of the slowest pair."""
         outgoing, incoming = (
             torch.zeros(_SHORT_BYTES, dtype=torch.uint8, device=self._device) for _ in range(2)
         )
@@ -202,49 +252,47 @@ class LevelMeasurement:
                 for work in self._post(peer, outgoing, incoming):
                     work.wait()
 
-        return self._median_s(exchange, _LATENCY_ROUNDS)
+        return self._median_s(exchange, rounds)
 
     def _bandwidth(self, pairs: Pairs, sharing: int) -> float:
         """Return the bytes per second of the slowest link each way, after a first round that brings
         it up to speed.
         """
-        bandwidth, between_s = self._stream(pairs, sharing, _FIRST_ROUNDS)
+        size_bytes = self._effort.message_bytes
+        rounds = FIRST_ROUNDS
+        all_s, between_s = self._stream(pairs, size_bytes, rounds)
         if between_s < _SLOW_S:
-            bandwidth, _ = self._stream(
-                pairs, sharing, max(_LEAST_ROUNDS, int(_SECONDS / between_s))
-            )
-        return bandwidth
+            rounds = max(self._effort.least_rounds, int(self._effort.seconds / between_s))
+            all_s, between_s = self._stream(pairs, size_bytes, rounds)
 
-    def _stream(self, pairs: Pairs, sharing: int, rounds: int) -> tuple[float, float]:
-        """Send long messages one after the other, both ways at once.
+        # Pairs that share a link do not all get the same part of it, and what one leaves the others
+        # take. So for those all bytes count, until the last pair is done.
+        return sharing * rounds * size_bytes / all_s if sharing > 1 else size_bytes / between_s
 
-        Pairs that share a link do not all get the same part of it, and what one leaves the others
-        take. So for those all bytes count, until the last pair is done; a pair that has a link to
-        itself has the median between messages.
+    def _stream(self, pairs: Pairs, size_bytes: int, rounds: int) -> tuple[float, float]:
+        """Send messages one after the other, both ways at once.
 
         Returns:
-            Bytes per second of the slowest link, and median seconds from message to message of the
+            Seconds until the last pair is done, and median seconds from message to message of the
             slowest pair.
         """
         peer = _peer_of(self._rank, pairs)
         self._wait_for_all()
         start_s = time.perf_counter()
-        ends_s = [] if peer is None else self._arrivals_s(peer, rounds)
+        ends_s = [] if peer is None else self._arrivals_s(peer, size_bytes, rounds)
         between_s = self._slowest(
             median([later - earlier for earlier, later in pairwise(ends_s)] or [0.0])
         )
-        all_s = self._slowest(ends_s[-1] - start_s if ends_s else 0.0)
-        size = self._message_bytes
-        return (sharing * rounds * size / all_s if sharing > 1 else size / between_s), between_s
+        return self._slowest(ends_s[-1] - start_s if ends_s else 0.0), between_s
 
-    def _arrivals_s(self, peer: int, rounds: int) -> list[float]:
+    def _arrivals_s(self, peer: int, size_bytes: int, rounds: int) -> list[float]:
         """Return the time at which each of `rounds` messages of `peer` arrived, while as many
         travel the other way.
 
         `POSTED` messages are open each way, as in a run, so that the link never rests: after a
         pause TCP speeds up anew, and each time differently.
         """
-        outgoing = torch.zeros(self._message_bytes, dtype=torch.uint8, device=self._device)
+        outgoing = torch.zeros(size_bytes, dtype=torch.uint8, device=self._device)
         incoming = [torch.zeros_like(outgoing) for _ in range(POSTED)]
         opened: deque[tuple[dist.Work, dist.Work]] = deque()
         ends_s: list[float] = []
@@ -279,7 +327,7 @@ class LevelMeasurement:
         Gradients are copied together and averaged, as in a run: beside the fast links of a host
         that takes long, too.
         """
-        bucket = torch.ones(self._bucket_bytes // 4, device=self._device)
+        bucket = torch.ones(self._effort.bucket_bytes // 4, device=self._device)
 
         def reduce() -> None:
             flat = torch.empty_like(bucket)
@@ -287,21 +335,22 @@ class LevelMeasurement:
             dist.all_reduce(flat, group=ring)
             flat.div_(size)
 
-        rounds = max(3, int(_SECONDS / self._median_s(reduce, 2)))
-        return 2 * (size - 1) / size * self._bucket_bytes / self._median_s(reduce, rounds)
+        rounds = max(3, int(self._effort.seconds / self._median_s(reduce, 2)))
+        return 2 * (size - 1) / size * self._effort.bucket_bytes / self._median_s(reduce, rounds)
 
     def _sums(self, ring: dist.ProcessGroup, size: int, reduced_per_s: float) -> "_Sums":
         """Return what all-reduces between computations take, by two sizes, and by short and long
         computations.
         """
-        small = _SMALL_SUM_BYTES
-        large = (
-            _CPU_SUM_BYTES if self._device.type == "cpu" else max(2 * small, self._message_bytes)
-        )
+        small = SMALL_SUM_BYTES
+        # On CPUs as large as what models exchange: rates of larger sums are better, and say little
+        # of those.
+        usual = self._effort.sum_bytes if self._device.type == "cpu" else self._effort.message_bytes
+        large = max(2 * small, usual)
         (short_s, short_gap_s), (long_s, long_gap_s), (large_s, _) = (
             self._added_s(
                 each,
-                max(2, int(min(_SUMMED_BYTES, _SECONDS / 8 * reduced_per_s) / each)),
+                max(2, int(min(_SUMMED_BYTES, self._effort.seconds / 8 * reduced_per_s) / each)),
                 pairs,
                 ring,
             )
@@ -325,8 +374,9 @@ class LevelMeasurement:
 
         if not POSSIBLE:
             return {}
-        most = min(self._message_bytes // 2, int(_SECONDS / 8 * reduced_per_s))
-        sizes = _SMALL_UNIT_BYTES, max(2 * _SMALL_UNIT_BYTES, most)
+        effort = self._effort
+        most = min(effort.message_bytes // 2, int(effort.seconds / 8 * reduced_per_s))
+        sizes = effort.unit_bytes, max(2 * effort.unit_bytes, most)
         taken_s = [self._units_s(ring, size_bytes) for size_bytes in sizes]
         found = dict[str, float]()
         for what, added_s in (
@@ -353,27 +403,22 @@ class LevelMeasurement:
 
         mesh, rows, nets = DeviceMesh.from_group(ring, self._device.type), exchange_over(ring), []
         for divides in ("nothing", "gradients", "weights"):
-            inner = max(1, size_bytes // (8 * _UNIT_WIDTH))
-            layers = [
-                (nn.Linear(_UNIT_WIDTH, inner), nn.Linear(inner, _UNIT_WIDTH))
-                for _ in range(_UNITS)
-            ]
-            net = nn.Sequential(*(nn.Sequential(*each) for each in layers))
+            net = _unit_net(size_bytes)
             if divides != "nothing":
                 again = divides == "weights"
                 whole = [divide(each, mesh, rows, shards_weights=again) for each in (*net, net)][-1]
                 whole.set_reshard_after_backward(again)
             nets.append(net)
         taken_s = [0.0] * len(nets)
-        for turn in range(_TURNS + 1):
+        for turn in range(UNIT_TURNS + 1):
             for number, net in enumerate(nets):
                 net.zero_grad()
                 self._wait_for_all()
                 start_s = time.perf_counter()
-                net(torch.ones(_UNIT_ROWS, _UNIT_WIDTH)).sum().backward()
+                _run_unit(net)
                 # the first one prepares
                 taken_s[number] += (time.perf_counter() - start_s) * (turn > 0)
-        return [self._slowest(each / (_TURNS * _UNITS)) for each in taken_s]
+        return [self._slowest(each / (UNIT_TURNS * UNITS)) for each in taken_s]
 
     def _added_s(
         self, size: int, rounds: int, pairs: int, ring: dist.ProcessGroup
@@ -391,7 +436,7 @@ class LevelMeasurement:
             torch.zeros(size // 4 // 512, 512, device=self._device),
         )
         taken_s = {True: 0.0, False: 0.0}
-        for sums in (True, False) * _SUM_TURNS:
+        for sums in (True, False) * SUM_TURNS:
             self._wait_for_all()
             start_s = time.perf_counter()
             for _ in range(rounds):
@@ -400,7 +445,7 @@ class LevelMeasurement:
                 if sums:
                     dist.all_reduce(many, group=ring)
             wait_for_device(self._device)
-            taken_s[sums] += (time.perf_counter() - start_s) / (_SUM_TURNS * rounds)
+            taken_s[sums] += (time.perf_counter() - start_s) / (SUM_TURNS * rounds)
         return self._slowest(taken_s[True] - taken_s[False]), self._slowest(taken_s[False])
 
     def _median_s(self, action: Callable[[], object], rounds: int) -> float:
@@ -438,6 +483,18 @@ class LevelMeasurement:
         value = torch.tensor([seconds], dtype=torch.float64)
         dist.all_reduce(value, op=dist.ReduceOp.MAX)
         return float(value)
+
+
+def _unit_net(size_bytes: int) -> nn.Sequential:
+    """Return a network of units with weights of `size_bytes` each."""
+    inner = max(1, size_bytes // (8 * _UNIT_WIDTH))
+    layers = [(nn.Linear(_UNIT_WIDTH, inner), nn.Linear(inner, _UNIT_WIDTH)) for _ in range(UNITS)]
+    return nn.Sequential(*(nn.Sequential(*each) for each in layers))
+
+
+def _run_unit(net: nn.Module) -> None:
+    """Run the network's forward and backward."""
+    net(torch.ones(_UNIT_ROWS, _UNIT_WIDTH)).sum().backward()
 
 
 def _line(

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import cast
@@ -17,6 +18,7 @@ from planner.errors import InputError, PlannerError, WorkerError, first_line
 from planner.formats.cluster import Cluster, load_cluster, save_cluster
 from planner.formats.held_folder import held_folder
 from planner.formats.names import Backend, DeviceType
+from planner.profiler.links.effort import BUCKET_BYTES, BUDGET_S, MESSAGE_BYTES, Effort
 from planner.profiler.links.levels import LevelMeasurement
 from planner.workers import start_here
 from planner.workers.groups import GLOO
@@ -24,8 +26,6 @@ from planner.workers.interfaces import LOOPBACK, VARIABLES
 from planner.workers.meeting import exchange, group_store, started_as_worker, worker_store
 from planner.workers.place import choose_place, own_seat, set_gpu_variables, take
 
-MESSAGE_BYTES = 4_000_000
-BUCKET_BYTES = 25_000_000  # the executor's largest bucket
 _TIMEOUT = timedelta(seconds=120)  # for one message
 _LIMIT_S = 300.0  # for this host's links
 _DEFAULT = "default"  # stands for no backend
@@ -37,12 +37,18 @@ def measure_cluster(
     bucket_bytes: int = BUCKET_BYTES,
     device: DeviceType | None = None,
     backend: Backend | None = None,
+    budget_s: float = BUDGET_S,
+    announce: Callable[[int, float], None] | None = None,
 ) -> Cluster | None:
     """Measure the links between all workers of this torchrun job; each of them must call this.
 
     Args:
         device: the kind that messages come from; None for GPUs where there are any.
         backend: that sends them: "gloo" or "nccl"; None for NCCL with GPUs.
+        budget_s: seconds that the measurement may take once the workers have met; on slow links
+            less is sent.
+        announce: called on rank 0 before the measurement with the number of workers and the
+            seconds that it will take.
 
     Returns:
         On rank 0 the cluster: one level for the workers of a host where it has several, one for the
@@ -71,7 +77,12 @@ def measure_cluster(
         store = group_store(_TIMEOUT)
         dist.init_process_group(GLOO, store=store, rank=rank, world_size=world, timeout=_TIMEOUT)
         try:
-            measurement = LevelMeasurement(place, _TIMEOUT, message_bytes, bucket_bytes)
+            effort = Effort(message_bytes=message_bytes, bucket_bytes=bucket_bytes)
+            measurement = LevelMeasurement(place, _TIMEOUT, effort)
+            expected_s = measurement.fit(budget_s)
+            if announce is not None and rank == 0:
+                announce(world, expected_s)
+
             levels, times, overlap = (
                 measurement.levels(),
                 measurement.codec_times(),
@@ -91,8 +102,19 @@ def measure_cluster(
     return Cluster(levels=levels, backend=place.backend, overlap=overlap, codec_times=times)
 
 
-def measure_host(workers: int, device: DeviceType, backend: Backend | None = None) -> Cluster:
-    """Return the cluster that so many workers of this host are, at least two."""
+def measure_host(
+    workers: int,
+    device: DeviceType,
+    backend: Backend | None = None,
+    *,
+    limit_s: float = _LIMIT_S,
+) -> Cluster:
+    """Return the cluster that so many workers of this host are, at least two.
+
+    Raises:
+        InputError: where `backend` does not send from such devices.
+        WorkerError: where the links cannot be measured, or not within `limit_s`.
+    """
     with held_folder("links") as held:
         folder = str(held)
         command = [sys.executable, "-m", start_here.__name__, folder, str(workers), __name__]
@@ -104,11 +126,11 @@ def measure_host(workers: int, device: DeviceType, backend: Backend | None = Non
             command, env=environment, stdout=pipe, stderr=pipe, text=True
         ) as launcher:
             try:
-                _, complaints = launcher.communicate(timeout=_LIMIT_S)
+                _, complaints = launcher.communicate(timeout=limit_s)
             except subprocess.TimeoutExpired:
                 # Not killed: the launcher then ends its workers, which have sessions of their own.
                 launcher.terminate()
-                raise WorkerError(f"the links were not measured within {_LIMIT_S:g} s") from None
+                raise WorkerError(f"the links were not measured within {limit_s:g} s") from None
         reasons = sorted(Path(folder).glob("error-*"))
         if reasons:
             told = json.loads(reasons[0].read_text(encoding="utf-8"))

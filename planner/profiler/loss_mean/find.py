@@ -22,7 +22,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from planner.errors import ModelFileError, first_line
 from planner.formats.profile import ForbiddenLabel, LossMean
@@ -32,6 +31,7 @@ from planner.model.loss import labels_of, shares_by_samples, shares_function
 from planner.model.options import ModuleOptions
 from planner.model.randomness import generators_kept
 from planner.model.spec import TrainingSpec
+from planner.model.torch_private import tree_leaves
 from planner.profiler.loss_mean.buffers import buffer_of_parts
 from planner.profiler.loss_mean.same_noise import UnequalNoiseError
 from planner.profiler.loss_mean.trial import (

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from planner.model.torch_private import TorchDispatchMode, tree_leaves
 
 # Functions of Python, by the argument that says that they are to be as in training.
 _IN_TRAINING = (

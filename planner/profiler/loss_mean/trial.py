@@ -14,13 +14,13 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from planner.model.batch import Batch, part_of
 from planner.model.loss import loss_of, unsplit_loss
 from planner.model.options import ModuleOptions, gradient_dtype
 from planner.model.randomness import keep_state
 from planner.model.spec import TrainingSpec
+from planner.model.torch_private import tree_leaves, tree_map_only
 from planner.profiler.loss_mean.same_noise import NoiseOfWhole, Quiet
 from planner.profiler.loss_mean.variations import NotedNumbers, Variation
 

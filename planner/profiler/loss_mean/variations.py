@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
 from planner.model.batch import Batch
 from planner.model.capture.graph import LayerGraph
+from planner.model.torch_private import TorchDispatchMode, tree_map_only
 
 _aten = torch.ops.aten
 # What cross entropies are or end in, by the position of the label that they ignore.

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.autograd.profiler import profile, record_function
-from torch.utils._pytree import tree_leaves
 
 from planner.model.batch import Batch
 from planner.model.stage.parts import LayerObserver
+from planner.model.torch_private import tree_leaves
 from planner.profiler.step.timing import Forward, LayerMarks
 from planner.profiler.this_machine import large_blocks_apart
 from planner.runtime import address_of as address_of

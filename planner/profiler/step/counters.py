@@ -22,14 +22,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from planner.errors import InputError
 from planner.formats.profile import DEGREE_COLUMNS, DegreeCosts, Profile
 from planner.model.options import gradient_bytes
 from planner.model.tensor.division import DividedWeights
+from planner.model.torch_private import OpOverload, TorchDispatchMode, tree_leaves
 from planner.profiler.step.timing import LayerMarks, MarkT
 
 if TYPE_CHECKING:  # importing DTensor takes a second, which only groups are worth
@@ -83,12 +82,12 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of a base 
             return NotImplemented
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if isinstance(func, torch._ops.OpOverload):
+        if isinstance(func, OpOverload):
             self.saw(func, args, kwargs, out)
         return out
 
     def saw(
-        self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+        self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     ) -> None:
         """Take note of an operation that has run."""
         if _counts(func):
@@ -124,16 +123,14 @@ def layer_counts(marks: LayerMarks[MarkT], totals: Callable[[MarkT], Totals]) ->
 
 
 @cache
-def _counts(func: torch._ops.OpOverload) -> bool:
+def _counts(func: OpOverload) -> bool:
     """Return whether calls of an operation may have FLOPs: most operations of a step have none."""
     return func._overloadpacket in flop_registry or func._schema.name.partition("::")[2].startswith(
         _OTHERS
     )
 
 
-def model_flops(
-    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
-) -> int:
+def model_flops(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
     """Return the number of multiplications and additions of one call, counted separately."""
     name = func._schema.name.partition("::")[2]
     if name.startswith("_scaled_dot_product"):

@@ -13,11 +13,11 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from planner.model.optimizer_part import TrainedParameter, optimizer_of_part, step_part
 from planner.model.options import gradient_dtype
 from planner.model.spec import TrainingSpec
+from planner.model.torch_private import tree_leaves
 from planner.profiler.step.allocation import meter_for
 from planner.profiler.step.timing import Clock
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from planner.analysis.compare import PACKED, Comparison, ComparisonRow
 from planner.analysis.explain import Alternative, Explanation
 from planner.analysis.limits import simulated_limits
+from planner.formats.fit import Fit
 from planner.formats.plan import GIVEN, Plan
 from planner.formats.plan_parts import config_words
 from planner.reporting.tables import plan as words
@@ -12,7 +13,6 @@ from planner.reporting.tables.device import unmeasured_words
 from planner.reporting.tables.links import links_line
 from planner.reporting.tables.table import Table, named_values, table_of
 from planner.reporting.tables.verdict import share_of_speed, verdict_lines
-from planner.solver.fit import Fit
 from planner.stages.replicas import update_words
 from planner.units import (
     SLACK,
@@ -148,7 +148,8 @@ def fit_report(answer: Fit) -> str:
         )
         known = "not known" if answer.asked.unknown else "no"
         why = f"{known}: {answer.asked.why_not}; {next(others, least)}"
-        parts = [named_values([("model", answer.model), ("fits", why)])]
+        hint = answer.asked.hint or None
+        parts = [named_values([("model", answer.model), ("fits", why), ("hint", hint)])]
     else:
         verdict = "\n".join(verdict_lines(plan, simulated_limits(plan)))
         parts = [verdict, named_values(_head(answer, plan)), _ways(plan).text()]

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from statistics import fmean
 from typing import Literal
 
+from planner.formats.files import replace
 from planner.formats.plan import Plan
 from planner.formats.profile import Layer, Profile
 from planner.plan.blocks import BLOCK, FEWEST_REPEATS, kind_of, repeated_blocks
@@ -211,17 +212,6 @@ def _layer_table(profile: Profile, rows: Sequence[tuple[int, Layer]]) -> Table:
     )
 
 
-SUMMED = (
-    "forward_s",
-    "backward_s",
-    "update_s",
-    "accumulate_s",
-    "weight_bytes",
-    "gradient_bytes",
-    "saved_bytes",
-)
-
-
 def collapsed(profile: Profile) -> list[tuple[int, Layer]]:
     """Return the layers in order, equal ones of repeated blocks once, with how often each occurs;
     costs are means.
@@ -241,13 +231,25 @@ def collapsed(profile: Profile) -> list[tuple[int, Layer]]:
     for key, group in groups.items():
         mean = group[0]
         if isinstance(key, tuple):
-            means = {
-                each: sum(getattr(layer, each) for layer in group) / len(group) for each in SUMMED
-            }
-            whole = {
-                each: round(value) if each.endswith("_bytes") else value
-                for each, value in means.items()
-            }
-            mean = mean.model_copy(update={"name": key[0], **whole})
+            mean = _mean_layer(str(key[0]), group)
         rows.append((len(group), mean))
     return rows
+
+
+def _mean_layer(name: str, layers: Sequence[Layer]) -> Layer:
+    """Return a layer with the means of what the table shows of these."""
+
+    def mean(values: Iterator[float]) -> float:
+        return sum(values) / len(layers)
+
+    return replace(
+        layers[0],
+        name=name,
+        forward_s=mean(layer.forward_s for layer in layers),
+        backward_s=mean(layer.backward_s for layer in layers),
+        update_s=mean(layer.update_s for layer in layers),
+        accumulate_s=mean(layer.accumulate_s for layer in layers),
+        weight_bytes=round(mean(layer.weight_bytes for layer in layers)),
+        gradient_bytes=round(mean(layer.gradient_bytes for layer in layers)),
+        saved_bytes=round(mean(layer.saved_bytes for layer in layers)),
+    )

@@ -6,6 +6,8 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from planner.analysis.compare_runs import RunComparison
+from planner.analysis.measured_cluster import SAME_SPEED, MeasuredCluster
+from planner.formats.files import replace
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import config_words
 from planner.formats.timeline import Timeline
@@ -13,12 +15,13 @@ from planner.reporting.tables.plan import pace
 from planner.reporting.tables.table import Table, named_values, table_of
 from planner.simulator.simulate_plan import simulated_s
 from planner.simulator.summary import Summary, WorkerUse, summarize
-from planner.units import format_bytes, format_rate, format_seconds
+from planner.units import format_bandwidth, format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
     from planner.workers.job import Loss, TrainResult, WorkerReport
 
 LOSS_WINDOW = 10  # minibatches averaged at either end, because single losses are noisy
+SAME_PACE = 0.02  # plans nearer than this are equally fast, because predictions err by as much
 MOST_ROWS = 32  # workers; of more the first of each stage is shown
 
 
@@ -200,7 +203,7 @@ def _run_lines(summary: Summary, plan: Plan | None) -> list[tuple[str, str | Non
     )
     uneven = None
     if plan is not None and plan.lengths is not None:
-        alike_s = simulated_s(plan.model_copy(update={"lengths": None}))
+        alike_s = simulated_s(replace(plan, lengths=None))
         longer = percent_error(plan.predicted.seconds_per_minibatch, alike_s)
         uneven = f"{longer} of time per minibatch, because microbatches differ"
     if plan is not None:
@@ -275,3 +278,42 @@ def legend(summary: Summary) -> str:
         return f"shares of the whole run, which is too short for a steady state{many}"
     times = f"{format_seconds(summary.steady_from_s)} to {format_seconds(summary.steady_to_s)}"
     return f"shares of the time in the steady state, {times}{many}"
+
+
+def measured_cluster_sentences(plan: Plan, found: MeasuredCluster) -> Iterator[str]:
+    """Yield what a run measured of devices and links that the plan's cluster has otherwise."""
+    planned, levels = plan.cluster, found.cluster.levels
+    if found.cluster == planned:
+        yield "devices and links are as fast as planned"
+
+    stages = {rank: number for number, stage in enumerate(plan.stages) for rank in stage.ranks}
+    for worker in found.workers:
+        if abs(worker.speed - 1) > SAME_SPEED:
+            yield (
+                f"worker {worker.rank} (stage {stages[worker.rank]}) takes "
+                f"{1 / worker.speed:.2f} times as long as planned for its computations"
+            )
+    for number, (before, now) in enumerate(zip(planned.levels, levels, strict=True)):
+        if before != now:
+            where = "links" if len(levels) == 1 else f"links of level {number}"
+            yield (
+                f"{where} carry {format_bandwidth(now.bandwidth_bytes_per_s)}, and "
+                f"{format_bandwidth(before.bandwidth_bytes_per_s)} was planned"
+            )
+    if all(link.measured_bytes_per_s is None for link in found.links) and planned.gpus > 1:
+        yield "no message tells how fast links are, so they are as planned"
+
+
+def gain_sentence(before: Plan, after: Plan) -> str:
+    """Say how much faster one plan is than another of the same profile on the same cluster."""
+    ratio = _seconds_per_microbatch(before) / _seconds_per_microbatch(after)
+    if ratio <= 1 + SAME_PACE:
+        return f"the plan that was run, {before.config}, is as fast there as any that was found"
+    return (
+        f"{after.config} is {ratio:.2f} times as fast there as the plan that was run, "
+        f"{before.config} (simulated)"
+    )
+
+
+def _seconds_per_microbatch(plan: Plan) -> float:
+    return plan.predicted.seconds_per_minibatch / plan.microbatches

@@ -15,8 +15,17 @@ LITTLE = 1.05
 
 def verdict_lines(plan: Plan, limits: Limits | None) -> list[str]:
     """Return the verdict, and how the best synchronous plans compare with an asynchronous one."""
-    lines = [f"{verdict(plan, limits)}; {mode_words(plan)}"]
+    lines = [f"{instead_words(plan)}{verdict(plan, limits)}; {mode_words(plan)}"]
     return lines + [synchronous_words(plan, way) for way in synchronous_ways(plan)]
+
+
+def instead_words(plan: Plan) -> str:
+    """Say under which schedule nothing fits, in a sentence of its own, where this plan is in place
+    of one under that.
+    """
+    if plan.instead_of is None:
+        return ""
+    return f"Nothing fits under {plan.instead_of}, so this plan is under {plan.schedule}. "
 
 
 def synchronous_ways(plan: Plan) -> list[OtherWay]:
@@ -40,17 +49,27 @@ def verdict(plan: Plan, limits: Limits | None) -> str:
     parts = [counted(len(plan.stages), "stage")]
     best = best_baseline(plan)
     if best is not None:
-        parts.append(
-            f"{format_times(1 / share_of_speed(plan, best))} the best baseline ({best.name})"
-        )
+        parts.append(_beside(plan, best))
     elif plan.baselines:
         parts.append("where no baseline fits the memory")
     if limits is not None:
         parts.append(f"{limits.bubble:.0%} bubble")
     words = ", ".join(parts)
-    if best is not None and share_of_speed(plan, best) * LITTLE > 1:
+    # Beside a hand-cut pipeline that is as fast, a pipeline may still gain much.
+    if best is not None and not _is_pipeline(best) and share_of_speed(plan, best) * LITTLE > 1:
         words += f": a pipeline gains {_little(plan, best)} here"
     return words
+
+
+def _beside(plan: Plan, best: OtherWay) -> str:
+    speed = format_times(1 / share_of_speed(plan, best))
+    if speed == format_times(1):
+        return f"as fast as the best baseline ({best.name})"
+    return f"{speed} the best baseline ({best.name})"
+
+
+def _is_pipeline(way: OtherWay) -> bool:
+    return "-" in way.config
 
 
 def _little(plan: Plan, best: OtherWay) -> str:

@@ -1,17 +1,14 @@
 """The plans for the GPUs that are left when hosts are lost."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from planner.errors import ClusterError, PlannerError
 from planner.formats.cluster import Cluster
+from planner.formats.files import replace
 from planner.formats.plan import Plan
-from planner.formats.profile import Profile
-from planner.options.solving import SolveOptions
-from planner.solver.clock import Clock
 from planner.solver.find_plan import find_plan
 from planner.solver.problem.infeasible import explained
-from planner.solver.tuning.record import Tuning
+from planner.solver.request import Request
 
 
 def fewer_hosts(cluster: Cluster, most: int) -> Iterator[Cluster]:
@@ -34,40 +31,35 @@ def fewer_hosts(cluster: Cluster, most: int) -> Iterator[Cluster]:
             hint=f"give `survive={hosts - 1}` or fewer",
         )
     for left in range(hosts - 1, hosts - most - 1, -1):
-        outer = joined[-1].model_copy(update={"size": left})
-        yield cluster.model_copy(update={"levels": (*joined[:-1], outer)})
+        yield replace(cluster, levels=(*joined[:-1], joined[-1].with_size(left)))
 
 
-def with_fewer_hosts(
-    profile: Profile,
-    plan: Plan,
-    options: SolveOptions,
-    clock: Clock,
-    tuning: Tuning,
-) -> Plan:
+def with_fewer_hosts(plan: Plan, request: Request) -> Plan:
     """Return the plan with the fastest plans for up to `options.survive` hosts fewer, or a note why
     there is none.
 
     They train the same minibatches under the same schedule, so that a run can go on with any of
     them.
     """
-    clusters = list(fewer_hosts(plan.cluster, options.survive))
+    clusters = list(fewer_hosts(plan.cluster, request.options.survive))
     options = replace(
-        options,
+        request.options,
         schedule=plan.schedule,
         microbatches=plan.microbatches,
         minibatch=None,
         survive=0,
     )
+    same = request.with_options(options)
+
     smaller = list[Plan]()
     for number, cluster in enumerate(clusters):
         share = 1 / (len(clusters) - number)
         try:
-            smaller.append(find_plan(profile, cluster, options, clock.part(share), tuning))
+            smaller.append(find_plan(same.on(cluster).within(share)))
         except PlannerError as error:  # no plan fits, or none takes so many microbatches
             # Still fewer GPUs have less memory in all.
             plan = plan.noting(
                 f"The loss of {number + 1} hosts cannot be survived: {explained(error).message}."
             )
             break
-    return plan.model_copy(update={"smaller": tuple(smaller)})
+    return replace(plan, smaller=tuple(smaller))

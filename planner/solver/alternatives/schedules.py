@@ -4,21 +4,18 @@ asynchronous one.
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 
 from planner.errors import PlannerError
-from planner.formats.cluster import Cluster
+from planner.formats.files import replace
 from planner.formats.plan import Plan
-from planner.formats.plan_parts import short_config
-from planner.formats.profile import Profile
-from planner.options.solving import SolveOptions
+from planner.formats.plan_parts import OtherWay, short_config
 from planner.schedule.one_stage import FLUSH
 from planner.schedule.registry import AUTO, SCHEDULES
 from planner.schedule.schedule import Schedule
-from planner.solver.alternatives.interleaved import or_interleaved
+from planner.solver.alternatives.interleaved import prefer_interleaved_if_faster
 from planner.solver.alternatives.table import described_plan, seconds_per_microbatch
-from planner.solver.clock import Clock
 from planner.solver.find_plan import find_plan
+from planner.solver.request import Request
 from planner.solver.tuning.record import Tuning
 from planner.stages.replicas import update_words
 from planner.units import as_fast, counted
@@ -29,13 +26,7 @@ OUT_OF_TIME = (
 )
 
 
-def under_every_schedule(
-    profile: Profile,
-    cluster: Cluster,
-    options: SolveOptions,
-    clock: Clock,
-    tuning: Tuning,
-) -> Plan:
+def under_every_schedule(request: Request) -> Plan:
     """Return the fastest plan under any schedule, with the best ones under all others, or notes why
     there is none.
 
@@ -45,27 +36,14 @@ def under_every_schedule(
     plans = list[Plan]()
     obstacles = dict[Schedule, PlannerError]()
     for number, schedule in enumerate(SCHEDULES):
-        clock.progress.step = str(schedule)
-        asked = under(schedule, options)
+        request.clock.progress.step = str(schedule)
+        share = 1 / (len(SCHEDULES) - number)
         try:
-            plans.append(
-                find_plan(
-                    profile, cluster, asked, clock.part(1 / (len(SCHEDULES) - number)), tuning
-                )
-            )
+            plans.append(find_plan(request.under(schedule).within(share)))
         except PlannerError as error:
             obstacles[schedule] = error
 
-    microbatches = None
-    if options.minibatch is not None or options.microbatches is not None:
-        microbatches = under(FLUSH, options).microbatches_on(cluster, profile)
-    size = (microbatches or 1) * (profile.microbatch_size or 1)
-    candidates = [
-        plan
-        for plan in plans
-        if _is_in_time(plan, options)
-        and (microbatches is None or plan.samples_per_update == (size, size))
-    ]
+    candidates = [plan for plan in plans if _may_be_the_answer(plan, request)]
     if not candidates:
         raise obstacles[FLUSH]
     best = min(candidates, key=seconds_per_microbatch)
@@ -73,21 +51,23 @@ def under_every_schedule(
     best = _noting_other_sizes(best, plans)
     for schedule, obstacle in obstacles.items():
         best = best.noting(f"there is no plan under {schedule}: {obstacle.message}")
-    rows = tuple(described_plan(str(plan.schedule), plan) for plan in plans)
-    return best.model_copy(update={"schedules": rows})
+    return replace(
+        best, schedules=tuple(described_plan(str(plan.schedule), plan) for plan in plans)
+    )
 
 
-def under(schedule: Schedule, options: SolveOptions) -> SolveOptions:
-    """Return the options under another schedule; one that divides no minibatches has one microbatch
-    in each.
+def _may_be_the_answer(plan: Plan, request: Request) -> bool:
+    """Return whether the plan's gradients are no staler than allowed, and its global batch is the
+    one that was given.
     """
-    microbatches = options.microbatches if schedule.divides else None
-    return replace(options, schedule=schedule, microbatches=microbatches)
-
-
-def _is_in_time(plan: Plan, options: SolveOptions) -> bool:
-    """Return whether the plan's gradients are no later than allowed."""
-    return options.max_staleness is not None or not plan.schedule.asynchronous
+    options = request.options
+    if plan.schedule.asynchronous and options.max_staleness is None:
+        return False
+    if options.minibatch is None and options.microbatches is None:
+        return True
+    microbatches = request.under(FLUSH).setting.microbatches
+    size = microbatches * (request.profile.microbatch_size or 1)
+    return plan.samples_per_update == (size, size)
 
 
 def _noting_other_sizes(best: Plan, plans: Sequence[Plan]) -> Plan:
@@ -101,38 +81,31 @@ def _noting_other_sizes(best: Plan, plans: Sequence[Plan]) -> Plan:
     for size, names in sizes.items():
         best = best.noting(
             f"plans under {', '.join(names)} update after "
-            f"{update_words(size, best.microbatch_size)}, "
-            f"this one after {update_words(best.samples_per_update, best.microbatch_size)}"
+            f"{update_words(size, best.microbatch_size)}, this one after {_batch_words(best)}"
         )
     return best
 
 
-def holding_minibatch(profile: Profile, options: SolveOptions) -> tuple[SolveOptions, str]:
-    """Return options whose schedule has the global batch that was given, where no schedule was; and
-    a note on that.
+def holding_minibatch(request: Request) -> tuple[Request, str]:
+    """Return the request under a schedule that has the global batch that was given, where no
+    schedule was; and a note on that.
 
     Where a microbatch is the whole minibatch, the default schedule cannot have one of several.
     """
-    size = profile.microbatch_size
+    options = request.options
+    size = request.profile.microbatch_size
     if options.schedule == AUTO or options.asked or options.order.divides:
-        return options, ""
+        return request, ""
     if options.minibatch is None or size is None or options.minibatch <= size:
-        return options, ""
+        return request, ""
     note = (
         f"this plan is under {FLUSH}, as the global batch is of {options.minibatch} samples: "
-        f"under {options.order} a "
-        f"minibatch has the {size} samples that were profiled"
+        f"under {options.order} a minibatch has the {size} samples that were profiled"
     )
-    return replace(options, schedule=FLUSH), note
+    return request.under(FLUSH), note
 
 
-def with_synchronous(
-    profile: Profile,
-    plan: Plan,
-    options: SolveOptions,
-    clock: Clock,
-    tuning: Tuning,
-) -> Plan:
+def with_synchronous(plan: Plan, request: Request) -> Plan:
     """Return an asynchronous plan with the best ones found under 1F1B with a flush; others as they
     are.
 
@@ -148,9 +121,11 @@ def with_synchronous(
     """
     if not plan.schedule.asynchronous:
         return plan
-    plan = _or_data_parallel(profile, plan, options, clock, tuning)
+    options = request.options
+    tuning = request.tuning
+    plan = _prefer_data_parallel_if_as_fast(plan, request)
     try:
-        synchronous = _best_drained(profile, plan, drained_options(plan, options), clock, tuning)
+        synchronous = _best_drained(plan, same_batch(request, plan))
     except PlannerError as error:
         return plan.noting(f"there is no synchronous plan to compare it with: {error.message}")
 
@@ -163,103 +138,97 @@ def with_synchronous(
     if not holds:
         plan = plan.noting(_why_another_batch(plan, synchronous))
 
-    plan = _beside(plan, "synchronous", synchronous)
-    return _with_usual_batch(profile, plan, options, clock, tuning)
+    plan = replace(plan, synchronous=_row(synchronous))
+    plan = _noting_time(plan, synchronous)
+    return _with_usual_batch(plan, request)
 
 
-def _or_data_parallel(
-    profile: Profile,
-    plan: Plan,
-    options: SolveOptions,
-    clock: Clock,
-    tuning: Tuning,
-) -> Plan:
+def _prefer_data_parallel_if_as_fast(plan: Plan, request: Request) -> Plan:
     """Return a single stage where a pipeline with stale gradients is not enough faster, or the
     plan.
     """
+    options = request.options
+    tuning = request.tuning
     enough = tuning.evaluate.min_speedup_per_stale_update
-    chosen_by_user = (
-        options.asked or options.minibatch is not None or options.microbatches is not None
-    )
-    if chosen_by_user or not plan.staleness or plan.predicted.speedup_over_data_parallel >= enough:
+    batch_given = options.minibatch is not None or options.microbatches is not None
+    if options.asked or batch_given or not plan.staleness:
+        return plan
+    if plan.predicted.speedup_over_data_parallel >= enough:
         return plan
 
-    single_stage = replace(options, max_stages=1)
-    soon = clock.at_most(tuning.answer.alternatives_s)
+    soon = request.with_clock(request.clock.at_most(tuning.answer.alternatives_s))
     with suppress(PlannerError):  # the model may not fit one GPU
-        parallel = find_plan(profile, plan.cluster, single_stage, soon, tuning)
+        parallel = find_plan(soon.with_options(replace(options, max_stages=1)))
         slower = seconds_per_microbatch(parallel) / seconds_per_microbatch(plan)
         if slower < enough:
             # The single stage is what was found, not what the user asked for.
-            report = parallel.solver.model_copy(update={"rules": plan.solver.rules})
-            parallel = parallel.model_copy(update={"solver": report})
+            parallel = replace(parallel, solver=parallel.solver.with_rules(plan.solver.rules))
             return parallel.noting(_why_data_parallel(parallel, plan, slower))
     return plan
 
 
-def _with_usual_batch(
-    profile: Profile,
-    plan: Plan,
-    options: SolveOptions,
-    clock: Clock,
-    tuning: Tuning,
-) -> Plan:
+def _with_usual_batch(plan: Plan, request: Request) -> Plan:
     """Return the plan with the best synchronous one of as many microbatches as such plans usually
     have.
     """
+    options = request.options
     if plan.schedule.divides or options.minibatch is not None or options.microbatches is not None:
         return plan
-    usual = replace(options, schedule=FLUSH, max_staleness=None)
-    if usual.microbatches_on(plan.cluster, profile) == drained_options(plan, options).microbatches:
+    usual = _drained(request, None)
+    if usual.setting.microbatches == same_batch(request, plan).options.microbatches:
         return plan
 
     with suppress(PlannerError):  # there is one with the plan's own global batch
-        drained = _best_drained(profile, plan, usual, clock, tuning)
-        plan = _beside(plan, "synchronous_usual", drained)
+        drained = _best_drained(plan, usual)
+        plan = replace(plan, synchronous_usual=_row(drained))
+        plan = _noting_time(plan, drained)
     return plan
 
 
-def _beside(plan: Plan, field: str, synchronous: Plan) -> Plan:
-    """Return the plan with a synchronous one beside it, and what was not looked at for that one."""
-    plan = plan.model_copy(update={field: described_plan(SYNCHRONOUS, synchronous)})
+def _row(synchronous: Plan) -> OtherWay:
+    return described_plan(SYNCHRONOUS, synchronous)
+
+
+def _noting_time(plan: Plan, synchronous: Plan) -> Plan:
+    """Return the plan with what was not looked at for the synchronous one beside it."""
     ended = OUT_OF_TIME in synchronous.notes and OUT_OF_TIME not in plan.notes
     return plan.noting(OUT_OF_TIME) if ended else plan
 
 
-def _best_drained(
-    profile: Profile,
-    plan: Plan,
-    options: SolveOptions,
-    clock: Clock,
-    tuning: Tuning,
-) -> Plan:
+def _best_drained(plan: Plan, request: Request) -> Plan:
     """Return the fastest synchronous plan on the plan's cluster, also of an interleaved
     pipeline.
     """
-    least_s = tuning.answer.alternatives_s
-    searching = clock.at_most(max(least_s, plan.solver.seconds))
-    synchronous = find_plan(profile, plan.cluster, options, searching, tuning)
+    least_s = request.tuning.answer.alternatives_s
+    searching = request.clock.at_most(max(least_s, plan.solver.seconds))
+    synchronous = find_plan(request.with_clock(searching))
     if searching.passed:
         synchronous = synchronous.noting(OUT_OF_TIME)
-    return or_interleaved(profile, synchronous, options, clock.at_most(least_s), tuning)
+    soon = request.with_clock(request.clock.at_most(least_s))
+    return prefer_interleaved_if_faster(synchronous, soon)
 
 
-def drained_options(plan: Plan, options: SolveOptions) -> SolveOptions:
-    """Return the options for the synchronous plan with the global batch of `plan`, or with the one
-    that was given.
+def same_batch(request: Request, plan: Plan) -> Request:
+    """Ask for the synchronous plan with the global batch of `plan`, or with the one that was given.
 
     Under 1f1b a stage updates after a microbatch on each of its replicas, so the global batch is
     that of the stage with the most replicas.
     """
-    microbatches = None
-    if options.minibatch is None:
-        microbatches = plan.microbatches if plan.schedule.divides else max(plan.replicas)
-    return replace(
-        options,
+    if request.options.minibatch is not None:
+        return _drained(request, None)
+    if plan.schedule.divides:
+        return _drained(request, plan.microbatches)
+    return _drained(request, max(plan.replicas))
+
+
+def _drained(request: Request, microbatches: int | None) -> Request:
+    options = replace(
+        request.options,
         schedule=FLUSH,
         microbatches=microbatches,
         max_staleness=None,
     )
+    return request.with_options(options)
 
 
 def required_speedup(plan: Plan, synchronous: Plan, tuning: Tuning) -> float:
@@ -275,40 +244,37 @@ def required_speedup(plan: Plan, synchronous: Plan, tuning: Tuning) -> float:
     return 0.0
 
 
+def _batch_words(plan: Plan) -> str:
+    """Write the samples whose gradients make an update of the plan."""
+    return update_words(plan.samples_per_update, plan.microbatch_size)
+
+
 def _why_data_parallel(parallel: Plan, plan: Plan, ratio: float) -> str:
     """Say how little a pipeline with stale gradients gains over data parallelism."""
-    this = update_words(parallel.samples_per_update, parallel.microbatch_size)
-    that = update_words(plan.samples_per_update, plan.microbatch_size)
     return (
         f"the best pipeline under {plan.schedule}, {short_config(plan.config)}, is "
-        f"{as_fast(ratio)} as data "
-        f"parallelism, and its gradients are up to {counted(plan.staleness, 'update')} stale; it "
-        f"updates after "
-        f"{that}, this plan after {this}; for that one, solve with `schedule={plan.schedule}`"
+        f"{as_fast(ratio)} as data parallelism, and its gradients are up to "
+        f"{counted(plan.staleness, 'update')} stale; it updates after {_batch_words(plan)}, this "
+        f"plan after {_batch_words(parallel)}; for that one, solve with "
+        f"`schedule={plan.schedule}`"
     )
 
 
 def _why_this_batch(synchronous: Plan, plan: Plan) -> str:
     """Say why a plan under another schedule has the global batch that was asked for."""
-    this = update_words(synchronous.samples_per_update, synchronous.microbatch_size)
-    that = update_words(plan.samples_per_update, plan.microbatch_size)
     return (
-        f"this plan is under {synchronous.schedule}, which updates after the {this} that were "
-        f"asked for: under "
-        f"{plan.schedule} a stage updates after a microbatch on each of its replicas, in "
-        f"{short_config(plan.config)} "
-        f"after {that}"
+        f"this plan is under {synchronous.schedule}, which updates after the "
+        f"{_batch_words(synchronous)} that were asked for: under {plan.schedule} a stage updates "
+        f"after a microbatch on each of its replicas, in {short_config(plan.config)} after "
+        f"{_batch_words(plan)}"
     )
 
 
 def _why_another_batch(plan: Plan, synchronous: Plan) -> str:
     """Say that a plan under the schedule that was asked for has another global batch."""
-    asked = update_words(synchronous.samples_per_update, synchronous.microbatch_size)
-    actual = update_words(plan.samples_per_update, plan.microbatch_size)
     return (
-        f"the global batch is {actual}, not {asked}: under {plan.schedule} a stage updates after "
-        f"a microbatch on each "
-        "of its replicas"
+        f"the global batch is {_batch_words(plan)}, not {_batch_words(synchronous)}: under "
+        f"{plan.schedule} a stage updates after a microbatch on each of its replicas"
     )
 
 
@@ -316,21 +282,18 @@ def _why_synchronous(synchronous: Plan, plan: Plan, ratio: float, tuning: Tuning
     """Say how many times as fast the synchronous plan is, and after how many samples each of the
     two updates.
     """
-    is_as_fast = abs(ratio - 1) < tuning.answer.indistinguishable_share
-    times = "" if is_as_fast else f"{ratio:.2f} times "
-    late = (
-        f", whose gradients are up to {counted(plan.staleness, 'update')} stale"
-        if plan.staleness
-        else ""
-    )
+    times = f"{ratio:.2f} times "
+    if abs(ratio - 1) < tuning.answer.indistinguishable_share:
+        times = ""
+    late = ""
+    if plan.staleness:
+        late = f", whose gradients are up to {counted(plan.staleness, 'update')} stale"
     sizes = ""
     if plan.samples_per_update != synchronous.samples_per_update:
-        this = update_words(synchronous.samples_per_update, synchronous.microbatch_size)
-        that = update_words(plan.samples_per_update, plan.microbatch_size)
-        sizes = f"; this plan updates after {this}, that one after {that}"
+        this = _batch_words(synchronous)
+        sizes = f"; this plan updates after {this}, that one after {_batch_words(plan)}"
     return (
         f"this plan under {synchronous.schedule} is {times}as fast as the best under "
-        f"{plan.schedule}, "
-        f"{short_config(plan.config)}{late}{sizes}; for that one, solve with "
+        f"{plan.schedule}, {short_config(plan.config)}{late}{sizes}; for that one, solve with "
         f"`schedule={plan.schedule}`"
     )

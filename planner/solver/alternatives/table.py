@@ -4,15 +4,12 @@ nothing as fast.
 
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from planner.cost.layer_costs import LayerCosts
-from planner.cost.tensor import layer_costs_on
 from planner.errors import InfeasibleError, PlannerError
-from planner.formats.cluster import Cluster
+from planner.formats.files import replace
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import OtherWay, SolverReport, short_config
-from planner.formats.profile import Profile
 from planner.options.solving import SolveOptions
 from planner.schedule.one_stage import FLUSH
 from planner.schedule.registry import AUTO
@@ -20,22 +17,19 @@ from planner.schedule.schedule import Schedule
 from planner.solver.alternatives.simpler_ways import simplest_equal_ways
 from planner.solver.alternatives.usual_ways import Way, usual_ways
 from planner.solver.assemble import complete
-from planner.solver.clock import Clock
 from planner.solver.evaluate.evaluation import evaluate
 from planner.solver.evaluate.pipelines import too_large
+from planner.solver.problem.bounds import relaxed_s
 from planner.solver.problem.budget import Budget
 from planner.solver.problem.problem import Problem
-from planner.solver.question import options_of, with_one_optimizer
-from planner.solver.report import accepting_divided_loss, report_of_way
-from planner.solver.search.chain.ways import least_anywhere_s
-from planner.solver.tuning.record import STANDARD, Tuning
+from planner.solver.request import Request, options_of
 
 
 @dataclass(frozen=True)
 class Rules:
     """Which rows may be the answer."""
 
-    options: SolveOptions
+    request: Request
     schedules: tuple[Schedule, ...]  # under which
     samples: tuple[int, int] | None  # per update; None where the schedule decides that
 
@@ -43,56 +37,42 @@ class Rules:
         """Return whether the way is one that the user asked for, and trains as many samples per
         update.
         """
-        return (
-            way.problem.schedule in self.schedules
-            and self.samples in (None, way.samples_per_update)
-            and self._allow_stages(way)
-        )
+        if way.problem.schedule not in self.schedules:
+            return False
+        return self.samples in (None, way.samples_per_update) and self._allow_stages(way)
 
     def _allow_stages(self, way: Way) -> bool:
         """Return whether the stages are as the options want them, fit, and leave no replica
         idle.
         """
-        profile = way.problem.layer_costs.given
-        rules = with_one_optimizer(self.options, profile).rules
-        if self.options.alone or rules.recompute in ("always", "blocks"):
-            # no row is recomputed as these say, or comes from the solver that was named
+        options = self.request.settled().options
+        # No row is recomputed as these say, comes from a solver that was named, or divides layers.
+        if options.names_solver or options.recompute in ("always", "blocks"):
             return False
-        if rules.tensor and 1 not in rules.tensor:
-            return False  # no row divides layers
+        if 1 not in options.tensor:
+            return False
 
-        problem = replace(way.problem, rules=rules)
+        problem = replace(way.problem, rules=options.rules)
         stages = way.plan.stages
         recomputes = any(stage.options.recomputes for stage in stages)
-        if recomputes and rules.recompute == "never":
+        if recomputes and options.recompute == "never":
             return False
         return problem.sharding.allows(stages[0].options.sharding) and problem.allows(way.plan)
 
 
-def with_baselines(
-    profile: Profile,
-    plan: Plan,
-    clock: Clock,
-    tuning: Tuning = STANDARD,
-) -> Plan:
+def with_baselines(plan: Plan, request: Request) -> Plan:
     """Return the plan with the table of other ways on its cluster, under its schedule.
 
     When the time is over, or after some seconds, what is left is priced by the cost model alone.
     """
     try:
-        ways = _ways_beside(layer_costs_on(profile, plan.cluster), plan, clock, tuning)
+        ways = _ways_beside(plan, request)
     except PlannerError as error:
         return _without_table(plan, error)
     return _with_rows(plan, ways)
 
 
-def no_slower_than_usual(
-    profile: Profile,
-    plan: Plan,
-    options: SolveOptions,
-    clock: Clock,
-    tuning: Tuning,
-) -> Plan:
+def no_slower_than_usual(plan: Plan, request: Request) -> Plan:
     """Return the plan with its table; where a row that the options allow is faster, that row as the
     plan.
 
@@ -101,22 +81,24 @@ def no_slower_than_usual(
     it is.
     """
     try:
-        ways = _ways_beside(layer_costs_on(profile, plan.cluster), plan, clock, tuning)
+        ways = _ways_beside(plan, request)
     except PlannerError as error:
         return _without_table(plan, error)
 
-    rules = Rules(options, _allowed_schedules(plan.schedule, options), plan.samples_per_update)
-    last = Budget.last(clock, tuning.answer.alternatives_s, tuning.budget)
+    schedules = _allowed_schedules(plan.schedule, request.options)
+    rules = Rules(request, schedules, plan.samples_per_update)
+    tuning = request.tuning
+    last = Budget.last(request.clock, tuning.answer.alternatives_s, tuning.budget)
     ways = [
-        _simulated(way, last) if rules.allow(way) and _seems_faster(way, plan) else way
+        _simulated(way, last) if _seems_faster(way, plan) and rules.allow(way) else way
         for way in ways
     ]
-    candidates = [way for way in ways if rules.allow(way) and _faster(way, plan)]
+    candidates = [way for way in ways if _faster(way, plan) and rules.allow(way)]
 
-    best = _fastest_complete(candidates, plan, options)
+    best = _fastest_complete(candidates, plan, request)
     plan = plan if best is None else _in_place_of(plan, best)
     simpler = simplest_equal_ways(plan, filter(rules.allow, ways), tuning)
-    equal = _fastest_complete(simpler, plan, options)
+    equal = _fastest_complete(simpler, plan, request)
     return _with_rows(plan if equal is None else _simpler_than(plan, equal), ways)
 
 
@@ -129,25 +111,20 @@ def _simpler_than(plan: Plan, simpler: Plan) -> Plan:
     )
 
 
-def fastest_usual(
-    profile: Profile,
-    cluster: Cluster,
-    options: SolveOptions,
-    clock: Clock,
-    tuning: Tuning,
-) -> Plan | None:
+def fastest_usual(request: Request) -> Plan | None:
     """Return the fastest of the usual ways that the options allow, for a search that had no answer;
     None without any.
 
     The plan has no table yet.
     """
-    ways = _simulated_ways(options, layer_costs_on(profile, cluster), cluster, clock, tuning)
+    ways = _simulated_ways(request)
+    order = request.options.order
     samples = None
-    if options.order.divides:
-        minibatch = options.microbatches_on(cluster, profile) * (profile.microbatch_size or 1)
+    if order.divides:
+        minibatch = request.setting.microbatches * (request.profile.microbatch_size or 1)
         samples = (minibatch, minibatch)
-    rules = Rules(options, (options.order,), samples)
-    return _fastest_complete(filter(rules.allow, ways), None, options)
+    rules = Rules(request, (order,), samples)
+    return _fastest_complete(filter(rules.allow, ways), None, request)
 
 
 def described_plan(name: str, plan: Plan) -> OtherWay:
@@ -183,20 +160,14 @@ def _allowed_schedules(schedule: Schedule, options: SolveOptions) -> tuple[Sched
     return (schedule, FLUSH)
 
 
-def _ways_beside(costs: LayerCosts, plan: Plan, clock: Clock, tuning: Tuning) -> list[Way]:
-    return _simulated_ways(options_of(plan), costs, plan.cluster, clock, tuning)
+def _ways_beside(plan: Plan, request: Request) -> list[Way]:
+    return _simulated_ways(request.with_options(options_of(plan)))
 
 
-def _simulated_ways(
-    options: SolveOptions,
-    costs: LayerCosts,
-    cluster: Cluster,
-    clock: Clock,
-    tuning: Tuning,
-) -> list[Way]:
+def _simulated_ways(request: Request) -> list[Way]:
     """Return the usual ways, simulated as far as the time for alternatives goes."""
-    budget = Budget(clock.at_most(tuning.answer.alternatives_s), tuning=tuning.budget)
-    return list(usual_ways(options, costs, cluster, budget, tuning))
+    soon = request.clock.at_most(request.tuning.answer.alternatives_s)
+    return list(usual_ways(request, request.with_clock(soon).budget()))
 
 
 def _simulated(way: Way, budget: Budget) -> Way:
@@ -231,61 +202,57 @@ def _clearly_faster_s(problem: Problem, plan: Plan) -> float:
 def _in_place_of(plan: Plan, best: Plan) -> Plan:
     """Return a faster plan with what stands beside the one whose place it takes."""
     chosen = described_plan(str(best.schedule), best)
-    context = {
-        "notes": plan.notes,
-        "synchronous": plan.synchronous if best.schedule.asynchronous else None,
-        "synchronous_usual": plan.synchronous_usual if best.schedule.asynchronous else None,
-        "schedules": tuple(
-            chosen if way.schedule is best.schedule else way for way in plan.schedules
-        ),
-    }
-    best = best.model_copy(update=context)
+    schedules = tuple(chosen if way.schedule is best.schedule else way for way in plan.schedules)
+    best = replace(best, notes=plan.notes, schedules=schedules)
+    if best.schedule.asynchronous:
+        best = replace(
+            best,
+            synchronous=plan.synchronous,
+            synchronous_usual=plan.synchronous_usual,
+        )
     if best.schedule is plan.schedule:
         return best
     return best.noting(
         f"this plan under {best.schedule} is faster than the best that was found under "
-        f"{plan.schedule}, "
-        f"{short_config(plan.config)}, which updates after as many samples"
+        f"{plan.schedule}, {short_config(plan.config)}, which updates after as many samples"
     )
 
 
 def _fastest_complete(
     ways: Iterable[Way],
     slower: Plan | None,
-    options: SolveOptions,
+    request: Request,
 ) -> Plan | None:
     """Return the plan of the fastest way that has room for the copies of weights that several
     stages use.
 
     What a search knew of a `slower` plan under the same schedule holds for this one, too.
     """
+    accepts = request.options.accept_divided_loss
     for way in sorted(ways, key=lambda way: way.seconds_per_microbatch):
+        known = _report_without_search(way)
         if slower is not None and slower.schedule is way.problem.schedule:
-            report = report_of_way(slower.solver, way.plan)
-        else:
-            report = report_without_search(way)
+            known = slower.solver
+        report = known.for_time(way.plan.seconds, way.plan.price_s)
         with suppress(InfeasibleError):
-            plan = complete(way.problem, way.plan, report)
-            return accepting_divided_loss(plan, accepted=options.accept_divided_loss)
+            return complete(way.problem, way.plan, report, accepts_loss=accepts)
     return None
 
 
-def report_without_search(way: Way) -> SolverReport:
+def _report_without_search(way: Way) -> SolverReport:
     """Return what is known of a plan that no search found: its distance from perfect balance."""
-    bound_s = min(least_anywhere_s(way.problem), way.plan.seconds)
-    unknown = SolverReport(
+    return SolverReport(
         name="usual ways",
         status="feasible",
-        lower_bound_s=bound_s,
+        lower_bound_s=relaxed_s(way.problem),
         gap=1.0,
         seconds=0.0,
         exhausted=False,
     )
-    return report_of_way(unknown, way.plan)
 
 
 def _with_rows(plan: Plan, ways: Iterable[Way]) -> Plan:
-    return plan.model_copy(update={"baselines": tuple(way.described() for way in ways)})
+    return replace(plan, baselines=tuple(way.described() for way in ways))
 
 
 def _without_table(plan: Plan, error: PlannerError) -> Plan:

@@ -18,18 +18,14 @@ from dataclasses import dataclass, replace
 
 from planner.cost.candidate import Candidate
 from planner.cost.kinds import everything_on, fastest_rank
-from planner.cost.layer_costs import LayerCosts
-from planner.formats.cluster import Cluster
 from planner.formats.plan_parts import OtherWay
-from planner.options.solving import SolveOptions
 from planner.schedule.one_stage import FLUSH
-from planner.solver.choose.baselines import equal_blocks, recomputing, replicated
+from planner.solver.by_hand import equal_blocks, recomputing, replicated
 from planner.solver.evaluate.evaluation import evaluate
 from planner.solver.problem.budget import Budget
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation
-from planner.solver.question import problem_of
-from planner.solver.tuning.record import Tuning
+from planner.solver.request import Request
 from planner.stages.replicas import most_replicas, samples_per_update
 from planner.stages.sharding import usual_shardings, why_whole
 
@@ -85,21 +81,16 @@ class Way:
         )
 
 
-def usual_ways(
-    options: SolveOptions,
-    layer_costs: LayerCosts,
-    cluster: Cluster,
-    budget: Budget,
-    tuning: Tuning,
-) -> Iterator[Way]:
+def usual_ways(request: Request, budget: Budget) -> Iterator[Way]:
     """Yield the ways in the order of the table, each simulated as far as the budget goes.
 
-    All but the pipelines run under the options' schedule, without chunks. What does not fit the
+    All but the pipelines run under the request's schedule, without chunks. What does not fit the
     memory recomputes every block, unless the options forbid it.
     """
+    options = request.options
     schedule = options.order.unchunked
-    whole = replace(options, schedule=schedule)
-    problem = problem_of(whole, layer_costs, cluster, budget, tuning)
+    whole = request.with_options(replace(options, schedule=schedule))
+    problem = whole.problem(budget)
     yield from _data_parallel(problem)
     yield from _on_one_kind(problem)
     yield _one_gpu(problem)
@@ -111,7 +102,7 @@ def usual_ways(
         microbatches=options.microbatches if schedule.divides else None,
         depth="published",
     )
-    yield from _equal_stages(problem_of(drained, layer_costs, cluster, budget, tuning))
+    yield from _equal_stages(request.with_options(drained).problem(budget))
 
 
 def _data_parallel(problem: Problem) -> Iterator[Way]:
@@ -183,7 +174,7 @@ def _equal_stages(problem: Problem) -> Iterator[Way]:
 
 
 def _with_replicas(stages: Sequence[Candidate], count: int) -> list[Candidate]:
-    return [replace(stage, options=replace(stage.options, replicas=count)) for stage in stages]
+    return [replace(stage, options=stage.options.with_replicas(count)) for stage in stages]
 
 
 def _fitting(way: Way) -> Way:

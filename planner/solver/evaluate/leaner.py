@@ -16,9 +16,9 @@ from planner.solver.problem.result import Evaluation
 class Leaner:
     """Chooses what recomputes in given stages; what it finds out about a stage is remembered."""
 
-    def __init__(self, question: Problem) -> None:
-        self._question = question
-        self._choices = cache(Recomputation(question.layer_costs, question.rules.recompute).choices)
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._choices = cache(Recomputation(problem.layer_costs, problem.rules.recompute).choices)
 
     def lean_enough(self, stages: Sequence[Candidate]) -> Evaluation | None:
         """Return the priced plan, with stages that recompute as memory demands; None if it does not
@@ -29,12 +29,17 @@ class Leaner:
 
         while all(row < len(each) for row, each in zip(rows, choices, strict=True)):
             plan = self._priced(stages, choices, rows)
-            if plan.fits(self._question.cluster):
-                return plan if self._question.allows(plan) else None
-            for number, excess_bytes in enumerate(self._excess_bytes(plan)):
-                if excess_bytes > 0:
-                    in_flight = plan.price.in_flight[number]
-                    rows[number] = _next_row(choices[number], rows[number], in_flight, excess_bytes)
+            if plan.fits(self._problem.cluster):
+                return plan if self._problem.allows(plan) else None
+            excess_bytes = self._excess_bytes(plan)
+            for number, in_flight in enumerate(plan.price.in_flight):
+                if excess_bytes[number] > 0:
+                    rows[number] = _next_row(
+                        choices[number],
+                        rows[number],
+                        in_flight,
+                        excess_bytes[number],
+                    )
         return None
 
     def _priced(
@@ -44,13 +49,13 @@ class Leaner:
         for stage, each, row in zip(stages, choices, rows, strict=True):
             options = replace(stage.options, recompute=each.groups(row))
             recomputing.append(replace(stage, options=options))
-        return priced(self._question, recomputing)
+        return priced(self._problem, recomputing)
 
     def _excess_bytes(self, plan: Evaluation) -> list[int]:
         """Return by how many bytes each stage's device exceeds its memory; 0 where it does not."""
         excess_bytes = []
         for stage, held_bytes in zip(plan.stages, plan.price.gpu_bytes, strict=True):
-            limit_bytes = self._question.cluster.memory_of(stage.options.kind)
+            limit_bytes = self._problem.cluster.memory_of(stage.options.kind)
             excess_bytes.append(0 if limit_bytes is None else max(0, held_bytes - limit_bytes))
         return excess_bytes
 

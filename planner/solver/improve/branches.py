@@ -90,15 +90,15 @@ def improved_cuts(
         yield space, path
 
 
-def space_around(question: Problem, stages: Sequence[Candidate]) -> Downsets:
+def space_around(problem: Problem, stages: Sequence[Candidate]) -> Downsets:
     """Return the space of the cuts of some stages, those near them, and those along the profile's
     order.
     """
-    graph = LayerGraph(question.layer_costs)
+    graph = LayerGraph(problem.layer_costs)
     cuts = [graph.of_layers(stage.before) for stage in stages[1:]]
     in_order = {(1 << count) - 1 for count in range(len(graph.groups))}
-    nearby = _near(cuts, graph.nearest, question.tuning.branches.near_states)
-    return Downsets(question.layer_costs, _flags(graph, in_order | nearby))
+    nearby = _near(cuts, graph.nearest, problem.tuning.branches.near_states)
+    return Downsets(problem.layer_costs, _flags(graph, in_order | nearby))
 
 
 def _near(cuts: Sequence[int], neighbourhood: Neighbourhood, states: int) -> set[int]:

@@ -13,27 +13,28 @@ from dataclasses import replace
 
 import numpy as np
 
-from planner.solver.evaluate.evaluation import in_every_order, simulated
+from planner.solver.evaluate.evaluation import simulated
+from planner.solver.evaluate.orders import in_every_order
 from planner.solver.improve.allotment import allotted
 from planner.solver.improve.branches import space_around
 from planner.solver.pool import Pool
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import CutPath, Evaluation, stages_along
 from planner.solver.problem.states import Chain, CutSpace
-from planner.solver.search.chain.ways import BestWays
+from planner.solver.search.chain.variants import QuickestVariants
 from planner.solver.search.levels.local_search import LocalSearch, OptionsOf
 from planner.units import SLACK
 
 
 def improve(pool: Pool) -> None:
     """Replace the pool's best plan by a faster one that changes lead to, one after the other."""
-    question = pool.question
-    if question.schedule.chunked or question.solver == "ilp":
+    problem = pool.problem
+    if problem.schedule.chunked or problem.solver == "ilp":
         return
     # Stages may run in any way that keeps room for what is no tensor.
-    searched = question
-    if question.layer_costs.overheads is not None:
-        searched = question.with_room(pool.room)
+    searched = problem
+    if problem.layer_costs.overheads is not None:
+        searched = problem.with_room(pool.room)
     climb(pool, searched)
     deepen(pool, searched)
 
@@ -41,14 +42,14 @@ def improve(pool: Pool) -> None:
 def climb(pool: Pool, searched: Problem) -> None:
     """Search from the best plan and from some others by single changes."""
     best = pool.best
-    if best is None or pool.settled or pool.question.budget.over:
+    if best is None or pool.settled or pool.problem.budget.over:
         return
     space = _space_around(searched, best)
     first = _path(searched, space, best)
     if first is None:
         return
 
-    mixed = bool(pool.question.cluster.kinds)
+    mixed = bool(pool.problem.cluster.kinds)
     starts = [first]
     for plan in _fastest_by_shape(pool) if mixed else _fastest_simulated(pool):
         path = _path(searched, space, plan)
@@ -58,12 +59,12 @@ def climb(pool: Pool, searched: Problem) -> None:
     trials = _Trials(pool, searched, space, first)
     local_search = LocalSearch(
         space,
-        pool.question.cluster.gpus,
+        pool.problem.cluster.gpus,
         trials.seconds,
         _ways(searched, space),
         trials.most_priced,
         searched.tuning.levels.split_shares,
-        pool.question.budget.clock,
+        pool.problem.budget.clock,
         trials.least_s,
     )
     for start in starts:
@@ -71,7 +72,6 @@ def climb(pool: Pool, searched: Problem) -> None:
         if not mixed:  # whose starts share one allowance
             local_search.allow(trials.most_priced)
             trials.allow()
-    trials.finish()
 
 
 def _ways(searched: Problem, space: CutSpace) -> list[OptionsOf]:
@@ -81,7 +81,7 @@ def _ways(searched: Problem, space: CutSpace) -> list[OptionsOf]:
     limited = searched.cluster.memory_bytes is not None and not searched.cluster.kinds
     published, *deeper = searched.tuning.improve.depth_ratios
     depths = [published, *(deeper if limited else ())]
-    return [BestWays(searched, space, ratio).options for ratio in depths]
+    return [QuickestVariants(searched, space, ratio).options for ratio in depths]
 
 
 def _fastest_simulated(pool: Pool) -> list[Evaluation]:
@@ -90,7 +90,8 @@ def _fastest_simulated(pool: Pool) -> list[Evaluation]:
     """
     best = pool.best
     assert best is not None
-    seen = [plan for plan in pool.question.budget.seen.values() if pool.question.allows(plan)]
+    problem = pool.problem
+    seen = [plan for plan in problem.budget.seen.values() if problem.allows(plan)]
     seen.sort(key=lambda plan: plan.seconds)
 
     by_stages = {len(best.stages): best}
@@ -98,8 +99,9 @@ def _fastest_simulated(pool: Pool) -> list[Evaluation]:
     for plan in seen:
         by_stages.setdefault(len(plan.stages), plan)
         by_config.setdefault(plan.config, plan)
+
     starts = {plan.config: plan for plan in (*by_stages.values(), *by_config.values())}
-    return list(starts.values())[1 : pool.question.tuning.improve.starts]
+    return list(starts.values())[1 : problem.tuning.improve.starts]
 
 
 def _fastest_by_shape(pool: Pool) -> list[Evaluation]:
@@ -108,7 +110,7 @@ def _fastest_by_shape(pool: Pool) -> list[Evaluation]:
     for plan in sorted(pool.usable, key=lambda plan: plan.seconds):
         shape = tuple((stage.layers, stage.replicas) for stage in plan.stages)
         by_shape.setdefault(shape, plan)
-    return list(by_shape.values())[: pool.question.tuning.improve.mixed_starts]
+    return list(by_shape.values())[: pool.problem.tuning.improve.mixed_starts]
 
 
 class _Trials:
@@ -122,34 +124,35 @@ class _Trials:
         self._space = space
         self._first = first
         self._orders: dict[CutPath, list[Evaluation]] = {}
-
-        question = pool.question
-        tuning = question.tuning.improve
-        farther = tuning.levels_ratio if question.placed else 1
-        few = tuning.few_layers
-        layers = len(question.layer_costs.profile.layers)
-        self.most_priced = tuning.most_priced * farther * few // max(few, layers)
-        self._instructions = tuning.most_instructions * max(1, farther // 2)
-        self._budget = question.budget.apart(min(question.budget.left, self._instructions))
-        self._question = replace(question, budget=self._budget)
-        # Stages on unlike GPUs update at different times, which the cost model of synchronous
-        # schedules adds up.
-        adds = question.cluster.kinds and not question.schedule.asynchronous
-        self._lenient = tuning.overpriced_ratio if adds else 1 - SLACK
         assert pool.best is not None
         self._start = pool.best
 
+        problem = pool.problem
+        tuning = problem.tuning.improve
+        farther = tuning.levels_ratio if problem.placed else 1
+
+        # 1. Plans that are priced: fewer of large models.
+        layers = len(problem.layer_costs.profile.layers)
+        priced = tuning.most_priced * farther
+        self.most_priced = priced * tuning.few_layers // max(tuning.few_layers, layers)
+
+        # 2. Instructions that are simulated.
+        self._instructions = tuning.most_instructions * max(1, farther // 2)
+        self._budget = problem.budget.apart(min(problem.budget.left, self._instructions))
+        self._problem = replace(problem, budget=self._budget)
+
+        # 3. Stages on unlike GPUs update at different times, which the cost model of synchronous
+        # schedules adds up.
+        adds = problem.cluster.kinds and not problem.schedule.asynchronous
+        self._lenient = tuning.overpriced_ratio if adds else 1 - SLACK
+
     def allow(self) -> None:
         """Let the next start spend as much as the first one."""
-        self._budget.left = min(self._pool.question.budget.left, self._instructions)
-
-    def finish(self) -> None:
-        """Count what was simulated."""
-        self._pool.question.budget.count += self._budget.count
+        self._budget.left = min(self._pool.problem.budget.left, self._instructions)
 
     def least_s(self, path: CutPath) -> float:
         """Return seconds that no plan of the path is below; infinity where none is allowed."""
-        orders = in_every_order(self._question, self._plans(path))
+        orders = in_every_order(self._problem, self._plans(path))
         self._orders[path] = orders
         if path == self._first:
             return 0.0
@@ -161,29 +164,29 @@ class _Trials:
         """Return the seconds that count; infinity for what cannot be faster than the best plan."""
         least_s = np.inf
         if path == self._first:
-            least_s = self._question.comparable_s(self._start)
+            least_s = self._problem.comparable_s(self._start)
         for order in self._orders.pop(path):
             if (
                 self._budget.over
                 or order.seconds >= min(least_s, self._pool.best_s) * self._lenient
             ):
                 break  # there is no time left; or simulating, which only adds waiting, cannot help
-            evaluation = simulated(self._question, order, self._pool.best_s)
+            evaluation = simulated(self._problem, order, self._pool.best_s)
             if self._start.simulated and not evaluation.simulated:
                 break  # the budget ended the simulation
             if not self._pool.trains(evaluation):
                 continue
-            least_s = min(least_s, self._question.comparable_s(evaluation))
+            least_s = min(least_s, self._problem.comparable_s(evaluation))
             self._pool.keep(evaluation)
         return least_s
 
     def _plans(self, path: CutPath) -> Iterable[Evaluation]:
-        if self._question.cluster.kinds:
-            return allotted(self._question, stages_along(self._space, path))
+        if self._problem.cluster.kinds:
+            return allotted(self._problem, stages_along(self._space, path))
         if path == self._first:
             return ()
         plan = self._pool.priced(stages_along(self._space, path))
-        return [plan] if self._question.allows(plan) else []
+        return [plan] if self._problem.allows(plan) else []
 
 
 def deepen(pool: Pool, searched: Problem) -> None:
@@ -194,13 +197,8 @@ def deepen(pool: Pool, searched: Problem) -> None:
     all.
     """
     best = pool.best
-    question = pool.question
-    schedule = question.schedule
-    limited = question.cluster.memory_bytes is not None and not question.cluster.kinds
-    if best is None or schedule.asynchronous or not schedule.deepens or not limited:
-        return
-    tuning = question.tuning
-    if best.seconds - best.price_s <= tuning.evaluate.assumed_waiting_share * best.seconds:
+    problem = pool.problem
+    if best is None or not _may_wait(best, problem):
         return
     space = _space_around(searched, best)
     path = _path(searched, space, best)
@@ -208,28 +206,40 @@ def deepen(pool: Pool, searched: Problem) -> None:
         return
 
     # of what takes long because it waits
-    unlimited = replace(question, budget=question.budget.apart(math.inf))
-    for ratio in tuning.improve.depth_ratios[1:]:
-        options = BestWays(searched, space, ratio).options(path.states, path.replicas)
+    unlimited = replace(problem, budget=problem.budget.apart(math.inf))
+    for ratio in problem.tuning.improve.depth_ratios[1:]:
+        options = QuickestVariants(searched, space, ratio).options(path.states, path.replicas)
         plan = pool.priced(stages_along(space, replace(path, options=options)))
-        below_s = min(pool.best_s, question.hopeless_s)
-        if question.allows(plan) and plan.seconds < below_s and not question.budget.clock.passed:
-            evaluation = simulated(unlimited, plan, pool.best_s)
-            if evaluation.simulated and pool.trains(evaluation):
-                pool.keep(evaluation)
-    question.budget.count += unlimited.budget.count
+        below_s = min(pool.best_s, problem.hopeless_s)
+        if plan.seconds >= below_s or problem.budget.clock.passed or not problem.allows(plan):
+            continue
+        evaluation = simulated(unlimited, plan, pool.best_s)
+        if evaluation.simulated and pool.trains(evaluation):
+            pool.keep(evaluation)
 
 
-def _space_around(question: Problem, plan: Evaluation) -> CutSpace:
+def _may_wait(plan: Evaluation, problem: Problem) -> bool:
+    """Return whether a plan under a schedule that drains waits for long, and the memory keeps its
+    stages from being deeper.
+    """
+    schedule = problem.schedule
+    limited = problem.cluster.memory_bytes is not None and not problem.cluster.kinds
+    if schedule.asynchronous or not schedule.deepens or not limited:
+        return False
+    usual_s = problem.tuning.evaluate.assumed_waiting_share * plan.seconds
+    return plan.seconds - plan.price_s > usual_s
+
+
+def _space_around(problem: Problem, plan: Evaluation) -> CutSpace:
     """Return the cuts along the profile's order, and those near a plan's own if it has others."""
     if plan.in_order:
-        return Chain(question.layer_costs)
-    return space_around(question, plan.stages)
+        return Chain(problem.layer_costs)
+    return space_around(problem, plan.stages)
 
 
-def _path(question: Problem, space: CutSpace, plan: Evaluation) -> CutPath | None:
+def _path(problem: Problem, space: CutSpace, plan: Evaluation) -> CutPath | None:
     """Return a plan's path over the space; None where some stage ends at none of its states."""
-    if not question.cluster.kinds and any(stage.ranks for stage in plan.stages):
+    if not problem.cluster.kinds and any(stage.ranks for stage in plan.stages):
         return None
     states = [0]
     for stage in plan.stages:

@@ -1,6 +1,9 @@
-"""The bound of perfect balance: all GPUs equally busy, and no communication."""
+"""Seconds that no plan of a problem is below: perfect balance, with all GPUs equally busy and no
+communication.
+"""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.network.link import link_of
@@ -8,12 +11,26 @@ from planner.cost.setting import Setting
 from planner.cost.work import Work
 from planner.formats.cluster import Cluster
 from planner.formats.profile import KIND_COLUMNS, Layer, Profile
-from planner.solver.problem.replica_bounds import AsynchronousBounds as AsynchronousBounds
-from planner.solver.problem.replica_bounds import Bounds as Bounds
-from planner.solver.problem.replica_bounds import BoundsLike as BoundsLike
-from planner.solver.problem.replica_bounds import DoubleBufferedBounds as DoubleBufferedBounds
-from planner.solver.problem.replica_bounds import bounds_for as bounds_for
-from planner.solver.problem.replica_bounds import larger_root as larger_root
+from planner.solver.problem.drained import drained_s
+from planner.solver.problem.problem import Problem
+from planner.solver.problem.replica_models import replica_model
+from planner.solver.problem.states import Chain, CutSpace
+
+
+def relaxed_s(problem: Problem, space: CutSpace | None = None) -> float:
+    """Return seconds that no plan is below: perfect balance, no communication, the leanest ways.
+
+    Under synchronous schedules the bound knows the bubble and the memory, too; it is infinite where
+    no plan fits. Over a chain it holds for cuts along the profile's order, otherwise for all.
+    """
+    least = partial(problem.limits.least, profile=problem.layer_costs.profile)
+    least_s = balanced_s(problem.layer_costs, problem.setting, least)
+
+    schedule = problem.schedule
+    drains = schedule.formula == "synchronous"
+    if not drains or schedule.splits_backward or problem.cluster.kinds:
+        return least_s
+    return max(least_s, drained_s(problem, in_order=isinstance(space, Chain)))
 
 
 def _as_it_is(work: Work) -> Work:
@@ -63,7 +80,7 @@ def balanced_s(
     later_share = max(0.0, microbatches / gpus - 1)
     accumulating_s = accumulate_s * later_share * (gpus / total_speed)
     if schedule.asynchronous:
-        model = bounds_for(link_of(setting.cluster), schedule, microbatches)
+        model = replica_model(link_of(setting.cluster), schedule, microbatches)
         return model.least_s(everything).item() / total_speed + accumulating_s
     return once_s * max(1 / max(speeds), microbatches / total_speed) + accumulating_s
 

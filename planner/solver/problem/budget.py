@@ -19,6 +19,13 @@ if TYPE_CHECKING:
 
 
 @dataclass
+class Tally:
+    """What all budgets of a question count together."""
+
+    simulated: int = 0
+
+
+@dataclass
 class Budget:
     """What one search may spend, and what it has spent.
 
@@ -30,13 +37,13 @@ class Budget:
     clock: Clock = field(default_factory=Clock)
     most: float | None = None  # instructions of all simulations; by default those of `tuning`
     tuning: BudgetTuning = STANDARD.budget
-    count: int = 0  # candidate plans that were simulated, at one depth or several
     # whether every candidate was looked at; False if instructions or time ran out
     exhausted: bool = True
     # what came of those simulated
     seen: dict[tuple[Candidate, ...], Evaluation] = field(default_factory=dict)
     # seconds of those simulated, by `PipelineCosts.key`
     known: dict[Hashable, float] = field(default_factory=dict)
+    tally: Tally = field(default_factory=Tally)
     left: float = field(init=False)  # instructions that may still be simulated
     # when searches end, so that some time is left to simulate what they found
     searching: Clock = field(init=False)
@@ -64,12 +71,23 @@ class Budget:
         return cls.unlimited(clock.at_least(seconds).at_most(seconds), tuning)
 
     def apart(self, most: float | None = None) -> Budget:
-        """Return a budget of its own for the same question, which knows what this one does.
+        """Return a budget of its own for the same question, which knows what this one does, and
+        counts with it.
 
         Args:
             most: instructions that may be simulated; by default those of `tuning`.
         """
-        return Budget(self.clock, most, self.tuning, known=self.known)
+        return Budget(self.clock, most, self.tuning, known=self.known, tally=self.tally)
+
+    @property
+    def count(self) -> int:
+        """Candidate plans that were simulated, at one depth or several."""
+        return self.tally.simulated
+
+    def keep(self, evaluation: Evaluation) -> None:
+        """Count a plan that was simulated, and remember what came of it."""
+        self.tally.simulated += 1
+        self.seen[evaluation.stages] = evaluation
 
     @property
     def over(self) -> bool:
@@ -85,12 +103,14 @@ class Budget:
         Where a time is `needed`, only the deadline ends the simulation. Above `hopeless_s` a rough
         time does. Return None if the budget ends before the simulation does.
         """
-        if (known_s := self.known.get(key := pipeline.key)) is not None:
-            return known_s
+        key = pipeline.key
+        if key in self.known:
+            return self.known[key]
         if self.clock.passed or (self.left <= 0 and not needed):
             self.exhausted = False
             return None
-        room, executed = math.inf if needed else self.left, 0
+        room = math.inf if needed else self.left
+        executed = 0
 
         def stop(instructions: int) -> bool:
             nonlocal executed

@@ -53,17 +53,17 @@ class SearchedCuts:
         return "" if self.complete else ALONG_ORDER
 
 
-def searched_cuts(question: Problem) -> SearchedCuts:
+def searched_cuts(problem: Problem) -> SearchedCuts:
     """Return the cuts that are searched for a question."""
-    chain = Chain(question.layer_costs)
-    graph = LayerGraph(question.layer_costs)
-    branches = takes_branches(question)
+    chain = Chain(problem.layer_costs)
+    graph = LayerGraph(problem.layer_costs)
+    branches = takes_branches(problem)
     most = len(chain)
     if branches:
-        tuning = question.tuning.branches
+        tuning = problem.tuning.branches
         few = (
             tuning.most_choosing_downsets
-            if chooses_recomputation(question)
+            if chooses_recomputation(problem)
             else tuning.most_downsets
         )
         most = max(most, few)
@@ -73,18 +73,18 @@ def searched_cuts(question: Problem) -> SearchedCuts:
         return SearchedCuts(chain, complete=False, improved=branches)
     if len(downsets) == len(chain):
         return SearchedCuts(chain, complete=True)
-    return SearchedCuts(Downsets(question.layer_costs, graph.flags(downsets)), complete=True)
+    return SearchedCuts(Downsets(problem.layer_costs, graph.flags(downsets)), complete=True)
 
 
-def takes_branches(question: Problem) -> bool:
+def takes_branches(problem: Problem) -> bool:
     """Return whether plans may have other cuts than those along the order: some searches know no
     others.
     """
-    return not (question.schedule.chunked or question.cluster.kinds or question.solver == "ilp")
+    return not (problem.schedule.chunked or problem.cluster.kinds or problem.solver == "ilp")
 
 
-def chooses_recomputation(question: Problem) -> bool:
+def chooses_recomputation(problem: Problem) -> bool:
     """Return whether stages may choose what recomputes, so that searches look at many ways to run
     each.
     """
-    return question.cluster.memory_bytes is not None and question.recompute == "auto"
+    return problem.cluster.memory_bytes is not None and problem.recompute == "auto"

@@ -5,15 +5,15 @@ from dataclasses import replace
 from planner.solver.problem.problem import Problem
 
 
-def cut_after(question: Problem, ends: frozenset[int]) -> Problem:
+def cut_after(problem: Problem, ends: frozenset[int]) -> Problem:
     """Return the question with cuts after these layers only, by position, where the profile allows
     them.
     """
-    profile = question.layer_costs.profile
+    profile = problem.layer_costs.profile
     forbidden = set(profile.no_cut_after)
     for position, layer in enumerate(profile.layers):
         if position not in ends:
             forbidden.add(layer.name)
     names = tuple(layer.name for layer in profile.layers[:-1] if layer.name in forbidden)
-    coarser = question.with_profile(profile.model_copy(update={"no_cut_after": names}))
-    return replace(coarser, precision=question.tuning.chain.some_cuts_precision)
+    coarser = problem.with_profile(profile.model_copy(update={"no_cut_after": names}))
+    return replace(coarser, precision=problem.tuning.chain.some_cuts_precision)

@@ -72,15 +72,15 @@ class Downsets(CutSpace):
     def holds(self, layer: int) -> Flags:
         return self._inside[:, layer]
 
-    def containing(self, state: int, others: Integers) -> Integers:
+    def containing(self, state: int, ends: Integers) -> Integers:
         if state not in self._contained:
             own = self._words[state]
             self._contained[state] = ((self._words & own) == own).all(axis=1)
-        return others[self._contained[state][others]]
+        return ends[self._contained[state][ends]]
 
-    def between(self, state: int, other: int) -> Integers:
-        inner = self.containing(state, np.arange(state + 1, other))
-        outside = self._words[inner] & ~self._words[other]
+    def between(self, state: int, end: int) -> Integers:
+        inner = self.containing(state, np.arange(state + 1, end))
+        outside = self._words[inner] & ~self._words[end]
         within: Flags = ~outside.any(axis=1)
         return inner[within]
 
@@ -101,19 +101,19 @@ class Downsets(CutSpace):
         same = np.flatnonzero((self._words == _words(flags)).all(axis=1))
         return int(same[0]) if len(same) else None
 
-    def span(self, state: int, other: int) -> tuple[int, ...]:
-        return tuple(np.flatnonzero(self._inside[other] & ~self._inside[state]).tolist())
+    def span(self, state: int, end: int) -> tuple[int, ...]:
+        return tuple(np.flatnonzero(self._inside[end] & ~self._inside[state]).tolist())
 
-    def passing(self, state: int, others: Integers) -> Floats | None:
+    def passing(self, state: int, ends: Integers) -> Floats | None:
         """Sum what is live at the state and has as many users in each other one."""
         used = self._used[:, state]
         live = np.flatnonzero(self._made[:, state] & (used < self._users))
         if not len(live):
             return None
-        unused = self._used[np.ix_(live, others)] == used[live, None]
+        unused = self._used[np.ix_(live, ends)] == used[live, None]
         return np.asarray(self._amounts[:, live] @ unused)
 
-    def _working(self, state: int, others: Integers) -> tuple[Floats, Floats, Floats]:
+    def _working(self, state: int, ends: Integers) -> tuple[Floats, Floats, Floats]:
         """Compute what `planner.cost.work.working_bytes` does, of stages with gaps in the profile's
         order.
         """
@@ -121,18 +121,19 @@ class Downsets(CutSpace):
         if at_work is None:
             nothing = np.asarray(0.0)
             return nothing, nothing, nothing
-        own = self._inside[others] & ~self._inside[state]
+        own = self._inside[ends] & ~self._inside[state]
         saved, gradients, workspaces, updates = at_work
         kept = np.cumsum(own * saved, axis=1)
         missing = np.cumsum(own * gradients, axis=1) - own * gradients
-        peaks = np.where(own, kept + workspaces - missing, -np.inf)
-        accumulating = np.where(own, kept + workspaces + gradients, -np.inf)
+
+        def peak(bytes_: Floats, nothing: float = -np.inf) -> Floats:
+            """Return the most bytes while a layer of each stage is at work."""
+            return np.asarray(np.where(own, bytes_, nothing).max(axis=1))
+
         total = kept[:, -1]
-        return (
-            peaks.max(axis=1) - total,
-            accumulating.max(axis=1) - total,
-            np.where(own, updates, 0.0).max(axis=1),
-        )
+        working = peak(kept + workspaces - missing) - total
+        accumulating = peak(kept + workspaces + gradients) - total
+        return working, accumulating, peak(updates, 0.0)
 
 
 def _words(flags: Flags) -> NDArray[np.uint64]:

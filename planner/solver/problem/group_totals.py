@@ -46,7 +46,7 @@ class GroupTotals:
             kept_bytes=kept_bytes,
             optimizer_bytes=total("optimizer_bytes"),
             memory_bytes=_room_bytes(problem),
-            most_replicas=min(problem.cluster.gpus, problem.microbatches, problem.most_replicas),
+            most_replicas=problem.most_replicas_on(problem.cluster.gpus),
         )
 
     @property

@@ -6,14 +6,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from planner.cost.candidate import Candidate
+from planner.cost.candidate import Candidate, StageOptions
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.models.synchronous import SynchronousModel
 from planner.cost.network.link import Link, link_of
@@ -28,14 +29,17 @@ from planner.options.solving import UNLIMITED, DepthRule, RecomputeRule, SolverN
 from planner.plan.rank_groups import groups_of
 from planner.schedule.schedule import Schedule
 from planner.solver.clock import NO_LIMIT, Clock
-from planner.solver.problem.bounds import Bounds, bounds_for
 from planner.solver.problem.budget import Budget
+from planner.solver.problem.replica_models import ReplicaModel, replica_model
 from planner.solver.problem.result import Evaluation
 from planner.solver.problem.states import CutSpace
 from planner.solver.tuning.record import STANDARD, Tuning
+from planner.stages.replicas import most_replicas
 from planner.stages.sharding import PossibleSharding, Sharding, why_whole
 from planner.stages.tensor import any_divided, one_degree
 from planner.units import SLACK
+
+Path = TypeVar("Path", bound=Sized)  # as long as it has stages
 
 
 @dataclass(frozen=True)
@@ -61,9 +65,52 @@ class Limits:
         """
         return self.memory_bytes is not None or self.deepest < UNLIMITED
 
+    @property
+    def recomputes(self) -> bool:
+        """Whether all stages recompute, by the rule."""
+        return self.rules.recompute in ("always", "blocks")
+
+    def may_shard(self, profile: Profile) -> bool:
+        """Return whether stages may shard the optimizer's state, which saves memory and the time of
+        the optimizer's step.
+        """
+        rule = self.rules.shard_optimizer
+        if rule == "never" or self.gpus == 1 or not profile.may_shard_optimizer:
+            return False
+        if rule == "always" or self.memory_bytes is not None:
+            return True
+        return any(layer.update_s > 0 for layer in profile.layers)
+
+    def least(self, work: Work, profile: Profile) -> Work:
+        """Return work that no way to run stages is below."""
+        if self.recomputes:
+            work = work.recomputed()
+        if self.may_shard(profile):
+            work = replace(work, update_s=work.update_s / self.gpus)
+        return work
+
     def allows_stages(self, count: int) -> bool:
         """Return whether a plan may have so many stages."""
         return self.rules.max_stages is None or count <= self.rules.max_stages
+
+    def of_few_stages(
+        self,
+        walk: Callable[[int | None], Path | None],
+        space: CutSpace,
+        gpus: int,
+    ) -> Path | None:
+        """Return the best plan of a walk that keeps the rule for the number of stages.
+
+        Args:
+            walk: returns the best plan over the space, of any number of stages or at most so many,
+                which takes a table for each number; None without a plan.
+            space: of the walk.
+            gpus: of the walk.
+        """
+        path = walk(None)
+        if path is None or self.allows_stages(len(path)):
+            return path
+        return walk(self.most_stages(space, gpus))
 
     def most_stages(self, space: CutSpace, gpus: int) -> int:
         """Return how many stages a plan over the space has at most."""
@@ -128,27 +175,34 @@ class Problem:
             tuning=self.tuning,
         )
 
+    def most_replicas_on(self, gpus: int) -> int:
+        """Return the most replicas that a stage may have on so many GPUs."""
+        return min(self.most_replicas, most_replicas(self.schedule, self.microbatches, gpus))
+
     def allows(self, plan: Evaluation) -> bool:
         """Return whether a plan fits the memory, its versions suffice, no sharded replica idles,
         and so on.
         """
-        schedule, most, limits = self.schedule, self.rules.max_staleness, self.limits
-        for stage, depth in zip(plan.stages, plan.price.in_flight, strict=True):
-            late = most is not None and schedule.staleness(depth) > most
-            most_here = min(
-                limits.most_replicas,
-                limits.most_sharded if stage.options.shards_optimizer else UNLIMITED,
-            )
-            idle = stage.replicas > most_here
-            uneven = stage.options.shards_gradients and self.microbatches % stage.replicas > 0
-            if (
-                late
-                or idle
-                or uneven
-                or not schedule.versions_suffice(self.microbatches, stage.replicas, depth)
-            ):
-                return False
-        return limits.allows_stages(len(plan.stages)) and plan.fits(self.cluster)
+        stages = zip(plan.stages, plan.price.in_flight, strict=True)
+        return (
+            all(self._allows_stage(stage.options, depth) for stage, depth in stages)
+            and self.limits.allows_stages(len(plan.stages))
+            and plan.fits(self.cluster)
+        )
+
+    def _allows_stage(self, options: StageOptions, in_flight: int) -> bool:
+        """Return whether a stage may have its replicas, with so many microbatches in flight."""
+        replicas = options.replicas
+        most_updates = self.rules.max_staleness
+        if most_updates is not None and self.schedule.staleness(in_flight) > most_updates:
+            return False
+        if replicas > self.most_replicas:
+            return False
+        if options.shards_optimizer and replicas > self.limits.most_sharded:
+            return False
+        if options.shards_gradients and self.microbatches % replicas > 0:
+            return False
+        return self.schedule.versions_suffice(self.microbatches, replicas, in_flight)
 
     def comparable_s(self, plan: Evaluation) -> float:
         """Return the seconds by which plans are compared: one that was not simulated counts as if
@@ -220,11 +274,11 @@ class Problem:
         """Return the number of GPUs of that kind."""
         return self.cluster.gpus if kind is None else kind.count
 
-    def asynchronous(self, link: Link | None = None) -> Bounds:
+    def asynchronous(self, link: Link | None = None) -> ReplicaModel:
         """Return the cost model of a stage, with its bounds, for the cluster's slowest or another
         link.
         """
-        return bounds_for(link or self.link, self.schedule, self.microbatches)
+        return replica_model(link or self.link, self.schedule, self.microbatches)
 
     def synchronous(self, link: Link | None = None) -> SynchronousModel:
         """Return the cost model of a stage under a synchronous schedule, for the cluster's slowest
@@ -291,13 +345,3 @@ class Problem:
         reserve = overheads.reserve(communicators)
         less = self.with_cluster(self.cluster.with_memory(reserve.room))
         return replace(less, layer_costs=self.layer_costs.of_tensors, reserve=reserve)
-
-    def leaner(self) -> list[Problem]:
-        """Return the problem under schedules that need less memory, as far as their gradients are
-        not too late.
-        """
-        most, microbatches = self.rules.max_staleness, max(self.microbatches, self.cluster.gpus)
-        allowed = (
-            each for each in self.schedule.leaner if most is None or each.staleness(1) <= most
-        )
-        return [self.with_schedule(schedule, microbatches) for schedule in allowed]

@@ -2,6 +2,8 @@
 bound.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -9,6 +11,7 @@ from itertools import pairwise
 from planner.cost.candidate import Candidate, StageOptions
 from planner.cost.network.topology import ranks_of
 from planner.cost.overheads import Price
+from planner.cost.work import Integers
 from planner.formats.cluster import Cluster
 from planner.formats.plan_parts import config_of
 from planner.solver.problem.states import CutSpace
@@ -22,11 +25,22 @@ RESOLUTION = 1e-12
 class CutPath:
     """A plan as a path through the cuts: stage s runs the layers from `states[s]` to `states[s +
     1]`.
+
+    It takes the sum of one part of its stages' seconds plus the maximum of another, per minibatch.
     """
 
     states: tuple[int, ...]
     options: tuple[StageOptions, ...]
-    seconds: float  # per minibatch
+    max_s: float
+    sum_s: float = 0.0
+
+    def __len__(self) -> int:
+        """The number of stages."""
+        return len(self.options)
+
+    @property
+    def seconds(self) -> float:
+        return self.sum_s + self.max_s
 
     @property
     def replicas(self) -> tuple[int, ...]:
@@ -37,13 +51,22 @@ class CutPath:
         """Ranks of all stages."""
         return sum(each.gpus for each in self.options)
 
+    def that_takes(self, seconds: float) -> CutPath:
+        """Return the path with another price."""
+        return CutPath(self.states, self.options, seconds)
+
+    def over(self, states: Integers) -> CutPath:
+        """Return a path over some states of a space as a path over the space."""
+        return replace(self, states=tuple(states[list(self.states)].tolist()))
+
 
 @dataclass(frozen=True)
 class BoundedPath:
-    """The best path found."""
+    """The best path found, and seconds that no plan is below; on clusters of several levels, none
+    on consecutive ranks.
+    """
 
     path: CutPath | None  # None if no plan fits the memory
-    # that no plan is below; on clusters of several levels, none on consecutive ranks
     bound_s: float
 
 
@@ -103,7 +126,7 @@ class Evaluation:
         """
         return tuple(map(tuple, ranks_of(self.stages, self.price.workers)))
 
-    def divided(self, degree: int) -> "Evaluation":
+    def divided(self, degree: int) -> Evaluation:
         """Return a plan of a cluster's groups of so many ranks as one of its ranks."""
         stages = tuple(
             replace(stage, options=replace(stage.options, tensor=degree)) for stage in self.stages
@@ -123,6 +146,14 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
+class BoundedPlans:
+    """Plans that a search proposes, the best first, and seconds that no plan of its is below."""
+
+    plans: tuple[Evaluation, ...]
+    bound_s: float
+
+
+@dataclass(frozen=True)
 class Answer:
     """The best plan of a question, and a bound on all its plans."""
 
@@ -133,7 +164,7 @@ class Answer:
     # which were searched, where there are others than those along the profile's order
     cuts: str = ""
 
-    def with_best(self, best: Evaluation) -> "Answer":
+    def with_best(self, best: Evaluation) -> Answer:
         """Return the answer with another plan; no bound is above the time of a plan that exists."""
         return replace(self, best=best, bound_s=min(self.bound_s, best.seconds))
 

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.memo import Memo
 from planner.cost.recomputation import Recomputation
-from planner.cost.work import Floats, Footprint, Integers, Work, joined, working_bytes
+from planner.cost.work import Floats, Footprint, Integers, Work, working_bytes
 from planner.options.solving import RecomputeRule
 
 _TIMES = ("forward_s", "backward_s", "update_s", "accumulate_s")
@@ -78,12 +78,12 @@ class CutSpace(ABC):
         """Return which states contain the layer at this position."""
 
     @abstractmethod
-    def containing(self, state: int, others: Integers) -> Integers:
-        """Return those of `others`, all of which come after the state, that contain it."""
+    def containing(self, state: int, ends: Integers) -> Integers:
+        """Return those of `ends`, all of which come after the state, that contain it."""
 
     @abstractmethod
-    def between(self, state: int, other: int) -> Integers:
-        """Return the states at which the stage from `state` to `other` may be cut in two,
+    def between(self, state: int, end: int) -> Integers:
+        """Return the states at which the stage from `state` to `end` may be cut in two,
         ascending.
         """
 
@@ -100,19 +100,19 @@ class CutSpace(ABC):
         """Return the state that has these layers; None without one."""
 
     @abstractmethod
-    def span(self, state: int, other: int) -> Sequence[int]:
-        """Return the positions of the layers in `other` but not in `state`, ascending; as a key for
+    def span(self, state: int, end: int) -> Sequence[int]:
+        """Return the positions of the layers in `end` but not in `state`, ascending; as a key for
         dictionaries.
         """
 
     @abstractmethod
-    def passing(self, state: int, others: Integers) -> Floats | None:
-        """Return what passes by the stage up to each of `others`, a row for each of `FRONTS`; None
+    def passing(self, state: int, ends: Integers) -> Floats | None:
+        """Return what passes by the stage up to each of `ends`, a row for each of `FRONTS`; None
         if nothing does.
         """
 
     @abstractmethod
-    def _working(self, state: int, others: Integers) -> tuple[Floats, Floats, Floats]:
+    def _working(self, state: int, ends: Integers) -> tuple[Floats, Floats, Floats]:
         """Return the working, accumulating and updating bytes; 0 each of a profile without
         workspaces.
         """
@@ -121,41 +121,42 @@ class CutSpace(ABC):
         """Return the states that contain this one, without itself."""
         return self.containing(state, np.arange(state + 1, len(self)))
 
-    def layers(self, state: int, other: int) -> tuple[int, ...]:
-        """Return the positions of the layers in `other` but not in `state`, ascending."""
-        return tuple(self.span(state, other))
+    def layers(self, state: int, end: int) -> tuple[int, ...]:
+        """Return the positions of the layers in `end` but not in `state`, ascending."""
+        return tuple(self.span(state, end))
 
-    def members(self, state: int, other: int) -> frozenset[int]:
+    def members(self, state: int, end: int) -> frozenset[int]:
         """Return the layers as a set, which is made once: plans have most of their stages in
         common.
         """
-        if (state, other) not in self._members:
-            self._members[state, other] = frozenset(self.layers(state, other))
-        return self._members[state, other]
+        if (state, end) not in self._members:
+            self._members[state, end] = frozenset(self.layers(state, end))
+        return self._members[state, end]
 
     @cached_property
     def _members(self) -> dict[tuple[int, int], frozenset[int]]:
         return {}
 
     def recomputation(self, rule: RecomputeRule) -> Recomputation:
-        """Return the choices of what recomputes in the stages; `benchmarks.piper.question` has
+        """Return the choices of what recomputes in the stages; `benchmarks.solver_quality.piper.question` has
         others.
         """
         return Recomputation(self.layer_costs, rule)
 
-    def sides(self, state: int, others: Integers) -> tuple[Floats, Floats]:
-        """Return what the stages up to `others` exchange with earlier stages and with later ones,
+    def sides(self, state: int, ends: Integers) -> tuple[Floats, Floats]:
+        """Return what the stages up to `ends` exchange with earlier stages and with later ones,
         as in `FRONTS`.
         """
-        before, after = self._fronts[:, state, None], self._fronts[:, others]
-        if (by := self.passing(state, others)) is None:
+        before, after = self._fronts[:, state, None], self._fronts[:, ends]
+        by = self.passing(state, ends)
+        if by is None:
             return np.broadcast_to(before, after.shape), after
         return before - by, after - by
 
-    def work(self, state: int, others: Integers) -> Work:
-        """Return the work of the stages from the state to each of `others`."""
-        left, right = self.sides(state, others)
-        held = partial(self._held, state, others)
+    def work(self, state: int, ends: Integers) -> Work:
+        """Return the work of the stages from the state to each of `ends`."""
+        left, right = self.sides(state, ends)
+        held = partial(self._held, state, ends)
         return Work(
             forward_s=held("forward_s"),
             backward_s=held("backward_s"),
@@ -173,24 +174,12 @@ class CutSpace(ABC):
             neighbours=(left[2] > 0).astype(np.int64) + (right[2] > 0),
         )
 
-    @cached_property
-    def every_stage(self) -> tuple[Integers, Integers, Work]:
-        """The first states, last states and work of all stages."""
-        later = [self.after(state) for state in range(len(self) - 1)]
-        works = [self.work(state, others) for state, others in enumerate(later)]
-        counts = [len(others) for others in later]
-        return (
-            np.repeat(np.arange(len(later)), counts),
-            np.concatenate(later),
-            joined(works, counts),
-        )
-
-    def footprint(self, state: int, others: Integers, work: Work) -> Footprint:
-        """Return the footprint of the stages from the state to each of `others`, whose work is
+    def footprint(self, state: int, ends: Integers, work: Work) -> Footprint:
+        """Return the footprint of the stages from the state to each of `ends`, whose work is
         known.
         """
-        held = partial(self._held, state, others)
-        working, accumulating, updating = self._working(state, others)
+        held = partial(self._held, state, ends)
+        working, accumulating, updating = self._working(state, ends)
         return Footprint(
             weight_bytes=held("weight_bytes"),
             gradient_bytes=work.trainable_bytes,
@@ -204,8 +193,8 @@ class CutSpace(ABC):
             updating_bytes=updating,
         )
 
-    def _held(self, state: int, others: Integers, name: str) -> Floats:
-        return np.asarray(self._sums[name][others] - self._sums[name][state])
+    def _held(self, state: int, ends: Integers, name: str) -> Floats:
+        return np.asarray(self._sums[name][ends] - self._sums[name][state])
 
 
 class Chain(CutSpace):
@@ -215,24 +204,25 @@ class Chain(CutSpace):
 
     def __init__(self, layer_costs: LayerCosts, states: Integers | None = None) -> None:
         """Take all of them, or some `states` by number, with both ends."""
-        ends = np.cumsum([0, *map(len, uncut_groups(layer_costs))])
-        self._states = np.arange(len(ends)) if states is None else states
-        self._ends = ends[self._states]
-        self._values = [  # the producer, the users ascending, and what the value adds to a front
+        groups = uncut_groups(layer_costs)
+        cuts = np.cumsum([0, *map(len, groups)])
+        self._states = np.arange(len(cuts)) if states is None else states
+        self._before = cuts[self._states]  # layers before each state
+
+        sums: dict[str, Floats] = {}
+        for name in COUNTED:
+            before = np.concatenate(([0.0], np.cumsum(column(layer_costs, name))))
+            sums[name] = before[self._before]
+
+        # Each value's producer, its users ascending, and what it adds to a front.
+        self._values = [
             (value.producer, sorted(value.users), value.amounts) for value in layer_costs.traffic
         ]
-        sums = {
-            name: np.concatenate(([0.0], np.cumsum(column(layer_costs, name)))) for name in COUNTED
-        }
-        fronts = np.zeros((len(FRONTS), ends[-1] + 1))
-        for producer, users, weights in self._values:
+        fronts = np.zeros((len(FRONTS), cuts[-1] + 1))
+        for producer, users, amounts in self._values:
             # produced, and needed by a later user
-            fronts[:, producer + 1 : users[-1] + 1] += weights[:, None]
-        super().__init__(
-            layer_costs,
-            {name: each[self._ends] for name, each in sums.items()},
-            fronts[:, self._ends],
-        )
+            fronts[:, producer + 1 : users[-1] + 1] += amounts[:, None]
+        super().__init__(layer_costs, sums, fronts[:, self._before])
 
     def spread(self, most: int) -> Integers:
         return np.unique(np.linspace(0, len(self) - 1, most).astype(np.int64))
@@ -244,13 +234,13 @@ class Chain(CutSpace):
         return Chain(self.layer_costs, self._states[states])
 
     def holds(self, layer: int) -> NDArray[np.bool_]:
-        return np.asarray(self._ends > layer)
+        return np.asarray(self._before > layer)
 
-    def containing(self, state: int, others: Integers) -> Integers:
-        return others
+    def containing(self, state: int, ends: Integers) -> Integers:
+        return ends
 
-    def between(self, state: int, other: int) -> Integers:
-        return np.arange(state + 1, other)
+    def between(self, state: int, end: int) -> Integers:
+        return np.arange(state + 1, end)
 
     def cuts_at(self, targets_s: Floats) -> list[int] | None:
         middles_s = (self.compute_s[1:] + self.compute_s[:-1]) / 2
@@ -260,30 +250,32 @@ class Chain(CutSpace):
 
     def state_of(self, layers: frozenset[int]) -> int | None:
         count = len(layers)
-        state = int(np.searchsorted(self._ends, count))
-        if self._ends[state] != count or max(layers, default=-1) >= count:
+        state = int(np.searchsorted(self._before, count))
+        if self._before[state] != count or max(layers, default=-1) >= count:
             return None
         return state
 
-    def span(self, state: int, other: int) -> range:
-        return range(int(self._ends[state]), int(self._ends[other]))
+    def span(self, state: int, end: int) -> range:
+        return range(int(self._before[state]), int(self._before[end]))
 
-    def passing(self, state: int, others: Integers) -> Floats | None:
+    def passing(self, state: int, ends: Integers) -> Floats | None:
         """Sum live values by their next use: a value passes every stage that ends before it."""
         uses, sums = self._next_uses[state]
-        return (
-            sums[:, np.searchsorted(uses, self._ends[others], side="left")] if len(uses) else None
-        )
+        if not len(uses):
+            return None
+        return np.asarray(sums[:, np.searchsorted(uses, self._before[ends], side="left")])
 
-    def _working(self, state: int, others: Integers) -> tuple[Floats, Floats, Floats]:
-        known, nothing = self.layer_costs.at_work, np.asarray(0.0)
-        if known is None:
+    def _working(self, state: int, ends: Integers) -> tuple[Floats, Floats, Floats]:
+        at_work = self.layer_costs.at_work
+        if at_work is None:
+            nothing = np.asarray(0.0)
             return nothing, nothing, nothing
-        first = self._ends[state]
-        layers = known[:, first : self._ends[np.max(others)]]
+        first = self._before[state]
+        layers = at_work[:, first : self._before[np.max(ends)]]
         working, accumulating = working_bytes(*layers[:3])
-        last = self._ends[others] - first - 1
-        return working[last], accumulating[last], np.maximum.accumulate(layers[3])[last]
+        updating = np.maximum.accumulate(layers[3])
+        last = self._before[ends] - first - 1
+        return working[last], accumulating[last], updating[last]
 
     @cached_property
     def _next_uses(self) -> list[tuple[Integers, Floats]]:
@@ -298,20 +290,22 @@ class Chain(CutSpace):
             for user in users:
                 # States that contain `last` but not `user`; the stage from the last of them begins
                 # with the user.
-                first, end = np.searchsorted(self._ends, (last, user), side="right")
+                first, end = np.searchsorted(self._before, (last, user), side="right")
                 for state in range(first, end - 1):
                     live[state].append((user, weights))
                 last = user
-        found = []
-        for entries in live:
-            entries.sort(key=lambda entry: entry[0])
-            sums = np.zeros((len(FRONTS), len(entries) + 1))
-            if entries:
-                sums[:, :-1] = np.cumsum(
-                    np.stack([weights for _, weights in entries[::-1]], axis=1), axis=1
-                )[:, ::-1]
-            found.append((np.array([use for use, _ in entries], dtype=np.int64), sums))
-        return found
+        return [_sums_from_each_use(entries) for entries in live]
+
+
+def _sums_from_each_use(entries: list[tuple[int, Floats]]) -> tuple[Integers, Floats]:
+    """Return uses, ascending, and the sums of what is used from each on; 0 after the last."""
+    entries.sort(key=lambda entry: entry[0])
+    uses = np.array([use for use, _ in entries], dtype=np.int64)
+    sums = np.zeros((len(FRONTS), len(entries) + 1))
+    if entries:
+        last_first = np.stack([weights for _, weights in entries[::-1]], axis=1)
+        sums[:, :-1] = np.cumsum(last_first, axis=1)[:, ::-1]
+    return uses, sums
 
 
 def uncut_groups(layer_costs: LayerCosts) -> list[tuple[int, ...]]:

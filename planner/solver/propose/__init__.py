@@ -1,1 +1,1 @@
-"""Proposers: each yields candidate plans for a question, promising ones first."""
+"""Proposers: each yields candidate plans for a problem, promising ones first."""

@@ -11,25 +11,25 @@ from planner.solver.problem.states import Chain
 from planner.solver.search.pipeline_search import PipelineSearch
 
 
-def any_plan(question: Problem) -> Iterator[Batch]:
+def any_plan(problem: Problem) -> Iterator[Batch]:
     """Yield a plan of stages as large as their memory allows: one walk over some of the cuts.
 
     This is what is left to do when the time is over, so it does not end with it, and takes none for
     choices of what recomputes.
     """
-    memory_bytes = question.cluster.memory_bytes
-    if memory_bytes is None or question.schedule.chunked:
+    memory_bytes = problem.cluster.memory_bytes
+    if memory_bytes is None or problem.schedule.chunked:
         return
-    rules = question.rules
+    rules = problem.rules
     if rules.recompute == "auto":
         rules = replace(rules, recompute="blocks")
-    tuning = question.tuning
-    unhurried = replace(question, budget=Budget(tuning=tuning.budget), rules=rules)
+    tuning = problem.tuning
+    unhurried = replace(problem, budget=Budget(tuning=tuning.budget), rules=rules)
 
-    chain = Chain(question.layer_costs)
+    chain = Chain(problem.layer_costs)
     search = PipelineSearch(unhurried, chain.only(chain.spread(tuning.propose.most_any_plan_cuts)))
-    plan = search.fits(question.cluster.gpus, memory_bytes)
+    plan = search.fits(problem.cluster.gpus, memory_bytes)
     if plan is None:
         return
-    lean = Leaner(question).lean_enough(plan.stages)
+    lean = Leaner(problem).lean_enough(plan.stages)
     yield [plan.stages if lean is None else lean.stages]

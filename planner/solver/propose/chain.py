@@ -11,7 +11,7 @@ ranks, and in columns.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from planner.solver.clock import OutOfTimeError
 from planner.solver.improve.branches import improved_paths
@@ -20,13 +20,13 @@ from planner.solver.problem.cut_space import searched_cuts
 from planner.solver.problem.drained import with_single_stages
 from planner.solver.problem.infeasible import UnexplainedError, explain
 from planner.solver.problem.problem import Problem
-from planner.solver.problem.result import CutPath, Evaluation
+from planner.solver.problem.result import BoundedPlans, CutPath, Evaluation
 from planner.solver.propose.regular import regular_plans
 from planner.solver.propose.waiting import plans_that_wait_less
 from planner.solver.search.pipeline_search import PipelineSearch
 
 
-def propose_chain(question: Problem, pool: Pool) -> Iterator[Batch]:
+def propose_chain(problem: Problem, pool: Pool) -> Iterator[Batch]:
     """Yield the best plan by the cost model, then plans that may wait less; raise the pool's bound.
 
     Raises:
@@ -34,25 +34,25 @@ def propose_chain(question: Problem, pool: Pool) -> Iterator[Batch]:
         OutOfTimeError: if the deadline passes before any plan is found.
     """
     # 1. Along the profile's order, or over all cuts where no plan along the order fits.
-    cuts = searched_cuts(question)
-    search = PipelineSearch(question)
+    cuts = searched_cuts(problem)
+    search = PipelineSearch(problem)
     path = search.best()
     if path is None and cuts.branches:
-        search = PipelineSearch(question, cuts.space)
+        search = PipelineSearch(problem, cuts.space)
         path = search.best()
     if path is None:
-        raise UnexplainedError(lambda: explain(question, _Fits(question, search), search.leaner()))
-    found = _Found.by(search, path)
+        raise UnexplainedError(lambda: explain(problem, _Fits(problem, search), search.leaner()))
+    found = search.found(path)
 
     # 2. Over all cuts.
     bound_s = found.bound_s
-    faster: list[Evaluation] = []
+    faster: tuple[Evaluation, ...] = ()
     if cuts.branches and search.space is not cuts.space:
-        wider = _faster(PipelineSearch(question, cuts.space), found)
+        wider = _faster(PipelineSearch(problem, cuts.space), path)
         bound_s = min(bound_s, wider.bound_s)
         faster = wider.plans
-    if question.sharding.gradients:
-        bound_s = with_single_stages(question, bound_s)  # which the search has none of
+    if problem.sharding.gradients:
+        bound_s = with_single_stages(problem, bound_s)  # which the search has none of
     pool.raise_bound(bound_s)
 
     batch = [plan.stages for plan in (*faster, *found.plans)]
@@ -61,62 +61,39 @@ def propose_chain(question: Problem, pool: Pool) -> Iterator[Batch]:
     # 3. Cuts near those of the best plan, and plans that wait less.
     if cuts.improved:
         better = [other.priced(faster).stages for other, faster in improved_paths(search, path)]
-        yield better[::-1][: question.tuning.branches.most_proposed]
+        yield better[::-1][: problem.tuning.branches.most_proposed]
     yield from plans_that_wait_less(search, pool, batch)
 
 
-@dataclass(frozen=True)
-class _Found:
-    """The plans that one search proposes, the best on consecutive ranks first, and what no plan of
-    its is below.
-    """
-
-    path: CutPath  # the best; on clusters of several levels, for the nearest flat one
-    plans: list[Evaluation]
-    bound_s: float
-
-    @classmethod
-    def by(cls, search: PipelineSearch, path: CutPath) -> "_Found":
-        """Return what a search finds, given its best path."""
-        bounded = search.bounded(path)
-        assert bounded.path is not None
-        best = search.priced(bounded.path)
-        columned = search.columned(path, best)
-        # The bound comes from the search and the seconds from the price, which add the same in
-        # another order.
-        bound_s = min(bounded.bound_s, columned.bound_s, best.seconds)
-        return cls(path, [best, *columned.plans], bound_s)
-
-
-def _faster(search: PipelineSearch, known: _Found) -> _Found:
-    """Return what a search finds that takes less time than what is known, and a bound on all of its
-    plans.
+def _faster(search: PipelineSearch, known: CutPath) -> BoundedPlans:
+    """Return what a search finds that takes less time than a path that is known, and a bound on all
+    of its plans.
     """
     try:
-        path = search.best() if search.problem.placed else search.faster(known.path.seconds)
-    except OutOfTimeError:  # what is known stays
-        return replace(known, plans=[], bound_s=search.relaxed_s())
+        path = search.best() if search.problem.placed else search.faster(known.seconds)
+    except OutOfTimeError:
+        return BoundedPlans((), search.relaxed_s())
     if path is not None:
-        return _Found.by(search, path)
-    return replace(known, plans=[], bound_s=search.bounded(known.path).bound_s)
+        return search.found(path)
+    return BoundedPlans((), search.bounded(known).bound_s)
 
 
 class _Fits:
     """Finds any plan that fits so many GPUs of so much memory; None where there is none."""
 
-    def __init__(self, question: Problem, search: PipelineSearch) -> None:
-        self._question = question
+    def __init__(self, problem: Problem, search: PipelineSearch) -> None:
+        self._problem = problem
         self._search = search
 
     def __call__(self, gpus: int, memory_bytes: int) -> Evaluation | None:
         plan = self._search.fits(gpus, memory_bytes)
         if (
             plan is not None
-            or gpus != self._question.cluster.gpus
-            or not self._question.sharding.gradients
+            or gpus != self._problem.cluster.gpus
+            or not self._problem.sharding.gradients
         ):
             return plan
         # The search knows no replicas that divide gradients and weights.
-        cluster = self._question.cluster.with_memory(lambda _: memory_bytes)
-        rules = replace(self._question.rules, max_stages=1)
-        return next(regular_plans(replace(self._question.with_cluster(cluster), rules=rules)), None)
+        cluster = self._problem.cluster.with_memory(lambda _: memory_bytes)
+        rules = replace(self._problem.rules, max_stages=1)
+        return next(regular_plans(replace(self._problem.with_cluster(cluster), rules=rules)), None)

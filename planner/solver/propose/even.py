@@ -22,8 +22,8 @@ from planner.cost.work import IMPOSSIBLE, Integers
 from planner.plan.shared_weights import trained_parameters
 from planner.solver.evaluate.evaluation import priced
 from planner.solver.pool import Batch, Pool
-from planner.solver.problem.bounds import Bounds
 from planner.solver.problem.problem import Limits, Problem
+from planner.solver.problem.replica_models import ReplicaModel
 from planner.solver.problem.result import CutPath, stages_along
 from planner.solver.problem.states import Chain
 from planner.solver.propose.counts import counts_to_try
@@ -39,36 +39,41 @@ def users_of_tied_weights(costs: LayerCosts) -> list[tuple[int, ...]]:
     return sorted({tuple(sorted(layers)) for layers in users.values() if len(layers) > 1})
 
 
-def counted(question: Problem, depth: int) -> Problem:
-    """Return the question with tied weights counted in every layer that uses them."""
+def counted(problem: Problem, depth: int) -> Problem:
+    """Return the problem with tied weights counted in every layer that uses them."""
     held: list[tuple[int, int, int]] = []
-    for first, *others in users_of_tied_weights(question.layer_costs):
+    for first, *ends in users_of_tied_weights(problem.layer_costs):
         held.append((first, first, 2))  # a copy holds its gradient twice
-        held.extend((other, first, 2 * depth + 1) for other in others)
-    profile = counted_with_copies(question.layer_costs.profile, held)
+        held.extend((other, first, 2 * depth + 1) for other in ends)
+    profile = counted_with_copies(problem.layer_costs.profile, held)
     assert profile is not None, "the model has tied weights"
-    return question.with_profile(profile)
+    return problem.with_profile(profile)
 
 
-def propose_even(question: Problem, pool: Pool) -> Iterator[Batch]:
+def propose_even(problem: Problem, pool: Pool) -> Iterator[Batch]:
     """Yield the best plan for each number of replicas of the stages with copies, at some depths."""
-    gpus = question.cluster.gpus
-    users = sorted(set().union(*users_of_tied_weights(question.layer_costs)))
-    depths = [gpus]
-    if question.cluster.memory_bytes is not None:
-        depths = [depth for depth in counts_to_try(gpus, question.tuning.restricted) if depth > 1]
-
-    for depth in depths:
-        copies = counted(question, depth)
+    users = sorted(set().union(*users_of_tied_weights(problem.layer_costs)))
+    for depth in _depths(problem):
+        copies = counted(problem, depth)
         space = Chain(copies.layer_costs)
         limits = replace(copies.limits, deepest=min(depth, copies.limits.deepest))
-        for replicas in range(gpus // 2, 0, -1):
+        for replicas in range(problem.cluster.gpus // 2, 0, -1):
             search = EvenSearch(space, copies.asynchronous(), limits, users, replicas)
-            yield from _fitting(question, copies, search, pool)
+            yield from _fitting(problem, copies, search, pool)
+
+
+def _depths(problem: Problem) -> list[int]:
+    """Return the depths at which to look; without a limit of memory, the greatest holds for
+    all.
+    """
+    gpus = problem.cluster.gpus
+    if problem.cluster.memory_bytes is None:
+        return [gpus]
+    return [depth for depth in counts_to_try(gpus, problem.tuning.restricted) if depth > 1]
 
 
 def _fitting(
-    question: Problem, copies: Problem, search: "EvenSearch", pool: Pool
+    problem: Problem, copies: Problem, search: "EvenSearch", pool: Pool
 ) -> Iterator[Batch]:
     """Yield the best plans of the search until one fits.
 
@@ -76,8 +81,8 @@ def _fitting(
     for its layers and its copies apart, which may be more. A plan that does not fit for that reason
     is sought again with less memory.
     """
-    for _ in range(question.tuning.propose.most_even_tries):
-        if question.clock.passed:
+    for _ in range(problem.tuning.propose.most_even_tries):
+        if problem.clock.passed:
             return
         path = search.best(pool.best_s)
         if path is None:
@@ -86,21 +91,21 @@ def _fitting(
         yield [stages]
 
         memory_bytes = search.limits.memory_bytes
-        missing_bytes = uncounted_bytes(question, copies, stages)
+        missing_bytes = uncounted_bytes(problem, copies, stages)
         if memory_bytes is None or missing_bytes <= 0:
             return
         limits = replace(search.limits, memory_bytes=memory_bytes - missing_bytes)
         search = EvenSearch(search.space, search.model, limits, search.users, search.replicas)
 
 
-def uncounted_bytes(question: Problem, copies: Problem, stages: Sequence[Candidate]) -> int:
+def uncounted_bytes(problem: Problem, copies: Problem, stages: Sequence[Candidate]) -> int:
     """Return by how many bytes the search counts too little of the stage that holds most beyond the
     memory.
     """
-    cluster = question.cluster
-    unlimited = replace(question.setting, cluster=cluster.model_copy(update={"memory_bytes": None}))
-    price = priced(question, stages).price
-    held = price_with_copies(question.layer_costs, stages, price, unlimited).gpu_bytes
+    cluster = problem.cluster
+    unlimited = replace(problem.setting, cluster=cluster.with_limit(None))
+    price = priced(problem, stages).price
+    held = price_with_copies(problem.layer_costs, stages, price, unlimited).gpu_bytes
     known = priced(copies, stages).price.gpu_bytes
 
     missing_bytes = 0
@@ -116,14 +121,14 @@ class EvenSearch(Search):
     space: Chain
 
     def __init__(
-        self, space: Chain, model: Bounds, limits: Limits, users: Sequence[int], replicas: int
+        self, space: Chain, model: ReplicaModel, limits: Limits, users: Sequence[int], replicas: int
     ) -> None:
         super().__init__(space, model, limits)
         self.users = users
         self.replicas = replicas
         self._holds = np.array([space.holds(layer) for layer in users])
 
-    def best(self, below_s: float | None = None, precision: float | None = None) -> CutPath | None:
+    def best(self, below_s: float = np.inf, precision: float | None = None) -> CutPath | None:
         """Return the fastest plan up to `precision`, which is by default that of the record.
 
         More replicas than the fewest may miss a target that fewer met, so seconds are halved on a
@@ -132,7 +137,7 @@ class EvenSearch(Search):
         usual = self.limits.tuning.propose.even_precision
         if precision is None:
             precision = usual
-        high_s = ANY_TIME_S if below_s is None or np.isinf(below_s) else below_s
+        high_s = min(ANY_TIME_S, below_s)
         low_s = float(self._before_s[-1]) / self.gpus
         best: CutPath | None = None
         target_s = high_s
@@ -151,11 +156,11 @@ class EvenSearch(Search):
         return best
 
     def suffixes(
-        self, state: int, others: Integers, target_s: float, after: Integers, room: int
+        self, state: int, ends: Integers, target_s: float, after: Integers, room: int
     ) -> tuple[Integers, Integers, NDArray[np.bool_]]:
         """Return what `Search.suffixes` does, with `replicas` for stages that hold a user."""
-        _, replicas, recomputes = super().suffixes(state, others, target_s, after, room)
-        holds = (self._holds[:, others] & ~self._holds[:, state, None]).any(axis=0)
+        _, replicas, recomputes = super().suffixes(state, ends, target_s, after, room)
+        holds = (self._holds[:, ends] & ~self._holds[:, state, None]).any(axis=0)
         fixed = np.where(replicas > self.replicas, IMPOSSIBLE, self.replicas)
         replicas = np.where(holds, fixed, replicas)
         gpus = np.where(replicas >= IMPOSSIBLE, IMPOSSIBLE, after + replicas)

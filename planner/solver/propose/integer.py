@@ -6,30 +6,30 @@ from collections.abc import Iterator
 
 from planner.errors import InfeasibleError, InputError, PlannerError
 from planner.solver.pool import Batch, Pool
+from planner.solver.problem.bounds import relaxed_s
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.states import Chain
-from planner.solver.search.chain.ways import relaxed_s
 from planner.solver.search.integer.ilp import solve_by_program
 
 
-def check_solver(question: Problem) -> None:
-    """Raise InputError if no method takes the question."""
-    if not question.schedule.chunked:
+def check_solver(problem: Problem) -> None:
+    """Raise InputError if no method takes the problem."""
+    if not problem.schedule.chunked:
         return
     wants = ""
-    if question.cluster.kinds:
+    if problem.cluster.kinds:
         wants = "GPUs of several kinds"
-    elif question.solver == "ilp":
+    elif problem.solver == "ilp":
         wants = "`solver=ilp`"
     if wants:
         raise InputError(
-            f"the schedule {question.schedule} is solved by the search alone, which does not take "
+            f"the schedule {problem.schedule} is solved by the search alone, which does not take "
             f"{wants}",
             hint="use another schedule, or leave them out",
         )
 
 
-def propose_program(question: Problem, pool: Pool) -> Iterator[Batch]:
+def propose_program(problem: Problem, pool: Pool) -> Iterator[Batch]:
     """Yield the best plan; raise the pool's bound.
 
     Raises:
@@ -37,25 +37,25 @@ def propose_program(question: Problem, pool: Pool) -> Iterator[Batch]:
         InputError: for what no program expresses.
         PlannerError: if the deadline passes before any plan is found.
     """
-    answer = solve_by_program(question)
+    answer = solve_by_program(problem)
     bound_s = answer.bound_s
-    if question.sharding.gradients:  # no column divides gradients and weights
-        bound_s = min(bound_s, relaxed_s(question, Chain(question.layer_costs)))
+    if problem.sharding.gradients:  # no column divides gradients and weights
+        bound_s = min(bound_s, relaxed_s(problem, Chain(problem.layer_costs)))
     pool.raise_bound(bound_s)
     yield [answer.stages]
 
 
-def propose_small_program(question: Problem, pool: Pool) -> Iterator[Batch]:
+def propose_small_program(problem: Problem, pool: Pool) -> Iterator[Batch]:
     """Yield the best plan of a small program, and nothing where a program is too large, or time
     ends before.
     """
-    cluster = question.cluster
-    columns = len(question.layer_costs.profile.layers) ** 2 * cluster.gpus * 2 ** len(cluster.kinds)
-    too_many = columns > question.tuning.propose.most_program_columns
-    if question.solver != "auto" or len(cluster.joined) > 1 or too_many:
+    cluster = problem.cluster
+    columns = len(problem.layer_costs.profile.layers) ** 2 * cluster.gpus * 2 ** len(cluster.kinds)
+    too_many = columns > problem.tuning.propose.most_program_columns
+    if problem.solver != "auto" or len(cluster.joined) > 1 or too_many:
         return
     try:
-        yield from propose_program(question, pool)
+        yield from propose_program(problem, pool)
     except InfeasibleError:
         raise
     except PlannerError:

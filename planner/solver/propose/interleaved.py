@@ -15,7 +15,7 @@ from planner.solver.problem.states import Chain
 from planner.solver.search.chain.interleaved import InterleavedSearch
 
 
-def propose_interleaved(question: Problem, pool: Pool) -> Iterator[Batch]:
+def propose_interleaved(problem: Problem, pool: Pool) -> Iterator[Batch]:
     """Yield the best plan of each number of workers and copies, as one batch; raise the pool's
     bound.
 
@@ -23,19 +23,17 @@ def propose_interleaved(question: Problem, pool: Pool) -> Iterator[Batch]:
         InputError: if nothing can be interleaved with so few devices, cuts or microbatches.
         InfeasibleError: if no plan fits the memory.
     """
-    space = Chain(question.layer_costs)
-    search = InterleavedSearch(space, question.setting, question.limits)
-    _check_shapes(question, space, search)
+    space = Chain(problem.layer_costs)
+    search = InterleavedSearch(space, problem.setting, problem.limits)
+    _check_shapes(problem, space, search)
 
     paths, bound_s = search.best()
     if not paths:
-        raise UnexplainedError(lambda: _explanation(question, space))
-    if places_matter(question.cluster):
+        raise UnexplainedError(lambda: _explanation(problem, space))
+    if places_matter(problem.cluster):
         # With all links as near as the nearest no plan takes longer, so its bound holds, and the
         # cuts suit plans whose pipelines stay within servers.
-        near = InterleavedSearch(
-            space, question.setting, question.limits, question.topology.link(0)
-        )
+        near = InterleavedSearch(space, problem.setting, problem.limits, problem.topology.link(0))
         near_paths, bound_s = near.best()
         paths = _distinct([*paths, *near_paths])
     pool.raise_bound(bound_s)
@@ -47,26 +45,26 @@ def _distinct(paths: list[CutPath]) -> list[CutPath]:
     return list(by_stages.values())
 
 
-def _check_shapes(question: Problem, space: Chain, search: InterleavedSearch) -> None:
+def _check_shapes(problem: Problem, space: Chain, search: InterleavedSearch) -> None:
     if search.shapes():
         return
-    chunks = question.setting.chunks
+    chunks = problem.setting.chunks
     raise InputError(
-        f"nothing can be interleaved with {question.limits.gpus} GPUs, {len(space) - 1} places to "
+        f"nothing can be interleaved with {problem.limits.gpus} GPUs, {len(space) - 1} places to "
         f"end a stage and "
-        f"{question.microbatches} microbatches",
+        f"{problem.microbatches} microbatches",
         hint=f"it takes 2 GPUs, {2 * chunks} such places for {chunks} chunks each, and 2 "
         f"microbatches",
     )
 
 
-def _explanation(question: Problem, space: Chain) -> InfeasibleError:
+def _explanation(problem: Problem, space: Chain) -> InfeasibleError:
     """Return the error that says which memory would do."""
-    rule = question.rules.recompute
+    rule = problem.rules.recompute
     others = {}
     if rule == "never":
-        others["`recompute=auto`"] = _Fits(question, space, "auto")
-    return explain(question, _Fits(question, space, rule), others)
+        others["`recompute=auto`"] = _Fits(problem, space, "auto")
+    return explain(problem, _Fits(problem, space, rule), others)
 
 
 class _Fits:
@@ -74,15 +72,15 @@ class _Fits:
     none.
     """
 
-    def __init__(self, question: Problem, space: Chain, recompute: RecomputeRule) -> None:
-        self._question = question
+    def __init__(self, problem: Problem, space: Chain, recompute: RecomputeRule) -> None:
+        self._problem = problem
         self._space = space
-        self._rules = replace(question.rules, recompute=recompute)
+        self._rules = replace(problem.rules, recompute=recompute)
 
     def __call__(self, gpus: int, memory_bytes: int) -> Evaluation | None:
-        question = self._question
-        limits = replace(question.limits, gpus=gpus, memory_bytes=memory_bytes, rules=self._rules)
-        paths, _ = InterleavedSearch(self._space, question.setting, limits).best()
+        problem = self._problem
+        limits = replace(problem.limits, gpus=gpus, memory_bytes=memory_bytes, rules=self._rules)
+        paths, _ = InterleavedSearch(self._space, problem.setting, limits).best()
         if not paths:
             return None
-        return priced(question, stages_along(self._space, paths[0]))
+        return priced(problem, stages_along(self._space, paths[0]))

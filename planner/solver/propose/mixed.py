@@ -6,7 +6,7 @@ Nearly exact, on links that are all alike, for plans in which the GPUs of a kind
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, combinations, permutations
+from itertools import combinations, permutations
 
 import numpy as np
 
@@ -27,7 +27,7 @@ from planner.solver.tuning.searches import MixedTuning
 Ranks = tuple[int, ...]
 
 
-def propose_mixed(question: Problem, pool: Pool) -> Iterator[Batch]:
+def propose_mixed(problem: Problem, pool: Pool) -> Iterator[Batch]:
     """Yield plans of the whole model on each kind, and those that are met along the lines, as one
     batch.
 
@@ -35,33 +35,33 @@ def propose_mixed(question: Problem, pool: Pool) -> Iterator[Batch]:
         InputError: for more kinds than orders can be tried of.
         InfeasibleError: if no plan of this form fits the memory.
     """
-    kinds = _kinds_alike(question)
-    most_kinds = question.tuning.mixed.most_kinds
+    kinds = _kinds_alike(problem)
+    most_kinds = problem.tuning.mixed.most_kinds
     if len(kinds) > most_kinds:
         raise InputError(
             f"{len(kinds)} kinds of GPUs have too many orders to try",
             hint=f"join kinds that are much alike: up to {most_kinds} are tried",
         )
-    whole = list(_whole_models(question, kinds))
+    whole = list(_whole_models(problem, kinds))
     lines = _Lines(
-        question,
+        problem,
         kinds,
-        best_s=min((_price_s(question, stages) for stages in whole), default=np.inf),
+        best_s=min((_price_s(problem, stages) for stages in whole), default=np.inf),
     )
     yield [*whole, *lines.plans()]
 
     if pool.best is None and not pool.usable and pool.untrained is None:
-        if not question.cluster.has_memory_limit:
-            raise against_rules(question)
+        if not problem.cluster.has_memory_limit:
+            raise against_rules(problem)
         raise InfeasibleError(
             "no plan was found that fits the memory of the cluster's GPUs",
             hint="give the kinds of GPUs more memory_bytes, or more GPUs",
         )
 
 
-def _kinds_alike(question: Problem) -> list[Ranks]:
+def _kinds_alike(problem: Problem) -> list[Ranks]:
     """Return the ranks of each kind; what the cluster lists in several places is one kind."""
-    cluster = question.cluster
+    cluster = problem.cluster
     alike: dict[object, Ranks] = {}
     for kind, ranks in zip(cluster.kinds, cluster.kind_ranks, strict=True):
         key = kind.name, kind.speed, cluster.memory_of(kind)
@@ -69,26 +69,25 @@ def _kinds_alike(question: Problem) -> list[Ranks]:
     return list(alike.values())
 
 
-def _whole_models(question: Problem, kinds: Sequence[Ranks]) -> Iterator[Sequence[Candidate]]:
+def _whole_models(problem: Problem, kinds: Sequence[Ranks]) -> Iterator[Sequence[Candidate]]:
     """Yield the whole model on all GPUs, on those of each kind and on one of each, recomputing as
     memory demands.
     """
-    leaner = Leaner(question)
-    gpus = question.cluster.gpus
-    most = question.microbatches if question.schedule.divides else gpus
+    leaner = Leaner(problem)
+    cluster = problem.cluster
+    most = problem.microbatches if problem.schedule.divides else cluster.gpus
 
-    for ranks in {tuple(range(gpus)), *kinds, *(ranks[:1] for ranks in kinds)}:
-        stage = everything_on(question.layer_costs, question.cluster, sorted(ranks)[:most])
-        for sharding in question.sharding.of_replicas(stage.replicas, whole=True):
-            plan = leaner.lean_enough(
-                [replace(stage, options=stage.options.with_sharding(sharding))]
-            )
+    for ranks in {tuple(range(cluster.gpus)), *kinds, *(ranks[:1] for ranks in kinds)}:
+        stage = everything_on(problem.layer_costs, cluster, sorted(ranks)[:most])
+        for sharding in problem.sharding.of_replicas(stage.replicas, whole=True):
+            options = stage.options.with_sharding(sharding)
+            plan = leaner.lean_enough([replace(stage, options=options)])
             if plan is not None:
                 yield plan.stages
 
 
-def _price_s(question: Problem, stages: Sequence[Candidate]) -> float:
-    return priced(question, stages).seconds
+def _price_s(problem: Problem, stages: Sequence[Candidate]) -> float:
+    return priced(problem, stages).seconds
 
 
 @dataclass
@@ -100,7 +99,7 @@ class _Lines:
         best_s: seconds of the fastest plan so far by the cost model, below which others are sought.
     """
 
-    question: Problem
+    problem: Problem
     kinds: Sequence[Ranks]
     best_s: float
     _met: list[Sequence[Candidate]] = field(default_factory=list)
@@ -111,15 +110,15 @@ class _Lines:
             for link in self._links():
                 self._take(link, true=True)
             # Where messages weigh more, there are fewer of them, and plans wait less.
-            for factor in self.question.tuning.mixed.slower_link_ratios:
-                self._take(self.question.link.slowed(factor), true=False)
+            for factor in self.problem.tuning.mixed.slower_link_ratios:
+                self._take(self.problem.link.slowed(factor), true=False)
         except OutOfTimeError:
             pass  # what was met so far is proposed
         return self._met
 
     def _links(self) -> list[Link]:
-        topology = self.question.topology
-        links = {self.question.link, *(topology.link(level) for level in range(len(topology)))}
+        topology = self.problem.topology
+        links = {self.problem.link, *(topology.link(level) for level in range(len(topology)))}
         return sorted(links, key=lambda link: link.bandwidth_bytes_per_s)
 
     def _take(self, link: Link, *, true: bool) -> None:
@@ -129,38 +128,42 @@ class _Lines:
         tables = self._tables(link)
         best_s = self.best_s if true else np.inf
         for order in permutations(range(len(self.kinds))):
-            search = LineSearch(
-                self.question, tables, [(number, self.kinds[number]) for number in order]
-            )
-            for plan in _met_along(search, best_s, self.question):
+            line = [(number, self.kinds[number]) for number in order]
+            search = LineSearch(self.problem, tables, line)
+            for plan in _met_along(search, best_s, self.problem):
                 self._met.append(plan.stages)
-                best_s = min(best_s, _price_s(self.question, plan.stages) if true else plan.seconds)
-            self.question.clock.check()
+                seconds = _price_s(self.problem, plan.stages) if true else plan.seconds
+                best_s = min(best_s, seconds)
+            self.problem.clock.check()
         if true:
             self.best_s = min(self.best_s, best_s)
 
     def _tables(self, link: Link) -> Mapping[Kinds, StagesOn]:
         """Return all stages on GPUs of each set of kinds."""
-        question = self.question
-        tuning = question.tuning.mixed
-        entries = tuning.most_entries / question.cluster.gpus
+        problem = self.problem
+        tuning = problem.tuning.mixed
+        entries = tuning.most_entries / problem.cluster.gpus
         states = min(tuning.most_states, int(entries**0.5))
-        everything = question.layer_costs.single_stage
-        numbers = range(len(self.kinds))
-        sets = chain.from_iterable(combinations(numbers, count + 1) for count in numbers)
+        everything = problem.layer_costs.single_stage
 
         tables: dict[Kinds, StagesOn] = {}
-        for own in sets:
-            ranks = [rank for number in own for rank in self.kinds[number]]
-            kind = kind_on(question.layer_costs, question.cluster, everything, ranks)
-            tables[frozenset(own)] = StagesOn(question, link, kind, len(ranks), states)
+        for numbers in _subsets(len(self.kinds)):
+            ranks = [rank for number in numbers for rank in self.kinds[number]]
+            kind = kind_on(problem.layer_costs, problem.cluster, everything, ranks)
+            tables[frozenset(numbers)] = StagesOn(problem, link, kind, len(ranks), states)
         return tables
 
 
-def _met_along(search: LineSearch, best_s: float, question: Problem) -> Iterator[LinePlan]:
-    if question.schedule.asynchronous:
-        return _ever_faster(search, best_s, question.tuning.mixed)
-    return _traded(search, best_s, question.tuning.mixed)
+def _subsets(count: int) -> Iterator[tuple[int, ...]]:
+    """Yield all sets of one or more of the numbers below `count`, the small ones first."""
+    for size in range(1, count + 1):
+        yield from combinations(range(count), size)
+
+
+def _met_along(search: LineSearch, best_s: float, problem: Problem) -> Iterator[LinePlan]:
+    if problem.schedule.asynchronous:
+        return _ever_faster(search, best_s, problem.tuning.mixed)
+    return _traded(search, best_s, problem.tuning.mixed)
 
 
 def _ever_faster(search: LineSearch, best_s: float, tuning: MixedTuning) -> Iterator[LinePlan]:

@@ -1,4 +1,4 @@
-"""Which proposers a question has."""
+"""Which proposers a problem has."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ PROGRAM = "ilp, CBC"
 
 @dataclass(frozen=True)
 class Proposer:
-    """A method that yields candidates for a question, the promising ones first, while looking at
+    """A method that yields candidates for a problem, the promising ones first, while looking at
     the pool.
 
     Attributes:
@@ -28,13 +28,13 @@ class Proposer:
     method: str = SEARCH
 
 
-def proposers_for(question: Problem) -> tuple[Proposer, ...]:
-    """Return the proposers of a question; raise InputError if no method takes it."""
-    check_solver(question)
-    if question.solver == "ilp":
+def proposers_for(problem: Problem) -> tuple[Proposer, ...]:
+    """Return the proposers of a problem; raise InputError if no method takes it."""
+    check_solver(problem)
+    if problem.solver == "ilp":
         return (Proposer(propose_program, PROGRAM),)
-    if question.cluster.kinds:
+    if problem.cluster.kinds:
         return (Proposer(propose_mixed), Proposer(propose_small_program, PROGRAM))
-    if question.schedule.chunked:
+    if problem.schedule.chunked:
         return (Proposer(propose_interleaved),)
     return (Proposer(propose_chain),)

@@ -20,7 +20,7 @@ from itertools import accumulate
 
 from planner.cost.candidate import Candidate, StageOptions
 from planner.cost.work import Floats
-from planner.solver.choose.baselines import equal_blocks, equal_times
+from planner.solver.by_hand import equal_blocks, equal_times
 from planner.solver.evaluate.evaluation import priced
 from planner.solver.evaluate.leaner import Leaner
 from planner.solver.pool import Batch, Pool
@@ -33,20 +33,20 @@ from planner.units import SLACK
 Cut = Sequence[Candidate]
 
 
-def regular_plans(question: Problem) -> Iterator[Evaluation]:
+def regular_plans(problem: Problem) -> Iterator[Evaluation]:
     """Yield the regular plans that fit the memory, the fastest by the cost model first.
 
-    After the question's deadline no more than one.
+    After the problem's deadline no more than one.
     """
-    leaner = Leaner(question)
-    grid = [*_grid(question)]
+    leaner = Leaner(problem)
+    grid = [*_grid(problem)]
     waiting: list[tuple[float, int, Evaluation | None]] = []
     for number, point in enumerate(grid):
         heappush(waiting, (point.least_s, number, None))
     priced_once: set[int] = set()
     fitting = 0
 
-    while waiting and not (fitting and question.clock.passed):
+    while waiting and not (fitting and problem.clock.passed):
         _, number, plan = heappop(waiting)
         stages = grid[number].stages
         if plan is not None:
@@ -54,17 +54,17 @@ def regular_plans(question: Problem) -> Iterator[Evaluation]:
             yield plan
         elif number not in priced_once:
             priced_once.add(number)
-            heappush(waiting, (priced(question, stages).seconds, number, None))
+            heappush(waiting, (priced(problem, stages).seconds, number, None))
         else:
             lean = leaner.lean_enough(stages)
             if lean is not None:
                 heappush(waiting, (lean.seconds, number, lean))
 
 
-def propose_regular(question: Problem, pool: Pool) -> Iterator[Batch]:
+def propose_regular(problem: Problem, pool: Pool) -> Iterator[Batch]:
     """Yield regular plans, each as a batch, as long as they may be faster than the pool's best."""
-    for plan in regular_plans(question):
-        if plan.seconds >= pool.best_s * (1 - SLACK) or pool.question.clock.passed:
+    for plan in regular_plans(problem):
+        if plan.seconds >= pool.best_s * (1 - SLACK) or pool.problem.clock.passed:
             return
         yield [plan.stages]
 
@@ -82,43 +82,43 @@ class _Point:
         return [replace(stage, options=self.options) for stage in self.cut]
 
 
-def _grid(question: Problem) -> Iterator[_Point]:
+def _grid(problem: Problem) -> Iterator[_Point]:
     """Yield the plans whose weights and optimizer state have room; whether all of it has, is not
     known yet.
     """
-    costs = question.layer_costs
-    gpus = question.cluster.gpus
-    sums = _LayerSums.of(question)
+    costs = problem.layer_costs
+    gpus = problem.cluster.gpus
+    sums = _LayerSums.of(problem)
     counts = _numbers_of_stages(
-        question, min(gpus, question.rules.max_stages or gpus, len(sums.compute_s))
+        problem, min(gpus, problem.rules.max_stages or gpus, len(sums.compute_s))
     )
 
-    cuts = equal_times(costs, counts, question.budget.clock)
+    cuts = equal_times(costs, counts, problem.budget.clock)
     for stages, equal in zip(counts, cuts, strict=False):
         if len(equal) < stages:
             return  # there are fewer places to cut
         blocks = equal_blocks(costs, stages)
-        yield from _points(question, sums, equal)
+        yield from _points(problem, sums, equal)
         if len(blocks) == stages and blocks != equal:
-            yield from _points(question, sums, blocks)
+            yield from _points(problem, sums, blocks)
 
 
-def _points(question: Problem, sums: "_LayerSums", cut: Cut) -> Iterator[_Point]:
+def _points(problem: Problem, sums: "_LayerSums", cut: Cut) -> Iterator[_Point]:
     """Yield the plans of one cut: all numbers of replicas, and all that they may divide."""
     stages = len(cut)
-    gpus = question.cluster.gpus
+    gpus = problem.cluster.gpus
     most_replicas = min(
-        question.most_replicas, question.microbatches if question.schedule.divides else gpus
+        problem.most_replicas, problem.microbatches if problem.schedule.divides else gpus
     )
     halves = [gpus >> power for power in range(gpus.bit_length())]
-    whole = counts_to_try(gpus, question.tuning.restricted)
+    whole = counts_to_try(gpus, problem.tuning.restricted)
 
     for used in whole if stages == 1 else halves:
         replicas = used // stages
         if not 1 <= replicas <= most_replicas:
             continue
         least_s = sums.least_s(cut, replicas)
-        for sharding in question.shardings(replicas, stages):
+        for sharding in problem.shardings(replicas, stages):
             options = StageOptions(replicas).with_sharding(sharding)
             if sums.may_fit(cut, options):
                 yield _Point(least_s, cut, options)
@@ -128,37 +128,37 @@ def _points(question: Problem, sums: "_LayerSums", cut: Cut) -> Iterator[_Point]
 class _LayerSums:
     """Costs of each layer of which sums over stages bound their time and their memory."""
 
-    question: Problem
+    problem: Problem
     compute_s: Floats  # forward and backward
     kept_bytes: Floats  # weights, and gradients where all of them exist at once
     optimizer_bytes: Floats
 
     @classmethod
-    def of(cls, question: Problem) -> "_LayerSums":
-        costs = question.layer_costs
+    def of(cls, problem: Problem) -> "_LayerSums":
+        costs = problem.layer_costs
         kept_bytes = column(costs, "weight_bytes")
-        if question.microbatches > 1:
+        if problem.microbatches > 1:
             kept_bytes = kept_bytes + column(costs, "gradient_bytes")
         compute_s = column(costs, "forward_s") + column(costs, "backward_s")
-        return cls(question, compute_s, kept_bytes, column(costs, "optimizer_bytes"))
+        return cls(problem, compute_s, kept_bytes, column(costs, "optimizer_bytes"))
 
     def least_s(self, cut: Cut, replicas: int) -> float:
         """Return seconds per minibatch that a plan of this cut is not below: those of its slowest
         stage.
         """
-        question = self.question
-        if question.cluster.kinds:
+        problem = self.problem
+        if problem.cluster.kinds:
             return 0.0  # devices may be faster than the profiled one
         slowest_s = max(_sum(self.compute_s, stage) for stage in cut)
-        busy_s = slowest_s * question.microbatches / replicas
-        if question.schedule.formula == "synchronous":
+        busy_s = slowest_s * problem.microbatches / replicas
+        if problem.schedule.formula == "synchronous":
             # The first microbatch passes all stages, and the others wait for the slowest one.
             busy_s = float(self.compute_s.sum()) + max(0.0, busy_s - slowest_s)
         return busy_s * (1 - SLACK)
 
     def may_fit(self, cut: Cut, options: StageOptions) -> bool:
         """Whether the stages' state fits the memory, however much recomputes."""
-        cluster = self.question.cluster
+        cluster = self.problem.cluster
         if cluster.kinds or cluster.memory_bytes is None:
             return True
         kept_parts = options.shards if options.shards_gradients else 1
@@ -174,14 +174,14 @@ def _sum(column: Floats, stage: Candidate) -> float:
     return float(column[list(stage.layers)].sum())
 
 
-def _numbers_of_stages(question: Problem, most: int) -> list[int]:
+def _numbers_of_stages(problem: Problem, most: int) -> list[int]:
     """Return numbers of stages to try, ascending, up to `most`."""
-    gpus = question.cluster.gpus
+    gpus = problem.cluster.gpus
     counts = {2**power for power in range(most.bit_length())}
 
-    if not (question.schedule.asynchronous or question.cluster.kinds):
+    if not (problem.schedule.asynchronous or problem.cluster.kinds):
         using_all = sorted({gpus // replicas for replicas in range(1, gpus + 1)})
         for count, stages in zip(using_all, accumulate(using_all), strict=True):
-            if stages <= question.tuning.propose.most_regular_stages:
+            if stages <= problem.tuning.propose.most_regular_stages:
                 counts.add(count)
     return sorted(count for count in counts if count <= most)

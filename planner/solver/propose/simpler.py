@@ -59,14 +59,14 @@ class Kind:
 def propose_straight(search: PipelineSearch, pool: Pool) -> Iterator[Batch]:
     """Yield the best plan without replicas, whose gradients may be less late.
 
-    What is nearly as fast as the best plan counts: see `planner.solver.choose.lateness`.
+    What is nearly as fast as the best plan counts: see `planner.solver.improve.lateness`.
     """
-    question = search.problem
-    if not question.schedule.stashes:
+    problem = search.problem
+    if not problem.schedule.stashes:
         return
-    tuning = question.tuning.evaluate
-    limits = _on_at_most(question.limits, tuning.most_workers)
-    straight = StraightSearch(search.space, question.asynchronous(), limits)
+    tuning = problem.tuning.evaluate
+    limits = _on_at_most(problem.limits, tuning.most_workers)
+    straight = StraightSearch(search.space, problem.asynchronous(), limits)
     path = straight.best(pool.best_s * tuning.min_speedup_per_stale_update)
     if path is not None:
         yield [search.priced(path).stages]
@@ -86,17 +86,17 @@ def propose_simpler(search: PipelineSearch, pool: Pool) -> Iterator[Batch]:
             return
 
 
-def _on_fewer_gpus(question: Problem, kind: Kind, pool: Pool) -> Iterator[CutPath]:
+def _on_fewer_gpus(problem: Problem, kind: Kind, pool: Pool) -> Iterator[CutPath]:
     """Yield the best path of a kind for each number of GPUs, as long as it may be faster than the
     best plan.
     """
-    model = question.asynchronous(kind.link)
+    model = problem.asynchronous(kind.link)
     # On a slower link a plan looks slower than it is, so its limit is more generous.
-    is_slower = kind.link.bandwidth_bytes_per_s < question.link.bandwidth_bytes_per_s
-    generous = question.tuning.waiting.slower_link_seconds_ratio if is_slower else 1.0
+    is_slower = kind.link.bandwidth_bytes_per_s < problem.link.bandwidth_bytes_per_s
+    generous = problem.tuning.waiting.slower_link_seconds_ratio if is_slower else 1.0
 
     used = kind.limits.gpus + 1
-    for count in counts_to_try(kind.limits.gpus, question.tuning.restricted):
+    for count in counts_to_try(kind.limits.gpus, problem.tuning.restricted):
         if pool.settled:
             return
         if count >= used:
@@ -115,10 +115,10 @@ def _adapting(search: PipelineSearch) -> Adapt:
     """Return what adapts paths to the links of a cluster of several levels; on others they stay as
     they are.
     """
-    question = search.problem
-    if not question.placed or question.cluster.gpus > question.tuning.levels.most_placed_gpus:
+    problem = search.problem
+    if not problem.placed or problem.cluster.gpus > problem.tuning.levels.most_placed_gpus:
         return lambda path, _: path
-    nearby = local_search_for(question, search.space, PathPrices(question, search.space).strain)
+    nearby = local_search_for(problem, search.space, PathPrices(problem, search.space).strain)
 
     def adapted(path: CutPath, below_s: float) -> CutPath:
         if search.priced(path).seconds < below_s:
@@ -130,21 +130,21 @@ def _adapting(search: PipelineSearch) -> Adapt:
 
 def _kinds(search: PipelineSearch) -> Iterator[Kind]:
     """Yield the kinds of plans, each with the most GPUs to propose it for."""
-    question = search.problem
+    problem = search.problem
     # Paths over the copies' cuts are priced over the search's: both must be along the order.
-    copies = _counting_copies(question) if isinstance(search.space, Chain) else None
-    for limits in _families(question, search.space):
-        most = _on_at_most(limits, question.tuning.evaluate.most_workers)
+    copies = _counting_copies(problem) if isinstance(search.space, Chain) else None
+    for limits in _families(problem, search.space):
+        most = _on_at_most(limits, problem.tuning.evaluate.most_workers)
         if copies is not None:
             for search_type in SEARCHES:
-                yield Kind(search_type, copies, question.link, most)
+                yield Kind(search_type, copies, problem.link, most)
         for search_type in SEARCHES:
-            yield Kind(search_type, search.space, question.link, most)
+            yield Kind(search_type, search.space, problem.link, most)
 
-        few = _on_at_most(limits, question.tuning.restricted.slower_link_gpus)
-        for link in _slower_links(question, search.space):
+        few = _on_at_most(limits, problem.tuning.restricted.slower_link_gpus)
+        for link in _slower_links(problem, search.space):
             yield Kind(Search, search.space, link, few)
-        for link in _faster_links(question, search.space):
+        for link in _faster_links(problem, search.space):
             yield Kind(Search, search.space, link, most)
 
 
@@ -152,40 +152,40 @@ def _on_at_most(limits: Limits, gpus: int) -> Limits:
     return replace(limits, gpus=min(limits.gpus, gpus))
 
 
-def _families(question: Problem, space: CutSpace) -> list[Limits]:
+def _families(problem: Problem, space: CutSpace) -> list[Limits]:
     """Return the limits within which to look for every kind: those for simpler stages first.
 
     Over many states all searches choose between the whole of a stage and nothing, so that both are
     alike.
     """
-    limits = question.limits
+    limits = problem.limits
     rules = limits.rules
     if limits.memory_bytes is None or rules.recompute != "auto":
         return [limits]
-    if len(space) > question.tuning.chain.most_choosing_states:
+    if len(space) > problem.tuning.chain.most_choosing_states:
         return [limits]
     if rules.shard_optimizer == "auto":
         rules = replace(rules, shard_optimizer="never")
     return [replace(limits, rules=rules, whole_stages=True), limits]
 
 
-def _slower_links(question: Problem, space: CutSpace) -> list[Link]:
-    own = question.link.bandwidth_bytes_per_s
-    tuning = question.tuning.restricted
-    unit = _model_bytes_per_s(question, space)
+def _slower_links(problem: Problem, space: CutSpace) -> list[Link]:
+    own = problem.link.bandwidth_bytes_per_s
+    tuning = problem.tuning.restricted
+    unit = _model_bytes_per_s(problem, space)
     slower = _steps_below(own, unit, tuning.slower_link_ratio, tuning.slower_links)
-    return [question.link.slowed(own / bandwidth) for bandwidth in slower]
+    return [problem.link.slowed(own / bandwidth) for bandwidth in slower]
 
 
-def _faster_links(question: Problem, space: CutSpace) -> list[Link]:
+def _faster_links(problem: Problem, space: CutSpace) -> list[Link]:
     """Return faster links than the slowest of several levels, which some messages cross."""
-    if not question.placed:
+    if not problem.placed:
         return []
-    own = question.link.bandwidth_bytes_per_s
-    ratio = question.tuning.waiting.faster_link_ratio
-    count = question.tuning.waiting.faster_links
-    faster = _steps_below(own * ratio**count, _model_bytes_per_s(question, space), ratio, count)
-    return [question.link.slowed(own / bandwidth) for bandwidth in faster]
+    own = problem.link.bandwidth_bytes_per_s
+    ratio = problem.tuning.waiting.faster_link_ratio
+    count = problem.tuning.waiting.faster_links
+    faster = _steps_below(own * ratio**count, _model_bytes_per_s(problem, space), ratio, count)
+    return [problem.link.slowed(own / bandwidth) for bandwidth in faster]
 
 
 def _steps_below(value: float, unit: float, step: float, count: int) -> list[float]:
@@ -195,16 +195,16 @@ def _steps_below(value: float, unit: float, step: float, count: int) -> list[flo
     return [unit * step**power for power in range(highest, highest - count, -1)]
 
 
-def _model_bytes_per_s(question: Problem, space: CutSpace) -> float:
+def _model_bytes_per_s(problem: Problem, space: CutSpace) -> float:
     """Return a rate that belongs to the model alone: similar clusters get the same proposals."""
-    everything = question.layer_costs.footprint(question.layer_costs.single_stage)
+    everything = problem.layer_costs.footprint(problem.layer_costs.single_stage)
     model_bytes = int(everything.weight_bytes + everything.saved_bytes) or 1
     return model_bytes / float(space.compute_s[-1])
 
 
-def _counting_copies(question: Problem) -> CutSpace | None:
+def _counting_copies(problem: Problem) -> CutSpace | None:
     """Return cuts along the order at which every copy of a tied weight costs what it does in a
     simulation.
     """
-    profile = counted_with_copies(question.layer_costs.profile)
-    return None if profile is None else Chain(question.with_profile(profile).layer_costs)
+    profile = counted_with_copies(problem.layer_costs.profile)
+    return None if profile is None else Chain(problem.with_profile(profile).layer_costs)

@@ -30,19 +30,19 @@ def plans_that_wait_less(search: PipelineSearch, pool: Pool, known: Batch) -> It
 
 def _for_slower_links(search: PipelineSearch, pool: Pool, known: Batch) -> Iterator[Batch]:
     """Yield what searches for a synchronous schedule meet."""
-    question = search.problem
+    problem = search.problem
     least_s = min(pool.priced(stages).seconds for stages in known)
-    settled_s = least_s * (1 + question.tuning.evaluate.settled_share)
+    settled_s = least_s * (1 + problem.tuning.evaluate.settled_share)
 
-    for factor in question.tuning.waiting.synchronous_link_ratios:
-        if pool.best is not None and pool.best.seconds <= settled_s:
+    for factor in problem.tuning.waiting.synchronous_link_ratios:
+        settled = pool.best is not None and pool.best.seconds <= settled_s
+        if settled or pool.spent:
             return
-        if pool.spent:
-            return
-        model = question.synchronous(question.link.slowed(factor))
-        other = SynchronousSearch(search.space, model, question.limits)
+        model = problem.synchronous(problem.link.slowed(factor))
+        other = SynchronousSearch(search.space, model, problem.limits)
         try:
-            other.best(max(question.precision, RESOLUTION))
+            other.best(precision=max(problem.precision, RESOLUTION))
         except OutOfTimeError:
             return
-        yield [*known, *(search.priced(path).stages for path in other.found)]
+        met = [search.priced(path).stages for path in other.found]
+        yield [*known, *met]

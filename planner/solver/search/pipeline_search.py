@@ -11,15 +11,26 @@ from planner.cost.network.topology import places_matter
 from planner.cost.recomputation import exact_everywhere
 from planner.solver.clock import OutOfTimeError
 from planner.solver.evaluate.evaluation import priced_path
+from planner.solver.problem.bounds import relaxed_s
 from planner.solver.problem.infeasible import Fits
 from planner.solver.problem.problem import Limits, Problem
-from planner.solver.problem.result import RESOLUTION, BoundedPath, CutPath, Evaluation
+from planner.solver.problem.result import (
+    RESOLUTION,
+    BoundedPath,
+    BoundedPlans,
+    CutPath,
+    Evaluation,
+)
 from planner.solver.problem.states import Chain, CutSpace
 from planner.solver.search.chain.search import ANY_TIME_S, Search
 from planner.solver.search.chain.synchronous import SynchronousSearch
-from planner.solver.search.chain.ways import relaxed_s
-from planner.solver.search.levels.columns import Columned, search_columns
-from planner.solver.search.levels.flat import best_of, flat_search, nearest_path, nearest_search
+from planner.solver.search.levels.columns import search_columns
+from planner.solver.search.levels.flat import (
+    flat_search,
+    nearest_path,
+    nearest_search,
+    precision_of,
+)
 from planner.solver.search.levels.levels import search_levels
 from planner.units import SLACK
 
@@ -41,43 +52,54 @@ class PipelineSearch:
         Raise OutOfTimeError if no path is found in time, or states and GPUs are too many for any
         search.
         """
-        if self.problem.placed:
-            path, self.interrupted = nearest_path(self.problem, self.space)
+        problem = self.problem
+        if problem.placed:
+            path, self.interrupted = nearest_path(problem, self.space)
             return path
-        tuning = self.problem.tuning
+
+        tuning = problem.tuning
         states = len(self.space)
-        many = self.problem.cluster.gpus > tuning.chain.many_gpus
-        slow = not self.problem.schedule.asynchronous
-        if many and slow and states > tuning.synchronous.most_states:
-            raise OutOfTimeError
-        search = self._search(self.problem.limits)
-        too_many = many and states > tuning.chain.most_states_on_many_gpus
-        if isinstance(search, Search) and too_many:
-            path, search.interrupted = search.rough() or search.best(), True
-        else:
-            path = best_of(self.problem, search)
-        self.interrupted = search.interrupted
-        return path
+        if problem.cluster.gpus > tuning.chain.many_gpus:
+            if problem.schedule.asynchronous:
+                if states > tuning.chain.most_states_on_many_gpus:
+                    self.interrupted = True
+                    search = Search(self.space, problem.asynchronous(), problem.limits)
+                    return search.rough() or search.best()
+            elif states > tuning.synchronous.most_states:
+                raise OutOfTimeError
+        return self._best(np.inf, precision_of(problem))
 
     def faster(self, below_s: float, precision: float = RESOLUTION) -> CutPath | None:
         """Return the best path as `best` does, up to a precision; None where none takes less than
         some seconds.
         """
-        precision = max(precision, self.problem.precision)
-        self.interrupted = True
         try:
-            search = self._search(self.problem.limits)
-            path = (
-                search.best(below_s, precision)
-                if isinstance(search, Search)
-                else search.best(precision, below_s)  # or a slower one
-            )
+            path = self._best(below_s, max(precision, self.problem.precision))
         except OutOfTimeError:
+            self.interrupted = True
             return None
-        self.interrupted = search.interrupted or self.problem.clock.passed
-        if path is None or path.seconds >= below_s * (1 - SLACK):
-            return None
+        self.interrupted |= self.problem.clock.passed
+        # A synchronous search may also find slower ones.
+        return path if path is not None and path.seconds < below_s * (1 - SLACK) else None
+
+    def _best(self, below_s: float, precision: float) -> CutPath | None:
+        search = self._search(self.problem.limits)
+        path = search.best(below_s, precision)
+        self.interrupted = search.interrupted
         return path
+
+    def found(self, path: CutPath) -> BoundedPlans:
+        """Return the plans that the search proposes, given its best path: the best on consecutive
+        ranks, then those in columns.
+        """
+        bounded = self.bounded(path)
+        assert bounded.path is not None
+        best = self.priced(bounded.path)
+        columns = self._in_columns(path, best)
+        # The bound comes from the search and the seconds from the price, which add the same in
+        # another order.
+        bound_s = min(bounded.bound_s, columns.bound_s, best.seconds)
+        return BoundedPlans((best, *columns.plans), bound_s)
 
     def bounded(self, path: CutPath) -> BoundedPath:
         """Return the best path over the cluster's levels, given the best for the nearest flat one;
@@ -113,7 +135,10 @@ class PipelineSearch:
         problem = self.problem
         roomy = problem.with_cluster(problem.cluster.model_copy(update={"memory_bytes": None}))
         search = PipelineSearch(roomy, self.space)
-        path = None if problem.clock.passed else search.best()
+        try:
+            path = search.best()
+        except OutOfTimeError:
+            path = None
         if path is None or search.interrupted:
             return self.relaxed_s()
         if problem.placed and problem.precision > 0:
@@ -121,15 +146,15 @@ class PipelineSearch:
             return path.seconds * (1 - problem.precision)
         return search.bounded(path).bound_s
 
-    def columned(self, path: CutPath, best: Evaluation) -> Columned:
+    def _in_columns(self, path: CutPath, best: Evaluation) -> BoundedPlans:
         """Find plans in columns on clusters of several levels, and bound them.
 
         `path` is the best on the nearest flat cluster; `best` is the best on consecutive ranks.
         """
         if not self.problem.placed:
-            return Columned((), np.inf)
+            return BoundedPlans((), np.inf)
         if self.interrupted:
-            return Columned((), self.relaxed_s())
+            return BoundedPlans((), self.relaxed_s())
         return search_columns(self.problem, self.space, path, best)
 
     def leaner(self) -> dict[str, Fits]:
@@ -146,25 +171,21 @@ class PipelineSearch:
             "a larger `max_stages`": replace(rules, max_stages=None),
             "a larger `max_staleness`": replace(rules, max_staleness=None),
         }
-        found: dict[str, Fits] = {
+        return {
             argument: PipelineSearch(replace(problem, rules=changed), self.space).fits
             for argument, changed in others.items()
             if changed != rules
         }
-        if problem.cluster.gpus <= problem.tuning.synchronous.most_proposed_gpus:
-            for other in problem.leaner():
-                argument = f"`schedule={other.schedule}` `microbatches={other.microbatches}`"
-                found[argument] = PipelineSearch(other, self.space).fits
-        return found
 
     def fits(self, gpus: int, memory_bytes: int) -> Evaluation | None:
         """Return any plan that fits other GPUs of this kind."""
-        search = self._search(replace(self.problem.limits, gpus=gpus, memory_bytes=memory_bytes))
-        if isinstance(search, Search):
-            path = search.within(ANY_TIME_S)
-        else:
-            answer = search.within(np.inf)
-            path = None if answer is None else answer.path
+        limits = replace(
+            self.problem.limits,
+            gpus=gpus,
+            memory_bytes=memory_bytes,
+            clock=self.problem.budget.clock,
+        )
+        path = self._search(limits).within(ANY_TIME_S)
         return None if path is None else self.priced(path)
 
     def priced(self, path: CutPath) -> Evaluation:

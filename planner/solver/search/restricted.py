@@ -10,8 +10,8 @@ from dataclasses import replace
 import numpy as np
 
 from planner.cost.work import Integers
-from planner.solver.problem.bounds import Bounds
 from planner.solver.problem.problem import Limits
+from planner.solver.problem.replica_models import ReplicaModel
 from planner.solver.problem.result import RESOLUTION, CutPath
 from planner.solver.problem.states import CutSpace
 from planner.solver.search.chain.search import Search
@@ -20,26 +20,26 @@ from planner.solver.search.chain.search import Search
 class DataParallelSearch(Search):
     """Finds plans of one stage, which wait for nothing."""
 
-    def best(self, below_s: float | None = None, precision: float = RESOLUTION) -> CutPath | None:
-        most = min(self.gpus, self.model.most_replicas, self.limits.most_replicas)
-        path = self._data_parallel(np.arange(1, most + 1))
-        if path is None or (below_s is not None and path.seconds >= below_s):
-            return None
-        return path
+    def best(self, below_s: float = np.inf, precision: float = RESOLUTION) -> CutPath | None:
+        path = self.single_stage()
+        return None if path is None or path.seconds >= below_s else path
+
+    def _counts(self) -> Integers:
+        return np.arange(1, self._most_alone + 1)
 
 
 class StraightSearch(Search):
     """Finds plans without replicas."""
 
-    def __init__(self, space: CutSpace, model: Bounds, limits: Limits) -> None:
+    def __init__(self, space: CutSpace, model: ReplicaModel, limits: Limits) -> None:
         super().__init__(space, model, replace(limits, most_replicas=1))
 
 
 class FrontSearch(Search):
     """Finds plans in which only the first stage has replicas."""
 
-    def most_replicas(self, state: int, others: Integers) -> Integers:
-        return np.full(len(others), self.limits.most_replicas if state == 0 else 1)
+    def most_replicas(self, state: int, ends: Integers) -> Integers:
+        return np.full(len(ends), self.limits.most_replicas if state == 0 else 1)
 
 
 class EndsSearch(FrontSearch):
@@ -47,6 +47,6 @@ class EndsSearch(FrontSearch):
     vocabulary.
     """
 
-    def most_replicas(self, state: int, others: Integers) -> Integers:
-        at_an_end = (state == 0) | (others == len(self.space) - 1)
+    def most_replicas(self, state: int, ends: Integers) -> Integers:
+        at_an_end = (state == 0) | (ends == len(self.space) - 1)
         return np.where(at_an_end, self.limits.most_replicas, 1)

@@ -19,12 +19,11 @@ such parts, and after log(X(0) / X(end)) / ε of them at most.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import numpy as np
 
-from planner.solver.problem.result import RESOLUTION, CutPath
+from planner.solver.problem.result import RESOLUTION
 
 
 class TradeOff(Protocol):
@@ -37,15 +36,6 @@ class TradeOff(Protocol):
     @property
     def max_s(self) -> float:
         """Maximum over the stages of their parts of it."""
-
-
-@dataclass(frozen=True)
-class LeastSum:
-    """The path of least sum within a limit, with its sum and its maximum."""
-
-    path: CutPath
-    sum_s: float
-    max_s: float
 
 
 Plan = TypeVar("Plan", bound=TradeOff)

@@ -4,18 +4,14 @@ fastest.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from planner.cost.tensor import layer_costs_on
-from planner.formats.cluster import Cluster
 from planner.formats.profile import Profile
 from planner.options.solving import SolveOptions
 from planner.solver.alternatives.usual_ways import usual_ways
 from planner.solver.clock import Clock
 from planner.solver.problem.bounds import balanced_s
-from planner.solver.problem.budget import Budget
-from planner.solver.question import setting_of
-from planner.solver.tuning.record import Tuning
+from planner.solver.request import Request
 
 
 @dataclass(frozen=True)
@@ -35,6 +31,11 @@ class Profiles:
     sizes: Sequence[int]
     ranks: int = 1
     known: dict[int, Profile] = field(default_factory=dict)
+
+    @property
+    def smallest(self) -> Profile:
+        """The profile for the smallest microbatches."""
+        return self.at(self.sizes[0])
 
     def at(self, size: int) -> Profile:
         """Return the profile for microbatches of so many samples."""
@@ -61,45 +62,28 @@ class Sizes:
     unseen: tuple[int, ...] = ()
 
 
-def promising_sizes(
-    profiles: Profiles,
-    cluster: Cluster,
-    options: SolveOptions,
-    clock: Clock,
-    tuning: Tuning,
-) -> Sizes:
+def promising_sizes(profiles: Profiles, request: Request) -> Sizes:
     """Look at ascending sizes until they are slower, do not fit, or the time ends.
 
     On a size that is too small more is lost than by any search. So two sizes are looked at even
     where no time is left, and the one that should be the fastest on the line through them. Where no
     usual way fits at the smallest size, all sizes are worth a search.
     """
-    estimates = _Estimates(profiles, cluster, options, tuning)
-    sample_s = estimates.sample_s
-    unseen: tuple[int, ...] = ()
-    for number, size in enumerate(profiles.sizes):
-        clock.progress.step = f"estimating microbatches of {size}"
-        if len(sample_s) > 1 and estimates.looks_slower(size):
-            break
-        if len(sample_s) > 1 and clock.passed:
-            unseen = tuple(profiles.sizes[number:])
-            break
-        seconds = estimates.look_at(size, clock.at_most(tuning.answer.alternatives_s))
-        if seconds > min(sample_s.values()) or math.isinf(seconds):
-            break
-
+    estimates = _Estimates(profiles, request)
+    unseen = estimates.look_around()
     if unseen:
         promising = min(unseen, key=estimates.on_the_line)
-        estimates.look_at(promising, clock)
+        estimates.look_at(promising, request.clock)
         unseen = tuple(size for size in unseen if size != promising)
 
+    sample_s = estimates.sample_s
     likely = min(sample_s, key=lambda size: sample_s[size])
     if math.isinf(sample_s[likely]):
         return Sizes(sample_s, tuple(profiles.sizes))
 
     smaller = [size for size in reversed(sample_s) if size < likely]
-    wanted = [likely, *smaller][: tuning.fit.most_sizes]
-    shared = _shared_size(likely, profiles, options)
+    wanted = [likely, *smaller][: request.tuning.fit.most_sizes]
+    shared = _shared_size(likely, profiles, request.options)
     if shared is not None:
         wanted.insert(1, shared)
     return Sizes(sample_s, tuple(wanted), shared, unseen)
@@ -110,11 +94,26 @@ class _Estimates:
     """Seconds of a sample in the fastest of the usual ways, by the samples of a microbatch."""
 
     profiles: Profiles
-    cluster: Cluster
-    options: SolveOptions
-    tuning: Tuning
+    request: Request  # with the profile of any size
     # in the order in which they were looked at
     sample_s: dict[int, float] = field(default_factory=dict)
+
+    def look_around(self) -> tuple[int, ...]:
+        """Estimate ascending sizes until they are slower or do not fit; return those that no time
+        was left for.
+        """
+        clock = self.request.clock
+        seconds_each = self.request.tuning.answer.alternatives_s
+        for number, size in enumerate(self.profiles.sizes):
+            clock.progress.step = f"estimating microbatches of {size}"
+            if len(self.sample_s) > 1 and self.looks_slower(size):
+                return ()
+            if len(self.sample_s) > 1 and clock.passed:
+                return tuple(self.profiles.sizes[number:])
+            seconds = self.look_at(size, clock.at_most(seconds_each))
+            if seconds > min(self.sample_s.values()) or math.isinf(seconds):
+                return ()
+        return ()
 
     def look_at(self, size: int, clock: Clock) -> float:
         """Estimate a size; infinity where no usual way fits."""
@@ -126,7 +125,7 @@ class _Estimates:
         one before it.
         """
         *_, before = self.sample_s
-        slower_s = self.sample_s[before] * (1 + self.tuning.fit.slower_size_share)
+        slower_s = self.sample_s[before] * (1 + self.request.tuning.fit.slower_size_share)
         return self.on_the_line(size) > slower_s
 
     def on_the_line(self, size: int) -> float:
@@ -138,14 +137,13 @@ class _Estimates:
         return self._fastest_sample_s(profile, Clock.of(0.0))
 
     def _fastest_sample_s(self, profile: Profile, clock: Clock) -> float:
-        costs = layer_costs_on(profile, self.cluster)
-        budget = Budget(clock, tuning=self.tuning.budget)
-        ways = usual_ways(self.options, costs, self.cluster, budget, self.tuning)
+        request = replace(self.request, profile=profile, clock=clock)
+        ways = usual_ways(request, request.budget())
         fitting = [way.seconds_per_microbatch for way in ways if not way.over_memory_bytes]
         return min(fitting, default=math.inf) / (profile.microbatch_size or 1)
 
 
-def least_sample_s(profile: Profile, cluster: Cluster, options: SolveOptions, ranks: int) -> float:
+def least_sample_s(request: Request, ranks: int) -> float:
     """Return seconds of a sample that no plan is below.
 
     A schedule that drains takes no less than the first microbatch does, which passes all layers:
@@ -153,11 +151,11 @@ def least_sample_s(profile: Profile, cluster: Cluster, options: SolveOptions, ra
     compute that microbatch together, so that then only the GPUs' work in all is a bound: ranks that
     divide a layer take no less in all.
     """
-    setting = setting_of(options, profile, cluster)
-    seconds = balanced_s(layer_costs_on(profile, cluster), setting)
+    setting = request.setting
+    seconds = balanced_s(request.layer_costs, setting)
     if ranks > 1 and setting.schedule.formula == "synchronous":
-        seconds *= min(1.0, setting.microbatches / cluster.gpus)
-    return seconds / setting.microbatches / (profile.microbatch_size or 1)
+        seconds *= min(1.0, setting.microbatches / request.cluster.gpus)
+    return seconds / setting.microbatches / (request.profile.microbatch_size or 1)
 
 
 def _shared_size(likely: int, profiles: Profiles, options: SolveOptions) -> int | None:
@@ -181,12 +179,17 @@ def extended(one: Profile, other: Profile, size: int) -> Profile:
     first = one.microbatch_size or 1
     second = other.microbatch_size or 1
     times = (size - second) / (second - first)
-    layers = []
-    for before, after in zip(one.layers, other.layers, strict=True):
-        line = {}
-        for name in ("forward_s", "backward_s", "saved_bytes", "workspace_bytes"):
-            begin = getattr(before, name)
-            end = getattr(after, name)
-            line[name] = max(0, end + times * (end - begin))
-        layers.append(after.model_copy(update=line))
-    return other.model_copy(update={"layers": tuple(layers), "microbatch_size": size})
+
+    def on_the_line(begin: float, end: float) -> float:
+        return max(0, end + times * (end - begin))
+
+    layers = tuple(
+        after.with_costs(
+            forward_s=on_the_line(before.forward_s, after.forward_s),
+            backward_s=on_the_line(before.backward_s, after.backward_s),
+            saved_bytes=on_the_line(before.saved_bytes, after.saved_bytes),
+            workspace_bytes=on_the_line(before.workspace_bytes, after.workspace_bytes),
+        )
+        for before, after in zip(one.layers, other.layers, strict=True)
+    )
+    return other.with_microbatches_of(size, layers)

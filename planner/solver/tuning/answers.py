@@ -21,6 +21,9 @@ class AnswerTuning:
     search_share: float = 0.9
     synchronous_share: float = 0.7
 
+    # Share of the time left for each other schedule, where nothing fits under the one asked for.
+    other_schedule_share: float = 0.5
+
     # Seconds that may be spent on the table of usual ways and on a synchronous plan, however quick
     # the search was.
     alternatives_s: float = 2.0

@@ -1,6 +1,6 @@
 """The record of all tuned numbers, by the rooms of the solver that use them.
 
-`solve` and `fit` take a record, and the question carries it: functions that have the question read
+`solve` and `fit` take a record, and the problem carries it: functions that have the problem read
 their numbers there, and others get the number or the record as an argument. What is exact (rows of
 arrays, units, rounding) is a constant beside its code instead: `tests/test_rules.py` lists these.
 """
@@ -71,5 +71,5 @@ class Tuning:
     integer: IntegerTuning = field(default_factory=IntegerTuning)
 
 
-# What every question carries unless it is told otherwise.
+# What every problem carries unless it is told otherwise.
 STANDARD = Tuning()

@@ -89,9 +89,6 @@ class SynchronousTuning:
 
     most_states: int = 600  # on many GPUs, or for alternatives: it is slower than the other search
 
-    # GPUs up to which a synchronous schedule is proposed where nothing fits.
-    most_proposed_gpus: int = 64
-
     # On more GPUs, where tables would have more entries, GPUs are counted in units. What is found
     # then is as precise as this.
     most_single_gpus: int = 1024

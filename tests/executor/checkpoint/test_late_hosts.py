@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # exported by a star import
 
-from benchmarks.elastic.faults import EVERY, Cluster, write_plan
 from benchmarks.netns import Host
 from planner.executor.checkpoint.folders import INDEX
 from planner.executor.checkpoint.host_memory import HostMemory, Start
@@ -28,6 +27,7 @@ from planner.executor.checkpoint.known_copies import (
     minibatch_of,
 )
 from planner.selfcheck.listening import listening_sockets
+from tests.campaigns.elastic.faults import EVERY, Cluster, write_plan
 
 STEPS = 5000  # more than are trained
 WITHIN_S = 300.0  # for one step, on a machine that is also otherwise busy

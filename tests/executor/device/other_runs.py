@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack
 from datetime import timedelta
 from unittest.mock import patch
 
 from planner.executor.communication.links import Ahead
-from planner.profiler.links import levels
+from planner.profiler.links.effort import Effort
+from planner.profiler.links.levels import LevelMeasurement
 from planner.workers.place import CPU
 from tests.executor.device.rules import Recording
 from tests.executor.device.runs import (
@@ -28,8 +28,8 @@ def record_own_loop(run: Run) -> Recording:
 def record_links(hosts: int, workers: int) -> Recording:
     """Measure the links between the workers of some hosts."""
     place, world = PretendedGPUs(CPU.compute, CPU.wire), World(hosts * workers)
-    with ExitStack() as patched:
-        patched.enter_context(patch.dict(os.environ, LOCAL_WORLD_SIZE=str(workers)))
-        for name, few in {"_LATENCY_ROUNDS": 3, "_LEAST_ROUNDS": 3, "_SECONDS": 0.0}.items():
-            patched.enter_context(patch.object(levels, name, few))
-        return world.run(lambda _: levels.LevelMeasurement(place, timedelta(0), 64, 64).levels())
+    effort = Effort(
+        message_bytes=64, bucket_bytes=64, latency_rounds=3, least_rounds=3, seconds=0.0
+    )
+    with patch.dict(os.environ, LOCAL_WORLD_SIZE=str(workers)):
+        return world.run(lambda _: LevelMeasurement(place, timedelta(0), effort).levels())

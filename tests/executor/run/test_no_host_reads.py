@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.overhead.cases import MODEL, WORKERS, Case, plan_of
-from benchmarks.overhead.stand_in import build, lone_rank
+from benchmarks.speed.overhead.cases import MODEL, WORKERS, Case, plan_of
+from benchmarks.speed.overhead.stand_in import build, lone_rank
 from planner.executor.communication.gradients import GradientAverager, WholeBucket, chunks
 from planner.executor.communication.later import Reader
 from planner.executor.communication.sharding import Sharding

@@ -1,10 +1,12 @@
-"""CUDA's autocast, observed on fake tensors where PyTorch has no CUDA, against its
-documentation.
+"""CUDA's autocast, followed on the CPU where PyTorch sees no CUDA, against its documentation and
+its header.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +14,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from planner.model.capture.fake import fake_device, pretended
+from planner.model.capture.cuda_autocast import OPERATIONS, rules_of
+from planner.model.capture.fake import device_rules
 from planner.model.options import autocasting
 
 Operation = Callable[[Tensor, Tensor], Tensor]  # of a half and a float32 tensor of 4 x 4
@@ -86,8 +89,11 @@ EXPECTED = {"half": LOWER | KEPT, "full": FLOAT32 | WIDEST}
 @pytest.mark.filterwarnings("ignore:PyTorch was compiled without cuDNN")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_documented_rules(dtype: torch.dtype) -> None:
-    device = fake_device("cuda")
-    with pretended("cuda"), FakeTensorMode(allow_non_fake_inputs=True), autocasting("cuda", dtype):
+    with (
+        device_rules("cuda") as device,
+        FakeTensorMode(allow_non_fake_inputs=True),
+        autocasting(device.type, dtype),
+    ):
         half, full = (
             torch.rand(4, 4, dtype=each, device=device) for each in (dtype, torch.float32)
         )
@@ -98,20 +104,40 @@ def test_the_documented_rules(dtype: torch.dtype) -> None:
                 operations, wanted
             )
             assert {made.device for made in found.values()} == {device}
+        assert half.sum(dtype=torch.float64).dtype == torch.float64
+        assert (full.double() @ full.double()).dtype == torch.float64
         with pytest.raises(RuntimeError, match="unsafe to autocast"):
             F.binary_cross_entropy(half, half)
-        with torch.autocast("cuda", enabled=False):
+        with torch.autocast(device.type, enabled=False):
             assert (full @ full).dtype == torch.float32
 
 
-def test_no_trace_is_left() -> None:
-    before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+def test_the_rules_are_those_of_the_header() -> None:
+    """The installed version's; those of binary cross-entropy and norms are written out there."""
+    header = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
+    text = header.read_text(encoding="utf-8")
+
+    def listed(macro: str) -> set[str]:
+        match = re.search(rf"#define {macro}\(_\)((?:.*\\\n)*.*)", text)
+        assert match is not None, macro
+        return {entry.replace(", ", ".") for entry in re.findall(r"_\((\w+(?:, \w+)?)\)", match[1])}
+
+    ruled = {rule: set(names.split()) for rule, names in OPERATIONS.items()}
+    assert ruled["half"] == listed("AT_FORALL_LOWER_PRECISION_FP")
+    assert ruled["single"] == listed("AT_FORALL_FP32")
+    assert ruled["widest"] == listed("AT_FORALL_PROMOTE")
+    norms = {"norm.Scalar", "norm.ScalarOpt_dim"}
+    assert ruled["single by default"] - norms == listed("AT_FORALL_FP32_SET_OPT_DTYPE")
+    # No graph has those of cuDNN, which other operations call.
+    known = {name for name in rules_of("CUDA") if not name.startswith("cudnn_")}
+    assert known == set().union(*ruled.values())
+
+
+def test_the_rules_of_the_cpu_are_back_afterwards() -> None:
+    half = torch.ones(2, dtype=torch.bfloat16)
     for _ in range(2):
-        with pretended("cuda"), FakeTensorMode(), autocasting("cuda", torch.bfloat16):
-            weight = torch.empty(4, 4, device="cuda", requires_grad=True)
-            assert (weight @ weight).grad_fn is not None
-    assert (torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")) == before
-    if not torch.cuda.is_available():
-        assert not torch.cuda.is_bf16_supported()
-        with pytest.raises((AssertionError, RuntimeError)):
-            torch.ones(1, device="cuda")
+        with torch.autocast("cpu", torch.bfloat16):
+            with device_rules("cuda") as device:
+                if device.type == "cpu":
+                    assert half.exp().dtype == torch.float32
+            assert half.exp().dtype == torch.bfloat16

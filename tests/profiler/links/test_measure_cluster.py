@@ -37,9 +37,8 @@ def test_nothing_is_left_running_when_the_time_is_over(
 ) -> None:
     # its name is in the command line of every process
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr("planner.profiler.links.measure_cluster._LIMIT_S", 4.0)
     with pytest.raises(WorkerError, match="not measured within 4 s"):
-        measure_host(2, "cpu")
+        measure_host(2, "cpu", limit_s=4.0)
     command_lines = [
         path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()
     ]
@@ -89,10 +88,13 @@ def _free_port() -> int:
 
 
 def _finish(workers: list[subprocess.Popen[str]]) -> None:
+    """Wait for all, of which the first one says beforehand how long the measurement takes."""
     try:
-        for worker in workers:
+        for rank, worker in enumerate(workers):
             output, _ = worker.communicate(timeout=TIMEOUT_S)
             assert worker.returncode == 0, output
+            announced = f"measuring the links between {len(workers)} workers takes about "
+            assert (announced in output) == (rank == 0)
     finally:
         for worker in workers:
             worker.kill()

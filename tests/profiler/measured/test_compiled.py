@@ -10,7 +10,6 @@ from statistics import median
 import pytest
 import torch
 
-from benchmarks.stages_alone import verify
 from planner.cli.main import main
 from planner.errors import InputError
 from planner.formats.cluster import flat_cluster
@@ -26,6 +25,7 @@ from planner.profiler.measured.profiling import ProfilingOptions, profile_model
 from planner.profiler.step.timing import StepTimes
 from planner.solver import search_plan as solve
 from tests.executor.models import write_model
+from tests.profiler.measured.stages_alone import verify
 
 
 def test_runs_take_about_equal_time() -> None:

@@ -11,6 +11,7 @@ import pytest
 import planner
 from planner.analysis.limits import busiest, simulated_limits
 from planner.formats.cluster import flat_cluster, hierarchical_cluster
+from planner.formats.fit import Fit, FitRow
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import config_words
 from planner.reporting.tables.answers import comparison_report, fit_report
@@ -18,7 +19,6 @@ from planner.reporting.tables.plan import plan_report, prediction_lines
 from planner.schedule.registry import SCHEDULES
 from planner.simulator.simulate_plan import simulate
 from planner.simulator.summary import summarize
-from planner.solver.fit import Fit, FitRow
 from tests.samples import layer, profile
 
 HEAVY = profile(*(layer(f"h.{n}", 1, 2, output_bytes=10, weight_bytes=10**8) for n in range(4)))
@@ -70,6 +70,16 @@ def test_a_pipeline_that_was_asked_for_and_gains_nothing_says_so() -> None:
         plan = planner.price(LIGHT, flat_cluster(4, 1e9), 4, replicas=1, schedule="1f1b")
     first = verdict(plan)[0]
     assert re.search(r": a pipeline gains (little|nothing) here; asynchronous", first)
+
+
+def test_a_pipeline_that_is_as_fast_as_one_cut_by_hand_is_not_called_useless() -> None:
+    plan = planner.price(HEAVY, SLOW, 4, replicas=1, schedule="1f1b-flush")
+    baselines = planner.solve(HEAVY, SLOW, schedule="1f1b-flush").baselines
+    (equal,) = [way for way in baselines if way.name == "4 equal stages"]
+    plan = plan.model_copy(update={"baselines": (equal,)})
+    first = verdict(plan)[0]
+    assert first.startswith("4 stages, as fast as the best baseline (4 equal stages), ")
+    assert "gains" not in first
 
 
 def test_what_does_not_fit_says_by_how_much() -> None:

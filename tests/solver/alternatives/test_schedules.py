@@ -8,17 +8,15 @@ import pytest
 
 from planner.api.planning import price, solve
 from planner.errors import InfeasibleError
-from planner.formats.cluster import Cluster, flat_cluster
+from planner.formats.cluster import flat_cluster
 from planner.formats.plan import Plan
-from planner.formats.profile import Profile
 from planner.options.solving import SolveOptions
 from planner.reporting.tables.plan import plan_report
 from planner.schedule.one_stage import FLUSH, ONE_F_ONE_B
 from planner.schedule.registry import SCHEDULES
 from planner.schedule.schedule import Schedule
-from planner.solver.clock import Clock
 from planner.solver.find_plan import find_plan
-from planner.solver.tuning.record import Tuning
+from planner.solver.request import Request
 from tests.samples import layer, profile
 
 MODEL = profile(
@@ -35,7 +33,7 @@ def alone(schedule: Schedule, max_staleness: int | None = None) -> Plan:
     options = SolveOptions(
         schedule=schedule, microbatches=microbatches, max_staleness=max_staleness, time_limit_s=None
     )
-    return find_plan(MODEL, CLUSTER, options)
+    return find_plan(Request.of(MODEL, CLUSTER, options))
 
 
 @pytest.mark.parametrize("max_staleness", [None, 1])
@@ -132,16 +130,13 @@ def test_a_row_in_place_of_the_fastest_is_in_the_table_of_schedules(
 ) -> None:
     """And keeps the notes on schedules without a plan."""
 
-    def early(
-        profile: Profile,
-        cluster: Cluster,
-        options: SolveOptions,
-        clock: Clock,
-        tuning: Tuning,
-    ) -> Plan:
-        if options.order.asynchronous or options.order.chunked:
-            return find_plan(profile, cluster, options, clock, tuning)
-        return price(profile, cluster, 4, replicas=1, schedule=options.order, microbatches=8)
+    def early(request: Request) -> Plan:
+        order = request.options.order
+        if order.asynchronous or order.chunked:
+            return find_plan(request)
+        return price(
+            request.profile, request.cluster, 4, replicas=1, schedule=order, microbatches=8
+        )
 
     monkeypatch.setattr("planner.solver.alternatives.schedules.find_plan", early)
     quick = flat_cluster(4, 1e9)

@@ -38,7 +38,9 @@ def test_an_estimated_one_gives_way_to_data_parallelism_that_is_as_fast() -> Non
     assert 0 < gain < indistinct_share(plan, STANDARD)
     assert plan.config == "4"
     (note,) = plan.notes
-    assert note.startswith(f"{measured.config} is estimated to be {gain:.1%} faster, which is less than such")
+    assert note.startswith(
+        f"{measured.config} is estimated to be {gain:.1%} faster, which is less than such"
+    )
 
 
 def test_an_estimated_one_that_is_clearly_faster_stays() -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,7 +22,7 @@ from planner.solver.alternatives.schedules import with_synchronous
 from planner.solver.alternatives.table import no_slower_than_usual, with_baselines
 from planner.solver.clock import Clock
 from planner.solver.find_plan import find_plan
-from planner.solver.tuning.record import STANDARD
+from planner.solver.request import Request
 from tests.samples import layer, profile
 
 LAYERS = [
@@ -31,9 +31,17 @@ LAYERS = [
 MODEL = profile(*LAYERS)
 
 
+def asked(model: Profile, cluster: Cluster, **options: Any) -> Request:
+    return Request(model, cluster, SolveOptions(**options), Clock())
+
+
+def with_table(model: Profile, plan: Plan) -> Plan:
+    return with_baselines(plan, asked(model, plan.cluster))
+
+
 def test_baselines_are_those_of_compare(tmp_path: Path) -> None:
     cluster = flat_cluster(4, 1e8)
-    plan = with_baselines(MODEL, solve(MODEL, cluster), Clock())
+    plan = with_table(MODEL, solve(MODEL, cluster))
     rows = {row.name: row for row in compare(MODEL, plan).rows}
     assert {"data parallel", "one GPU", "ZeRO-1", "ZeRO-3, FSDP", "4 equal stages"} <= {
         b.name for b in plan.baselines
@@ -54,13 +62,13 @@ def test_baselines_are_those_of_compare(tmp_path: Path) -> None:
 )
 def test_a_stage_for_each_gpu_is_a_usual_way(gpus: int, counts: list[int]) -> None:
     deep = profile(*(layer(f"h.{n}", 1, 2, output_bytes=10, weight_bytes=100) for n in range(6)))
-    plan = with_baselines(deep, solve(deep, flat_cluster(gpus, 1e8), schedule=FLUSH), Clock())
+    plan = with_table(deep, solve(deep, flat_cluster(gpus, 1e8), schedule=FLUSH))
     names = [way.name for way in plan.baselines if way.name.endswith("equal stages")]
     assert names == [f"{count} equal stages" for count in counts]
 
 
 def test_what_does_not_fit_is_no_measure() -> None:
-    plan = with_baselines(MODEL, solve(MODEL, flat_cluster(4, 1e8, 7 * 10**8)), Clock())
+    plan = with_table(MODEL, solve(MODEL, flat_cluster(4, 1e8, 7 * 10**8)))
     text = plan_report(plan)
     assert "one GPU does not fit (100 MB too many)" in text
     assert "data parallel on 4 GPUs does not fit (100 MB too many)" in text
@@ -72,8 +80,9 @@ def test_a_stale_plan_says_what_synchronous_ones_would_give() -> None:
     """One has its global batch, which a pipeline that drains is slow with, and one has the usual
     number of parts.
     """
-    cluster, options = flat_cluster(4, 1e8), SolveOptions(schedule="1f1b")
-    plan = with_synchronous(MODEL, find_plan(MODEL, cluster, options), options, Clock(), STANDARD)
+    cluster = flat_cluster(4, 1e8)
+    request = asked(MODEL, cluster, schedule="1f1b")
+    plan = with_synchronous(find_plan(request), request)
     assert plan.samples_per_update == (4, 4)
     rows = {1: plan.synchronous, 16: plan.synchronous_usual}
     for microbatches, row in rows.items():
@@ -87,7 +96,7 @@ def test_a_stale_plan_says_what_synchronous_ones_would_give() -> None:
         )
         seconds = drained.predicted.seconds_per_minibatch / microbatches
         assert row.seconds_per_microbatch == pytest.approx(seconds)
-        assert with_synchronous(MODEL, drained, options, Clock(), STANDARD) is drained
+        assert with_synchronous(drained, request) is drained
     assert Plan.model_validate_json(plan.model_dump_json()) == plan
 
 
@@ -100,10 +109,10 @@ def test_a_plan_with_another_global_batch_never_takes_its_place() -> None:
     """1f1b-flush is as fast with 16 times as many samples per update. That is said, and the answer
     stays.
     """
-    cluster, options = flat_cluster(4, 1e8), SolveOptions()
-    stale = find_plan(WAITING, cluster, options)
+    request = asked(WAITING, flat_cluster(4, 1e8))
+    stale = find_plan(request)
     assert stale.staleness
-    answer = with_synchronous(WAITING, stale, options, Clock(), STANDARD)
+    answer = with_synchronous(stale, request)
     assert (answer.schedule, answer.samples_per_update) == (stale.schedule, (4, 4))
     assert answer.synchronous is not None
     assert answer.synchronous.samples_per_update == (4, 4)
@@ -118,10 +127,10 @@ def test_a_plan_with_another_global_batch_never_takes_its_place() -> None:
 def test_data_parallelism_is_the_answer_where_a_pipeline_gains_less_than_five_percent() -> None:
     """With a microbatch on each GPU, as under 1f1b."""
     light = profile(*(layer(f"h.{n}", 1, 2, output_bytes=10, weight_bytes=10**6) for n in range(4)))
-    cluster, options = flat_cluster(4, 1e8), SolveOptions()
+    cluster = flat_cluster(4, 1e8)
     stale = planner.price(light, cluster, 4, replicas=1, schedule="1f1b")
     assert stale.staleness
-    answer = with_synchronous(light, stale, options, Clock(), STANDARD)
+    answer = with_synchronous(stale, asked(light, cluster))
     assert (answer.config, answer.staleness, answer.samples_per_update) == ("4", 0, (16, 16))
     assert answer.solver.rules is None, "nobody asked for one stage"
     assert "Use data parallelism: a pipeline gains nothing here" in plan_report(answer)
@@ -129,8 +138,8 @@ def test_data_parallelism_is_the_answer_where_a_pipeline_gains_less_than_five_pe
     assert first.startswith("the best pipeline under 1f1b, 1-1-1-1, is ")
     assert "it updates after 4 samples, this plan after 16 samples" in first
     assert first in plan_report(answer)
-    named = SolveOptions(schedule="1f1b")
-    assert with_synchronous(light, stale, named, Clock(), STANDARD).config == stale.config
+    named = asked(light, cluster, schedule="1f1b")
+    assert with_synchronous(stale, named).config == stale.config
 
 
 @pytest.mark.parametrize("microbatches", [1, 2, 8])
@@ -152,9 +161,9 @@ def test_replicas_under_1f1b_have_a_global_batch_of_their_own() -> None:
         layer("deep", 2, 4, output_bytes=10, weight_bytes=10**9),
     )
     cluster, size = flat_cluster(4, 1e8), heavy.microbatch_size or 1
-    asked = planner.solve(heavy, cluster, schedule="1f1b", minibatch=size)
-    assert asked.samples_per_update[1] > size
-    assert any(note.startswith("the global batch is ") for note in asked.notes)
+    named = planner.solve(heavy, cluster, schedule="1f1b", minibatch=size)
+    assert named.samples_per_update[1] > size
+    assert any(note.startswith("the global batch is ") for note in named.notes)
     free = planner.solve(heavy, cluster, minibatch=size)
     assert free.samples_per_update == (size, size)
     assert any(
@@ -163,11 +172,10 @@ def test_replicas_under_1f1b_have_a_global_batch_of_their_own() -> None:
 
 
 def test_late_gradients_have_to_earn_five_percent() -> None:
-    model, cluster, options = MODEL, flat_cluster(4, 1e8), SolveOptions()
-    late = find_plan(model, cluster, options)
-    beside = with_synchronous(
-        model, late, SolveOptions(schedule="1f1b"), Clock(), STANDARD
-    ).synchronous
+    cluster = flat_cluster(4, 1e8)
+    request = asked(MODEL, cluster)
+    late = find_plan(request)
+    beside = with_synchronous(late, asked(MODEL, cluster, schedule="1f1b")).synchronous
     assert late.staleness
     assert beside is not None
 
@@ -176,7 +184,7 @@ def test_late_gradients_have_to_earn_five_percent() -> None:
         seconds = late.microbatches * beside.seconds_per_microbatch / times
         predicted = late.predicted.model_copy(update={"seconds_per_minibatch": seconds})
         changed = late.model_copy(update={"predicted": predicted})
-        return with_synchronous(model, changed, options, Clock(), STANDARD)
+        return with_synchronous(changed, request)
 
     assert answer(1.06).staleness
     assert not answer(1.04).staleness
@@ -187,13 +195,10 @@ def test_what_cannot_stand_beside_a_plan_is_told() -> None:
     """Under 1f1b a minibatch is one microbatch; the synchronous schedules cannot make two of three
     samples.
     """
-    cluster, options = (
-        flat_cluster(4, 1e8),
-        SolveOptions(minibatch=8 * (MODEL.microbatch_size or 1)),
-    )
+    cluster = flat_cluster(4, 1e8)
     plan = solve(MODEL, cluster)
-    refused = replace(options, minibatch=3 * (MODEL.microbatch_size or 1) + 1)
-    noted = with_synchronous(MODEL, plan, refused, Clock(), STANDARD)
+    refused = asked(MODEL, cluster, minibatch=3 * (MODEL.microbatch_size or 1) + 1)
+    noted = with_synchronous(plan, refused)
     assert noted.synchronous is None
     assert noted.notes[0].startswith("there is no synchronous plan to compare it with: ")
     assert noted.notes[0] in plan_report(noted)
@@ -203,9 +208,7 @@ def test_replicas_have_a_microbatch_each() -> None:
     """Under 2bw, a replica without one would never update: data parallelism has a microbatch on
     each of four GPUs.
     """
-    plan = with_baselines(
-        MODEL, solve(MODEL, flat_cluster(8, 1e8), schedule="2bw", microbatches=4), Clock()
-    )
+    plan = with_table(MODEL, solve(MODEL, flat_cluster(8, 1e8), schedule="2bw", microbatches=4))
     made = {way.name: way.microbatches for way in plan.baselines}
     assert (
         made["one GPU"],
@@ -230,10 +233,11 @@ def test_a_row_that_is_faster_than_what_was_found_is_the_answer(
     """
     cluster = flat_cluster(4, 1e12)
 
-    def early(
-        profile: Profile, cluster: Cluster, options: SolveOptions, *_: object, **__: object
-    ) -> Plan:
-        return price(profile, cluster, 4, replicas=1, schedule=options.schedule, microbatches=8)
+    def early(request: Request) -> Plan:
+        schedule = request.options.schedule
+        return price(
+            request.profile, request.cluster, 4, replicas=1, schedule=schedule, microbatches=8
+        )
 
     monkeypatch.setattr("planner.solver.solve.find_plan", early)
     monkeypatch.setattr("planner.solver.alternatives.schedules.find_plan", early)
@@ -282,9 +286,9 @@ def test_a_row_that_only_seems_faster_is_simulated(monkeypatch: pytest.MonkeyPat
     model = profile(
         *(layer(f"h.{n}", 1, 2, output_bytes=10**7, weight_bytes=10**8) for n in range(4))
     )
-    cluster, options = flat_cluster(4, 1e8), SolveOptions(schedule="1f1b-flush", microbatches=4)
-    plan = find_plan(model, cluster, options)
-    answer = no_slower_than_usual(model, plan, options, Clock.of(0.0), STANDARD)
-    full = no_slower_than_usual(model, plan, options, Clock(), STANDARD)
+    request = asked(model, flat_cluster(4, 1e8), schedule="1f1b-flush", microbatches=4)
+    plan = find_plan(request)
+    answer = no_slower_than_usual(plan, request.with_clock(Clock.of(0.0)))
+    full = no_slower_than_usual(plan, request)
     assert answer.config == full.config
     assert answer.predicted == full.predicted

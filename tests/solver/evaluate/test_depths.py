@@ -18,7 +18,7 @@ from planner.schedule.schedule import PipelineShape, warm_up_depths
 from planner.simulator.pipeline_costs import StageCosts
 from planner.simulator.simulate_plan import simulated_s
 from planner.solver import search_plan as solve
-from planner.solver.choose.baselines import equal_blocks
+from planner.solver.by_hand import equal_blocks
 from planner.solver.evaluate.depths import DepthChoice, PipelineTimes, choose_depths, price_depths
 from planner.solver.evaluate.evaluation import priced, simulated
 from planner.solver.problem.budget import Budget

@@ -84,19 +84,6 @@ def test_the_stage_and_the_bytes_are_named() -> None:
     )
 
 
-def test_another_schedule_is_named_where_it_would_fit() -> None:
-    """Stashing needs two versions of the first stage's weights, flushing one."""
-    model = profile(
-        layer("a", output_bytes=1, weight_bytes=100),
-        layer("b", weight_bytes=100),
-    )
-    with pytest.raises(InfeasibleError) as caught:
-        solve(model, flat_cluster(2, 1.0, 210))
-    assert "so would `schedule=1f1b-flush` `microbatches=2`" in caught.value.hint
-    plan = solve(model, flat_cluster(2, 1.0, 210), schedule="1f1b-flush", microbatches=2)
-    assert max(stage.memory.total_bytes for stage in plan.stages) <= 210
-
-
 def tight_problem() -> Problem:
     """Two layers that fit alone: 300 and 400 bytes of weights and gradients, on one GPU of 500."""
     model = profile(layer("small", weight_bytes=150), layer("large", weight_bytes=200), edges=[])

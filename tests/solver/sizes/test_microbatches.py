@@ -9,6 +9,8 @@ import pytest
 from planner.formats.cluster import flat_cluster
 from planner.options.solving import SolveOptions
 from planner.solver import search_plan
+from planner.solver.clock import Clock
+from planner.solver.request import Request
 from planner.solver.sizes.microbatches import least_sample_s
 from tests.samples import layer, profile
 from tests.solver.test_degrees import divided
@@ -29,9 +31,8 @@ def test_no_plan_takes_less_for_a_sample_than_the_bound(microbatches: int) -> No
     )
     sample_s = plan.predicted.seconds_per_minibatch / (microbatches * 4)
 
-    bound_s = least_sample_s(model, FAST(8), options, ranks=4)
+    request = Request(model, FAST(8), options, Clock())
+    bound_s = least_sample_s(request, ranks=4)
     assert 0 < bound_s <= sample_s * (1 + 1e-9)
     if microbatches < 8:
-        assert sample_s < least_sample_s(model, FAST(8), options, ranks=1), (
-            "undivided layers cannot do this"
-        )
+        assert sample_s < least_sample_s(request, ranks=1), "undivided layers cannot do this"

@@ -4,57 +4,56 @@ them.
     fewest_replicas(I, J, T) = min r : some way of the stage on r replicas takes no more than T, and
     fits
 
-A stage in its plainest way has a closed form (`planner.solver.search.chain.plainest`). In another
-way, sharded or recomputing some of its layers, it may do with fewer replicas, where memory is
-limited or the optimizer takes long. Those counts are tried from a lower bound on
-(`planner.solver.search.chain.trial`).
+A stage in its plainest way has a closed form. In another way, sharded or recomputing some of its
+layers, it may do with fewer replicas, where memory is limited or the optimizer takes long. Those
+counts are tried from a lower bound on (`planner.solver.search.chain.trial`).
 """
 
 import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost.candidate import StageOptions
-from planner.cost.work import IMPOSSIBLE, Integers
-from planner.solver.problem.bounds import Bounds
+from planner.cost.work import IMPOSSIBLE, Integers, Work, fewest_to_hold
+from planner.options.solving import UNLIMITED
 from planner.solver.problem.problem import Limits
+from planner.solver.problem.replica_models import ReplicaModel
 from planner.solver.problem.states import CutSpace
-from planner.solver.search.chain.fitting import FittingWays
-from planner.solver.search.chain.plainest import PlainestWay
-from planner.solver.search.chain.trial import Trial
-from planner.solver.search.chain.ways import WaysOf
+from planner.solver.search.chain.fitting import FittingVariants
+from planner.solver.search.chain.trial import RECOMPUTING, Trial, fewest_that_meet
+from planner.solver.search.chain.variants import StageVariants
 from planner.units import SLACK
 
 
 class FewestReplicas:
     """Replicas of the stages of one space under one cost model."""
 
-    def __init__(self, space: CutSpace, model: Bounds, limits: Limits) -> None:
+    def __init__(self, space: CutSpace, model: ReplicaModel, limits: Limits) -> None:
         self.space = space
         self.model = model
-        self.ways = WaysOf(space, limits)
-        self._plainest = PlainestWay(self.ways, model)
-        self._fitting = FittingWays(self.ways, model)
+        self.variants = StageVariants(space, limits)
+        self._fitting = FittingVariants(self.variants, model)
 
         # GPU seconds of the layers before each state, at least.
         prefixes = space.work(0, np.arange(len(space)))
-        self.before_s = model.least_s(self.ways.least(prefixes))
+        least = limits.least(prefixes, space.layer_costs.profile)
+        self.before_s = model.least_s(least)
 
-    def by_compute(self, state: int, others: Integers, target_s: float) -> Integers:
+    def by_compute(self, state: int, ends: Integers, target_s: float) -> Integers:
         """Return the replicas that stages need for their computation alone."""
-        least_s = self.before_s[others] - self.before_s[state]
+        least_s = self.before_s[ends] - self.before_s[state]
         least = np.maximum(np.ceil(least_s / target_s - SLACK), 1)
         return np.asarray(least, dtype=np.int64)
 
-    def whatever_memory(self, state: int, others: Integers, target_s: float) -> Integers:
+    def whatever_memory(self, state: int, ends: Integers, target_s: float) -> Integers:
         """Return the fewest replicas that meet the target whatever the memory, or fewer."""
-        if self.ways.shards:
-            return self.by_compute(state, others, target_s)
-        return self.model.fewest_replicas(self.space.work(state, others), target_s)
+        if self.variants.shards:
+            return self.by_compute(state, ends, target_s)
+        return self.model.fewest_replicas(self.space.work(state, ends), target_s)
 
     def fewest(
         self,
         state: int,
-        others: Integers,
+        ends: Integers,
         target_s: float,
         after: Integers,
         most: Integers,
@@ -70,37 +69,91 @@ class FewestReplicas:
             most: where a stage needs more replicas than this, the answer is any larger number.
         """
         # 1. In its plainest way a stage has a closed form.
-        replicas, tight = self._plainest.fewest(state, others, target_s, after)
-        recomputes = np.full(len(others), self.ways.recomputes)
-        if self.ways.always_shards:
+        replicas, tight = self._in_plainest_way(state, ends, target_s, after)
+        recomputes = np.full(len(ends), self.variants.recomputes)
+        if self.variants.always_shards:
             replicas = np.where(replicas > 1, IMPOSSIBLE, replicas)
 
         # 2. Fewer may do for a stage that recomputes because its memory is tight, or that shards.
-        tight &= self.ways.chooses
-        may_differ = tight | self.ways.shards
+        tight &= self.variants.chooses
+        may_differ = tight | self.variants.shards
         if not may_differ.any():
             return replicas, recomputes
 
         # 3. Without recomputing a stage is faster, and one replica has nothing to shard: so the count
         # without recomputing, or two for a sharded stage, is a lower bound.
-        least = self.whatever_memory(state, others, target_s)
+        least = self.whatever_memory(state, ends, target_s)
         least = np.where(tight, least, np.maximum(least, 2))
         rows = np.flatnonzero(may_differ & (least < replicas) & (least <= most))
         if not len(rows):
             return replicas, recomputes
 
         # 4. Try the counts from there on.
-        trial = Trial(self._fitting, state, others[rows], tight[rows], after[rows], target_s)
-        trial.run(least[rows], np.minimum(replicas - 1, most)[rows])
-        fewer = trial.fewest < replicas[rows]
-        replicas[rows[fewer]] = trial.fewest[fewer]
-        recomputes[rows[fewer]] = trial.recomputes[fewer]
+        ends = ends[rows]
+        work = self.variants.plainest_work(self.space.work(state, ends))
+        trial = Trial(self._fitting, state, ends, tight[rows], after[rows], target_s, work)
+        one_by_one = 2
+        if not self.model.more_is_faster:
+            one_by_one = self.variants.limits.tuning.chain.single_replica_counts
+        high = np.minimum(replicas - 1, most)[rows]
+        fewest, manner = fewest_that_meet(trial, least[rows], high, one_by_one)
+
+        fewer = fewest < replicas[rows]
+        replicas[rows[fewer]] = fewest[fewer]
+        recomputes[rows[fewer]] = manner[fewer] == RECOMPUTING
         return replicas, recomputes
+
+    def _in_plainest_way(
+        self, state: int, ends: Integers, target_s: float, after: Integers
+    ) -> tuple[Integers, NDArray[np.bool_]]:
+        """Return the fewest replicas where nothing is sharded and what recomputes is the rule's
+        alone, and where memory asks for more than one.
+        """
+        # 1. What is in flight is divided between the replicas, so memory and staleness are lower
+        # bounds.
+        work = self.space.work(state, ends)
+        single, several = self._to_hold(state, ends, work, after)
+        least = np.where(single > 1, np.maximum(several, 2), 1)
+        deepest = self.variants.limits.deepest
+        if deepest < UNLIMITED:
+            least = np.maximum(least, fewest_to_hold(deepest, after))
+
+        # 2. From there on, the cost model has a closed form.
+        work = self.variants.plainest_work(work)
+        replicas = self.model.fewest_replicas(work, target_s, least, after)
+
+        # 3. A stage that fits on one may need several replicas for its time, which hold a buffer
+        # more.
+        too_few = (replicas > 1) & (replicas < several)
+        if too_few.any():
+            least = np.where(replicas > 1, np.maximum(least, several), least)
+            replicas = self.model.fewest_replicas(work, target_s, least, after)
+        return replicas, np.broadcast_to(several > 1, replicas.shape).copy()
+
+    def _to_hold(
+        self, state: int, ends: Integers, work: Work, after: Integers
+    ) -> tuple[Integers, Integers]:
+        """Return the fewest replicas that fit the memory, as if each held what a single one does,
+        and one of several.
+        """
+        memory_bytes = self.variants.limits.memory_bytes
+        if memory_bytes is None:
+            one = np.ones(1, dtype=np.int64)
+            return one, one
+        costs = self.space.layer_costs
+        footprint = self.variants.plainest_footprint(state, ends, work)
+
+        def to_hold(replicas: int) -> Integers:
+            held = costs.replicated(footprint, replicas)
+            return fewest_to_hold(self.model.most_in_flight(held, memory_bytes), after)
+
+        single = to_hold(1)
+        return single, to_hold(2) if costs.counts_replicas else single
 
     def quickest(
         self,
         state: int,
-        other: int,
+        end: int,
         replicas: Integers,
         after: int,
         target_s: float = np.inf,
@@ -112,21 +165,23 @@ class FewestReplicas:
         the quickest.
         """
         # 1. Every way on every number of replicas is a row.
-        others = np.full(len(replicas), other)
-        choosing = np.full(len(replicas), self.ways.chooses)
-        ways = self.ways.all(state, others, choosing)
-        r = replicas[ways.stage]
+        ends = np.full(len(replicas), end)
+        choosing = np.full(len(replicas), self.variants.chooses)
+        variants = self.variants.all(state, ends, choosing)
+        r = replicas[variants.stage]
 
         # 2. Those that may be, and fit.
-        allowed, in_flight = self._fitting.allowed(ways.sharded, r, np.full(len(r), after))
-        fits = np.flatnonzero(allowed & self._fitting.fit(ways, r, in_flight))
+        allowed, in_flight = self._fitting.allowed(variants.sharded, r, np.full(len(r), after))
+        fits = np.flatnonzero(
+            allowed & variants.fit(r, in_flight, self.model.schedule, self.model.microbatches)
+        )
         if not len(fits):
             return None
 
         # 3. The best of them.
-        all_s = np.broadcast_to(self.model.stage_s(ways.work, r), r.shape)
+        all_s = np.broadcast_to(self.model.stage_s(variants.work, r), r.shape)
         seconds = all_s[fits]
-        recomputes = ways.again[fits] & self.ways.chooses & np.isfinite(target_s)
-        order = np.lexsort((ways.sharded[fits], seconds, recomputes, seconds > target_s))
+        recomputes = variants.again[fits] & self.variants.chooses & np.isfinite(target_s)
+        order = np.lexsort((variants.sharded[fits], seconds, recomputes, seconds > target_s))
         row = int(fits[order[0]])
-        return ways.options(row, int(r[row])), float(all_s[row])
+        return variants.options(row, int(r[row])), float(all_s[row])

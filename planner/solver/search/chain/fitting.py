@@ -9,27 +9,27 @@ from numpy.typing import NDArray
 
 from planner.cost.work import Floats, Integers
 from planner.schedule.schedule import warm_up_depth
-from planner.solver.problem.bounds import Bounds
-from planner.solver.search.chain.ways import Ways, WaysOf
+from planner.solver.problem.replica_models import ReplicaModel
+from planner.solver.search.chain.variants import StageVariants, Variants
 
 _BITS = 20  # of a key for the units in flight, and for the replicas
 
 
-class FittingWays:
+class FittingVariants:
     """The ways of a space that fit under one cost model."""
 
-    def __init__(self, ways: WaysOf, model: Bounds) -> None:
-        self.ways = ways
+    def __init__(self, variants: StageVariants, model: ReplicaModel) -> None:
+        self.variants = variants
         self.model = model
         depends_on = (
             type(model),
             model.microbatches,
-            ways.limits.memory_bytes,
-            ways.rule,
-            ways.whole_stages,
-            ways.shards,
+            variants.limits.memory_bytes,
+            variants.rule,
+            variants.whole_stages,
+            variants.shards,
         )
-        self._known = ways.space.memo.table((FittingWays, depends_on), dict[int, _Quickest])
+        self._known = variants.space.memo.table((FittingVariants, depends_on), dict[int, _Quickest])
 
     def allowed(
         self,
@@ -43,25 +43,16 @@ class FittingWays:
         in_flight = np.asarray(warm_up_depth(replicas, after))
         busy = np.minimum(replicas, self.model.most_replicas)
 
-        allowed = self.ways.allowed(sharded, replicas)
-        allowed &= in_flight <= self.ways.limits.deepest
+        allowed = self.variants.allowed(sharded, replicas)
+        allowed &= in_flight <= self.variants.limits.deepest
         allowed &= self.model.may_have(replicas)
         allowed &= self.model.enough_before(busy, after)
         return allowed, in_flight
 
-    def fit(self, ways: Ways, replicas: Integers, in_flight: Integers) -> NDArray[np.bool_]:
-        """Return which rows fit the memory."""
-        memory_bytes = self.ways.limits.memory_bytes
-        if memory_bytes is None:
-            return np.ones(len(ways), dtype=bool)
-
-        held = self.model.held_bytes(ways.footprint_on(replicas), in_flight)
-        return np.asarray(held <= memory_bytes)
-
     def quickest(
         self,
         state: int,
-        others: Integers,
+        ends: Integers,
         choosing: NDArray[np.bool_],
         sharded: bool,
         replicas: Integers,
@@ -72,11 +63,11 @@ class FittingWays:
         """
         # 1. Of stages that are not sharded only one replica or several counts.
         if not sharded:
-            told_apart = 2 if self.ways.layer_costs.counts_replicas else 1
+            told_apart = 2 if self.variants.layer_costs.counts_replicas else 1
             replicas = np.minimum(replicas, told_apart)
 
         # 2. Look up what is known, by last state, whether sharded, replicas, and units in flight.
-        keys = (((((others << 1) + sharded) << _BITS) + replicas) << _BITS) + in_flight
+        keys = (((((ends << 1) + sharded) << _BITS) + replicas) << _BITS) + in_flight
         known = self._known.setdefault(state, _Quickest())
         places, found = known.find(keys)
 
@@ -85,9 +76,14 @@ class FittingWays:
             missing = np.flatnonzero(~found)
             new_keys, first = np.unique(keys[missing], return_index=True)
             rows = missing[first]
-            ways = self.ways.all(state, others[rows], choosing[rows])
-            fits = self.fit(ways, replicas[rows][ways.stage], in_flight[rows][ways.stage])
-            known.add(new_keys, *_first_of_each(ways, fits & (ways.sharded == sharded)))
+            variants = self.variants.all(state, ends[rows], choosing[rows])
+            fits = variants.fit(
+                replicas[rows][variants.stage],
+                in_flight[rows][variants.stage],
+                self.model.schedule,
+                self.model.microbatches,
+            )
+            known.add(new_keys, *_first_of_each(variants, fits & (variants.sharded == sharded)))
             places, _ = known.find(keys)
 
         return known.choice[places], known.recompute_s[places]
@@ -116,14 +112,14 @@ class _Quickest:
         self.recompute_s = np.concatenate((self.recompute_s, recompute_s))[order]
 
 
-def _first_of_each(ways: Ways, usable: NDArray[np.bool_]) -> tuple[Integers, Floats]:
+def _first_of_each(variants: Variants, usable: NDArray[np.bool_]) -> tuple[Integers, Floats]:
     """Return each stage's first usable choice, and its seconds of recomputing; -1 for a stage
     without one.
     """
     # The choices of a stage stand together, the quickest first.
-    begin = np.flatnonzero(np.diff(ways.stage, prepend=-1))
-    place = np.where(usable, np.arange(len(ways)), len(ways))
+    begin = np.flatnonzero(np.diff(variants.stage, prepend=-1))
+    place = np.where(usable, np.arange(len(variants)), len(variants))
     first = np.minimum.reduceat(place, begin)
 
-    recompute_s = np.broadcast_to(ways.work.recompute_s, len(ways))
-    return np.append(ways.choice, -1)[first], np.append(recompute_s, 0.0)[first]
+    recompute_s = np.broadcast_to(variants.work.recompute_s, len(variants))
+    return np.append(variants.choice, -1)[first], np.append(recompute_s, 0.0)[first]

@@ -23,7 +23,7 @@ from planner.cost.work import Floats, Footprint, Integers, Work, joined
 from planner.solver.problem.problem import Limits
 from planner.solver.problem.result import RESOLUTION, CutPath
 from planner.solver.problem.states import Chain
-from planner.solver.search.chain.ways import WaysOf, taken
+from planner.solver.search.chain.variants import StageVariants, Variants, taken
 from planner.stages.sharding import UNSHARDED
 
 
@@ -70,7 +70,7 @@ class InterleavedSearch:
         once_s = float(everything.forward_s[0] + everything.backward_s[0])
         accumulate_s = (shape.units - 1) * float(everything.accumulate_s[0])
         update_s = float(everything.update_s[0])
-        if self._stages.ways.shards:
+        if self._stages.variants.shards:
             update_s /= shape.replicas
         return (shape.units * once_s + accumulate_s + update_s) / shape.workers
 
@@ -102,10 +102,10 @@ class InterleavedSearch:
 
         Either all stages are sharded or none are. A mixture may be better.
         """
-        ways = self._stages.ways
+        variants = self._stages.variants
         sharding = [False]
-        if shape.replicas > 1 and ways.shards:
-            sharding = [True] if ways.always_shards else [False, True]
+        if shape.replicas > 1 and variants.shards:
+            sharding = [True] if variants.always_shards else [False, True]
 
         paths: list[CutPath] = []
         all_exact = True
@@ -161,15 +161,14 @@ class InterleavedSearch:
         says otherwise.
         """
         space = self._stages.space
-        options: list[StageOptions] = []
         sharding = UNSHARDED.of_optimizer_alone() if sharded else UNSHARDED
-        for (state, other), recomputes in zip(
-            pairwise(cuts.states.tolist()), cuts.recomputes.tolist(), strict=True
-        ):
-            groups = self._stages.ways.groups(state, other, 0)
+        options = []
+        for ends, recomputes in zip(pairwise(cuts.states.tolist()), cuts.recomputes, strict=True):
+            groups = self._stages.variants.groups(*ends, 0)
             if not groups:
-                groups = whole_stage(space.layers(state, other), recomputes)
-            options.append(StageOptions(shape.replicas, recompute=groups).with_sharding(sharding))
+                groups = whole_stage(space.layers(*ends), bool(recomputes))
+            stage = StageOptions(shape.replicas, recompute=groups)
+            options.append(stage.with_sharding(sharding))
         states = tuple(self._states[cuts.states].tolist())
         return CutPath(states, tuple(options), cuts.seconds)
 
@@ -182,31 +181,34 @@ class _Stages:
     limits: Limits
 
     @cached_property
-    def ways(self) -> WaysOf:
-        return WaysOf(self.space, self.limits)
-
-    @cached_property
-    def work(self) -> Work:
-        return self.space.every_stage[2]
+    def variants(self) -> StageVariants:
+        return StageVariants(self.space, self.limits)
 
     @cached_property
     def row(self) -> Integers:
         """The row of the stage from a first to a last state, by both."""
-        firsts, others, _ = self.space.every_stage
-        rows = np.zeros((len(self.space), len(self.space)), dtype=np.int64)
-        rows[firsts, others] = np.arange(len(firsts))
+        states = len(self.space)
+        rows = np.zeros((states, states), dtype=np.int64)
+        first, end = np.triu_indices(states, 1)
+        rows[first, end] = np.arange(len(first))
         return rows
 
     @cached_property
+    def work(self) -> Work:
+        return joined([each.work for each in self._by_first_state], self._counts)
+
+    @cached_property
     def footprint(self) -> Footprint:
-        _, others, work = self.space.every_stage
-        lots: list[Footprint] = []
-        counts: list[int] = []
-        for state in range(len(self.space) - 1):
-            rows = self.row[state, state + 1 :]
-            lots.append(self.ways.plainest_footprint(state, others[rows], taken(work, rows)))
-            counts.append(len(rows))
-        return joined(lots, counts)
+        return joined([each.footprint for each in self._by_first_state], self._counts)
+
+    @cached_property
+    def _by_first_state(self) -> list[Variants]:
+        firsts = range(len(self.space) - 1)
+        return [self.variants.plainest(first, self.space.after(first)) for first in firsts]
+
+    @property
+    def _counts(self) -> list[int]:
+        return [len(each) for each in self._by_first_state]
 
     @property
     def everything(self) -> Work:
@@ -273,7 +275,7 @@ class _Pricing:
         choice is settled.
         """
         limits = self.stages.limits
-        by_rule = self.stages.ways.recomputes
+        by_rule = self.stages.variants.recomputes
         recomputes = np.full(work.forward_s.shape, by_rule)
         if limits.memory_bytes is None:
             return np.zeros(len(rows)), recomputes, True

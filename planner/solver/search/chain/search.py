@@ -19,7 +19,7 @@ breaks a limit on the number of stages, the number becomes part of the state:
     gpus(I, n) = min over J of  gpus(J, n - 1) + fewest_replicas(I, J, T)                    O(states² · stages)
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -28,8 +28,9 @@ from numpy.typing import NDArray
 
 from planner.cost.candidate import StageOptions
 from planner.cost.work import IMPOSSIBLE, Integers
-from planner.solver.problem.bounds import Bounds
+from planner.solver.clock import OutOfTimeError
 from planner.solver.problem.problem import Limits
+from planner.solver.problem.replica_models import ReplicaModel
 from planner.solver.problem.result import RESOLUTION, CutPath
 from planner.solver.problem.states import CutSpace
 from planner.solver.search.chain.fewest import FewestReplicas
@@ -48,7 +49,7 @@ class Search:
         interrupted: whether the deadline ended the search: there may be faster plans.
     """
 
-    def __init__(self, space: CutSpace, model: Bounds, limits: Limits) -> None:
+    def __init__(self, space: CutSpace, model: ReplicaModel, limits: Limits) -> None:
         self.space = space
         self.model = model
         self.gpus = limits.gpus
@@ -62,62 +63,55 @@ class Search:
         self._fewest = FewestReplicas(space, model, self.limits)
         self._before_s = self._fewest.before_s
 
-        self._must_hurry = False  # whether a walk ends at the clock, because there is no answer yet
-        # GPUs that may come after each state
+        # GPUs that may come after each state, and that must, from the last walk
         self._most_after = np.full(len(space), self.gpus, dtype=np.int64)
-        self._least_after = np.zeros(len(space), dtype=np.int64)  # that must, from the last walk
+        self._least_after = np.zeros(len(space), dtype=np.int64)
 
-    def best(self, below_s: float | None = None, precision: float = RESOLUTION) -> CutPath | None:
+    def best(self, below_s: float = np.inf, precision: float = RESOLUTION) -> CutPath | None:
         """Return the fastest plan, and of equally fast ones the one with fewest GPUs, stages, and
-        recomputing stages.
+        recomputing stages; None if no plan fits the memory, or none takes less than `below_s`.
 
-        None if no plan fits the memory, or none takes less than `below_s`. Other plans may be
-        faster by `precision`. Without `below_s`, raise OutOfTimeError if time ends before there is
-        any plan; with it, the first walk runs to its end.
+        Other plans may be faster by `precision`. Raise OutOfTimeError if the deadline passes before
+        any plan is found.
         """
-        # 1. Start from the best plan over a few of many states, or else from any plan.
         rough = self.rough(below_s)
-        start_s = ANY_TIME_S if below_s is None else below_s * (1 - RESOLUTION)
-        if rough is not None:
-            start_s = rough.seconds
-        self._must_hurry = below_s is None
+        best = rough
+        try:
+            for better in self._ever_better(rough, below_s, precision):
+                best = better
+        except OutOfTimeError:
+            if best is None:
+                raise
+            self.interrupted = True
+        return best
+
+    def _ever_better(
+        self, rough: CutPath | None, below_s: float, precision: float
+    ) -> Iterator[CutPath]:
+        """Yield plans, the best at last; none where there is none that is as fast as a rough one."""
+        # 1. A plan as fast as the best over a few of the states, or else any plan.
+        start_s = min(ANY_TIME_S, below_s * (1 - RESOLUTION)) if rough is None else rough.seconds
         best = self.within(start_s)
-        self._must_hurry = False
         if best is None:
-            return rough
+            return
         if rough is not None:
             if best.seconds > rough.seconds * (1 + RESOLUTION):
-                return rough
+                return
             self._tighten(start_s)
+        yield best
 
-        # 2. A single stage has a closed form, and is often near the optimum. For a start a few
-        # counts are enough.
-        most = min(self.gpus, self.model.most_replicas, self.limits.most_replicas)
-        count = self.limits.tuning.chain.single_stage_counts
-        counts = np.geomspace(1, most, count).astype(np.int64)
-        alone = self._data_parallel(np.unique(counts))
-        if alone is not None and alone.seconds < best.seconds:
-            best = alone
+        # 2. A single stage has a closed form, and is often near the optimum.
+        single = self.single_stage()
+        if single is not None and single.seconds < best.seconds:
+            best = single
 
         # 3. Search between the time of the best plan and what no plan is below.
-        best = self._improved(best, precision, has_rough=rough is not None)
-
-        # 4. Among equally fast plans, this walk takes the one with fewest GPUs.
-        tidy = self.within(best.seconds * (1 + RESOLUTION))
-        assert tidy is not None
-        return tidy
-
-    def _improved(self, best: CutPath, precision: float, *, has_rough: bool) -> CutPath:
-        """Return the result of the binary search that starts from a plan."""
         low_s = float(self._before_s[-1]) / self.gpus * (1 - RESOLUTION)
         tuning = self.limits.tuning.chain
-        targets = Targets(low_s, best.seconds, precision, tuning, near=has_rough)
+        targets = Targets(low_s, best.seconds, precision, tuning, near=rough is not None)
         tighten_at_s = tuning.close_share * best.seconds
         while targets.is_open:
-            if self.limits.clock.passed:
-                self.interrupted = True
-                break
-
+            yield best
             target_s = targets.next()
             better = self.within(target_s)
             if better is None:
@@ -129,42 +123,41 @@ class Search:
             if targets.gap_s < tighten_at_s:
                 self._tighten(target_s)
                 tighten_at_s = targets.gap_s / tuning.tighten_ratio
-        return best
+        yield best
 
-    def rough(self, below_s: float | None = None) -> CutPath | None:
+        # 4. Among equally fast plans, this walk takes the one with fewest GPUs.
+        tidy = self.within(best.seconds * (1 + RESOLUTION))
+        assert tidy is not None
+        yield tidy
+
+    def rough(self, below_s: float = np.inf) -> CutPath | None:
         """Return the best plan that cuts at a few of many states only, which is near the best; None
         without many.
         """
-        chooses = self._fewest.ways.chooses and self.limits != self._all_choices
         few = self.limits.tuning.chain.rough_states
-        if chooses:
+        if self._fewest.variants.chooses and self.limits != self._all_choices:
             few //= 2
         states = self.space.rough(few)
         if states is None:
             return None
 
-        search = type(self)(self.space.only(states), self.model, self._all_choices)
-        path = search.best(below_s)
-        if path is None:
-            return None
-        return replace(path, states=tuple(states[list(path.states)].tolist()))
+        path = type(self)(self.space.only(states), self.model, self._all_choices).best(below_s)
+        return None if path is None else path.over(states)
 
     def within(self, target_s: float) -> CutPath | None:
         """Return a plan with the fewest GPUs that meets the (positive) target, or None if there are
-        too few GPUs.
+        too few GPUs. Raise OutOfTimeError if the deadline passes.
         """
-        suffixes = self._walk(target_s)
-        if suffixes.gpus[-1, 0] > self.gpus:
-            return None
-        self._least_after = suffixes.gpus[-1]
 
-        states, replicas = suffixes.path()
-        if not self.limits.allows_stages(len(replicas)):
-            suffixes = self._walk(target_s, self.limits.most_stages(self.space, self.gpus))
+        def walk(most_stages: int | None) -> CutPath | None:
+            suffixes = self._walk(target_s, most_stages)
             if suffixes.gpus[-1, 0] > self.gpus:
                 return None
-            states, replicas = suffixes.path()
-        return self._trace(states, replicas, target_s)
+            if most_stages is None:
+                self._least_after = suffixes.gpus[-1]
+            return self._trace(*suffixes.path(), target_s)
+
+        return self.limits.of_few_stages(walk, self.space, self.gpus)
 
     def _walk(self, target_s: float, most_stages: int | None = None) -> Suffixes:
         """Return the best suffixes that meet the target, of any number of stages or at most so
@@ -173,8 +166,7 @@ class Search:
         suffixes = Suffixes(len(self.space), most_stages)
         room = self._room(target_s)
         for state in range(len(self.space) - 2, -1, -1):
-            if self._must_hurry:
-                self.limits.clock.check()
+            self.limits.clock.check()
 
             # 1. If the layers before I need all GPUs, no plan that meets the target has a cut here.
             most = int(room[state])
@@ -182,20 +174,20 @@ class Search:
                 continue
 
             # 2. J: a stage needs at least its computation over T, however its all-reduce overlaps.
-            others = self.space.containing(state, suffixes.reached)
-            after = suffixes.following[:, others]
-            least = self._fewest.by_compute(state, others, target_s)
+            ends = self.space.containing(state, suffixes.reached)
+            after = suffixes.following[:, ends]
+            least = self._fewest.by_compute(state, ends, target_s)
             rows, columns = np.nonzero(after + least <= most)
             if not len(rows):
                 continue
-            others = others[columns]
+            ends = ends[columns]
             after = after[rows, columns]
 
             # 3. gpus(J) + fewest_replicas(I, J, T)
-            gpus, replicas, recomputes = self.suffixes(state, others, target_s, after, most)
+            gpus, replicas, recomputes = self.suffixes(state, ends, target_s, after, most)
 
             # 4. min over J: the first of equals, which makes the choice deterministic.
-            order = suffixes.ranked(rows, others, np.minimum(gpus, self.gpus + 1), recomputes)
+            order = suffixes.ranked(rows, ends, np.minimum(gpus, self.gpus + 1), recomputes)
             begins = np.flatnonzero(np.diff(rows, prepend=-1))
             for begin, end in pairwise([*begins.tolist(), len(rows)]):
                 pick = begin + int(np.argmin(order[begin:end]))
@@ -203,7 +195,7 @@ class Search:
                     suffixes.put(
                         int(rows[pick]),
                         state,
-                        int(others[pick]),
+                        int(ends[pick]),
                         int(replicas[pick]),
                         int(gpus[pick]),
                         bool(recomputes[pick]),
@@ -228,52 +220,64 @@ class Search:
         before[0] = 0
         useful = np.flatnonzero(self._least_after <= self.gpus)
         for number, state in enumerate(useful.tolist()):
-            others = self.space.containing(state, useful[number + 1 :])
-            least = self._fewest.by_compute(state, others, target_s)
-            others = others[before[state] + least + self._least_after[others] <= self.gpus]
-            if len(others):
-                replicas = self._fewest.whatever_memory(state, others, target_s)
-                before[others] = np.minimum(before[others], before[state] + replicas)
+            self.limits.clock.check()
+            ends = self.space.containing(state, useful[number + 1 :])
+            least = self._fewest.by_compute(state, ends, target_s)
+            ends = ends[before[state] + least + self._least_after[ends] <= self.gpus]
+            if len(ends):
+                replicas = self._fewest.whatever_memory(state, ends, target_s)
+                before[ends] = np.minimum(before[ends], before[state] + replicas)
         self._most_after = np.minimum(self._most_after, self.gpus - before)
 
     def suffixes(
-        self, state: int, others: Integers, target_s: float, after: Integers, room: int
+        self, state: int, ends: Integers, target_s: float, after: Integers, room: int
     ) -> tuple[Integers, Integers, NDArray[np.bool_]]:
         """Return the GPUs of the suffixes that begin with each stage, its replicas, and whether it
         recomputes.
 
         Where a suffix needs more than `room`, the answer is any larger number.
         """
-        allowed = self.most_replicas(state, others)
+        allowed = self.most_replicas(state, ends)
         most = np.minimum(room - after, allowed)
-        replicas, recomputes = self._fewest.fewest(state, others, target_s, after, most)
+        replicas, recomputes = self._fewest.fewest(state, ends, target_s, after, most)
         gpus = np.where(replicas > allowed, IMPOSSIBLE, after + replicas)
         return gpus, replicas, recomputes
 
-    def most_replicas(self, state: int, others: Integers) -> Integers:
+    def most_replicas(self, state: int, ends: Integers) -> Integers:
         """Return the most replicas that the kind of plans allows the stages from the state to each
         of others.
         """
-        return np.full(len(others), self.limits.most_replicas)
+        return np.full(len(ends), self.limits.most_replicas)
 
     def _trace(self, states: Sequence[int], replicas: Sequence[int], target_s: float) -> CutPath:
         """Return the path of these stages, each in the best way to run it."""
         after = sum(replicas)
         options = list[StageOptions]()
         seconds = 0.0
-        for (state, other), r in zip(pairwise(states), replicas, strict=True):
+        for (state, end), r in zip(pairwise(states), replicas, strict=True):
             after -= r
-            quickest = self._fewest.quickest(state, other, np.array([r]), after, target_s)
+            quickest = self._fewest.quickest(state, end, np.array([r]), after, target_s)
             assert quickest is not None
             options.append(quickest[0])
             seconds = max(seconds, quickest[1])
         return CutPath(tuple(states), tuple(options), seconds)
 
-    def _data_parallel(self, replicas: Integers) -> CutPath | None:
-        """Return the fastest plan of one stage with any of these numbers of replicas."""
+    def single_stage(self) -> CutPath | None:
+        """Return the fastest plan of one stage; on many GPUs, of some numbers of replicas."""
         last = len(self.space) - 1
-        quickest = self._fewest.quickest(0, last, replicas, 0)
+        quickest = self._fewest.quickest(0, last, self._counts(), 0)
         if quickest is None:
             return None
         options, seconds = quickest
         return CutPath((0, last), (options,), seconds)
+
+    def _counts(self) -> Integers:
+        """Return the numbers of replicas of a single stage that are tried."""
+        count = self.limits.tuning.chain.single_stage_counts
+        counts = np.geomspace(1, self._most_alone, count).astype(np.int64)
+        return np.unique(counts)
+
+    @property
+    def _most_alone(self) -> int:
+        """The most replicas of a single stage."""
+        return min(self.gpus, self.model.most_replicas, self.limits.most_replicas)

@@ -11,6 +11,7 @@ memory. What is found then may not be the best (`interrupted`).
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
@@ -21,23 +22,17 @@ from planner.solver.problem.problem import Limits
 from planner.solver.problem.result import RESOLUTION, CutPath
 from planner.solver.problem.states import CutSpace
 from planner.solver.search.chain.least_sum import Walk
-from planner.solver.search.chain.ways import Stages, WaysOf, stages_alike
-from planner.solver.search.trade import LeastSum, trade_offs
+from planner.solver.search.chain.variants import Stages, StageTables, StageVariants
+from planner.solver.search.trade import trade_offs
 from planner.solver.tuning.searches import SynchronousTuning
-
-
-@dataclass(frozen=True)
-class _Answer:
-    best: CutPath | None
-    met: list[CutPath]
 
 
 @dataclass
 class _Known:
-    """All stages of a space, and the answers to what was asked of them."""
+    """All stages of a space, and the plans that were met on the way to what was asked of them."""
 
     stages: list[Stages]
-    answers: dict[Hashable, _Answer] = field(default_factory=dict)
+    met: dict[Hashable, list[CutPath]] = field(default_factory=dict)
 
 
 class SynchronousSearch:
@@ -63,7 +58,7 @@ class SynchronousSearch:
         gpus = min(limits.gpus, most_replicas * (len(space) - 1))
         self._tuning = limits.tuning.synchronous
         self._unit = _unit(len(space), limits.gpus, most_replicas, self._tuning)
-        self._ways = WaysOf(space, limits)
+        self._variants = StageVariants(space, limits)
         self._known = self._tables(most_replicas, gpus)
         self._asked = multiple, limits.rules.max_stages
 
@@ -81,7 +76,7 @@ class SynchronousSearch:
             limits.tuning.arrays.batch_entries,
         )
 
-    def best(self, precision: float = RESOLUTION, below_s: float = np.inf) -> CutPath | None:
+    def best(self, below_s: float = np.inf, precision: float = RESOLUTION) -> CutPath | None:
         """Return the fastest plan, with few GPUs among equally fast ones; None if no plan fits the
         memory.
 
@@ -91,47 +86,38 @@ class SynchronousSearch:
         if self._unit > 1:
             precision = max(precision, self._tuning.unit_precision)
         asked = (*self._asked, precision, below_s)
-        if asked not in self._known.answers:
-            best = self._best(precision, below_s)
-            if self.interrupted:
-                return best
-            self._known.answers[asked] = _Answer(best, self.found)
+        if asked in self._known.met:
+            self.found = self._known.met[asked]
+        else:
+            self._meet(below_s, precision)
+            if not self.interrupted:
+                self._known.met[asked] = self.found
+        return min(self.found, key=lambda path: path.seconds, default=None)
 
-        answer = self._known.answers[asked]
-        self.found = answer.met
-        return answer.best
+    def _meet(self, below_s: float, precision: float) -> None:
+        """Find plans of growing sum and falling maximum, among them the fastest."""
+        limit_s = self._first_limit_s(below_s, precision)
+        for path in trade_offs(self.within, limit_s, below_s=below_s, step=precision):
+            self.found.append(path)
+        self.interrupted |= self._unit > 1
 
-    def within(self, limit_s: float) -> LeastSum | None:
+    def within(self, limit_s: float) -> CutPath | None:
         """Return the path of least sum with a maximum within the limit; None without one, or if
         time ended.
 
         Raise OutOfTimeError if the deadline passes before any plan was met.
         """
         try:
-            answer = self._walk.within(limit_s)
-            if answer is None or self.limits.allows_stages(len(answer.path.options)):
-                return answer
-            return self._walk.within(limit_s, self.limits.most_stages(self.space, self._walk.gpus))
+            return self.limits.of_few_stages(
+                partial(self._walk.within, limit_s), self.space, self._walk.gpus
+            )
         except OutOfTimeError:
             if not self.found:
                 raise
             self.interrupted = True
             return None
 
-    def _best(self, precision: float, below_s: float) -> CutPath | None:
-        best: CutPath | None = None
-        limit_s = self._first_limit_s(precision, below_s)
-        for answer in trade_offs(self.within, limit_s, below_s=below_s, step=precision):
-            self.found.append(answer.path)
-            if best is None or answer.path.seconds < best.seconds:
-                best = answer.path
-            if self.limits.clock.passed:
-                self.interrupted = True
-                break
-        self.interrupted |= self._unit > 1
-        return best
-
-    def _first_limit_s(self, precision: float, below_s: float) -> float:
+    def _first_limit_s(self, below_s: float, precision: float) -> float:
         """Return a limit that leaves out nothing but plans that are of no use."""
         if np.isfinite(below_s):
             return below_s - self._least_s
@@ -153,13 +139,14 @@ class SynchronousSearch:
         while answer is None:
             limit_s *= self._tuning.limit_ratio
             answer = self.within(limit_s)
-        return max(answer.path.seconds * self._tuning.limit_ratio - self._least_s, answer.max_s)
+        return max(answer.seconds * self._tuning.limit_ratio - self._least_s, answer.max_s)
 
     @property
     def _least_s(self) -> float:
         """Seconds that no plan's sum is below: those of one stage that waits for no messages."""
         everything = self.space.work(0, np.array([len(self.space) - 1]))
-        return float(self.model.sum_s(self._ways.least(everything).without_transfers())[0])
+        least = self.limits.least(everything, self.space.layer_costs.profile)
+        return float(self.model.sum_s(least.without_transfers())[0])
 
     def _tables(self, most_replicas: int, gpus: int) -> _Known:
         """Return the stages of the space for this model, which other searches over it share."""
@@ -178,15 +165,15 @@ class SynchronousSearch:
             def parts_s(work: Work, replicas: Integers) -> tuple[Floats, Floats]:
                 return model.sum_s(work), model.max_s(work, replicas)
 
-            stages = stages_alike(
-                self._ways,
+            stages = StageTables(
+                self._variants,
                 model.schedule,
                 model.microbatches,
                 parts_s,
                 most_replicas,
                 gpus,
                 self._unit,
-            )
+            ).all()
             tables[key] = _Known(stages)
         known = tables[key]
         entries = sum(stages.after.size for each in tables.values() for stages in each.stages)

@@ -1,129 +1,123 @@
-"""Stages that begin at one state, tried on numbers of replicas by the cost model itself.
+"""The fewest replicas of stages by trying numbers of them.
 
-On each number, a stage runs in the quickest way that fits (`planner.solver.search.chain.fitting`).
+Each number is tried by the cost model itself, for a stage in the quickest way that fits
+(`planner.solver.search.chain.fitting`).
 """
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cost.work import IMPOSSIBLE, Integers
-from planner.solver.search.chain.fitting import FittingWays
-from planner.solver.search.chain.ways import numbered, taken
+from planner.cost.work import IMPOSSIBLE, Integers, Work
+from planner.solver.search.chain.fitting import FittingVariants
+from planner.solver.search.chain.variants import numbered, taken
+
+# How a stage meets a target.
+MISSED = 0
+RECOMPUTING = 1
+PLAIN = 2
+
+# Tries stages, by their numbers, on so many replicas each, and returns how they meet the target.
+Attempt = Callable[[Integers, Integers], Integers]
 
 
+def fewest_that_meet(
+    attempt: Attempt, low: Integers, high: Integers, one_by_one: int
+) -> tuple[Integers, Integers]:
+    """Return the fewest replicas of each stage, from `low` to `high`, that meet the target, and
+    how; `IMPOSSIBLE` where none do.
+
+    The first ones are tried one by one. From there on, more replicas are taken to be faster.
+    """
+    fewest = np.full(len(low), IMPOSSIBLE, dtype=np.int64)
+    manner = np.full(len(low), MISSED, dtype=np.int64)
+
+    def meets(stage: Integers, replicas: Integers) -> NDArray[np.bool_]:
+        how = attempt(stage, replicas)
+        rows = np.flatnonzero(how)
+        settled, first = np.unique(stage[rows], return_index=True)
+        fewest[settled] = replicas[rows[first]]
+        manner[settled] = how[rows[first]]
+        return how > MISSED
+
+    # 1. The first few, one by one.
+    stage, number = numbered(np.minimum(high - low + 1, one_by_one))
+    meets(stage, low[stage] + number)
+
+    # 2. Where none of them does, the most may.
+    below = low + one_by_one - 1
+    enough = high.copy()
+    stage = np.flatnonzero((fewest >= IMPOSSIBLE) & (below < high))
+    stage = stage[meets(stage, high[stage])]
+
+    # 3. Then halve what is between.
+    while True:
+        stage = stage[enough[stage] - below[stage] > 1]
+        if not len(stage):
+            return fewest, manner
+
+        middle = (below[stage] + enough[stage]) // 2
+        met = meets(stage, middle)
+        enough[stage[met]] = middle[met]
+        below[stage[~met]] = middle[~met]
+
+
+@dataclass(frozen=True)
 class Trial:
-    """Looks for the fewest replicas of stages, in two ways at most: plain and sharded.
+    """Tries stages that begin at one state.
 
     Attributes:
-        fewest: replicas of each stage that meet the target; `IMPOSSIBLE` until some do.
-        recomputes: whether all ways of a stage with so many replicas recompute.
+        fitting: the ways that fit.
+        state: where the stages begin.
+        others: where each of them ends.
+        tight: which of them may recompute.
+        after: GPUs after each.
+        target_s: seconds per minibatch.
+        work: of the stages in their plainest way.
     """
 
-    def __init__(
-        self,
-        fitting: FittingWays,
-        state: int,
-        others: Integers,
-        tight: NDArray[np.bool_],
-        after: Integers,
-        target_s: float,
-    ) -> None:
-        """Take the stages from `state` to each of `others`, of which the `tight` ones may
-        recompute.
-        """
-        ways = fitting.ways
-        self._fitting = fitting
-        self._state = state
-        self._others = others
-        self._tight = tight
-        self._after = after
-        self._target_s = target_s
-        self._layouts = (False, True) if ways.shards else (False,)
-        self._work = ways.plainest_work(ways.space.work(state, others))
+    fitting: FittingVariants
+    state: int
+    ends: Integers
+    tight: NDArray[np.bool_]
+    after: Integers
+    target_s: float
+    work: Work
 
-        self.fewest = np.full(len(others), IMPOSSIBLE, dtype=np.int64)
-        self.recomputes = np.zeros(len(others), dtype=bool)
+    def __call__(self, stage: Integers, replicas: Integers) -> Integers:
+        how = self._how(stage, replicas, sharded=False)
+        if self.fitting.variants.shards:
+            how = np.maximum(how, self._how(stage, replicas, sharded=True))
+        return how
 
-    def run(self, low: Integers, high: Integers) -> None:
-        """Try the replica counts of each stage from `low` to `high`."""
-        # 1. The first few, one by one.
-        one_by_one = 2
-        if not self._fitting.model.more_is_faster:
-            one_by_one = self._fitting.ways.limits.tuning.chain.single_replica_counts
-        stage, number = numbered(np.minimum(high - low + 1, one_by_one))
-        self._try(stage, low[stage] + number)
-
-        # 2. Where none of them does, the most may.
-        below = low + one_by_one - 1
-        enough = high.copy()
-        stage = np.flatnonzero((self.fewest >= IMPOSSIBLE) & (below < high))
-        stage = stage[self._try(stage, high[stage])]
-
-        # 3. Then halve what is between.
-        while True:
-            stage = stage[enough[stage] - below[stage] > 1]
-            if not len(stage):
-                return
-
-            middle = (below[stage] + enough[stage]) // 2
-            meets = self._try(stage, middle)
-            enough[stage[meets]] = middle[meets]
-            below[stage[~meets]] = middle[~meets]
-
-    def _try(self, stage: Integers, replicas: Integers) -> NDArray[np.bool_]:
-        """Return which stages meet the target on so many replicas; keep the first count of each
-        that does.
-        """
-        meets = np.zeros(len(stage), dtype=bool)
-        plain = np.zeros(len(stage), dtype=bool)
-        for sharded in self._layouts:
-            meets_so, plain_so = self._meets(stage, replicas, sharded)
-            meets |= meets_so
-            plain |= plain_so
-
-        rows = np.flatnonzero(meets)
-        settled, first = np.unique(stage[rows], return_index=True)
-        self.fewest[settled] = replicas[rows[first]]
-        self.recomputes[settled] = ~plain[rows[first]]
-        return meets
-
-    def _meets(
-        self,
-        stage: Integers,
-        replicas: Integers,
-        sharded: bool,
-    ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """Return which stages meet the target, sharded or not, and which do so without
-        recomputing.
-        """
-        model = self._fitting.model
-        ways = self._fitting.ways
+    def _how(self, stage: Integers, replicas: Integers, *, sharded: bool) -> Integers:
+        model = self.fitting.model
+        variants = self.fitting.variants
 
         # 1. A stage that misses the target without recomputing misses it in every way, so most
         # stages need no choice.
-        work = taken(self._work, stage).shared_out(sharded)
-        meets, in_flight = self._fitting.allowed(
-            np.full(len(stage), sharded), replicas, self._after[stage]
+        work = taken(self.work, stage).shared_out(sharded)
+        meets, in_flight = self.fitting.allowed(
+            np.full(len(stage), sharded), replicas, self.after[stage]
         )
-        meets &= model.stage_s(work, replicas) <= self._target_s
-        if ways.limits.memory_bytes is None:
-            return meets, meets & (not ways.recomputes)
+        meets &= model.stage_s(work, replicas) <= self.target_s
+        how = np.where(meets, RECOMPUTING if variants.recomputes else PLAIN, MISSED)
+        if variants.limits.memory_bytes is None:
+            return how
 
         # 2. For the others it is the quickest that fits.
         rows = np.flatnonzero(meets)
-        choice, recompute_s = self._fitting.quickest(
-            self._state,
-            self._others[stage[rows]],
-            self._tight[stage[rows]],
+        choice, recompute_s = self.fitting.quickest(
+            self.state,
+            self.ends[stage[rows]],
+            self.tight[stage[rows]],
             sharded,
             replicas[rows],
             in_flight[rows],
         )
         work = replace(taken(work, rows), recompute_s=recompute_s)
-        meets[rows] = (choice >= 0) & (model.stage_s(work, replicas[rows]) <= self._target_s)
-
-        plain = meets.copy()
-        plain[rows] &= (choice == 0) & (not ways.recomputes)
-        return meets, plain
+        still = (choice >= 0) & (model.stage_s(work, replicas[rows]) <= self.target_s)
+        how[rows] = np.where(still, np.where(choice == 0, how[rows], RECOMPUTING), MISSED)
+        return how

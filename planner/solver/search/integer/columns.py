@@ -13,7 +13,7 @@ from planner.cost.work import Integers
 from planner.errors import InputError
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.states import Chain
-from planner.solver.search.chain.ways import Stages, stages_on
+from planner.solver.search.chain.variants import Stages, stages_on
 
 
 @dataclass(frozen=True)
@@ -76,17 +76,17 @@ class Columns:
         """Return the positions of a stage's layers."""
         return self.sets[column.end] - self.sets[column.start]
 
-    def columns_from(self, state: int, others: Integers) -> Iterator[Column]:
-        """Yield the candidate stages from the state to each of the others."""
-        works = [space.work(state, others) for space in self._spaces]
-        compute_s = np.stack([np.broadcast_to(work.compute_s, len(others)) for work in works])
+    def columns_from(self, state: int, ends: Integers) -> Iterator[Column]:
+        """Yield the candidate stages from the state to each of the ends."""
+        works = [space.work(state, ends) for space in self._spaces]
+        compute_s = np.stack([np.broadcast_to(work.compute_s, len(ends)) for work in works])
         for kinds in sets_of(len(works)):
             numbers = np.array(sorted(kinds))
             slowest = numbers[compute_s[numbers].argmax(axis=0)]
             for number in numbers.tolist():
-                ends = others[slowest == number]
-                if len(ends):
-                    yield from self._paced(state, ends, kinds, number)
+                own = ends[slowest == number]
+                if len(own):
+                    yield from self._paced(state, own, kinds, number)
 
     def _paced(
         self,
@@ -106,10 +106,10 @@ class Columns:
             kind = kind.model_copy(update={"memory_bytes": memory_bytes})
 
         stages = self._table(kinds, slowest)[state]
-        for way in np.flatnonzero(np.isin(stages.ways.others, ends)).tolist():
+        for variant in np.flatnonzero(np.isin(stages.variants.ends, ends)).tolist():
             smaller: list[Column] = []
             for replicas in range(len(kinds), len(stages.after) + 1):
-                row = replicas - 1, way
+                row = replicas - 1, variant
                 max_s = float(stages.max_s[row])
                 most_after = min(int(stages.after[row]), problem.cluster.gpus - replicas)
                 as_fast = [other for other in smaller if other.max_s <= max_s]
@@ -117,10 +117,10 @@ class Columns:
                     continue
                 column = Column(
                     start=state,
-                    end=int(stages.ways.others[way]),
-                    options=replace(stages.ways.options(way, replicas), kind=kind),
+                    end=int(stages.variants.ends[variant]),
+                    options=replace(stages.variants.options(variant, replicas), kind=kind),
                     kinds=kinds,
-                    sum_s=float(stages.sum_s[way]),
+                    sum_s=float(stages.sum_s[variant]),
                     max_s=max_s,
                     most_after=most_after,
                 )

@@ -11,11 +11,11 @@ from planner.cost.kinds import kind_on
 from planner.errors import InfeasibleError, InputError
 from planner.solver.clock import OutOfTimeError, no_plan_yet
 from planner.solver.evaluate.evaluation import priced
+from planner.solver.problem.bounds import relaxed_s
 from planner.solver.problem.budget import Budget
 from planner.solver.problem.infeasible import PLENTY, against_rules, explain
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation, IlpAnswer
-from planner.solver.search.chain.ways import relaxed_s
 from planner.units import SLACK
 
 

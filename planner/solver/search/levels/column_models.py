@@ -5,15 +5,14 @@ from numpy.typing import ArrayLike, NDArray
 
 from planner.cost.network.topology import Resource
 from planner.cost.work import IMPOSSIBLE, Floats, Integers, Work
-from planner.solver.problem.bounds import Bounds, BoundsLike
-from planner.solver.problem.result import CutPath
+from planner.solver.problem.replica_models import ReplicaModel, ReplicaModelLike
 from planner.solver.search.chain.search import Search
 
 
-class MultiplesModel(BoundsLike):
+class MultiplesModel(ReplicaModelLike):
     """A cost model in which all numbers of replicas are multiples of one."""
 
-    def __init__(self, model: Bounds, multiple: int) -> None:
+    def __init__(self, model: ReplicaModel, multiple: int) -> None:
         super().__init__(model)
         self.multiple = multiple
 
@@ -59,6 +58,5 @@ class MultiplesSearch(Search):
 
     model: MultiplesModel
 
-    def _data_parallel(self, replicas: Integers) -> CutPath | None:
-        multiple = self.model.multiple
-        return super()._data_parallel(np.arange(multiple, self.gpus + 1, multiple))
+    def _counts(self) -> Integers:
+        return np.arange(self.model.multiple, self.gpus + 1, self.model.multiple)

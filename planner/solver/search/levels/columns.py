@@ -20,28 +20,19 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from planner.cost.models.synchronous import SynchronousModel
-from planner.cost.network.link import Link
 from planner.solver.clock import OutOfTimeError
-from planner.solver.evaluate.evaluation import columns_of, in_columns, priced, priced_path
-from planner.solver.problem.bounds import bounds_for
-from planner.solver.problem.problem import Limits, Problem
-from planner.solver.problem.result import RESOLUTION, CutPath, Evaluation
+from planner.solver.evaluate.evaluation import priced, priced_path
+from planner.solver.evaluate.orders import columns_of, in_columns
+from planner.solver.problem.problem import Problem
+from planner.solver.problem.replica_models import replica_model
+from planner.solver.problem.result import BoundedPlans, CutPath, Evaluation
 from planner.solver.problem.states import CutSpace
+from planner.solver.search.chain.search import Search
 from planner.solver.search.chain.synchronous import SynchronousSearch
-from planner.solver.search.chain.ways import BestWays
+from planner.solver.search.chain.variants import QuickestVariants
 from planner.solver.search.levels.column_models import MultiplesModel, MultiplesSearch
-from planner.solver.search.levels.flat import NearestModel
+from planner.solver.search.levels.flat import NearestModel, precision_of
 from planner.solver.search.levels.local_search import LocalSearch
-from planner.solver.search.levels.relaxed import objective_of
-
-
-@dataclass(frozen=True)
-class Columned:
-    """Plans in columns, fastest by the cost model first, and seconds that none is below."""
-
-    plans: tuple[Evaluation, ...]
-    bound_s: float
 
 
 def search_columns(
@@ -49,8 +40,9 @@ def search_columns(
     space: CutSpace,
     nearest: CutPath,
     best: Evaluation,
-) -> Columned:
-    """Find plans in columns that may be faster than the best one on consecutive ranks.
+) -> BoundedPlans:
+    """Find plans in columns that may be faster than the best one on consecutive ranks, the fastest by
+    the cost model first, and seconds that none is below.
 
     Args:
         problem: on a cluster of several levels.
@@ -61,7 +53,7 @@ def search_columns(
     tuning = problem.tuning.columns
     gpus = problem.cluster.gpus
     if gpus > tuning.most_gpus or len(space) > tuning.most_states:
-        return Columned((), nearest.seconds)
+        return BoundedPlans((), nearest.seconds)
 
     bound_s = np.inf
     paths = [nearest]
@@ -69,24 +61,19 @@ def search_columns(
     for columns in _numbers_of_columns(problem):
         if any(columns % number == 0 for number in hopeless):
             continue
+        faster = _faster_paths(problem, space, columns, best.seconds)
+        paths += faster
         if problem.clock.passed:
-            return Columned(_ColumnPlans(problem, space).best(paths), nearest.seconds)
-
-        faster = [
-            path
-            for path in _flat_paths(problem, space, columns, best.seconds)
-            if path.seconds < best.seconds
-        ]
+            break
         if not faster:
             hopeless.append(columns)
         for path in faster:
             bound_s = min(bound_s, path.seconds * (1 - tuning.precision))
-        paths += faster
 
-    bound_s = max(bound_s, nearest.seconds)
-    if problem.precision > 0:
-        bound_s = nearest.seconds  # not all numbers of columns were tried
-    return Columned(_ColumnPlans(problem, space).best(paths), bound_s)
+    # Without precision not all numbers of columns are tried.
+    tried_all = problem.precision == 0 and not problem.clock.passed
+    bound_s = max(bound_s, nearest.seconds) if tried_all else nearest.seconds
+    return BoundedPlans(_ColumnPlans(problem, space).best(paths), bound_s)
 
 
 def _numbers_of_columns(problem: Problem) -> list[int]:
@@ -109,57 +96,46 @@ def _is_prime(number: int) -> bool:
     return all(number % divisor for divisor in range(2, number))
 
 
-def _flat_paths(
+def _faster_paths(
     problem: Problem,
     space: CutSpace,
     columns: int,
     below_s: float,
-) -> Iterator[CutPath]:
-    """Yield the best paths with multiples of so many replicas, on both flat clusters."""
-    if isinstance(objective_of(problem), SynchronousModel):
-        yield from _synchronous_paths(problem, space, columns, below_s)
-        return
-
+) -> list[CutPath]:
+    """Return the best paths with multiples of so many replicas, on both flat clusters, that take
+    less than some seconds.
+    """
     precision = problem.tuning.columns.precision
-    far, near = _flat_clusters(problem)
-    models = [
-        (MultiplesModel(bounds_for(far.link), columns), far.limits),
-        (MultiplesModel(NearestModel(problem.topology), columns), near.limits),
-    ]
-    for model, limits in models:
-        path = MultiplesSearch(space, model, limits).best(below_s, precision)
-        if path is not None:
-            yield path
+    if not problem.schedule.asynchronous:
+        precision = precision_of(problem)
+    paths = []
+    with contextlib.suppress(OutOfTimeError):
+        for search in _flat_searches(problem, space, columns):
+            path = search.best(below_s, precision)
+            if path is not None and path.seconds < below_s:
+                paths.append(path)
+    return paths
 
 
-def _synchronous_paths(
-    problem: Problem,
-    space: CutSpace,
-    columns: int,
-    below_s: float,
-) -> Iterator[CutPath]:
-    for flat in _flat_clusters(problem):
-        search = SynchronousSearch(space, problem.synchronous(flat.link), flat.limits, columns)
-        with contextlib.suppress(OutOfTimeError):
-            path = search.best(max(problem.precision, RESOLUTION), below_s)
-            if path is not None:
-                yield path
-
-
-@dataclass(frozen=True)
-class _FlatCluster:
-    link: Link
-    limits: Limits
-
-
-def _flat_clusters(problem: Problem) -> tuple[_FlatCluster, _FlatCluster]:
-    """Return one with near messages and far all-reduces, and a smaller one with near links."""
+def _flat_searches(
+    problem: Problem, space: CutSpace, columns: int
+) -> Iterator[Search | SynchronousSearch]:
+    """Yield the search on the cluster with near messages and far all-reduces, and on the smaller
+    one with near links.
+    """
     topology = problem.topology
     near = topology.link(0)
     far = replace(near, all_reduce_bandwidth_bytes_per_s=float(topology.ring_bytes_per_s[1]))
     within_two_servers = 2 * int(topology.groups[0]) - 1
     few = replace(problem.limits, gpus=min(problem.limits.gpus, within_two_servers))
-    return _FlatCluster(far, problem.limits), _FlatCluster(near, few)
+
+    if problem.schedule.asynchronous:
+        everywhere = MultiplesModel(replica_model(far), columns)
+        yield MultiplesSearch(space, everywhere, problem.limits)
+        yield MultiplesSearch(space, MultiplesModel(NearestModel(topology), columns), few)
+    else:
+        yield SynchronousSearch(space, problem.synchronous(far), problem.limits, columns)
+        yield SynchronousSearch(space, problem.synchronous(near), few, columns)
 
 
 @dataclass(frozen=True)
@@ -184,13 +160,13 @@ class _ColumnPlans:
 
     def _local_search(self) -> LocalSearch:
         gpus = self.problem.cluster.gpus
-        ways = [BestWays(self.problem, self.space).options]
+        variants = [QuickestVariants(self.problem, self.space).options]
         tuning = self.problem.tuning.columns
         few = tuning.most_exhaustive_gpus
         most = tuning.most_priced * few // max(few, gpus)
         split_shares = self.problem.tuning.levels.split_shares
         return LocalSearch(
-            self.space, gpus, self._seconds, ways, most, split_shares, self.problem.clock
+            self.space, gpus, self._seconds, variants, most, split_shares, self.problem.clock
         )
 
     def _seconds(self, path: CutPath) -> float:

@@ -11,22 +11,20 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import ArrayLike
 
-from planner.cost.models.synchronous import SynchronousModel
 from planner.cost.network.link import Link
 from planner.cost.network.topology import Resource, Topology
 from planner.cost.work import IMPOSSIBLE, Floats, Integers, Work
-from planner.solver.problem.bounds import BoundsLike, bounds_for
 from planner.solver.problem.problem import Limits, Problem
+from planner.solver.problem.replica_models import ReplicaModelLike, replica_model
 from planner.solver.problem.result import RESOLUTION, CutPath
 from planner.solver.problem.states import CutSpace
 from planner.solver.search.chain.search import Search
 from planner.solver.search.chain.synchronous import SynchronousSearch
-from planner.solver.search.chain.ways import taken
-from planner.solver.search.levels.relaxed import objective_of
+from planner.solver.search.chain.variants import taken
 from planner.units import SLACK
 
 
-class NearestModel(BoundsLike):
+class NearestModel(ReplicaModelLike):
     """An asynchronous model of stages that span as few groups as their replicas need.
 
     A stage is next to those that it exchanges messages with.
@@ -35,7 +33,7 @@ class NearestModel(BoundsLike):
     def __init__(self, topology: Topology) -> None:
         near = topology.link(0)
         self._levels = [
-            bounds_for(replace(near, all_reduce_bandwidth_bytes_per_s=float(ring)))
+            replica_model(replace(near, all_reduce_bandwidth_bytes_per_s=float(ring)))
             for ring in topology.ring_bytes_per_s
         ]
         super().__init__(self._levels[0])
@@ -100,28 +98,29 @@ def flat_search(
 
 def nearest_search(problem: Problem, space: CutSpace, limits: Limits) -> Search | SynchronousSearch:
     """Return the search for the nearest flat cluster, where no plan takes longer."""
-    if isinstance(objective_of(problem), SynchronousModel):
-        return flat_search(problem, space, limits, problem.topology.link(0))
-    return Search(space, NearestModel(problem.topology), limits)
+    if problem.schedule.asynchronous:
+        return Search(space, NearestModel(problem.topology), limits)
+    return flat_search(problem, space, limits, problem.topology.link(0))
 
 
 def nearest_path(problem: Problem, space: CutSpace) -> tuple[CutPath | None, bool]:
     """Return the best path on the nearest flat cluster, and whether the clock ended the search."""
     tuning = problem.tuning.levels
     search = nearest_search(problem, space, problem.limits)
-    if isinstance(search, SynchronousSearch) or len(space) <= 2 * tuning.most_alike_states:
-        return best_of(problem, search), search.interrupted
+    many = len(space) > 2 * tuning.most_alike_states
+    if not (many and problem.schedule.asynchronous):
+        return search.best(precision=precision_of(problem)), search.interrupted
 
     # A bound needs no more precision than timings have, and precise searches over many cuts take
     # long.
     path = search.best(precision=tuning.bound_precision)
     if path is not None:
-        path = replace(path, seconds=path.seconds * (1 - tuning.bound_precision))
+        path = path.that_takes(path.seconds * (1 - tuning.bound_precision))
     return path, search.interrupted
 
 
-def best_of(problem: Problem, search: Search | SynchronousSearch) -> CutPath | None:
-    """Return the best path, as precisely as the problem asks."""
-    if isinstance(search, Search):
-        return search.best()
-    return search.best(max(problem.precision, RESOLUTION))
+def precision_of(problem: Problem) -> float:
+    """Return the precision of a search on one flat cluster. Asynchronous ones are quick enough to
+    be exact.
+    """
+    return RESOLUTION if problem.schedule.asynchronous else max(problem.precision, RESOLUTION)

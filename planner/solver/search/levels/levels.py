@@ -15,7 +15,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from planner.cost.models.synchronous import SynchronousModel
 from planner.cost.network.link import Link
 from planner.cost.network.topology import Topology
 from planner.cost.work import Integers
@@ -23,11 +22,11 @@ from planner.solver.clock import OutOfTimeError
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import RESOLUTION, BoundedPath, CutPath, with_replicas
 from planner.solver.problem.states import CutSpace
-from planner.solver.search.chain.ways import BestWays
-from planner.solver.search.levels.flat import best_of, flat_search
+from planner.solver.search.chain.variants import QuickestVariants
+from planner.solver.search.levels.flat import flat_search, precision_of
 from planner.solver.search.levels.local_search import LocalSearch
 from planner.solver.search.levels.prices import PathPrices
-from planner.solver.search.levels.relaxed import Relaxed, Seconds, better, objective_of
+from planner.solver.search.levels.relaxed import Relaxed, Seconds, better
 
 
 def search_levels(problem: Problem, space: CutSpace, nearest: CutPath) -> BoundedPath:
@@ -96,11 +95,11 @@ def _best_over(prices: PathPrices, states: Integers) -> CutPath | None:
     """Return the best path of the relaxed programme over some states, as a path of the space."""
 
     def seconds(path: CutPath) -> float:
-        return prices.seconds(_on(path, states))
+        return prices.seconds(path.over(states))
 
     some = prices.space.only(states)
     path = Relaxed(prices.problem, some).best(seconds, None).path
-    return None if path is None else _on(path, states)
+    return None if path is None else path.over(states)
 
 
 def _sample(space: CutSpace, most: int, best: CutPath | None) -> Integers:
@@ -125,11 +124,6 @@ def _sample(space: CutSpace, most: int, best: CutPath | None) -> Integers:
     return np.array(sorted(chosen))
 
 
-def _on(path: CutPath, states: Integers) -> CutPath:
-    """Return a path over some states of a space as a path over the space."""
-    return replace(path, states=tuple(int(states[state]) for state in path.states))
-
-
 def _improved(
     prices: PathPrices,
     best: CutPath | None,
@@ -152,8 +146,8 @@ def local_search_for(problem: Problem, space: CutSpace, price: Seconds) -> Local
     gpus = problem.cluster.gpus
     most = tuning.most_priced if problem.precision == 0 else tuning.most_priced_roughly
     most = most * tuning.few_gpus // max(tuning.few_gpus, gpus)
-    ways = [BestWays(problem, space).options]
-    return LocalSearch(space, gpus, price, ways, most, tuning.split_shares, problem.clock)
+    variants = [QuickestVariants(problem, space).options]
+    return LocalSearch(space, gpus, price, variants, most, tuning.split_shares, problem.clock)
 
 
 def _alike(problem: Problem, space: CutSpace, nearest: CutPath) -> Iterator[CutPath]:
@@ -165,7 +159,7 @@ def _alike(problem: Problem, space: CutSpace, nearest: CutPath) -> Iterator[CutP
         states = space.spread(most_states)
         some = space.only(states)
     # The best path on the nearest flat cluster is the best one for the innermost links.
-    is_known = some is space and isinstance(objective_of(problem), SynchronousModel)
+    is_known = some is space and not problem.schedule.asynchronous
 
     for number, link in enumerate(_links(problem.topology)):
         if problem.clock.passed:
@@ -175,7 +169,7 @@ def _alike(problem: Problem, space: CutSpace, nearest: CutPath) -> Iterator[CutP
         except OutOfTimeError:
             return
         if path is not None:
-            path = _on(path, states)
+            path = path.over(states)
             yield path
             for _, size, _, _ in problem.topology.shared:
                 yield with_replicas(path, [_whole_servers(r, size) for r in path.replicas])
@@ -190,7 +184,7 @@ def _links(topology: Topology) -> Iterator[Link]:
 
 
 def _best_on(problem: Problem, space: CutSpace, link: Link) -> CutPath | None:
-    return best_of(problem, flat_search(problem, space, problem.limits, link))
+    return flat_search(problem, space, problem.limits, link).best(precision=precision_of(problem))
 
 
 def _whole_servers(replicas: int, size: int) -> int:

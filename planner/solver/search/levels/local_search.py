@@ -5,7 +5,6 @@ together. Good plans are then found near other plans (`neighbours`).
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from itertools import cycle
 
 import numpy as np
@@ -24,7 +23,7 @@ OptionsOf = Callable[[tuple[int, ...], tuple[int, ...]], tuple[StageOptions, ...
 class LocalSearch:
     """Local searches over one space, which price no plan twice, and `most` plans in all.
 
-    `price` is what is minimised, infinite for a path that does not fit the memory; `ways` say how
+    `price` is what is minimised, infinite for a path that does not fit the memory; `variants` say how
     the stages of a plan may run; `split_shares`, of its compute, where a stage is split. Neighbours
     are priced by increasing `least`, a quick bound that no price is below.
     """
@@ -34,7 +33,7 @@ class LocalSearch:
         space: CutSpace,
         gpus: int,
         price: Seconds,
-        ways: Sequence[OptionsOf],
+        variants: Sequence[OptionsOf],
         most: int,
         split_shares: Sequence[float],
         clock: Clock = NO_LIMIT,
@@ -42,7 +41,7 @@ class LocalSearch:
     ) -> None:
         self._kinds = Neighbours(space, gpus, split_shares).kinds
         self._price = price
-        self._ways = ways
+        self._variants = variants
         self._most = most
         self._clock = clock
         self._least = least
@@ -52,8 +51,8 @@ class LocalSearch:
 
     def from_(self, path: CutPath) -> CutPath | None:
         """Return what the path becomes by taking the best neighbours; None if nothing fits."""
-        unpriced = replace(path, seconds=np.inf)
-        best = replace(path, seconds=self._seconds(unpriced))
+        unpriced = path.that_takes(np.inf)
+        best = path.that_takes(self._seconds(unpriced))
         stale = 0  # kinds since the last one that helped
 
         # The kinds take turns, so that a step of one kind can open the way for another.
@@ -82,14 +81,14 @@ class LocalSearch:
                 break
             seconds = self._seconds(path)
             if seconds < best.seconds * (1 - RESOLUTION):
-                best = replace(path, seconds=seconds)
+                best = path.that_takes(seconds)
         return best
 
     def _paths(self, shapes: Iterable[Shape]) -> Iterable[CutPath]:
         """Return the paths of these shapes in all ways, each once, and bound as many as allowed."""
         paths: dict[CutPath, None] = {}
         for states, replicas in shapes:
-            for options in self._ways:
+            for options in self._variants:
                 path = CutPath(states, options(states, replicas), np.inf)
                 paths[path] = None
                 self._bound(path)

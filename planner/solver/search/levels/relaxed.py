@@ -16,7 +16,7 @@ consecutive ranks is below M(0, 0). A synchronous one takes both, and the least 
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 
@@ -24,23 +24,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost.candidate import StageOptions
-from planner.cost.models.synchronous import SynchronousModel
 from planner.cost.work import Floats, Integers
-from planner.schedule.schedule import warm_up_depth
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import RESOLUTION, BoundedPath, CutPath
 from planner.solver.problem.states import CutSpace
-from planner.solver.search.chain.ways import WaysOf
+from planner.solver.search.chain.variants import StageVariants
 from planner.solver.search.levels.stage_bounds import Places, StageBounds, bounds_of, phases_of
-from planner.solver.search.trade import LeastSum, trade_offs
+from planner.solver.search.trade import trade_offs
 
 # The seconds of a path at its true price; infinite if it does not fit the memory.
 Seconds = Callable[[CutPath], float]
-
-
-def objective_of(problem: Problem) -> SynchronousModel | None:
-    """Return the model of a synchronous pipeline, None for an asynchronous one."""
-    return None if problem.schedule.stashes else problem.synchronous()
 
 
 @dataclass(frozen=True)
@@ -62,14 +55,14 @@ class Relaxed:
     """
 
     def __init__(self, problem: Problem, space: CutSpace) -> None:
+        self._problem = problem
         self._limits = problem.limits
         self._tuning = problem.tuning.levels
-        self._objective = objective_of(problem)
         # More replicas than microbatches would idle, but may let the next stage begin at a server.
         self._places = Places(problem.topology, problem.cluster.gpus)
         self._last = len(space) - 1
-        ways = WaysOf(space, self._limits)
-        self._bounds = [self._stage_bounds(ways, state) for state in range(self._last)]
+        variants = StageVariants(space, self._limits)
+        self._bounds = [self._stage_bounds(variants, state) for state in range(self._last)]
 
     @staticmethod
     def states_that_fit(problem: Problem) -> int:
@@ -86,10 +79,10 @@ class Relaxed:
         bound_s = np.inf
         counts = self._counts()
         for gpus in counts:
-            least_s, answers = self._trade_offs(gpus)
+            least_s, paths = self._trade_offs(gpus)
             bound_s = min(bound_s, least_s)
-            for answer in answers:
-                best = better(best, answer.path, price)
+            for path in paths:
+                best = better(best, path, price)
 
         tried_all = len(counts) == self._limits.gpus
         if self._limits.counts_gpus and not tried_all:
@@ -112,32 +105,27 @@ class Relaxed:
             return list(range(1, gpus + 1))
         return sorted({gpus, *np.geomspace(1, gpus, most).astype(int).tolist()})
 
-    def _stage_bounds(self, ways: WaysOf, state: int) -> StageBounds:
-        """Bound the stages from a state; those may choose what recomputes that something limits."""
+    def _stage_bounds(self, variants: StageVariants, state: int) -> StageBounds:
+        """Bound the stages from a state."""
         self._limits.clock.check()
-        others = ways.space.after(state)
-        plainest = bounds_of(ways.all(state, others), self._places, self._objective)
-        limited = (plainest.most <= self._limits.gpus).any(axis=0)
-        choosing = ways.choosing(plainest.ways, limited, len(others))
-        if not choosing.any():
-            return plainest
-        return bounds_of(ways.all(state, others, choosing), self._places, self._objective)
+        bounds = partial(bounds_of, self._problem, self._places)
+        return variants.table(state, variants.space.after(state), bounds, self._limits.gpus)
 
-    def _trade_offs(self, gpus: int) -> tuple[float, list[LeastSum]]:
+    def _trade_offs(self, gpus: int) -> tuple[float, list[CutPath]]:
         """Return seconds that no plan on so many GPUs is below, and the best by the bounds."""
         least_s = self._least_maximum_s(gpus)
         if not np.isfinite(least_s):
             return np.inf, []
         least_sum = partial(self._least_sum, gpus)
-        if self._objective is None:  # all sums are zero
-            answers = list(islice(trade_offs(least_sum, least_s), 1))
+        if self._problem.schedule.asynchronous:  # all sums are zero
+            paths = list(islice(trade_offs(least_sum, least_s), 1))
         else:
-            answers = list(islice(trade_offs(least_sum, every=True), self._tuning.most_trades))
+            paths = list(islice(trade_offs(least_sum, every=True), self._tuning.most_trades))
 
-        bounds = [answer.sum_s + answer.max_s for answer in answers]
-        if len(answers) == self._tuning.most_trades:
-            bounds.append(answers[-1].sum_s + least_s)
-        return min(bounds, default=np.inf), answers
+        bounds = [path.seconds for path in paths]
+        if len(paths) == self._tuning.most_trades:
+            bounds.append(paths[-1].sum_s + least_s)
+        return min(bounds, default=np.inf), paths
 
     def _least_maximum_s(self, gpus: int) -> float:
         """Return M(0, 0)."""
@@ -147,7 +135,7 @@ class Relaxed:
             least[start.at] = np.min(peaks, where=start.fits, initial=np.inf)
         return float(least[0, 0])
 
-    def _least_sum(self, gpus: int, limit_s: float) -> LeastSum | None:
+    def _least_sum(self, gpus: int, limit_s: float) -> CutPath | None:
         """Return the path of S(0, 0), whose stages are within the limit."""
         least = self._table(gpus)
         choices = np.zeros(least.shape, dtype=np.int64)  # of replicas - 1 and way, as one number
@@ -176,14 +164,15 @@ class Relaxed:
             self._limits.clock.check()
             bounds = self._bounds[state]
             for rank in range(gpus):
-                replicas = self._places.replicas[: gpus - rank, None]
-                place = rank % self._places.phases, slice(gpus - rank)
+                left = gpus - rank
+                phase = rank % self._places.phases
+                after = rank + self._places.replicas[:left, None]
                 yield _Start(
-                    (state, rank),
-                    in_flight[rank] <= bounds.most[: gpus - rank],
-                    bounds.sum_s[place],
-                    bounds.max_s[place],
-                    (bounds.others, rank + replicas),
+                    at=(state, rank),
+                    fits=in_flight[rank] <= bounds.most[:left],
+                    sum_s=bounds.sum_s[phase, :left],
+                    max_s=bounds.max_s[phase, :left],
+                    rest=(bounds.ends, after),
                 )
 
     def _in_flight(self, gpus: int) -> Integers | int:
@@ -191,10 +180,10 @@ class Relaxed:
         if not self._limits.counts_gpus:
             return 1
         replicas = self._places.replicas[:gpus, None]
-        in_flight = warm_up_depth if self._objective is None else self._objective.in_flight
-        return in_flight(replicas, gpus - replicas)
+        problem = self._problem
+        return problem.schedule.in_flight(replicas, gpus - replicas, problem.microbatches)
 
-    def _trace(self, choices: Integers, sum_s: float) -> LeastSum:
+    def _trace(self, choices: Integers, sum_s: float) -> CutPath:
         """Follow the choices from the first layer and the first rank."""
         states = [0]
         options: list[StageOptions] = []
@@ -202,13 +191,12 @@ class Relaxed:
         max_s = 0.0
         while states[-1] < self._last:
             bounds = self._bounds[states[-1]]
-            row, way = divmod(int(choices[states[-1], rank]), len(bounds.ways))
-            max_s = max(max_s, float(bounds.max_s[rank % self._places.phases, row, way]))
-            options.append(bounds.ways.options(way, row + 1))
-            states.append(int(bounds.others[way]))
+            row, variant = divmod(int(choices[states[-1], rank]), len(bounds.variants))
+            max_s = max(max_s, float(bounds.max_s[rank % self._places.phases, row, variant]))
+            options.append(bounds.variants.options(variant, row + 1))
+            states.append(int(bounds.ends[variant]))
             rank += row + 1
-        path = CutPath(tuple(states), tuple(options), sum_s + max_s)
-        return LeastSum(path, sum_s, max_s)
+        return CutPath(tuple(states), tuple(options), max_s, sum_s)
 
 
 def better(best: CutPath | None, path: CutPath, price: Seconds) -> CutPath | None:
@@ -216,7 +204,7 @@ def better(best: CutPath | None, path: CutPath, price: Seconds) -> CutPath | Non
     seconds = price(path)
     if not np.isfinite(seconds):
         return best
-    priced = replace(path, seconds=seconds)
+    priced = path.that_takes(seconds)
     if best is None or seconds < best.seconds * (1 - RESOLUTION):
         return priced
     equal = seconds <= best.seconds * (1 + RESOLUTION)

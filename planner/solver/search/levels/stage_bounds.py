@@ -12,13 +12,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from planner.cost.models.asynchronous import AsynchronousModel
 from planner.cost.models.synchronous import SynchronousModel
 from planner.cost.network.link import Link
 from planner.cost.network.topology import Topology
 from planner.cost.work import Floats, Integers, Work
-from planner.solver.search.chain.ways import Ways
+from planner.solver.problem.problem import Problem
+from planner.solver.search.chain.variants import Variants
 
 # Rows of what a stage exchanges with earlier stages, or with later ones: see `states.FRONTS`.
 ACTIVATIONS = 0
@@ -34,15 +36,19 @@ Sides = tuple[Floats, Floats]  # exchanged with earlier stages, and with later o
 class StageBounds:
     """Bounds of the stages that begin at one state, in every way to run them."""
 
-    ways: Ways
+    variants: Variants
     sum_s: Floats  # of their part of the sum; zero for the asynchronous pipeline
     max_s: Floats  # of their part of the maximum
     most: Integers  # microbatches that may be in flight; 0 where so many replicas are not allowed
 
     @property
-    def others(self) -> Integers:
+    def ends(self) -> Integers:
         """States where they end."""
-        return self.ways.others
+        return self.variants.ends
+
+    def limited(self, gpus: int) -> NDArray[np.bool_]:
+        """Return which ways do not allow so many GPUs after the stage on some replicas."""
+        return np.asarray((self.most <= gpus).any(axis=0))
 
 
 @dataclass(frozen=True)
@@ -90,16 +96,22 @@ class Places:
         A stage may have part of its first group of `size` ranks and of its last one. A group in the
         middle is full of it.
         """
-        last = self.end - 1
-        in_first = np.minimum(self.replicas, size - self.first % size)
-        begins_group = self.first % size == 0
-        yield in_first * begins_group, in_first * (self.end // size > self.first // size)
+        first = self.first
+        end = self.end
+        last = end - 1
+
+        in_first = np.minimum(self.replicas, size - first % size)
+        begins_group = first % size == 0
+        leaves_first = end // size > first // size
+        yield in_first * begins_group, in_first * leaves_first
 
         in_last = np.minimum(self.replicas, last % size + 1)
-        ends_group = self.end % size == 0
-        yield in_last * ((self.first - 1) // size < last // size), in_last * ends_group
+        enters_last = (first - 1) // size < last // size
+        ends_group = end % size == 0
+        yield in_last * enters_last, in_last * ends_group
 
-        in_middle = size * (self.end // size > -(-self.first // size))
+        has_middle = end // size > -(-first // size)
+        in_middle = size * has_middle
         yield in_middle, in_middle
 
     def _path(self, rank: Integers, outside: Integers) -> Path:
@@ -123,30 +135,20 @@ def phases_of(topology: Topology) -> int:
     return int(topology.groups[-2]) if len(topology) > 1 else 1
 
 
-def bounds_of(ways: Ways, places: Places, objective: SynchronousModel | None) -> StageBounds:
-    """Bound what stages cost in these ways, in every place.
-
-    The objective is the model of a synchronous pipeline, None for an asynchronous one.
-    """
-    limits = ways.source.limits
-    replicas = places.replicas[:, None]
-    shape = len(replicas), len(ways)
-    sides = ways.source.space.sides(ways.state, ways.others)
-    footprint = ways.footprint_on(replicas)
-    if objective is None:
-        max_s = _asynchronous_s(ways.work, places, sides)
+def bounds_of(problem: Problem, places: Places, variants: Variants) -> StageBounds:
+    """Bound what stages cost in these ways, in every place."""
+    sides = variants.source.space.sides(variants.state, variants.ends)
+    if problem.schedule.asynchronous:
+        max_s = _asynchronous_s(variants.work, places, sides)
         sum_s = np.zeros_like(max_s)
     else:
-        max_s = _synchronous_s(ways.work, places, sides, objective)
-        sum_s = _sum_s(ways.work, places, sides, objective)
-        footprint = footprint.divided(objective.microbatches)
+        max_s = _synchronous_s(variants.work, places, sides, problem.synchronous())
+        sum_s = _sum_s(variants.work, places, sides, problem.synchronous())
 
-    most = np.full(shape, limits.deepest)
-    if limits.memory_bytes is not None:
-        fit = footprint.most_in_flight(limits.memory_bytes, objective is None)
-        most = np.minimum(most, fit)
-    allowed = ways.allowed(np.broadcast_to(replicas, shape))
-    return StageBounds(ways, sum_s, max_s, np.where(allowed, most, 0))
+    replicas = places.replicas[:, None]
+    most = variants.most_in_flight(replicas, problem.schedule, problem.microbatches)
+    allowed = variants.allowed(np.broadcast_to(replicas, most.shape))
+    return StageBounds(variants, sum_s, max_s, np.where(allowed, most, 0))
 
 
 def _asynchronous_s(work: Work, places: Places, sides: Sides) -> Floats:
@@ -166,8 +168,8 @@ def _asynchronous_s(work: Work, places: Places, sides: Sides) -> Floats:
 
 def _sum_s(work: Work, places: Places, sides: Sides, model: SynchronousModel) -> Floats:
     """Return the part of the sum: that without transfers, and half of each message."""
-    alone = work.without_transfers()
-    sum_s = places.on_span(len(work.forward_s), lambda link: _on(link, model).sum_s(alone))
+    silent = work.without_transfers()
+    sum_s = places.on_span(len(work.forward_s), lambda link: _on(link, model).sum_s(silent))
     for side, path in zip(sides, places.mean_paths, strict=True):
         activation_bytes, gradient_bytes, activations, gradients = side[:4]
         moved_s = path.add(0.0, activation_bytes + gradient_bytes, activations + gradients)

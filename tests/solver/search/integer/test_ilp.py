@@ -20,8 +20,8 @@ from planner.formats.cluster import Cluster, DeviceKind, Level, flat_cluster
 from planner.formats.profile import Profile
 from planner.options.solving import RecomputeRule, StageRules
 from planner.schedule.registry import find
-from planner.solver.problem.bounds import bounds_for
 from planner.solver.problem.problem import Limits, Problem
+from planner.solver.problem.replica_models import replica_model
 from planner.solver.problem.result import Evaluation
 from planner.solver.problem.states import Chain
 from planner.solver.search.chain.search import Search
@@ -63,7 +63,7 @@ def flow_equals_search_and_brute_force(
     link = link_of(cluster)
     if schedule == "1f1b":
         path = Search(
-            Chain(layer_costs), bounds_for(link), Limits(cluster.gpus, cluster.memory_bytes)
+            Chain(layer_costs), replica_model(link), Limits(cluster.gpus, cluster.memory_bytes)
         ).best()
     elif schedule == "2bw":
         return

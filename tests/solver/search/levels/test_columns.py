@@ -22,7 +22,7 @@ from planner.options.solving import StageRules
 from planner.schedule.registry import find
 from planner.simulator.simulate_plan import simulated_s
 from planner.solver import search_plan as solve
-from planner.solver.evaluate.evaluation import in_every_order
+from planner.solver.evaluate.orders import in_every_order
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation
 from planner.solver.search.pipeline_search import PipelineSearch
@@ -105,13 +105,10 @@ def answer(schedule: str, profile: Profile, cluster: Cluster, times: int) -> Ans
     assert (nearest is None) == (not fitting)
     if nearest is None:
         return None
-    along = search.bounded(nearest)
-    assert along.path is not None
-    best = search.priced(along.path)
-    columned = search.columned(nearest, best)
-    found = in_every_order(problem, [best, *columned.plans])[0]
-    assert found.fits(cluster)
-    return Answer(found, best, min(along.bound_s, columned.bound_s), min(fitting))
+    found = search.found(nearest)
+    fastest = in_every_order(problem, found.plans)[0]
+    assert fastest.fits(cluster)
+    return Answer(fastest, found.plans[0], found.bound_s, min(fitting))
 
 
 INSTANCES = {

@@ -1,1 +1,0 @@
-"""How accurate are predictions for compiled stages?"""

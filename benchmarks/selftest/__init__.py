@@ -1,1 +1,0 @@
-"""Does everything work on this machine? See README.md in this folder."""

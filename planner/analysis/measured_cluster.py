@@ -1,0 +1,260 @@
+"""The cluster as a run measured it: how fast each worker's device is, and how fast the links are.
+
+    speed of a worker = planned seconds of its computations / measured seconds of them
+    rate of a level   = planned rate x planned seconds of its messages / measured seconds of them
+
+What is planned is the simulation of the minibatches that the run recorded. Both are medians over
+single computations and messages, because a pause of the host is no property of a device or a link.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from statistics import median
+from typing import NamedTuple
+
+from planner.analysis.compare_runs import check_same_run, computations
+from planner.analysis.given_plan import GivenPlan, priced_plan
+from planner.cost.network.topology import Topology
+from planner.errors import InputError
+from planner.formats.cluster import Cluster, DeviceKind, Level
+from planner.formats.files import Record, replace
+from planner.formats.plan import Plan
+from planner.formats.profile import Profile
+from planner.formats.timeline import Event, Timeline
+from planner.simulator.simulate_plan import simulate_recorded
+from planner.solver.clock import Clock
+
+SAME_SPEED = 0.05  # computations of equal devices differ by so much between two runs
+SAME_RATE = 0.25  # messages, which wait for processors and for each other, by so much
+FEWEST = 5  # computations of a worker, or messages of a level, that a median is taken of
+_MESSAGES = {"receive_activation": "send_activation", "receive_gradient": "send_gradient"}
+
+
+class WorkerSpeed(Record):
+    """The speed of a worker's device relative to what the plan expects of it."""
+
+    rank: int
+    speed: float
+
+
+class LevelRate(Record):
+    """Rates of the links of one level, counted from 0 for the innermost, in bytes per second."""
+
+    level: int
+    planned_bytes_per_s: float
+    measured_bytes_per_s: float | None  # None where no message tells it
+
+
+class MeasuredCluster(Record):
+    """A cluster with the speeds and rates that a run measured, and what was measured."""
+
+    cluster: Cluster
+    workers: tuple[WorkerSpeed, ...]
+    links: tuple[LevelRate, ...]
+
+
+def measured_cluster(plan: Plan, run: Timeline) -> MeasuredCluster:
+    """Return the plan's cluster as a run found it: `planner.measured_cluster` says how."""
+    planned = simulate_recorded(plan, run)
+    check_same_run(planned, run)
+
+    workers = _speeds(planned, run)
+    links = _rates(plan.cluster, planned, run)
+    levels = _corrected_levels(plan.cluster, links)
+    kinds = _corrected_kinds(plan.cluster, {worker.rank: worker.speed for worker in workers})
+    cluster = replace(plan.cluster, levels=levels, kinds=kinds)
+    return MeasuredCluster(cluster=cluster, workers=workers, links=links)
+
+
+def on_cluster(profile: Profile, plan: Plan, cluster: Cluster) -> Plan:
+    """Return the plan as it would run on other devices or links, priced and simulated.
+
+    Args:
+        profile: the profile that the plan was solved from.
+        plan: its stages keep their workers.
+        cluster: as many devices as the plan's.
+
+    Raises:
+        PlanError: for another profile.
+    """
+    given = GivenPlan.of(profile, replace(plan, cluster=cluster), Clock())
+    return priced_plan(given.request, given.stages)
+
+
+# Speeds of devices
+
+
+def _speeds(planned: Timeline, run: Timeline) -> tuple[WorkerSpeed, ...]:
+    expected = {_key(event): event.end_s - event.start_s for event in _computing(planned)}
+    ratios: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
+    for event in _computing(run):
+        planned_s = expected.get(_key(event), 0.0)
+        measured_s = event.end_s - event.start_s
+        if planned_s > 0 and measured_s > 0:
+            ratios[event.rank].append((planned_s / measured_s, planned_s))
+
+    for rank in run.workers:
+        if len(ratios[rank]) < FEWEST:
+            raise InputError(
+                f"the run recorded {len(ratios[rank])} computations of worker {rank}, too few to "
+                f"tell its speed",
+                hint=f"record at least {FEWEST} minibatches with `trace` and `trace_minibatches`",
+            )
+    return tuple(
+        WorkerSpeed(rank=rank, speed=round(_weighted_median(ratios[rank]), 3))
+        for rank in run.workers
+    )
+
+
+def _computing(timeline: Timeline) -> Iterator[Event]:
+    """Yield forwards and backwards; an update also waits for other stages' gradients."""
+    for event in computations(timeline.events.rows()):
+        if event.kind != "update":
+            yield event
+
+
+def _key(event: Event) -> tuple[int, str, int, int, int]:
+    return event.rank, event.kind, event.stage, event.minibatch, event.microbatch
+
+
+def _weighted_median(values: Iterable[tuple[float, float]]) -> float:
+    """Return the value at half of the weight; of (value, weight)."""
+    ordered = sorted(values)
+    half = sum(weight for _, weight in ordered) / 2
+    passed = 0.0
+    for value, weight in ordered:
+        passed += weight
+        if passed >= half:
+            return value
+    raise AssertionError("there are no values")
+
+
+def _corrected_kinds(cluster: Cluster, speeds: Mapping[int, float]) -> tuple[DeviceKind, ...]:
+    """Return the kinds of devices by rank, where some are not as fast as planned."""
+    kinds: list[DeviceKind] = []
+    for rank in range(cluster.gpus):
+        usual = cluster.kind_of(rank) if cluster.kinds else DeviceKind(count=1)
+        speed = speeds.get(rank, 1.0)  # a device that the plan leaves idle is as it was
+        if abs(speed - 1) <= SAME_SPEED:
+            speed = 1.0
+        kind = usual.model_copy(update={"count": 1, "speed": usual.speed * speed})
+
+        last = kinds[-1] if kinds else None
+        if last is not None and _alike(last, kind):
+            kinds[-1] = last.with_count(last.count + 1)
+        else:
+            kinds.append(kind)
+
+    nothing_new = not cluster.kinds and all(kind.speed == 1 for kind in kinds)
+    return () if nothing_new else tuple(kinds)
+
+
+def _alike(one: DeviceKind, other: DeviceKind) -> bool:
+    """Return whether two devices are of one kind, and about as fast."""
+    same_kind = (one.name, one.device, one.memory_bytes) == (
+        other.name,
+        other.device,
+        other.memory_bytes,
+    )
+    return same_kind and abs(one.speed / other.speed - 1) <= SAME_SPEED
+
+
+# Rates of links
+
+
+class _Message(NamedTuple):
+    """What tells a message from all others of a run."""
+
+    kind: str  # of its receipt
+    sender: int
+    receiver: int
+    stages: tuple[int, int]
+    minibatch: int
+    microbatch: int
+
+
+def _rates(cluster: Cluster, planned: Timeline, run: Timeline) -> tuple[LevelRate, ...]:
+    topology = Topology(cluster)
+    expected_s = dict(_transfers(planned, waited=False))
+    ratios: defaultdict[int, list[float]] = defaultdict(list)
+    for message, measured_s in _transfers(run, waited=True):
+        number = int(topology.level(message.sender, message.receiver))
+        planned_s = expected_s.get(message, 0.0)
+        # A message of hardly more than its latency tells nothing of the rate.
+        if planned_s > 2 * topology.link(number).latency_s:
+            ratios[number].append(planned_s / measured_s)
+
+    rates = []
+    for number, level in enumerate(cluster.joined):
+        measured = None
+        if len(ratios[number]) >= FEWEST:
+            measured = level.bandwidth_bytes_per_s * median(ratios[number])
+        rates.append(
+            LevelRate(
+                level=number,
+                planned_bytes_per_s=level.bandwidth_bytes_per_s,
+                measured_bytes_per_s=measured,
+            )
+        )
+    return tuple(rates)
+
+
+def _transfers(timeline: Timeline, *, waited: bool) -> Iterator[tuple[_Message, float]]:
+    """Yield messages between workers, and the seconds from the sending to the arrival.
+
+    Args:
+        waited: leave out those that may have arrived before their receiver looked for them.
+    """
+    events = list(timeline.events.rows())
+    sent_s = {
+        _message(event): event.start_s for event in events if event.kind in _MESSAGES.values()
+    }
+    for event in events:
+        if event.kind not in _MESSAGES:
+            continue
+        message = _message(event)
+        if message not in sent_s or message.sender == message.receiver:
+            continue
+        seconds = event.end_s - sent_s[message]
+        waited_s = event.end_s - event.start_s
+        if seconds > 0 and (not waited or waited_s >= seconds / 2):
+            yield message, seconds
+
+
+def _message(event: Event) -> _Message:
+    assert event.peer_rank is not None
+    assert event.peer_stage is not None
+    if event.kind in _MESSAGES:
+        ends = event.peer_rank, event.rank, (event.peer_stage, event.stage)
+        kind = _MESSAGES[event.kind]
+    else:
+        ends = event.rank, event.peer_rank, (event.stage, event.peer_stage)
+        kind = event.kind
+    return _Message(kind, *ends, event.minibatch, event.microbatch)
+
+
+def _corrected_levels(cluster: Cluster, rates: Sequence[LevelRate]) -> tuple[Level, ...]:
+    """Return the cluster's levels with the rates that differ from the planned ones."""
+    joined = iter(rates)
+    levels = []
+    for level in cluster.levels:
+        rate = next(joined, None) if level in cluster.joined else None
+        if rate is None or rate.measured_bytes_per_s is None:
+            levels.append(level)
+            continue
+        factor = rate.measured_bytes_per_s / rate.planned_bytes_per_s
+        levels.append(level if _about_one(factor) else _scaled(level, factor))
+    return tuple(levels)
+
+
+def _about_one(factor: float) -> bool:
+    return 1 / (1 + SAME_RATE) <= factor <= 1 + SAME_RATE
+
+
+def _scaled(level: Level, factor: float) -> Level:
+    rates = {
+        name: value * factor
+        for name, value in level
+        if name.endswith("bandwidth_bytes_per_s") and value is not None
+    }
+    return level.model_copy(update=rates)

@@ -1,0 +1,120 @@
+"""How much a measurement of links sends, so that it ends within a time that is known beforehand."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+MESSAGE_BYTES = 4_000_000
+BUCKET_BYTES = 25_000_000  # the executor's largest bucket
+BUDGET_S = 120.0
+
+FIRST_ROUNDS = 3  # in which TCP comes up to speed
+UNITS = 4  # layers of a small network with divided weights
+UNIT_TURNS = 4  # with and without all-reduces: what disturbs the one disturbs the other
+SMALL_SUM_BYTES = 2**16
+SUM_TURNS = 8
+
+_LEAST_BYTES = 2**16
+_LEAST_LATENCY_ROUNDS = 10
+_UNIT_EXCHANGES = 4  # one where gradients are divided, three where weights are, too
+
+
+@dataclass(frozen=True)
+class Effort:
+    """What is sent to measure one level.
+
+    Args:
+        message_bytes: of a message between two workers.
+        bucket_bytes: of an all-reduce of gradients.
+        sum_bytes: of the largest all-reduce between computations; what models exchange on CPUs.
+        unit_bytes: of the smallest unit with divided weights.
+        latency_rounds: short messages from which a latency is the median.
+        least_rounds: long messages of a pair.
+        seconds: for the long messages of one set of pairs, and for the all-reduces of a level.
+    """
+
+    message_bytes: int = MESSAGE_BYTES
+    bucket_bytes: int = BUCKET_BYTES
+    sum_bytes: int = 2**20
+    unit_bytes: int = 2**18
+    latency_rounds: int = 100
+    least_rounds: int = 8
+    seconds: float = 1.0
+
+    def scaled(self, share: float) -> "Effort":
+        """Return the effort that takes about `share` of the time, but no less than says
+        something.
+        """
+
+        def part(size_bytes: int) -> int:
+            return min(size_bytes, max(_LEAST_BYTES, int(size_bytes * share)))
+
+        rounds = int(self.latency_rounds * share)
+        return replace(
+            self,
+            message_bytes=part(self.message_bytes),
+            bucket_bytes=part(self.bucket_bytes),
+            sum_bytes=part(self.sum_bytes),
+            unit_bytes=part(self.unit_bytes),
+            latency_rounds=min(self.latency_rounds, max(_LEAST_LATENCY_ROUNDS, rounds)),
+            seconds=self.seconds * share,
+        )
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How fast a level is, roughly, as a few messages and a small computation say.
+
+    Args:
+        size: members of a ring.
+        turns: sets of pairs that are measured one after the other.
+        s_per_byte: of a message, where all pairs of a set exchange at once.
+        round_s: of a short exchange that all workers wait for.
+        unit_s_per_byte: of a unit's computation by its weights; 0 where no units are measured.
+    """
+
+    size: int
+    turns: int
+    s_per_byte: float
+    round_s: float
+    unit_s_per_byte: float = 0.0
+
+    def expected_s(self, effort: Effort) -> float:
+        """Return the seconds that measuring the level takes with this effort."""
+        messages = FIRST_ROUNDS * effort.message_bytes * self.s_per_byte + max(
+            effort.seconds, effort.least_rounds * effort.message_bytes * self.s_per_byte
+        )
+        pairs_s = self.turns * (effort.latency_rounds * self.round_s + messages)
+
+        reduced_s_per_byte = 2 * (self.size - 1) / self.size * self.s_per_byte
+        buckets_s = effort.seconds + 2 * effort.bucket_bytes * reduced_s_per_byte
+        sums_s = sum(
+            max(effort.seconds, SUM_TURNS * 2 * size_bytes * reduced_s_per_byte)
+            for size_bytes in (SMALL_SUM_BYTES, SMALL_SUM_BYTES, effort.sum_bytes)
+        )
+
+        if not self.unit_s_per_byte:
+            return pairs_s + buckets_s + sums_s
+        # A small unit and one of at least twice its size; an exchange is half an all-reduce.
+        most_bytes = min(effort.message_bytes // 2, effort.seconds / 8 / reduced_s_per_byte)
+        unit_bytes = effort.unit_bytes + max(2 * effort.unit_bytes, most_bytes)
+        repeats = (UNIT_TURNS + 1) * UNITS
+        exchanged_s = repeats * _UNIT_EXCHANGES * unit_bytes * reduced_s_per_byte / 2
+        computed_s = (UNIT_TURNS + 1) * 3 * unit_bytes * self.unit_s_per_byte
+        return pairs_s + buckets_s + sums_s + exchanged_s + computed_s
+
+
+def fitting_effort(effort: Effort, paces: Sequence[Pace], budget_s: float) -> tuple[Effort, float]:
+    """Return the largest effort up to `effort` with which all levels are measured in `budget_s`,
+    and the seconds that it is expected to take.
+
+    The smallest effort may take longer than the budget.
+    """
+    expected_s = sum(pace.expected_s(effort) for pace in paces)
+    # Latencies and computations do not shrink with the bytes, so one step may not be enough.
+    share = 1.0
+    fitting = effort
+    while expected_s > budget_s and share > 0.01:
+        share *= max(0.5, budget_s / expected_s)
+        fitting = effort.scaled(share)
+        expected_s = sum(pace.expected_s(fitting) for pace in paces)
+    return fitting, expected_s

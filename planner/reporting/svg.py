@@ -1,0 +1,199 @@
+"""Draw timelines as SVG, without a plotting library, for notebooks and pages; and what other
+pictures are drawn with.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from planner.formats.files import write_text
+from planner.formats.timeline import Event, Lane, Timeline
+from planner.reporting.timeline import COLOURS, TEXTS, colour_legend, ink_on, rows_of, shown_workers
+from planner.units import format_seconds
+
+# The first are from Okabe & Ito 2008, for the colour-blind.
+CURVES = (
+    *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#882255"),
+    *("#999933", "#332288", "#aa4499", "#44aa99", "#661100", "#6699cc", "#888888"),
+)
+
+
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Font:
+    """How a text is set."""
+
+    size: int = 13
+    anchor: str = "start"
+    fill: str = "#222222"
+    weight: str = "normal"
+
+
+def document(width: float, height: float, parts: Iterable[str]) -> str:
+    """Write a complete document on white ground."""
+    size = f'width="{width:.0f}" height="{height:.0f}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} viewBox="0 0 {width:.0f} {height:.0f}">'
+    return "\n".join([head, f'<rect {size} fill="white"/>', *parts, "</svg>\n"])
+
+
+def text(x: float, y: float, content: str, font: Font | None = None) -> str:
+    """Write a text at its baseline."""
+    font = font or Font()
+    style = (
+        f'font-family="Helvetica, Arial, sans-serif" font-size="{font.size}" '
+        f'font-weight="{font.weight}" '
+        f'text-anchor="{font.anchor}" fill="{font.fill}"'
+    )
+    return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{escape(content)}</text>'
+
+
+def box(corner: Point, size: Point, fill: str, title: str = "") -> str:
+    """Draw a rectangle from its upper left corner; browsers show the title when it is
+    pointed at.
+    """
+    inner = f"><title>{escape(title)}</title></rect>" if title else "/>"
+    (x, y), (width, height) = corner, size
+    return (
+        f'<rect x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}" '
+        f'fill="{fill}"{inner}'
+    )
+
+
+def line(start: Point, end: Point, stroke: str, dash: str = "") -> str:
+    """Draw a line."""
+    dashed = f' stroke-dasharray="{dash}"' if dash else ""
+    (x1, y1), (x2, y2) = start, end
+    return (
+        f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{stroke}"{dashed}/>'
+    )
+
+
+WIDTH, LEFT, RIGHT, TOP = 1200, 100, 16, 60  # of a timeline
+_HEIGHTS: dict[Lane, int] = {"compute": 22, "send": 7, "receive": 7, "all-reduce": 7}
+_GAP = 8
+_CHARACTER = 7.0  # at most this wide
+_TICK = 80  # least distance between two ticks
+# events in a picture; if there are more, those below a quarter of a pixel are left out
+_MOST = 20_000
+
+
+def timeline_svg(runs: Sequence[Timeline], window: tuple[float, float] | None = None) -> str:
+    """Draw one run, or a simulated and a measured one with the rows of each worker below each
+    other.
+
+    Args:
+        runs: the simulated one first.
+        window: from when to when, in the first run's seconds; None for all. The other run is then
+            moved so that both begin the first minibatch of the window together, as on the page.
+    """
+    first, last = window or (0.0, max((run.span_s for run in runs), default=0.0) or 1.0)
+    scale = (WIDTH - LEFT - RIGHT) / (last - first)
+    least_s = 0.25 / scale if window or sum(len(run.events) for run in runs) > _MOST else 0.0
+    begun = [_begun_s(run) for run in runs]
+    from_ = min(
+        (n for n, s in begun[0].items() if window and s >= first and n in begun[-1]), default=None
+    )
+    lefts = [
+        first if from_ is None else first + starts[from_] - begun[0][from_] for starts in begun
+    ]
+    parts = [text(8, 20, f"{runs[0].model}: {runs[0].config}, {runs[0].schedule}", Font(15))]
+    x, y = float(LEFT), float(TOP)
+    for colour, name in colour_legend(kind for run in runs for kind in run.events.kind):
+        parts += [box((x, 29), (11, 11), colour), text(x + 16, 39, name, Font(12))]
+        x += 34 + _CHARACTER * len(name)
+    drawn = []
+    for rank, rows in rows_of(runs, shown_workers(runs[0])).items():
+        drawn.append(text(8, y + 15, f"worker {rank}"))
+        for row in rows:
+            run, left = runs[row.run], lefts[row.run]
+            if row.lane == "compute" and row.run > 0:
+                drawn.append(text(8, y + 15, run.source, Font(11)))
+            for event in row.events:
+                start, end = max(event.start_s - left, 0.0), min(event.end_s - left, last - first)
+                if end - start >= least_s:
+                    drawn.append(
+                        _event(run, event, (LEFT + start * scale, y), (end - start) * scale)
+                    )
+            y += _HEIGHTS[row.lane] + 1
+        y += _GAP
+    return document(WIDTH, y, [*parts, *_axis(first, last, y), *drawn])
+
+
+def _begun_s(run: Timeline) -> dict[int, float]:
+    """Return when each minibatch begins, in stage 0."""
+    found: dict[int, float] = {}
+    for event in run.events.rows():
+        if event.stage == 0 and event.kind == "forward":
+            found.setdefault(event.minibatch, event.start_s)
+    return found
+
+
+def _event(run: Timeline, event: Event, corner: Point, width: float) -> str:
+    (x, y), name, colour = corner, run.name_of(event), COLOURS[event.kind]
+    title = (
+        f"{name}: {TEXTS[event.kind]}, {format_seconds(event.start_s)} to "
+        f"{format_seconds(event.end_s)}"
+    )
+    drawn = box(corner, (max(width - 0.5, 0.3), _HEIGHTS[event.lane]), colour, title)
+    fits = event.lane == "compute" and width >= len(name) * _CHARACTER + 2
+    return (
+        drawn + text(x + width / 2, y + 15, name, Font(11, "middle", ink_on(colour)))
+        if fits
+        else drawn
+    )
+
+
+def _axis(first: float, last: float, bottom: float) -> Iterator[str]:
+    scale = (WIDTH - LEFT - RIGHT) / (last - first)
+    least = _TICK / scale
+    size = 10.0 ** math.floor(math.log10(least))
+    step = next(factor * size for factor in (1, 2, 5, 10) if factor * size >= least * (1 - 1e-9))
+    for number in range(math.ceil(first / step), int(last / step) + 1):
+        x = LEFT + (number * step - first) * scale
+        yield line((x, TOP - 6), (x, bottom), "#dddddd")
+        if x < WIDTH - 30:
+            yield text(x, TOP - 9, format_seconds(number * step), Font(11, "middle"))
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture that a cell of a notebook shows."""
+
+    svg: str
+
+    def _repr_svg_(self) -> str:
+        return self.svg
+
+    def save(self, path: Path | str) -> None:
+        """Write the picture to a file."""
+        write_text(Path(path), self.svg)
+
+
+def plot(run: Timeline, window: tuple[float, float] | None = None, axes: Any = None) -> Any:
+    """Return the picture of a run; `planner.formats.timeline.Timeline.plot` says how."""
+    if axes is None:
+        return Picture(timeline_svg([run], window))
+
+    names, ticks = [], []
+    row_number = 0
+    for rank, rows in rows_of([run], shown_workers(run)).items():
+        ticks.append(row_number)
+        names.append(f"worker {rank}")
+        for row in rows:
+            for event in row.events:
+                bar = [(event.start_s, event.end_s - event.start_s)]
+                axes.broken_barh(bar, (row_number - 0.4, 0.8), facecolors=COLOURS[event.kind])
+            row_number += 1
+    axes.set_yticks(ticks, names)
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds")
+    if window is not None:
+        axes.set_xlim(*window)
+    return axes

@@ -1,0 +1,184 @@
+"""What a PipelineTrainer refuses, each with what to do instead; and its batches and folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import planner
+from planner.errors import InputError
+
+transformers: Any = pytest.importorskip(
+    "transformers", reason="needs transformers: pip install transformers"
+)
+pytest.importorskip("accelerate", reason="needs accelerate: pip install accelerate")
+pytestmark = pytest.mark.filterwarnings("ignore")  # those of transformers are not ours
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Any:
+    """Makes a PipelineTrainer of a small model with such arguments."""
+
+    def make(plan: Any = None, kind: Any = None, **given: Any) -> Any:
+        own = {"model", "callbacks", "compute_loss_func", "optimizers", "eval_dataset"}
+        config = transformers.LlamaConfig(
+            vocab_size=8,
+            hidden_size=8,
+            intermediate_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=1,
+        )
+        rows = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 4
+        arguments = {name: value for name, value in given.items() if name not in own}
+        args = transformers.TrainingArguments(
+            str(tmp_path), use_cpu=True, report_to="none", **arguments
+        )
+        others = {name: value for name, value in given.items() if name in own}
+        model = transformers.LlamaForCausalLM(config)
+        return (kind or planner.PipelineTrainer)(
+            **{"model": model, "args": args, "train_dataset": rows} | others, plan=plan
+        )
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence", "hint"),
+    [
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1", "model's forward"),
+        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0", "leave out"),
+        ({"torch_compile": True}, "torch_compile", "--compile"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size=True", "what fits"),
+        (
+            {
+                "lr_scheduler_type": "reduce_lr_on_plateau",
+                "eval_strategy": "epoch",
+                "eval_dataset": [],
+            },
+            "follows a metric",
+            "cosine",
+        ),
+        ({"optimizers": (torch.optim.SGD([torch.zeros(1)]), None)}, "`optimizers`", "every stage"),
+        ({"compute_loss_func": lambda *_, **__: 0}, "`compute_loss_func`", "model's forward"),
+    ],
+)
+def test_arguments_that_a_pipeline_cannot_follow(
+    given: dict[str, Any], sentence: str, hint: str, trainer: Any
+) -> None:
+    with pytest.raises(InputError) as error:
+        trainer(**given)
+    assert sentence in error.value.message
+    assert hint in error.value.hint
+
+
+def test_an_overridden_loss_is_refused(trainer: Any) -> None:
+    class Own(planner.PipelineTrainer):  # type: ignore[misc]
+        def compute_loss(self, *given: Any, **others: Any) -> Any:
+            return None
+
+    with pytest.raises(InputError, match=r"Own overrides compute_loss\(\)"):
+        trainer(kind=Own)
+
+
+def test_a_callback_inside_a_step_is_refused(trainer: Any) -> None:
+    class Inside(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_pre_optimizer_step(self, *given: Any, **others: Any) -> None:
+            pass
+
+    with pytest.raises(InputError, match=r"Inside has on_pre_optimizer_step\(\)"):
+        trainer(callbacks=[Inside()])
+
+
+def plan_of(**fields: Any) -> Any:
+    usual = {"minibatch_size": 8, "microbatch_size": 4, "autocast": None}
+    return SimpleNamespace(**usual | fields)
+
+
+@pytest.mark.parametrize(
+    ("plan", "given", "sentence"),
+    [
+        ({}, {"per_device_train_batch_size": 4}, "8 samples per update"),
+        ({"autocast": "bfloat16"}, {"per_device_train_batch_size": 8}, "autocast=bfloat16"),
+    ],
+)
+def test_plans_for_other_batches(
+    plan: dict[str, Any], given: dict[str, Any], sentence: str, trainer: Any
+) -> None:
+    with pytest.raises(InputError) as error:
+        trainer(plan=plan_of(**plan), **given)
+    assert sentence in error.value.message
+
+
+def test_accumulated_means_of_unknown_weight_are_refused() -> None:
+    from planner.integrations.trainer_arguments import check_plan
+
+    args = SimpleNamespace(per_device_train_batch_size=4, gradient_accumulation_steps=2, bf16=False)
+    check_plan(plan_of(), args, scales_by_labels=True)
+    with pytest.raises(InputError, match="num_items_in_batch"):
+        check_plan(plan_of(), args, scales_by_labels=False)
+
+
+def test_without_a_plan_it_only_measures(trainer: Any) -> None:
+    with pytest.raises(InputError, match="has no plan"):
+        trainer().train()
+    with pytest.raises(InputError, match="does not predict"):
+        trainer().predict([])
+
+
+def test_batches_of_one_update_are_joined() -> None:
+    from planner.integrations.trainer_spec import minibatches
+
+    batches = [{"x": torch.full((2, 3), float(n)), "none": None} for n in range(3)]
+    first, last = minibatches(batches, 2)
+    assert first["x"][:, 0].tolist() == [0, 0, 1, 1]
+    assert last["x"][:, 0].tolist() == [2, 2]
+    longer = [{"x": torch.zeros(2, 3)}, {"x": torch.zeros(2, 4)}]
+    with pytest.raises(InputError, match=r"differ in 'x': \(3,\) and \(4,\)"):
+        list(minibatches(longer, 2))
+
+
+def test_old_checkpoints_go(tmp_path: Path) -> None:
+    from planner.integrations.trainer_checkpoints import remove_checkpoints
+
+    folders = [tmp_path / f"checkpoint-{step}" for step in (5, 10, 100, 20)]
+    for folder in folders:
+        folder.mkdir()
+    remove_checkpoints(tmp_path, None, None)
+    assert all(folder.exists() for folder in folders)
+    remove_checkpoints(tmp_path, 2, best=str(tmp_path / "checkpoint-5"))
+    left = sorted(folder.name for folder in tmp_path.iterdir())
+    assert left == ["checkpoint-100", "checkpoint-5"]
+
+
+def test_a_folder_of_trainer_is_no_checkpoint(tmp_path: Path) -> None:
+    from planner.integrations.trainer_checkpoints import checkpoint_to_resume
+
+    with pytest.raises(InputError, match="there is no checkpoint"):
+        checkpoint_to_resume(True, str(tmp_path))
+    (tmp_path / "trainer_state.json").touch()
+    with pytest.raises(InputError, match="is no checkpoint of a PipelineTrainer"):
+        checkpoint_to_resume(str(tmp_path), "")
+
+
+def test_learning_rates_and_decay_are_those_of_trainer(trainer: Any) -> None:
+    from planner.integrations.trainer_spec import stage_optimizer, stage_scheduler
+
+    mine = trainer(weight_decay=0.1, learning_rate=0.5, lr_scheduler_type="cosine", warmup_steps=2)
+    theirs = transformers.Trainer(model=mine.model, args=mine.args, train_dataset=[])
+    theirs.create_optimizer_and_scheduler(10)
+    own = stage_optimizer(mine, dict(mine.model.named_parameters()))
+    rates = stage_scheduler(mine, own, 10)
+
+    for group, expected in zip(own.param_groups, theirs.optimizer.param_groups, strict=True):
+        assert group["weight_decay"] == expected["weight_decay"]
+        assert list(map(id, group["params"])) == list(map(id, expected["params"]))
+    for _ in range(10):
+        assert rates.get_last_lr() == theirs.lr_scheduler.get_last_lr()
+        own.step()
+        rates.step()
+        theirs.optimizer.step()
+        theirs.lr_scheduler.step()

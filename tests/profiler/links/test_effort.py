@@ -1,0 +1,48 @@
+"""A measurement of links sends as much as its time allows, and says how long it takes."""
+
+from __future__ import annotations
+
+import pytest
+
+from planner.profiler.links.effort import Effort, Pace, fitting_effort
+
+FAST = Pace(size=2, turns=1, s_per_byte=1e-9, round_s=1e-4, unit_s_per_byte=1e-8)
+# Four hosts of four workers on links of 6 MB/s, whose processes share two cores.
+SLOW = Pace(size=4, turns=3, s_per_byte=4 / 6e6, round_s=0.01, unit_s_per_byte=1e-6)
+
+
+def test_fast_links_are_measured_in_full() -> None:
+    effort, expected_s = fitting_effort(Effort(), [FAST], budget_s=120)
+    assert effort == Effort()
+    assert 2 < expected_s < 15
+
+
+@pytest.mark.parametrize("budget_s", [45, 60, 120])
+def test_slow_links_carry_less(budget_s: float) -> None:
+    assert SLOW.expected_s(Effort()) > 120
+    effort, expected_s = fitting_effort(Effort(), [SLOW, SLOW], budget_s)
+    assert 0.3 * budget_s < expected_s <= budget_s
+    assert effort.message_bytes < Effort().message_bytes
+    assert effort.bucket_bytes < Effort().bucket_bytes
+
+
+def test_the_least_effort_still_says_something() -> None:
+    crawling = Pace(size=2, turns=1, s_per_byte=1e-3, round_s=1.0)
+    effort, expected_s = fitting_effort(Effort(), [crawling], budget_s=1)
+    assert effort.message_bytes == effort.unit_bytes == 2**16
+    assert effort.latency_rounds == 10
+    assert expected_s > 100
+
+
+def test_an_effort_that_asks_for_less_is_not_raised() -> None:
+    small = Effort(message_bytes=64, bucket_bytes=64, latency_rounds=3)
+    scaled = small.scaled(0.5)
+    assert (scaled.message_bytes, scaled.bucket_bytes, scaled.latency_rounds) == (64, 64, 3)
+
+
+def test_many_hosts_have_less_time_for_each_pair() -> None:
+    """The pairs of neighbouring hosts are measured one after the other."""
+    many = Pace(size=256, turns=255, s_per_byte=1e-9, round_s=1e-4)
+    effort, expected_s = fitting_effort(Effort(), [many], budget_s=60)
+    assert expected_s <= 60
+    assert effort.seconds < 0.3
