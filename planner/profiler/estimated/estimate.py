@@ -68,7 +68,9 @@ class DeviceFile(Record):
         given = self.model_dump(exclude={"schema_version", "clock"}, exclude_none=True)
         given["achieved_arithmetic"] = {**like.achieved_arithmetic, **self.achieved_arithmetic}
         given["achieved_bandwidth"] = {**like.achieved_bandwidth, **self.achieved_bandwidth}
-        return replace(like, **given, reported=None).at_clock(self.clock)
+        told = bool(self.achieved_arithmetic)
+        measured = None if told else like.name
+        return replace(like, **given, reported=None, like=measured).at_clock(self.clock)
 
 
 def load_device(path: Path | str, dtype: DType) -> DeviceSpec:
@@ -213,6 +215,7 @@ def profile_of_trace(
         threads=threads,
         memory_bytes=spec.memory_bytes,
         peak_flops_per_s=spec.peak(trace.dtype) if spec.kind == "cuda" else None,
+        shares_of=spec.like,
     )
     measurement = trace.estimate(spec)
     if trace.unfused is not None:
