@@ -65,7 +65,7 @@ DESCRIBED_TWICE = (
 _UNSAID = ClusterOptions()  # callers give keywords in its place
 
 
-@keywords_of(ClusterOptions, arguments="one or none")
+@keywords_of(ClusterOptions)
 def cluster(profile: Profile | None = None, options: ClusterOptions = _UNSAID) -> Cluster:
     """Return the cluster that the command line's arguments describe, with what the profile says of
     its GPUs.
@@ -226,7 +226,7 @@ def answer(request: Request) -> Plan:
     return with_slow_links(plan, request)
 
 
-@keywords_of(PriceOptions, arguments=3)
+@keywords_of(PriceOptions)
 def price(
     profile: Profile, cluster: Cluster, stages: OwnPlan | Stages, options: PriceOptions
 ) -> Plan:

@@ -44,6 +44,7 @@ class StageOptions(ShardedReplicas, DividedLayers, Recomputes):
         assert self.replicas % self.shards == 0
 
     def with_sharding(self, sharding: Sharding) -> "StageOptions":
+        """Return the options with another sharding."""
         return replace(self, level=sharding.level, group=sharding.group)
 
     def with_replicas(self, count: int) -> "StageOptions":
@@ -97,6 +98,7 @@ class Candidate:
 
 
 def candidates(groups: Sequence[Sequence[int]], replicas: Sequence[int]) -> list[Candidate]:
+    """Return stages of these groups of layers, each with so many replicas, one after the other."""
     before: frozenset[int] = frozenset()
     stages = []
     for layers, r in zip(groups, replicas, strict=True):

@@ -147,6 +147,7 @@ class InterleavedModel(CostModel):
         self.setting = setting
 
     def time(self, plan: UnpricedPlan) -> PlanTime:
+        """See base class."""
         setting = self.setting
         (replicas,) = set(plan.replicas)
         shape = InterleavedShape(

@@ -115,6 +115,7 @@ class Buckets(NamedTuple):
 
     @classmethod
     def even(cls, backward_s: float) -> "Buckets":
+        """Return buckets of equal size, full at equal distances."""
         return cls(
             tuple(backward_s * (part + 1) / BUCKETS for part in range(BUCKETS)),
             (1 / BUCKETS,) * BUCKETS,

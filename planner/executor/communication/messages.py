@@ -47,6 +47,7 @@ class Slot:
     coding: Coding
 
     def place(self, buffer: Tensor) -> Tensor:
+        """Return the part of a message's buffer that holds the value."""
         return self.coding.place(buffer, self.start, self.wire_shape)
 
 
@@ -131,6 +132,7 @@ class Outgoing:
 
 
 def header(buffer: Tensor) -> Tensor:
+    """Return the first number of a buffer, which says what it carries."""
     return buffer.view(torch.int64)[0]
 
 

@@ -94,6 +94,7 @@ class SharedLosses:
             self._merge()
 
     def settle(self) -> None:
+        """Wait for all losses that are under way."""
         while self._pending:
             self._merge()
 
@@ -304,6 +305,7 @@ class Pipeline:
 
     @learning_rate.setter
     def learning_rate(self, value: float) -> None:
+        """Set the learning rate of all stages."""
         for optimizer, factor in self._rates():
             for group in optimizer.param_groups:
                 group["lr"] = value * factor

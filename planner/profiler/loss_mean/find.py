@@ -314,12 +314,10 @@ def _hypotheses(evidence: Evidence) -> list[LossMean]:
     for trial in evidence.varied:
         assert trial.variation is not None
         leaf, value = trial.variation.leaf, trial.variation.value
-        labels = LossMean(
-            over="labels", ignored=value, leaf=None if leaves[leaf] is usual else leaf
-        )
-        found.append(labels)
+        place = None if leaves[leaf] is usual else leaf
+        found.append(LossMean(over="labels", ignored=value, leaf=place))
         if leaves[leaf].dim() > 1 and leaves[leaf].shape[1] > 1:
-            found.append(labels.model_copy(update={"shifted": True}))
+            found.append(LossMean(over="labels", ignored=value, leaf=place, shifted=True))
     return found
 
 

@@ -34,6 +34,7 @@ class CutPath:
     options: tuple[StageOptions, ...]
     max_s: float
     sum_s: float = 0.0
+    ranks: tuple[tuple[int, ...], ...] = ()  # of each stage, where GPUs are of several kinds
 
     def __len__(self) -> int:
         """The number of stages."""
@@ -54,7 +55,7 @@ class CutPath:
 
     def that_takes(self, seconds: float) -> CutPath:
         """Return the path with another price."""
-        return CutPath(self.states, self.options, seconds)
+        return CutPath(self.states, self.options, seconds, ranks=self.ranks)
 
     def over(self, states: Integers) -> CutPath:
         """Return a path over some states of a space as a path over the space."""
@@ -78,9 +79,12 @@ def with_replicas(path: CutPath, replicas: Sequence[int]) -> CutPath:
 
 def stages_along(space: CutSpace, path: CutPath) -> list[Candidate]:
     """Return the stages of a path over a space."""
+    ranks = path.ranks or [()] * len(path)
     return [
-        Candidate(space.members(0, i), space.members(i, j), options)
-        for (i, j), options in zip(pairwise(path.states), path.options, strict=True)
+        Candidate(space.members(0, start), space.members(start, end), options, own)
+        for (start, end), options, own in zip(
+            pairwise(path.states), path.options, ranks, strict=True
+        )
     ]
 
 
