@@ -3,12 +3,13 @@ between them.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from planner.cost.work import Floats
 from planner.formats.cluster import DeviceKind
+from planner.formats.files import replace
 from planner.formats.profile import Shares
 from planner.stages.recomputation import Recomputes
 from planner.stages.sharding import UNSHARDED, ShardedReplicas, Sharding

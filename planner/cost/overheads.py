@@ -6,9 +6,10 @@ held = tensors · (1 + fragmented) + context + communicators · bytes of one
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from planner.cost.work import Footprint
+from planner.formats.files import replace
 from planner.formats.names import GPU_KINDS
 from planner.formats.plan_parts import Bottleneck, StageMemory
 from planner.formats.profile import Device

@@ -3,7 +3,6 @@ out.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from planner.cost.candidate import Candidate
 from planner.cost.communicators import with_overheads
@@ -17,6 +16,7 @@ from planner.cost.network.link import link_of
 from planner.cost.network.topology import Busy
 from planner.cost.overheads import Price, stage_memory
 from planner.cost.setting import Setting
+from planner.formats.files import replace
 
 
 def cost_model_of(setting: Setting) -> CostModel:

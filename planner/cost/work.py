@@ -5,11 +5,13 @@ for thousands.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+
+from planner.formats.files import replace
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]

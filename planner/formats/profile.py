@@ -131,7 +131,9 @@ class Edge(Record):
 class Device(GrownRecord):
     """The device that the times were measured on, or estimated for."""
 
-    later_fields: ClassVar[frozenset[str]] = frozenset({"context_bytes", "peak_flops_per_s"})
+    later_fields: ClassVar[frozenset[str]] = frozenset(
+        {"context_bytes", "peak_flops_per_s", "shares_of"}
+    )
 
     kind: str  # "cpu", "cuda"
     name: str
@@ -141,6 +143,9 @@ class Device(GrownRecord):
     # of its memory that a process takes beside tensors, on CUDA; None: not measured
     context_bytes: Bytes | None = None
     peak_flops_per_s: PositiveFloat | None = None  # of an estimate's device, in the profile's dtype
+    # Of an estimate's device: the one whose kernels were measured in place of its own; None where
+    # its own were.
+    shares_of: str | None = None
 
 
 class _Times(Record):

@@ -1,7 +1,6 @@
 """Assemble the plan of the chosen stages: names, ranks, transfers and predictions."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -11,10 +10,12 @@ from planner.cost.kinds import everything_on, fastest_rank
 from planner.cost.network.link import backward_and_reduce_s, buckets_of, ring_all_reduce_s
 from planner.cost.utilisation import utilisation
 from planner.cost.weight_copies import price_with_copies
+from planner.formats.files import replace
 from planner.formats.plan import GIVEN as GIVEN_NAME
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import Prediction, SolverReport, Stage
 from planner.formats.profile import LossMean, Profile
+from planner.plan.confidence import interval_of
 from planner.plan.lengths import planned
 from planner.plan.rank_groups import on_ranks
 from planner.solver.by_hand import replicated
@@ -185,6 +186,7 @@ def _predict(problem: Problem, best: Evaluation) -> Prediction:
         communication_cut=cut,
         tokens_per_s=_ratio(tokens, seconds),
         flop_utilisation=used,
+        speed_interval=_speed_interval(problem, best),
     )
 
 
@@ -193,6 +195,12 @@ def _ratio(amount: float | None, count: float | None) -> float | None:
     if amount is None or count is None:
         return None
     return amount / count
+
+
+def _speed_interval(problem: Problem, best: Evaluation) -> tuple[float, float] | None:
+    divided = any(stage.options.divides_layers for stage in best.stages)
+    interval = interval_of(problem.layer_costs.given, problem.cluster, divided=divided)
+    return None if interval is None else (interval.least, interval.most)
 
 
 def _one_gpu_s(problem: Problem) -> float:

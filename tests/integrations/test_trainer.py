@@ -129,6 +129,14 @@ def test_without_a_plan_it_only_measures(trainer: Any) -> None:
         trainer().predict([])
 
 
+def test_evaluations_that_the_pipeline_cannot_do(trainer: Any) -> None:
+    arguments = {"per_device_train_batch_size": 8, "per_device_eval_batch_size": 8}
+    with pytest.raises(InputError, match="made without `eval_dataset`"):
+        trainer(plan=plan_of(), **arguments).evaluate([])
+    with pytest.raises(InputError, match="more than a microbatch"):
+        trainer(plan=plan_of(), eval_dataset=[], **arguments).evaluate()
+
+
 def test_batches_of_one_update_are_joined() -> None:
     from planner.integrations.trainer_spec import minibatches
 

@@ -18,7 +18,7 @@ import hashlib
 import os
 import shutil
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -29,7 +29,7 @@ from planner.errors import InputError
 from planner.executor.checkpoint.optimizer_state import OptimizerState
 from planner.executor.checkpoint.tensor_file import TensorFile
 from planner.executor.observe.run_log import is_of
-from planner.formats.files import Record, load_record, save_record, write_text
+from planner.formats.files import Record, load_record, replace, save_record, write_text
 from planner.formats.plan import Plan
 from planner.options.training import BaselineName, CheckpointOptions
 

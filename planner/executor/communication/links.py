@@ -9,7 +9,7 @@ on the device: see `nccl_links`.
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple, get_args
 
@@ -27,6 +27,7 @@ from planner.executor.communication.messages import (
     header_here,
     unpack,
 )
+from planner.formats.files import replace
 from planner.schedule import instructions as do
 from planner.schedule.instructions import POSTED, Instruction, Receive, Send
 from planner.workers.failures import ConnectionLostError

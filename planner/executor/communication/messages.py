@@ -12,7 +12,7 @@ the host wait for the device.
 import ctypes
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, partial
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from planner.errors import WorkerError
 from planner.executor.communication.shared_gradients import SharedGradients
+from planner.formats.files import replace
 from planner.formats.names import CODECS, Codec
 from planner.model.capture.graph import ValueSpec
 from planner.model.capture.size import MOST_EXTENTS, Extent

@@ -35,6 +35,11 @@ class AnswerTuning:
     # Share of the time by which no two plans are told apart: estimates are not that true.
     indistinguishable_share: float = 0.005
 
+    # Share of a plan's interval of speeds that another plan's must cover for the two to be equal,
+    # where both are estimated. Errors of two plans of one model have much in common, so that plans
+    # are told apart by less than the width of an interval.
+    equal_overlap: float = 0.8
+
     # Share of the time that cuts inside blocks, or chunks, must save. What waits for their messages
     # is not all known.
     min_saving_share: float = 0.02
