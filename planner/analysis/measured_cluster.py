@@ -137,7 +137,7 @@ def _corrected_kinds(cluster: Cluster, speeds: Mapping[int, float]) -> tuple[Dev
         speed = speeds.get(rank, 1.0)  # a device that the plan leaves idle is as it was
         if abs(speed - 1) <= SAME_SPEED:
             speed = 1.0
-        kind = usual.model_copy(update={"count": 1, "speed": usual.speed * speed})
+        kind = replace(usual, count=1, speed=usual.speed * speed)
 
         last = kinds[-1] if kinds else None
         if last is not None and _alike(last, kind):

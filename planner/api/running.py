@@ -18,7 +18,7 @@ from planner.executor.handed_model import packed_model
 from planner.executor.run.agreement import check_loss, device_kind
 from planner.executor.worker import launch
 from planner.formats.device_kinds import planned_bytes
-from planner.formats.files import check_writable
+from planner.formats.files import check_writable, replace
 from planner.formats.fit import Fit
 from planner.formats.late import LateFailure, log_failures, noting
 from planner.formats.plan import Plan, save_plan
@@ -282,7 +282,7 @@ def train(model: str | Path | TrainingSpec, plan: Plan, arguments: TrainArgument
         4
     """
     if isinstance(model, TrainingSpec) and model.path is None:
-        job = make_job(model.origin, plan, arguments).model_copy(update={"in_memory": True})
+        job = replace(make_job(model.origin, plan, arguments), in_memory=True)
         result = launch(job, trace_writer(job), packed_model(model))
     else:
         location = model.location if isinstance(model, TrainingSpec) else model

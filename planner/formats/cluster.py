@@ -197,7 +197,7 @@ class Cluster(Shown, GrownRecord):
 
     def with_limit(self, memory_bytes: int | None) -> "Cluster":
         """Return the cluster with so much memory per device; None for no limit."""
-        return self.model_copy(update={"memory_bytes": memory_bytes})
+        return replace(self, memory_bytes=memory_bytes)
 
     def with_memory(self, change: Callable[[int], int | None]) -> "Cluster":
         """Return the cluster with another memory for each that is limited, also of kinds."""

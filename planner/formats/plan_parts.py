@@ -404,7 +404,7 @@ class SolverReport(GrownRecord):
 
     def with_rules(self, rules: AskedRules | None) -> "SolverReport":
         """Return the report with what the user asked stages to be like."""
-        return self.model_copy(update={"rules": rules})
+        return replace(self, rules=rules)
 
     def for_time(self, seconds: float, cost_model_s: float | None) -> "SolverReport":
         """Return the report for a plan that takes another time, which no bound is above.

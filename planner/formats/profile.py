@@ -293,7 +293,7 @@ class LossMean(GrownRecord):
 
     def accepted_divided(self) -> "LossMean":
         """Return the same, of a user who takes the mean of the microbatches' losses."""
-        return self.model_copy(update={"accepted": True})
+        return replace(self, accepted=True)
 
     @property
     def weighs(self) -> bool:
@@ -491,7 +491,7 @@ class Profile(Shown, GrownRecord):
 
     def with_lengths(self, lengths: Lengths | None) -> "Profile":
         """Return the profile of batches of these lengths; None: all are the greatest."""
-        return self.model_copy(update={"lengths": lengths})
+        return replace(self, lengths=lengths)
 
     def with_microbatches_of(self, samples: int, layers: tuple[Layer, ...]) -> "Profile":
         """Return the profile for microbatches of so many samples, with what layers cost then."""
