@@ -318,7 +318,8 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]  # its types are not check
             metric_key_prefix, began_s, num_samples=evaluation.samples, num_steps=len(batches)
         )
         self.log(named)
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, named)
+        handler = self.callback_handler
+        self.control: Any = handler.on_evaluate(self.args, self.state, self.control, named)
         return named
 
     def _check_evaluation(self, plan: Plan) -> None:

@@ -76,7 +76,7 @@ def test_arguments_that_a_pipeline_cannot_follow(
 
 
 def test_an_overridden_loss_is_refused(trainer: Any) -> None:
-    class Own(planner.PipelineTrainer):  # type: ignore[misc]
+    class Own(planner.PipelineTrainer):  # type: ignore[misc, unused-ignore]
         def compute_loss(self, *given: Any, **others: Any) -> Any:
             return None
 
