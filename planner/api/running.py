@@ -288,7 +288,7 @@ def train(model: str | Path | TrainingSpec, plan: Plan, arguments: TrainArgument
         4
     """
     if isinstance(model, TrainingSpec) and model.path is None:
-        job = make_job(model.origin, plan, arguments).model_copy(update={"in_memory": True})
+        job = replace(make_job(model.origin, plan, arguments), in_memory=True)
         result = launch(job, trace_writer(job), packed_model(model))
     else:
         location = model.location if isinstance(model, TrainingSpec) else model
