@@ -217,6 +217,16 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]  # its types are not check
         kind = None if error is None else type(error)
         left.__exit__(kind, error, getattr(error, "__traceback__", None))
 
+    # Without a GPU accelerate takes each worker for a process of its own, of which all are the first.
+
+    def is_world_process_zero(self) -> bool:
+        """Return whether this is the first worker, which logs and writes files."""
+        return os.environ.get("RANK", "0") == "0"
+
+    def is_local_process_zero(self) -> bool:
+        """Return whether this is the first worker of its host."""
+        return os.environ.get("LOCAL_RANK", "0") == "0"
+
     # ---- Data: every worker reads all of it ----
 
     def get_train_dataloader(self) -> DataLoader[Any]:
