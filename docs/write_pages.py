@@ -26,7 +26,7 @@ import json
 import re
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +114,10 @@ def api(module: str) -> str:
     then types.
     """
     home = importlib.import_module(module)
-    names = [*home.__all__, *(name for name in getattr(home, "_HOMES", ()) if not name.islower())]
+    # Integrations need other packages than these pages, and have pages of their own.
+    homes: Mapping[str, str] = getattr(home, "_HOMES", {})
+    types = [name for name in homes if not name.islower() and "integrations" not in homes[name]]
+    names = [*home.__all__, *types]
     return "\n\n".join(_described(f"{module}.{name}", getattr(home, name)) for name in names)
 
 

@@ -1,9 +1,9 @@
 """Calibrate a device on measured rows, and judge it by others.
 
 Both are of one source, for a card's clocks are those of whoever measured.
-The fit is that of `benchmarks.calibration`: one factor of all shares of the arithmetic and one of all
-shares of the bandwidth, for each device. For the fit alone a row's time is taken to be a power of
-each factor, from two more predictions; calibrated predictions are exact.
+The fit (`fit_device`) is one factor of all shares of the arithmetic and one of all shares of the
+bandwidth, for each device. For the fit alone a row's time is taken to be a power of each factor,
+from two more predictions; calibrated predictions are exact.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from benchmarks.calibration import Timed, fit_times, scaled
+from benchmarks.gpu_truth.fit_device import Timed, fit_times, scaled
 from benchmarks.gpu_truth.rows import Row
 from planner.profiler.estimated.devices import DeviceSpec
 

@@ -755,7 +755,10 @@ def main() -> None:
             print(
                 f"\n{billion} billion parameters, with the host that fits the other model: {host}\n"
             )
-            print("Such a fit would be declined: one other model cannot say whether it helps.\n")
+            print(
+                "`fit_device.fit_times` would decline: one other model cannot say whether such a "
+                "fit helps.\n"
+            )
             _show(judge(spec, [run for run in everything if run.billion == billion], host), spec)
 
 

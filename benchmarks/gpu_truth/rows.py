@@ -165,6 +165,11 @@ def half_precision() -> Execution:
     return Execution("cuda", megatron, master_weights=True, sums_in_half=True)
 
 
+def unfused() -> Execution:
+    """Return how GPUs run in half precision with master weights and PyTorch's own kernels."""
+    return Execution("cuda", None, master_weights=True, sums_in_half=True)
+
+
 def anchors(name: str) -> Any:
     """Read one of the JSON files."""
     return json.loads((ANCHORS / name).read_text(encoding="utf-8"))

@@ -2,7 +2,7 @@
 cost model.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Literal
 
@@ -30,7 +30,7 @@ from planner.solver.problem.result import Evaluation
 CHOSEN = "chosen plan"
 SAME_CUT = "gpipe, same cut"
 # Ways to make batches of samples whose lengths vary, for the same stages.
-ORDERS: dict[Literal["random", "buckets"], str] = {
+ORDERS: Mapping[Literal["random", "buckets", "given"], str] = {
     "random": "in random order",
     "buckets": "in buckets",
 }

@@ -73,14 +73,17 @@ def mean_stage_times(timeline: Timeline) -> list[MeanStageTimes]:
         kind = event.kind.partition("_")[0]
         seconds[event.stage, kind] += event.end_s - event.start_s
         counts[event.stage, kind] += event.kind != "backward_weight"
+
+    def mean_s(stage: int, kind: str) -> float:
+        return seconds[stage, kind] / max(1, counts[stage, kind])
+
     return [
         MeanStageTimes(
-            **{
-                f"{kind}_s": seconds[s, kind] / max(1, counts[s, kind])
-                for kind in ("forward", "backward", "update")
-            }
+            forward_s=mean_s(stage, "forward"),
+            backward_s=mean_s(stage, "backward"),
+            update_s=mean_s(stage, "update"),
         )
-        for s in range(len(timeline.ranks))
+        for stage in range(len(timeline.ranks))
     ]
 
 
@@ -89,17 +92,19 @@ def computations(events: Iterable[Event]) -> Iterator[Event]:
     all-gather after them.
     """
     events = list(events)
-    gathered = {(e.rank, e.stage, e.minibatch): e.end_s for e in events if e.kind == "all_gather"}
-    recomputed: dict[tuple[int, ...], float] = {}
+    gathered_s = {}
+    for event in events:
+        if event.kind == "all_gather":
+            gathered_s[event.rank, event.stage, event.minibatch] = event.end_s
+
+    began_s: dict[tuple[int, ...], float] = {}
     for event in events:
         unit = event.rank, event.stage, event.minibatch, event.microbatch
         if event.kind == "recompute":
-            recomputed[unit] = event.start_s
-        elif event.kind in ("backward", "backward_input") and unit in recomputed:
-            yield event._replace(start_s=recomputed.pop(unit))
+            began_s[unit] = event.start_s
+        elif event.kind in ("backward", "backward_input") and unit in began_s:
+            yield event._replace(start_s=began_s.pop(unit))
         elif event.kind == "update":
-            yield event._replace(
-                end_s=gathered.get((event.rank, event.stage, event.minibatch), event.end_s)
-            )
+            yield event._replace(end_s=gathered_s.get(unit[:3], event.end_s))
         elif event.lane == "compute":
             yield event

@@ -30,17 +30,18 @@ def cost_of_loss(plan: Plan, tuning: Tuning = STANDARD) -> LossCost:
     links.
     """
     outer = plan.cluster.joined[-1]
-    rate = outer.bandwidth_bytes_per_s
     copies = _copies(plan, plan.cluster.gpus // outer.size)
-    wanted = _wanted_stages(plan, plan.smaller[0], copies.per_host)
-
-    every = -(-outer.size // tuning.what_if.most_lost_hosts)
-    moved = [_moved_bytes(copies, wanted, lost) for lost in range(0, outer.size, every)]
     memory_bytes = _COPIES * max(copies.held_bytes().values())
-    if math.inf in moved:
+
+    wanted = _wanted_stages(plan, plan.smaller[0], copies.per_host)
+    every = -(-outer.size // tuning.what_if.most_lost_hosts)
+    moved_bytes = max(_moved_bytes(copies, wanted, lost) for lost in range(0, outer.size, every))
+    if math.isinf(moved_bytes):
         return LossCost(memory_bytes, 0.0, math.inf)
-    copy_s = max(copies.sent_bytes.values(), default=0) / rate
-    return LossCost(memory_bytes, copy_s, max(moved) / rate)
+
+    rate = outer.bandwidth_bytes_per_s
+    sent_bytes = max(copies.sent_bytes.values(), default=0)
+    return LossCost(memory_bytes, sent_bytes / rate, moved_bytes / rate)
 
 
 @dataclass(frozen=True)
@@ -67,23 +68,28 @@ class _Copies:
 def _copies(plan: Plan, per_host: int) -> _Copies:
     used = sorted({rank // per_host for stage in plan.stages for rank in stage.ranks})
     next_host = dict(zip(used, [*used[1:], *used[:1]], strict=True))
-    state_bytes = tuple(_state_bytes(plan, stage) for stage in plan.stages)
 
-    holders = list[frozenset[int]]()
+    state_bytes = []
+    holders = []
     sent_bytes = Counter[int]()
-    for stage, size in zip(plan.stages, state_bytes, strict=True):
+    for stage in plan.stages:
+        size = _state_bytes(plan, stage)
         hosts = frozenset(rank // per_host for rank in stage.ranks)
-        if (
-            len(hosts) == 1
-            or stage.divides_layers
-            or stage.shards_optimizer
-            or stage.memory.buffers_bytes
-        ):
+        if len(hosts) == 1 or _is_sent(stage):
             first = stage.ranks[0] // per_host
             hosts = frozenset({first, next_host[first]})
             sent_bytes[first] += size * (len(hosts) - 1)
+        state_bytes.append(size)
         holders.append(hosts)
-    return _Copies(per_host, state_bytes, tuple(holders), sent_bytes)
+    return _Copies(per_host, tuple(state_bytes), tuple(holders), sent_bytes)
+
+
+def _is_sent(stage: Stage) -> bool:
+    """Whether the state of a stage on several hosts is sent, because no replica alone has all of
+    it.
+    """
+    divides = stage.divides_layers or stage.shards_optimizer
+    return divides or stage.memory.buffers_bytes > 0
 
 
 def _wanted_stages(plan: Plan, smaller: Plan, per_host: int) -> list[tuple[int, set[int]]]:
@@ -107,13 +113,14 @@ def _moved_bytes(copies: _Copies, wanted: Sequence[tuple[int, set[int]]], lost: 
     for turn, (place, stages) in enumerate(wanted):
         host = place + (place >= lost)
         for number in stages:
-            having = sorted(copies.holders[number] - {lost})
-            if not having:  # all of the plan is on one host
+            senders = sorted(copies.holders[number] - {lost})
+            if not senders:  # all of the plan is on one host
                 return math.inf
-            if host not in having:
-                sender = having[turn % len(having)]
-                passing["receives", host] += copies.state_bytes[number]
-                passing["sends", sender] += copies.state_bytes[number]
+            if host in senders:
+                continue
+            sender = senders[turn % len(senders)]
+            passing["receives", host] += copies.state_bytes[number]
+            passing["sends", sender] += copies.state_bytes[number]
     return max(passing.values(), default=0)
 
 

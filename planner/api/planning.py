@@ -22,7 +22,7 @@ from planner.formats.cluster import (
     load_cluster,
 )
 from planner.formats.device_kinds import cluster_for, is_profile, planned_bytes, read_profile
-from planner.formats.files import write_text
+from planner.formats.files import replace, write_text
 from planner.formats.own_plan import OwnPlan
 from planner.formats.plan import Plan, load_plan
 from planner.formats.profile import Profile, load_profile
@@ -42,17 +42,30 @@ from planner.solver.clock import Clock
 from planner.solver.each_schedule import ScheduleComparison, compare_each
 from planner.solver.request import Request, options_of
 from planner.solver.solve import solve as best_plan
+from planner.units import parse_bytes
 
 # Shares of the time of a report, for the comparison, and then for the explanation.
 COMPARING = 0.3
 EXPLAINING = 0.4
 PLAN, PROFILE = Path("plan.json"), Path("profile.json")  # what one verb writes, the next one reads
 
+# Options that a file of the cluster takes the place of.
+DESCRIBED_TWICE = (
+    "gpus",
+    "servers",
+    "gpus_per_server",
+    "topology",
+    "bandwidth",
+    "latency",
+    "own_links",
+    "no_overlap",
+)
+
 
 _UNSAID = ClusterOptions()  # callers give keywords in its place
 
 
-@keywords_of(ClusterOptions, arguments="one or none")
+@keywords_of(ClusterOptions)
 def cluster(profile: Profile | None = None, options: ClusterOptions = _UNSAID) -> Cluster:
     """Return the cluster that the command line's arguments describe, with what the profile says of
     its GPUs.
@@ -69,49 +82,56 @@ def cluster(profile: Profile | None = None, options: ClusterOptions = _UNSAID) -
         >>> planner.cluster(profile, servers=2, gpus_per_server=4, bandwidth="pcie4,10Gbps", memory="16GB").gpus
         8
     """
-    memory_bytes = options.memory
-    # each of several kinds has its own
-    if memory_bytes is None and profile is not None and not profile.kinds:
-        memory_bytes = planned_bytes(profile.device)
-    if options.cluster is not None:
-        described_twice = (
-            "gpus",
-            "servers",
-            "gpus_per_server",
-            "topology",
-            "bandwidth",
-            "latency",
-            "own_links",
-            "no_overlap",
-        )
-        refuse(options, "cluster", *described_twice)
-        described = load_cluster(options.cluster)
-        if options.memory is not None or described.memory_bytes is None:
-            described = described.model_copy(update={"memory_bytes": memory_bytes})
-    else:
-        described = _linked(options, memory_bytes)
-    changes: dict[str, object] = {"compress": options.compress or described.compress}
+    described = _described(options, profile)
+    if options.compress is not None:
+        described = replace(described, compress=options.compress)
     if options.kinds is not None:
-        counts = dict(options.kinds)  # type: ignore[arg-type]  # a text was parsed
-        if sum(counts.values()) != described.gpus:
-            raise ClusterError(
-                f"the kinds are {' + '.join(map(str, counts.values()))} GPUs, and the cluster has "
-                f"{described.gpus}",
-                hint="give `kinds` as many GPUs as the cluster has",
-            )
-        changes["kinds"] = tuple(
-            DeviceKind(name=name, count=count) for name, count in counts.items()
-        )
-    if options.sequence_parallel and profile is not None and not profile.tensor:
-        what = (
-            f"`sequence_parallel` is for groups of ranks, of which the profile of "
-            f"'{profile.model}' says nothing"
-        )
-        raise InputError(what, hint="profile with `tensor=2`, or leave it out")
+        described = replace(described, kinds=_kinds(options, described.gpus))
     if options.sequence_parallel:
-        changes["sequence_parallel"] = True
-    described = described.model_copy(update=changes)
+        _check_divides(profile)
+        described = replace(described, sequence_parallel=True)
     return described if profile is None else cluster_for(profile, described)
+
+
+def _described(options: ClusterOptions, profile: Profile | None) -> Cluster:
+    """Return the cluster of the options' file, or of those that count GPUs and name links."""
+    memory = options.memory
+    # Each of several kinds has its own.
+    if memory is None and profile is not None and not profile.kinds:
+        memory = planned_bytes(profile.device)
+    if options.cluster is None:
+        return _linked(options, memory)
+
+    refuse(options, "cluster", *DESCRIBED_TWICE)
+    read = load_cluster(options.cluster)
+    if options.memory is None and read.memory_bytes is not None:
+        return read
+    limit = parse_bytes(memory) if isinstance(memory, str) else memory
+    return read.with_limit(limit)
+
+
+def _kinds(options: ClusterOptions, gpus: int) -> tuple[DeviceKind, ...]:
+    counts = dict(options.kinds)  # type: ignore[arg-type]  # a text was parsed
+    if sum(counts.values()) != gpus:
+        raise ClusterError(
+            f"the kinds are {' + '.join(map(str, counts.values()))} GPUs, and the cluster has "
+            f"{gpus}",
+            hint="give `kinds` as many GPUs as the cluster has",
+        )
+    return tuple(DeviceKind(name=name, count=count) for name, count in counts.items())
+
+
+def _check_divides(profile: Profile | None) -> None:
+    """Raise InputError for a profile that knows no groups of ranks, whose tokens they would
+    divide.
+    """
+    if profile is None or profile.tensor:
+        return
+    raise InputError(
+        f"`sequence_parallel` is for groups of ranks, of which the profile of '{profile.model}' "
+        f"says nothing",
+        hint="profile with `tensor=2`, or leave it out",
+    )
 
 
 def _linked(options: ClusterOptions, memory_bytes: int | str | None) -> Cluster:
@@ -206,7 +226,7 @@ def answer(request: Request) -> Plan:
     return with_slow_links(plan, request)
 
 
-@keywords_of(PriceOptions, arguments=3)
+@keywords_of(PriceOptions)
 def price(
     profile: Profile, cluster: Cluster, stages: OwnPlan | Stages, options: PriceOptions
 ) -> Plan:
@@ -327,25 +347,24 @@ def report(plan: Plan | str | Path, output: str | Path | None, options: ReportOp
             hint="print report.html from a browser",
         )
     clock = Clock.of(options.time_limit_s, options.progress)
-    plan = plan if isinstance(plan, Plan) else load_plan(plan)
-    run = (
-        load_run(options.measured) if isinstance(options.measured, str | Path) else options.measured
-    )
-    # A run that lost hosts ends under a smaller plan.
-    plan = next(
-        (
-            each
-            for each in plan.smaller
-            if run is not None and each.config == run.config != plan.config
-        ),
-        plan,
-    )
+    run = options.measured
+    if isinstance(run, str | Path):
+        run = load_run(run)
+    plan = _plan_of_run(plan if isinstance(plan, Plan) else load_plan(plan), run)
+
     # The default limit is for the searches: a simulation has one of its own, by its amount.
     limit_s = None if options.time_limit_s == REPORT_S else clock.left_s
     simulated, measured = timelines(plan, options, run, "measured", limit_s)
     alternatives = _alternatives(plan, options, clock)
     write_text(path, report_page(plan, simulated, measured, **alternatives))
     return path
+
+
+def _plan_of_run(plan: Plan, run: Timeline | None) -> Plan:
+    """Return the plan under which a run ended: a smaller one where it lost hosts."""
+    if run is None or run.config == plan.config:
+        return plan
+    return next((smaller for smaller in plan.smaller if smaller.config == run.config), plan)
 
 
 def timelines(
@@ -372,18 +391,20 @@ def _alternatives(plan: Plan, options: ReportOptions, clock: Clock) -> dict[str,
     missing = "The comparison, and what would help"
     if options.profile is None and not PROFILE.exists():
         return {"why_not": f"{missing}: there is no {PROFILE}; name the plan's profile."}
+
+    given = options.profile or PROFILE
     try:
-        given = options.profile or PROFILE
         profile = given if isinstance(given, Profile) else read_profile(str(given))
         comparison = compare(profile, plan, clock=clock.part(COMPARING))
     except PlannerError as error:
         if options.profile is not None:
             raise
         return {"why_not": f"{missing}: {error.message}."}
-    found: dict[str, Any] = {"comparison": comparison, "source": profile.provenance.source}
+
+    parts: dict[str, Any] = {"comparison": comparison, "source": profile.provenance.source}
     try:
-        found["explanation"] = explain(profile, plan, clock=clock.part(EXPLAINING))
+        parts["explanation"] = explain(profile, plan, clock=clock.part(EXPLAINING))
     # such as a time limit in which no plan of another cluster was found
     except PlannerError as error:
-        found["why_not"] = f"What would help: {error.message}."
-    return found
+        parts["why_not"] = f"What would help: {error.message}."
+    return parts

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from planner.analysis.slow_links import leaving_time, with_slow_links
 from planner.api.servers import Servers
@@ -61,7 +60,7 @@ _log = logging.getLogger(__name__)
 SELDOM = 100_000  # allocations of a question, after which garbage is collected
 
 
-@keywords_of(ProfilingOptions, arguments=1)
+@keywords_of(ProfilingOptions)
 def profile(model: str | Path | TrainingSpec, options: ProfilingOptions) -> Profile:
     """Measure what each layer of a model costs in training on this device.
 
@@ -82,7 +81,7 @@ def profile(model: str | Path | TrainingSpec, options: ProfilingOptions) -> Prof
     return profile_model(spec, options.batch_size, options, options.progress)
 
 
-@keywords_of(EstimateArguments, arguments=1)
+@keywords_of(EstimateArguments)
 def estimate(model: str | Path, asked: EstimateArguments) -> Profile:
     """Estimate what each layer of a model costs in training on a device that need not be there.
 
@@ -355,39 +354,56 @@ def schedule_files(plan: Plan) -> tuple[str, ...]:
 
 def make_job(model: str | Path, plan: Plan, arguments: TrainArguments) -> Job:
     """Return the job of `train`; raise InputError for arguments or a plan that it cannot run."""
-    options, baseline = arguments.options or TrainingOptions(), arguments.baseline
-    checkpoints, run_options = (
-        arguments.checkpoints or CheckpointOptions(),
-        arguments.run_options or RunOptions(),
-    )
-    asked = vars(options) | vars(arguments)
-    only_plans = {"evaluate_every": None, "save_weights": None, "defer_weights": None}
-    refused = [name for name, usual in only_plans.items() if asked[name] != usual]
-    if baseline is None:
-        check_trainable(plan)
-    elif refused:
-        what = f"`{refused[0]}` is for plans, not for {baseline}"
-        raise InputError(what, hint=f"leave out `{refused[0]}` or `baseline`")
-    elif plan.master_weights is not None:
-        what = (
-            f"{baseline} all-reduces gradients in the weights' own type, which is "
-            f"{plan.master_weights} in this plan"
-        )
-        raise InputError(what, hint="compare with a plan that has one stage")
+    options = arguments.options or TrainingOptions()
+    checkpoints = arguments.checkpoints or CheckpointOptions()
+    run_options = arguments.run_options or RunOptions()
+    _check_runnable(plan, arguments, options)
     check_loss(plan, options)
-    path = arguments.save_weights
-    made: dict[str, Any] = {
-        "options": options,
-        "checkpoints": checkpoints,
-        "run_options": run_options,
-    }
-    made |= {"save_weights": None if path is None else str(path)}
-    made |= {"schedule_files": schedule_files(plan)}
-    made |= {"seed": seed_of_run(checkpoints, plan, arguments.seed, baseline)}
-    job = Job(**vars(arguments) | made, model=str(model), plan=plan)
+
+    weights = arguments.save_weights
+    job = Job(
+        **{
+            **vars(arguments),
+            "options": options,
+            "checkpoints": checkpoints,
+            "run_options": run_options,
+            "save_weights": None if weights is None else str(weights),
+            "schedule_files": schedule_files(plan),
+            "seed": seed_of_run(checkpoints, plan, arguments.seed, arguments.baseline),
+        },
+        model=str(model),
+        plan=plan,
+    )
     if os.environ.get("RANK", "0") == "0":  # on other hosts nothing is written
         for path in (job.save_weights, run_options.trace):
             if path is not None:
                 check_writable(path)
     device_kind(job)  # so that another kind than the plan's shows before any process starts
     return job
+
+
+def _check_runnable(plan: Plan, arguments: TrainArguments, options: TrainingOptions) -> None:
+    """Raise InputError for a plan that cannot be trained, or a baseline that is asked for more than
+    it does.
+    """
+    baseline = arguments.baseline
+    if baseline is None:
+        check_trainable(plan)
+        return
+
+    for given, name in (
+        (options.evaluate_every, "evaluate_every"),
+        (arguments.save_weights, "save_weights"),
+        (arguments.defer_weights, "defer_weights"),
+    ):
+        if given is not None:
+            raise InputError(
+                f"`{name}` is for plans, not for {baseline}",
+                hint=f"leave out `{name}` or `baseline`",
+            )
+    if plan.master_weights is not None:
+        raise InputError(
+            f"{baseline} all-reduces gradients in the weights' own type, which is "
+            f"{plan.master_weights} in this plan",
+            hint="compare with a plan that has one stage",
+        )

@@ -61,43 +61,52 @@ def sharded_times(layer_costs: LayerCosts, stage: Candidate, setting: Setting) -
     """Compute the seconds of a stage of level 2 or 3; raise ClusterError for groups that do not
     fill the cluster's.
     """
-    work, cluster = layer_costs.work(stage), setting.cluster
+    work = layer_costs.work(stage)
+    cluster = setting.cluster
     shards = stage.options.shards
-    topology, ranks = Topology(cluster), (stage.ranks or range(stage.replicas))[:shards]
+
+    # 1. Each unit has an exchange of its own, with the latencies of its steps.
+    ranks = (stage.ranks or range(stage.replicas))[:shards]
+    topology = Topology(cluster)
     link = topology.stage_link(ranks) if places_matter(cluster) else link_of(cluster)
-
-    def halves_s(size_bytes: Iterable[float], over: Link) -> float:
-        return sum(float(ring_all_reduce_s(each, shards, over)) / 2 for each in size_bytes)
-
-    forward_s, backward_s = float(work.forward_s), float(work.backward_s)
-    # Each unit has an exchange of its own, with the latencies of its steps.
     units = _unit_bytes(layer_costs, stage)
     share = float(work.trainable_bytes) / max(1, sum(units))
-    gather_s = halves_s(units, topology.measured_link(ranks, "gather") or link)
-    exchange_s = halves_s(
-        [size * share for size in units], topology.measured_link(ranks, "scatter") or link
-    )
-    if layer_costs.profile.device.kind == "cpu":
-        link = replace(link, overlap=False)
-    after_s = gather_s
+    gradients = [size * share for size in units]
+    gather_s = _half_rings_s(units, shards, topology.measured_link(ranks, "gather") or link)
+    scatter_s = _half_rings_s(gradients, shards, topology.measured_link(ranks, "scatter") or link)
+    overlaps = link.overlap and layer_costs.profile.device.kind != "cpu"
+
+    # 2. Weights are gathered after the update; or before forward and backward, where they are
+    # sharded, too. Nothing of a forward can run before the first part.
+    forward_s = float(work.forward_s)
+    after_s, exchange_s = gather_s, scatter_s
     if stage.options.shards_weights:
-        after_s, exchange_s = 0.0, exchange_s + gather_s
-        # Weights arrive beside the forward, of which nothing can run before the first part.
-        forward_s = (
-            max(forward_s + gather_s / BUCKETS, gather_s) if link.overlap else forward_s + gather_s
-        )
+        after_s, exchange_s = 0.0, scatter_s + gather_s
+        gathered_s = forward_s + gather_s
+        if overlaps:
+            gathered_s = max(forward_s + gather_s / BUCKETS, gather_s)
+        forward_s = gathered_s
+
+    # 3. Gradients are exchanged beside the backward, or after it.
     buckets = buckets_in(layer_costs, stage, ())
-    ended_s = buckets.reduced_s(exchange_s) if link.overlap else buckets.ready_s[-1] + exchange_s
+    last_s = buckets.ready_s[-1]
+    ended_s = buckets.reduced_s(exchange_s) if overlaps else last_s + exchange_s
     if stage.options.repeats_shards:
-        repeated_s = _repeated_s([size * share / shards for size in units], stage, cluster)
-        after_s += _after_last_s(buckets, exchange_s, repeated_s) if link.overlap else repeated_s
-    # Each GPU accumulates and updates its part alone.
+        repeated_s = _repeated_s([size / shards for size in gradients], stage, cluster)
+        after_s += _after_last_s(buckets, exchange_s, repeated_s) if overlaps else repeated_s
+
+    # 4. Each GPU accumulates and updates its part alone.
     return ShardedTimes(
         forward_s=forward_s,
-        backward_s=backward_s + ended_s - buckets.ready_s[-1],
+        backward_s=float(work.backward_s) + ended_s - last_s,
         accumulate_s=float(work.accumulate_s) / shards,
         update_s=float(work.update_s) / shards + after_s,
     )
+
+
+def _half_rings_s(sizes_bytes: Iterable[float], shards: int, link: Link) -> float:
+    """Return the seconds of gathers or scatters: each takes half of an all-reduce."""
+    return sum(float(ring_all_reduce_s(each, shards, link)) / 2 for each in sizes_bytes)
 
 
 def _repeated_s(parts_bytes: Iterable[float], stage: Candidate, cluster: Cluster) -> float:

@@ -15,7 +15,7 @@ whose extra time is above the least by less than that of one unit.
 import math
 from collections import Counter
 from collections.abc import Collection, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from hashlib import blake2b
 from itertools import compress, groupby
@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from planner.cost.candidate import Groups, whole_stage
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.work import Floats
+from planner.formats.files import replace
 from planner.options.solving import RecomputeRule
 
 MOST_SUBSETS = 2**8  # of units that are all tried
@@ -54,6 +55,7 @@ class Choices:
         return len(self.recompute_s)
 
     def groups(self, row: int) -> Groups:
+        """Return the groups of layers that a choice recomputes, each at once."""
         if self.whole[row]:
             return whole_stage(layer for unit in self.layers for layer in unit)
         return tuple(
@@ -78,6 +80,7 @@ class Choices:
         return Choices(**{name: getattr(self, name)[rows] for name in _COLUMNS}, layers=self.layers)
 
     def and_(self, others: "Choices") -> "Choices":
+        """Return these choices and others of the same stage."""
         columns = {
             name: np.concatenate((getattr(self, name), getattr(others, name))) for name in _COLUMNS
         }
@@ -93,8 +96,10 @@ class Recomputation:
         self._unit = cache(partial(_Unit.of, layer_costs))
 
     def choices(self, layers: Collection[int]) -> Choices:
+        """Return the choices of a stage of these layers."""
         parts = units_of(self._costs, layers)
         units = [self._unit(part) for part in parts]
+
         # Values that enter several units are kept once, so it matters which units share them.
         numbers: dict[int, int] = {}
         shared = tuple(
@@ -102,15 +107,15 @@ class Recomputation:
             for unit in units
         )
         own = set(layers)
-        arriving = tuple(self._costs.traffic[value].producer not in own for value in numbers)
-        key = tuple(unit.costs for unit in units), shared, arriving
+        arrives = tuple(self._costs.traffic[value].producer not in own for value in numbers)
+        key = (tuple(unit.costs for unit in units), shared, arrives)
         if key not in self._known:
-            self._known[key] = _Stage(self._costs, units, [*compress(numbers, arriving)]).choices(
-                self._rule
-            )
+            stage = _Stage(self._costs, units, [*compress(numbers, arrives)])
+            self._known[key] = stage.choices(self._rule)
         return replace(self._known[key], layers=parts)
 
     def several(self, stages: Sequence[tuple[int, ...]]) -> list[Choices]:
+        """Return the choices of each stage."""
         return [self.choices(layers) for layers in stages]
 
 
@@ -127,6 +132,7 @@ def exact_everywhere(layer_costs: LayerCosts, *, in_order: bool = True) -> bool:
         return True
     equal = Counter(unit.costs for unit in units)
     kinds = {unit.kind for unit in units}
+
     # A stage may begin and end inside a unit, which makes two more kinds, if others are like that
     # and may be cut.
     cuts = {layer.name for layer in layers} - set(layer_costs.profile.no_cut_after)
@@ -137,17 +143,16 @@ def exact_everywhere(layer_costs: LayerCosts, *, in_order: bool = True) -> bool:
     ]
     if parted and not in_order:
         return False
+
     more = 1 if all(equal[unit.costs] == 1 for unit in parted) else 4
-    return (
-        len(equal) == len(kinds)
-        and more * math.prod(count + 1 for count in equal.values()) <= MOST_CHOICES
-    )
+    choices = more * math.prod(count + 1 for count in equal.values())
+    return len(equal) == len(kinds) and choices <= MOST_CHOICES
 
 
 def units_of(layer_costs: LayerCosts, layers: Collection[int]) -> tuple[tuple[int, ...], ...]:
-    return tuple(
-        tuple(unit) for _, unit in groupby(sorted(layers), key=layer_costs.block_of.__getitem__)
-    )
+    """Return the units of a stage of these layers, each as the numbers of its layers."""
+    blocks = groupby(sorted(layers), key=layer_costs.block_of.__getitem__)
+    return tuple(tuple(unit) for _, unit in blocks)
 
 
 class _Unit(NamedTuple):
@@ -163,17 +168,19 @@ class _Unit(NamedTuple):
 
     @classmethod
     def of(cls, layer_costs: LayerCosts, layers: tuple[int, ...]) -> "_Unit":
+        """Return the unit of these layers."""
         own = [layer_costs.profile.layers[index] for index in layers]
         entering = tuple(sorted(layer_costs.entering(frozenset(layers))))
         sizes = tuple(layer_costs.traffic[value].output_bytes for value in entering)
-        names = ("saved_bytes", "gradient_bytes", "workspace_bytes")
-        each = np.array([[getattr(layer, name) for layer in own] for name in names], dtype=float)
-        saved, gradients, workspaces = each
+
+        saved = np.array([layer.saved_bytes for layer in own], dtype=float)
+        gradients = np.array([layer.gradient_bytes for layer in own], dtype=float)
+        workspaces = np.array([layer.workspace_bytes for layer in own], dtype=float)
         at_work = np.cumsum(saved) + workspaces
+        # A digest, because a chain of many layers without blocks has a unit for each pair of ends.
+        held = saved.tobytes() + gradients.tobytes() + workspaces.tobytes()
         return cls(
-            # A digest, because a chain of many layers without blocks has a unit for each pair of
-            # ends.
-            kind=(blake2b(each.tobytes()).digest(), sizes),
+            kind=(blake2b(held).digest(), sizes),
             forward_s=sum(layer.forward_s for layer in own),
             saved_bytes=float(saved.sum()),
             gradient_bytes=float(gradients.sum()),
@@ -184,6 +191,7 @@ class _Unit(NamedTuple):
 
     @property
     def costs(self) -> Hashable:
+        """Equal for units of equal costs."""
         return self.kind, float(f"{self.forward_s:.12g}")  # equal layers may differ by a rounding
 
 
@@ -193,12 +201,15 @@ class _Stage:
     """
 
     def __init__(self, costs: LayerCosts, units: Sequence[_Unit], arriving: Sequence[int]) -> None:
-        self._costs, self._units = costs, units
+        self._costs = costs
+        self._units = units
         self._arriving_bytes = sum(costs.traffic[value].output_bytes for value in arriving)
-        _, *columns, _ = zip(*units, strict=True)
-        self._forward_s, self._saved, self._gradients, self._peaks, self._accumulating = map(
-            np.array, columns
-        )
+        self._forward_s = np.array([unit.forward_s for unit in units])
+        self._saved = np.array([unit.saved_bytes for unit in units])
+        self._gradients = np.array([unit.gradient_bytes for unit in units])
+        self._peaks = np.array([unit.peak_bytes for unit in units])
+        self._accumulating = np.array([unit.accumulating_bytes for unit in units])
+
         # The bytes that enter the same units, with these units.
         users: dict[int, list[int]] = {}
         for number, unit in enumerate(units):
@@ -210,6 +221,7 @@ class _Stage:
         self._sizes = [(size, list(numbers)) for numbers, size in sizes.items()]
 
     def choices(self, rule: RecomputeRule) -> Choices:
+        """Return the choices that the rule allows."""
         none = np.zeros((1, len(self._units)), dtype=bool)
         match rule:
             case "never":
@@ -220,30 +232,33 @@ class _Stage:
                 return self._made(~none)
             case "auto":
                 parts = self._made(self._tried())
-                return (
-                    parts if len(self._units) == 1 else parts.and_(self._whole(parts))
-                ).worth_it()
+                if len(self._units) > 1:
+                    parts = parts.and_(self._whole(parts))
+                return parts.worth_it()
 
     def _tried(self) -> _Flags:
         """Return the choices of units among which the best ones are, the first without any."""
         count = len(self._units)
         if 2**count <= MOST_SUBSETS:
             return (np.arange(2**count)[:, None] >> np.arange(count)) % 2 > 0
+
         kinds: dict[Hashable, list[int]] = {}
         for number, unit in enumerate(self._units):
             kinds.setdefault(unit.kind, []).append(number)
-        if np.prod([len(equal) + 1.0 for equal in kinds.values()]) > MOST_CHOICES:
+        groups = list(kinds.values())
+        if np.prod([len(equal) + 1.0 for equal in groups]) > MOST_CHOICES:
             return self._by_seconds_per_byte()
-        orders = [list(kinds.values())]
-        if any(
-            len({self._units[number].costs for number in equal}) > 1 for equal in kinds.values()
-        ):
-            orders.append(
-                [sorted(equal, key=self._forward_s.__getitem__) for equal in kinds.values()]
-            )
+
+        # Which of a kind's units recompute: the first; the quickest; or the last.
+        orders = [groups]
+        if any(self._differ_by_time(equal) for equal in groups):
+            orders.append([sorted(equal, key=self._forward_s.__getitem__) for equal in groups])
         if np.any(self._gradients > self._saved):
-            orders.append([equal[::-1] for equal in kinds.values()])
+            orders.append([equal[::-1] for equal in groups])
         return np.concatenate([counted(order, count) for order in orders])
+
+    def _differ_by_time(self, equal: Sequence[int]) -> bool:
+        return len({self._units[number].costs for number in equal}) > 1
 
     def _by_seconds_per_byte(self) -> _Flags:
         entering = self._entering(np.eye(len(self._units), dtype=bool)).diagonal()

@@ -295,8 +295,10 @@ class Bottleneck(Record):
     busy_s: Seconds  # per minibatch
 
 
-class Prediction(Record):
+class Prediction(GrownRecord):
     """What to expect of the plan in steady state."""
+
+    later_fields: ClassVar[frozenset[str]] = frozenset({"speed_interval"})
 
     seconds_per_minibatch: PositiveFloat
     by: Literal["simulation", "cost model"] = "cost model"  # if it is too slow to simulate
@@ -309,6 +311,9 @@ class Prediction(Record):
     communication_cut: float | None = None  # share of data parallelism's bytes that the plan avoids
     tokens_per_s: PositiveFloat | None = None  # None where the model is not of token ids
     flop_utilisation: PositiveFloat | None = None  # of the workers' peak, by the model's own FLOPs
+    # Of an estimate: speeds relative to the predicted one, between which most measured runs of its
+    # kind were (`planner.plan.confidence`).
+    speed_interval: tuple[PositiveFloat, PositiveFloat] | None = None
 
 
 class OtherWay(GrownRecord):

@@ -131,7 +131,9 @@ class Edge(Record):
 class Device(GrownRecord):
     """The device that the times were measured on, or estimated for."""
 
-    later_fields: ClassVar[frozenset[str]] = frozenset({"context_bytes", "peak_flops_per_s"})
+    later_fields: ClassVar[frozenset[str]] = frozenset(
+        {"context_bytes", "peak_flops_per_s", "shares_of"}
+    )
 
     kind: str  # "cpu", "cuda"
     name: str
@@ -141,6 +143,9 @@ class Device(GrownRecord):
     # of its memory that a process takes beside tensors, on CUDA; None: not measured
     context_bytes: Bytes | None = None
     peak_flops_per_s: PositiveFloat | None = None  # of an estimate's device, in the profile's dtype
+    # Of an estimate's device: the one whose kernels were measured in place of its own; None where
+    # its own were.
+    shares_of: str | None = None
 
 
 class _Times(Record):
@@ -389,7 +394,7 @@ class Lengths(VaryingLengths):
     # for each name, its length in some samples
     samples: Annotated[tuple[tuple[int, ...], ...], Field(min_length=1)]
 
-    def in_order(self, order: Literal["random", "buckets"]) -> "Lengths":
+    def in_order(self, order: Literal["random", "buckets", "given"]) -> "Lengths":
         """Return the lengths of batches that are made in another order."""
         return replace(self, order=order)
 

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import cast
 
 from planner.schedule.chunked import Chunked, Work
 
@@ -32,11 +31,13 @@ class ZeroBubbleV(Chunked):
     torch_name = "ScheduleZBVZeroBubble"
 
     def worker_of(self, stage: int, workers: int) -> int:
+        """See base class."""
         return min(stage, 2 * workers - 1 - stage)
 
     def order(
         self, workers: int, chunks: int, position: int, units: int
     ) -> Iterator[tuple[Work, int, int]]:
+        """See base class."""
         # The order is that of enough microbatches to fill the pipeline; those that are not there
         # are left out.
         return (
@@ -47,22 +48,49 @@ class ZeroBubbleV(Chunked):
 
 
 def _full_order(workers: int, position: int, units: int) -> Iterator[tuple[Work, int, int]]:
+    """Yield what worker `position` does for so many units: forwards (F), gradients of activations
+    (I) and of weights (W), with the chunk and the unit.
+    """
     done = Counter[tuple[Work, int]]()
 
-    def do(steps: str) -> Iterator[tuple[Work, int, int]]:
-        """Do steps such as "F0", a forward of chunk 0, each with the next unit."""
-        for each in steps.split():
-            step = cast("Work", each[0]), int(each[1])
-            yield *step, done[step]
-            done[step] += 1
+    def do(work: Work, chunk: int) -> tuple[Work, int, int]:
+        """Return a step with the next unit of its kind."""
+        unit = done[work, chunk]
+        done[work, chunk] += 1
+        return work, chunk, unit
 
+    def backward(chunk: int) -> Iterator[tuple[Work, int, int]]:
+        yield do("I", chunk)
+        yield do("W", chunk)
+
+    # 1. Warm up.
     behind = workers - position
-    yield from do("F0 " * (2 * behind - 1) + "F1 F0 " * position + "F1 I1 W1 " * behind)
+    for _ in range(2 * behind - 1):
+        yield do("F", 0)
+    for _ in range(position):
+        yield do("F", 1)
+        yield do("F", 0)
+    for _ in range(behind):
+        yield do("F", 1)
+        yield from backward(1)
+
+    # 2. Forward and backward of both chunks alternate.
     while done["F", 1] < done["F", 0] or done["F", 0] < units:
-        yield from do("F0 " * (done["F", 0] < units) + "I0 W0 F1 I1 W1")
-    yield from do("I0 I1 " * position + "I0 W0 " * behind)
+        if done["F", 0] < units:
+            yield do("F", 0)
+        yield from backward(0)
+        yield do("F", 1)
+        yield from backward(1)
+
+    # 3. Gradients of activations go first, and those of weights fill the time.
+    for _ in range(position):
+        yield do("I", 0)
+        yield do("I", 1)
+    for _ in range(behind):
+        yield from backward(0)
     for chunk in (1, 0):
-        yield from do(f"W{chunk} " * (done["I", chunk] - done["W", chunk]))
+        for _ in range(done["I", chunk] - done["W", chunk]):
+            yield do("W", chunk)
 
 
 ZB_V = ZeroBubbleV()

@@ -47,6 +47,7 @@ class LinkDirection:
     unsettled: int = 0
 
     def enter(self, flow: "_Flow", now_s: float) -> bool:
+        """Add a flow; return whether it shares the link."""
         if not self.flows:
             self._since_s, self._bytes = now_s, 0.0
         self._bytes += flow.left_bytes
@@ -54,6 +55,7 @@ class LinkDirection:
         return len(self.flows) > 1
 
     def use(self, name: str, rank: int | None, sends: bool) -> LinkUse:
+        """Return when the link was busy."""
         columns = zip(*self.busy, strict=True) if self.busy else ((), (), ())
         busy: dict[str, Any] = dict(zip(BusyPeriod._fields, columns, strict=True))
         return LinkUse(
@@ -61,6 +63,7 @@ class LinkDirection:
         )
 
     def leave(self, flow: "_Flow", now_s: float) -> None:
+        """Remove a flow."""
         del self.flows[flow]
         if not self.flows and now_s > self._since_s:
             share = self._bytes / self.bytes_per_s / (now_s - self._since_s)
@@ -161,28 +164,38 @@ def _fair_rates(near: dict[_Flow, None], crowded: list[LinkDirection]) -> list[t
     if not crowded:
         return [(flow, flow.limit_bytes_per_s) for flow in near]
     for link in crowded:
-        link.room, link.unsettled = link.bytes_per_s, len(link.flows)
+        link.room = link.bytes_per_s
+        link.unsettled = len(link.flows)
         if len(near) >= NEAREST:
             # Take what others use out of the link's room, but leave an equal part to each flow of
             # `near`.
             others = [flow.bytes_per_s for flow in link.flows if flow not in near]
             link.unsettled -= len(others)
-            link.room = max(
-                link.bytes_per_s - sum(others), link.bytes_per_s * link.unsettled / len(link.flows)
-            )
+            equal_part = link.bytes_per_s * link.unsettled / len(link.flows)
+            link.room = max(link.bytes_per_s - sum(others), equal_part)
+
     rates: list[tuple[_Flow, float]] = []
-    left, by_limit, first = set(near), sorted(near, key=attrgetter("limit_bytes_per_s")), 0
+    left = set(near)
+    by_limit = sorted(near, key=attrgetter("limit_bytes_per_s"))
+    first = 0  # in `by_limit`, of those that are left
     while left:
-        part, tightest = math.inf, None
+        part = math.inf
+        tightest = None
         for link in crowded:
-            if link.unsettled and (equal := link.room / link.unsettled) < part:
-                part, tightest = equal, link
+            if link.unsettled:
+                equal = link.room / link.unsettled
+                if equal < part:
+                    part, tightest = equal, link
+
         while by_limit[first] not in left:
             first += 1
-        if tightest is None or by_limit[first].limit_bytes_per_s <= part:
-            part, settled = by_limit[first].limit_bytes_per_s, by_limit[first : first + 1]
+        limited = by_limit[first]
+        if tightest is None or limited.limit_bytes_per_s <= part:
+            part = limited.limit_bytes_per_s
+            settled = [limited]
         else:
             settled = [flow for flow in tightest.flows if flow in left]
+
         for flow in settled:
             left.remove(flow)
             rates.append((flow, part))

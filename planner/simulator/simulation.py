@@ -70,12 +70,10 @@ class Simulation:
         late: Callable[[], bool] | None = None,
     ) -> None:
         self._late = late
-        self.shape, self.stages, self.events, self._overlap = (
-            costs.shape,
-            costs.stages,
-            events,
-            costs.cluster.overlap,
-        )
+        self.shape = costs.shape
+        self.stages = costs.stages
+        self.events = events
+        self._overlap = costs.cluster.overlap
         self._costs_of = costs.stage
         self.communication = Communication(costs, self._arrive, self._finish_round)
         self.completed = Completions(
@@ -190,11 +188,9 @@ class Simulation:
 
     def _work(self, rank: int, instruction: Computation) -> Iterator[bool]:
         """Compute, and yield true where the worker has to wait within it."""
-        stage, unit, costs = (
-            instruction.stage,
-            instruction.unit,
-            self._costs_of(instruction.stage, instruction.unit),
-        )
+        stage = instruction.stage
+        unit = instruction.unit
+        costs = self._costs_of(stage, unit)
         match instruction:
             case do.Forward():
                 yield from self._compute(rank, "forward", stage, unit, costs.forward_s)
@@ -212,17 +208,21 @@ class Simulation:
         """Compute, with exchanges between the ranks of the worker, which other traffic on their
         links may slow down.
         """
-        start, costs = self._clock[rank], self.stages[stage]
+        start = self._clock[rank]
         self._begun.setdefault(rank, start)
-        if (exchanged := costs.exchanged) is not None and kind in _EXCHANGED:
+        costs = self.stages[stage]
+        exchanged = costs.exchanged
+        if exchanged is not None and kind in _EXCHANGED:
             size_bytes = getattr(exchanged, _EXCHANGED[kind])
             if kind == "recompute":
                 size_bytes *= seconds / costs.forward_s
+            part_bytes = size_bytes / EXCHANGES
             seconds = max(0.0, seconds - size_bytes / exchanged.bytes_per_s) / (EXCHANGES + 1)
+
+            wake = partial(self._wake, rank)
             for _ in range(EXCHANGES):
                 self._wake(rank, self._clock[rank] + seconds)
                 yield True
-                wake, part_bytes = partial(self._wake, rank), size_bytes / EXCHANGES
                 self.communication.exchange(
                     rank, part_bytes, exchanged.bytes_per_s, self._clock[rank], wake
                 )
@@ -234,26 +234,33 @@ class Simulation:
             )
 
     def _backward(self, rank: int, backward: do.Backward | do.BackwardWeight) -> Iterator[bool]:
-        stage, unit, costs = (
-            backward.stage,
-            backward.unit,
-            self._costs_of(backward.stage, backward.unit),
-        )
+        stage = backward.stage
+        unit = backward.unit
+        costs = self._costs_of(stage, unit)
         joins = backward.last_of_round and len(self.shape.ranks[stage]) > 1
+
         # The first backward after an update does not accumulate.
         accumulate_s = costs.accumulate_s if (rank, stage) in self._has_gradients else 0.0
         self._has_gradients.add((rank, stage))
-        # What recomputes between the backwards of other layers matters for the all-reduce alone.
-        late_s = costs.late_s if joins and isinstance(backward, do.Backward) else 0.0
+
         kind: EventKind
+        late_s = 0.0
         if isinstance(backward, do.Backward):
+            kind = "backward"
+            if joins:
+                # What recomputes between the backwards of other layers matters for the all-reduce
+                # alone.
+                late_s = costs.late_s
             yield from self._recompute(rank, backward, late_s)
-            start_s, kind, seconds = self._clock[rank], "backward", costs.backward_s + late_s
+            start_s = self._clock[rank]
+            seconds = costs.backward_s + late_s
         else:
+            kind = "backward_weight"
+            seconds = costs.backward_weight_s
             # Parts are ready at times of a whole backward: count them as if one had run that ends
             # with this part.
-            start_s = self._clock[rank] + costs.backward_weight_s - costs.backward_s
-            kind, seconds = "backward_weight", costs.backward_weight_s
+            start_s = self._clock[rank] + seconds - costs.backward_s
+
         if joins:
             self._join(rank, stage, start_s, costs.backward_s + late_s + accumulate_s)
         yield from self._compute(rank, kind, stage, unit, seconds + accumulate_s)
@@ -263,16 +270,19 @@ class Simulation:
         self, rank: int, backward: do.Backward | do.BackwardInput, late_s: float = 0.0
     ) -> Iterator[bool]:
         whole_s = self._costs_of(backward.stage, backward.unit).recompute_s
-        if (seconds := whole_s - late_s) > SLACK * whole_s:
+        seconds = whole_s - late_s
+        if seconds > SLACK * whole_s:
             yield from self._compute(rank, "recompute", backward.stage, backward.unit, seconds)
 
     def _arrive(self, rank: int, send: Send, start_s: float, end_s: float) -> None:
         # Gradients of shared weights belong to a round, not to a unit, so timelines do not draw
         # them.
         if self.events is not None and not isinstance(send, do.SendShared):
-            forward, when = isinstance(send, do.SendActivation), (*send.unit, start_s, end_s)
-            sends: EventKind = "send_activation" if forward else "send_gradient"
-            receives: EventKind = "receive_activation" if forward else "receive_gradient"
+            sends: EventKind = "send_gradient"
+            receives: EventKind = "receive_gradient"
+            if isinstance(send, do.SendActivation):
+                sends, receives = "send_activation", "receive_activation"
+            when = (*send.unit, start_s, end_s)
             self.events += [
                 Event(rank, sends, send.stage, *when, send.peer_rank, send.peer_stage),
                 Event(send.peer_rank, receives, send.peer_stage, *when, rank, send.stage),
@@ -324,8 +334,10 @@ class Simulation:
         self, rank: int, stage: int, start_s: float, backward_s: float, arrived_s: float = 0.0
     ) -> None:
         reduce = self.communication.collective(stage)
-        if (joined := reduce.join(rank, start_s, backward_s, arrived_s)) is None:
+        joined = reduce.join(rank, start_s, backward_s, arrived_s)
+        if joined is None:
             return
+
         parts = [(joined.backward_s, 1.0)]  # without overlap all of it waits for the backward's end
         if self._overlap:
             parts = list(zip(*self.stages[stage].buckets(joined.backward_s), strict=True))
@@ -343,7 +355,8 @@ class Simulation:
         heapq.heappush(self._ready, (ready_s, -len(self._parts)))
 
     def _finish_round(self, collective: Collective, ended: Round) -> None:
-        start_s, end_s = ended.start_s or 0.0, ended.end_s or 0.0
+        start_s = ended.start_s or 0.0
+        end_s = ended.end_s or 0.0
         if self.events is not None and ended.carried:
             kind: EventKind = "all_gather" if collective.gathers else "all_reduce"
             what = kind, collective.stage, ended.number, 0, start_s, end_s
@@ -352,18 +365,22 @@ class Simulation:
             self._wake(rank, end_s)
 
     def _update(self, rank: int, update: do.Update) -> bool:
-        stage, costs = update.stage, self.stages[update.stage]
-        if (rank, stage) not in self._gathering:
+        stage = update.stage
+        costs = self.stages[stage]
+        gathering = (rank, stage) in self._gathering
+        if not gathering:
             next(self._compute(rank, "update", stage, Unit(update.round), costs.update_s), None)
             self._has_gradients.discard((rank, stage))
             if not costs.sharded:
                 return True
+
+        gather = self.communication.collective(stage, gathers=True)
+        if not gathering:
             self._gathering.add((rank, stage))
-            gather = self.communication.collective(stage, gathers=True)
-            if (joined := gather.join(rank, 0.0, 0.0, self._clock[rank])) is not None:
+            joined = gather.join(rank, 0.0, 0.0, self._clock[rank])
+            if joined is not None:
                 joined.parts_left = 1
                 self._start_part_at(joined.arrived_s, gather, joined, 1.0)
-        gather = self.communication.collective(stage, gathers=True)
         if not self._wait_for(rank, gather, gather.joined[rank] - 1):
             return False
         self._gathering.discard((rank, stage))

@@ -2,7 +2,8 @@
 
 from bisect import bisect_right
 from collections import defaultdict
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,81 +78,28 @@ def summarize(timeline: Timeline) -> Summary:
         >>> summary.busiest
         'the computation of worker 2'
     """
-    events, ranks, span = timeline.events, timeline.workers, timeline.span_s
-    kinds, stage_of = np.array(events.kind, dtype=str), np.array(events.stage, dtype=np.int64)
-    starts_s, ends_s = (
-        np.array(events.start_s, dtype=np.float64),
-        np.array(events.end_s, dtype=np.float64),
-    )
-    row = np.searchsorted(ranks, np.array(events.rank, dtype=np.int64))
-    lane = np.array([LANE_NAMES.index(LANES[kind]) for kind in events.kind], dtype=np.int64)
-    recorded = len(set(np.array(events.minibatch)[kinds == "forward"].tolist()))
+    columns = _Columns(timeline)
+    span = timeline.span_s
+    recorded = columns.recorded_minibatches()
     count = recorded or timeline.minibatches  # a recording may have only some minibatches of a run
 
-    def ends_of(stage: int, *wanted: EventKind) -> list[float]:
-        found: list[float] = ends_s[np.isin(kinds, wanted) & (stage_of == stage)].tolist()
-        return found
-
-    def busy_s(start: float, end: float) -> Floats:
-        """Sum the busy seconds between two times, by lane and worker; overlapping events both
-        count.
-        """
-        inside = np.clip(np.minimum(ends_s, end) - np.maximum(starts_s, start), 0.0, None)
-        counted = np.bincount(lane * len(ranks) + row, inside, len(LANE_NAMES) * len(ranks))
-        return np.asarray(counted.reshape(len(LANE_NAMES), len(ranks)))
-
-    stages = range(len(timeline.ranks))
-    shape = PipelineShape(timeline.ranks, (), timeline.schedule, timeline.microbatches)
-    forwards_s = [ends_of(stage, "forward") or [0.0] for stage in stages]
-    completed = Completions(
-        shape, [ends_of(stage, "backward", "backward_weight") for stage in stages], forwards_s
-    )
-    steady = steady_state(completed, recorded)
-    # none is like another: all count but those at the ends of the run
-    if steady is not None and timeline.lengths:
-        done_s, first, last = sorted(completed.ends_s[0]), timeline.microbatches - 1, -1
-        if shape.asynchronous:
-            last = bisect_right(done_s, max(forwards_s[0])) - len(done_s) - 1
-        pace_s = (
-            (done_s[last] - done_s[first]) / (len(done_s) + last - first) * timeline.microbatches
-        )
-        steady = Steady(done_s[first], done_s[last], pace_s)
+    # 1. The steady state, or else the whole run.
+    completed = columns.completions()
+    last_forward_s = max(completed.forwards_s[0])
+    steady = _steady(timeline, completed, recorded)
     start, end, pace_s = 0.0, span, span / count
     if steady is not None:
         start, end, pace_s = steady.start_s, steady.end_s, steady.seconds_per_minibatch
-    busy = busy_s(start, end)
-    own, shared = _links(timeline, start, end)
-    length = end - start
-    curves = {curve.rank: curve for curve in timeline.memory}
-    workers = tuple(
-        WorkerUse(
-            rank=rank,
-            stages=stages_of(timeline, rank),
-            compute_share=_share(busy[0, number], length),
-            send_share=own.get((rank, True), _share(busy[1, number], length)),
-            receive_share=own.get((rank, False), _share(busy[2, number], length)),
-            peak_bytes=max(curves[rank].held_bytes, default=0) if rank in curves else None,
-            limit_bytes=curves[rank].limit_bytes if rank in curves else None,
-        )
-        for number, rank in enumerate(ranks)
-    )
-    samples = (
-        None
-        if timeline.microbatch_size is None
-        else timeline.microbatch_size * timeline.microbatches
-    )
-    # A tie goes to the first, and computations come first.
-    found = [
-        (f"the computation of worker {worker.rank}", worker.compute_share) for worker in workers
-    ]
-    found += [
-        (f"the link of worker {worker.rank}, sending", worker.send_share) for worker in workers
-    ]
-    found += [
-        (f"the link of worker {worker.rank}, receiving", worker.receive_share) for worker in workers
-    ]
-    found += [(f"the link that {link.name}", link.busy_share) for link in shared]
-    busiest, busiest_share = max(found, key=lambda pair: round(pair[1], 6))
+
+    # 2. How busy workers and links are.
+    busy = columns.busy_s(start, end)
+    own_links, shared_links = _links(timeline, start, end)
+    workers = _workers(timeline, busy, end - start, own_links)
+    busiest, busiest_share = _busiest(workers, shared_links)
+
+    samples = None
+    if timeline.microbatch_size is not None:
+        samples = timeline.microbatch_size * timeline.microbatches
     return Summary(
         source=timeline.source,
         model=timeline.model,
@@ -160,26 +108,128 @@ def summarize(timeline: Timeline) -> Summary:
         minibatches=count,
         seconds=span,
         start_up_s=min(completed.ends_s[0], default=0.0),
-        drain_s=span - max(forwards_s[0]),
+        drain_s=span - last_forward_s,
         steady=steady is not None,
         steady_from_s=start,
         steady_to_s=end,
         seconds_per_minibatch=pace_s,
         samples_per_s=None if samples is None or pace_s <= 0 else samples / pace_s,
         samples_per_s_of_run=None if samples is None or span <= 0 else samples / (span / count),
-        bubble_share=1 - _share(float(busy[0].mean()), length),
-        bubble_share_of_run=1 - _share(float(busy_s(0.0, span)[0].mean()), span),
+        bubble_share=1 - _share(float(busy[0].mean()), end - start),
+        bubble_share_of_run=1 - _share(float(columns.busy_s(0.0, span)[0].mean()), span),
         bubble_causes=_bubble_causes(timeline, start, end),
         busiest=busiest,
         busiest_share=busiest_share,
         workers=workers,
-        shared_links=shared,
+        shared_links=shared_links,
     )
+
+
+class _Columns:
+    """The events of a timeline as arrays, (events,)."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        events = timeline.events
+        self._timeline = timeline
+        self._kinds = np.array(events.kind, dtype=str)
+        self._stages = np.array(events.stage, dtype=np.int64)
+        self._minibatches = np.array(events.minibatch)
+        self._starts_s = np.array(events.start_s, dtype=np.float64)
+        self._ends_s = np.array(events.end_s, dtype=np.float64)
+        # of each event's worker and lane, in `busy_s`
+        worker = np.searchsorted(timeline.workers, np.array(events.rank, dtype=np.int64))
+        lanes = [LANE_NAMES.index(LANES[kind]) for kind in events.kind]
+        self._row = np.array(lanes, dtype=np.int64) * len(timeline.workers) + worker
+
+    def recorded_minibatches(self) -> int:
+        return len(set(self._minibatches[self._kinds == "forward"].tolist()))
+
+    def completions(self) -> Completions:
+        """Return when forwards and backwards of each stage ended; 0 where there was no forward."""
+        timeline = self._timeline
+        stages = range(len(timeline.ranks))
+        shape = PipelineShape(timeline.ranks, (), timeline.schedule, timeline.microbatches)
+        backwards_s = [self._ends_of(stage, "backward", "backward_weight") for stage in stages]
+        forwards_s = [self._ends_of(stage, "forward") or [0.0] for stage in stages]
+        return Completions(shape, backwards_s, forwards_s)
+
+    def _ends_of(self, stage: int, *wanted: EventKind) -> list[float]:
+        chosen = np.isin(self._kinds, wanted) & (self._stages == stage)
+        ends_s: list[float] = self._ends_s[chosen].tolist()
+        return ends_s
+
+    def busy_s(self, start: float, end: float) -> Floats:
+        """Sum the busy seconds between two times, (lanes, workers); overlapping events both
+        count.
+        """
+        inside = np.minimum(self._ends_s, end) - np.maximum(self._starts_s, start)
+        workers = len(self._timeline.workers)
+        sums = np.bincount(self._row, np.clip(inside, 0.0, None), len(LANE_NAMES) * workers)
+        return np.asarray(sums.reshape(len(LANE_NAMES), workers))
+
+
+def _steady(timeline: Timeline, completed: Completions, recorded: int) -> Steady | None:
+    """Return the steady state of a run; None for one that is too short.
+
+    Where lengths vary no minibatch is like another: all count but those at the ends of the run.
+    """
+    steady = steady_state(completed, recorded)
+    if steady is None or not timeline.lengths:
+        return steady
+
+    done_s = sorted(completed.ends_s[0])
+    first = timeline.microbatches - 1
+    last = -1
+    if timeline.schedule.asynchronous:
+        last = bisect_right(done_s, max(completed.forwards_s[0])) - len(done_s) - 1
+    length_s = done_s[last] - done_s[first]
+    pace_s = length_s / (len(done_s) + last - first) * timeline.microbatches
+    return Steady(done_s[first], done_s[last], pace_s)
+
+
+def _workers(
+    timeline: Timeline, busy: Floats, length: float, own_links: dict[tuple[int, bool], float]
+) -> tuple[WorkerUse, ...]:
+    """Return each worker's use. `busy` are seconds, (lanes, workers)."""
+    curves = {curve.rank: curve for curve in timeline.memory}
+    workers = []
+    for number, rank in enumerate(timeline.workers):
+        curve = curves.get(rank)
+        compute_s, send_s, receive_s, _ = busy[:, number]
+        use = WorkerUse(
+            rank=rank,
+            stages=stages_of(timeline, rank),
+            compute_share=_share(compute_s, length),
+            send_share=own_links.get((rank, True), _share(send_s, length)),
+            receive_share=own_links.get((rank, False), _share(receive_s, length)),
+            peak_bytes=None if curve is None else max(curve.held_bytes, default=0),
+            limit_bytes=None if curve is None else curve.limit_bytes,
+        )
+        workers.append(use)
+    return tuple(workers)
+
+
+def _busiest(workers: Sequence[WorkerUse], links: Sequence[LinkShare]) -> tuple[str, float]:
+    """Return the resource with the largest share; a tie goes to the first, and computations come
+    first.
+    """
+    shares = [(f"the computation of worker {each.rank}", each.compute_share) for each in workers]
+    shares += [(f"the link of worker {each.rank}, sending", each.send_share) for each in workers]
+    shares += [
+        (f"the link of worker {each.rank}, receiving", each.receive_share) for each in workers
+    ]
+    shares += [(f"the link that {link.name}", link.busy_share) for link in links]
+    return max(shares, key=lambda pair: round(pair[1], 6))
 
 
 # and other computations for gradients
 _WAITED_FOR = {"forward": "receive_activation", "update": "all_reduce"}
 _CAUSES = {"receive": "messages", "all-reduce": "all-reduces"}
+
+# a stage, a minibatch and a microbatch
+_UnitOfStage = tuple[int | None, int, int]
+_Came = tuple[int, EventKind | str, _UnitOfStage]  # at a worker, by kind
+_Made = tuple[int | None, bool, _UnitOfStage]  # by a worker, whether by a forward
 
 
 def _bubble_causes(timeline: Timeline, start: float, end: float) -> dict[str, float]:
@@ -188,76 +238,80 @@ def _bubble_causes(timeline: Timeline, start: float, end: float) -> dict[str, fl
     Until its sender had computed it, a message counts as waiting for that worker, and an all-reduce
     until all had joined. At the end of a run a worker waits for the others.
     """
-    computed, made_s, came = (
-        defaultdict[int, list[Event]](list),
-        dict[Any, float](),
-        dict[Any, Event](),
-    )
+    computed = defaultdict[int, list[Event]](list)
+    made_s: dict[_Made, float] = {}  # when what a message carries was there
+    came: dict[_Came, Event] = {}
     for event in timeline.events.rows():
-        unit = event.stage, event.minibatch, event.microbatch
+        unit = (event.stage, event.minibatch, event.microbatch)
         if event.lane in _CAUSES:
             came[event.rank, event.kind, unit] = event
         elif event.lane == "compute":
             computed[event.rank].append(event)
             if event.kind in ("forward", "backward", "backward_input"):
                 made_s[event.rank, event.kind == "forward", unit] = event.end_s
+
     waits = dict.fromkeys(("workers", *_CAUSES.values(), "other"), 0.0)
     for rank, events in computed.items():
-        free_s, gathered = start, None
+        free_s = start
+        gathered = None
         for event in events:
-            unit = event.stage, event.minibatch, event.microbatch
-            found = (
-                gathered,
-                came.get((rank, _WAITED_FOR.get(event.kind, "receive_gradient"), unit)),
-            )
+            unit = (event.stage, event.minibatch, event.microbatch)
+            wanted = came.get((rank, _WAITED_FOR.get(event.kind, "receive_gradient"), unit))
+            last = _later(gathered, wanted)
             gathered = came.get((rank, "all_gather", unit)) if event.kind == "update" else None
-            since_s, until_s = max(free_s, start), min(event.start_s, end)
+
+            since_s = max(free_s, start)
+            until_s = min(event.start_s, end)
             free_s = max(free_s, event.end_s)
             if until_s <= since_s:
                 continue
-            cause, left_s = "other", since_s
-            last = max(filter(None, found), key=lambda each: each.end_s, default=None)
+
+            # For its sender first, then for what brings it.
+            cause = "other"
+            sent_s = since_s
             if last is not None and last.end_s > since_s:
-                sent = (
-                    last.peer_rank,
-                    last.kind == "receive_activation",
-                    (last.peer_stage, *unit[1:]),
-                )
-                cause, left_s = _CAUSES[last.lane], made_s.get(sent, last.start_s)
-            middle_s = min(max(left_s, since_s), until_s)
+                cause = _CAUSES[last.lane]
+                sender = (last.peer_stage, event.minibatch, event.microbatch)
+                made = (last.peer_rank, last.kind == "receive_activation", sender)
+                sent_s = made_s.get(made, last.start_s)
+            middle_s = min(max(sent_s, since_s), until_s)
             waits["workers"] += middle_s - since_s
             waits[cause] += until_s - middle_s
         waits["workers"] += max(0.0, end - max(free_s, start))
+
     length = (end - start) * len(timeline.workers)
     return {cause: _share(seconds, length) for cause, seconds in waits.items()}
 
 
+def _later(one: Event | None, other: Event | None) -> Event | None:
+    """Return the event that ends later, the first of two that end at once."""
+    if one is None or other is None:
+        return one or other
+    return other if other.end_s > one.end_s else one
+
+
 def stages_of(timeline: Timeline, rank: int) -> tuple[int, ...]:
+    """Return the stages that a worker runs."""
     return tuple(number for number, ranks in enumerate(timeline.ranks) if rank in ranks)
 
 
 def _links(
     timeline: Timeline, start: float, end: float
 ) -> tuple[dict[tuple[int, bool], float], tuple[LinkShare, ...]]:
+    """Return the busy shares of workers' own links, by rank and whether it sends, and of shared
+    ones.
+    """
     own: dict[tuple[int, bool], float] = {}
     shared = []
     for link in timeline.links:
-        starts, ends = np.array(link.start_s), np.array(link.end_s)
+        inside = np.minimum(link.end_s, end) - np.maximum(link.start_s, start)
         used = np.array(link.share) if link.share else 1.0
-        busy = float(
-            (np.clip(np.minimum(ends, end) - np.maximum(starts, start), 0.0, None) * used).sum()
-        )
-        share = _share(busy, end - start)
+        share = _share(float((np.clip(inside, 0.0, None) * used).sum()), end - start)
         if link.rank is not None:
             own[link.rank, link.sends] = share
-        else:
-            shared.append(
-                LinkShare(
-                    name=link.name,
-                    bandwidth_bytes_per_s=link.bandwidth_bytes_per_s,
-                    busy_share=share,
-                )
-            )
+            continue
+        bandwidth = link.bandwidth_bytes_per_s
+        shared.append(LinkShare(name=link.name, bandwidth_bytes_per_s=bandwidth, busy_share=share))
     return own, tuple(shared)
 
 

@@ -11,9 +11,10 @@ cluster of groups.
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from planner.errors import InfeasibleError, InputError, PlannerError
+from planner.formats.files import replace
 from planner.formats.plan_parts import ALONG_ORDER
 from planner.plan.blocks import block_ends
 from planner.solver.portfolio import best_plan
@@ -40,18 +41,19 @@ def answer(problem: Problem) -> Answer:
         return _over_cuts(problem)
 
     trials = _DegreeTrials(problem)
-    # The more promising degrees come first, because others may not be worth a search then.
     least_s = {degree: _relaxed_s(problem.on_groups_of(degree)) for degree in degrees}
     order = list(degrees)
-    if not problem.schedule.asynchronous:
+    drains = not problem.schedule.asynchronous
+    if drains:
+        # The more promising degrees come first, because others may not be worth a search then.
         order.sort(key=least_s.__getitem__)
 
     for number, degree in enumerate(order):
-        left = len(order) - number
         if trials.best_s < least_s[degree] or (trials.answers and problem.clock.passed):
             trials.missed.append(degree)
-        else:
-            trials.search(degree, 1 / (left if problem.schedule.asynchronous else min(left, 2)))
+            continue
+        left = len(order) - number
+        trials.search(degree, 1 / (min(left, 2) if drains else left))
     return trials.answer()
 
 
@@ -142,57 +144,52 @@ def _over_cuts(problem: Problem) -> Answer:
     ends = frozenset[int]()
     if granularity != "layer" and problem.solver != "ilp":
         ends = block_ends(profile)
+    if not ends and granularity == "block":
+        raise InputError(
+            f"`granularity=block` is for models of repeated blocks, and '{profile.model}' has none",
+            hint="use `granularity=layer`",
+        )
     if not ends:
-        if granularity == "block":
-            what = (
-                f"`granularity=block` is for models of repeated blocks, and '{profile.model}' "
-                f"has none"
-            )
-            raise InputError(what, hint="use `granularity=layer`")
         return best_plan(problem)
 
     blocks = cut_after(problem, ends)
     if granularity == "block":
         return best_plan(blocks)
-
-    layers = len(profile.layers)
-    few = layers <= _most_cuts(problem)
     try:
         between = best_plan(blocks)
     except InfeasibleError:
-        if few:
-            return best_plan(problem)  # smaller stages may fit
-        raise
-    return _inside_blocks(problem, ends, between, few=few)
+        if len(profile.layers) > _most_cuts(problem):
+            raise
+        return best_plan(problem)  # smaller stages may fit
+    return _inside_blocks(problem, ends, between)
 
 
-def _inside_blocks(problem: Problem, ends: frozenset[int], between: Answer, *, few: bool) -> Answer:
+def _inside_blocks(problem: Problem, ends: frozenset[int], between: Answer) -> Answer:
     """Return the answer between blocks, or one that also cuts inside them; bound plans that cut
     anywhere.
     """
+    # 1. What any cuts may gain.
     searched = searched_cuts(problem)
     bound_s = relaxed_s(problem, searched.space)
     bound_of = searched.bound_of
     saving = problem.tuning.answer.min_saving_share
     may_pay = bound_s < between.best.seconds * (1 - saving)
-    everywhere = few and not problem.clock.passed
+
+    # 2. A search over all cuts where these are few, or over those beside the plan's own.
+    most = _most_cuts(problem)
+    in_time = not problem.clock.passed
+    everywhere = in_time and len(problem.layer_costs.profile.layers) <= most
+    cuts = _all_cuts(problem) if everywhere else ends | _beside(problem, ends, between.best)
     best = between
+    if may_pay and in_time and cuts != ends and len(cuts) <= most:
+        inside = best_plan(problem if everywhere else cut_after(problem, cuts))
+        if everywhere:
+            bound_s = inside.bound_s
+            bound_of = inside.bound_of
+        if problem.is_faster(inside.best, between.best, saving):
+            best = inside
 
-    if may_pay and not problem.clock.passed:
-        layers = len(problem.layer_costs.profile.layers)
-        cuts = (
-            frozenset(range(layers - 1))
-            if everywhere
-            else ends | _beside(problem, ends, between.best)
-        )
-        if cuts != ends and len(cuts) <= _most_cuts(problem):
-            inside = best_plan(problem if everywhere else cut_after(problem, cuts))
-            if everywhere:
-                bound_s = inside.bound_s
-                bound_of = inside.bound_of
-            if problem.is_faster(inside.best, between.best, saving):
-                best = inside
-
+    # 3. What the bound is of.
     anywhere_known = everywhere or problem.schedule.asynchronous or best is not between
     if may_pay and not anywhere_known and between.bound_s > bound_s:
         # Of plans that cut between blocks a search knows well how little the memory leaves to
@@ -203,6 +200,10 @@ def _inside_blocks(problem: Problem, ends: frozenset[int], between: Answer, *, f
         bound_s = relaxed_s(problem)
         bound_of = ""
     return replace(best, bound_s=min(bound_s, best.best.seconds), bound_of=bound_of)
+
+
+def _all_cuts(problem: Problem) -> frozenset[int]:
+    return frozenset(range(len(problem.layer_costs.profile.layers) - 1))
 
 
 def _most_cuts(problem: Problem) -> int:

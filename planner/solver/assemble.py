@@ -1,7 +1,6 @@
 """Assemble the plan of the chosen stages: names, ranks, transfers and predictions."""
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -11,10 +10,12 @@ from planner.cost.kinds import everything_on, fastest_rank
 from planner.cost.network.link import backward_and_reduce_s, buckets_of, ring_all_reduce_s
 from planner.cost.utilisation import utilisation
 from planner.cost.weight_copies import price_with_copies
+from planner.formats.files import replace
 from planner.formats.plan import GIVEN as GIVEN_NAME
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import Prediction, SolverReport, Stage
 from planner.formats.profile import LossMean, Profile
+from planner.plan.confidence import interval_of
 from planner.plan.lengths import planned
 from planner.plan.rank_groups import on_ranks
 from planner.solver.by_hand import replicated
@@ -108,24 +109,24 @@ def _stages(problem: Problem, best: Evaluation) -> Iterator[Stage]:
     layer_costs = problem.layer_costs
     names = [layer.name for layer in layer_costs.profile.layers]
     ranks = on_ranks(best.ranks, degrees_of(stage.options for stage in best.stages))
-    for number, (stage, costs) in enumerate(
-        zip(best.stages, stage_costs(layer_costs, best.stages, problem.setting), strict=True)
-    ):
-        groups = stage.options.recompute
-        whole = groups in ((), whole_stage(stage.layers))
-        named = tuple(tuple(names[index] for index in sorted(group)) for group in groups)
+    seconds = stage_costs(layer_costs, best.stages, problem.setting)
+
+    for number, stage in enumerate(best.stages):
+        costs = seconds[number]
+        options = stage.options
+        recompute = _recompute_words(stage, names)
+        # Of a whole stage the forward's seconds are known.
+        partly = options.shards_gradients or not isinstance(recompute, bool)
         yield Stage(
             layers=tuple(names[index] for index in sorted(stage.layers)),
             ranks=ranks[number],
-            tensor=stage.options.ranks_per_replica,
+            tensor=options.ranks_per_replica,
             in_flight=best.price.in_flight[number],
-            sharded=stage.options.shards_optimizer,
-            sharding_level=stage.options.sharding.level_in_files,
-            shard_group=stage.options.sharding.group or None,
-            recompute=bool(groups) if whole else named,
-            recompute_s=costs.recompute_s
-            if groups and (stage.options.shards_gradients or not whole)
-            else None,
+            sharded=options.shards_optimizer,
+            sharding_level=options.sharding.level_in_files,
+            shard_group=options.sharding.group or None,
+            recompute=recompute,
+            recompute_s=costs.recompute_s if options.recompute and partly else None,
             forward_s=costs.forward_s,
             backward_s=costs.backward_s,
             update_s=costs.update_s,
@@ -139,47 +140,67 @@ def _stages(problem: Problem, best: Evaluation) -> Iterator[Stage]:
         )
 
 
+def _recompute_words(stage: Candidate, names: Sequence[str]) -> bool | tuple[tuple[str, ...], ...]:
+    """Return the names of the layers in each group that recomputes; True for a whole stage as one
+    group.
+    """
+    groups = stage.options.recompute
+    if groups in ((), whole_stage(stage.layers)):
+        return bool(groups)
+    return tuple(tuple(names[index] for index in sorted(group)) for group in groups)
+
+
 def _predict(problem: Problem, best: Evaluation) -> Prediction:
     """Predict the plan's speed, and compare it with one GPU of the fastest kind and with data
     parallelism.
 
     Both train the same minibatch in the same microbatches. Neither needs to fit the memory.
     """
+    profile = problem.layer_costs.profile
     price = best.price
     seconds = best.seconds
     microbatches = problem.microbatches
-    profile = problem.layer_costs.profile
-    parallel_s, parallel_bytes = _data_parallel(problem, simulates=best.simulated)
-
     size = profile.microbatch_size
     samples = None if size is None else size * microbatches
-    tokens = profile.tokens_per_sample
+    tokens = None
+    if samples is not None and profile.tokens_per_sample is not None:
+        tokens = samples * profile.tokens_per_sample
+
+    parallel_s, parallel_bytes = _data_parallel(problem, simulates=best.simulated)
+    cut = None
+    if parallel_bytes > 0:
+        cut = 1 - price.communication_bytes / microbatches / parallel_bytes
+    used = None
+    if not problem.cluster.kinds:  # devices of several kinds have several peaks
+        used = utilisation(profile, microbatches, seconds, best.gpus // price.chunks)
+
     return Prediction(
         seconds_per_minibatch=seconds,
         by="simulation" if best.simulated else "cost model",
-        samples_per_s=None if samples is None else samples / seconds,
+        samples_per_s=_ratio(samples, seconds),
         bottleneck=price.bottleneck,
         speedup_over_one_gpu=_one_gpu_s(problem) / seconds,
         speedup_over_data_parallel=parallel_s * microbatches / seconds,
-        communication_bytes_per_sample=None
-        if samples is None
-        else price.communication_bytes / samples,
-        data_parallel_communication_bytes_per_sample=None
-        if size is None
-        else parallel_bytes / size,
-        communication_cut=(
-            1 - price.communication_bytes / microbatches / parallel_bytes
-            if parallel_bytes > 0
-            else None
-        ),
-        tokens_per_s=None if samples is None or tokens is None else samples * tokens / seconds,
-        # Devices of several kinds have several peaks.
-        flop_utilisation=(
-            None
-            if problem.cluster.kinds
-            else utilisation(profile, microbatches, seconds, best.gpus // price.chunks)
-        ),
+        communication_bytes_per_sample=_ratio(price.communication_bytes, samples),
+        data_parallel_communication_bytes_per_sample=_ratio(parallel_bytes, size),
+        communication_cut=cut,
+        tokens_per_s=_ratio(tokens, seconds),
+        flop_utilisation=used,
+        speed_interval=_speed_interval(problem, best),
     )
+
+
+def _ratio(amount: float | None, count: float | None) -> float | None:
+    """Return an amount for each of so many; None where one of the two is not known."""
+    if amount is None or count is None:
+        return None
+    return amount / count
+
+
+def _speed_interval(problem: Problem, best: Evaluation) -> tuple[float, float] | None:
+    divided = any(stage.options.divides_layers for stage in best.stages)
+    interval = interval_of(problem.layer_costs.given, problem.cluster, divided=divided)
+    return None if interval is None else (interval.least, interval.most)
 
 
 def _one_gpu_s(problem: Problem) -> float:
@@ -210,17 +231,22 @@ def _undivided(problem: Problem, stage: Candidate, simulates: bool) -> tuple[flo
     slowest.
     """
     gpus = problem.cluster.gpus
-    link = problem.link
     everything = problem.layer_costs.work(stage)
     seconds = float(problem.asynchronous().stage_s(everything, np.float64(gpus)))
-    if simulates and link.overlap and gpus > 1:
-        layers = problem.layer_costs.on_kind(stage.options.kind).profile.layers
-        buckets = buckets_of(layers)
-        gradient_bytes = sum(layer.gradient_bytes for layer in layers)
-        reduce_s = float(ring_all_reduce_s(gradient_bytes, gpus, link))
-        by_formula_s = float(backward_and_reduce_s(buckets.ready_s[-1], reduce_s, link))
-        seconds += (buckets.reduced_s(reduce_s) - by_formula_s) / gpus
+    if simulates and problem.link.overlap and gpus > 1:
+        seconds += _late_buckets_s(problem, stage) / gpus
     return seconds, 2 * (gpus - 1) / gpus * float(everything.trainable_bytes)
+
+
+def _late_buckets_s(problem: Problem, stage: Candidate) -> float:
+    """Return by how much the all-reduce of real buckets ends later than the formula's even ones."""
+    link = problem.link
+    layers = problem.layer_costs.on_kind(stage.options.kind).profile.layers
+    buckets = buckets_of(layers)
+    gradient_bytes = sum(layer.gradient_bytes for layer in layers)
+    reduce_s = float(ring_all_reduce_s(gradient_bytes, problem.cluster.gpus, link))
+    by_formula_s = float(backward_and_reduce_s(buckets.ready_s[-1], reduce_s, link))
+    return buckets.reduced_s(reduce_s) - by_formula_s
 
 
 def _divided(problem: Problem, stage: Candidate, simulates: bool) -> tuple[float, float]:

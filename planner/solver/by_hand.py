@@ -4,7 +4,6 @@ order.
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -13,6 +12,7 @@ from planner.cost.candidate import Candidate, candidates
 from planner.cost.kinds import everything_on, fastest_ranks
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.recomputation import units_of
+from planner.formats.files import replace
 from planner.plan.blocks import blocks_of
 from planner.solver.clock import NO_LIMIT, Clock
 from planner.solver.problem.problem import Problem
@@ -34,13 +34,15 @@ def equal_blocks(layer_costs: LayerCosts, stages: int) -> list[Candidate]:
     Where there are fewer blocks than stages, each block is a stage.
     """
     blocks = blocks_of(layer_costs.profile)
+    counts = equal_counts(len(blocks), min(stages, len(blocks)))
     legal = np.array(legal_ends(layer_costs))
-    wanted = (
-        blocks[taken - 1].stop
-        for taken in accumulate(equal_counts(len(blocks), min(stages, len(blocks))))
-    )
-    ends = sorted({0, *(int(legal[np.argmin(np.abs(legal - end))]) for end in wanted)})
-    return candidates([range(first, end) for first, end in pairwise(ends)], [1] * (len(ends) - 1))
+
+    ends = {0}
+    for taken in accumulate(counts):
+        distance = np.abs(legal - blocks[taken - 1].stop)
+        ends.add(int(legal[np.argmin(distance)]))
+    layers = [range(first, end) for first, end in pairwise(sorted(ends))]
+    return candidates(layers, [1] * len(layers))
 
 
 def equal_time(layer_costs: LayerCosts, gpus: int) -> list[Candidate]:
@@ -64,7 +66,8 @@ def equal_times(
         if number and clock.passed:
             return
         ends = _balanced_ends(sums, min(count, len(sums) - 1))
-        yield candidates([chain.layers(i, j) for i, j in pairwise(ends)], [1] * (len(ends) - 1))
+        layers = [chain.layers(i, j) for i, j in pairwise(ends)]
+        yield candidates(layers, [1] * len(layers))
 
 
 def _balanced_ends(sums: Sequence[float], stages: int) -> list[int]:
@@ -99,7 +102,8 @@ def recomputing(layer_costs: LayerCosts, stages: Sequence[Candidate]) -> list[Ca
     """
     again = []
     for stage in stages:
-        blocks = tuple(map(frozenset, units_of(layer_costs, sorted(stage.layers))))
+        units = units_of(layer_costs, sorted(stage.layers))
+        blocks = tuple(map(frozenset, units))
         again.append(replace(stage, options=replace(stage.options, recompute=blocks)))
     return again
 

@@ -5,9 +5,9 @@ search.
 """
 
 import time
-from dataclasses import replace
 
 from planner.formats.cluster import Cluster
+from planner.formats.files import replace
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
 from planner.options.option import keywords_of
@@ -80,14 +80,15 @@ def plainest(problem: Problem, found: Answer) -> Answer:
     estimates.
     """
     best = found.best
-    stage = best.stages[0]
-    shards_anyway = problem.rules.shard_optimizer == "always"
-    if len(best.stages) > 1 or stage.options.divides_layers or shards_anyway:
+    (stage, *others) = best.stages
+    options = stage.options
+    if others or options.divides_layers or problem.rules.shard_optimizer == "always":
         return found
 
     indistinguishable_s = best.seconds * (1 + problem.tuning.answer.indistinguishable_share)
-    for sharding in stage.options.sharding.less():
-        plan = evaluate(problem, [replace(stage, options=stage.options.with_sharding(sharding))])
+    for sharding in options.sharding.less():
+        plainer = replace(stage, options=options.with_sharding(sharding))
+        plan = evaluate(problem, [plainer])
         as_fast = plan.simulated == best.simulated and plan.seconds <= indistinguishable_s
         if as_fast and problem.allows(plan):
             return found.with_best(plan)

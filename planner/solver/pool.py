@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 
 from planner.cost.candidate import Candidate
 from planner.cost.weight_copies import copies_fit
+from planner.formats.files import replace
 from planner.plan.shape import trainable_pairs
-from planner.solver.evaluate.evaluation import in_every_order, priced, simulated
+from planner.solver.evaluate.evaluation import priced, simulated
 from planner.solver.evaluate.leaner import Leaner
+from planner.solver.evaluate.orders import in_every_order
 from planner.solver.evaluate.pipelines import shared_between, too_large
 from planner.solver.problem.cut_space import SearchedCuts
 from planner.solver.problem.problem import Problem
@@ -174,7 +175,7 @@ class Pool:
             if not self.trains(plan):
                 self.untrained = _faster(self.untrained, plan)
             elif forwards <= most_forwards:
-                self._simulate(plan, SEARCH, apart=True)
+                self._simulate_apart(plan)
             else:
                 self.keep(plan)
 
@@ -240,22 +241,36 @@ class Pool:
             return None
         return self._leaner.lean_enough(plan.stages)
 
-    def _simulate(self, plan: Evaluation, method: str, *, apart: bool = False) -> None:
-        problem = self.unhurried() if apart else self.problem
+    def _simulate(self, plan: Evaluation, method: str) -> None:
+        """Simulate a plan within the budget of the searches, and keep it if it is the best."""
+        self._keep_simulated(self._simulated(self.problem, plan), method)
+
+    def _simulate_apart(self, plan: Evaluation) -> None:
+        """Do the same with an allowance of its own, which is not taken from the searches."""
+        unhurried = self.unhurried()
+        evaluation = self._simulated(unhurried, plan)
+        self.problem.budget.seen.update(unhurried.budget.seen)
+        self._keep_simulated(evaluation, SEARCH)
+
+    def _keep_simulated(self, plan: Evaluation, method: str) -> None:
+        """Keep the best plan; one that the budget left without a simulation only where there is no
+        other, or none can be had.
+        """
+        if plan.simulated or self.best is None or too_large(self.problem, plan.stages):
+            self.keep(plan, method)
+
+    def _simulated(self, problem: Problem, plan: Evaluation) -> Evaluation:
+        """Return a plan with its simulated time, at depths at which its copies of weights fit."""
         below_s = math.inf
         if self.best is not None:
             below_s = self.best.seconds
             if problem.schedule.stashes:
                 below_s *= problem.tuning.evaluate.min_speedup_per_stale_update
         evaluation = simulated(problem, plan, below_s)
-        if not self.trains(evaluation):
-            # Deeper stages hold more versions of their copies.
-            evaluation = simulated(replace(problem, depth="published"), plan, below_s)
-        if apart:
-            self.problem.budget.seen.update(problem.budget.seen)
-
-        if evaluation.simulated or self.best is None or too_large(problem, plan.stages):
-            self.keep(evaluation, method)
+        if self.trains(evaluation):
+            return evaluation
+        # Deeper stages hold more versions of their copies.
+        return simulated(replace(problem, depth="published"), plan, below_s)
 
     def unhurried(self) -> Problem:
         """Return the problem with an allowance of its own, and some time, also where the time is

@@ -79,6 +79,7 @@ def test_a_device_of_ones_own_with_master_weights(folder: Path) -> None:
             "--deterministic are for measurements",
         ),
         (("model.py", "--estimate", "--batch-size", "0"), "--batch-size 0"),
+        (("model.py", "--estimate", "--device-file", "none.json"), "none.json"),
         (("model.py", "--device-file", "my.json"), "--device-file is for estimates"),
         (("model.py", "--master-weights"), "--dtype float32 needs no master weights"),
         (

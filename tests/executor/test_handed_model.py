@@ -42,8 +42,9 @@ def make_spec(**more: Any) -> TrainingSpec:
 def make_plan(spec: TrainingSpec) -> Plan:
     profile = planner.profile(spec, batch_size=SIZE, seconds=0.2, device="cpu")
     cluster = planner.flat_cluster(2, "1Gbps")
-    chosen = {"replicas": 1, "microbatches": MICROBATCHES}
-    return planner.price(profile, cluster, 2, schedule="1f1b-flush", **chosen)
+    return planner.price(
+        profile, cluster, 2, replicas=1, schedule="1f1b-flush", microbatches=MICROBATCHES
+    )
 
 
 def test_it_trains_as_in_one_process(tmp_path: Path) -> None:

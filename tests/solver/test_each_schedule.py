@@ -24,8 +24,8 @@ def sample() -> Profile:
 
 def test_rows_have_the_plans_of_solve(sample: Profile) -> None:
     cluster = planner.flat_cluster(2, 1e9)
-    choices = {"schedules": ["gpipe", "1f1b-flush", "1f1b"], "microbatches": [4, 8]}
-    rows = planner.compare_schedules(sample, cluster, **choices).rows
+    schedules = ["gpipe", "1f1b-flush", "1f1b"]
+    rows = planner.compare_schedules(sample, cluster, schedules=schedules, microbatches=[4, 8]).rows
 
     assert [(str(row.schedule), row.microbatches) for row in rows] == [
         ("1f1b", 1),

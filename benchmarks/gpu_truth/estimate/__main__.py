@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from tabulate import tabulate
 
-from benchmarks.calibration import fit
+from benchmarks.gpu_truth.fit_device import fit
 from benchmarks.kept import ROOT
 from planner.formats.profile import Profile, load_profile
 from planner.model.spec import load_model_file

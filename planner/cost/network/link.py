@@ -3,7 +3,7 @@ are all-reduced.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike
 
 from planner.cost.work import Floats
 from planner.formats.cluster import Cluster
+from planner.formats.files import replace
 from planner.formats.profile import Layer
 from planner.units import SLACK
 
@@ -114,6 +115,7 @@ class Buckets(NamedTuple):
 
     @classmethod
     def even(cls, backward_s: float) -> "Buckets":
+        """Return buckets of equal size, full at equal distances."""
         return cls(
             tuple(backward_s * (part + 1) / BUCKETS for part in range(BUCKETS)),
             (1 / BUCKETS,) * BUCKETS,
@@ -142,46 +144,71 @@ def buckets_of(
     """
     again_s = again_s or {}
     backward_s = sum(layer.backward_s for layer in layers) + sum(again_s.values())
-    # The gradient of a duplicated weight is complete after the backward of the first layer that
-    # uses it.
-    extra_bytes = [0] * len(layers)
-    for other in copied:
-        names = set(other.parameters)
-        users = [
-            number for number, layer in enumerate(layers) if names.intersection(layer.parameters)
-        ]
-        extra_bytes[users[0] if users else 0] += other.gradient_bytes
-    pieces, clock_s = list[tuple[float, float]](), 0.0  # bytes of gradients, and when they exist
-    for number in reversed(range(len(layers))):
-        layer = layers[number]
-        clock_s += again_s.get(number, 0.0)
-        # A layer is taken to finish its parameters in pairs, a weight with its bias, at equal
-        # distances.
-        count = max(1, len(layer.parameters) // 2)
-        size = (layer.gradient_bytes + extra_bytes[number]) / count
-        if size > 0:
-            pieces += [(size, clock_s + layer.backward_s * (n + 1) / count) for n in range(count)]
-        clock_s += layer.backward_s
+    pieces = _pieces(layers, copied, again_s)
     total_bytes = sum(size for size, _ in pieces)
     if total_bytes <= 0:
         return Buckets.even(backward_s)
-    # bytes so far, time
-    full_bytes, filled = bucket_bytes(round(total_bytes)), list[tuple[float, float]]()
-    size_bytes, done_bytes = 0.0, 0.0
-    for size, at_s in pieces:
-        if not filled or size_bytes >= full_bytes:
-            filled.append((0.0, 0.0))
-            size_bytes = 0.0
-        size_bytes, done_bytes = size_bytes + size, done_bytes + size
-        filled[-1] = done_bytes, at_s
+
+    filled = _filled(pieces, bucket_bytes(round(total_bytes)))
     if len(filled) > MOST_PARTS:
         # Simulations count each of them. The first decides when an all-reduce begins, the last one
         # how much of it is left after the backward.
         groups = MOST_PARTS - 2
         ends = [(len(filled) - 2) * (group + 1) // groups for group in range(groups)]
         filled = [filled[0], *(filled[end] for end in ends), filled[-1]]
-    if filled[-1][1] < backward_s * (1 - SLACK):
+    done_bytes, last_s = filled[-1]
+    if last_s < backward_s * (1 - SLACK):
         filled.append((done_bytes, backward_s))
+
     done = [0.0, *(end / total_bytes for end, _ in filled)]
     times = (*(at_s for _, at_s in filled[:-1]), backward_s)
     return Buckets(times, tuple(end - start for start, end in pairwise(done)))
+
+
+def _pieces(
+    layers: Sequence[Layer], copied: Sequence[Layer], again_s: Mapping[int, float]
+) -> list[tuple[float, float]]:
+    """Return the bytes of gradients, and when they exist, in the order of a backward."""
+    copied_bytes = _copied_bytes(layers, copied)
+    pieces: list[tuple[float, float]] = []
+    clock_s = 0.0
+    for number in reversed(range(len(layers))):
+        layer = layers[number]
+        clock_s += again_s.get(number, 0.0)
+        # A layer is taken to finish its parameters in pairs, a weight with its bias, at equal
+        # distances.
+        count = max(1, len(layer.parameters) // 2)
+        size = (layer.gradient_bytes + copied_bytes[number]) / count
+        if size > 0:
+            pieces += [(size, clock_s + layer.backward_s * (n + 1) / count) for n in range(count)]
+        clock_s += layer.backward_s
+    return pieces
+
+
+def _copied_bytes(layers: Sequence[Layer], copied: Sequence[Layer]) -> list[int]:
+    """Return the gradients of duplicated weights by the layer after whose backward they are
+    complete: the first that uses them.
+    """
+    sizes = [0] * len(layers)
+    for other in copied:
+        names = set(other.parameters)
+        users = [
+            number for number, layer in enumerate(layers) if names.intersection(layer.parameters)
+        ]
+        sizes[users[0] if users else 0] += other.gradient_bytes
+    return sizes
+
+
+def _filled(pieces: Sequence[tuple[float, float]], full_bytes: int) -> list[tuple[float, float]]:
+    """Fill buckets, and return for each the bytes up to its end, and when it is full."""
+    filled: list[tuple[float, float]] = []
+    size_bytes = 0.0
+    done_bytes = 0.0
+    for piece_bytes, at_s in pieces:
+        if not filled or size_bytes >= full_bytes:
+            filled.append((0.0, 0.0))
+            size_bytes = 0.0
+        size_bytes += piece_bytes
+        done_bytes += piece_bytes
+        filled[-1] = (done_bytes, at_s)
+    return filled

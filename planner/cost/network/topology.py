@@ -9,7 +9,7 @@ crosses the link of each group that it passes through once each way, whichever r
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
@@ -20,6 +20,7 @@ from planner.cost.candidate import Candidate
 from planner.cost.network.link import Link
 from planner.cost.work import Floats, Integers, Work
 from planner.formats.cluster import Cluster
+from planner.formats.files import replace
 
 MOST_REMEMBERED = 256  # GPUs of a cluster, whose shares are kept
 
@@ -27,6 +28,7 @@ Ranks = Sequence[int]  # of a stage's replicas, in their order; a range where th
 
 
 def rank_ranges(replicas: Sequence[int]) -> list[range]:
+    """Return the ranks of each stage where they are consecutive."""
     ends = np.cumsum(replicas)
     return [range(int(end) - r, int(end)) for end, r in zip(ends, replicas, strict=True)]
 
@@ -39,22 +41,27 @@ def column_ranks(replicas: Sequence[int], columns: int) -> list[Ranks]:
     whose numbers are equal modulo the columns, next to each other, so that columns exchange
     gradients only.
     """
-    parts = [r // columns for r in replicas]
     if columns == 1:
         return list(rank_ranges(replicas))
-    size, starts = sum(parts), np.cumsum([0, *parts[:-1]])
-    return [
-        tuple(int(i % columns * size + start + i // columns) for i in range(r))
-        for r, start in zip(replicas, starts, strict=True)
-    ]
+
+    parts = [r // columns for r in replicas]  # of each stage in a column
+    size = sum(parts)
+    first = 0  # place of a stage in its column
+    ranks: list[Ranks] = []
+    for r, part in zip(replicas, parts, strict=True):
+        ranks.append(tuple(i % columns * size + first + i // columns for i in range(r)))
+        first += part
+    return ranks
 
 
 class Topology:
     """The levels of a cluster with more than one member, innermost first, numbered from 0."""
 
     def __init__(self, cluster: Cluster) -> None:
-        levels = self._levels = cluster.joined
-        self.gpus, self._handled = cluster.gpus, (cluster.overlap, cluster.coding_s_per_byte)
+        levels = cluster.joined
+        self._levels = levels
+        self.gpus = cluster.gpus
+        self._handled = (cluster.overlap, cluster.coding_s_per_byte)
         self.groups = np.cumprod([level.size for level in levels])  # ranks in a group of each level
         self._groups = tuple(self.groups.tolist())
         # Of a message, or within an all-reduce, whose ends meet at each level.
@@ -85,14 +92,20 @@ class Topology:
         return len(self.groups)
 
     def level(self, one: ArrayLike, other: ArrayLike) -> Integers:
-        one, other = np.asarray(one)[..., None], np.asarray(other)[..., None]
-        return np.asarray(
-            np.sum(one // self.groups[:-1] != other // self.groups[:-1], axis=-1), dtype=np.int64
-        )
+        """Return the innermost level at which a group holds both ranks, of each pair."""
+        inner = self.groups[:-1]
+        group = np.asarray(one)[..., None] // inner
+        other_group = np.asarray(other)[..., None] // inner
+        return np.asarray(np.sum(group != other_group, axis=-1), dtype=np.int64)
 
     def link(self, level: int) -> Link:
-        path, ring = float(self.path_bytes_per_s[level]), float(self.ring_bytes_per_s[level])
-        return Link(path, float(self.latency_s[level]), ring, *self._handled)
+        """Return the link of messages, and of rings, whose ends meet at a level."""
+        return Link(
+            float(self.path_bytes_per_s[level]),
+            float(self.latency_s[level]),
+            float(self.ring_bytes_per_s[level]),
+            *self._handled,
+        )
 
     def stage_link(self, ranks: Ranks) -> Link:
         """Return the link of a stage's all-reduce; messages that do not overlap are priced at the
@@ -127,6 +140,7 @@ class Topology:
         return replace(link, wait_share=share, most_wait_s=wait_s)
 
     def span(self, ranks: Ranks) -> int:
+        """Return the outermost level that a ring over these ranks crosses."""
         return int(self.level(min(ranks), max(ranks)))
 
     def shares(self, ranks: Ranks, others: Ranks) -> Floats:
@@ -142,22 +156,28 @@ class Topology:
 
 @lru_cache(maxsize=2**14)  # of some hundred bytes
 def _shares(groups: tuple[int, ...], ranks: Ranks, others: Ranks) -> Floats:
-    common = math.gcd(len(ranks), len(others))
-    own, other = (
-        np.arange(r.start, r.stop) if isinstance(r, range) else np.asarray(r)
-        for r in (ranks, others)
-    )
-    own_turn, other_turn = np.arange(len(own)) % common, np.arange(len(other)) % common
-    # by level, how many of the other ranks that it meets are in its group
-    met = np.empty((len(groups), len(own)))
-    for number, size in enumerate(groups):
-        places, counts = np.unique(other // size * common + other_turn, return_counts=True)
-        wanted = own // size * common + own_turn
-        found = np.minimum(np.searchsorted(places, wanted), len(places) - 1)
-        met[number] = np.where(places[found] == wanted, counts[found], 0)
-    shares = np.diff(met, axis=0, prepend=0.0) / (len(others) // common)
+    """Compute `Topology.shares`: for each level, how many of the ranks that a rank meets are in its
+    group there, but in none of a lower level.
+    """
+    turns = math.gcd(len(ranks), len(others))  # replicas meet those of their own turn
+    met = np.empty((len(groups), len(ranks)))
+    for level, size in enumerate(groups):
+        wanted = _groups_by_turn(ranks, size, turns)
+        there, counts = np.unique(_groups_by_turn(others, size, turns), return_counts=True)
+        nearest = np.minimum(np.searchsorted(there, wanted), len(there) - 1)
+        met[level] = np.where(there[nearest] == wanted, counts[nearest], 0)
+
+    shares = np.diff(met, axis=0, prepend=0.0) / (len(others) // turns)
     shares.setflags(write=False)
     return np.asarray(shares)
+
+
+def _groups_by_turn(ranks: Ranks, size: int, turns: int) -> Integers:
+    """Number the groups of `size` ranks, one for each turn, and return that of each rank."""
+    # of a range, because an array of thousands of its numbers takes long
+    numbers = np.arange(ranks.start, ranks.stop) if isinstance(ranks, range) else np.asarray(ranks)
+    turn = np.arange(len(ranks)) % turns
+    return np.asarray(numbers // size * turns + turn)
 
 
 class Loads:
@@ -172,12 +192,15 @@ class Loads:
         self.shared = [np.zeros((2, topology.gpus // size)) for _, size, _, _ in topology.shared]
 
     def times(self, count: int) -> "Loads":
-        many = Loads.__new__(Loads)
-        many.topology, many.into, many.out = self.topology, self.into * count, self.out * count
+        """Return the loads of so many microbatches."""
+        many = Loads(self.topology)
+        many.into = self.into * count
+        many.out = self.out * count
         many.shared = [each * count for each in self.shared]
         return many
 
     def busiest(self, ranks: Ranks) -> tuple[float, float]:
+        """Return the seconds of the busiest of these ranks' links, into it and out of it."""
         own = _index(ranks)
         return float(self.into[own].max()), float(self.out[own].max())
 
@@ -185,47 +208,55 @@ class Loads:
         """Add the messages between two stages, `Traffic.amounts`; return their mean seconds over
         the pairs of ranks.
         """
-        output_bytes, gradient_bytes, outputs, gradients = (
-            float(amount) for amount in exchange[:4]
-        )
-        # By the level at which their ends meet.
-        path_bytes_per_s, latency_s = self.topology.path_bytes_per_s, self.topology.latency_s
+        output_bytes, gradient_bytes, outputs, gradients = map(float, exchange[:4])
+
+        # 1. Seconds of all messages, by the level at which their ends meet.
+        path_bytes_per_s = self.topology.path_bytes_per_s
+        latency_s = self.topology.latency_s
         forward_s = output_bytes / path_bytes_per_s + outputs * latency_s
         back_s = gradient_bytes / path_bytes_per_s + gradients * latency_s
-        from_source, at_target = (
-            self.topology.shares(source, target),
-            self.topology.shares(target, source),
-        )
-        here, there = _index(source), _index(target)
-        self.out[here] += forward_s @ from_source / len(source)
-        self.into[here] += back_s @ from_source / len(source)
-        self.into[there] += forward_s @ at_target / len(target)
-        self.out[there] += back_s @ at_target / len(target)
-        for number, (level, size, bandwidth, _) in enumerate(self.topology.shared):
-            for ranks, shares, sent, received in (
-                (source, from_source, output_bytes, gradient_bytes),
-                (target, at_target, gradient_bytes, output_bytes),
-            ):
-                crossing = shares[level:].sum(axis=0) / len(ranks) / bandwidth
-                for way, moved in enumerate((received, sent)):
-                    load = self.shared[number][way]
-                    load += np.bincount(np.asarray(ranks) // size, crossing * moved, len(load))
-        return float((forward_s + back_s) @ from_source.mean(axis=1))
+
+        # 2. Each rank's own link.
+        of_source = self.topology.shares(source, target)
+        of_target = self.topology.shares(target, source)
+        here = _index(source)
+        self.out[here] += forward_s @ of_source / len(source)
+        self.into[here] += back_s @ of_source / len(source)
+        there = _index(target)
+        self.into[there] += forward_s @ of_target / len(target)
+        self.out[there] += back_s @ of_target / len(target)
+
+        # 3. The links that several ranks share.
+        self._add_shared(source, of_source, received=gradient_bytes, sent=output_bytes)
+        self._add_shared(target, of_target, received=output_bytes, sent=gradient_bytes)
+        return float((forward_s + back_s) @ of_source.mean(axis=1))
+
+    def _add_shared(self, ranks: Ranks, shares: Floats, *, received: float, sent: float) -> None:
+        """Add what these ranks receive and send, in bytes, to the links that they leave by."""
+        for load, (level, size, bandwidth, _) in zip(
+            self.shared, self.topology.shared, strict=True
+        ):
+            crossing = shares[level:].sum(axis=0) / len(ranks) / bandwidth
+            members = np.asarray(ranks) // size
+            for way, moved_bytes in zip(load, (received, sent), strict=True):
+                way += np.bincount(members, crossing * moved_bytes, len(way))
 
     def add_ring(self, ranks: Ranks, trainable_bytes: float) -> None:
         """Add the all-reduce of a stage, once per round of r microbatches: 2(r-1)/r of the bytes
         each way.
         """
-        r, own, span = len(ranks), _index(ranks), self.topology.span(ranks)
-        moved = 2 * (r - 1) / (r * r) * trainable_bytes
-        own_s = moved / self.topology.ring_bytes_per_s[span]
+        r = len(ranks)
+        own = _index(ranks)
+        span = self.topology.span(ranks)
+        moved_bytes = 2 * (r - 1) / (r * r) * trainable_bytes
+        own_s = moved_bytes / self.topology.ring_bytes_per_s[span]
         self.into[own] += own_s
         self.out[own] += own_s
         for load, (level, size, _, bandwidth) in zip(
             self.shared, self.topology.shared, strict=True
         ):
             if level <= span:
-                load[:, np.unique(np.asarray(ranks) // size)] += moved / bandwidth
+                load[:, np.unique(np.asarray(ranks) // size)] += moved_bytes / bandwidth
 
     def busiest_shared(self) -> tuple[float, int, int]:
         """Return the seconds of the busiest shared link, either way, its first rank, and the first
@@ -251,6 +282,7 @@ Exchanges = Mapping[tuple[int, int], Floats]
 
 
 def places_matter(cluster: Cluster) -> bool:
+    """Return whether messages take longer between some ranks than between others."""
     return len(cluster.joined) > 1
 
 

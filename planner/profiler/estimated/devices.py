@@ -18,18 +18,19 @@ Products, fused attention and pointwise kernels have those that were measured on
 clock, which takes their share below the others'; the H200's are PyTorch 2.11's own, and the H100's
 attention is FlashAttention-2. The GPUs' others are the same for all, and were set so that the V100
 meets the times of PipeDream's published profiles (benchmarks/gpu_truth/estimate says how well). The CPU's
-were fitted to profiles measured on an AMD EPYC (Zen 5) core (`benchmarks/calibration.py`).
+were fitted to profiles measured on an AMD EPYC (Zen 5) core (`benchmarks/gpu_truth/fit_device.py`).
 """
 
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 from planner.errors import InputError, UnitError, did_you_mean
+from planner.formats.files import replace
 from planner.units import parse_seconds
 
 DType = Literal["float32", "tf32", "bfloat16", "float16"]
@@ -70,6 +71,8 @@ class DeviceSpec:
         reported: pattern of the names that PyTorch gives it, without the maker. Boards of other
             power or fewer units (H100 PCIe, RTX 3090 Ti) have other peaks, so it fits the whole
             name.
+        like: the device, for people, whose shares it has in place of those that nobody measured on
+            it; None where its own were.
     """
 
     name: str
@@ -83,6 +86,7 @@ class DeviceSpec:
     dispatch_s: float = 0.0
     processors: int | None = None
     reported: str | None = None
+    like: str | None = None
 
     def at_clock(self, share: float) -> "DeviceSpec":
         """Return the device with its processors at this share of their boost clock; the memory
@@ -182,6 +186,24 @@ def _gpu(
     )
 
 
+def _gpus(table: Mapping[str, Mapping[str, Any]]) -> dict[str, DeviceSpec]:
+    """Return the GPUs of the table. One whose kernels were not measured has the shares of the
+    nearest kind whose were: a peak that nobody has reached says little.
+    """
+    found = {}
+    for name, row in table.items():
+        nearest = row.get("like")
+        if nearest is None:
+            found[name] = _gpu(**row)
+            continue
+        other = table[nearest]
+        shares = {
+            part: other.get(part, {}) | row.get(part, {}) for part in ("arithmetic", "moving")
+        }
+        found[name] = _gpu(**{**row, **shares, "like": other["name"]})
+    return found
+
+
 DEVICES: Mapping[str, DeviceSpec] = {
     "cpu": DeviceSpec(
         name="one AVX-512 core",
@@ -193,7 +215,7 @@ DEVICES: Mapping[str, DeviceSpec] = {
         achieved_bandwidth={name: of_cpu for name, (_, of_cpu) in _BANDWIDTH.items()},
         launch_s=7e-6,
     ),
-    **{name: _gpu(**row) for name, row in _read().items()},
+    **_gpus(_read()),
 }
 
 

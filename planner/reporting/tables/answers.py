@@ -9,6 +9,7 @@ from planner.formats.fit import Fit
 from planner.formats.plan import GIVEN, Plan
 from planner.formats.plan_parts import config_words
 from planner.reporting.tables import plan as words
+from planner.reporting.tables.device import unmeasured_words
 from planner.reporting.tables.links import links_line
 from planner.reporting.tables.table import Table, named_values, table_of
 from planner.reporting.tables.verdict import share_of_speed, verdict_lines
@@ -195,6 +196,7 @@ def _head(answer: Fit, plan: Plan) -> list[tuple[str, str | None]]:
         ("gradients", words.staleness_line(plan) if plan.staleness else None),
         ("speed", words.speed(plan) + ("" if used is None else f", {used:.0%} of the GPUs' peak")),
         ("baselines", words.best_baseline_line(plan)),
+        ("kernels", unmeasured_words(plan.device)),
         (
             "numbers",
             "estimated, on no GPU: docs/gpu-truth.md compares such estimates with published "

@@ -16,12 +16,14 @@ from planner.formats.plan_parts import (
     ALONG_ORDER,
     Bottleneck,
     OtherWay,
+    Prediction,
     SolverReport,
     Stage,
     StageMemory,
     config_words,
 )
 from planner.formats.profile import Profile
+from planner.reporting.tables.device import device_words
 from planner.reporting.tables.links import links_line
 from planner.reporting.tables.table import Table, named_values, table_of
 from planner.reporting.tables.verdict import best_baseline, share_of_speed, verdict_lines
@@ -107,7 +109,7 @@ def _head(plan: Plan) -> list[tuple[str, str | None]]:
         ("links", links_line(plan)),
         (
             "device",
-            f"{plan.device.name} ({plan.device.kind})" if plan.device.name != "unknown" else None,
+            device_words(plan.device) if plan.device.name != "unknown" else None,
         ),
         ("lengths", lengths_line(plan)),
         ("stages run", options_words(plan)),
@@ -334,12 +336,27 @@ def speed(plan: Plan) -> str:
     a minibatch.
     """
     predicted = plan.predicted
-    tokens = (
-        ""
+    words = [pace(predicted.samples_per_s, predicted.seconds_per_minibatch)]
+    if predicted.tokens_per_s is not None:
+        words.insert(0, f"{format_rate(predicted.tokens_per_s)} tokens/s")
+    if (between := speed_range(predicted)) is not None:
+        words.append(f"most likely {between}")
+    return ", ".join(words)
+
+
+def speed_range(predicted: Prediction) -> str | None:
+    """Write between which speeds measured runs of a kind of estimate were: "18,000 to 22,000
+    tokens/s"; None where the profile was measured.
+    """
+    rate, unit = (
+        (predicted.samples_per_s, "samples/s")
         if predicted.tokens_per_s is None
-        else f"{format_rate(predicted.tokens_per_s)} tokens/s, "
+        else (predicted.tokens_per_s, "tokens/s")
     )
-    return tokens + pace(predicted.samples_per_s, predicted.seconds_per_minibatch)
+    if predicted.speed_interval is None or rate is None:
+        return None
+    least, most = (format_rate(rate * share) for share in predicted.speed_interval)
+    return f"{least} to {most} {unit}"
 
 
 def in_tokens(plan: Plan) -> str:

@@ -12,6 +12,7 @@ from planner.formats.files import replace
 from planner.formats.plan import Plan
 from planner.formats.profile import Layer, Profile
 from planner.plan.blocks import BLOCK, FEWEST_REPEATS, kind_of, repeated_blocks
+from planner.reporting.tables.device import device_words
 from planner.reporting.tables.plan import options_words
 from planner.reporting.tables.table import Table, named_values, table_of
 from planner.units import format_bytes, format_flops, format_memory, format_seconds
@@ -133,7 +134,7 @@ def _head(profile: Profile) -> list[tuple[str, str | None]]:
         ("model", profile.model),
         (
             "device",
-            f"{device.name} ({device.kind}{own})" if device.name != "unknown" else "unknown",
+            device_words(device, own) if device.name != "unknown" else "unknown",
         ),
         ("microbatch", size + (f" of {profile.dtype}" if profile.dtype else "")),
         ("stages run", options_words(profile)),

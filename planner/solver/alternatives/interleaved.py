@@ -5,6 +5,7 @@ from contextlib import suppress
 from planner.errors import InfeasibleError
 from planner.formats.files import replace
 from planner.formats.plan import Plan
+from planner.solver.alternatives.simpler_ways import indistinct_share
 from planner.solver.assemble import complete
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Answer
@@ -17,7 +18,7 @@ REGULAR = "chunks of equally many blocks"  # where a bound is of interleaved pla
 
 def prefer_interleaved_if_faster(plan: Plan, request: Request) -> Plan:
     """Return the fastest regular interleaved plan where it is 2% faster than a plan under
-    1f1b-flush, or the plan.
+    1f1b-flush, and by more than estimates tell plans apart, or the plan.
 
     So much must several times as many messages earn, for what waits for them is not all known. Both
     have the same minibatch, and the same table of other ways.
@@ -53,4 +54,5 @@ def _required_s(plan: Plan, problem: Problem) -> float:
     seconds = plan.predicted.seconds_per_minibatch
     if plan.predicted.by != "simulation":
         seconds *= 1 + tuning.evaluate.assumed_waiting_share
-    return seconds * (1 - tuning.answer.min_saving_share)
+    saving = max(tuning.answer.min_saving_share, indistinct_share(plan, tuning))
+    return seconds * (1 - saving)

@@ -11,19 +11,16 @@ rest can be.
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 from planner.cost.candidate import Candidate
 from planner.cost.communicators import with_overheads
 from planner.cost.kinds import with_kinds
 from planner.cost.overheads import Price, stage_memory
 from planner.formats.cluster import Cluster, Level
+from planner.formats.files import replace
 from planner.solver.evaluate.depth_limits import Depths, busiest_s, deepest_allowed
 from planner.solver.evaluate.depths import PipelineTimes, choose_depths, price_depths
 from planner.solver.evaluate.draining_depths import SimulatedDepths, choose_draining_depths
-from planner.solver.evaluate.orders import columns_of as columns_of
-from planner.solver.evaluate.orders import in_columns as in_columns
-from planner.solver.evaluate.orders import in_every_order as in_every_order
 from planner.solver.evaluate.pipelines import pipeline_for, too_large
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import CutPath, Evaluation, stages_along
@@ -52,8 +49,7 @@ def _of_size(problem: Problem, gpus: int) -> Cluster:
         latency_s=link.latency_s,
         all_reduce_bandwidth_bytes_per_s=link.all_reduce_bandwidth_bytes_per_s,
     )
-    flat = {"levels": (level,), "memory_bytes": None, "kinds": ()}
-    return problem.cluster.model_copy(update=flat)
+    return replace(problem.cluster, levels=(level,), kinds=(), memory_bytes=None)
 
 
 def evaluate(problem: Problem, stages: Sequence[Candidate]) -> Evaluation:

@@ -1,13 +1,13 @@
 """Let stages that do not fit the memory recompute as little as makes them fit."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cache
 
 import numpy as np
 
 from planner.cost.candidate import Candidate
 from planner.cost.recomputation import Choices, Recomputation
+from planner.formats.files import replace
 from planner.solver.evaluate.evaluation import priced
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation
@@ -31,10 +31,15 @@ class Leaner:
             plan = self._priced(stages, choices, rows)
             if plan.fits(self._problem.cluster):
                 return plan if self._problem.allows(plan) else None
-            for number, excess_bytes in enumerate(self._excess_bytes(plan)):
-                if excess_bytes > 0:
-                    in_flight = plan.price.in_flight[number]
-                    rows[number] = _next_row(choices[number], rows[number], in_flight, excess_bytes)
+            excess_bytes = self._excess_bytes(plan)
+            for number, in_flight in enumerate(plan.price.in_flight):
+                if excess_bytes[number] > 0:
+                    rows[number] = _next_row(
+                        choices[number],
+                        rows[number],
+                        in_flight,
+                        excess_bytes[number],
+                    )
         return None
 
     def _priced(

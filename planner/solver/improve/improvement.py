@@ -9,11 +9,12 @@ they are.
 
 import math
 from collections.abc import Iterable
-from dataclasses import replace
 
 import numpy as np
 
-from planner.solver.evaluate.evaluation import in_every_order, simulated
+from planner.formats.files import replace
+from planner.solver.evaluate.evaluation import simulated
+from planner.solver.evaluate.orders import in_every_order
 from planner.solver.improve.allotment import allotted
 from planner.solver.improve.branches import space_around
 from planner.solver.pool import Pool
@@ -89,7 +90,8 @@ def _fastest_simulated(pool: Pool) -> list[Evaluation]:
     """
     best = pool.best
     assert best is not None
-    seen = [plan for plan in pool.problem.budget.seen.values() if pool.problem.allows(plan)]
+    problem = pool.problem
+    seen = [plan for plan in problem.budget.seen.values() if problem.allows(plan)]
     seen.sort(key=lambda plan: plan.seconds)
 
     by_stages = {len(best.stages): best}
@@ -97,8 +99,9 @@ def _fastest_simulated(pool: Pool) -> list[Evaluation]:
     for plan in seen:
         by_stages.setdefault(len(plan.stages), plan)
         by_config.setdefault(plan.config, plan)
+
     starts = {plan.config: plan for plan in (*by_stages.values(), *by_config.values())}
-    return list(starts.values())[1 : pool.problem.tuning.improve.starts]
+    return list(starts.values())[1 : problem.tuning.improve.starts]
 
 
 def _fastest_by_shape(pool: Pool) -> list[Evaluation]:
@@ -121,22 +124,27 @@ class _Trials:
         self._space = space
         self._first = first
         self._orders: dict[CutPath, list[Evaluation]] = {}
+        assert pool.best is not None
+        self._start = pool.best
 
         problem = pool.problem
         tuning = problem.tuning.improve
         farther = tuning.levels_ratio if problem.placed else 1
-        few = tuning.few_layers
+
+        # 1. Plans that are priced: fewer of large models.
         layers = len(problem.layer_costs.profile.layers)
-        self.most_priced = tuning.most_priced * farther * few // max(few, layers)
+        priced = tuning.most_priced * farther
+        self.most_priced = priced * tuning.few_layers // max(tuning.few_layers, layers)
+
+        # 2. Instructions that are simulated.
         self._instructions = tuning.most_instructions * max(1, farther // 2)
         self._budget = problem.budget.apart(min(problem.budget.left, self._instructions))
         self._problem = replace(problem, budget=self._budget)
-        # Stages on unlike GPUs update at different times, which the cost model of synchronous
+
+        # 3. Stages on unlike GPUs update at different times, which the cost model of synchronous
         # schedules adds up.
         adds = problem.cluster.kinds and not problem.schedule.asynchronous
         self._lenient = tuning.overpriced_ratio if adds else 1 - SLACK
-        assert pool.best is not None
-        self._start = pool.best
 
     def allow(self) -> None:
         """Let the next start spend as much as the first one."""
@@ -190,12 +198,7 @@ def deepen(pool: Pool, searched: Problem) -> None:
     """
     best = pool.best
     problem = pool.problem
-    schedule = problem.schedule
-    limited = problem.cluster.memory_bytes is not None and not problem.cluster.kinds
-    if best is None or schedule.asynchronous or not schedule.deepens or not limited:
-        return
-    tuning = problem.tuning
-    if best.seconds - best.price_s <= tuning.evaluate.assumed_waiting_share * best.seconds:
+    if best is None or not _may_wait(best, problem):
         return
     space = _space_around(searched, best)
     path = _path(searched, space, best)
@@ -204,14 +207,27 @@ def deepen(pool: Pool, searched: Problem) -> None:
 
     # of what takes long because it waits
     unlimited = replace(problem, budget=problem.budget.apart(math.inf))
-    for ratio in tuning.improve.depth_ratios[1:]:
+    for ratio in problem.tuning.improve.depth_ratios[1:]:
         options = QuickestVariants(searched, space, ratio).options(path.states, path.replicas)
         plan = pool.priced(stages_along(space, replace(path, options=options)))
         below_s = min(pool.best_s, problem.hopeless_s)
-        if problem.allows(plan) and plan.seconds < below_s and not problem.budget.clock.passed:
-            evaluation = simulated(unlimited, plan, pool.best_s)
-            if evaluation.simulated and pool.trains(evaluation):
-                pool.keep(evaluation)
+        if plan.seconds >= below_s or problem.budget.clock.passed or not problem.allows(plan):
+            continue
+        evaluation = simulated(unlimited, plan, pool.best_s)
+        if evaluation.simulated and pool.trains(evaluation):
+            pool.keep(evaluation)
+
+
+def _may_wait(plan: Evaluation, problem: Problem) -> bool:
+    """Return whether a plan under a schedule that drains waits for long, and the memory keeps its
+    stages from being deeper.
+    """
+    schedule = problem.schedule
+    limited = problem.cluster.memory_bytes is not None and not problem.cluster.kinds
+    if schedule.asynchronous or not schedule.deepens or not limited:
+        return False
+    usual_s = problem.tuning.evaluate.assumed_waiting_share * plan.seconds
+    return plan.seconds - plan.price_s > usual_s
 
 
 def _space_around(problem: Problem, plan: Evaluation) -> CutSpace:

@@ -125,14 +125,15 @@ class Downsets(CutSpace):
         saved, gradients, workspaces, updates = at_work
         kept = np.cumsum(own * saved, axis=1)
         missing = np.cumsum(own * gradients, axis=1) - own * gradients
-        peaks = np.where(own, kept + workspaces - missing, -np.inf)
-        accumulating = np.where(own, kept + workspaces + gradients, -np.inf)
+
+        def peak(bytes_: Floats, nothing: float = -np.inf) -> Floats:
+            """Return the most bytes while a layer of each stage is at work."""
+            return np.asarray(np.where(own, bytes_, nothing).max(axis=1))
+
         total = kept[:, -1]
-        return (
-            peaks.max(axis=1) - total,
-            accumulating.max(axis=1) - total,
-            np.where(own, updates, 0.0).max(axis=1),
-        )
+        working = peak(kept + workspaces - missing) - total
+        accumulating = peak(kept + workspaces + gradients) - total
+        return working, accumulating, peak(updates, 0.0)
 
 
 def _words(flags: Flags) -> NDArray[np.uint64]:

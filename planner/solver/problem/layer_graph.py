@@ -39,14 +39,17 @@ class LayerGraph:
         self._group_of = {
             layer: number for number, group in enumerate(self.groups) for layer in group
         }
+        # By group, the set of those that it needs, and of those that it feeds.
         self._needs = [0] * len(self.groups)
         self._feeds = [0] * len(self.groups)
         for value in layer_costs.traffic:
             producer = self._group_of[value.producer]
-            for user in {self._group_of[user] for user in value.users} - {producer}:
-                self._connect(producer, user)
-        last = len(self.groups) - 1
-        for group in range(last):
+            for user in self._groups_of(value.users):
+                if user != producer:
+                    self._connect(producer, user)
+        # The loss comes last.
+        *others, last = range(len(self.groups))
+        for group in others:
             if not self._feeds[group]:
                 self._connect(group, last)
 
@@ -120,15 +123,18 @@ class LayerGraph:
         while queue and len(nearest) < most:
             distance_s, near = heapq.heappop(queue)
             nearest.add(near)
-            for group in _members(borders[near].may_enter | borders[near].may_leave):
+            border = borders[near]
+            for group in _members(border.may_enter | border.may_leave):
                 changed = near ^ 1 << group
                 if changed in borders or not self._keeps_order(changed, group):
                     continue
-                enters = changed >> group & 1
+                enters = _has(changed, group)
                 change = self._after_entry if enters else self._after_leaving
-                borders[changed] = change(borders[near], changed, group)
-                differs = (changed ^ downset) >> group & 1
-                step_s = self._seconds[group] if differs else -self._seconds[group]
+                borders[changed] = change(border, changed, group)
+
+                step_s = self._seconds[group]
+                if enters == _has(downset, group):
+                    step_s = -step_s
                 heapq.heappush(queue, (distance_s + step_s, changed))
         return nearest
 
@@ -152,7 +158,7 @@ class LayerGraph:
         return {every[place] for place in np.argsort(distances_s, kind="stable")[:most]}
 
     def _with_group_moved(self, downset: int, group: int) -> int:
-        if downset >> group & 1:
+        if _has(downset, group):
             return downset & ~self._led_to[group]
         return downset | self._predecessors[group]
 
@@ -173,7 +179,7 @@ class LayerGraph:
         may_enter = 0
         may_leave = 0
         for group, needs in enumerate(self._needs):
-            if downset >> group & 1:
+            if _has(downset, group):
                 may_leave |= (not self._feeds[group] & downset) << group
             else:
                 may_enter |= (not needs & ~downset) << group
@@ -242,6 +248,11 @@ class _Border(NamedTuple):
 
     may_enter: int
     may_leave: int
+
+
+def _has(groups: int, group: int) -> bool:
+    """Return whether a set has a group."""
+    return bool(groups >> group & 1)
 
 
 def _members(groups: int) -> Iterator[int]:

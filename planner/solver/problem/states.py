@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.memo import Memo
 from planner.cost.recomputation import Recomputation
-from planner.cost.work import Floats, Footprint, Integers, Work, joined, working_bytes
+from planner.cost.work import Floats, Footprint, Integers, Work, working_bytes
 from planner.options.solving import RecomputeRule
 
 _TIMES = ("forward_s", "backward_s", "update_s", "accumulate_s")
@@ -148,7 +148,8 @@ class CutSpace(ABC):
         as in `FRONTS`.
         """
         before, after = self._fronts[:, state, None], self._fronts[:, ends]
-        if (by := self.passing(state, ends)) is None:
+        by = self.passing(state, ends)
+        if by is None:
             return np.broadcast_to(before, after.shape), after
         return before - by, after - by
 
@@ -171,18 +172,6 @@ class CutSpace(ABC):
             input_bytes=left[4],
             message_bytes=(left + right)[4:].sum(axis=0),
             neighbours=(left[2] > 0).astype(np.int64) + (right[2] > 0),
-        )
-
-    @cached_property
-    def every_stage(self) -> tuple[Integers, Integers, Work]:
-        """The first states, last states and work of all stages."""
-        later = [self.after(state) for state in range(len(self) - 1)]
-        works = [self.work(state, ends) for state, ends in enumerate(later)]
-        counts = [len(ends) for ends in later]
-        return (
-            np.repeat(np.arange(len(later)), counts),
-            np.concatenate(later),
-            joined(works, counts),
         )
 
     def footprint(self, state: int, ends: Integers, work: Work) -> Footprint:
@@ -215,24 +204,25 @@ class Chain(CutSpace):
 
     def __init__(self, layer_costs: LayerCosts, states: Integers | None = None) -> None:
         """Take all of them, or some `states` by number, with both ends."""
-        ends = np.cumsum([0, *map(len, uncut_groups(layer_costs))])
-        self._states = np.arange(len(ends)) if states is None else states
-        self._before = ends[self._states]
-        self._values = [  # the producer, the users ascending, and what the value adds to a front
+        groups = uncut_groups(layer_costs)
+        cuts = np.cumsum([0, *map(len, groups)])
+        self._states = np.arange(len(cuts)) if states is None else states
+        self._before = cuts[self._states]  # layers before each state
+
+        sums: dict[str, Floats] = {}
+        for name in COUNTED:
+            before = np.concatenate(([0.0], np.cumsum(column(layer_costs, name))))
+            sums[name] = before[self._before]
+
+        # Each value's producer, its users ascending, and what it adds to a front.
+        self._values = [
             (value.producer, sorted(value.users), value.amounts) for value in layer_costs.traffic
         ]
-        sums = {
-            name: np.concatenate(([0.0], np.cumsum(column(layer_costs, name)))) for name in COUNTED
-        }
-        fronts = np.zeros((len(FRONTS), ends[-1] + 1))
-        for producer, users, weights in self._values:
+        fronts = np.zeros((len(FRONTS), cuts[-1] + 1))
+        for producer, users, amounts in self._values:
             # produced, and needed by a later user
-            fronts[:, producer + 1 : users[-1] + 1] += weights[:, None]
-        super().__init__(
-            layer_costs,
-            {name: each[self._before] for name, each in sums.items()},
-            fronts[:, self._before],
-        )
+            fronts[:, producer + 1 : users[-1] + 1] += amounts[:, None]
+        super().__init__(layer_costs, sums, fronts[:, self._before])
 
     def spread(self, most: int) -> Integers:
         return np.unique(np.linspace(0, len(self) - 1, most).astype(np.int64))
@@ -271,19 +261,21 @@ class Chain(CutSpace):
     def passing(self, state: int, ends: Integers) -> Floats | None:
         """Sum live values by their next use: a value passes every stage that ends before it."""
         uses, sums = self._next_uses[state]
-        return (
-            sums[:, np.searchsorted(uses, self._before[ends], side="left")] if len(uses) else None
-        )
+        if not len(uses):
+            return None
+        return np.asarray(sums[:, np.searchsorted(uses, self._before[ends], side="left")])
 
     def _working(self, state: int, ends: Integers) -> tuple[Floats, Floats, Floats]:
-        known, nothing = self.layer_costs.at_work, np.asarray(0.0)
-        if known is None:
+        at_work = self.layer_costs.at_work
+        if at_work is None:
+            nothing = np.asarray(0.0)
             return nothing, nothing, nothing
         first = self._before[state]
-        layers = known[:, first : self._before[np.max(ends)]]
+        layers = at_work[:, first : self._before[np.max(ends)]]
         working, accumulating = working_bytes(*layers[:3])
+        updating = np.maximum.accumulate(layers[3])
         last = self._before[ends] - first - 1
-        return working[last], accumulating[last], np.maximum.accumulate(layers[3])[last]
+        return working[last], accumulating[last], updating[last]
 
     @cached_property
     def _next_uses(self) -> list[tuple[Integers, Floats]]:
@@ -302,16 +294,18 @@ class Chain(CutSpace):
                 for state in range(first, end - 1):
                     live[state].append((user, weights))
                 last = user
-        found = []
-        for entries in live:
-            entries.sort(key=lambda entry: entry[0])
-            sums = np.zeros((len(FRONTS), len(entries) + 1))
-            if entries:
-                sums[:, :-1] = np.cumsum(
-                    np.stack([weights for _, weights in entries[::-1]], axis=1), axis=1
-                )[:, ::-1]
-            found.append((np.array([use for use, _ in entries], dtype=np.int64), sums))
-        return found
+        return [_sums_from_each_use(entries) for entries in live]
+
+
+def _sums_from_each_use(entries: list[tuple[int, Floats]]) -> tuple[Integers, Floats]:
+    """Return uses, ascending, and the sums of what is used from each on; 0 after the last."""
+    entries.sort(key=lambda entry: entry[0])
+    uses = np.array([use for use, _ in entries], dtype=np.int64)
+    sums = np.zeros((len(FRONTS), len(entries) + 1))
+    if entries:
+        last_first = np.stack([weights for _, weights in entries[::-1]], axis=1)
+        sums[:, :-1] = np.cumsum(last_first, axis=1)[:, ::-1]
+    return uses, sums
 
 
 def uncut_groups(layer_costs: LayerCosts) -> list[tuple[int, ...]]:

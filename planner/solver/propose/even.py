@@ -10,7 +10,6 @@ more rounds wait for the sums.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +18,7 @@ from planner.cost.candidate import Candidate
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.weight_copies import counted_with_copies, price_with_copies
 from planner.cost.work import IMPOSSIBLE, Integers
+from planner.formats.files import replace
 from planner.plan.shared_weights import trained_parameters
 from planner.solver.evaluate.evaluation import priced
 from planner.solver.pool import Batch, Pool
@@ -52,19 +52,24 @@ def counted(problem: Problem, depth: int) -> Problem:
 
 def propose_even(problem: Problem, pool: Pool) -> Iterator[Batch]:
     """Yield the best plan for each number of replicas of the stages with copies, at some depths."""
-    gpus = problem.cluster.gpus
     users = sorted(set().union(*users_of_tied_weights(problem.layer_costs)))
-    depths = [gpus]
-    if problem.cluster.memory_bytes is not None:
-        depths = [depth for depth in counts_to_try(gpus, problem.tuning.restricted) if depth > 1]
-
-    for depth in depths:
+    for depth in _depths(problem):
         copies = counted(problem, depth)
         space = Chain(copies.layer_costs)
         limits = replace(copies.limits, deepest=min(depth, copies.limits.deepest))
-        for replicas in range(gpus // 2, 0, -1):
+        for replicas in range(problem.cluster.gpus // 2, 0, -1):
             search = EvenSearch(space, copies.asynchronous(), limits, users, replicas)
             yield from _fitting(problem, copies, search, pool)
+
+
+def _depths(problem: Problem) -> list[int]:
+    """Return the depths at which to look; without a limit of memory, the greatest holds for
+    all.
+    """
+    gpus = problem.cluster.gpus
+    if problem.cluster.memory_bytes is None:
+        return [gpus]
+    return [depth for depth in counts_to_try(gpus, problem.tuning.restricted) if depth > 1]
 
 
 def _fitting(
@@ -98,7 +103,7 @@ def uncounted_bytes(problem: Problem, copies: Problem, stages: Sequence[Candidat
     memory.
     """
     cluster = problem.cluster
-    unlimited = replace(problem.setting, cluster=cluster.model_copy(update={"memory_bytes": None}))
+    unlimited = replace(problem.setting, cluster=cluster.with_limit(None))
     price = priced(problem, stages).price
     held = price_with_copies(problem.layer_costs, stages, price, unlimited).gpu_bytes
     known = priced(copies, stages).price.gpu_bytes

@@ -5,8 +5,8 @@ Nearly exact, on links that are all alike, for plans in which the GPUs of a kind
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import chain, combinations, permutations
+from dataclasses import dataclass, field
+from itertools import combinations, permutations
 
 import numpy as np
 
@@ -14,13 +14,15 @@ from planner.cost.candidate import Candidate
 from planner.cost.kinds import everything_on, kind_on
 from planner.cost.network.link import Link
 from planner.errors import InfeasibleError, InputError
+from planner.formats.files import replace
 from planner.solver.clock import OutOfTimeError
 from planner.solver.evaluate.evaluation import priced
 from planner.solver.evaluate.leaner import Leaner
 from planner.solver.pool import Batch, Pool
 from planner.solver.problem.infeasible import against_rules
 from planner.solver.problem.problem import Problem
-from planner.solver.search.line import Kinds, LinePlan, LineSearch, StagesOn
+from planner.solver.problem.result import CutPath, stages_along
+from planner.solver.search.line import Kinds, LineSearch, StagesOn
 from planner.solver.search.trade import trade_offs
 from planner.solver.tuning.searches import MixedTuning
 
@@ -74,15 +76,14 @@ def _whole_models(problem: Problem, kinds: Sequence[Ranks]) -> Iterator[Sequence
     memory demands.
     """
     leaner = Leaner(problem)
-    gpus = problem.cluster.gpus
-    most = problem.microbatches if problem.schedule.divides else gpus
+    cluster = problem.cluster
+    most = problem.microbatches if problem.schedule.divides else cluster.gpus
 
-    for ranks in {tuple(range(gpus)), *kinds, *(ranks[:1] for ranks in kinds)}:
-        stage = everything_on(problem.layer_costs, problem.cluster, sorted(ranks)[:most])
+    for ranks in {tuple(range(cluster.gpus)), *kinds, *(ranks[:1] for ranks in kinds)}:
+        stage = everything_on(problem.layer_costs, cluster, sorted(ranks)[:most])
         for sharding in problem.sharding.of_replicas(stage.replicas, whole=True):
-            plan = leaner.lean_enough(
-                [replace(stage, options=stage.options.with_sharding(sharding))]
-            )
+            options = stage.options.with_sharding(sharding)
+            plan = leaner.lean_enough([replace(stage, options=options)])
             if plan is not None:
                 yield plan.stages
 
@@ -129,12 +130,13 @@ class _Lines:
         tables = self._tables(link)
         best_s = self.best_s if true else np.inf
         for order in permutations(range(len(self.kinds))):
-            search = LineSearch(
-                self.problem, tables, [(number, self.kinds[number]) for number in order]
-            )
-            for plan in _met_along(search, best_s, self.problem):
-                self._met.append(plan.stages)
-                best_s = min(best_s, _price_s(self.problem, plan.stages) if true else plan.seconds)
+            line = [(number, self.kinds[number]) for number in order]
+            search = LineSearch(self.problem, tables, line)
+            for path in _met_along(search, best_s, self.problem):
+                stages = stages_along(search.space, path)
+                self._met.append(stages)
+                seconds = _price_s(self.problem, stages) if true else path.seconds
+                best_s = min(best_s, seconds)
             self.problem.clock.check()
         if true:
             self.best_s = min(self.best_s, best_s)
@@ -146,24 +148,28 @@ class _Lines:
         entries = tuning.most_entries / problem.cluster.gpus
         states = min(tuning.most_states, int(entries**0.5))
         everything = problem.layer_costs.single_stage
-        numbers = range(len(self.kinds))
-        sets = chain.from_iterable(combinations(numbers, count + 1) for count in numbers)
 
         tables: dict[Kinds, StagesOn] = {}
-        for own in sets:
-            ranks = [rank for number in own for rank in self.kinds[number]]
+        for numbers in _subsets(len(self.kinds)):
+            ranks = [rank for number in numbers for rank in self.kinds[number]]
             kind = kind_on(problem.layer_costs, problem.cluster, everything, ranks)
-            tables[frozenset(own)] = StagesOn(problem, link, kind, len(ranks), states)
+            tables[frozenset(numbers)] = StagesOn(problem, link, kind, len(ranks), states)
         return tables
 
 
-def _met_along(search: LineSearch, best_s: float, problem: Problem) -> Iterator[LinePlan]:
+def _subsets(count: int) -> Iterator[tuple[int, ...]]:
+    """Yield all sets of one or more of the numbers below `count`, the small ones first."""
+    for size in range(1, count + 1):
+        yield from combinations(range(count), size)
+
+
+def _met_along(search: LineSearch, best_s: float, problem: Problem) -> Iterator[CutPath]:
     if problem.schedule.asynchronous:
         return _ever_faster(search, best_s, problem.tuning.mixed)
     return _traded(search, best_s, problem.tuning.mixed)
 
 
-def _ever_faster(search: LineSearch, best_s: float, tuning: MixedTuning) -> Iterator[LinePlan]:
+def _ever_faster(search: LineSearch, best_s: float, tuning: MixedTuning) -> Iterator[CutPath]:
     """Yield ever faster plans of an asynchronous pipeline, whose sum is zero; none if none is below
     the seconds.
     """
@@ -190,7 +196,7 @@ def _ever_faster(search: LineSearch, best_s: float, tuning: MixedTuning) -> Iter
             yield slower
 
 
-def _traded(search: LineSearch, best_s: float, tuning: MixedTuning) -> Iterator[LinePlan]:
+def _traded(search: LineSearch, best_s: float, tuning: MixedTuning) -> Iterator[CutPath]:
     """Yield plans of a synchronous pipeline that trade the sum against the maximum, and some near
     the best of them.
     """
@@ -202,7 +208,7 @@ def _traded(search: LineSearch, best_s: float, tuning: MixedTuning) -> Iterator[
         return
 
     # 1. Coarse steps over all limits.
-    best: LinePlan | None = None
+    best: CutPath | None = None
     for plan in trade_offs(search.within, limit_s, below_s=best_s, step=tuning.coarse_step):
         yield plan
         if plan.seconds < best_s:

@@ -16,10 +16,11 @@ the grid is not below, for the work of one microbatch in `once_s` seconds,
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from planner.cost.candidate import Candidate, StageOptions
 from planner.cost.recomputation import units_of
+from planner.formats.files import replace
 from planner.schedule.chunked import INTERLEAVED
 from planner.solver.by_hand import equal_blocks
 from planner.solver.evaluate.evaluation import evaluate, priced
@@ -216,10 +217,14 @@ class _Recomputing:
         for number, stage in enumerate(self.stages):
             groups: tuple[frozenset[int], ...] = ()
             if number < chunks * self.workers:
-                groups = (stage.layers,)
-                if not whole:
-                    units = units_of(self.problem.layer_costs, sorted(stage.layers))
-                    groups = tuple(map(frozenset, units))
+                groups = self._groups(stage, whole=whole)
             stages.append(replace(stage, options=replace(self.options, recompute=groups)))
         plan = priced(self.problem, stages)
         return plan if self.problem.allows(plan) else None
+
+    def _groups(self, stage: Candidate, *, whole: bool) -> tuple[frozenset[int], ...]:
+        """Return what recomputes together in a stage: all of it, or each block by itself."""
+        if whole:
+            return (stage.layers,)
+        units = units_of(self.problem.layer_costs, sorted(stage.layers))
+        return tuple(map(frozenset, units))

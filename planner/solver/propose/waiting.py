@@ -35,9 +35,8 @@ def _for_slower_links(search: PipelineSearch, pool: Pool, known: Batch) -> Itera
     settled_s = least_s * (1 + problem.tuning.evaluate.settled_share)
 
     for factor in problem.tuning.waiting.synchronous_link_ratios:
-        if pool.best is not None and pool.best.seconds <= settled_s:
-            return
-        if pool.spent:
+        settled = pool.best is not None and pool.best.seconds <= settled_s
+        if settled or pool.spent:
             return
         model = problem.synchronous(problem.link.slowed(factor))
         other = SynchronousSearch(search.space, model, problem.limits)
@@ -45,4 +44,5 @@ def _for_slower_links(search: PipelineSearch, pool: Pool, known: Batch) -> Itera
             other.best(precision=max(problem.precision, RESOLUTION))
         except OutOfTimeError:
             return
-        yield [*known, *(search.priced(path).stages for path in other.found)]
+        met = [search.priced(path).stages for path in other.found]
+        yield [*known, *met]

@@ -26,13 +26,15 @@ from itertools import combinations_with_replacement
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cost.candidate import Candidate
+from planner.cost.candidate import StageOptions
 from planner.cost.network.link import Link
 from planner.cost.work import Floats, Integers
 from planner.formats.cluster import DeviceKind
 from planner.solver.problem.problem import Problem
+from planner.solver.problem.result import CutPath
 from planner.solver.problem.states import Chain
 from planner.solver.search.chain.variants import Stages, stages_on
+from planner.solver.search.least_sums import LeastSums
 
 Kinds = frozenset[int]  # numbers of kinds that a stage has GPUs of
 
@@ -58,24 +60,6 @@ class StagesOn:
         self.stages = stages_on(problem, space, problem.cluster.memory_of(kind), most, link)
 
 
-@dataclass(frozen=True)
-class LinePlan:
-    """Stages on a line, with the parts of their time."""
-
-    stages: tuple[Candidate, ...]
-    sum_s: float
-    max_s: float
-
-    def __len__(self) -> int:
-        """The number of stages."""
-        return len(self.stages)
-
-    @property
-    def seconds(self) -> float:
-        """Seconds per minibatch, by the link that the walk was for."""
-        return self.sum_s + self.max_s
-
-
 class LineSearch:
     """Searches along one line: numbers of kinds, and ranks of each, in the order of the line."""
 
@@ -89,44 +73,41 @@ class LineSearch:
         self._ranks = [rank for _, ranks in line for rank in ranks]
         self.gpus = len(self._ranks)
 
+        kinds = [kind for kind, _ in line]
         self._run_at = _runs_of_kinds([len(ranks) for _, ranks in line])
         self._runs: dict[int, _Run] = {}
-        for first, last in combinations_with_replacement(range(len(line)), 2):
-            run = first * len(line) + last
-            kinds = frozenset(number for number, _ in line[first : last + 1])
-            self._runs[run] = _Run(tables[kinds], (self._run_at == run).any(axis=1))
-        self._space = self._runs[0].table.space
+        for first, last in combinations_with_replacement(range(len(kinds)), 2):
+            number = first * len(kinds) + last
+            occurs = np.any(self._run_at == number, axis=1)
+            table = tables[frozenset(kinds[first : last + 1])]
+            self._runs[number] = _Run(table, occurs)
+        self.space = self._runs[0].table.space
 
-    def within(self, limit_s: float) -> LinePlan | None:
+    def within(self, limit_s: float) -> CutPath | None:
         """Return the plan of least sum with a maximum within the limit; None without one."""
         return self._problem.limits.of_few_stages(
-            partial(self._walk, limit_s), self._space, self.gpus
+            partial(self._walk, limit_s), self.space, self.gpus
         )
 
-    def _walk(self, limit_s: float, most_stages: int | None) -> LinePlan | None:
+    def _walk(self, limit_s: float, most_stages: int | None) -> CutPath | None:
         """Return the plan of least sum within the limit, of so many stages at most."""
-        cuts = len(self._space)
-        # With a limit on stages there is a table for each number of the first stage.
-        count = 1 if most_stages is None else most_stages + 1
-        suffixes = [_Suffixes(cuts, self.gpus) for _ in range(count)]
-        rests = suffixes[1:] or suffixes
-
+        last = len(self.space) - 1
+        table = _Table(last, self.gpus, most_stages)
         openings: dict[int, _Openings] = {}
-        for cut in reversed(range(cuts - 1)):
+        batch = max(1, self._problem.tuning.arrays.batch_entries // (self.gpus + 1))
+
+        for cut in reversed(range(last)):
             if self._problem.clock.passed:
                 return None
             openings[cut] = self._openings(cut, limit_s)
-            batch = max(1, self._problem.tuning.arrays.batch_entries // (self.gpus + 1))
             for rows in _batches(len(openings[cut].run), batch):
                 stages = openings[cut].only(rows)
                 spans = self._run_at[stages.replicas - 1] == stages.run[:, None]
-                for here, rest in zip(suffixes, rests, strict=False):
-                    here.prepend(cut, rows, stages, spans, rest)
-            for here in suffixes:
-                here.idle(cut)
+                table.prepend(cut, rows, stages, spans)
+            table.idle(cut)
 
-        fits = np.isfinite(suffixes[0].sum_s[0, self.gpus])
-        return self._trace(suffixes, openings) if fits else None
+        fits = np.isfinite(table.sums[0, 0, self.gpus])
+        return self._trace(table, openings) if fits else None
 
     def _openings(self, cut: int, limit_s: float) -> "_Openings":
         """Return the stages from the cut that are worth a try, in every run of kinds."""
@@ -135,52 +116,43 @@ class LineSearch:
             stages = run.table.stages[cut]
             worth = _worth_a_try(stages, limit_s)
             row, variant = np.nonzero(worth & run.occurs[: len(worth), None])
-            columns.append(
-                (
-                    np.full_like(variant, number),
-                    variant,
-                    row + 1,
-                    stages.variants.ends[variant],
-                    stages.after[row, variant],
-                    stages.sum_s[variant],
-                    stages.max_s[row, variant],
-                )
+            opening = _Openings(
+                run=np.full_like(variant, number),
+                variant=variant,
+                replicas=row + 1,
+                end=stages.variants.ends[variant],
+                most_after=stages.after[row, variant],
+                sum_s=stages.sum_s[variant],
+                max_s=stages.max_s[row, variant],
             )
+            columns.append(vars(opening).values())
         return _Openings(*map(np.concatenate, zip(*columns, strict=True)))
 
-    def _trace(
-        self,
-        suffixes: Sequence["_Suffixes"],
-        openings: Mapping[int, "_Openings"],
-    ) -> LinePlan:
+    def _trace(self, table: "_Table", openings: Mapping[int, "_Openings"]) -> CutPath:
         """Follow the choices from the first layer to the last."""
-        stages: list[Candidate] = []
+        states = [0]
+        options: list[StageOptions] = []
+        ranks: list[tuple[int, ...]] = []
         sum_s = 0.0
         max_s = 0.0
-        cut = 0
         gpus = self.gpus
-        while cut < len(self._space) - 1:
-            table = suffixes[min(len(stages), len(suffixes) - 1)]
-            gpus = int(table.begin[cut, gpus])
-            opening = openings[cut].only(table.row[cut, gpus])
-            replicas = int(opening.replicas)
-            end = int(opening.end)
+        while states[-1] < len(self.space) - 1:
+            cut = states[-1]
+            # Some GPUs may idle before the stage.
+            gpus = table.first_stage(len(options), cut, gpus)["begin"]
+            first = table.first_stage(len(options), cut, gpus)
+            stage = openings[cut].only(np.array(first["row"]))
+            replicas = int(stage.replicas)
+            variants = self._runs[int(stage.run)].table.stages[cut].variants
 
-            first = self.gpus - gpus
-            variants = self._runs[int(opening.run)].table.stages[cut].variants
-            stages.append(
-                Candidate(
-                    self._space.members(0, cut),
-                    self._space.members(cut, end),
-                    variants.options(int(opening.variant), replicas),
-                    tuple(sorted(self._ranks[first : first + replicas])),
-                )
-            )
-            sum_s += float(opening.sum_s)
-            max_s = max(max_s, float(opening.max_s))
-            gpus = int(table.after[cut, gpus])
-            cut = end
-        return LinePlan(tuple(stages), sum_s, max_s)
+            states.append(int(stage.end))
+            options.append(variants.options(int(stage.variant), replicas))
+            place = self.gpus - gpus
+            ranks.append(tuple(sorted(self._ranks[place : place + replicas])))
+            sum_s += float(stage.sum_s)
+            max_s = max(max_s, float(stage.max_s))
+            gpus = first["after"]
+        return CutPath(tuple(states), tuple(options), max_s, sum_s, tuple(ranks))
 
 
 @dataclass(frozen=True)
@@ -208,25 +180,19 @@ class _Openings:
         return _Openings(*(column[rows] for column in vars(self).values()))
 
 
-class _Suffixes:
-    """The best stages for the layers after each cut J, by the GPUs g that they may use."""
+class _Table(LeastSums):
+    """The best stages for the layers after each cut J, by the GPUs g that they may use.
 
-    def __init__(self, cuts: int, gpus: int) -> None:
+    Of the first stage it knows the row among the openings of its cut, the GPUs that the stages after
+    it may use, and its first GPU, counted from the line's end; and the GPUs at work in all stages.
+    """
+
+    def __init__(self, last: int, gpus: int, most_stages: int | None) -> None:
+        super().__init__(last, gpus, most_stages, "row", "after", "begin", "at_work")
         self._gpus = np.arange(gpus + 1)
-        self.sum_s = np.full((cuts, gpus + 1), np.inf)
-        self.sum_s[-1] = 0.0
-        # GPUs at work in all its stages. Of its first stage: the row among the openings of its cut,
-        # the GPUs that the stages after it may use, and its first GPU, counted from the line's end.
-        fields = np.zeros((4, cuts, gpus + 1), dtype=np.int64)
-        self.at_work, self.row, self.after, self.begin = fields
 
     def prepend(
-        self,
-        cut: int,
-        rows: Integers,
-        stages: _Openings,
-        spans: NDArray[np.bool_],
-        rest: "_Suffixes",
+        self, cut: int, rows: Integers, stages: _Openings, spans: NDArray[np.bool_]
     ) -> None:
         """Put stages from a cut before the best suffixes after them, and keep the least sums.
 
@@ -235,42 +201,38 @@ class _Suffixes:
             rows: numbers of the stages among the openings of the cut.
             stages: part, r and K of each.
             spans: by stage and g, whether the stage has its run of kinds there.
-            rest: the suffixes after the stages.
         """
         replicas = stages.replicas[:, None]
         end = stages.end[:, None]
         most_after = stages.most_after[:, None]
 
-        # 1. h: GPUs that idle behind a stage do not count for its memory.
-        #    Where too many would be at work, those at the end of the line are.
-        after = np.maximum(self._gpus - replicas, 0)
-        crowded = rest.at_work[end, after] > most_after
-        after = np.where(crowded, np.minimum(after, most_after), after)
+        for number, rest in self.tables():
+            # 1. h: GPUs that idle behind a stage do not count for its memory.
+            #    Where too many would be at work, those at the end of the line are.
+            at_work = self.first["at_work"][rest]
+            after = np.maximum(self._gpus - replicas, 0)
+            crowded = at_work[end, after] > most_after
+            after = np.where(crowded, np.minimum(after, most_after), after)
 
-        # 2. part(J, K, r, run) + sum(K, h)
-        totals = stages.sum_s[:, None] + rest.sum_s[end, after]
-        totals[~spans] = np.inf
+            # 2. part(J, K, r, run) + sum(K, h)
+            totals = stages.sum_s[:, None] + self.sums[rest][end, after]
+            totals[~spans] = np.inf
 
-        # 3. min over K, r
-        best = totals.argmin(axis=0)
-        least = totals[best, self._gpus]
-        better = np.flatnonzero(least < self.sum_s[cut])
-        best = best[better]
-        after = after[best, better]
-        self.sum_s[cut, better] = least[better]
-        self.row[cut, better] = rows[best]
-        self.after[cut, better] = after
-        self.at_work[cut, better] = rest.at_work[stages.end[best], after] + stages.replicas[best]
+            # 3. min over K, r
+            better, stage = self.put(number, cut, totals, row=rows, after=after)
+            behind = at_work[stages.end[stage], after[stage, better]]
+            self.first["at_work"][number, cut, better] = behind + stages.replicas[stage]
 
     def idle(self, cut: int) -> None:
         """Let the first GPUs idle where fewer do as well."""
         # sum(J, g) = min( sum(J, g), sum(J, g - 1) )
-        least = np.minimum.accumulate(self.sum_s[cut])
-        _, firsts, group = np.unique(least, return_index=True, return_inverse=True)
-        begin = firsts[group]
-        self.sum_s[cut] = least
-        self.begin[cut] = begin
-        self.at_work[cut] = self.at_work[cut, begin]
+        for number, _ in self.tables():
+            least = np.minimum.accumulate(self.sums[number, cut])
+            _, firsts, group = np.unique(least, return_index=True, return_inverse=True)
+            begin = firsts[group]
+            self.sums[number, cut] = least
+            self.first["begin"][number, cut] = begin
+            self.first["at_work"][number, cut] = self.first["at_work"][number, cut, begin]
 
 
 def _runs_of_kinds(counts: Sequence[int]) -> Integers:

@@ -4,8 +4,9 @@ fastest.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
+from planner.formats.files import replace
 from planner.formats.profile import Profile
 from planner.options.solving import SolveOptions
 from planner.solver.alternatives.usual_ways import usual_ways
@@ -70,32 +71,19 @@ def promising_sizes(profiles: Profiles, request: Request) -> Sizes:
     usual way fits at the smallest size, all sizes are worth a search.
     """
     estimates = _Estimates(profiles, request)
-    clock = request.clock
-    tuning = request.tuning
-    sample_s = estimates.sample_s
-    unseen: tuple[int, ...] = ()
-    for number, size in enumerate(profiles.sizes):
-        clock.progress.step = f"estimating microbatches of {size}"
-        if len(sample_s) > 1 and estimates.looks_slower(size):
-            break
-        if len(sample_s) > 1 and clock.passed:
-            unseen = tuple(profiles.sizes[number:])
-            break
-        seconds = estimates.look_at(size, clock.at_most(tuning.answer.alternatives_s))
-        if seconds > min(sample_s.values()) or math.isinf(seconds):
-            break
-
+    unseen = estimates.look_around()
     if unseen:
         promising = min(unseen, key=estimates.on_the_line)
-        estimates.look_at(promising, clock)
+        estimates.look_at(promising, request.clock)
         unseen = tuple(size for size in unseen if size != promising)
 
+    sample_s = estimates.sample_s
     likely = min(sample_s, key=lambda size: sample_s[size])
     if math.isinf(sample_s[likely]):
         return Sizes(sample_s, tuple(profiles.sizes))
 
     smaller = [size for size in reversed(sample_s) if size < likely]
-    wanted = [likely, *smaller][: tuning.fit.most_sizes]
+    wanted = [likely, *smaller][: request.tuning.fit.most_sizes]
     shared = _shared_size(likely, profiles, request.options)
     if shared is not None:
         wanted.insert(1, shared)
@@ -110,6 +98,23 @@ class _Estimates:
     request: Request  # with the profile of any size
     # in the order in which they were looked at
     sample_s: dict[int, float] = field(default_factory=dict)
+
+    def look_around(self) -> tuple[int, ...]:
+        """Estimate ascending sizes until they are slower or do not fit; return those that no time
+        was left for.
+        """
+        clock = self.request.clock
+        seconds_each = self.request.tuning.answer.alternatives_s
+        for number, size in enumerate(self.profiles.sizes):
+            clock.progress.step = f"estimating microbatches of {size}"
+            if len(self.sample_s) > 1 and self.looks_slower(size):
+                return ()
+            if len(self.sample_s) > 1 and clock.passed:
+                return tuple(self.profiles.sizes[number:])
+            seconds = self.look_at(size, clock.at_most(seconds_each))
+            if seconds > min(self.sample_s.values()) or math.isinf(seconds):
+                return ()
+        return ()
 
     def look_at(self, size: int, clock: Clock) -> float:
         """Estimate a size; infinity where no usual way fits."""

@@ -8,7 +8,7 @@ long as that helps.
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations, islice, pairwise
 
@@ -20,10 +20,11 @@ from planner.cost.models.interleaved import InterleavedShape, StageSeconds
 from planner.cost.network.link import Link, link_of
 from planner.cost.setting import Setting
 from planner.cost.work import Floats, Footprint, Integers, Work, joined
+from planner.formats.files import replace
 from planner.solver.problem.problem import Limits
 from planner.solver.problem.result import RESOLUTION, CutPath
 from planner.solver.problem.states import Chain
-from planner.solver.search.chain.variants import StageVariants, taken
+from planner.solver.search.chain.variants import StageVariants, Variants, taken
 from planner.stages.sharding import UNSHARDED
 
 
@@ -161,15 +162,14 @@ class InterleavedSearch:
         says otherwise.
         """
         space = self._stages.space
-        options: list[StageOptions] = []
         sharding = UNSHARDED.of_optimizer_alone() if sharded else UNSHARDED
-        for (state, end), recomputes in zip(
-            pairwise(cuts.states.tolist()), cuts.recomputes.tolist(), strict=True
-        ):
-            groups = self._stages.variants.groups(state, end, 0)
+        options = []
+        for ends, recomputes in zip(pairwise(cuts.states.tolist()), cuts.recomputes, strict=True):
+            groups = self._stages.variants.groups(*ends, 0)
             if not groups:
-                groups = whole_stage(space.layers(state, end), recomputes)
-            options.append(StageOptions(shape.replicas, recompute=groups).with_sharding(sharding))
+                groups = whole_stage(space.layers(*ends), bool(recomputes))
+            stage = StageOptions(shape.replicas, recompute=groups)
+            options.append(stage.with_sharding(sharding))
         states = tuple(self._states[cuts.states].tolist())
         return CutPath(states, tuple(options), cuts.seconds)
 
@@ -186,27 +186,30 @@ class _Stages:
         return StageVariants(self.space, self.limits)
 
     @cached_property
-    def work(self) -> Work:
-        return self.space.every_stage[2]
-
-    @cached_property
     def row(self) -> Integers:
         """The row of the stage from a first to a last state, by both."""
-        firsts, ends, _ = self.space.every_stage
-        rows = np.zeros((len(self.space), len(self.space)), dtype=np.int64)
-        rows[firsts, ends] = np.arange(len(firsts))
+        states = len(self.space)
+        rows = np.zeros((states, states), dtype=np.int64)
+        first, end = np.triu_indices(states, 1)
+        rows[first, end] = np.arange(len(first))
         return rows
 
     @cached_property
+    def work(self) -> Work:
+        return joined([each.work for each in self._by_first_state], self._counts)
+
+    @cached_property
     def footprint(self) -> Footprint:
-        _, ends, work = self.space.every_stage
-        lots: list[Footprint] = []
-        counts: list[int] = []
-        for state in range(len(self.space) - 1):
-            rows = self.row[state, state + 1 :]
-            lots.append(self.variants.plainest_footprint(state, ends[rows], taken(work, rows)))
-            counts.append(len(rows))
-        return joined(lots, counts)
+        return joined([each.footprint for each in self._by_first_state], self._counts)
+
+    @cached_property
+    def _by_first_state(self) -> list[Variants]:
+        firsts = range(len(self.space) - 1)
+        return [self.variants.plainest(first, self.space.after(first)) for first in firsts]
+
+    @property
+    def _counts(self) -> list[int]:
+        return [len(each) for each in self._by_first_state]
 
     @property
     def everything(self) -> Work:

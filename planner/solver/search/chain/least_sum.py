@@ -18,13 +18,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from planner.cost.candidate import StageOptions
-from planner.cost.work import Floats, Integers
+from planner.cost.work import Integers
 from planner.solver.clock import Clock
 from planner.solver.problem.result import RESOLUTION, CutPath
 from planner.solver.search.chain.variants import Stages
-
-# Ways by their column in a table of stages, and replicas in units, of the same length.
-Trials = tuple[Integers, Integers]
+from planner.solver.search.least_sums import LeastSums
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,7 @@ class Walk:
         one.
         """
         last = len(self.stages)
-        table = _Table.empty(last, self.gpus, most_stages)
+        table = LeastSums(last, self.gpus, most_stages, "variant", "replicas")
         # A plan that respects the limit needs some GPUs before each state, and some after it.
         room = self.gpus - self._needed_before(limit_s)
         needed_after = np.full(last + 1, self.gpus + 1, dtype=np.int64)
@@ -60,12 +58,27 @@ class Walk:
         for state in range(last - 1, -1, -1):
             self.clock.check()
             most = int(room[state])
-            for columns, replicas in self._trials(self.stages[state], limit_s, most, needed_after):
-                table.prepend(state, self.stages[state], columns, replicas, most)
+            for variant, replicas in self._trials(state, limit_s, most, needed_after):
+                self._prepend(table, state, variant, replicas, most)
             reached = table.reached(state)
             if len(reached):
                 needed_after[state] = reached[0]
         return self._trace(table)
+
+    def _prepend(
+        self, table: LeastSums, state: int, variant: Integers, replicas: Integers, most: int
+    ) -> None:
+        """Let suffixes from the state, on up to `most` GPUs, begin with one of these stages."""
+        stages = self.stages[state]
+        ends = stages.variants.ends[variant, None]
+        sum_s = stages.sum_s[variant, None]
+        left = np.arange(most + 1) - replicas[:, None]
+        after = np.minimum(np.maximum(left, 0), stages.after[replicas - 1, variant][:, None])
+
+        for number, rest in table.tables():
+            totals = sum_s + table.sums[rest][ends, after]
+            totals[left < 0] = np.inf
+            table.put(number, state, totals, variant=variant, replicas=replicas)
 
     def _needed_before(self, limit_s: float) -> Integers:
         """Return the fewest GPUs that the layers before each state need within the limit; more than
@@ -83,8 +96,8 @@ class Walk:
         return np.minimum(needed, self.gpus + 1)
 
     def _trials(
-        self, stages: Stages, limit_s: float, room: int, needed_after: Integers
-    ) -> Iterator[Trials]:
+        self, state: int, limit_s: float, room: int, needed_after: Integers
+    ) -> Iterator[tuple[Integers, Integers]]:
         """Yield ways and their replicas that are worth a try, by ascending replicas, as many as
         suit one array.
 
@@ -92,6 +105,7 @@ class Walk:
         after the stage than fewer replicas do, or ways with a smaller sum. `room` is for the stage
         and those after it.
         """
+        stages = self.stages[state]
         needed = needed_after[stages.variants.ends]
         left = room - needed
         most = min(int(left.max(initial=0)), len(self.replicas))
@@ -117,7 +131,7 @@ class Walk:
             part = slice(start, start + batch)
             yield columns[part], self.replicas[rows[part]]
 
-    def _trace(self, table: "_Table") -> CutPath | None:
+    def _trace(self, table: LeastSums) -> CutPath | None:
         """Follow the choices from the first state; None where nothing reaches it."""
         sums = table.sums[0, 0]
         if not np.isfinite(sums[self.gpus]):
@@ -131,78 +145,14 @@ class Walk:
         max_s = 0.0
         while states[-1] < len(self.stages):
             stages = self.stages[states[-1]]
-            variant, replicas = table.choice(len(options), states[-1], gpus)
+            first = table.first_stage(len(options), states[-1], gpus)
+            variant = first["variant"]
+            replicas = first["replicas"]
+            row = replicas - 1
+
             states.append(int(stages.variants.ends[variant]))
             options.append(stages.variants.options(variant, replicas * self.unit))
             sum_s += float(stages.sum_s[variant])
-            max_s = max(max_s, float(stages.max_s[replicas - 1, variant]))
-            gpus = min(gpus - replicas, int(stages.after[replicas - 1, variant]))
+            max_s = max(max_s, float(stages.max_s[row, variant]))
+            gpus = min(gpus - replicas, int(stages.after[row, variant]))
         return CutPath(tuple(states), tuple(options), max_s, sum_s)
-
-
-@dataclass(frozen=True)
-class _Table:
-    """What is known of every suffix of the layers.
-
-    Attributes:
-        sums: least sums, by number of the first stage, its state, and the GPUs that the suffix may
-            use.
-        choices: way and replicas of that stage, likewise.
-        numbered: whether stages are numbered, so that there are no more than a limit; otherwise all
-            are number 0.
-    """
-
-    sums: Floats
-    choices: Integers
-    numbered: bool
-
-    @classmethod
-    def empty(cls, last: int, gpus: int, most_stages: int | None) -> "_Table":
-        """Return the table of the suffix without layers alone."""
-        many = most_stages or 1
-        sums = np.full((many + 1, last + 1, gpus + 1), np.inf)
-        sums[:, last] = 0.0
-        return cls(
-            sums, np.zeros((2, many, last, gpus + 1), dtype=np.int64), most_stages is not None
-        )
-
-    def prepend(
-        self, state: int, stages: Stages, columns: Integers, replicas: Integers, most: int
-    ) -> None:
-        """Let suffixes from the state, on up to `most` GPUs, begin with one of these stages where
-        that is less.
-        """
-        left = np.arange(most + 1) - replicas[:, None]
-        after = np.minimum(np.maximum(left, 0), stages.after[replicas - 1, columns][:, None])
-        ends = stages.variants.ends[columns, None]
-
-        for number in range(self.choices.shape[1]):
-            rest = self.sums[number + 1 if self.numbered else 0]
-            totals = stages.sum_s[columns, None] + rest[ends, after]
-            totals[left < 0] = np.inf
-            self._take_least(number, state, totals, (columns, replicas))
-
-    def _take_least(self, number: int, state: int, totals: Floats, trials: Trials) -> None:
-        """Take the least total for each number of GPUs, where it is below what is known; a row is a
-        trial.
-        """
-        gpus = np.arange(totals.shape[1])
-        pick = totals.argmin(axis=0)
-        least = totals[pick, gpus]
-
-        better = np.flatnonzero(least < self.sums[number, state, gpus])
-        chosen = pick[better]
-        self.sums[number, state, better] = least[better]
-        for row, column in enumerate(trials):
-            self.choices[row, number, state, better] = column[chosen]
-
-    def reached(self, state: int) -> Integers:
-        """Return the numbers of GPUs with which there is a suffix from the state, ascending."""
-        many = self.choices.shape[1]
-        return np.flatnonzero(np.isfinite(self.sums[:many, state]).any(axis=0))
-
-    def choice(self, number: int, state: int, gpus: int) -> tuple[int, int]:
-        """Return the way and the replicas of the suffix's first stage, which has this number."""
-        row = number if self.numbered else 0
-        variant, replicas = self.choices[:, row, state, gpus].tolist()
-        return variant, replicas

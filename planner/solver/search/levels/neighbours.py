@@ -91,19 +91,16 @@ class Neighbours:
 
     def _changed(self, path: CutPath, changes: Mapping[int, int]) -> Iterator[Shape]:
         """Yield the path with other replicas of some stages, at its cuts and at cuts to match."""
-        replicas = list(path.replicas)
-        for stage, count in changes.items():
-            replicas[stage] = count
-        yield path.states, tuple(replicas)
+        replicas = tuple(changes.get(stage, r) for stage, r in enumerate(path.replicas))
+        yield path.states, replicas
 
         # The stages' shares of the compute change as their replicas do.
-        compute_s = self._compute_s
-        stages_s = np.diff(compute_s[list(path.states)])
-        shares = np.cumsum(stages_s * replicas / path.replicas)
-        targets_s = compute_s[-1] * shares / shares[-1]
+        stages_s = np.diff(self._compute_s[list(path.states)])
+        ends_s = np.cumsum(stages_s * replicas / path.replicas)
+        targets_s = self._compute_s[-1] * ends_s / ends_s[-1]
         cuts = self._space.cuts_at(targets_s[:-1])
         if cuts is not None:
-            yield (0, *cuts, path.states[-1]), tuple(replicas)
+            yield (0, *cuts, path.states[-1]), replicas
 
 
 def stages_joined(path: CutPath) -> Iterator[Shape]:

@@ -164,14 +164,15 @@ class Relaxed:
             self._limits.clock.check()
             bounds = self._bounds[state]
             for rank in range(gpus):
-                replicas = self._places.replicas[: gpus - rank, None]
-                place = rank % self._places.phases, slice(gpus - rank)
+                left = gpus - rank
+                phase = rank % self._places.phases
+                after = rank + self._places.replicas[:left, None]
                 yield _Start(
-                    (state, rank),
-                    in_flight[rank] <= bounds.most[: gpus - rank],
-                    bounds.sum_s[place],
-                    bounds.max_s[place],
-                    (bounds.ends, rank + replicas),
+                    at=(state, rank),
+                    fits=in_flight[rank] <= bounds.most[:left],
+                    sum_s=bounds.sum_s[phase, :left],
+                    max_s=bounds.max_s[phase, :left],
+                    rest=(bounds.ends, after),
                 )
 
     def _in_flight(self, gpus: int) -> Integers | int:

@@ -96,16 +96,22 @@ class Places:
         A stage may have part of its first group of `size` ranks and of its last one. A group in the
         middle is full of it.
         """
-        last = self.end - 1
-        in_first = np.minimum(self.replicas, size - self.first % size)
-        begins_group = self.first % size == 0
-        yield in_first * begins_group, in_first * (self.end // size > self.first // size)
+        first = self.first
+        end = self.end
+        last = end - 1
+
+        in_first = np.minimum(self.replicas, size - first % size)
+        begins_group = first % size == 0
+        leaves_first = end // size > first // size
+        yield in_first * begins_group, in_first * leaves_first
 
         in_last = np.minimum(self.replicas, last % size + 1)
-        ends_group = self.end % size == 0
-        yield in_last * ((self.first - 1) // size < last // size), in_last * ends_group
+        enters_last = (first - 1) // size < last // size
+        ends_group = end % size == 0
+        yield in_last * enters_last, in_last * ends_group
 
-        in_middle = size * (self.end // size > -(-self.first // size))
+        has_middle = end // size > -(-first // size)
+        in_middle = size * has_middle
         yield in_middle, in_middle
 
     def _path(self, rank: Integers, outside: Integers) -> Path:
@@ -162,8 +168,8 @@ def _asynchronous_s(work: Work, places: Places, sides: Sides) -> Floats:
 
 def _sum_s(work: Work, places: Places, sides: Sides, model: SynchronousModel) -> Floats:
     """Return the part of the sum: that without transfers, and half of each message."""
-    alone = work.without_transfers()
-    sum_s = places.on_span(len(work.forward_s), lambda link: _on(link, model).sum_s(alone))
+    silent = work.without_transfers()
+    sum_s = places.on_span(len(work.forward_s), lambda link: _on(link, model).sum_s(silent))
     for side, path in zip(sides, places.mean_paths, strict=True):
         activation_bytes, gradient_bytes, activations, gradients = side[:4]
         moved_s = path.add(0.0, activation_bytes + gradient_bytes, activations + gradients)

@@ -22,7 +22,7 @@ from planner.options.solving import StageRules
 from planner.schedule.registry import find
 from planner.simulator.simulate_plan import simulated_s
 from planner.solver import search_plan as solve
-from planner.solver.evaluate.evaluation import in_every_order
+from planner.solver.evaluate.orders import in_every_order
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation
 from planner.solver.search.pipeline_search import PipelineSearch

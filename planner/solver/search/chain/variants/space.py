@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -11,6 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from planner.cost.candidate import Groups, StageOptions, whole_stage
 from planner.cost.work import Footprint, Integers, Work
+from planner.formats.files import replace
 from planner.schedule.schedule import Schedule
 from planner.solver.problem.problem import Limits
 from planner.solver.problem.states import CutSpace
@@ -87,14 +88,14 @@ class Variants:
         by replicas, a column, and row.
         """
         limits = self.source.limits
-        most = np.full((len(replicas), len(self)), limits.deepest)
+        most: Integers = np.full((len(replicas), len(self)), limits.deepest)
         if limits.memory_bytes is None:
             return most
         footprint = self.footprint_on(replicas).divided(microbatches)
         fit = footprint.most_in_flight(
             limits.memory_bytes, schedule.stashes, schedule.weight_versions
         )
-        return np.asarray(np.minimum(most, fit), dtype=np.int64)
+        return np.asarray(np.minimum(most, fit))
 
     def options(self, row: int, replicas: int) -> StageOptions:
         """Return a row as the options of a stage."""
@@ -195,7 +196,7 @@ class StageVariants:
         may choose.
         """
         # 1. Each stage has a row for its plainest way.
-        variants = self._plainest(state, ends)
+        variants = self.plainest(state, ends)
 
         # 2. Stages that choose have a row for each choice of recomputing layers; the first
         # recomputes nothing.
@@ -211,7 +212,8 @@ class StageVariants:
             )
         return variants
 
-    def _plainest(self, state: int, ends: Integers) -> Variants:
+    def plainest(self, state: int, ends: Integers) -> Variants:
+        """Return the plainest way to run each stage."""
         work = self.space.work(state, ends)
         return Variants(
             source=self,

@@ -5,7 +5,7 @@ schedules, for GPUs of several kinds and by integer programs read these tables.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 
 import numpy as np
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from planner.cost.network.link import Link
 from planner.cost.work import Floats, Integers, Work
+from planner.formats.files import replace
 from planner.options.solving import UNLIMITED
 from planner.schedule.schedule import Schedule
 from planner.solver.problem.problem import Problem
@@ -107,8 +108,9 @@ class StageTables:
         variants = self.variants.all(state, ends)
         lean = replace(variants, footprint=variants.footprint.least())
         fit = lean.fit(self._replicas[[0, -1]], 1, self.schedule, self.microbatches)
-        fits = np.broadcast_to(fit, (2, len(variants))).any(axis=0)
-        fitting = np.isin(np.arange(len(ends)), variants.stage[fits])
+        on_either = np.broadcast_to(fit, (2, len(variants)))
+        stages = variants.stage[np.any(on_either, axis=0)]
+        fitting = np.isin(np.arange(len(ends)), stages)
         fitting[0] = True
         return ends[fitting]
 

@@ -1,8 +1,7 @@
-"""Calibration finds the shares that a device achieves from a profile measured on it."""
+"""A fit finds the shares that a device achieves from what was measured on it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.calibration import Timed, fit, fit_times, scaled
+from benchmarks.gpu_truth.fit_device import Timed, fit, fit_times, scaled
 from planner.model.spec import load_model_file
 from planner.profiler.estimated.devices import COMPUTE_CLASSES, DEVICES, DeviceSpec
 from planner.profiler.estimated.estimate import profile_of_trace
@@ -97,38 +96,45 @@ def test_noise_does_not_lead_it_astray(folder: Path) -> None:
     )
 
 
-def known(sizes: Sequence[int], truth: DeviceSpec, folder: Path) -> list[list[Timed]]:
-    """Return steps of these batch sizes, as long as they take on the device."""
+def steps_of(
+    folder: Path, truth: DeviceSpec, factors: tuple[float, ...] = (1.0, 1.0, 1.0)
+) -> list[list[Timed]]:
+    """Return steps of several batch sizes, as long as they take on the device, times the factors;
+    each size is a group.
+    """
     training_spec = load_model_file(folder / "model.py")
     groups = []
-    for size in sizes:
+    for size, factor in zip((2048, 4096, 8192), factors, strict=False):
         trace = trace_step(training_spec, size, execution=Execution("cuda"))
-        groups.append([Timed(step_s(trace, truth), partial(step_s, trace))])
+        sums = [partial(_sum_of, trace, part) for part in range(3)]
+        groups.append([Timed(factor * estimated_s(truth), estimated_s) for estimated_s in sums])
     return groups
 
 
-def step_s(trace: StepTrace, spec: DeviceSpec) -> float:
-    """Return the seconds of a whole step."""
-    return sum(map(sum, trace.layer_seconds(spec)))
+def _sum_of(trace: StepTrace, part: int, spec: DeviceSpec) -> float:
+    return sum(trace.layer_seconds(spec)[part])
 
 
 def test_whole_steps_tell_two_factors(folder: Path) -> None:
     """The table's shares are a guess that weighs as much as a step within 16% does, so nothing is
     recovered exactly.
     """
-    table, truth = DEVICES["l4"], scaled(DEVICES["l4"], 0.8, 1.25)
-    fitted = fit_times(table, known((2048, 4096, 8192), truth, folder))
+    table = DEVICES["l4"]
+    truth = scaled(table, 0.8, 1.25)
+    fitted = fit_times(table, steps_of(folder, truth))
     assert fitted is not None
     trace = trace_step(load_model_file(folder / "model.py"), 4096, execution=Execution("cuda"))
-    measured, estimated, close = (step_s(trace, spec) for spec in (truth, table, fitted))
-    assert abs(close / measured - 1) < 0.03 < abs(estimated / measured - 1)
+    measured, before, close = (
+        sum(map(sum, trace.layer_seconds(spec))) for spec in (truth, table, fitted)
+    )
+    assert abs(close / measured - 1) < 0.03 < abs(before / measured - 1)
     share = fitted.achieved_arithmetic["gemm"] / table.achieved_arithmetic["gemm"]
     assert share == pytest.approx(0.8, rel=0.05)
 
 
 def test_two_groups_are_no_evidence(folder: Path) -> None:
-    truth = scaled(DEVICES["l4"], 0.8, 1.25)
-    assert fit_times(DEVICES["l4"], known((2048, 4096), truth, folder)) is None
+    groups = steps_of(folder, scaled(DEVICES["l4"], 0.8, 1.25), (1.0, 1.0))
+    assert fit_times(DEVICES["l4"], groups) is None
 
 
 # Each tells another clock; or one is slow, which helps with none of the others.
@@ -136,7 +142,5 @@ def test_two_groups_are_no_evidence(folder: Path) -> None:
 def test_steps_that_contradict_each_other_are_declined(
     folder: Path, factors: tuple[float, ...]
 ) -> None:
-    groups = known((2048, 4096, 8192), DEVICES["l4"], folder)
-    for group, factor in zip(groups, factors, strict=True):
-        group[0] = replace(group[0], measured_s=group[0].measured_s * factor)
+    groups = steps_of(folder, DEVICES["l4"], factors)
     assert fit_times(DEVICES["l4"], groups) is None

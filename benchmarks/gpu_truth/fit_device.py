@@ -11,12 +11,13 @@ minimises
 that is: a step's estimate is right to 5% once the factors are, and the table's shares are right to
 16%.
 
-Such a fit is used only where it has been seen to help with what it was not fitted to. The steps are
-put into groups: for a model that is among them each model and batch size is one, for others each
-model. Every group is left out in turn, and its error with a fit to the others is compared with the
-table's. The mean gain must exceed three of its standard errors, over three groups or more: a
-smaller one, of few steps, is chance.
+Such a fit is used only where it has been seen to help with what it was not fitted to. Every group
+of steps, such as those of one model, is left out in turn, and its error with a fit to the others is
+compared with the table's. The mean gain must exceed three of its standard errors, over three groups
+or more: a smaller one, of few steps, is chance.
 """
+
+from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence

@@ -1,0 +1,19 @@
+"""What is said of the device that a profile was measured on, or estimated for."""
+
+from planner.formats.profile import Device
+
+
+def device_words(device: Device, own: str = "") -> str:
+    """Name a device and its kind, and say where its kernels were not measured; `own` follows the
+    kind.
+    """
+    words = f"{device.name} ({device.kind}{own})"
+    unmeasured = unmeasured_words(device)
+    return words if unmeasured is None else f"{words}; {unmeasured}"
+
+
+def unmeasured_words(device: Device) -> str | None:
+    """Say whose kernels stand for those of an estimate's device; None where they are its own."""
+    if device.shares_of is None:
+        return None
+    return f"not all of its kernels were measured: the others are priced as on {device.shares_of}"
