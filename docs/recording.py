@@ -38,7 +38,7 @@ _STYLED = re.compile(r"\x1b\[(\d+)m(.*?)\x1b\[0m", re.DOTALL)
 
 def commands(session: str) -> list[str]:
     """Return the commands of a session, continued lines included."""
-    return re.findall(r"^\$ (.*(?:\\\n.*)*)", session, re.MULTILINE)
+    return re.findall(r"^\$ ((?:.*\\\n)*.*)", session, re.MULTILINE)
 
 
 def recorded(typed: Sequence[str]) -> str:
@@ -61,11 +61,12 @@ def recorded(typed: Sequence[str]) -> str:
                 ["bash", "-c", command],
                 cwd=folder,
                 env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
+                capture_output=True,
                 text=True,
-                check=True,
+                check=False,
             )
+            if done.returncode:
+                sys.exit(f"{command}\n{done.stderr}")
             parts.append(f"{PROMPT}{command}\n{done.stdout.rstrip()}".rstrip())
     return "\n\n".join(parts) + "\n"
 

@@ -23,10 +23,9 @@ from planner.formats.profile import Profile
 from planner.formats.timeline import Event, Timeline
 from planner.simulator.simulate_plan import simulate_recorded
 from planner.solver.clock import Clock
+from planner.solver.tuning.answers import MeasuredTuning
+from planner.solver.tuning.record import STANDARD
 
-SAME_SPEED = 0.05  # computations of equal devices differ by so much between two runs
-SAME_RATE = 0.25  # messages, which wait for processors and for each other, by so much
-FEWEST = 5  # computations of a worker, or messages of a level, that a median is taken of
 _MESSAGES = {"receive_activation": "send_activation", "receive_gradient": "send_gradient"}
 
 
@@ -53,15 +52,18 @@ class MeasuredCluster(Record):
     links: tuple[LevelRate, ...]
 
 
-def measured_cluster(plan: Plan, run: Timeline) -> MeasuredCluster:
+def measured_cluster(
+    plan: Plan, run: Timeline, tuning: MeasuredTuning = STANDARD.measured
+) -> MeasuredCluster:
     """Return the plan's cluster as a run found it: `planner.measured_cluster` says how."""
     planned = simulate_recorded(plan, run)
     check_same_run(planned, run)
 
-    workers = _speeds(planned, run)
-    links = _rates(plan.cluster, planned, run)
-    levels = _corrected_levels(plan.cluster, links)
-    kinds = _corrected_kinds(plan.cluster, {worker.rank: worker.speed for worker in workers})
+    workers = _speeds(planned, run, tuning.fewest)
+    links = _rates(plan.cluster, planned, run, tuning.fewest)
+    levels = _corrected_levels(plan.cluster, links, tuning.same_rate)
+    speeds = {worker.rank: worker.speed for worker in workers}
+    kinds = _corrected_kinds(plan.cluster, speeds, tuning.same_speed)
     cluster = replace(plan.cluster, levels=levels, kinds=kinds)
     return MeasuredCluster(cluster=cluster, workers=workers, links=links)
 
@@ -84,7 +86,7 @@ def on_cluster(profile: Profile, plan: Plan, cluster: Cluster) -> Plan:
 # Speeds of devices
 
 
-def _speeds(planned: Timeline, run: Timeline) -> tuple[WorkerSpeed, ...]:
+def _speeds(planned: Timeline, run: Timeline, fewest: int) -> tuple[WorkerSpeed, ...]:
     expected = {_key(event): event.end_s - event.start_s for event in _computing(planned)}
     ratios: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
     for event in _computing(run):
@@ -94,11 +96,11 @@ def _speeds(planned: Timeline, run: Timeline) -> tuple[WorkerSpeed, ...]:
             ratios[event.rank].append((planned_s / measured_s, planned_s))
 
     for rank in run.workers:
-        if len(ratios[rank]) < FEWEST:
+        if len(ratios[rank]) < fewest:
             raise InputError(
                 f"the run recorded {len(ratios[rank])} computations of worker {rank}, too few to "
                 f"tell its speed",
-                hint=f"record at least {FEWEST} minibatches with `trace` and `trace_minibatches`",
+                hint=f"record at least {fewest} minibatches with `trace` and `trace_minibatches`",
             )
     return tuple(
         WorkerSpeed(rank=rank, speed=round(_weighted_median(ratios[rank]), 3))
@@ -129,18 +131,20 @@ def _weighted_median(values: Iterable[tuple[float, float]]) -> float:
     raise AssertionError("there are no values")
 
 
-def _corrected_kinds(cluster: Cluster, speeds: Mapping[int, float]) -> tuple[DeviceKind, ...]:
+def _corrected_kinds(
+    cluster: Cluster, speeds: Mapping[int, float], same: float
+) -> tuple[DeviceKind, ...]:
     """Return the kinds of devices by rank, where some are not as fast as planned."""
     kinds: list[DeviceKind] = []
     for rank in range(cluster.gpus):
         usual = cluster.kind_of(rank) if cluster.kinds else DeviceKind(count=1)
         speed = speeds.get(rank, 1.0)  # a device that the plan leaves idle is as it was
-        if abs(speed - 1) <= SAME_SPEED:
+        if abs(speed - 1) <= same:
             speed = 1.0
         kind = usual.model_copy(update={"count": 1, "speed": usual.speed * speed})
 
         last = kinds[-1] if kinds else None
-        if last is not None and _alike(last, kind):
+        if last is not None and _alike(last, kind, same):
             kinds[-1] = last.with_count(last.count + 1)
         else:
             kinds.append(kind)
@@ -149,14 +153,14 @@ def _corrected_kinds(cluster: Cluster, speeds: Mapping[int, float]) -> tuple[Dev
     return () if nothing_new else tuple(kinds)
 
 
-def _alike(one: DeviceKind, other: DeviceKind) -> bool:
+def _alike(one: DeviceKind, other: DeviceKind, same: float) -> bool:
     """Return whether two devices are of one kind, and about as fast."""
     same_kind = (one.name, one.device, one.memory_bytes) == (
         other.name,
         other.device,
         other.memory_bytes,
     )
-    return same_kind and abs(one.speed / other.speed - 1) <= SAME_SPEED
+    return same_kind and abs(one.speed / other.speed - 1) <= same
 
 
 # Rates of links
@@ -173,7 +177,9 @@ class _Message(NamedTuple):
     microbatch: int
 
 
-def _rates(cluster: Cluster, planned: Timeline, run: Timeline) -> tuple[LevelRate, ...]:
+def _rates(
+    cluster: Cluster, planned: Timeline, run: Timeline, fewest: int
+) -> tuple[LevelRate, ...]:
     topology = Topology(cluster)
     expected_s = dict(_transfers(planned, waited=False))
     ratios: defaultdict[int, list[float]] = defaultdict(list)
@@ -187,7 +193,7 @@ def _rates(cluster: Cluster, planned: Timeline, run: Timeline) -> tuple[LevelRat
     rates = []
     for number, level in enumerate(cluster.joined):
         measured = None
-        if len(ratios[number]) >= FEWEST:
+        if len(ratios[number]) >= fewest:
             measured = level.bandwidth_bytes_per_s * median(ratios[number])
         rates.append(
             LevelRate(
@@ -233,7 +239,9 @@ def _message(event: Event) -> _Message:
     return _Message(kind, *ends, event.minibatch, event.microbatch)
 
 
-def _corrected_levels(cluster: Cluster, rates: Sequence[LevelRate]) -> tuple[Level, ...]:
+def _corrected_levels(
+    cluster: Cluster, rates: Sequence[LevelRate], same: float
+) -> tuple[Level, ...]:
     """Return the cluster's levels with the rates that differ from the planned ones."""
     joined = iter(rates)
     levels = []
@@ -243,18 +251,9 @@ def _corrected_levels(cluster: Cluster, rates: Sequence[LevelRate]) -> tuple[Lev
             levels.append(level)
             continue
         factor = rate.measured_bytes_per_s / rate.planned_bytes_per_s
-        levels.append(level if _about_one(factor) else _scaled(level, factor))
+        levels.append(level if _about_one(factor, same) else level.times_as_fast(factor))
     return tuple(levels)
 
 
-def _about_one(factor: float) -> bool:
-    return 1 / (1 + SAME_RATE) <= factor <= 1 + SAME_RATE
-
-
-def _scaled(level: Level, factor: float) -> Level:
-    rates = {
-        name: value * factor
-        for name, value in level
-        if name.endswith("bandwidth_bytes_per_s") and value is not None
-    }
-    return level.model_copy(update=rates)
+def _about_one(factor: float, same: float) -> bool:
+    return 1 / (1 + same) <= factor <= 1 + same

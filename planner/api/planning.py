@@ -22,7 +22,7 @@ from planner.formats.cluster import (
     load_cluster,
 )
 from planner.formats.device_kinds import cluster_for, is_profile, planned_bytes, read_profile
-from planner.formats.files import write_text
+from planner.formats.files import replace, write_text
 from planner.formats.own_plan import OwnPlan
 from planner.formats.plan import Plan, load_plan
 from planner.formats.profile import Profile, load_profile
@@ -65,7 +65,7 @@ DESCRIBED_TWICE = (
 _UNSAID = ClusterOptions()  # callers give keywords in its place
 
 
-@keywords_of(ClusterOptions, arguments="one or none")
+@keywords_of(ClusterOptions)
 def cluster(profile: Profile | None = None, options: ClusterOptions = _UNSAID) -> Cluster:
     """Return the cluster that the command line's arguments describe, with what the profile says of
     its GPUs.
@@ -83,12 +83,13 @@ def cluster(profile: Profile | None = None, options: ClusterOptions = _UNSAID) -
         8
     """
     described = _described(options, profile)
-    described = described.replace(compress=options.compress)
+    if options.compress is not None:
+        described = replace(described, compress=options.compress)
     if options.kinds is not None:
-        described = described.replace(kinds=_kinds(options, described.gpus))
+        described = replace(described, kinds=_kinds(options, described.gpus))
     if options.sequence_parallel:
         _check_divides(profile)
-        described = described.replace(sequence_parallel=True)
+        described = replace(described, sequence_parallel=True)
     return described if profile is None else cluster_for(profile, described)
 
 
@@ -225,7 +226,7 @@ def answer(request: Request) -> Plan:
     return with_slow_links(plan, request)
 
 
-@keywords_of(PriceOptions, arguments=3)
+@keywords_of(PriceOptions)
 def price(
     profile: Profile, cluster: Cluster, stages: OwnPlan | Stages, options: PriceOptions
 ) -> Plan:

@@ -60,7 +60,7 @@ _log = logging.getLogger(__name__)
 SELDOM = 100_000  # allocations of a question, after which garbage is collected
 
 
-@keywords_of(ProfilingOptions, arguments=1)
+@keywords_of(ProfilingOptions)
 def profile(model: str | Path | TrainingSpec, options: ProfilingOptions) -> Profile:
     """Measure what each layer of a model costs in training on this device.
 
@@ -81,7 +81,7 @@ def profile(model: str | Path | TrainingSpec, options: ProfilingOptions) -> Prof
     return profile_model(spec, options.batch_size, options, options.progress)
 
 
-@keywords_of(EstimateArguments, arguments=1)
+@keywords_of(EstimateArguments)
 def estimate(model: str | Path, asked: EstimateArguments) -> Profile:
     """Estimate what each layer of a model costs in training on a device that need not be there.
 

@@ -43,6 +43,7 @@ _ONLY_ESTIMATES = ("device_file", "host")
 
 
 def add_parser(verbs: Verbs) -> None:
+    """Declare the verb and its flags."""
     parser = declare(
         verbs,
         "profile",
@@ -74,6 +75,7 @@ def add_parser(verbs: Verbs) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Run the verb, and return its exit code."""
     from planner.formats.files import check_writable
     from planner.formats.profile import replace_profile
 

@@ -55,6 +55,7 @@ or DeepSpeed run give on this cluster? The plan is written like any other, so th
 
 
 def add_parser(verbs: arguments.Verbs) -> None:
+    """Declare the verb and its flags."""
     parser = arguments.declare(
         verbs, "solve", "find the fastest plan for a profile and a cluster", SOLVE, solve
     )
@@ -112,6 +113,7 @@ def add_parser(verbs: arguments.Verbs) -> None:
 
 
 def solve(args: argparse.Namespace) -> int:
+    """Run the verb, and return its exit code."""
     from planner.api.planning import answer
     from planner.formats.device_kinds import read_profile
     from planner.solver.request import Request
@@ -187,6 +189,7 @@ def complaints(plan: planner.Plan, profile: planner.Profile) -> Iterator[tuple[s
 
 
 def fit(args: argparse.Namespace) -> int:
+    """Run the verb, and return its exit code."""
     from planner.api.servers import number_of_gpus
     from planner.reporting.tables.links import links_warning
 

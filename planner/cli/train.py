@@ -82,6 +82,7 @@ NEXT = """\
 
 
 def add_train(verbs: arguments.Verbs) -> None:
+    """Declare the verb and its flags."""
     parser = arguments.declare(verbs, "train", "train the model as the plan says", TRAIN, train)
     parser.add_argument(
         "model", help="model file, or model.py:builder for another function than build_model"
@@ -106,6 +107,7 @@ def add_train(verbs: arguments.Verbs) -> None:
 
 
 def add_export(verbs: arguments.Verbs) -> None:
+    """Declare the verb and its flags."""
     summary = "write the plan for Megatron or torchtitan"
     parser = arguments.declare(verbs, "export", summary, EXPORT, export)
     parser.add_argument(
@@ -226,6 +228,7 @@ def _run_as_worker(job: Job, as_json: bool) -> NoReturn:
 
 
 def export(args: argparse.Namespace) -> int:
+    """Run the verb, and return its exit code."""
     from planner.formats.files import write_text
 
     plan = planner.load_plan(args.plan)
@@ -246,6 +249,7 @@ def export(args: argparse.Namespace) -> int:
 
 
 def add_tours(verbs: arguments.Verbs) -> None:
+    """Declare the verb and its flags."""
     parser = arguments.declare(
         verbs, "quickstart", "try profile, solve and train on this machine", QUICKSTART, quickstart
     )
@@ -264,6 +268,7 @@ def add_tours(verbs: arguments.Verbs) -> None:
 
 
 def quickstart(args: argparse.Namespace) -> int:
+    """Run the verb, and return its exit code."""
     from planner.profiler.this_machine import keep_freed_pages
 
     keep_freed_pages()  # as the workers do

@@ -54,6 +54,7 @@ its simulation on the same axes.
 
 
 def add_show(verbs: arguments.Verbs) -> None:
+    """Declare the verb and its flags."""
     parser = arguments.declare(verbs, "show", "show a plan or a profile as tables", SHOW, show)
     parser.add_argument(
         "file",
@@ -76,6 +77,7 @@ def add_show(verbs: arguments.Verbs) -> None:
 
 
 def add_questions(verbs: arguments.Verbs) -> None:
+    """Declare the verb and its flags."""
     compare = "compare a plan with data parallelism and hand-made pipelines"
     explain = "explain what limits a plan, and what would make it faster"
     for name, summary, text in (("compare", compare, COMPARE), ("explain", explain, EXPLAIN)):
@@ -96,6 +98,7 @@ def add_schedules(parser: argparse.ArgumentParser) -> None:
 
 
 def add_simulate(verbs: arguments.Verbs) -> None:
+    """Declare the verb and its flags."""
     parser = arguments.declare(
         verbs, "simulate", "show what a plan's workers and links do over time", SIMULATE, simulate
     )
@@ -116,6 +119,7 @@ def add_simulate(verbs: arguments.Verbs) -> None:
 
 
 def add_report(verbs: arguments.Verbs) -> None:
+    """Declare the verb and its flags."""
     parser = arguments.declare(
         verbs, "report", "write all about a plan to one HTML file", REPORT_TEXT, report
     )
@@ -125,6 +129,7 @@ def add_report(verbs: arguments.Verbs) -> None:
 
 
 def show(args: argparse.Namespace) -> int:
+    """Run the verb, and return its exit code."""
     from planner.api.planning import plan_or_profile
 
     shown = plan_or_profile(args.file)
@@ -136,6 +141,7 @@ def show(args: argparse.Namespace) -> int:
 
 
 def simulate(args: argparse.Namespace) -> int:
+    """Run the verb, and return its exit code."""
     from planner.analysis.compare_runs import compare_runs
     from planner.api.planning import timelines
     from planner.reporting.tables.runs import run_comparison_report, run_report
@@ -160,6 +166,7 @@ def simulate(args: argparse.Namespace) -> int:
 
 
 def report(args: argparse.Namespace) -> int:
+    """Run the verb, and return its exit code."""
     from planner.formats.files import check_writable
 
     path = args.output or REPORT

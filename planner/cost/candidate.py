@@ -3,12 +3,13 @@ between them.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from planner.cost.work import Floats
 from planner.formats.cluster import DeviceKind
+from planner.formats.files import replace
 from planner.formats.profile import Shares
 from planner.stages.recomputation import Recomputes
 from planner.stages.sharding import UNSHARDED, ShardedReplicas, Sharding
@@ -43,6 +44,7 @@ class StageOptions(ShardedReplicas, DividedLayers, Recomputes):
         assert self.replicas % self.shards == 0
 
     def with_sharding(self, sharding: Sharding) -> "StageOptions":
+        """Return the options with another sharding."""
         return replace(self, level=sharding.level, group=sharding.group)
 
     def with_replicas(self, count: int) -> "StageOptions":
@@ -96,6 +98,7 @@ class Candidate:
 
 
 def candidates(groups: Sequence[Sequence[int]], replicas: Sequence[int]) -> list[Candidate]:
+    """Return stages of these groups of layers, each with so many replicas, one after the other."""
     before: frozenset[int] = frozenset()
     stages = []
     for layers, r in zip(groups, replicas, strict=True):

@@ -47,6 +47,7 @@ def kind_on(
 
 
 def fastest_rank(layer_costs: LayerCosts, cluster: Cluster) -> int:
+    """Return the first rank of the fastest kind of devices."""
     if not cluster.kinds:
         return 0
     everything = layer_costs.single_stage
@@ -66,6 +67,7 @@ def fastest_ranks(layer_costs: LayerCosts, cluster: Cluster, count: int) -> list
 
 
 def everything_on(layer_costs: LayerCosts, cluster: Cluster, ranks: Sequence[int]) -> Candidate:
+    """Return a single stage of all layers, with these ranks as replicas."""
     single = layer_costs.single_stage
     kind = kind_on(layer_costs, cluster, single, ranks) if cluster.kinds else None
     return replace(

@@ -5,7 +5,7 @@ Slow and plain, they are the reference for the searches.
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -19,6 +19,7 @@ from planner.cost.traffic import messages as messages
 from planner.cost.work import Floats, Footprint, Work, working_bytes
 from planner.formats.cluster import DeviceKind
 from planner.formats.device_kinds import profile_on
+from planner.formats.files import replace
 from planner.formats.names import CODECS, GPU_KINDS, Codec
 from planner.formats.plan_parts import Exchanged
 from planner.formats.profile import Profile, Shares

@@ -6,9 +6,10 @@ held = tensors · (1 + fragmented) + context + communicators · bytes of one
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from planner.cost.work import Footprint
+from planner.formats.files import replace
 from planner.formats.names import GPU_KINDS
 from planner.formats.plan_parts import Bottleneck, StageMemory
 from planner.formats.profile import Device
@@ -29,6 +30,7 @@ class Price:
     cost_model_s: float | None = None
 
     def simulated(self, seconds_per_minibatch: float) -> "Price":
+        """Return the price with the seconds of a simulation; the cost model's are kept beside them."""
         formula_s = self.seconds_per_minibatch if self.cost_model_s is None else self.cost_model_s
         return replace(self, seconds_per_minibatch=seconds_per_minibatch, cost_model_s=formula_s)
 
@@ -50,6 +52,9 @@ class Price:
 
 
 def stage_memory(footprint: Footprint, in_flight: int, versions: int) -> StageMemory:
+    """Return the memory of a replica with so many units in flight and weight versions, without a
+    device's overheads.
+    """
     return StageMemory(
         weights_bytes=int(footprint.weight_bytes) * versions,
         gradients_bytes=int(footprint.gradient_bytes),
@@ -82,9 +87,11 @@ class Reserve:
     share: float = 0.0  # of the tensors' bytes
 
     def room(self, memory_bytes: int) -> int:
+        """Return the bytes that are left for tensors."""
         return max(1, math.floor((memory_bytes - self.fixed_bytes) / (1 + self.share)))
 
     def whole(self, tensor_bytes: int) -> int:
+        """Return what tensors of so many bytes take with the reserve."""
         return tensor_bytes + int(tensor_bytes * self.share) + self.fixed_bytes
 
 
@@ -101,11 +108,13 @@ class Overheads:
 
     @classmethod
     def of(cls, device: Device) -> "Overheads | None":
+        """Return the overheads of a profiled GPU; None for other devices."""
         if device.kind not in GPU_KINDS:
             return None
         return cls(CONTEXT_BYTES if device.context_bytes is None else device.context_bytes)
 
     def reserve(self, communicators: int) -> Reserve:
+        """Return what a process with so many communicators takes beside its tensors."""
         return Reserve(
             self.context_bytes + communicators * self.communicator_bytes, self.fragmented
         )

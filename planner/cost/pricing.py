@@ -3,7 +3,6 @@ out.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from planner.cost.candidate import Candidate
 from planner.cost.communicators import with_overheads
@@ -17,9 +16,11 @@ from planner.cost.network.link import link_of
 from planner.cost.network.topology import Busy
 from planner.cost.overheads import Price, stage_memory
 from planner.cost.setting import Setting
+from planner.formats.files import replace
 
 
 def cost_model_of(setting: Setting) -> CostModel:
+    """Return the cost model of the setting's schedule."""
     schedule, link = setting.schedule, link_of(setting.cluster)
     match schedule.formula:
         case "asynchronous":
@@ -39,6 +40,7 @@ def cost_model_of(setting: Setting) -> CostModel:
 
 
 def price(layer_costs: LayerCosts, stages: Sequence[Candidate], setting: Setting) -> Price:
+    """Return the price of stages: time, bottleneck, memory and bytes sent."""
     if stages[0].options.shards_gradients:
         (stage,) = stages
         alone = stage.options.sharding.of_optimizer_alone()
@@ -68,6 +70,7 @@ def price(layer_costs: LayerCosts, stages: Sequence[Candidate], setting: Setting
 def busy_resources(
     layer_costs: LayerCosts, stages: Sequence[Candidate], setting: Setting
 ) -> Sequence[Busy]:
+    """Return the busy seconds of each stage's resources."""
     return cost_model_of(setting).time(UnpricedPlan(layer_costs, stages, setting)).busy
 
 

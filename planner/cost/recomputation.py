@@ -15,7 +15,7 @@ whose extra time is above the least by less than that of one unit.
 import math
 from collections import Counter
 from collections.abc import Collection, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from hashlib import blake2b
 from itertools import compress, groupby
@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from planner.cost.candidate import Groups, whole_stage
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.work import Floats
+from planner.formats.files import replace
 from planner.options.solving import RecomputeRule
 
 MOST_SUBSETS = 2**8  # of units that are all tried

@@ -41,6 +41,7 @@ class Setting:
             )
 
     def workers_of(self, stages: int) -> list[int]:
+        """Return the worker of each stage."""
         return [
             self.schedule.worker_of(stage, max(1, stages // self.chunks)) for stage in range(stages)
         ]

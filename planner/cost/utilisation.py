@@ -20,6 +20,7 @@ def utilisation(
 
 
 def peak_flops_per_s(profile: Profile) -> float | None:
+    """Return the peak of the profile's device in its data type; None where it is not known."""
     if profile.device.kind == "cpu":
         return None
     if profile.device.peak_flops_per_s is not None:

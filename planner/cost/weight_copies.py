@@ -156,6 +156,7 @@ def _names(layer_costs: LayerCosts, stages: Sequence[Candidate]) -> list[list[st
 def copies_fit(
     layer_costs: LayerCosts, stages: Sequence[Candidate], price: Price, setting: Setting
 ) -> bool:
+    """Return whether the copies of weights that stages share fit the memory."""
     with suppress(InfeasibleError):
         price_with_copies(layer_costs, stages, price, setting)
         return True

@@ -5,11 +5,13 @@ for thousands.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+
+from planner.formats.files import replace
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
@@ -56,6 +58,7 @@ class Work:
         return np.asarray(self.backward_s + np.where(np.asarray(share) > 1, self.accumulate_s, 0.0))
 
     def rows(self, rows: Integers | slice) -> Work:
+        """Return the work of some of the stages."""
         return type(self)(**{each.name: getattr(self, each.name)[rows] for each in fields(self)})
 
     def shared_out(self, sharded: ArrayLike = True) -> Work:
@@ -71,6 +74,7 @@ class Work:
         return replace(self, recompute_s=self.forward_s)
 
     def without_transfers(self) -> Work:
+        """Return the work as if no values passed between stages."""
         nothing = np.zeros_like(self.received_bytes)
         return replace(
             self,

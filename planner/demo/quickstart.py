@@ -70,7 +70,7 @@ class QuickstartResult(Shown, Record):
         return f"{table_of(rows).text()}\n\n{faster}"
 
 
-@keywords_of(QuickstartOptions, arguments=1)
+@keywords_of(QuickstartOptions)
 def quickstart(folder: str | Path, options: QuickstartOptions) -> QuickstartResult:
     """Profile VGG-16 here, find its best plan, train it, train it with data parallelism, and
     compare.

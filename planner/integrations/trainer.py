@@ -299,8 +299,9 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]  # its types are not check
             return found
 
         began_s = time.time()
+        if self._plan is not None:
+            self._check_evaluation(self._plan)
         built = self._built()
-        self._check_evaluation(built.plan)
         batches = self._evaluation_batches(eval_dataset)
         self._outputs.clear()
         evaluation = built.evaluate(map(pipeline_batch, batches))
@@ -317,10 +318,23 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]  # its types are not check
             metric_key_prefix, began_s, num_samples=evaluation.samples, num_steps=len(batches)
         )
         self.log(named)
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, named)
+        handler = self.callback_handler
+        self.control: Any = handler.on_evaluate(self.args, self.state, self.control, named)
         return named
 
     def _check_evaluation(self, plan: Plan) -> None:
+        """Raise InputError for an evaluation that the pipeline was not built for, or cannot do."""
+        if self.eval_dataset is None:
+            raise InputError(
+                "this PipelineTrainer was made without `eval_dataset`, so its stages do not "
+                "evaluate",
+                hint="give PipelineTrainer one; evaluate() may take another",
+            )
+        if self._predicts and len(self.label_names) != 1:
+            raise InputError(
+                f"compute_metrics needs one kind of labels, and label_names are {self.label_names}",
+                hint="give label_names=['labels'], or leave compute_metrics out",
+            )
         size = self.args.eval_batch_size
         if plan.microbatch_size is not None and size > plan.microbatch_size:
             raise InputError(
@@ -362,15 +376,17 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]  # its types are not check
     def _predictions(
         self, batches: Sequence[Mapping[str, Tensor]], ignore_keys: list[str] | None
     ) -> EvalPrediction:
-        config = getattr(self.model, "config", None)
         ignored = ignore_keys
         if ignored is None:
+            config = getattr(self.model, "config", None)
             ignored = getattr(config, "keys_to_ignore_at_inference", [])
-        labels = [batch[name] for batch in batches for name in self.label_names]
+        (name,) = self.label_names
+        labels = [batch[name] for batch in batches]
         logits = []
         for output, target in zip(self._outputs, labels, strict=True):
-            (value,) = [value for name, value in output.items() if name not in (*ignored, LOSS)]
-            value = value.detach().cpu()
+            value = _only_prediction(output, (*ignored, LOSS)).detach().cpu()
+            if value.dtype is torch.bfloat16:  # which NumPy does not have
+                value = value.float()
             if self.preprocess_logits_for_metrics is not None:
                 value = self.preprocess_logits_for_metrics(value, target)
             logits.append(value)
@@ -442,6 +458,19 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]  # its types are not check
                 self.args.save_total_limit,
                 self.state.best_model_checkpoint,
             )
+
+
+def _only_prediction(output: Mapping[str, Any], others: Sequence[str]) -> Tensor:
+    """Return what a model's output has beside its loss; raise InputError where that is several."""
+    found = {name: value for name, value in output.items() if name not in others}
+    if len(found) != 1:
+        raise InputError(
+            f"compute_metrics needs one array of predictions, and the model returns "
+            f"{', '.join(found)}",
+            hint="give evaluate() the others as ignore_keys",
+        )
+    (value,) = found.values()
+    return cast("Tensor", value)
 
 
 def _warn_of_staleness(plan: Plan) -> None:

@@ -219,7 +219,7 @@ def check_plan(plan: Plan, arguments: TrainingArguments, *, scales_by_labels: bo
             f"per_device_train_batch_size={size} with gradient_accumulation_steps={batches} are "
             f"{size * batches}",
             hint=f"give per_device_train_batch_size={plan.microbatch_size} and "
-            f"gradient_accumulation_steps={plan.minibatch_size // (plan.microbatch_size or 1)}, or "
+            f"gradient_accumulation_steps={plan.microbatches}, or "
             f"solve with `minibatch={size * batches}`",
         )
     if batches > 1 and not scales_by_labels:

@@ -66,6 +66,7 @@ def _step_of(folder: Path) -> int:
 def write_generators(folder: Path) -> None:
     """Write the states of the host's generators, which are the same on all workers."""
     name, keys, *others = numpy.random.get_state(legacy=True)
+    assert isinstance(keys, numpy.ndarray)
     states = {
         "torch": torch.get_rng_state(),
         "python": random.getstate(),

@@ -78,6 +78,11 @@ def training_spec(
             on_output(output)
         return {BATCH_LOSS: float(output[LOSS])}
 
+    if trainer.train_dataset is None:
+        raise InputError(
+            "a PipelineTrainer needs a `train_dataset`, which shows what batches are like",
+            hint="give one, also to a trainer that only evaluates",
+        )
     with generators_kept():
         example = next(iter(trainer.get_test_dataloader(trainer.train_dataset)))
     return TrainingSpec.from_objects(

@@ -9,13 +9,13 @@ then.
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from planner.errors import ModelFileError, PlannerError, first_line
+from planner.formats.files import replace
 from planner.model.elementwise import kept_whole
 from planner.model.generators import seeded
 from planner.model.hyperparameters import Hyperparameters, group_numbers, hyperparameters_of

@@ -14,11 +14,12 @@ found in the same way, by the hyperparameters that it gives to the groups.
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from planner.errors import PlannerError
+from planner.formats.files import replace
 from planner.model.hyperparameters import first_difference, shown
 from planner.model.optimizer_part import TrainedParameter
 from planner.model.optimizer_trial import OptimizerTrial, Schedule, Steps, Values

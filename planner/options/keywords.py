@@ -5,7 +5,7 @@ Python's users know some names from the command line, and some options are field
 verb takes.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import Field, fields, is_dataclass
 from typing import Any, get_args
 
@@ -19,7 +19,8 @@ class Keywords:
     """The keyword arguments of a verb: its own parameters, and the fields of a record."""
 
     def __init__(self, verb: str, parameters: Iterable[str], record: type) -> None:
-        self._verb, self._record = verb, record
+        self._verb = verb
+        self._record = record
         self.names = {*parameters, *(each.name for each in fields(record))}
         _VERBS.setdefault(verb, self)
 
@@ -33,53 +34,40 @@ class Keywords:
             )
 
     def _meant(self, name: str) -> str:
-        by_flag = next((field for field, flag in _flags(self._record) if flag == name), None)
-        if by_flag is not None:
-            return f"did you mean `{by_flag}`, which the command line calls {name}? "
-        by_alias = next((field for field, alias in _aliases(self._record) if alias == name), None)
-        if by_alias is not None:
-            return f"did you mean `{by_alias}`? "
-        for field, nested in _nested(self._record):
-            for option, flag in _flags(nested):
-                if name in (option, flag):
-                    return f"give `{field}=planner.{nested.__name__}({option}=...)`; "
+        """Return what the name could mean: on the command line, in a record that is a field of this
+        one, or for another verb.
+        """
+        for each in fields(self._record):
+            if name in _flags(each)[:1]:
+                return f"did you mean `{each.name}`, which the command line calls {name}? "
+            if name in _flags(each):
+                return f"did you mean `{each.name}`? "
+
+        for each in fields(self._record):
+            nested = _record_in(each)
+            for option in () if nested is None else fields(nested):
+                if nested is not None and name in (option.name, *_flags(option)[:1]):
+                    return f"give `{each.name}=planner.{nested.__name__}({option.name}=...)`; "
+
         if name in _VERBS:
             return f"planner.{name} is a function of its own; "
-        others = [f"planner.{verb}" for verb, keywords in _VERBS.items() if name in keywords.names]
         close = did_you_mean(name, sorted(self.names))
+        others = [f"planner.{verb}" for verb, keywords in _VERBS.items() if name in keywords.names]
         if others and not close:
             return f"it is an argument of {', '.join(others)}; "
         return close
 
 
-def _flags(record: type) -> Iterator[tuple[str, str]]:
-    """Yield the names of a record's options, each with that of its flag as Python would
-    write it.
-    """
-    for each in fields(record):
-        option = each.metadata.get("option")
-        flag = None if option is None else option.flag
-        yield each.name, (flag or each.name).removeprefix("--").replace("-", "_")
-
-
-def _aliases(record: type) -> Iterator[tuple[str, str]]:
-    """Yield the names of a record's options, each with another name of its flag, as Python would
-    write it.
-    """
-    for each in fields(record):
-        option = each.metadata.get("option")
-        for alias in () if option is None else option.aliases:
-            yield each.name, alias.removeprefix("--").replace("-", "_")
-
-
-def _nested(record: type) -> Iterator[tuple[str, type]]:
-    """Yield the fields of a record that are records themselves."""
-    for each in fields(record):
-        nested = _record_in(each)
-        if nested is not None:
-            yield each.name, nested
+def _flags(field: Field[Any]) -> list[str]:
+    """Return the names of an option's flag as Python would write them, its own first."""
+    option = field.metadata.get("option")
+    if option is None:
+        return []
+    flags = [option.flag or field.name, *option.aliases]
+    return [flag.removeprefix("--").replace("-", "_") for flag in flags]
 
 
 def _record_in(field: Field[Any]) -> type | None:
+    """Return the record that is the type of a field, or one of its types."""
     parts = (field.type, *get_args(field.type))
     return next((part for part in parts if isinstance(part, type) and is_dataclass(part)), None)

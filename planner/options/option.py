@@ -6,22 +6,25 @@ import inspect
 import textwrap
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields, replace
-from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, overload
+from dataclasses import MISSING, Field, dataclass, field, fields
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 
 from planner.arguments import checked_arguments
 from planner.errors import InputError
+from planner.formats.files import replace
 from planner.options.keywords import Keywords
 
 WIDTH = 116  # columns of an entry under "Args:"
 KeywordsT = ParamSpec("KeywordsT")
 RecordT = TypeVar("RecordT")
+RecordCoT = TypeVar("RecordCoT", covariant=True)
 FirstT = TypeVar("FirstT")
 SecondT = TypeVar("SecondT")
 ThirdT = TypeVar("ThirdT")
 AnswerT = TypeVar("AnswerT")
 GivenT = TypeVar("GivenT", contravariant=True)
 ResultT = TypeVar("ResultT", covariant=True)
+RecordInT = TypeVar("RecordInT", contravariant=True)
 
 
 class OneOrNone(Protocol[GivenT, KeywordsT, ResultT]):
@@ -76,33 +79,39 @@ class Options:
     """
 
     def __init_subclass__(cls) -> None:
-        declared = {name: each for name, each in vars(cls).items() if isinstance(each, Field)}
         own = {
             name: each.metadata["option"]
-            for name, each in declared.items()
-            if "option" in each.metadata
+            for name, each in vars(cls).items()
+            if isinstance(each, Field) and "option" in each.metadata
         }
         cls.__doc__ = _documented(inspect.getdoc(cls) or "", "Attributes:", own)
 
     def __post_init__(self) -> None:
         """Parse texts; raise InputError for the first value that is out of its option's bounds."""
         for each, option in options_in(type(self)):
-            name, value = each.name, getattr(self, each.name)
+            value = getattr(self, each.name)
             if value == each.default:
                 continue
             if isinstance(value, str) and option.parse is not None:
-                try:
-                    object.__setattr__(self, name, value := option.parse(value))
-                except (ArgumentTypeError, ValueError) as error:
-                    raise InputError(
-                        f"`{name}`: {error}", hint=f"for example: {option.metavar}"
-                    ) from None
-            if option.least is not None and value < option.least:
-                raise InputError(
-                    f"`{name}={value}` is too small", hint=f"give `{name}` {option.least} or more"
-                )
-            if option.positive and not 0 < value < float("inf"):
-                raise InputError(f"`{name}={value}` is not above 0", hint=f"give a larger `{name}`")
+                value = _parsed(each.name, value, option)
+                object.__setattr__(self, each.name, value)
+            _check_bounds(each.name, value, option)
+
+
+def _parsed(name: str, text: str, option: Option) -> Any:
+    assert option.parse is not None
+    try:
+        return option.parse(text)
+    except (ArgumentTypeError, ValueError) as error:
+        raise InputError(f"`{name}`: {error}", hint=f"for example: {option.metavar}") from None
+
+
+def _check_bounds(name: str, value: Any, option: Option) -> None:
+    if option.least is not None and value < option.least:
+        hint = f"give `{name}` {option.least} or more"
+        raise InputError(f"`{name}={value}` is too small", hint=hint)
+    if option.positive and not 0 < value < float("inf"):
+        raise InputError(f"`{name}={value}` is not above 0", hint=f"give a larger `{name}`")
 
 
 def options_in(record: type) -> Iterator[tuple[Field[Any], Option]]:
@@ -128,40 +137,47 @@ def refuse(options: Any, chosen: str, *others: str, why: str = "") -> None:
 
 def flag_of(name: str, option: Option) -> str | None:
     """Return the flag of an option; None where it has none."""
-    return option.flag if option.flag is None else option.flag or f"--{name.replace('_', '-')}"
+    if option.flag == "":
+        return f"--{name.replace('_', '-')}"
+    return option.flag
 
 
-@overload
-def keywords_of(
-    record: Callable[KeywordsT, RecordT],
-) -> Callable[
-    [Callable[[FirstT, SecondT, RecordT], AnswerT]],
-    Callable[Concatenate[FirstT, SecondT, KeywordsT], AnswerT],
-]: ...
-@overload
-def keywords_of(
-    record: Callable[KeywordsT, RecordT], *, arguments: Literal[1]
-) -> Callable[
-    [Callable[[FirstT, RecordT], AnswerT]], Callable[Concatenate[FirstT, KeywordsT], AnswerT]
-]: ...
-@overload
-def keywords_of(
-    record: Callable[KeywordsT, RecordT], *, arguments: Literal["one or none"]
-) -> Callable[
-    [Callable[[FirstT | None, RecordT], AnswerT]], OneOrNone[FirstT, KeywordsT, AnswerT]
-]: ...
-@overload
-def keywords_of(
-    record: Callable[KeywordsT, RecordT], *, arguments: Literal[0]
-) -> Callable[[Callable[[RecordT], AnswerT]], Callable[KeywordsT, AnswerT]]: ...
-@overload
-def keywords_of(
-    record: Callable[KeywordsT, RecordT], *, arguments: Literal[3]
-) -> Callable[
-    [Callable[[FirstT, SecondT, ThirdT, RecordT], AnswerT]],
-    Callable[Concatenate[FirstT, SecondT, ThirdT, KeywordsT], AnswerT],
-]: ...
-def keywords_of(record: Any, **_: Any) -> Any:
+class OptionalFirst(Protocol[GivenT, RecordInT, ResultT]):
+    """A function of an argument and a record, which may both be left out."""
+
+    def __call__(self, first: GivenT | None = None, record: RecordInT = ..., /) -> ResultT: ...
+
+
+class Decorator(Protocol[KeywordsT, RecordCoT]):
+    """Decorates a function whose last parameter is a record: see `keywords_of`.
+
+    The overloads are the numbers of parameters before the record. A type checker cannot be told
+    "any number of them", because a signature has one `ParamSpec`, and that is the record's.
+    """
+
+    @overload
+    def __call__(
+        self, function: OptionalFirst[FirstT, RecordCoT, AnswerT], /
+    ) -> OneOrNone[FirstT, KeywordsT, AnswerT]: ...
+    @overload
+    def __call__(
+        self, function: Callable[[RecordCoT], AnswerT], /
+    ) -> Callable[KeywordsT, AnswerT]: ...
+    @overload
+    def __call__(
+        self, function: Callable[[FirstT, RecordCoT], AnswerT], /
+    ) -> Callable[Concatenate[FirstT, KeywordsT], AnswerT]: ...
+    @overload
+    def __call__(
+        self, function: Callable[[FirstT, SecondT, RecordCoT], AnswerT], /
+    ) -> Callable[Concatenate[FirstT, SecondT, KeywordsT], AnswerT]: ...
+    @overload
+    def __call__(
+        self, function: Callable[[FirstT, SecondT, ThirdT, RecordCoT], AnswerT], /
+    ) -> Callable[Concatenate[FirstT, SecondT, ThirdT, KeywordsT], AnswerT]: ...
+
+
+def keywords_of(record: Callable[KeywordsT, RecordT]) -> Decorator[KeywordsT, RecordT]:
     """Decorate a function whose last parameter is a record: callers give the record's fields as
     keywords.
 
@@ -169,18 +185,20 @@ def keywords_of(record: Any, **_: Any) -> Any:
     under "Args:".
     """
 
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+    made: Any = record  # of which the fields are asked below
+
+    def decorate(function: Callable[..., Any]) -> Any:
         signature = inspect.signature(function)
         *first, last = signature.parameters.values()
         check = checked_arguments(function)
-        known = Keywords(function.__name__, (each.name for each in first), record)
+        keywords = Keywords(function.__name__, (each.name for each in first), made)
 
-        def called(*arguments: Any, **keywords: Any) -> Any:
-            known.check(keywords)
-            own = {each.name: keywords.pop(each.name) for each in first if each.name in keywords}
+        def called(*arguments: Any, **given: Any) -> Any:
+            keywords.check(given)
+            own = {each.name: given.pop(each.name) for each in first if each.name in given}
             check(arguments, own)
             try:
-                return function(*arguments, **own, **{last.name: record(**keywords)})
+                return function(*arguments, **own, **{last.name: made(**given)})
             except ValueError as cause:
                 # not at the top: it imports pydantic
                 from planner.formats.files import out_of_range
@@ -190,21 +208,26 @@ def keywords_of(record: Any, **_: Any) -> Any:
                     raise
                 raise sentence from cause
 
-        parameters = first + [
-            each.replace(
-                kind=inspect.Parameter.KEYWORD_ONLY,
-                annotation=inspect.formatannotation(each.annotation),
-            )
-            for each in inspect.signature(record).parameters.values()
-        ]
         for name in ("__module__", "__name__", "__qualname__"):
             setattr(called, name, getattr(function, name))
+        options = {each.name: option for each, option in options_in(made)}
+        called.__doc__ = _documented(inspect.getdoc(function) or "", "Args:", options)
+        parameters = [*first, *_keyword_parameters(made)]
         called.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-        own = {each.name: option for each, option in options_in(record)}
-        called.__doc__ = _documented(inspect.getdoc(function) or "", "Args:", own)
         return called
 
     return decorate
+
+
+def _keyword_parameters(record: Callable[..., Any]) -> list[inspect.Parameter]:
+    """Return a record's fields as the parameters that a function shows for them."""
+    return [
+        each.replace(
+            kind=inspect.Parameter.KEYWORD_ONLY,
+            annotation=inspect.formatannotation(each.annotation),
+        )
+        for each in inspect.signature(record).parameters.values()
+    ]
 
 
 def _documented(text: str, section: str, own: Mapping[str, Option]) -> str:

@@ -169,6 +169,7 @@ class ElasticOptions(Options):
 
     @property
     def hosts(self) -> tuple[int, int]:
+        """The fewest and the most hosts."""
         assert isinstance(self.elastic, tuple)
         return self.elastic
 

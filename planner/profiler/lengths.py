@@ -4,8 +4,9 @@ length comes.
 
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import combinations, islice
-from typing import Any
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,8 +28,11 @@ Floats = NDArray[np.float64]
 
 def other_lengths(spec: TrainingSpec) -> list[dict[str, int]]:
     """Return the lengths to profile beside the greatest: see `varying`."""
-    found, greatest = varying(spec, 2), {name: most for name, (_, most) in spec.lengths().items()}
-    return [] if found is None else [dict(each) for each, _ in found.examples if each != greatest]
+    varied = varying(spec, 2)
+    if varied is None:
+        return []
+    greatest = {name: most for name, (_, most) in spec.lengths().items()}
+    return [dict(lengths) for lengths, _ in varied.examples if lengths != greatest]
 
 
 def with_lengths(profile: Profile, others: Sequence[Profile], spec: TrainingSpec) -> Profile:
@@ -46,7 +50,7 @@ def with_lengths(profile: Profile, others: Sequence[Profile], spec: TrainingSpec
         [cost for layer in each.layers for cost in _costs(layer)] for each in (profile, *others)
     ]
     with seeded(0):  # the dataset, the sampler and collate may draw
-        data = _samples(spec, profile.microbatch_size or 1)
+        samples = _samples(spec, profile.microbatch_size or 1)
     fits = iter(fitted(np.array(terms(points, most)), np.array(costs, dtype=np.float64)))
     lengths = Lengths(
         names=tuple(between),
@@ -54,7 +58,8 @@ def with_lengths(profile: Profile, others: Sequence[Profile], spec: TrainingSpec
         most=most,
         profiled=points,
         layers=tuple(_layer_fits(layer, fits) for layer in profile.layers),
-        **data,
+        order=samples.order,
+        samples=samples.by_name,
     )
     return profile.model_copy(update={"lengths": lengths})
 
@@ -80,49 +85,104 @@ def fitted(at: Floats, costs: Floats) -> list[Fit]:
     more.
     """
     relative = np.divide(costs, costs[0], out=np.zeros_like(costs), where=costs[0] > 0)
-    means = np.maximum(relative.mean(axis=0), np.finfo(np.float64).tiny)
+    best = _Shares.none(at.shape[1], costs.shape[1])
+    # Constants, what grows with a length, and what grows with a product of two.
     lengths = int(np.sqrt(2 * at.shape[1])) - 1
-    best, missed = np.zeros((at.shape[1], costs.shape[1])), np.full(costs.shape[1], np.inf)
-    for count in (1, 1 + lengths, at.shape[1]):
-        found, least = best.copy(), missed - _SIMPLER
-        for size in range(1, min(count, _MOST_SHARES) + 1):
-            for chosen in combinations(range(count), size):
-                some = at[:, chosen]
-                shares = np.linalg.lstsq(some, relative, rcond=None)[0]
-                residual = np.sqrt(np.square(some @ shares - relative).mean(axis=0)) / means
-                better = (shares >= 0).all(axis=0) & (residual < least)
-                least[better] = residual[better]
-                found[:, better] = 0.0
-                found[np.ix_(chosen, better)] = shares[:, better]
-        changed = least < missed - _SIMPLER
-        best[:, changed], missed[changed] = found[:, changed], least[changed]
-    columns = zip((best.T + 0.0).tolist(), missed.tolist(), strict=True)  # no -0.0
-    return [Fit(shares=tuple(shares), residual=residual) for shares, residual in columns]
+    for terms_of_degree in (1, 1 + lengths, at.shape[1]):
+        # A higher degree must miss less by this margin.
+        fit = _Shares(best.shares.copy(), best.missed - _SIMPLER)
+        for chosen in _choices(terms_of_degree):
+            fit.improve(at, relative, chosen)
+        best.take(fit, fit.missed < best.missed - _SIMPLER)
+
+    shares = (best.shares.T + 0.0).tolist()  # no -0.0
+    columns = zip(shares, best.missed.tolist(), strict=True)
+    return [Fit(shares=tuple(own), residual=residual) for own, residual in columns]
 
 
-def _samples(spec: TrainingSpec, size: int) -> dict[str, Any]:
-    """Return two fields of `Lengths`: lengths of some samples of the data, and in which order
-    training takes them.
+def _choices(terms_of_degree: int) -> Iterator[tuple[int, ...]]:
+    """Yield which terms a fit may have at once, few of them first."""
+    for size in range(1, min(terms_of_degree, _MOST_SHARES) + 1):
+        yield from combinations(range(terms_of_degree), size)
+
+
+@dataclass
+class _Shares:
+    """Fits of several costs.
+
+    Attributes:
+        shares: (terms, costs).
+        missed: (costs,): root mean square of the residuals, relative to the mean cost.
     """
-    between, data = spec.lengths(), spec.dataset()
+
+    shares: Floats
+    missed: Floats
+
+    @classmethod
+    def none(cls, terms: int, costs: int) -> "_Shares":
+        """Return fits that any other one is better than."""
+        return cls(np.zeros((terms, costs)), np.full(costs, np.inf))
+
+    def improve(self, at: Floats, costs: Floats, chosen: tuple[int, ...]) -> None:
+        """Take the least squares of some terms for the costs that they miss less."""
+        part = at[:, chosen]
+        shares = np.linalg.lstsq(part, costs, rcond=None)[0]
+        means = np.maximum(costs.mean(axis=0), np.finfo(np.float64).tiny)
+        missed = np.sqrt(np.square(part @ shares - costs).mean(axis=0)) / means
+
+        better = (shares >= 0).all(axis=0) & (missed < self.missed)
+        self.missed[better] = missed[better]
+        self.shares[:, better] = 0.0
+        self.shares[np.ix_(chosen, better)] = shares[:, better]
+
+    def take(self, other: "_Shares", which: NDArray[np.bool_]) -> None:
+        """Take others' fits of some costs."""
+        self.shares[:, which] = other.shares[:, which]
+        self.missed[which] = other.missed[which]
+
+
+@dataclass(frozen=True)
+class _Samples:
+    """Lengths of some samples of the data, by name, and in which order training takes them."""
+
+    order: Literal["given", "random", "buckets"]
+    rows: Sequence[tuple[int, ...]]  # of each sample
+
+    @property
+    def by_name(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(zip(*self.rows, strict=True))
+
+
+def _samples(spec: TrainingSpec, size: int) -> _Samples:
+    """Draw samples, for microbatches of `size`."""
     drawing = random.Random(0)
-    if data is None:  # each microbatch has one length
-        drawn = (
-            [drawing.randint(*pair) for pair in between.values()]
-            for _ in range(max(64, SAMPLES // size))
-        )
-        return {
-            "order": "given",
-            "samples": tuple(zip(*(each for each in drawn for _ in range(size)), strict=True)),
-        }
-    sampler, found = spec.sampler(size, 1, 0), varying(spec, 2)
-    assert found is not None
+    data = spec.dataset()
+    if data is None:
+        return _Samples("given", _drawn_rows(spec, size, drawing))
+
+    sampler = spec.sampler(size, 1, 0)
     if sampler is None or isinstance(sampler, BucketSampler):
-        order, many = "random" if sampler is None else "buckets", len(data)  # type: ignore[arg-type]  # as in training
+        many = len(data)  # type: ignore[arg-type]  # as in training
         chosen = drawing.sample(range(many), min(many, SAMPLES))
     else:
-        order, chosen = "given", list(islice(sampler, SAMPLES))
-    rows = (
-        found.named(spec.collate([data[index]]), f"sample {index} of dataset()") for index in chosen
-    )
-    return {"order": order, "samples": tuple(zip(*rows, strict=True))}
+        chosen = list(islice(sampler, SAMPLES))
+
+    varied = varying(spec, 2)
+    assert varied is not None
+    rows = [
+        varied.named(spec.collate([data[index]]), f"sample {index} of dataset()")
+        for index in chosen
+    ]
+    if sampler is None:
+        return _Samples("random", rows)
+    return _Samples("buckets" if isinstance(sampler, BucketSampler) else "given", rows)
+
+
+def _drawn_rows(spec: TrainingSpec, size: int, drawing: random.Random) -> Sequence[tuple[int, ...]]:
+    """Return lengths of samples of microbatches, each of which has one length."""
+    between = spec.lengths().values()
+    rows = []
+    for _ in range(max(64, SAMPLES // size)):
+        lengths = tuple(drawing.randint(*pair) for pair in between)
+        rows += [lengths] * size
+    return rows

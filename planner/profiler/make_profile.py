@@ -4,16 +4,20 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from statistics import median, quantiles
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from planner.formats.names import FLOAT_BYTES
 from planner.formats.profile import (
+    TF32,
     Compiled,
+    DegreeCosts,
     Device,
+    Disturbance,
     Edge,
     Layer,
+    LossMean,
     Profile,
     Provenance,
     Uncut,
@@ -53,8 +57,29 @@ class Measurement:
     passes: Sequence[StepTimes] = ()
 
 
+@dataclass(frozen=True)
+class ModelFacts:
+    """What a profile says of a model besides the costs of its layers; see `Profile`."""
+
+    loss: LossMean | None = None
+    capture_checked: Literal[True] | None = None
+    deterministic: Literal[True] | None = None
+    optimizer_elementwise: bool | None = None
+    optimizer_separable: bool | None = None
+    tokens_per_sample: int | None = None
+    tensor: tuple[DegreeCosts, ...] | None = None
+    tf32: bool = False  # products are in TF32, whatever the weights are in
+    disturbance: Disturbance | None = None
+    sizes: Literal["example"] | None = None
+
+
 def make_profile(
-    model: str, graph: LayerGraph, extent: Extent, measured: Measurement, device: Device
+    model: str,
+    graph: LayerGraph,
+    extent: Extent,
+    measured: Measurement,
+    device: Device,
+    facts: ModelFacts = ModelFacts(),
 ) -> Profile:
     """Return the profile of a model, given the times of its layers for batches of this extent."""
     whole = None
@@ -72,8 +97,15 @@ def make_profile(
         memory_format="channels-last" if graph.options.channels_last else None,
         compiled=measured.compiled,
         device=device,
-        dtype=_dtype(graph),
+        deterministic=facts.deterministic,
+        dtype=TF32 if facts.tf32 else _dtype(graph),
+        optimizer_elementwise=facts.optimizer_elementwise,
+        optimizer_separable=facts.optimizer_separable,
         microbatch_size=extent if isinstance(extent, int) else extent[0],
+        loss=facts.loss,
+        capture_checked=facts.capture_checked,
+        tokens_per_sample=facts.tokens_per_sample,
+        tensor=facts.tensor,
         layers=tuple(_layers(graph, extent, measured.layers, update_share)),
         uncut=tuple(_uncut(graph)),
         edges=tuple(
@@ -87,6 +119,8 @@ def make_profile(
             date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             repeats=len(measured.whole.forward_s) if measured.whole is not None else None,
             source="measured" if measured.whole is not None else "estimated",
+            disturbance=facts.disturbance,
+            sizes=facts.sizes,
         ),
     )
 
@@ -148,22 +182,23 @@ def _layers(
 
 def _outputs(graph: LayerGraph, layer: GraphLayer, extent: Extent) -> Iterator[Value]:
     for node in layer.nodes:
-        if (spec := graph.values.get(node.name)) is not None:
-            coded = spec.requires_grad and (
-                spec.dtype.itemsize != FLOAT_BYTES or graph.options.autocast is not None
-            )
-            gradient_bytes = spec.of_gradient.size_bytes(extent) if spec.requires_grad else 0
-            yield Value(
-                name=spec.name,
-                output_bytes=spec.size_bytes(extent),
-                gradient_bytes=gradient_bytes,
-                element_bytes=spec.dtype.itemsize if coded else None,
-            )
+        spec = graph.values.get(node.name)
+        if spec is None:
+            continue
+        is_half = spec.dtype.itemsize != FLOAT_BYTES or graph.options.autocast is not None
+        coded = spec.requires_grad and is_half
+        yield Value(
+            name=spec.name,
+            output_bytes=spec.size_bytes(extent),
+            gradient_bytes=spec.of_gradient.size_bytes(extent) if spec.requires_grad else 0,
+            element_bytes=spec.dtype.itemsize if coded else None,
+        )
 
 
 def _medians(times: StepTimes) -> dict[str, Any]:
     # Medians, because other work on the machine interrupts some steps, and a mean would contain it.
-    return {name: median(seconds) if (seconds := getattr(times, name)) else None for name in PARTS}
+    columns = ((name, getattr(times, name)) for name in PARTS)
+    return {name: median(seconds) if seconds else None for name, seconds in columns}
 
 
 def _interquartile_range(values: list[float]) -> float:

@@ -32,6 +32,7 @@ class Chunked(Synchronous):
         """
 
     def own_stages(self, position: int, workers: int, chunks: int) -> list[int]:
+        """Return the stages of a worker."""
         return [
             stage for stage in range(workers * chunks) if self.worker_of(stage, workers) == position
         ]
@@ -39,6 +40,7 @@ class Chunked(Synchronous):
     def depths(
         self, replicas: Sequence[int], microbatches: int, chunks: int = 1
     ) -> tuple[int, ...]:
+        """See base class."""
         # Where the copies of the pipeline cannot share the microbatches evenly, some have one more
         # than others.
         shares = {-(-microbatches // replicas[0]), microbatches // replicas[0]} - {0}
@@ -51,6 +53,7 @@ class Chunked(Synchronous):
     def minibatch(
         self, shape: PipelineShape, stage: int, rank: int, minibatch: int
     ) -> Iterator[Instruction]:
+        """See base class."""
         workers = shape.pipeline_length
         chunks = len(shape.ranks) // workers
         position = self.worker_of(stage, workers)
@@ -109,6 +112,7 @@ class Interleaved(Chunked):
     def order(
         self, workers: int, chunks: int, position: int, units: int
     ) -> Iterator[tuple[Work, int, int]]:
+        """See base class."""
         # of groups, some of which have a few more where that leaves a remainder
         count = max(1, units // workers)
         groups = [

@@ -68,4 +68,5 @@ def evaluation_stream(shape: PipelineShape, rank: int, batches: int) -> Iterator
 
 
 def group_size(shape: PipelineShape) -> int:
+    """Return how many workers a pipeline has."""
     return sum(len(ranks) for ranks in set(shape.ranks))

@@ -101,18 +101,26 @@ class _Message:
 
 
 class ReceiveActivation(_Message):
+    """Receive the activations of a unit from an earlier stage."""
+
     __slots__ = ()
 
 
 class SendActivation(_Message):
+    """Send the activations of a unit to a later stage."""
+
     __slots__ = ()
 
 
 class ReceiveGradient(_Message):
+    """Receive the gradients of a unit from a later stage."""
+
     __slots__ = ()
 
 
 class SendGradient(_Message):
+    """Send the gradients of a unit to an earlier stage."""
+
     __slots__ = ()
 
 
@@ -125,6 +133,8 @@ class SendShared(_Message):
 
 
 class ReceiveShared(_Message):
+    """Receive the gradients of weights that another stage shares."""
+
     __slots__ = ()
 
 
@@ -177,4 +187,5 @@ _RECEIVES: dict[type[Send], type[Receive]] = {
 
 
 def matching_receive(send: Send, sender_rank: int) -> Receive:
+    """Return the receive of a message that a rank sends."""
     return _RECEIVES[type(send)](send.peer_stage, send.unit, send.stage, sender_rank)

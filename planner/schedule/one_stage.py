@@ -38,12 +38,14 @@ class Flush(Synchronous):
     deepens = True
 
     def in_flight(self, replicas: Count, gpus_after: Count, microbatches: int) -> Count:
+        """See base class."""
         most, depth = -(-microbatches // replicas), warm_up_depth(replicas, gpus_after)
         return most + (depth - most) * (depth < most)  # the lesser of the two, also for arrays
 
     def minibatch(
         self, shape: PipelineShape, stage: int, rank: int, minibatch: int
     ) -> Iterator[Instruction]:
+        """See base class."""
         mine = shape.units_of(stage, rank, minibatch)
         for is_forward, index in one_forward_one_backward(len(mine), shape.in_flight(stage)):
             if is_forward:
@@ -84,6 +86,7 @@ class DoubleBuffered(Schedule):
     def stream(
         self, shape: PipelineShape, stage: int, rank: int, minibatches: int
     ) -> Iterator[Instruction]:
+        """See base class."""
         replicas = shape.ranks[stage]
         assert len(replicas) <= shape.microbatches
         mine = range(replicas.index(rank), shape.microbatches * minibatches, len(replicas))
@@ -129,6 +132,7 @@ class OneForwardOneBackward(Schedule):
     def stream(
         self, shape: PipelineShape, stage: int, rank: int, minibatches: int
     ) -> Iterator[Instruction]:
+        """See base class."""
         replicas = shape.ranks[stage]
         per_round = shape.minibatches_per_update(stage)
         mine = range(replicas.index(rank), minibatches, len(replicas))
@@ -206,6 +210,7 @@ class ZeroBubble(Flush):
     solved_as = FLUSH
 
     def depths_of(self, shape: PipelineShape) -> tuple[int, ...]:
+        """See base class."""
         depths = warm_up_depths(shape.replicas)
         wanted = (
             max(depths[0], depth) if shape.splits(stage) else depth
@@ -219,6 +224,7 @@ class ZeroBubble(Flush):
     def minibatch(
         self, shape: PipelineShape, stage: int, rank: int, minibatch: int
     ) -> Iterator[Instruction]:
+        """See base class."""
         if not shape.splits(stage):
             yield from super().minibatch(shape, stage, rank, minibatch)
             return

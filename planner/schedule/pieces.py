@@ -23,6 +23,7 @@ def one_forward_one_backward(units: int, in_flight: int) -> Iterator[tuple[bool,
 def forward(
     shape: PipelineShape, stage: int, unit: Unit, version: int | None = None
 ) -> Iterator[Instruction]:
+    """Yield the forward of a unit, with the messages before and after it."""
     for channel in shape.arriving(stage):
         yield do.ReceiveActivation(stage, unit, channel.source, shape.rank_of(channel.source, unit))
     yield do.Forward(stage, unit, version)
@@ -58,6 +59,7 @@ def send_shared(shape: PipelineShape, stage: int, rank: int, round_: int) -> Ite
 
 
 def add_shared(shape: PipelineShape, stage: int, rank: int, round_: int) -> Iterator[Instruction]:
+    """Yield what adds up the gradients of weights that stages share, in a round."""
     number, peers = shape.ranks[stage].index(rank), shape.sharers(stage)
     for peer in peers:
         yield do.ReceiveShared(

@@ -100,6 +100,7 @@ class Schedule(ABC):
         return self
 
     def worker_of(self, stage: int, workers: int) -> int:
+        """Return which of the workers runs a stage."""
         return stage % workers
 
     def versions(self, in_flight: Count) -> Count:
@@ -129,6 +130,7 @@ class Schedule(ABC):
     def depths(
         self, replicas: Sequence[int], microbatches: int, chunks: int = 1
     ) -> tuple[int, ...]:
+        """Return the units in flight of each stage that the schedule asks for."""
         after = gpus_after(replicas)
         return tuple(
             self.in_flight(r, behind, microbatches)
@@ -175,6 +177,7 @@ class Synchronous(Schedule):
     def stream(
         self, shape: PipelineShape, stage: int, rank: int, minibatches: int
     ) -> Iterator[Instruction]:
+        """See base class."""
         for minibatch in range(minibatches):
             yield from self.minibatch(shape, stage, rank, minibatch)
 
@@ -226,6 +229,7 @@ class PipelineShape:
         return len(set(self.ranks))
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Return the stages that a rank runs."""
         return tuple(stage for stage, ranks in enumerate(self.ranks) if rank in ranks)
 
     @cached_property
@@ -238,9 +242,11 @@ class PipelineShape:
         return by_end
 
     def arriving(self, stage: int) -> Sequence[Channel]:
+        """Return the channels into a stage."""
         return self._by_end.get(("target", stage), ())
 
     def leaving(self, stage: int) -> Sequence[Channel]:
+        """Return the channels out of a stage."""
         return self._by_end.get(("source", stage), ())
 
     def sharers(self, stage: int) -> tuple[int, ...]:
@@ -289,6 +295,7 @@ class PipelineShape:
         )
 
     def units_of(self, stage: int, rank: int, minibatch: int) -> Units:
+        """Return the units of a minibatch that a rank runs at a stage."""
         # Turns grow by one with the microbatch.
         first, period = self.schedule.turn(self, Unit(minibatch, 0)), len(self.ranks[stage])
         begin = (self.ranks[stage].index(rank) - first) % period
@@ -310,6 +317,9 @@ class PipelineShape:
         return replace(self, microbatches=microbatches, depths=depths)
 
     def splits(self, stage: int) -> bool:
+        """Return whether a stage's backward runs in two parts: where an earlier stage waits for
+        gradients.
+        """
         return self.schedule.splits_backward and any(
             channel.gradient for channel in self.arriving(stage)
         )

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 
 def sharers(pairs: Sequence[tuple[int, int]], stage: int) -> tuple[int, ...]:
+    """Return the stages that share weights with this one."""
     return tuple(
         sorted({other for pair in pairs if stage in pair for other in pair if other != stage})
     )

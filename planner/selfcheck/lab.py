@@ -46,6 +46,7 @@ Case: TypeAlias = tuple[str, Callable[[], Outcome]]
 def judged(
     good: bool, found: str, value: float | None = None, limit: float | None = None
 ) -> Outcome:
+    """Return the outcome of a case that is good or not."""
     return Outcome("passed" if good else "failed", found, value, limit)
 
 

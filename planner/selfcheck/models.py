@@ -35,6 +35,7 @@ class Convolution(nn.Module):
         self.relu = nn.ReLU(inplace=True)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the image of the same shape."""
         result: Tensor = x + self.relu(self.norm(self.conv(x))) / 3
         return result
 
@@ -59,10 +60,12 @@ def build_transformer() -> nn.Module:
 
 
 def example_batch(batch_size: int) -> tuple[tuple[Tensor], Tensor]:
+    """Return random images, (batch, 3, size, size), and their classes."""
     return (torch.randn(batch_size, 3, SIZE, SIZE),), torch.randint(0, CLASSES, (batch_size,))
 
 
 def loss(output: Tensor, target: Tensor) -> Tensor:
+    """Return the mean cross entropy."""
     return F.cross_entropy(output, target)
 
 
@@ -72,6 +75,7 @@ class Killable(torch.optim.SGD):
     updates = 0
 
     def step(self, closure: Any = None) -> Any:
+        """See base class."""
         self.updates += 1
         if self.updates == KILLED_IN and KILLED in os.environ and os.environ.get("RANK") == "0":
             Path(os.environ[KILLED]).write_text(repr(time.time()), encoding="utf-8")
@@ -80,10 +84,12 @@ class Killable(torch.optim.SGD):
 
 
 def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Return SGD with momentum."""
     return Killable(parameters, lr=0.005, momentum=0.9)
 
 
 def dataset() -> Dataset[tuple[Tensor, ...]]:
+    """Return the same images each time."""
     # No run comes to a last minibatch, whose microbatches might differ in size.
     images = torch.randn(4096, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(1))
     return TensorDataset(images, torch.arange(4096) % CLASSES)

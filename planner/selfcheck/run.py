@@ -139,7 +139,7 @@ CHECKS: Mapping[str, Callable[[Lab], Iterator[Case]]] = {
 }
 
 
-@keywords_of(SelftestOptions, arguments=0)
+@keywords_of(SelftestOptions)
 def selftest(options: SelftestOptions) -> SelftestReport:
     """Check on this host that planning and training work; all files are temporary, and no process
     is left.

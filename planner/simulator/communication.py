@@ -45,6 +45,7 @@ class ClusterLinks:
         self._links: dict[tuple[int, int, bool], LinkDirection] = {}
 
     def message(self, rank: int, peer: int) -> tuple[LinkPath, float]:
+        """Return the links that a message crosses, and its latency."""
         level = int(self.topology.level(rank, peer))
         ends = ((rank, True), (peer, False))
         links = tuple(
@@ -55,6 +56,7 @@ class ClusterLinks:
         )
 
     def ring(self, ranks: Sequence[int]) -> tuple[LinkPath, float]:
+        """Return the links that an all-reduce crosses, and its latency."""
         span = self.topology.span(ranks)
         link = self.topology.link(span)
         links = dict.fromkeys(
@@ -66,9 +68,11 @@ class ClusterLinks:
         return LinkPath(tuple(links), link.ring_bytes_per_s), 2 * (len(ranks) - 1) * link.latency_s
 
     def own(self, rank: int) -> tuple[LinkDirection, ...]:
+        """Return both directions of a rank's own link."""
         return self._link(0, rank, True), self._link(0, rank, False)
 
     def uses(self, ranks: Sequence[int]) -> Iterator[LinkUse]:
+        """Yield how every link was used."""
         for rank in sorted(ranks):
             for sends, does in ((True, "sends"), (False, "receives")):
                 yield self._link(0, rank, sends).use(f"worker {rank} {does}", rank, sends)
@@ -107,6 +111,8 @@ class _Queue:
 
 @dataclass
 class Round:
+    """One round of a collective: who has joined, and when its parts may start."""
+
     number: int
     joined: int = 0
     passed: int = 0
@@ -138,6 +144,7 @@ class Collective:
     rounds: dict[int, Round] = field(default_factory=dict)  # those in progress, by number
 
     def join(self, rank: int, start_s: float, backward_s: float, arrived_s: float) -> Round | None:
+        """Let a replica join its next round; return the round when all have joined."""
         number = self.joined[rank]
         self.joined[rank] += 1
         joined = self.rounds.setdefault(number, Round(number))
@@ -148,6 +155,7 @@ class Collective:
         return joined if joined.joined == len(self.joined) else None
 
     def leave(self, number: int) -> None:
+        """Note that a replica has passed a round, which is forgotten when all have."""
         self.rounds[number].passed += 1
         if self.rounds[number].passed == len(self.joined):
             del self.rounds[number]
@@ -174,6 +182,7 @@ class Communication:
         self._collectives: dict[tuple[int, bool], Collective] = {}
 
     def collective(self, stage: int, gathers: bool = False) -> Collective:
+        """Return the all-reduce of a stage, or its all-gather."""
         if (stage, gathers) not in self._collectives:
             ranks, costs = self._costs.shape.ranks[stage], self._costs.stages[stage]
             path, latency_s = self.links.ring(ranks)
@@ -199,6 +208,7 @@ class Communication:
         return gather.moved_bytes / gather.queue.path.bytes_per_s + gather.queue.latency_s
 
     def send(self, rank: int, send: Send, now_s: float) -> None:
+        """Queue a message."""
         ends = (
             (send.stage, send.peer_stage)
             if isinstance(send, SendActivation)
@@ -227,12 +237,14 @@ class Communication:
         self.network.start(now_s, LinkPath(self.links.own(rank), rate), size_bytes, on_end)
 
     def open(self, rank: int, receive: Receive, now_s: float) -> None:
+        """Let the sender of a worker's first receive begin, as if it had posted several."""
         queue = self._receiving(rank, receive)
         if queue.room is None:
             queue.room = POSTED
             self._start(queue, now_s)
 
     def take(self, rank: int, receive: Receive, now_s: float) -> None:
+        """Let the sender go on: a worker has taken a message."""
         queue = self._receiving(rank, receive)
         queue.room = (queue.room or 0) + 1
         self._start(queue, now_s)

@@ -47,6 +47,7 @@ class LinkDirection:
     unsettled: int = 0
 
     def enter(self, flow: "_Flow", now_s: float) -> bool:
+        """Add a flow; return whether it shares the link."""
         if not self.flows:
             self._since_s, self._bytes = now_s, 0.0
         self._bytes += flow.left_bytes
@@ -54,6 +55,7 @@ class LinkDirection:
         return len(self.flows) > 1
 
     def use(self, name: str, rank: int | None, sends: bool) -> LinkUse:
+        """Return when the link was busy."""
         columns = zip(*self.busy, strict=True) if self.busy else ((), (), ())
         busy: dict[str, Any] = dict(zip(BusyPeriod._fields, columns, strict=True))
         return LinkUse(
@@ -61,6 +63,7 @@ class LinkDirection:
         )
 
     def leave(self, flow: "_Flow", now_s: float) -> None:
+        """Remove a flow."""
         del self.flows[flow]
         if not self.flows and now_s > self._since_s:
             share = self._bytes / self.bytes_per_s / (now_s - self._since_s)

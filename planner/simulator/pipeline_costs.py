@@ -4,13 +4,14 @@ and the cluster.
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from operator import mul
 
 from planner.cost.network.link import Buckets
 from planner.cost.network.topology import Topology
 from planner.cost.work import WEIGHT_SHARE
 from planner.formats.cluster import Cluster
+from planner.formats.files import replace
 from planner.formats.plan_parts import Exchanged, Shared, Transfer
 from planner.formats.profile import Shares
 from planner.plan.lengths import Terms

@@ -2,9 +2,9 @@
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
+from planner.formats.files import replace
 from planner.simulator.simulation import Completions
 
 MOST_PERIODS = 4  # of the round-robin over replicas, after which a pipeline may repeat itself

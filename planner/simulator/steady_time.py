@@ -13,8 +13,8 @@ has.
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 
+from planner.formats.files import replace
 from planner.schedule.schedule import PipelineShape
 from planner.simulator.pipeline_costs import PipelineCosts
 from planner.simulator.simulation import Completions, Simulation

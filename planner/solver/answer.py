@@ -11,9 +11,10 @@ cluster of groups.
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from planner.errors import InfeasibleError, InputError, PlannerError
+from planner.formats.files import replace
 from planner.formats.plan_parts import ALONG_ORDER
 from planner.plan.blocks import block_ends
 from planner.solver.portfolio import best_plan

@@ -1,7 +1,6 @@
 """Assemble the plan of the chosen stages: names, ranks, transfers and predictions."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -11,6 +10,7 @@ from planner.cost.kinds import everything_on, fastest_rank
 from planner.cost.network.link import backward_and_reduce_s, buckets_of, ring_all_reduce_s
 from planner.cost.utilisation import utilisation
 from planner.cost.weight_copies import price_with_copies
+from planner.formats.files import replace
 from planner.formats.plan import GIVEN as GIVEN_NAME
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import Prediction, SolverReport, Stage

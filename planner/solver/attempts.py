@@ -13,11 +13,12 @@ Candidates are evaluated for the problem itself, and what they lack decides on t
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from planner.cost.communicators import communicators
 from planner.cost.weight_copies import exchanged_bytes
+from planner.formats.files import replace
 from planner.solver.pool import Pool
 from planner.solver.problem.cuts import cut_after
 from planner.solver.problem.problem import Problem

@@ -4,7 +4,6 @@ order.
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -13,6 +12,7 @@ from planner.cost.candidate import Candidate, candidates
 from planner.cost.kinds import everything_on, fastest_ranks
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.recomputation import units_of
+from planner.formats.files import replace
 from planner.plan.blocks import blocks_of
 from planner.solver.clock import NO_LIMIT, Clock
 from planner.solver.problem.problem import Problem

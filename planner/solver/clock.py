@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import os
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from threading import Event
 
 from planner.errors import PlannerError, StoppedError
+from planner.formats.files import replace
 from planner.options.solving import Progress
 from planner.solver.tuning.answers import ClockTuning
 from planner.solver.tuning.record import STANDARD

@@ -97,7 +97,7 @@ def compare_each(
         (profile, schedule, microbatches)
         for profile in profiles
         for schedule in map(find, options.schedules or SCHEDULES)
-        for microbatches in _numbers(schedule, options, cluster)
+        for microbatches in _numbers(schedule, options)
     ]
     rows = []
     for number, (profile, schedule, microbatches) in enumerate(asked):
@@ -109,9 +109,7 @@ def compare_each(
     )
 
 
-def _numbers(
-    schedule: Schedule, options: ScheduleOptions, cluster: Cluster
-) -> Sequence[int | None]:
+def _numbers(schedule: Schedule, options: ScheduleOptions) -> Sequence[int | None]:
     """Return the numbers of microbatches to try; None for what a schedule has by itself."""
     if not schedule.divides or not options.microbatches:
         return [None]

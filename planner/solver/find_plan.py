@@ -5,9 +5,9 @@ search.
 """
 
 import time
-from dataclasses import replace
 
 from planner.formats.cluster import Cluster
+from planner.formats.files import replace
 from planner.formats.plan import Plan
 from planner.formats.profile import Profile
 from planner.options.option import keywords_of

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 
 from planner.cost.candidate import Candidate
 from planner.cost.weight_copies import copies_fit
+from planner.formats.files import replace
 from planner.plan.shape import trainable_pairs
 from planner.solver.evaluate.evaluation import priced, simulated
 from planner.solver.evaluate.leaner import Leaner
@@ -249,7 +249,6 @@ class Pool:
         """Do the same with an allowance of its own, which is not taken from the searches."""
         unhurried = self.unhurried()
         evaluation = self._simulated(unhurried, plan)
-        self.problem.budget.count += unhurried.budget.count
         self.problem.budget.seen.update(unhurried.budget.seen)
         self._keep_simulated(evaluation, SEARCH)
 

@@ -2,7 +2,7 @@
 keeps.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from planner.cost.layer_costs import LayerCosts
@@ -11,6 +11,7 @@ from planner.cost.tensor import costs_at, layer_costs_on
 from planner.errors import InputError, ProfileError
 from planner.formats.cluster import Cluster
 from planner.formats.device_kinds import cluster_for
+from planner.formats.files import replace
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import AskedRules
 from planner.formats.profile import REMEDY, Profile

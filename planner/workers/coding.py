@@ -21,14 +21,17 @@ class Cast:
     dtype: torch.dtype
 
     def place(self, buffer: Tensor, start: int, shape: tuple[int, ...]) -> Tensor:
+        """Return the part of a buffer, from the byte `start` on, that holds a value of this shape."""
         return buffer.view(self.dtype).as_strided(
             shape, _strides(shape), start // self.dtype.itemsize
         )
 
     def write(self, place: Tensor, value: Tensor) -> None:
+        """Write a value to its place."""
         place.copy_(value)
 
     def read(self, place: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        """Return the value at a place."""
         return place if self.dtype == dtype else place.to(dtype)
 
 
@@ -44,10 +47,12 @@ class Blocks:
     block: int
 
     def place(self, buffer: Tensor, start: int, shape: tuple[int, ...]) -> Tensor:
+        """Return the part of a buffer, from the byte `start` on, that holds a value of this shape."""
         blocks = -(-math.prod(shape) // self.block)
         return buffer[start : start + blocks * (self.block + torch.float32.itemsize)]
 
     def write(self, place: Tensor, value: Tensor) -> None:
+        """Write a value to its place."""
         elements, scales = self._parts(place)
         flat = value.reshape(-1).float()
         missing = elements.numel() - len(flat)
@@ -59,6 +64,7 @@ class Blocks:
         scales.copy_(scale)
 
     def read(self, place: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        """Return the value at a place."""
         elements, scales = self._parts(place)
         return (elements * scales).view(-1)[: math.prod(shape)].view(shape).to(dtype)
 

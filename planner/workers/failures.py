@@ -84,6 +84,7 @@ def failure_of(job: Job, error: BaseException, heartbeat: Heartbeat | None = Non
 
 
 def error_of(failure: Failure) -> WorkersFailedError:
+    """Return the error that a worker's failure raises in the launching process."""
     message = failure.message
     # All workers meet a mistake in the input; only what happened to one of them names the worker.
     if failure.exit_code != InputError.exit_code:

@@ -26,6 +26,7 @@ _POSTED_FOR = timedelta(days=1)
 
 
 def wait_for_device(device: torch.device) -> None:
+    """Wait until the device has done all that it was given."""
     runtime_of(device).synchronize(device)
 
 
@@ -85,6 +86,7 @@ class DataGroups:
         return ShardGroups(groups, dividing, repeating)
 
     def for_messages(self, sender: int, receiver: int) -> dist.ProcessGroup:
+        """Return a group of two workers for messages from one to the other."""
         more: dict[str, Any] = {}
         # or else NCCL says that it is not there
         if self._place.backend == "nccl" and dist.is_nccl_available():

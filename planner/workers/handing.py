@@ -31,7 +31,7 @@ def _hand_over(listener: Listener, content: bytes) -> None:
     while True:
         try:
             connection = listener.accept()
-        except AuthenticationError:
+        except (AuthenticationError, EOFError, ConnectionError):  # who asked does not belong here
             continue
         except OSError:  # closed, at the end of the run
             return

@@ -37,6 +37,7 @@ def address_of(interface: str) -> str:
 
 
 def address_towards(host: str) -> str | None:
+    """Return this host's address on the way to another; None where there is no way."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             # of a datagram socket: it chooses the route, and sends nothing

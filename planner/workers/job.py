@@ -67,6 +67,8 @@ class Job(Record):
 
 
 class WorkerReport(Record):
+    """What a worker says of a run: how busy it was, and its memory."""
+
     rank: int
     stage: int
     busy_share: float  # of the steady state, spent in forward, backward and update

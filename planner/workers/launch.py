@@ -60,6 +60,7 @@ FAULTS = 100  # of its own workers that a host survives
 
 
 def environment(variables: Mapping[str, str]) -> AbstractContextManager[object]:
+    """Set variables of the environment, and put back what was there."""
     return cast("AbstractContextManager[object]", patch.dict(os.environ, variables))
 
 

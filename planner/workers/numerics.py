@@ -41,6 +41,7 @@ class Numerics:
             )
 
     def set(self) -> None:
+        """Let this process compute so."""
         if self.tf32:
             torch.set_float32_matmul_precision("high")
         if self.deterministic:
@@ -52,11 +53,13 @@ class Numerics:
 
 
 def numerics_of(record: "Profile | Plan") -> Numerics:
+    """Return how a profile was measured, or how a plan's workers compute."""
     return Numerics(record.tf32, bool(record.deterministic))
 
 
 @contextmanager
 def computing(numerics: Numerics) -> Iterator[None]:
+    """Compute so, and put back how this process computed."""
     try:
         restore: Callable[[], object] = partial(
             torch.set_float32_matmul_precision, torch.get_float32_matmul_precision()

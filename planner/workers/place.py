@@ -51,6 +51,8 @@ def set_gpu_variables() -> None:
 
 
 class Gpu(Record):
+    """A GPU that a worker sees."""
+
     uuid: str  # the same in every process that sees this GPU
     name: str
     # its place on the PCI bus, if PyTorch tells: slices of one GPU (MIG) have one place
@@ -111,6 +113,7 @@ def names_of(seats: Sequence[Seat]) -> str:
 
 
 def available_cores() -> int:
+    """Return how many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -153,6 +156,7 @@ def kind_here() -> DeviceType:
 
 
 def gpus_here() -> int:
+    """Return how many GPUs this process sees."""
     return 0 if (kind := kind_here()) == "cpu" else runtime_of(kind).count()
 
 

@@ -58,14 +58,17 @@ class SecretStore(Store):
         self.set_timeout(store.timeout)  # type: ignore[attr-defined]  # missing in PyTorch's stub
 
     def set(self, key: str, value: str | bytes) -> None:
+        """See base class."""
         name = self._name(key)
         self._store.set(name, self._sealed(name, value))  # type: ignore[arg-type]  # PyTorch's stub knows no bytes
 
     def get(self, key: str) -> bytes:
+        """See base class."""
         self._limit_wait()
         return self._opened(key, self._store.get(self._name(key)))
 
     def add(self, key: str, value: int) -> int:
+        """See base class."""
         name = self._name(key)
         count = 0
         current = b""
@@ -85,6 +88,7 @@ class SecretStore(Store):
     def compare_set(
         self, key: str, expected_value: str | bytes, desired_value: str | bytes
     ) -> bytes:
+        """See base class."""
         name = self._name(key)
         # An empty value stands for none, as in PyTorch's stores.
         expected = self._sealed(name, expected_value) if expected_value else b""
@@ -96,15 +100,18 @@ class SecretStore(Store):
         return bool(self._store.check([self._name(key) for key in keys]))
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """See base class."""
         limit = timeout or self.timeout  # type: ignore[attr-defined]  # missing in PyTorch's stub
         self._store.wait([self._name(key) for key in keys], limit)
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
+        """See base class."""
         self._limit_wait()
         values = self._store.multi_get([self._name(key) for key in keys])
         return [self._opened(key, value) for key, value in zip(keys, values, strict=True)]
 
     def multi_set(self, keys: list[str], values: Sequence[str | bytes]) -> None:
+        """See base class."""
         names = [self._name(key) for key in keys]
         sealed = [self._sealed(name, value) for name, value in zip(names, values, strict=True)]
         self._store.multi_set(names, sealed)  # type: ignore[attr-defined]  # missing in PyTorch's stub

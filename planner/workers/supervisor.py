@@ -196,6 +196,7 @@ class Supervisor:
         self.stop()
 
     def stop(self) -> None:
+        """End the supervision."""
         self._stopped.set()
         if self._next is not None:
             self._next.leave()

@@ -222,6 +222,9 @@ class NextWorker:
             self._thread.start()
 
     def say_goodbye(self) -> None:
+        """Tell the previous worker that this one ends as it should, and wait until the next one
+        has.
+        """
         self._left = True
         if self._workers > 1:
             within(ABORT_S, lambda: dist.send(torch.zeros(1), self._previous, self._group))
@@ -230,6 +233,7 @@ class NextWorker:
             self._thread.join(ABORT_S)
 
     def leave(self) -> None:
+        """Count the next worker's end as one that should be."""
         self._left = True
 
     def _wait(self) -> None:

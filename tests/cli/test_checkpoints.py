@@ -375,6 +375,7 @@ def on_update(minibatch, loss, metrics):
 """
 
 
+@pytest.mark.slow
 def test_nfs_may_show_a_folder_late_and_keep_a_removed_one(folder: Path) -> None:
     (folder / "on_nfs.py").write_text(MODEL + NFS, encoding="utf-8")
     options = ("--checkpoint-every", "4", "--checkpoint-folder", "nfs", "--keep", "1", "--json")

@@ -76,7 +76,7 @@ def test_arguments_that_a_pipeline_cannot_follow(
 
 
 def test_an_overridden_loss_is_refused(trainer: Any) -> None:
-    class Own(planner.PipelineTrainer):  # type: ignore[misc]
+    class Own(planner.PipelineTrainer):  # type: ignore[misc, unused-ignore]
         def compute_loss(self, *given: Any, **others: Any) -> Any:
             return None
 
@@ -127,6 +127,14 @@ def test_without_a_plan_it_only_measures(trainer: Any) -> None:
         trainer().train()
     with pytest.raises(InputError, match="does not predict"):
         trainer().predict([])
+
+
+def test_evaluations_that_the_pipeline_cannot_do(trainer: Any) -> None:
+    arguments = {"per_device_train_batch_size": 8, "per_device_eval_batch_size": 8}
+    with pytest.raises(InputError, match="made without `eval_dataset`"):
+        trainer(plan=plan_of(), **arguments).evaluate([])
+    with pytest.raises(InputError, match="more than a microbatch"):
+        trainer(plan=plan_of(), eval_dataset=[], **arguments).evaluate()
 
 
 def test_batches_of_one_update_are_joined() -> None:

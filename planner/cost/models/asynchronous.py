@@ -28,6 +28,7 @@ class AsynchronousModel(StageModel):
     """
 
     def resources_s(self, work: Work, replicas: ArrayLike) -> Busy:
+        """See base class."""
         r = np.asarray(replicas, dtype=np.float64)
         receive_s, send_s = transfer_s(work, self.link)
         ring_s = 2 * (r - 1) / (r * r) * work.trainable_bytes / self.link.ring_bytes_per_s
@@ -44,6 +45,7 @@ class AsynchronousModel(StageModel):
         return work.forward_s + work.recompute_s + finish_s(work, replicas, self.link) + handling_s
 
     def placed_s(self, placement: Placement) -> list[Busy]:
+        """See base class."""
         loads, _ = placement.transfers()
         for ranks, work in zip(placement.ranks, placement.works, strict=True):
             loads.add_ring(ranks, float(work.trainable_bytes))
@@ -75,6 +77,7 @@ class DoubleBufferedModel(AsynchronousModel):
         self.microbatches = microbatches
 
     def resources_s(self, work: Work, replicas: ArrayLike) -> Busy:
+        """See base class."""
         r = np.asarray(replicas, dtype=np.float64)
         share = np.ceil(self.microbatches / r)
         receive_s, send_s = transfer_s(work, self.link)
@@ -93,6 +96,7 @@ class DoubleBufferedModel(AsynchronousModel):
         return 2 * (replicas - 1) / replicas * work.trainable_bytes / self.link.ring_bytes_per_s
 
     def placed_s(self, placement: Placement) -> list[Busy]:
+        """See base class."""
         transfers, _ = placement.transfers()
         loads = transfers.times(self.microbatches)
         busy: list[Busy] = []

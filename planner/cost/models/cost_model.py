@@ -33,11 +33,17 @@ from planner.formats.plan_parts import Bottleneck
 
 
 def reduce_s(work: Work, replicas: ArrayLike, link: Link) -> Floats:
+    """Compute the seconds of a stage's all-reduce, or of the reduce-scatter where its optimizer is
+    sharded.
+    """
     whole_s = ring_all_reduce_s(work.trainable_bytes, replicas, link)
     return np.where(work.sharded, whole_s / 2, whole_s) if np.any(work.sharded) else whole_s
 
 
 def finish_s(work: Work, replicas: ArrayLike, link: Link) -> Floats:
+    """Compute the seconds of the update, with the all-gather after it where the optimizer is
+    sharded.
+    """
     if not np.any(work.sharded):
         return work.update_s
     gather_s = ring_all_reduce_s(work.trainable_bytes, replicas, link) / 2
@@ -153,9 +159,11 @@ class CostModel(ABC):
     """
 
     @abstractmethod
-    def time(self, plan: UnpricedPlan) -> PlanTime: ...
+    def time(self, plan: UnpricedPlan) -> PlanTime:
+        """Compute the time of a plan."""
 
     def held(self, plan: UnpricedPlan) -> Held:
+        """Return what each stage's replicas hold in flight."""
         setting = plan.setting
         depths = setting.schedule.depths(plan.replicas, setting.microbatches, setting.chunks)
         return Held(depths, depths)
@@ -176,9 +184,11 @@ class StageModel(CostModel):
         """
 
     def stage_s(self, work: Work, replicas: ArrayLike) -> Floats:
+        """Compute the seconds of each stage's busiest resource."""
         return reduce(np.maximum, self.resources_s(work, replicas).values())
 
     def time(self, plan: UnpricedPlan) -> PlanTime:
+        """See base class."""
         if plan.placement is not None:
             return PlanTime(self.placed_s(plan.placement))
         return PlanTime(
@@ -186,4 +196,7 @@ class StageModel(CostModel):
         )
 
     def placed_s(self, placement: Placement) -> list[Busy]:
+        """Compute the busy seconds of each stage's resources on the ranks of a cluster with several
+        levels.
+        """
         raise NotImplementedError(f"{type(self).__name__} knows no places")

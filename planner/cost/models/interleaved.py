@@ -20,7 +20,7 @@ replicas, each pipeline taking ceil(m / r) of the microbatches.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -39,6 +39,7 @@ from planner.cost.network.link import Link, backward_and_reduce_s, link_of
 from planner.cost.network.topology import Busy, Placement
 from planner.cost.setting import Setting
 from planner.cost.work import Floats, Integers, Work
+from planner.formats.files import replace
 from planner.schedule.one_stage import GPIPE
 from planner.schedule.schedule import Schedule
 
@@ -146,6 +147,7 @@ class InterleavedModel(CostModel):
         self.setting = setting
 
     def time(self, plan: UnpricedPlan) -> PlanTime:
+        """See base class."""
         setting = self.setting
         (replicas,) = set(plan.replicas)
         shape = InterleavedShape(

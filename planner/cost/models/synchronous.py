@@ -47,6 +47,7 @@ class SynchronousModel(CostModel):
         self.microbatches = microbatches
 
     def time(self, plan: UnpricedPlan) -> PlanTime:
+        """See base class."""
         if plan.placement is not None:
             return self._placed_time(plan.placement)
         return PlanTime(

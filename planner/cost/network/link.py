@@ -3,7 +3,7 @@ are all-reduced.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike
 
 from planner.cost.work import Floats
 from planner.formats.cluster import Cluster
+from planner.formats.files import replace
 from planner.formats.profile import Layer
 from planner.units import SLACK
 
@@ -114,6 +115,7 @@ class Buckets(NamedTuple):
 
     @classmethod
     def even(cls, backward_s: float) -> "Buckets":
+        """Return buckets of equal size, full at equal distances."""
         return cls(
             tuple(backward_s * (part + 1) / BUCKETS for part in range(BUCKETS)),
             (1 / BUCKETS,) * BUCKETS,

@@ -9,7 +9,7 @@ crosses the link of each group that it passes through once each way, whichever r
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
@@ -20,6 +20,7 @@ from planner.cost.candidate import Candidate
 from planner.cost.network.link import Link
 from planner.cost.work import Floats, Integers, Work
 from planner.formats.cluster import Cluster
+from planner.formats.files import replace
 
 MOST_REMEMBERED = 256  # GPUs of a cluster, whose shares are kept
 

@@ -18,7 +18,7 @@ import hashlib
 import os
 import shutil
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -29,7 +29,7 @@ from planner.errors import InputError
 from planner.executor.checkpoint.optimizer_state import OptimizerState
 from planner.executor.checkpoint.tensor_file import TensorFile
 from planner.executor.observe.run_log import is_of
-from planner.formats.files import Record, load_record, save_record, write_text
+from planner.formats.files import Record, load_record, replace, save_record, write_text
 from planner.formats.plan import Plan
 from planner.options.training import BaselineName, CheckpointOptions
 
@@ -93,6 +93,8 @@ class Checkpoint(Record):
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
+    """A complete checkpoint: its folder, and its index."""
+
     path: Path
     index: Checkpoint
 
@@ -101,6 +103,7 @@ class SavedCheckpoint:
         return [part for part in self.index.parts if part.replica == 0]
 
     def check_fits(self, plan: Plan, seed: int | None) -> None:
+        """Raise InputError for a checkpoint that a run of this plan cannot continue from."""
         index = self.index
         if index.graph_hash != plan.graph_hash:
             problem = (
@@ -224,6 +227,7 @@ def resolve(resume: str | None, folder: Path, *, writes: bool) -> Path | None:
 
 
 def prune(folder: Path, keep: int) -> None:
+    """Delete all but the newest `keep` checkpoints."""
     for path in complete(folder)[:-keep]:
         # Hidden first: a crash within rmtree must not leave half a checkpoint under the name of a
         # complete one.

@@ -90,6 +90,7 @@ class HostMemory:
 
     @classmethod
     def of(cls, job: Job) -> "HostMemory":
+        """Return the copies' folder of a run on this host."""
         return cls(Path(job.elastic.copy_folder) / f"planner-{job.run}")
 
     @property
@@ -186,6 +187,7 @@ class HostMemory:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def note(self, record: Start | Fault) -> None:
+        """Keep a start or a fault for whoever starts next."""
         self.make()
         save_record(record, self._file(type(record)))
 
@@ -199,6 +201,7 @@ class HostMemory:
         return self.folder / f"{record.__name__.lower()}.json"
 
     def remove(self) -> None:
+        """Delete all copies of the run on this host."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
 

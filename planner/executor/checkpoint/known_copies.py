@@ -73,6 +73,7 @@ class KnownCopies:
 
     @classmethod
     def of(cls, job: Job) -> "KnownCopies":
+        """Return what the run's store knows of copies."""
         return cls(run_store(job))
 
     def tell(self, memory: HostMemory) -> None:

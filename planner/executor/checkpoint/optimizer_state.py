@@ -134,11 +134,15 @@ class ParameterState(GrownRecord):
 
 
 class ParameterGroup(Record):
+    """A group of parameters, by their names, with its hyperparameters."""
+
     parameters: tuple[str, ...]
     hyperparameters: dict[str, Any]  # see `to_json`
 
 
 class OptimizerState(Record):
+    """The state of an optimizer, as a checkpoint's index has it; its tensors are in a file beside."""
+
     kind: str  # the optimizer's class
     learning_rate_factor: float = 1.0  # learning rates here relative to the user's
     groups: tuple[ParameterGroup, ...]

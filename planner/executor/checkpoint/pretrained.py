@@ -40,6 +40,7 @@ class Pretrained:
 
     @classmethod
     def named_by(cls, spec: TrainingSpec) -> "Pretrained | None":
+        """Return the weights that a model file names; None where it names none."""
         found = spec.pretrained()
         return None if found is None else cls(*found)
 

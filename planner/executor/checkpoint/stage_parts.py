@@ -58,6 +58,8 @@ class Restorable:
 
 
 class Content(NamedTuple):
+    """What one stage replica saves."""
+
     weights: Mapping[str, Tensor]
     optimizer: OptimizerState | None
     optimizer_tensors: Mapping[str, Tensor]
@@ -144,6 +146,7 @@ def distinct(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, 
 
 
 def restore_stage(own: Restorable, saved: SavedCheckpoint) -> None:
+    """Fill a stage replica from a checkpoint: weights, optimizer and what else it holds."""
     fill_module(own, saved)
     if own.optimizer is None:
         return

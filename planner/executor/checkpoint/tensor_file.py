@@ -67,6 +67,8 @@ class TensorFile(Record):
 
 
 class Fact(NamedTuple):
+    """The name, type and shape of a tensor in a file."""
+
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]

@@ -83,6 +83,7 @@ class FullSharding(Sharding):
         self._modules: list[FSDPModule] = []
 
     def divide(self, optimizer: Optimizer, whole: Collection[nn.Parameter] = ()) -> None:
+        """See base class."""
         if whole:
             problem = (
                 f"the plan divides weights by rows, and {type(optimizer).__name__} must "
@@ -181,6 +182,7 @@ class FullSharding(Sharding):
             module.reshard()
 
     def take_gradients(self) -> None:
+        """See base class."""
         for parameter, shard in self.shards.items():
             if parameter.grad is not None:
                 shard.stepped.grad = parameter.grad.to_local().view(-1)  # type: ignore[attr-defined]

@@ -9,7 +9,7 @@ on the device: see `nccl_links`.
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple, get_args
 
@@ -27,6 +27,7 @@ from planner.executor.communication.messages import (
     header_here,
     unpack,
 )
+from planner.formats.files import replace
 from planner.schedule import instructions as do
 from planner.schedule.instructions import POSTED, Instruction, Receive, Send
 from planner.workers.failures import ConnectionLostError
@@ -58,6 +59,7 @@ class Lane(NamedTuple):
 
 
 def lane_of(message: Receive | Send, rank: int) -> Lane:
+    """Return the lane that a message of this rank takes."""
     own, peer = (rank, message.stage), (message.peer_rank, message.peer_stage)
     (sender, start), (receiver, end) = (own, peer) if isinstance(message, Send) else (peer, own)
     shared = isinstance(message, (do.ReceiveShared, do.SendShared))
@@ -147,6 +149,7 @@ class LinkGroups:
         return [lane for lane in self._by_lane if lane.receiver == rank]
 
     def of(self, lane: Lane) -> dist.ProcessGroup:
+        """Return the process group of a lane."""
         return self._by_direction.get(lane.forward) or self._by_lane[lane]
 
 
@@ -174,9 +177,11 @@ class End:
     # change.
 
     def send(self, message: Tensor) -> dist.Work:
+        """Begin to send a message."""
         return self.group.send([message], self._place, self.tag)
 
     def receive(self, message: Tensor) -> dist.Work:
+        """Begin to receive a message."""
         return self.group.recv([message], self._place, self.tag)
 
 
@@ -212,6 +217,9 @@ class Posted:
     work: dist.Work
 
     def wait(self) -> None:
+        """Wait until the message is there; raise an error that names its sender where it cannot
+        come.
+        """
         wait_for(self.work, self.receive.peer_rank)
 
     def later_check(self) -> Reader:
@@ -285,6 +293,7 @@ class Links(ABC):
         self._start(sends, [(end, self._packed(send, end, values)) for end in ends])
 
     def drain(self) -> None:
+        """Wait until all messages are sent."""
         for end in self._ends.values():
             self._finish(end, 0)
         self.settle()

@@ -12,7 +12,7 @@ the host wait for the device.
 import ctypes
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, partial
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from planner.errors import WorkerError
 from planner.executor.communication.shared_gradients import SharedGradients
+from planner.formats.files import replace
 from planner.formats.names import CODECS, Codec
 from planner.model.capture.graph import ValueSpec
 from planner.model.capture.size import MOST_EXTENTS, Extent
@@ -46,6 +47,7 @@ class Slot:
     coding: Coding
 
     def place(self, buffer: Tensor) -> Tensor:
+        """Return the part of a message's buffer that holds the value."""
         return self.coding.place(buffer, self.start, self.wire_shape)
 
 
@@ -130,6 +132,7 @@ class Outgoing:
 
 
 def header(buffer: Tensor) -> Tensor:
+    """Return the first number of a buffer, which says what it carries."""
     return buffer.view(torch.int64)[0]
 
 

@@ -67,6 +67,7 @@ class NCCLLinks(Links):
         super().__init__(groups, layout_of, most, place, *more)
 
     def reserve(self, layouts: Layouts, samples: int) -> None:
+        """See base class."""
         # The first message of each lane comes into memory of the side stream; all others into that
         # of computation.
         size_bytes = sum(
@@ -79,6 +80,7 @@ class NCCLLinks(Links):
             self._runtime.reserve(self._place.wire, size_bytes)
 
     def follow(self, stream: Ahead) -> None:
+        """See base class."""
         super().follow(stream)
         self._run: deque[Message] = deque()  # what is left of the present one
         self._waiting: list[tuple[End, Outgoing]] = []  # its sends so far
@@ -87,6 +89,7 @@ class NCCLLinks(Links):
         self._spare: dict[End, _Buffer] = {}
 
     def expect(self, under_way: Callable[[], Iterable[Receive]]) -> None:
+        """See base class."""
         receives = [receive for receive in under_way() if receive not in self._early]
         prepared = [self._prepared(receive) for receive in receives]
         for receive, (buffer, spare) in zip(receives, prepared, strict=True):

@@ -121,6 +121,7 @@ class Shard:
         return tuple(sorted(range(len(strides)), key=lambda dimension: -strides[dimension]))
 
     def cut_from(self, whole: Tensor) -> Tensor:
+        """Return the shard of a whole tensor like the parameter."""
         return self.laid_out(elements(whole, self.parameter)[self.start : self.stop])
 
     def laid_out(self, part: Tensor) -> Tensor:
@@ -315,6 +316,7 @@ class Sharding:
         return self.divides and not self.repeats
 
     def connect(self, group: dist.ProcessGroup) -> None:
+        """Use this group of replicas for all exchanges."""
         self._group = group
         exchange = exchange_over(group)
         for bucket in self._divided:
@@ -377,6 +379,7 @@ class Masters(Sharding):
         super().__init__(parameters, (0, 1), (), torch.device("cpu"))
 
     def divide(self, optimizer: Optimizer, whole: Collection[nn.Parameter] = ()) -> None:
+        """See base class."""
         self.buckets = [*map(WholeBucket, chunks(self._alone))]
         self.shards = {each: Shard(each, 0, each.numel(), whole=True) for each in self._alone}
         self.step_shards(optimizer, {})

@@ -65,6 +65,7 @@ class SharedGradients:
         return {name: own[name] for name, stages in self._stages.items() if peer in stages}
 
     def accept(self, round_: int, peer: int, gradients: dict[str, Tensor]) -> None:
+        """Take a peer's gradients of a round."""
         # A replica that sends to no peer has not set its own gradients aside yet.
         self._own(round_)
         self._rounds[round_][peer] = gradients

@@ -44,6 +44,7 @@ class PeakMemory:
             self._runtime.reset_peak(self._device)
 
     def bytes(self) -> int:
+        """Return the peak so far."""
         if self._runtime.counts_memory:
             peak = self._runtime.peak_bytes(self._device)
         else:

@@ -118,6 +118,7 @@ class Reporter:
         self._recent: deque[float] = deque(maxlen=20)
 
     def updated(self, log: WorkerLog) -> None:
+        """Note an update, and show the pace."""
         self._recent.append(time.perf_counter())
         # The other replicas have done their minibatches of the round by about now, too.
         newest = log.losses[-1][0] if log.losses else 0
@@ -130,6 +131,7 @@ class Reporter:
         self._tell(Progress(done, self._minibatches, latest_loss(log), samples_per_s, left_s))
 
     def evaluated(self, evaluation: Evaluation, log: WorkerLog) -> None:
+        """Show an evaluation."""
         self._tell(
             Progress(
                 evaluation.minibatch, self._minibatches, latest_loss(log), None, None, evaluation

@@ -53,6 +53,7 @@ class TraceRecorder:
         return self._clock.now()
 
     def record(self, instruction: Instruction, start: Mark, end: Mark) -> None:
+        """Keep when an instruction began and ended."""
         minibatch = self._minibatch(instruction)
         self._newest = max(self._newest, minibatch)
         kind = _KINDS.get(type(instruction).__name__)

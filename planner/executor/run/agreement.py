@@ -9,7 +9,6 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import accumulate
 from operator import mul
 
@@ -18,6 +17,7 @@ import torch.distributed as dist
 
 from planner.errors import PlanError
 from planner.executor.communication.control import join_group, message_timeout
+from planner.formats.files import replace
 from planner.formats.names import DeviceType
 from planner.formats.plan import Plan
 from planner.options.training import TrainingOptions

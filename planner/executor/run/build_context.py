@@ -5,7 +5,6 @@
 import gc
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import cache, partial
 
 import torch
@@ -36,6 +35,7 @@ from planner.executor.run.worker_data import (
 )
 from planner.executor.stage.optimizer import StageOptimizer
 from planner.executor.stage.separate import check_separate
+from planner.formats.files import replace
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import Stage
 from planner.formats.profile import LossMean

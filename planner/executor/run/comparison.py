@@ -116,6 +116,7 @@ class ComparedBatches(ChangedBatches):
         self._first: int | None = None  # minibatch that this worker read
 
     def batch(self, unit: Unit) -> Batch:
+        """See base class."""
         batch = self._source.batch(unit)
         if self._first is None:
             self._first = unit.minibatch

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from typing import TYPE_CHECKING
@@ -19,6 +19,7 @@ from planner.executor.run.loss_check import LossCheck
 from planner.executor.run.reading_ahead import AHEAD
 from planner.executor.run.state_watch import StateWatch
 from planner.executor.stage.optimizer import StageOptimizer
+from planner.formats.files import replace
 from planner.formats.plan import Plan
 from planner.formats.profile import LossMean
 from planner.model.capture.graph import ValueSpec

@@ -239,6 +239,7 @@ class DatasetBatches(BatchSource):
         self._order: list[int] = []
 
     def batch(self, unit: Unit) -> Batch:
+        """See base class."""
         epoch, position = divmod(unit.minibatch, self.minibatches_per_epoch)
         usual, larger = divmod(self.minibatch_size(unit.minibatch), self.microbatches)
         start = position * self._size + unit.microbatch * usual + min(unit.microbatch, larger)
@@ -300,6 +301,7 @@ class DatasetBatches(BatchSource):
             return list(self._sampler)
 
     def minibatch_size(self, minibatch: int) -> int:
+        """See base class."""
         last = minibatch % self.minibatches_per_epoch == self.minibatches_per_epoch - 1
         return self.last_size if last and self.last_size else self._size
 
@@ -326,6 +328,7 @@ class RandomBatches(BatchSource):
         self._made: dict[int, Batch] = {}
 
     def batch(self, unit: Unit) -> Batch:
+        """See base class."""
         which = (
             unit.minibatch % RANDOM_BATCHES * self.microbatches + unit.microbatch
         ) % MOST_RANDOM
@@ -341,6 +344,7 @@ class RandomBatches(BatchSource):
         return self._microbatch_size * self.microbatches
 
     def minibatches(self, steps: int | None, epochs: int | None) -> int:
+        """See base class."""
         if epochs is not None:
             raise ModelFileError(
                 "`epochs` needs a dataset() in the model file", hint="use `steps`, or add dataset()"
@@ -392,6 +396,7 @@ class EvaluationBatches(EvaluationData):
             )
 
     def batch(self, unit: Unit) -> Batch:
+        """See base class."""
         start = unit.minibatch * self._size
         return self.reader.read(EVALUATION, range(start, start + self.size(unit)), start)
 
@@ -432,6 +437,7 @@ class LengthDrift:
             self._varying = varying(spec, 2)
 
     def see(self, batch: Batch) -> None:
+        """Count the lengths of a batch; warn once where they differ from the plan's."""
         watched = MINIBATCHES_WATCHED * self._each
         if self._varying is None or len(self._rows) == watched:
             return
@@ -497,6 +503,7 @@ class OfRank(ChangedBatches):
         return self._source.batch(self.numbered(unit))
 
     def size(self, unit: Unit) -> int:
+        """See base class."""
         self._check(self.minibatch_size(unit.minibatch))
         return self._source.size(self.numbered(unit))
 
@@ -504,6 +511,7 @@ class OfRank(ChangedBatches):
         return self._source.share(self.numbered(unit))
 
     def numbered(self, unit: Unit) -> Unit:
+        """Return the number that a unit of this rank has among those of all ranks."""
         return Unit(unit.minibatch, unit.microbatch * self._ranks + self._place)
 
     def _check(self, samples: int) -> None:
@@ -568,6 +576,7 @@ class CheckedLabels(ChangedBatches):
         self._mean, self._origin = mean, origin
 
     def batch(self, unit: Unit) -> Batch:
+        """See base class."""
         batch = self._source.batch(unit)
         check_labels(batch, self._mean, self._origin)
         return batch
@@ -589,6 +598,7 @@ class WeightedBatches(ChangedBatches):
         self._lock = threading.Lock()
 
     def batch(self, unit: Unit) -> Batch:
+        """See base class."""
         batch = (
             self._minibatch(unit.minibatch)[0][unit.microbatch]
             if self._whole

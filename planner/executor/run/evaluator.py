@@ -12,7 +12,6 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from planner.executor.run.context import PipelineContext
 from planner.executor.run.data import EvaluationBatches, EvaluationData, Extents
 from planner.executor.run.sample_checks import ItemChecks
 from planner.executor.run.sample_reader import EVALUATION
+from planner.formats.files import replace
 from planner.formats.profile import LossMean
 from planner.model.batch import Batch
 from planner.model.capture.graph import LOSS

@@ -17,7 +17,6 @@ have been compared, by when all ranks that they passed have announced them.
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -43,6 +42,7 @@ from planner.executor.run.calls import Call, SharedCalls
 from planner.executor.run.data import FedBatches, FedEvaluation
 from planner.executor.run.loop import Groups, Loop, make_checkpointer, save_weights
 from planner.executor.run.worker import Observers
+from planner.formats.files import replace
 from planner.formats.names import Backend, DeviceType
 from planner.formats.plan import Plan
 from planner.model.batch import Batch, make_batch
@@ -94,6 +94,7 @@ class SharedLosses:
             self._merge()
 
     def settle(self) -> None:
+        """Wait for all losses that are under way."""
         while self._pending:
             self._merge()
 
@@ -304,6 +305,7 @@ class Pipeline:
 
     @learning_rate.setter
     def learning_rate(self, value: float) -> None:
+        """Set the learning rate of all stages."""
         for optimizer, factor in self._rates():
             for group in optimizer.param_groups:
                 group["lr"] = value * factor

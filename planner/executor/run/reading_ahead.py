@@ -45,6 +45,7 @@ class ReadAhead(ChangedBatches):
 
     @contextmanager
     def reading(self, units: Iterable[Unit]) -> Iterator[None]:
+        """See base class."""
         self._upcoming, self._times_s = iter(units), []
         try:
             yield
@@ -54,6 +55,7 @@ class ReadAhead(ChangedBatches):
         self._end()
 
     def batch(self, unit: Unit) -> Batch:
+        """See base class."""
         if self._thread is not None:
             found = self._ready.get()
             if found is not None and found[0] == unit:

@@ -104,6 +104,7 @@ class StageReplica:
         self._rests: dict[Unit, WeightGradients] = {}  # second parts of backwards in two parts
 
     def accept_activation(self, unit: Unit, source: int, values: dict[str, Tensor]) -> None:
+        """Take the values that another stage has sent for a unit."""
         for name in self._with_gradient[source]:
             values[name].requires_grad_()
         self._units[unit].received.update(values)
@@ -156,6 +157,7 @@ class StageReplica:
         return readings if self._loss_check is None else readings + self._loss_check.take_readings()
 
     def activation(self, unit: Unit, target: int) -> dict[str, Tensor]:
+        """Return the values that another stage gets of a unit."""
         outputs = self._units[unit].outputs
         return {name: outputs.pop(name) for name in self._sent[target]}  # each is sent once
 

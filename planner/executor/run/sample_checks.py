@@ -89,6 +89,7 @@ class CheckedSamples(ChangedBatches):
         self._ordered: int | None = None  # epoch whose order was compared
 
     def batch(self, unit: Unit) -> Batch:
+        """See base class."""
         self._check(unit.minibatch)
         return self._source.batch(unit).pinned(self.device)
 

@@ -56,9 +56,11 @@ class LossScaler:
             self._clean = 0
 
     def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps."""
         return {"scale": self.scale, "clean": self._clean}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a checkpoint."""
         self.scale, self._clean = float(state_dict["scale"]), int(state_dict["clean"])
 
 
@@ -213,10 +215,12 @@ class StageOptimizer:
             self.sharding.update(partial(step_part, self._spec, self.optimizer))
 
     def forget_gradients(self) -> None:
+        """Let go of all gradients."""
         for parameter in (*self.parameters, *self._stepped.values()):
             parameter.grad = None
 
     def advance(self, minibatches: int) -> None:
+        """Move the learning rate on by so many minibatches."""
         if self.scheduler is not None:
             for _ in range(minibatches):
                 self.scheduler.step()

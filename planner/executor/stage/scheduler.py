@@ -34,6 +34,7 @@ class StageScheduler:
         reference.check_schedule(optimizer)
 
     def step(self) -> None:
+        """Move the learning rate on by one minibatch."""
         compares = self._steps < _FIRST or self._steps % _EVERY == 0
         self._steps += 1
         if compares:
@@ -50,8 +51,10 @@ class StageScheduler:
             self._reference.check_schedule(self._optimizer)
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the state of the user's scheduler."""
         return self._scheduler.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from the state of the user's scheduler."""
         self._scheduler.load_state_dict(dict(state_dict))
         self._reference.load_scheduler(copy.deepcopy(self._scheduler.state_dict()))

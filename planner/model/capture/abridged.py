@@ -11,12 +11,13 @@ makes goes elsewhere. So these stay, with one that stands for those left out and
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, fx, nn
 
+from planner.formats.files import replace
 from planner.model.capture.graph import LayerGraph
 from planner.model.capture.size import is_symbolic
 from planner.model.torch_private import tree_flatten

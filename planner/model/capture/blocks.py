@@ -9,7 +9,7 @@ import copy
 import operator
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from planner.errors import CaptureError, ModelFileError, PlannerError, first_line, reason_of
+from planner.formats.files import replace
 from planner.model.batch import Batch
 from planner.model.capture.failure import decides_by_values, refuse_loss, refuse_untrainable
 from planner.model.capture.fake import CPU, device_rules, fake_batch, fake_modules

@@ -15,6 +15,7 @@ from torch.distributions import Distribution
 from torch.export import Dim, export
 
 from planner.errors import CaptureError, PlannerError
+from planner.formats.files import replace
 from planner.model.batch import Batch
 from planner.model.capture.assignments import (
     Assignment,
@@ -262,10 +263,10 @@ def observed(trace: Trace, options: ModuleOptions) -> LayerGraph:
         if trace.lengths is not None
         else (),
     )
-    graph = dataclasses.replace(graph, fixed=_fixed(graph, operations, facts))
+    graph = replace(graph, fixed=_fixed(graph, operations, facts))
     # The hash is the same for each device that the model may train on, whose values differ under
     # autocast.
-    return dataclasses.replace(graph, hash=graph_digest(graph, _specs(values, reader, on_cpu)))
+    return replace(graph, hash=graph_digest(graph, _specs(values, reader, on_cpu)))
 
 
 def _pinned(placeholders: Sequence[fx.Node]) -> bool:

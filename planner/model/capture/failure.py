@@ -10,7 +10,6 @@ import sys
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -21,6 +20,7 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from planner.errors import CaptureError, LayerError, ModelFileError, PlannerError, reason_of
+from planner.formats.files import replace
 from planner.model.capture.operations import scope_of
 from planner.model.lengths import Varying
 from planner.model.torch_private import (

@@ -8,7 +8,7 @@ gradient, share memory, or have another dtype on another device.
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from planner.errors import ModelFileError
+from planner.formats.files import replace
 from planner.model.batch import Batch
 from planner.model.capture.cuda_autocast import cuda_autocast
 from planner.model.capture.operations import enters_region, movable, moved, place_nested

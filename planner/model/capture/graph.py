@@ -5,7 +5,7 @@ between them.
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from planner.errors import CaptureError
+from planner.formats.files import replace
 from planner.formats.profile import Cause, Edge
 from planner.model.capture.operations import Names
 from planner.model.capture.regions import regions_of

@@ -6,14 +6,14 @@ layer before it. Layers are then joined around values that cannot be sent, aroun
 and behind the loss.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import count, takewhile
-from typing import Any
 
 import torch
 from torch import fx, nn
 
+from planner.formats.files import replace
 from planner.model.capture.fake import TensorFacts
 from planner.model.capture.graph import GraphLayer, ValueSpec
 from planner.model.capture.joins import Span, cause_of_nesting, causes_of_joins, unsent, written
@@ -34,6 +34,8 @@ _LIGHT = (
 
 @dataclass
 class _Run:
+    """Operations in a row that become a layer, or a part of one."""
+
     scope: str | None
     call: str  # a module that is called twice makes two layers
     name: str
@@ -54,80 +56,150 @@ def group_layers(
 
     No cut is possible after `loss`. `specs` are of the values that can be sent to another stage.
     """
-    runs = _runs(operations, model)
+    runs = _Grouping(operations, model).runs()
     owner = {node: index for index, run in enumerate(runs) for node in run.nodes}
-    spans = [*_spans_of_writes(module, names, owner, facts), Span(owner[loss], len(runs) - 1)]
-    # From each operation whose result cannot be sent to the last operation that uses it.
-    for node, index in owner.items():
-        if node not in specs:
-            last = max((owner[user] for user in node.users if user in owner), default=index)
-            spans.append(Span(index, last, unsent(node)))
+    spans = [
+        *_spans_of_writes(module, names, owner, facts),
+        Span(owner[loss], len(runs) - 1),
+        *_spans_of_unsent(owner, specs),
+    ]
     causes = causes_of_joins([len(run.nodes) for run in runs], spans)
+
     merged = _merge(runs, spans)
-    taken, seen = {run.name for run, _ in merged}, set[str]()
+    unique = _unique_names([run.name for _, run in merged])
     layers = []
-    for run, first in merged:
-        name = run.name
-        if name in seen:
-            name = next(
-                other for number in count(2) if (other := f"{run.name}_{number}") not in taken
-            )
-            taken.add(name)
-        seen.add(name)
-        reads = [argument for node in run.nodes for argument in node.all_input_nodes]
-        parameters = dict.fromkeys(n for node in reads if (n := names.parameter(node)) is not None)
-        buffers = dict.fromkeys(n for node in reads if (n := names.buffer(node)) is not None)
+    for (first, run), name in zip(merged, unique, strict=True):
+        reads = [source for node in run.nodes for source in node.all_input_nodes]
         nodes = tuple(run.nodes)
-        cause = causes.get(first) or cause_of_nesting(module, nodes, operations)
-        layers.append(GraphLayer(name, run.op, nodes, tuple(parameters), tuple(buffers), cause))
+        layer = GraphLayer(
+            name=name,
+            op=run.op,
+            nodes=nodes,
+            parameters=_known(map(names.parameter, reads)),
+            buffers=_known(map(names.buffer, reads)),
+            cause=causes.get(first) or cause_of_nesting(module, nodes, operations),
+        )
+        layers.append(layer)
+
     # In evaluation the stages have the weights that training gave them, whether an operation reads
     # them or not.
     return adopt_unused(layers, names) if is_training(model) else tuple(layers)
 
 
-def _runs(operations: Sequence[fx.Node], model: nn.Module) -> list[_Run]:
-    scopes = {node: scope_of(node) for node in operations}
-    last_of_model = max(
-        (i for i, node in enumerate(operations) if scopes[node] is not _LOSS), default=-1
-    )
-    # Leaves are modules within which no other module ran: what they do belongs together.
-    inner = {scope for scope in scopes.values() if scope}
-    leaves = {scope for scope in inner if not any(other.startswith(scope + ".") for other in inner)}
-    runs: list[_Run] = []
-    # light operations at the start of a module: they join the layer after them
-    pending: list[fx.Node] = []
-    for index, node in enumerate(operations):
-        scope, call, name = scopes[node], _call(node), _op_name(node)
-        last = runs[-1] if runs and not pending else None
-        if scope is _LOSS and index > last_of_model:
-            joins, new = (
-                bool(runs) and runs[-1].scope is _LOSS,
-                _Run(_LOSS, call, "loss", "loss", []),
-            )
-            last = runs[-1] if joins else None
-        elif scope in leaves and scope:
-            joins = last is not None and last.call == call
-            new = _Run(scope, call, scope, type(model.get_submodule(scope)).__name__, [])
-        else:
-            place = scope or ""
-            other = None if last is None else last.scope
-            inside = other is not None and (place in ("", other) or other.startswith(place + "."))
-            joins = _is_light(node) and inside
-            new = _Run(place, call, f"{place}.{name}".removeprefix("."), "aten." + name, [])
-            if _is_light(node) and not joins:
-                pending.append(node)
-                continue
-        if joins and last is not None:
+def _spans_of_unsent(
+    owner: Mapping[fx.Node, int], specs: Mapping[fx.Node, ValueSpec]
+) -> Iterator[Span]:
+    """Yield the span from each operation whose result cannot be sent to the last that uses it."""
+    for node, index in owner.items():
+        if node not in specs:
+            users = [owner[user] for user in node.users if user in owner]
+            yield Span(index, max(users, default=index), unsent(node))
+
+
+def _known(names: Iterable[str | None]) -> tuple[str, ...]:
+    """Return the names that there are, each once."""
+    return tuple(dict.fromkeys(name for name in names if name is not None))
+
+
+def _unique_names(names: Sequence[str]) -> list[str]:
+    """Return names that are all different: further ones of a name get a number, from 2."""
+    taken = set(names)
+    seen = set[str]()
+    unique = []
+    for name in names:
+        if name in seen:
+            numbered = (f"{name}_{number}" for number in count(2))
+            name = next(other for other in numbered if other not in taken)
+            taken.add(name)
+        seen.add(name)
+        unique.append(name)
+    return unique
+
+
+class _Grouping:
+    """Puts operations into runs, one after the other."""
+
+    def __init__(self, operations: Sequence[fx.Node], model: nn.Module) -> None:
+        self._operations = operations
+        self._model = model
+        self._scopes = {node: scope_of(node) for node in operations}
+        inner = {scope for scope in self._scopes.values() if scope}
+        # Leaves are modules within which no other module ran: what they do belongs together.
+        self._leaves = {
+            scope for scope in inner if not any(other.startswith(f"{scope}.") for other in inner)
+        }
+        self._runs: list[_Run] = []
+        # light operations at the start of a module: they join the layer after them
+        self._pending: list[fx.Node] = []
+
+    def runs(self) -> list[_Run]:
+        """Return the runs, in execution order."""
+        scopes = list(self._scopes.values())
+        after_model = len(scopes)
+        while after_model and scopes[after_model - 1] is _LOSS:
+            after_model -= 1
+
+        for node in self._operations[:after_model]:
+            if self._scopes[node] in self._leaves:
+                self._add_to_leaf(node)
+            else:
+                self._add_to_larger_module(node)
+        for node in self._operations[after_model:]:
+            self._add_to_loss(node)
+        self._end()
+        return self._runs
+
+    @property
+    def _last(self) -> _Run | None:
+        """The run that an operation can join: none while others wait for the next one."""
+        return self._runs[-1] if self._runs and not self._pending else None
+
+    def _add_to_leaf(self, node: fx.Node) -> None:
+        scope = self._scopes[node]
+        assert scope is not None
+        call = _call(node)
+        last = self._last
+        if last is not None and last.call == call:
             last.nodes.append(node)
+            return
+        kind = type(self._model.get_submodule(scope)).__name__
+        self._begin(_Run(scope, call, scope, kind, [node]))
+
+    def _add_to_larger_module(self, node: fx.Node) -> None:
+        scope = self._scopes[node] or ""
+        last = self._last
+        if _is_light(node):
+            if last is not None and last.scope is not None and _is_inside(last.scope, scope):
+                last.nodes.append(node)
+            else:
+                self._pending.append(node)
+            return
+        name = _op_name(node)
+        run = _Run(scope, _call(node), f"{scope}.{name}".removeprefix("."), f"aten.{name}", [node])
+        self._begin(run)
+
+    def _add_to_loss(self, node: fx.Node) -> None:
+        if self._runs and self._runs[-1].scope is _LOSS:
+            self._runs[-1].nodes.append(node)
         else:
-            new.nodes += [*pending, node]
-            pending.clear()
-            runs.append(new)
-    if pending and not runs:
-        runs.append(_Run("", _call(pending[0]), "forward", "forward", []))
-    if pending:
-        runs[-1].nodes += pending
-    return runs
+            self._begin(_Run(_LOSS, _call(node), "loss", "loss", [node]))
+
+    def _begin(self, run: _Run) -> None:
+        run.nodes[:0] = self._pending
+        self._pending.clear()
+        self._runs.append(run)
+
+    def _end(self) -> None:
+        """Put operations that wait for a layer after them into the last one."""
+        if self._pending and not self._runs:
+            self._runs.append(_Run("", _call(self._pending[0]), "forward", "forward", []))
+        if self._pending:
+            self._runs[-1].nodes += self._pending
+
+
+def _is_inside(scope: str, outer: str) -> bool:
+    """Return whether a module is another one, or a part of it; all are parts of the model, ""."""
+    return outer in ("", scope) or scope.startswith(f"{outer}.")
 
 
 def _call(node: fx.Node) -> str:
@@ -186,8 +258,10 @@ def _spans_of_writes(
         yield Span(min(touching), last, written(names, held.get(storage)))
 
 
-def _merge(runs: list[_Run], spans: Iterable[Span]) -> list[tuple[_Run, int]]:
-    """Return the runs that are left, each with its former number."""
+def _merge(runs: list[_Run], spans: Iterable[Span]) -> list[tuple[int, _Run]]:
+    """Return the runs that are left after those of each span became one, each with its former
+    number.
+    """
     joined = {index for span in spans for index in range(span.first + 1, span.last + 1)}
     groups: list[tuple[int, list[_Run]]] = []
     for index, run in enumerate(runs):
@@ -195,12 +269,16 @@ def _merge(runs: list[_Run], spans: Iterable[Span]) -> list[tuple[_Run, int]]:
             groups[-1][1].append(run)
         else:
             groups.append((index, [run]))
-    for _, (first, *others) in groups:
-        first.nodes += [node for run in others for node in run.nodes]
-        first.op = "+".join(
-            [first.op, *(run.op for run in others[:2]), *(["..."] if len(others) > 2 else [])]
-        )
-    return [(group[0], index) for index, group in groups]
+    return [(index, _one_of(group)) for index, group in groups]
+
+
+def _one_of(group: Sequence[_Run]) -> _Run:
+    """Return one run of the operations of several; it names three of these at most."""
+    kinds = [run.op for run in group[:3]]
+    if len(group) > 3:
+        kinds.append("...")
+    nodes = [node for run in group for node in run.nodes]
+    return replace(group[0], op="+".join(kinds), nodes=nodes)
 
 
 def adopt_unused(layers: Sequence[GraphLayer], names: Names) -> tuple[GraphLayer, ...]:
@@ -208,16 +286,28 @@ def adopt_unused(layers: Sequence[GraphLayer], names: Names) -> tuple[GraphLayer
     the model's state.
     """
     used = {name for layer in layers for name in (*layer.parameters, *layer.buffers)}
-    paths = [layer.name.split(".") for layer in layers]
+    parameters, buffers = names.all()
     adopted = list(layers)
-    for kind, group in zip(("parameters", "buffers"), names.all(), strict=True):
-        for name in (each for each in group if each not in used):
-            parts = name.split(".")
-            pairs = (
-                [one == other for one, other in zip(path, parts, strict=False)] for path in paths
-            )
-            shared = [sum(takewhile(bool, same)) for same in pairs]
-            closest = shared.index(max(shared))
-            more: dict[str, Any] = {kind: (*getattr(adopted[closest], kind), name)}
-            adopted[closest] = replace(adopted[closest], **more)
+    for name in parameters:
+        if name not in used:
+            index = _closest(layers, name)
+            layer = adopted[index]
+            adopted[index] = replace(layer, parameters=(*layer.parameters, name))
+    for name in buffers:
+        if name not in used:
+            index = _closest(layers, name)
+            layer = adopted[index]
+            adopted[index] = replace(layer, buffers=(*layer.buffers, name))
     return tuple(adopted)
+
+
+def _closest(layers: Sequence[GraphLayer], name: str) -> int:
+    """Return the first of the layers whose paths have most parts in common with a name."""
+    parts = name.split(".")
+    shared = [_common_parts(layer.name.split("."), parts) for layer in layers]
+    return shared.index(max(shared))
+
+
+def _common_parts(path: Sequence[str], other: Sequence[str]) -> int:
+    same = (one == two for one, two in zip(path, other, strict=False))
+    return sum(takewhile(bool, same))

@@ -2,7 +2,7 @@
 that vary.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any, TypeAlias
 
@@ -107,18 +107,18 @@ class SizeReader:
     """
 
     def __init__(self, placeholders: list[fx.Node]) -> None:
-        values = [node.meta.get("val") for node in placeholders]
-        shapes: list[Any] = [value.shape if isinstance(value, Tensor) else () for value in values]
-        symbols = (
-            shape[0].node.expr.free_symbols for shape in shapes if shape and is_symbolic(shape[0])
-        )
-        self._symbols = dict.fromkeys(set().union(*symbols), BATCH)
+        self._symbols: dict[sympy.Symbol, sympy.Symbol] = {}
         self.places: list[tuple[int, int]] = []
+        shapes = [_shape(node.meta.get("val")) for node in placeholders]
+        for shape in shapes:
+            if shape and is_symbolic(shape[0]):
+                self._symbols |= dict.fromkeys(shape[0].node.expr.free_symbols, BATCH)
+
         for leaf, shape in enumerate(shapes):
             for dimension, size in enumerate(shape):
-                symbol = size.node.expr if is_symbolic(size) else None
                 # A size that is computed from another, such as a length and one, has that one's
                 # symbol.
+                symbol = size.node.expr if is_symbolic(size) else None
                 if isinstance(symbol, sympy.Symbol) and symbol not in self._symbols:
                     self._symbols[symbol] = length_symbol(len(self.places))
                     self.places.append((leaf, dimension))
@@ -141,3 +141,7 @@ class SizeReader:
         if any(size is None for size in found):
             return None
         return tuple(int(size) if size.is_Integer else size for size in map(sympy.sympify, found))
+
+
+def _shape(value: object) -> Sequence[Any]:
+    return value.shape if isinstance(value, Tensor) else ()

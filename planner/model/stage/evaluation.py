@@ -3,7 +3,7 @@ the same weights.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from planner.errors import CaptureError
+from planner.formats.files import replace
 from planner.model.batch import Batch
 from planner.model.capture.graph import LayerGraph, ValueSpec
 from planner.model.lengths import Length

@@ -9,7 +9,7 @@ wrote.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from planner.errors import CaptureError
+from planner.formats.files import replace
 from planner.model.capture.failure import FailuresPlaced
 from planner.model.capture.graph import GraphLayer, LayerGraph
 from planner.model.capture.size import BATCH, Size, is_symbolic, telling

@@ -8,7 +8,6 @@ that they need.
 import math
 import reprlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from planner.errors import CaptureError, ModelFileError
+from planner.formats.files import replace
 from planner.model.batch import Batch
 from planner.model.capture.failure import FailuresPlaced
 from planner.model.capture.graph import LOSS, GraphLayer, LayerGraph, ValueSpec

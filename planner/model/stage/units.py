@@ -3,13 +3,14 @@ weights of each apart.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor, fx, nn
 
 from planner.errors import PlanError
+from planner.formats.files import replace
 from planner.model.capture.graph import LayerGraph
 from planner.model.stage.parts import Segment
 from planner.model.stage.weights import recurrent_modules

@@ -3,7 +3,7 @@ again.
 """
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from operator import getitem
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from planner.errors import PlanError
+from planner.formats.files import replace
 from planner.model.capture.graph import LayerGraph, ValueSpec
 from planner.model.capture.operations import is_random
 from planner.model.options import gradient_hooks, parameter_like

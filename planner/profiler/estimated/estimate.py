@@ -3,14 +3,14 @@ described in a file.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from planner.errors import InputError, LayerError, PlanError
-from planner.formats.files import Record, load_record
+from planner.formats.files import Record, load_record, replace
 from planner.formats.profile import TF32, Compiled, Device, MemoryFormat, Profile
 from planner.model.elementwise import has_divisible_optimizer
 from planner.model.spec import TrainingSpec
@@ -28,7 +28,7 @@ from planner.profiler.estimated.execution import Execution, Fusion, compiler
 from planner.profiler.estimated.roofline import Costs
 from planner.profiler.estimated.trace import StepTrace, trace_step
 from planner.profiler.lengths import other_lengths, with_lengths
-from planner.profiler.make_profile import make_profile
+from planner.profiler.make_profile import ModelFacts, make_profile
 from planner.profiler.step.counters import degree_costs
 
 _REMEDY = "see `DeviceFile` in planner/profiler/estimated/estimate.py for its fields"
@@ -157,16 +157,14 @@ class Estimator:
         """Return the profile for microbatches of so many samples, without what ranks divide."""
         trace = self._trace(batch_size)
         self._first = self._first or trace
-        profile = profile_of_trace(trace, self._spec)
         divisible = has_divisible_optimizer(self._training_spec, trace.graph.model)
-        profile = profile.model_copy(update={"optimizer_elementwise": divisible})
-        traces = (
-            self._trace(batch_size, lengths=lengths)
-            for lengths in other_lengths(self._training_spec)
-        )
-        return with_lengths(
-            profile, [profile_of_trace(each, self._spec) for each in traces], self._training_spec
-        )
+        profile = profile_of_trace(trace, self._spec, optimizer_elementwise=divisible)
+
+        others = []
+        for lengths in other_lengths(self._training_spec):
+            other = self._trace(batch_size, lengths=lengths)
+            others.append(profile_of_trace(other, self._spec))
+        return with_lengths(profile, others, self._training_spec)
 
     def divided(self, profile: Profile) -> Profile:
         """Return a profile of this model with the costs of layers that ranks divide."""
@@ -206,7 +204,9 @@ def _check_kind(device: DeviceSpec, options: EstimateOptions) -> None:
             )
 
 
-def profile_of_trace(trace: StepTrace, spec: DeviceSpec) -> Profile:
+def profile_of_trace(
+    trace: StepTrace, spec: DeviceSpec, *, optimizer_elementwise: bool | None = None
+) -> Profile:
     """Return the profile of a traced step on such a device."""
     threads = 1 if spec.kind == "cpu" else None
     device = Device(
@@ -217,14 +217,16 @@ def profile_of_trace(trace: StepTrace, spec: DeviceSpec) -> Profile:
         peak_flops_per_s=spec.peak(trace.dtype) if spec.kind == "cuda" else None,
         shares_of=spec.like,
     )
-    profile = make_profile(trace.model, trace.graph, trace.extent, trace.estimate(spec), device)
-    changes: dict[str, object] = {"tokens_per_sample": trace.tokens_per_sample}
-    changes |= {"dtype": TF32} if trace.dtype == TF32 else {}
-    if trace.with_data:
-        changes["provenance"] = profile.provenance.model_copy(update={"sizes": "example"})
+    measurement = trace.estimate(spec)
     if trace.unfused is not None:
-        changes["compiled"] = _compiled(trace, trace.unfused, spec)
-    return profile.model_copy(update=changes)
+        measurement = replace(measurement, compiled=_compiled(trace, trace.unfused, spec))
+    facts = ModelFacts(
+        optimizer_elementwise=optimizer_elementwise,
+        tokens_per_sample=trace.tokens_per_sample,
+        tf32=trace.dtype == TF32,
+        sizes="example" if trace.with_data else None,
+    )
+    return make_profile(trace.model, trace.graph, trace.extent, measurement, device, facts)
 
 
 def _compiled(trace: StepTrace, unfused: Costs, spec: DeviceSpec) -> Compiled:

@@ -15,12 +15,13 @@ the first of a kernel is launched.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from planner.formats.files import replace
 from planner.model.capture.cuda_autocast import Replacement, aten_operation, replaced_kernels
 from planner.model.torch_private import tree_map
 from planner.profiler.estimated.devices import OpClass

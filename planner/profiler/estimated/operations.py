@@ -171,47 +171,66 @@ class OperationRecorder(Counter):  # type: ignore[no-untyped-call]  # of a base 
         super().saw(func, args, kwargs, out)
         self.allocated.note((args, kwargs), out)
         name = func._schema.name.partition("::")[2]
-        read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        written = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)] or _changed(
-            func, args
-        )
-        idle = func.namespace in ("prim", COLLECTIVES) or name.rstrip("_") in _NO_WORK
-        if idle or _is_view(func, read, written):
+        read = _tensors((args, kwargs))
+        written = _tensors(out) or _changed(func, args)
+        if _is_idle(func, name) or _is_view(func, read, written):
             return
-        single = self._grouped if name.startswith(GROUPED) else self._single
-        dtype = _HALF.get((read or written)[0].dtype, single) if read or written else single
+
+        dtype = self._dtype(name, (read or written)[:1])
         if name.startswith("mkldnn_rnn_layer"):
             self.operations += _recurrent(name, args, dtype)
             return
+
         op_class = _class_of(name, args, dtype)
-        moved = 2 * _bytes(written) if name in _LOOKUPS else _bytes(read) + _bytes(written)
-        if self._gpu:
-            long = name in ("_softmax", "_log_softmax") and args[0].shape[args[1]] > _LONG_ROW
-            moved += round(
-                _bytes(read) * (2 if long else _READ_AGAIN.get(name.removesuffix("_"), 0))
-            )
-        # Values have numbers instead of storages, whose memory is used again.
-        reads = tuple(
-            (self._values.get(storage, -1 - storage), size) for storage, size in map(_sized, read)
+        flops = 0.0
+        if op_class in COMPUTE_CLASSES:
+            flops = _flops(self._gpu, func, args, kwargs, out)
+        limit = math.inf
+        if op_class == "gemm" and dtype in _HALF.values():
+            limit = _limit(read, written)
+        reads = self._values_read(read)
+        operation = Operation(
+            op_class=self._op_class or op_class,
+            flops=flops,
+            bytes=self._bytes_moved(name, args, read, written),
+            dtype=dtype,
+            name=name.removesuffix("_"),
+            product=_product(name, args, written),
+            limit=limit,
+            reads=reads,
+            writes=self._values_written(written),
         )
-        self._values.update({address_of(tensor): next(self._numbers) for tensor in written})
-        self.operations.append(
-            Operation(
-                self._op_class or op_class,
-                _flops(self._gpu, func, args, kwargs, out) if op_class in COMPUTE_CLASSES else 0.0,
-                moved,
-                dtype,
-                name=name.removesuffix("_"),
-                product=_product(name, args, written),
-                limit=_limit(read, written)
-                if op_class == "gemm" and dtype in _HALF.values()
-                else math.inf,
-                reads=reads,
-                writes=tuple(
-                    (self._values[storage], size) for storage, size in map(_sized, written)
-                ),
-            )
+        self.operations.append(operation)
+
+    def _dtype(self, name: str, first: Sequence[Tensor]) -> DType:
+        """Return the type of the first tensor, in which an operation computes."""
+        single = self._grouped if name.startswith(GROUPED) else self._single
+        return _HALF.get(first[0].dtype, single) if first else single
+
+    def _bytes_moved(
+        self, name: str, args: tuple[Any, ...], read: Sequence[Tensor], written: Sequence[Tensor]
+    ) -> int:
+        moved = _bytes(written) + _bytes(written if name in _LOOKUPS else read)
+        if not self._gpu:
+            return moved
+
+        again = _READ_AGAIN.get(name.removesuffix("_"), 0.0)
+        if name in ("_softmax", "_log_softmax") and args[0].shape[args[1]] > _LONG_ROW:
+            again = 2.0
+        return moved + round(again * _bytes(read))
+
+    # Values have numbers instead of storages, whose memory is used again.
+
+    def _values_read(self, tensors: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
+        storages = map(address_of, tensors)
+        numbers = [self._values.get(storage, -1 - storage) for storage in storages]
+        return tuple(
+            (number, _bytes([each])) for number, each in zip(numbers, tensors, strict=True)
         )
+
+    def _values_written(self, tensors: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
+        self._values.update({address_of(tensor): next(self._numbers) for tensor in tensors})
+        return tuple((self._values[address_of(each)], _bytes([each])) for each in tensors)
 
     def end_span(self) -> int:
         """End a span of operations and of allocations, and return its number."""
@@ -244,6 +263,15 @@ class RecurrentWorkspace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return (*out[:3], torch.empty(shape, dtype=sequence.dtype))
 
 
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _is_idle(func: OpOverload, name: str) -> bool:
+    """Return whether an operation computes nothing, or is counted elsewhere."""
+    return func.namespace in ("prim", COLLECTIVES) or name.rstrip("_") in _NO_WORK
+
+
 def _changed(func: OpOverload, args: tuple[Any, ...]) -> list[Tensor]:
     """Return the lists of tensors that an optimizer's kernel changes in place of returning
     results.
@@ -259,44 +287,58 @@ def _changed(func: OpOverload, args: tuple[Any, ...]) -> list[Tensor]:
         and argument.alias_info.is_write
         and argument.name != "grads"
     ]
-    return [leaf for leaf in tree_leaves(changed) if isinstance(leaf, Tensor)]
-
-
-def _sized(tensor: Tensor) -> tuple[int, int]:
-    return address_of(tensor), _bytes([tensor])
+    return _tensors(changed)
 
 
 def _product(
     name: str, args: tuple[Any, ...], written: Sequence[Tensor]
 ) -> tuple[int, int, int, int] | None:
-    """Return the sizes of a matrix product, or of the one that a convolution is."""
-    if name == "convolution":
-        return _implicit_product(args[1], args[0] if args[6] else written[0], groups=args[8])
-    if name == "convolution_backward":
-        return _implicit_product(args[2], args[1] if args[7] else args[0], groups=args[9])
-    # rows of each group, as many as of any other
-    if name.startswith(GROUPED) and args[1].dim() == 3:
-        groups, inner, columns = args[1].shape
-        return groups, max(1, args[0].shape[0] // groups), columns, inner
-    if name not in ("mm", "addmm", "bmm", "baddbmm"):
-        return None
-    left, right = args[1:3] if name in ("addmm", "baddbmm") else args[:2]
-    count = left.shape[0] if left.dim() == 3 else 1
-    return count, left.shape[-2], right.shape[-1], left.shape[-1]
+    """Return the sizes of a matrix product, or of the one that a convolution is: how many of equal
+    size, m, n and k.
+    """
+    match name:
+        case "mm" | "bmm":
+            return _product_of(args[0], args[1])
+        case "addmm" | "baddbmm":
+            return _product_of(args[1], args[2])
+        case "convolution":
+            image, weight, transposed, groups = args[0], args[1], args[6], args[8]
+            return _implicit_product(weight, image if transposed else written[0], groups)
+        case "convolution_backward":
+            gradient, image, weight, transposed, groups = *args[:3], args[7], args[9]
+            return _implicit_product(weight, image if transposed else gradient, groups)
+        case _:
+            if name.startswith(GROUPED) and args[1].dim() == 3:
+                return _grouped_product(args[0], args[1])
+            return None
+
+
+def _product_of(left: Tensor, right: Tensor) -> tuple[int, int, int, int]:
+    products = left.shape[0] if left.dim() == 3 else 1
+    return products, left.shape[-2], right.shape[-1], left.shape[-1]
+
+
+def _grouped_product(left: Tensor, right: Tensor) -> tuple[int, int, int, int]:
+    """Return the sizes of a product whose rows belong to groups, as many to each."""
+    groups, inner, columns = right.shape
+    return groups, max(1, left.shape[0] // groups), columns, inner
 
 
 def _limit(read: Sequence[Tensor], written: Sequence[Tensor]) -> float:
     """Return the FLOP/s of a processor that the beginnings of rows allow."""
-    for limit, matrices in ((_RESULT_UNALIGNED, written), (_OPERAND_UNALIGNED, read)):
-        for each in matrices:
-            steps = [
-                step * each.itemsize
-                for n, step in zip(each.shape, each.stride(), strict=True)
-                if n > 1 < step
-            ]
-            if each.dim() > 1 and any(step % 16 for step in steps):
-                return limit
+    if any(map(_has_unaligned_rows, written)):
+        return _RESULT_UNALIGNED
+    if any(map(_has_unaligned_rows, read)):
+        return _OPERAND_UNALIGNED
     return math.inf
+
+
+def _has_unaligned_rows(matrix: Tensor) -> bool:
+    """Return whether rows begin elsewhere than at multiples of 16 bytes."""
+    if matrix.dim() < 2:
+        return False
+    sizes = zip(matrix.shape, matrix.stride(), strict=True)
+    return any(n > 1 < step and step * matrix.itemsize % 16 for n, step in sizes)
 
 
 def _implicit_product(
@@ -365,19 +407,24 @@ def _flops(
     """Return the number of multiplications and additions that the kernel does, counted
     separately.
     """
-    flops, name = float(model_flops(func, args, kwargs, out)), func._schema.name.partition("::")[2]
+    flops = float(model_flops(func, args, kwargs, out))
+    name = func._schema.name.partition("::")[2]
     if not name.startswith("_scaled_dot_product"):
         return flops
-    # The fused kernels leave out the tiles above the diagonal, but for those that it crosses. In
-    # the backward they compute the scores again, a fifth product beside the four of the gradients.
+
     given = dict(zip([argument.name for argument in func._schema.arguments], args, strict=False))
-    query, key = given["query"], given["key"]
-    causal = 0.5 * (1 + _DIAGONAL_KEYS / key.shape[-2]) if given.get("is_causal", False) else 1.0
-    narrow = (_HEAD / query.shape[-1]) ** _NARROW_HEADS
-    short = max(1.0, _LEAST_KEYS / key.shape[-2]) if gpu else 1.0
-    return float(
-        flops * min(1.0, causal) * short * narrow * (1.25 if name.endswith("backward") else 1.0)
-    )
+    head = given["query"].shape[-1]
+    keys = given["key"].shape[-2]
+    causal = 1.0
+    if given.get("is_causal", False):
+        # The fused kernels leave out the tiles above the diagonal, but for those that it crosses.
+        causal = min(1.0, 0.5 * (1 + _DIAGONAL_KEYS / keys))
+    short = max(1.0, _LEAST_KEYS / keys) if gpu else 1.0
+    narrow = (_HEAD / head) ** _NARROW_HEADS
+    # In the backward they compute the scores again, a fifth product beside the four of the
+    # gradients.
+    again = 1.25 if name.endswith("backward") else 1.0
+    return float(flops * causal * short * narrow * again)
 
 
 def _recurrent(name: str, args: tuple[Any, ...], dtype: DType) -> Iterator[Operation]:

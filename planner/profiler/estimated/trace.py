@@ -3,7 +3,7 @@
 import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from planner.errors import InputError, LayerError
+from planner.formats.files import replace
 from planner.formats.profile import MemoryFormat
 from planner.model.batch import Batch, make_batch
 from planner.model.capture.abridged import abridged

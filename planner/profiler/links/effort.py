@@ -1,7 +1,9 @@
 """How much a measurement of links sends, so that it ends within a time that is known beforehand."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from planner.formats.files import replace
 
 MESSAGE_BYTES = 4_000_000
 BUCKET_BYTES = 25_000_000  # the executor's largest bucket

@@ -14,13 +14,13 @@ import logging
 import math
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from planner.errors import ModelFileError
+from planner.formats.files import replace
 from planner.model.batch import Batch
 from planner.model.options import ModuleOptions
 from planner.model.randomness import generators_kept

@@ -17,13 +17,13 @@ import logging
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from planner.errors import ModelFileError, first_line
+from planner.formats.files import replace
 from planner.formats.profile import ForbiddenLabel, LossMean
 from planner.model.batch import Batch
 from planner.model.capture.graph import LayerGraph
@@ -314,12 +314,10 @@ def _hypotheses(evidence: Evidence) -> list[LossMean]:
     for trial in evidence.varied:
         assert trial.variation is not None
         leaf, value = trial.variation.leaf, trial.variation.value
-        labels = LossMean(
-            over="labels", ignored=value, leaf=None if leaves[leaf] is usual else leaf
-        )
-        found.append(labels)
+        place = None if leaves[leaf] is usual else leaf
+        found.append(LossMean(over="labels", ignored=value, leaf=place))
         if leaves[leaf].dim() > 1 and leaves[leaf].shape[1] > 1:
-            found.append(labels.model_copy(update={"shifted": True}))
+            found.append(LossMean(over="labels", ignored=value, leaf=place, shifted=True))
     return found
 
 

@@ -7,11 +7,11 @@ These trials are of losses alone, on few samples, because every start of a train
 import logging
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
 from planner.errors import ModelFileError, PlanError, first_line
+from planner.formats.files import replace
 from planner.formats.profile import LossMean
 from planner.model.batch import Batch
 from planner.model.capture.graph import LayerGraph

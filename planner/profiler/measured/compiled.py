@@ -13,13 +13,14 @@ came out 13% too slow and the others as much too fast.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from operator import attrgetter
 from statistics import median
 
 from torch import Tensor
 
+from planner.formats.files import replace
 from planner.formats.profile import Compiled
 from planner.model.batch import Batch
 from planner.model.capture.graph import LOSS, LayerGraph

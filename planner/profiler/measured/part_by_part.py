@@ -10,12 +10,12 @@ in a whole step is added.
 
 import gc
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from planner.formats.files import replace
 from planner.model.batch import Batch
 from planner.model.capture.graph import LOSS, LayerGraph
 from planner.model.lengths import extent_of

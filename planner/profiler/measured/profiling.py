@@ -4,11 +4,13 @@ import gc
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from planner.errors import InputError, PlannerError
+from planner.formats.files import replace
 from planner.formats.profile import TF32, LossMean, Profile
 from planner.model.batch import Batch
 from planner.model.batch_norm import warn_before_a_plan
@@ -28,7 +30,7 @@ from planner.model.stage.code import check_compiler
 from planner.options.profiling import SECONDS, ProfileOptions
 from planner.profiler.lengths import other_lengths, with_lengths
 from planner.profiler.loss_mean.find import find_loss_mean
-from planner.profiler.make_profile import Measurement, make_profile
+from planner.profiler.make_profile import Measurement, ModelFacts, make_profile
 from planner.profiler.measured.optimizer import try_optimizer
 from planner.profiler.measured.other_processes import check_processes, contention, disturbance
 from planner.profiler.measured.part_by_part import measure_in_parts
@@ -160,26 +162,25 @@ def profile_model(
     checked = _check_captured(spec, graph, (batch, *others[-1:]), device, options)
     loss = _loss_mean(spec, graph, batch, device, options)
     described = describe_device(device, options.threads, options.processes)
-    profile, *profiles = (
-        make_profile(spec.name, graph, extent_of(each, graph.lengths), found, described)
-        for each, found in zip((batch, *others), (measured, *shorter), strict=True)
+    is_on_host = bool(measured.passes) and device.type == "cpu"
+    facts = ModelFacts(
+        loss=loss,
+        capture_checked=True if checked else None,
+        deterministic=True if options.deterministic else None,
+        optimizer_elementwise=has_divisible_optimizer(spec, graph.model),
+        optimizer_separable=separable,
+        tokens_per_sample=batch.tokens_per_sample,
+        tensor=tensor,
+        tf32=options.numerics.tf32,
+        disturbance=disturbance(measured.passes, options.threads) if is_on_host else None,
     )
-    profile = with_lengths(profile, profiles, spec)
-    own: dict[str, object] = {
-        "loss": loss,
-        "capture_checked": checked or None,
-        "optimizer_elementwise": has_divisible_optimizer(spec, graph.model),
-        "optimizer_separable": separable,
-        "tokens_per_sample": batch.tokens_per_sample,
-        "tensor": tensor,
-    }
-    own |= {"dtype": TF32} if options.numerics.tf32 else {}
-    if measured.passes and device.type == "cpu":
-        found = disturbance(measured.passes, options.threads)
-        own["provenance"] = profile.provenance.model_copy(update={"disturbance": found})
-    return profile.model_copy(
-        update=own | ({"deterministic": True} if options.deterministic else {})
-    )
+    make = partial(make_profile, spec.name, graph, device=described)
+    profile = make(extent_of(batch, graph.lengths), measured, facts=facts)
+    profiles = [
+        make(extent_of(each, graph.lengths), costs)
+        for each, costs in zip(others, shorter, strict=True)
+    ]
+    return with_lengths(profile, profiles, spec)
 
 
 def _check_captured(

@@ -4,12 +4,12 @@ layer in turn.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from planner.errors import LayerError
+from planner.formats.files import replace
 from planner.formats.profile import DegreeCosts
 from planner.model.batch import Batch
 from planner.model.capture.graph import LOSS, LayerGraph

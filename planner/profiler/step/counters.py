@@ -133,31 +133,44 @@ def _counts(func: OpOverload) -> bool:
 def model_flops(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
     """Return the number of multiplications and additions of one call, counted separately."""
     name = func._schema.name.partition("::")[2]
+    backward = name.endswith("backward")
     if name.startswith("_scaled_dot_product"):
-        # The kernels of the backward compute the scores again, which is no part of the model.
-        backward = name.endswith("backward")
-        shapes = (tensor.shape for tensor in (args[1:4] if backward else args[:3]))
-        return int(sdpa_flop_count(*shapes)) * (2 if backward else 1)  # type: ignore[no-untyped-call]
+        return _attention_flops(*(args[1:4] if backward else args[:3]), backward=backward)
+
     registered: Callable[..., Any] | None = flop_registry.get(func._overloadpacket)
     if registered is not None:
         return int(registered(*args, **kwargs, out_val=out))
     if name in _VECTORS:
         return 2 * max(leaf.numel() for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
     if name.startswith(GROUPED):
-        # Every number of the one is multiplied with a row of its group's matrix. Where the groups
-        # divide the other's columns (3 and 2 dimensions), each number meets its own group's columns
-        # alone.
-        one, other = args[0], args[1]
-        groups = one.shape[0] if one.dim() == 3 and other.dim() == 2 else 1
-        return int(2 * one.numel() * other.shape[-1] // groups)
+        return _grouped_flops(args[0], args[1])
     if name.startswith(_FUSED_RECURRENT) and "flatten" not in name and "init" not in name:
-        # Every weight meets every step of every sample, in the backward twice.
-        sequence = args[0]
         weights = args[1] if isinstance(args[1], (list, tuple)) else args[1:3]
-        met = sum(weight.numel() for weight in weights if weight is not None and weight.dim() == 2)
-        products = 2 if name.endswith("backward") else 1
-        return int(2 * products * sequence.shape[0] * sequence.shape[1] * met)
+        return _recurrent_flops(args[0], weights, backward=backward)
     return 0
+
+
+def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *, backward: bool) -> int:
+    flops = int(sdpa_flop_count(query.shape, key.shape, value.shape))  # type: ignore[no-untyped-call]
+    # The kernels of the backward compute the scores again, which is no part of the model.
+    return 2 * flops if backward else flops
+
+
+def _grouped_flops(one: Tensor, other: Tensor) -> int:
+    """Every number of the one is multiplied with a row of its group's matrix.
+
+    Where the groups divide the other's columns (3 and 2 dimensions), each number meets its own
+    group's columns alone.
+    """
+    groups = one.shape[0] if one.dim() == 3 and other.dim() == 2 else 1
+    return 2 * one.numel() * other.shape[-1] // groups
+
+
+def _recurrent_flops(sequence: Tensor, weights: Sequence[Tensor | None], *, backward: bool) -> int:
+    """Every weight meets every step of every sample, in the backward twice."""
+    met = sum(weight.numel() for weight in weights if weight is not None and weight.dim() == 2)
+    products = 2 if backward else 1
+    return 2 * products * sequence.shape[0] * sequence.shape[1] * met
 
 
 @contextmanager

@@ -6,7 +6,8 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from planner.analysis.compare_runs import RunComparison
-from planner.analysis.measured_cluster import SAME_SPEED, MeasuredCluster
+from planner.analysis.measured_cluster import MeasuredCluster
+from planner.formats.cluster import Cluster
 from planner.formats.files import replace
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import config_words
@@ -288,7 +289,7 @@ def measured_cluster_sentences(plan: Plan, found: MeasuredCluster) -> Iterator[s
 
     stages = {rank: number for number, stage in enumerate(plan.stages) for rank in stage.ranks}
     for worker in found.workers:
-        if abs(worker.speed - 1) > SAME_SPEED:
+        if _speed_of(found.cluster, worker.rank) != _speed_of(planned, worker.rank):
             yield (
                 f"worker {worker.rank} (stage {stages[worker.rank]}) takes "
                 f"{1 / worker.speed:.2f} times as long as planned for its computations"
@@ -302,6 +303,10 @@ def measured_cluster_sentences(plan: Plan, found: MeasuredCluster) -> Iterator[s
             )
     if all(link.measured_bytes_per_s is None for link in found.links) and planned.gpus > 1:
         yield "no message tells how fast links are, so they are as planned"
+
+
+def _speed_of(cluster: Cluster, rank: int) -> float:
+    return cluster.kind_of(rank).speed if cluster.kinds else 1.0
 
 
 def gain_sentence(before: Plan, after: Plan) -> str:

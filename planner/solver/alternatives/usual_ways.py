@@ -14,10 +14,11 @@ differ, and each says its own number.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from planner.cost.candidate import Candidate
 from planner.cost.kinds import everything_on, fastest_rank
+from planner.formats.files import replace
 from planner.formats.plan_parts import OtherWay
 from planner.schedule.one_stage import FLUSH
 from planner.solver.by_hand import equal_blocks, recomputing, replicated

@@ -11,13 +11,13 @@ rest can be.
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 from planner.cost.candidate import Candidate
 from planner.cost.communicators import with_overheads
 from planner.cost.kinds import with_kinds
 from planner.cost.overheads import Price, stage_memory
 from planner.formats.cluster import Cluster, Level
+from planner.formats.files import replace
 from planner.solver.evaluate.depth_limits import Depths, busiest_s, deepest_allowed
 from planner.solver.evaluate.depths import PipelineTimes, choose_depths, price_depths
 from planner.solver.evaluate.draining_depths import SimulatedDepths, choose_draining_depths
@@ -49,7 +49,7 @@ def _of_size(problem: Problem, gpus: int) -> Cluster:
         latency_s=link.latency_s,
         all_reduce_bandwidth_bytes_per_s=link.all_reduce_bandwidth_bytes_per_s,
     )
-    return problem.cluster.replace(levels=(level,), kinds=()).with_limit(None)
+    return replace(problem.cluster, levels=(level,), kinds=(), memory_bytes=None)
 
 
 def evaluate(problem: Problem, stages: Sequence[Candidate]) -> Evaluation:

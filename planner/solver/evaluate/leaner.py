@@ -1,13 +1,13 @@
 """Let stages that do not fit the memory recompute as little as makes them fit."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cache
 
 import numpy as np
 
 from planner.cost.candidate import Candidate
 from planner.cost.recomputation import Choices, Recomputation
+from planner.formats.files import replace
 from planner.solver.evaluate.evaluation import priced
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import Evaluation

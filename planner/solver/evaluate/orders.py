@@ -7,10 +7,10 @@ from stage by stage (one column) to pipeline by pipeline
 
 import math
 from collections.abc import Iterable
-from dataclasses import replace
 
 from planner.cost.candidate import Candidate
 from planner.cost.network.topology import column_ranks, places_matter
+from planner.formats.files import replace
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import RESOLUTION, Evaluation
 

@@ -8,10 +8,10 @@ A few of both are priced.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import chain, islice, permutations, product
 
 from planner.cost.candidate import Candidate
+from planner.formats.files import replace
 from planner.solver.evaluate.evaluation import priced
 from planner.solver.evaluate.leaner import Leaner
 from planner.solver.problem.problem import Problem

@@ -9,10 +9,10 @@ they are.
 
 import math
 from collections.abc import Iterable
-from dataclasses import replace
 
 import numpy as np
 
+from planner.formats.files import replace
 from planner.solver.evaluate.evaluation import simulated
 from planner.solver.evaluate.orders import in_every_order
 from planner.solver.improve.allotment import allotted

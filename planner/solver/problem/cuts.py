@@ -1,7 +1,6 @@
 """Questions about plans that cut at some places only."""
 
-from dataclasses import replace
-
+from planner.formats.files import replace
 from planner.solver.problem.problem import Problem
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence, Sized
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeVar
 
@@ -24,6 +24,7 @@ from planner.cost.pricing import price
 from planner.cost.setting import Setting
 from planner.cost.work import Floats, Work
 from planner.formats.cluster import Cluster, DeviceKind
+from planner.formats.files import replace
 from planner.formats.profile import Profile
 from planner.options.solving import UNLIMITED, DepthRule, RecomputeRule, SolverName, StageRules
 from planner.plan.rank_groups import groups_of

@@ -5,7 +5,7 @@ bound.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 from planner.cost.candidate import Candidate, StageOptions
@@ -13,6 +13,7 @@ from planner.cost.network.topology import ranks_of
 from planner.cost.overheads import Price
 from planner.cost.work import Integers
 from planner.formats.cluster import Cluster
+from planner.formats.files import replace
 from planner.formats.plan_parts import config_of
 from planner.solver.problem.states import CutSpace
 from planner.stages.tensor import degrees_of
@@ -33,6 +34,7 @@ class CutPath:
     options: tuple[StageOptions, ...]
     max_s: float
     sum_s: float = 0.0
+    ranks: tuple[tuple[int, ...], ...] = ()  # of each stage, where GPUs are of several kinds
 
     def __len__(self) -> int:
         """The number of stages."""
@@ -53,7 +55,7 @@ class CutPath:
 
     def that_takes(self, seconds: float) -> CutPath:
         """Return the path with another price."""
-        return CutPath(self.states, self.options, seconds)
+        return CutPath(self.states, self.options, seconds, ranks=self.ranks)
 
     def over(self, states: Integers) -> CutPath:
         """Return a path over some states of a space as a path over the space."""
@@ -77,9 +79,12 @@ def with_replicas(path: CutPath, replicas: Sequence[int]) -> CutPath:
 
 def stages_along(space: CutSpace, path: CutPath) -> list[Candidate]:
     """Return the stages of a path over a space."""
+    ranks = path.ranks or [()] * len(path)
     return [
-        Candidate(space.members(0, i), space.members(i, j), options)
-        for (i, j), options in zip(pairwise(path.states), path.options, strict=True)
+        Candidate(space.members(0, start), space.members(start, end), options, own)
+        for (start, end), options, own in zip(
+            pairwise(path.states), path.options, ranks, strict=True
+        )
     ]
 
 

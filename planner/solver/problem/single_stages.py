@@ -12,7 +12,7 @@ optimizer's state (1), and here gradients and weights (2 and 3).
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from planner.cost.layer_costs import LayerCosts
 from planner.cost.overheads import Price
 from planner.cost.recomputation import units_of
 from planner.cost.work import Floats
+from planner.formats.files import replace
 from planner.solver.problem.group_totals import GroupTotals, least_recomputation_s
 from planner.solver.problem.problem import Problem
 

@@ -1,8 +1,8 @@
 """Propose any plan that fits the memory, where time is over and no regular plan fits."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 
+from planner.formats.files import replace
 from planner.solver.evaluate.leaner import Leaner
 from planner.solver.pool import Batch
 from planner.solver.problem.budget import Budget

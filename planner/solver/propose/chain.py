@@ -11,8 +11,8 @@ ranks, and in columns.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 
+from planner.formats.files import replace
 from planner.solver.clock import OutOfTimeError
 from planner.solver.improve.branches import improved_paths
 from planner.solver.pool import Batch, Pool

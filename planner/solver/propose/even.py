@@ -10,7 +10,6 @@ more rounds wait for the sums.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +18,7 @@ from planner.cost.candidate import Candidate
 from planner.cost.layer_costs import LayerCosts
 from planner.cost.weight_copies import counted_with_copies, price_with_copies
 from planner.cost.work import IMPOSSIBLE, Integers
+from planner.formats.files import replace
 from planner.plan.shared_weights import trained_parameters
 from planner.solver.evaluate.evaluation import priced
 from planner.solver.pool import Batch, Pool

@@ -1,10 +1,10 @@
 """Propose interleaved plans, several chunks of the model per worker, along the profile's order."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from planner.cost.network.topology import places_matter
 from planner.errors import InfeasibleError, InputError
+from planner.formats.files import replace
 from planner.options.solving import RecomputeRule
 from planner.solver.evaluate.evaluation import priced
 from planner.solver.pool import Batch, Pool

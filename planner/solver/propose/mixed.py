@@ -5,7 +5,7 @@ Nearly exact, on links that are all alike, for plans in which the GPUs of a kind
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import combinations, permutations
 
 import numpy as np
@@ -14,13 +14,15 @@ from planner.cost.candidate import Candidate
 from planner.cost.kinds import everything_on, kind_on
 from planner.cost.network.link import Link
 from planner.errors import InfeasibleError, InputError
+from planner.formats.files import replace
 from planner.solver.clock import OutOfTimeError
 from planner.solver.evaluate.evaluation import priced
 from planner.solver.evaluate.leaner import Leaner
 from planner.solver.pool import Batch, Pool
 from planner.solver.problem.infeasible import against_rules
 from planner.solver.problem.problem import Problem
-from planner.solver.search.line import Kinds, LinePlan, LineSearch, StagesOn
+from planner.solver.problem.result import CutPath, stages_along
+from planner.solver.search.line import Kinds, LineSearch, StagesOn
 from planner.solver.search.trade import trade_offs
 from planner.solver.tuning.searches import MixedTuning
 
@@ -130,9 +132,10 @@ class _Lines:
         for order in permutations(range(len(self.kinds))):
             line = [(number, self.kinds[number]) for number in order]
             search = LineSearch(self.problem, tables, line)
-            for plan in _met_along(search, best_s, self.problem):
-                self._met.append(plan.stages)
-                seconds = _price_s(self.problem, plan.stages) if true else plan.seconds
+            for path in _met_along(search, best_s, self.problem):
+                stages = stages_along(search.space, path)
+                self._met.append(stages)
+                seconds = _price_s(self.problem, stages) if true else path.seconds
                 best_s = min(best_s, seconds)
             self.problem.clock.check()
         if true:
@@ -160,13 +163,13 @@ def _subsets(count: int) -> Iterator[tuple[int, ...]]:
         yield from combinations(range(count), size)
 
 
-def _met_along(search: LineSearch, best_s: float, problem: Problem) -> Iterator[LinePlan]:
+def _met_along(search: LineSearch, best_s: float, problem: Problem) -> Iterator[CutPath]:
     if problem.schedule.asynchronous:
         return _ever_faster(search, best_s, problem.tuning.mixed)
     return _traded(search, best_s, problem.tuning.mixed)
 
 
-def _ever_faster(search: LineSearch, best_s: float, tuning: MixedTuning) -> Iterator[LinePlan]:
+def _ever_faster(search: LineSearch, best_s: float, tuning: MixedTuning) -> Iterator[CutPath]:
     """Yield ever faster plans of an asynchronous pipeline, whose sum is zero; none if none is below
     the seconds.
     """
@@ -193,7 +196,7 @@ def _ever_faster(search: LineSearch, best_s: float, tuning: MixedTuning) -> Iter
             yield slower
 
 
-def _traded(search: LineSearch, best_s: float, tuning: MixedTuning) -> Iterator[LinePlan]:
+def _traded(search: LineSearch, best_s: float, tuning: MixedTuning) -> Iterator[CutPath]:
     """Yield plans of a synchronous pipeline that trade the sum against the maximum, and some near
     the best of them.
     """
@@ -205,7 +208,7 @@ def _traded(search: LineSearch, best_s: float, tuning: MixedTuning) -> Iterator[
         return
 
     # 1. Coarse steps over all limits.
-    best: LinePlan | None = None
+    best: CutPath | None = None
     for plan in trade_offs(search.within, limit_s, below_s=best_s, step=tuning.coarse_step):
         yield plan
         if plan.seconds < best_s:

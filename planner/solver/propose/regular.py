@@ -14,12 +14,13 @@ to the price: so both wait until nothing else can be the next.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import accumulate
 
 from planner.cost.candidate import Candidate, StageOptions
 from planner.cost.work import Floats
+from planner.formats.files import replace
 from planner.solver.by_hand import equal_blocks, equal_times
 from planner.solver.evaluate.evaluation import priced
 from planner.solver.evaluate.leaner import Leaner

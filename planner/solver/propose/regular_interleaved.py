@@ -16,10 +16,11 @@ the grid is not below, for the work of one microbatch in `once_s` seconds,
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from planner.cost.candidate import Candidate, StageOptions
 from planner.cost.recomputation import units_of
+from planner.formats.files import replace
 from planner.schedule.chunked import INTERLEAVED
 from planner.solver.by_hand import equal_blocks
 from planner.solver.evaluate.evaluation import evaluate, priced

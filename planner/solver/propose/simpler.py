@@ -13,10 +13,11 @@ that are all alike:
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from planner.cost.network.link import Link
 from planner.cost.weight_copies import counted_with_copies
+from planner.formats.files import replace
 from planner.solver.pool import Batch, Pool
 from planner.solver.problem.problem import Limits, Problem
 from planner.solver.problem.result import CutPath

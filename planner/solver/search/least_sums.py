@@ -38,8 +38,11 @@ class LeastSums:
         for number in range(self._numbers):
             yield number, number + self._step
 
-    def put(self, number: int, state: int, totals: Floats, **first: Integers) -> None:
-        """Let suffixes begin with one of some stages where that is less.
+    def put(
+        self, number: int, state: int, totals: Floats, **first: Integers
+    ) -> tuple[Integers, Integers]:
+        """Let suffixes begin with one of some stages where that is less; return the numbers of GPUs
+        for which it is, and with which stage.
 
         Args:
             number: of the table.
@@ -57,6 +60,7 @@ class LeastSums:
         for name, values in first.items():
             chosen = values[stage] if values.ndim == 1 else values[stage, better]
             self.first[name][number, state, better] = chosen
+        return better, stage
 
     def reached(self, state: int) -> Integers:
         """Return the numbers of GPUs with which there is a suffix from the state, ascending."""

@@ -26,11 +26,12 @@ from itertools import combinations_with_replacement
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cost.candidate import Candidate
+from planner.cost.candidate import StageOptions
 from planner.cost.network.link import Link
 from planner.cost.work import Floats, Integers
 from planner.formats.cluster import DeviceKind
 from planner.solver.problem.problem import Problem
+from planner.solver.problem.result import CutPath
 from planner.solver.problem.states import Chain
 from planner.solver.search.chain.variants import Stages, stages_on
 from planner.solver.search.least_sums import LeastSums
@@ -59,24 +60,6 @@ class StagesOn:
         self.stages = stages_on(problem, space, problem.cluster.memory_of(kind), most, link)
 
 
-@dataclass(frozen=True)
-class LinePlan:
-    """Stages on a line, with the parts of their time."""
-
-    stages: tuple[Candidate, ...]
-    sum_s: float
-    max_s: float
-
-    def __len__(self) -> int:
-        """The number of stages."""
-        return len(self.stages)
-
-    @property
-    def seconds(self) -> float:
-        """Seconds per minibatch, by the link that the walk was for."""
-        return self.sum_s + self.max_s
-
-
 class LineSearch:
     """Searches along one line: numbers of kinds, and ranks of each, in the order of the line."""
 
@@ -98,17 +81,17 @@ class LineSearch:
             occurs = np.any(self._run_at == number, axis=1)
             table = tables[frozenset(kinds[first : last + 1])]
             self._runs[number] = _Run(table, occurs)
-        self._space = self._runs[0].table.space
+        self.space = self._runs[0].table.space
 
-    def within(self, limit_s: float) -> LinePlan | None:
+    def within(self, limit_s: float) -> CutPath | None:
         """Return the plan of least sum with a maximum within the limit; None without one."""
         return self._problem.limits.of_few_stages(
-            partial(self._walk, limit_s), self._space, self.gpus
+            partial(self._walk, limit_s), self.space, self.gpus
         )
 
-    def _walk(self, limit_s: float, most_stages: int | None) -> LinePlan | None:
+    def _walk(self, limit_s: float, most_stages: int | None) -> CutPath | None:
         """Return the plan of least sum within the limit, of so many stages at most."""
-        last = len(self._space) - 1
+        last = len(self.space) - 1
         table = _Table(last, self.gpus, most_stages)
         openings: dict[int, _Openings] = {}
         batch = max(1, self._problem.tuning.arrays.batch_entries // (self.gpus + 1))
@@ -145,37 +128,31 @@ class LineSearch:
             columns.append(vars(opening).values())
         return _Openings(*map(np.concatenate, zip(*columns, strict=True)))
 
-    def _trace(self, table: "_Table", openings: Mapping[int, "_Openings"]) -> LinePlan:
+    def _trace(self, table: "_Table", openings: Mapping[int, "_Openings"]) -> CutPath:
         """Follow the choices from the first layer to the last."""
-        stages: list[Candidate] = []
+        states = [0]
+        options: list[StageOptions] = []
+        ranks: list[tuple[int, ...]] = []
         sum_s = 0.0
         max_s = 0.0
-        cut = 0
         gpus = self.gpus
-        while cut < len(self._space) - 1:
+        while states[-1] < len(self.space) - 1:
+            cut = states[-1]
             # Some GPUs may idle before the stage.
-            gpus = table.first_stage(len(stages), cut, gpus)["begin"]
-            first = table.first_stage(len(stages), cut, gpus)
-            opening = openings[cut].only(np.array(first["row"]))
+            gpus = table.first_stage(len(options), cut, gpus)["begin"]
+            first = table.first_stage(len(options), cut, gpus)
+            stage = openings[cut].only(np.array(first["row"]))
+            replicas = int(stage.replicas)
+            variants = self._runs[int(stage.run)].table.stages[cut].variants
 
-            stages.append(self._candidate(cut, opening, self.gpus - gpus))
-            sum_s += float(opening.sum_s)
-            max_s = max(max_s, float(opening.max_s))
+            states.append(int(stage.end))
+            options.append(variants.options(int(stage.variant), replicas))
+            place = self.gpus - gpus
+            ranks.append(tuple(sorted(self._ranks[place : place + replicas])))
+            sum_s += float(stage.sum_s)
+            max_s = max(max_s, float(stage.max_s))
             gpus = first["after"]
-            cut = int(opening.end)
-        return LinePlan(tuple(stages), sum_s, max_s)
-
-    def _candidate(self, cut: int, opening: "_Openings", first: int) -> Candidate:
-        """Return the stage of one opening, on ranks from the `first` of the line on."""
-        end = int(opening.end)
-        replicas = int(opening.replicas)
-        variants = self._runs[int(opening.run)].table.stages[cut].variants
-        return Candidate(
-            self._space.members(0, cut),
-            self._space.members(cut, end),
-            variants.options(int(opening.variant), replicas),
-            tuple(sorted(self._ranks[first : first + replicas])),
-        )
+        return CutPath(tuple(states), tuple(options), max_s, sum_s, tuple(ranks))
 
 
 @dataclass(frozen=True)
@@ -242,8 +219,9 @@ class _Table(LeastSums):
             totals[~spans] = np.inf
 
             # 3. min over K, r
-            busy = at_work[end, after] + replicas
-            self.put(number, cut, totals, row=rows, after=after, at_work=busy)
+            better, stage = self.put(number, cut, totals, row=rows, after=after)
+            behind = at_work[stages.end[stage], after[stage, better]]
+            self.first["at_work"][number, cut, better] = behind + stages.replicas[stage]
 
     def idle(self, cut: int) -> None:
         """Let the first GPUs idle where fewer do as well."""

@@ -2,13 +2,13 @@
 that suits both.
 """
 
-from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
 
 from planner.cost.network.topology import places_matter
 from planner.cost.recomputation import exact_everywhere
+from planner.formats.files import replace
 from planner.solver.clock import OutOfTimeError
 from planner.solver.evaluate.evaluation import priced_path
 from planner.solver.problem.bounds import relaxed_s

@@ -5,11 +5,10 @@ time than the best of all by the cost model: the search minimises the seconds of
 resource, and waiting shows only in a simulation.
 """
 
-from dataclasses import replace
-
 import numpy as np
 
 from planner.cost.work import Integers
+from planner.formats.files import replace
 from planner.solver.problem.problem import Limits
 from planner.solver.problem.replica_models import ReplicaModel
 from planner.solver.problem.result import RESOLUTION, CutPath

@@ -4,8 +4,9 @@ fastest.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
+from planner.formats.files import replace
 from planner.formats.profile import Profile
 from planner.options.solving import SolveOptions
 from planner.solver.alternatives.usual_ways import usual_ways

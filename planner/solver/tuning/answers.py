@@ -125,3 +125,12 @@ class WhatIfTuning:
     bandwidth_ratio: float = 1.1  # of links with more bandwidth
     memory_ratio: float = 1.5  # of GPUs with more memory
     most_lost_hosts: int = 64  # whose loss is priced, one by one, where there are more hosts
+
+
+@dataclass(frozen=True)
+class MeasuredTuning:
+    """Of `planner.analysis.measured_cluster`: what of a run counts as planned."""
+
+    same_speed: float = 0.05  # computations of equal devices differ by so much between two runs
+    same_rate: float = 0.25  # messages, which wait for processors and for each other, by so much
+    fewest: int = 5  # computations of a worker, or messages of a level, for a median

@@ -13,6 +13,7 @@ from planner.solver.tuning.answers import (
     ExplanationTuning,
     FitTuning,
     LinksTuning,
+    MeasuredTuning,
     WhatIfTuning,
 )
 from planner.solver.tuning.evaluation import (
@@ -49,6 +50,7 @@ class Tuning:
     explanation: ExplanationTuning = field(default_factory=ExplanationTuning)
     what_if: WhatIfTuning = field(default_factory=WhatIfTuning)
     links: LinksTuning = field(default_factory=LinksTuning)
+    measured: MeasuredTuning = field(default_factory=MeasuredTuning)
 
     budget: BudgetTuning = field(default_factory=BudgetTuning)
     evaluate: EvaluateTuning = field(default_factory=EvaluateTuning)

@@ -44,7 +44,7 @@ def drawn(shapes: list[Run]) -> list[tuple[Run, int]]:
 @pytest.mark.parametrize(
     "cases",
     [
-        drawn(list(SHAPES[::13])),
+        drawn(list(SHAPES[::26])),
         pytest.param([(run, seed) for run in SHAPES for seed in (1, 2, 3)], marks=SLOW),
     ],
     ids=["some", "all"],
@@ -52,7 +52,7 @@ def drawn(shapes: list[Run]) -> list[tuple[Run, int]]:
 def test_no_order_of_a_device_changes_what_is_computed(cases: list[tuple[Run, int]]) -> None:
     found = {(str(run), seed): finding(run, seed) for run, seed in cases}
     assert not {case: what for case, what in found.items() if what}
-    assert len(cases) > 20
+    assert len(cases) > 10
 
 
 @pytest.mark.parametrize(

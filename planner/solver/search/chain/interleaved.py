@@ -8,7 +8,7 @@ long as that helps.
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations, islice, pairwise
 
@@ -20,6 +20,7 @@ from planner.cost.models.interleaved import InterleavedShape, StageSeconds
 from planner.cost.network.link import Link, link_of
 from planner.cost.setting import Setting
 from planner.cost.work import Floats, Footprint, Integers, Work, joined
+from planner.formats.files import replace
 from planner.solver.problem.problem import Limits
 from planner.solver.problem.result import RESOLUTION, CutPath
 from planner.solver.problem.states import Chain

@@ -20,7 +20,6 @@ breaks a limit on the number of stages, the number becomes part of the state:
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -28,6 +27,7 @@ from numpy.typing import NDArray
 
 from planner.cost.candidate import StageOptions
 from planner.cost.work import IMPOSSIBLE, Integers
+from planner.formats.files import replace
 from planner.solver.clock import OutOfTimeError
 from planner.solver.problem.problem import Limits
 from planner.solver.problem.replica_models import ReplicaModel

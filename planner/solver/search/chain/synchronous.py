@@ -10,13 +10,14 @@ memory. What is found then may not be the best (`interrupted`).
 """
 
 from collections.abc import Hashable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
 
 from planner.cost.models.synchronous import SynchronousModel
 from planner.cost.work import Floats, Integers, Work
+from planner.formats.files import replace
 from planner.solver.clock import NO_LIMIT, OutOfTimeError
 from planner.solver.problem.problem import Limits
 from planner.solver.problem.result import RESOLUTION, CutPath

@@ -5,12 +5,13 @@ Each number is tried by the cost model itself, for a stage in the quickest way t
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost.work import IMPOSSIBLE, Integers, Work
+from planner.formats.files import replace
 from planner.solver.search.chain.fitting import FittingVariants
 from planner.solver.search.chain.variants import numbered, taken
 

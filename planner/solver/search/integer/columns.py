@@ -1,7 +1,7 @@
 """The candidate stages of the integer program: its columns."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
 
@@ -11,6 +11,7 @@ from planner.cost.candidate import StageOptions
 from planner.cost.recomputation import exact_everywhere
 from planner.cost.work import Integers
 from planner.errors import InputError
+from planner.formats.files import replace
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.states import Chain
 from planner.solver.search.chain.variants import Stages, stages_on

@@ -4,11 +4,10 @@ It is for what the exact search cannot express, and checks the search. `ilp_flow
 formulation: stages between cuts, with replicas, memory, every schedule, and GPUs of several kinds.
 """
 
-from dataclasses import replace
-
 from planner.cost.candidate import Candidate
 from planner.cost.kinds import kind_on
 from planner.errors import InfeasibleError, InputError
+from planner.formats.files import replace
 from planner.solver.clock import OutOfTimeError, no_plan_yet
 from planner.solver.evaluate.evaluation import priced
 from planner.solver.problem.bounds import relaxed_s

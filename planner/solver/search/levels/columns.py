@@ -16,10 +16,11 @@ on fewer than 2·S. The paths of both are candidates.
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
+from planner.formats.files import replace
 from planner.solver.clock import OutOfTimeError
 from planner.solver.evaluate.evaluation import priced, priced_path
 from planner.solver.evaluate.orders import columns_of, in_columns

@@ -6,14 +6,13 @@ the links that r GPUs cross at least. No plan on the levels is faster than on it
 time there is a bound.
 """
 
-from dataclasses import replace
-
 import numpy as np
 from numpy.typing import ArrayLike
 
 from planner.cost.network.link import Link
 from planner.cost.network.topology import Resource, Topology
 from planner.cost.work import IMPOSSIBLE, Floats, Integers, Work
+from planner.formats.files import replace
 from planner.solver.problem.problem import Limits, Problem
 from planner.solver.problem.replica_models import ReplicaModelLike, replica_model
 from planner.solver.problem.result import RESOLUTION, CutPath

@@ -11,13 +11,13 @@ The time of the best path on the nearest flat cluster is a bound, and so is that
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import numpy as np
 
 from planner.cost.network.link import Link
 from planner.cost.network.topology import Topology
 from planner.cost.work import Integers
+from planner.formats.files import replace
 from planner.solver.clock import OutOfTimeError
 from planner.solver.problem.problem import Problem
 from planner.solver.problem.result import RESOLUTION, BoundedPath, CutPath, with_replicas

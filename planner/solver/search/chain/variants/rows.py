@@ -1,12 +1,13 @@
 """Rows of records whose fields are arrays."""
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import fields
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from planner.cost.work import Integers, Record
+from planner.formats.files import replace
 
 
 def taken(

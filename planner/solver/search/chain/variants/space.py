@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -11,6 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from planner.cost.candidate import Groups, StageOptions, whole_stage
 from planner.cost.work import Footprint, Integers, Work
+from planner.formats.files import replace
 from planner.schedule.schedule import Schedule
 from planner.solver.problem.problem import Limits
 from planner.solver.problem.states import CutSpace

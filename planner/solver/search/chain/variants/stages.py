@@ -5,7 +5,7 @@ schedules, for GPUs of several kinds and by integer programs read these tables.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 
 import numpy as np
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from planner.cost.network.link import Link
 from planner.cost.work import Floats, Integers, Work
+from planner.formats.files import replace
 from planner.options.solving import UNLIMITED
 from planner.schedule.schedule import Schedule
 from planner.solver.problem.problem import Problem
