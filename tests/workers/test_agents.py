@@ -63,9 +63,8 @@ def test_two_agents_agree_on_the_store_of_each_start(monkeypatch: pytest.MonkeyP
     with socket.create_server((address, 0)) as taken:
         port = taken.getsockname()[1]
 
-    agents: list[
-        RendezvousHandler
-    ] = []  # the host's must not end, and with it the store, before the other's
+    # the host's must not end, and with it the store, before the other's
+    agents: list[RendezvousHandler] = []
 
     def meet(is_host: bool) -> list[tuple[int, int, RendezvousStoreInfo | None]]:
         parameters = RendezvousParameters(
