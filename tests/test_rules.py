@@ -135,7 +135,7 @@ def test_one_module_knows_what_a_kind_of_device_does() -> None:
     CUDA's own functions.
     """
     elsewhere = re.compile(
-        r"torch\.(cuda|xpu|mtia|accelerator)\b|get_device_module|is_cuda|record_stream|pin_memory"
+        r"torch\.(cuda|xpu|mtia|accelerator)\b|get_device_module|is_cuda|record_stream|\bpin_memory"
     )
     allowed = ("runtime.py", "model/capture/fake.py")
     found = [

@@ -145,7 +145,7 @@ def _corrected_kinds(
 
         last = kinds[-1] if kinds else None
         if last is not None and _alike(last, kind, same):
-            kinds[-1] = last.with_count(last.count + 1)
+            kinds[-1] = replace(last, count=last.count + 1)
         else:
             kinds.append(kind)
 

@@ -151,7 +151,8 @@ def fit(model: str | Path, gpus: int, options: FitOptions) -> Fit:
 def _with_slow_links(answer: Fit, request: Request) -> Fit:
     if answer.asked.plan is None:
         return answer
-    return answer.with_plan(with_slow_links(answer.asked.plan, request))
+    plan = with_slow_links(answer.asked.plan, request)
+    return replace(answer, asked=replace(answer.asked, plan=plan))
 
 
 def _fit_request(
@@ -254,7 +255,12 @@ def _saved(answer: Fit, profile: Profile, file: _ModelFile) -> Fit:
             save_plan(answer.asked.plan, file.folder / "plan.json")
     log_failures(late, _log)
     model_file = os.path.relpath(file.path, file.folder)
-    return answer.saved(str(file.folder), model_file, tuple(late))
+    return replace(
+        answer,
+        folder=str(file.folder),
+        model_file=model_file,
+        late_failures=tuple(late),
+    )
 
 
 @keywords_of(TrainArguments)

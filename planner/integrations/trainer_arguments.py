@@ -98,7 +98,9 @@ FOLLOWED = frozenset(
 # Records that a Trainer fills in itself.
 _FILLED_IN = frozenset({"accelerator_config", "fsdp_config", "deepspeed_plugin"})
 
-_PLANNED_CHECKPOINTING = "the plan says which layers run forward again: plan solve --recompute"
+_PLANNED_CHECKPOINTING = (
+    "the plan says which layers run forward again: `recompute` of planner.solve"
+)
 # What to do instead of an argument that is refused.
 _INSTEAD: Mapping[str, str] = {
     "fp16": "give bf16=True, with a plan from a profile of bfloat16, or leave it out",
@@ -106,7 +108,7 @@ _INSTEAD: Mapping[str, str] = {
     "gradient_checkpointing": _PLANNED_CHECKPOINTING,
     "activation_checkpointing": _PLANNED_CHECKPOINTING,
     "torch_compile": "leave it out: stages are compiled where the plan's profile was, with "
-    "plan profile --compile",
+    "`compiled=True` of planner.profile",
     "load_best_model_at_end": "leave it out, and load trainer.state.best_model_checkpoint after "
     "the training",
     "push_to_hub": "leave it out, and upload the folder that trainer.save_model() has written",
@@ -195,13 +197,13 @@ def check_constructor(given: Mapping[str, Any]) -> None:
     """Raise InputError for arguments of Trainer() that a PipelineTrainer cannot use."""
     instead = {
         "compute_loss_func": "let the model's forward compute the loss",
-        "model_init": "build the model, after set_seed(), and give `model`",
-        "optimizers": "give `optimizer_cls_and_kwargs`, of which every stage makes its own",
+        "model_init": "build the model, after set_seed(), and give it as model",
+        "optimizers": "give optimizer_cls_and_kwargs, of which every stage makes its own",
     }
     for name, hint in instead.items():
         value = given.get(name)
         if value is not None and value != (None, None):
-            raise InputError(f"PipelineTrainer does not take `{name}`", hint=hint)
+            raise InputError(f"PipelineTrainer does not take {name}", hint=hint)
 
 
 def check_plan(plan: Plan, arguments: TrainingArguments, *, scales_by_labels: bool) -> None:

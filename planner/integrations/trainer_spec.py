@@ -80,7 +80,7 @@ def training_spec(
 
     if trainer.train_dataset is None:
         raise InputError(
-            "a PipelineTrainer needs a `train_dataset`, which shows what batches are like",
+            "a PipelineTrainer needs a train_dataset, which shows what batches are like",
             hint="give one, also to a trainer that only evaluates",
         )
     with generators_kept():

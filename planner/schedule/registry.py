@@ -6,7 +6,6 @@ A new one of this package is a file beside this one, and a line here.
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TypeVar
 
 from planner.errors import InputError
 from planner.schedule.chunked import INTERLEAVED
@@ -25,10 +24,9 @@ AUTO = "auto"  # in place of a schedule, where plans are sought under all of thi
 
 _registered: dict[str, Schedule] = {}  # of users, by name
 _DESCRIBED = ("name", "title", "summary", "known_as")  # what messages and tables say of one
-ScheduleT = TypeVar("ScheduleT", bound=Schedule)
 
 
-def register_schedule(schedule: ScheduleT) -> ScheduleT:
+def register_schedule(schedule: Schedule) -> Schedule:
     """Let plans be made, simulated and trained under a schedule of a file of your own.
 
     Args:
@@ -51,14 +49,14 @@ def register_schedule(schedule: ScheduleT) -> ScheduleT:
     missing = [name for name in _DESCRIBED if not isinstance(getattr(schedule, name, None), str)]
     if missing:
         raise InputError(
-            f"the schedule {type(schedule).__name__} has no `{missing[0]}`",
+            f"the schedule {type(schedule).__name__} has no {missing[0]}",
             hint=f"give its class {', '.join(_DESCRIBED)}, as those of planner.schedule have",
         )
     name = schedule.name
     earlier = _registered.get(name)
     replaces = earlier is not None and file_of(earlier) == file_of(schedule)
     if name in (AUTO, *ALIASES, *NAMES) and not replaces:
-        raise InputError(f"there is a schedule '{name}' already", hint="give yours another `name`")
+        raise InputError(f"there is a schedule '{name}' already", hint="give yours another name")
     if not replaces:
         NAMES.append(name)
     _registered[name] = schedule

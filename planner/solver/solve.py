@@ -93,9 +93,9 @@ def _check_formula(options: SolveOptions) -> None:
     if options.schedule == AUTO or options.order.formula is not None:
         return
     raise InputError(
-        f"the schedule {options.schedule} has no cost `formula`, by which plans are sought",
+        f"the schedule {options.schedule} has no cost formula, by which plans are sought",
         hint="choose the stages yourself: `plan price` simulates them under it; or give its class "
-        "a `formula`",
+        "a formula",
     )
 
 

@@ -51,7 +51,7 @@ def trainer(tmp_path: Path) -> Any:
     [
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1", "model's forward"),
         ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0", "leave out"),
-        ({"torch_compile": True}, "torch_compile", "--compile"),
+        ({"torch_compile": True}, "torch_compile", "compiled=True"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size=True", "what fits"),
         (
             {
@@ -62,8 +62,8 @@ def trainer(tmp_path: Path) -> Any:
             "follows a metric",
             "cosine",
         ),
-        ({"optimizers": (torch.optim.SGD([torch.zeros(1)]), None)}, "`optimizers`", "every stage"),
-        ({"compute_loss_func": lambda *_, **__: 0}, "`compute_loss_func`", "model's forward"),
+        ({"optimizers": (torch.optim.SGD([torch.zeros(1)]), None)}, "optimizers", "every stage"),
+        ({"compute_loss_func": lambda *_, **__: 0}, "compute_loss_func", "model's forward"),
     ],
 )
 def test_arguments_that_a_pipeline_cannot_follow(
@@ -131,7 +131,7 @@ def test_without_a_plan_it_only_measures(trainer: Any) -> None:
 
 def test_evaluations_that_the_pipeline_cannot_do(trainer: Any) -> None:
     arguments = {"per_device_train_batch_size": 8, "per_device_eval_batch_size": 8}
-    with pytest.raises(InputError, match="made without `eval_dataset`"):
+    with pytest.raises(InputError, match="made without an eval_dataset"):
         trainer(plan=plan_of(), **arguments).evaluate([])
     with pytest.raises(InputError, match="more than a microbatch"):
         trainer(plan=plan_of(), eval_dataset=[], **arguments).evaluate()
