@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
 from torch.distributed import (  # type: ignore[attr-defined]  # exported by a star import
     DistStoreError,
     HashStore,
 )
-from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
 
 from planner.workers.interfaces import LOOPBACK, address_of
-from planner.workers.rendezvous import Agent, OneHost
-from planner.workers.store_server import open_store
+from planner.workers.rendezvous import HOSTS, NO_SHARED_STORE, Agent, OneHost
+from planner.workers.secret import SECRET_VARIABLE, new_secret
+from planner.workers.store_server import is_free, open_store
 
 
 class Meeting(OneHost):
@@ -40,3 +52,40 @@ def test_each_start_has_a_new_store_and_an_agent_that_was_lost_is_not_waited_for
     assert second is not None
     assert first.master_addr == second.master_addr == address_of(LOOPBACK)
     assert first.master_port != second.master_port
+
+
+def test_two_agents_agree_on_the_store_of_each_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They meet by torchrun's own rendezvous, one as rank 0, which opens the store."""
+    monkeypatch.setenv(SECRET_VARIABLE, new_secret())
+    for name, value in NO_SHARED_STORE.items():
+        monkeypatch.setenv(name, value)
+    address = address_of(LOOPBACK)
+    with socket.create_server((address, 0)) as taken:
+        port = taken.getsockname()[1]
+
+    # the host's must not end, and with it the store, before the other's
+    agents: list[RendezvousHandler] = []
+
+    def meet(is_host: bool) -> list[tuple[int, int, RendezvousStoreInfo | None]]:
+        parameters = RendezvousParameters(
+            HOSTS, f"{address}:{port}", "run", 2, 2, local_addr=address, is_host=is_host
+        )
+        agent = rendezvous_handler_registry.create_handler(parameters)
+        agents.append(agent)
+        found = []
+        for _ in range(2):
+            met = agent.next_rendezvous()
+            found.append((met.rank, met.world_size, met.bootstrap_store_info))
+        return found
+
+    with ThreadPoolExecutor(2) as pool:
+        one = pool.submit(meet, True)
+        while is_free(address, port):
+            time.sleep(0.05)
+        other = pool.submit(meet, False)
+        starts = list(zip(one.result(), other.result(), strict=True))
+    for own, its in starts:
+        assert {own[0], its[0]} == {0, 1}
+        assert own[1:] == its[1:]
+        assert own[1] == 2
+    assert starts[0][0][2] != starts[1][0][2]
