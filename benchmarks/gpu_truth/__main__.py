@@ -12,7 +12,17 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from benchmarks.gpu_truth import aceso, calculon, dgxc, galvatron, mist, sailor, vtrain
+from benchmarks.gpu_truth import (
+    aceso,
+    amp,
+    bigscience,
+    calculon,
+    dgxc,
+    galvatron,
+    mist,
+    sailor,
+    vtrain,
+)
 from benchmarks.gpu_truth.calibrated import calibrated, factors
 from benchmarks.gpu_truth.rows import ANCHORS, Row
 from benchmarks.gpu_truth.summary import error_of, scatter_svg, summary
@@ -25,6 +35,13 @@ SOURCES: Mapping[str, Callable[[], Iterator[Row]]] = {
     "galvatron": galvatron.rows,
     "sailor": sailor.rows,
     "dgxc": dgxc.rows,
+}
+
+# Clusters whose links are not what their data sheet says.
+LINKS: Mapping[str, Callable[[], Iterator[Row]]] = {
+    "amp": amp.rows,
+    "bigscience": bigscience.rows,
+    "bigscience by data sheet": bigscience.rows_by_data_sheet,
 }
 
 _CALIBRATED = ("calibrated on other rows", "on other jobs")
@@ -133,7 +150,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--source", choices=SOURCES, action="append", help="only these; may be repeated"
+        "--source",
+        choices=[*SOURCES, *LINKS],
+        action="append",
+        help="only these; may be repeated",
     )
     parser.add_argument(
         "--svg", type=Path, metavar="FILE", help="draw predicted against measured times here"
@@ -142,7 +162,11 @@ def main() -> None:
     if not ANCHORS.is_dir():
         raise SystemExit(f"there are no measurements: '{ANCHORS}' is no folder")
     rows = calibrated(
-        [row.now() for source in arguments.source or SOURCES for row in SOURCES[source]()]
+        [
+            row.now()
+            for source in arguments.source or SOURCES
+            for row in {**SOURCES, **LINKS}[source]()
+        ]
     )
     print(f"{rows_table(rows)}\n\n{summary_table(rows)}\n\n{factors_table(rows)}")
     if arguments.svg is not None:

@@ -59,7 +59,7 @@ def records() -> Iterator[Record]:
 def row_of(record: Record, *, measured_links: bool) -> Row:
     tp, dp, pp, micro = (record[name] for name in ("tp", "dp", "pp", "micro_batch"))
     heads = record["attention_heads"] or record["attention_heads_inferred"]
-    source = "bigscience" if measured_links else "bigscience, data sheet"
+    source = "bigscience" if measured_links else "bigscience by data sheet"
     return Row(
         source,
         f"{record['job']}, {record['gpus']} A100, batch {record['global_batch']}",

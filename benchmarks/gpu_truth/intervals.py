@@ -44,7 +44,7 @@ _SETS: Mapping[str, tuple[Callable[[], Iterator[Row]], str]] = {
     "dgxc": (dgxc.rows, "data sheet"),
     "amp": (amp.rows, "data sheet"),
     "bigscience": (bigscience.rows, "known"),
-    "bigscience, data sheet": (bigscience.rows_by_data_sheet, "data sheet"),
+    "bigscience by data sheet": (bigscience.rows_by_data_sheet, "data sheet"),
 }
 
 
@@ -82,24 +82,31 @@ def table_of(rows: Sequence[Judged]) -> list[dict[str, object]]:
             for divided in (False, True):
                 near = [row for row in rows if gpu in ("", row.gpu) and row.links == links]
                 own = [row for row in near if row.divided == divided]
-                if found := _kind(own if len(own) >= _FEW_ROWS else near):
+                few = len(own) < _FEW_ROWS
+                if found := _kind([near, own] if few else [own]):
                     kinds.append({"gpu": gpu, "divided": divided, "links": links, **found})
     return kinds
 
 
-def _kind(rows: Sequence[Judged]) -> dict[str, object]:
-    sets = defaultdict[str, list[float]](list)
-    for row in rows:
-        sets[row.source].append(row.speed)
-    told = {name: speeds for name, speeds in sets.items() if len(speeds) >= LEAST_ROWS}
-    if not told:
+def _kind(groups: Sequence[Sequence[Judged]]) -> dict[str, object]:
+    """Return what holds the rows of each set in each group; nothing where all sets are small."""
+    ends = list[tuple[float, float]]()
+    names = dict[str, int]()
+    for rows in groups:
+        sets = defaultdict[str, list[float]](list)
+        for row in rows:
+            sets[row.source].append(row.speed)
+        for name, speeds in sets.items():
+            if len(speeds) >= LEAST_ROWS:
+                ends.append(interval(speeds))
+                names[name] = max(len(speeds), names.get(name, 0))
+    if not ends:
         return {}
-    ends = [interval(speeds) for speeds in told.values()]
     return {
-        "least": round(min(least for least, _ in ends), 3),
-        "most": round(max(most for _, most in ends), 3),
-        "rows": sum(map(len, told.values())),
-        "sets": list(told),
+        "least": math.floor(1000 * min(least for least, _ in ends)) / 1000,
+        "most": math.ceil(1000 * max(most for _, most in ends)) / 1000,
+        "rows": sum(names.values()),
+        "sets": list(names),
     }
 
 

@@ -60,10 +60,6 @@ class ComparisonRow(OtherWay):
     idle_share: float
     simulated: bool = True  # False: by the cost model, which knows no waiting
 
-    def beside(self, *, speedup: float | None, communication_cut: float | None) -> "ComparisonRow":
-        """Return the row with what it is relative to other rows."""
-        return replace(self, speedup=speedup, communication_cut=communication_cut)
-
 
 class Comparison(Shown, Record):
     """The chosen plan first, then the baselines."""
@@ -129,7 +125,7 @@ def _related(
     speedup = None
     if over is not None and not row.over_memory_bytes:
         speedup = over.seconds_per_microbatch / row.seconds_per_microbatch
-    return row.beside(speedup=speedup, communication_cut=cut)
+    return replace(row, speedup=speedup, communication_cut=cut)
 
 
 def _ways(given: GivenPlan) -> Iterator[Way]:
@@ -176,7 +172,7 @@ def _of_lengths(given: GivenPlan) -> Iterator[Way]:
         return
     for order, name in ORDERS.items():
         if order != lengths.order:
-            yield _with_lengths(given, name, lengths.in_order(order))
+            yield _with_lengths(given, name, replace(lengths, order=order))
     yield _with_lengths(given, PADDED, None)
 
     means = zip(map(fmean, lengths.samples), lengths.most, strict=True)
@@ -185,7 +181,7 @@ def _of_lengths(given: GivenPlan) -> Iterator[Way]:
 
 
 def _with_lengths(given: GivenPlan, name: str, lengths: Lengths | None) -> Way:
-    profile = given.request.profile.with_lengths(lengths)
+    profile = replace(given.request.profile, lengths=lengths)
     request = replace(given.request, profile=profile)
     problem = request.problem(request.unlimited_budget())
     return Way(name, problem, evaluate(problem, given.stages))

@@ -133,7 +133,7 @@ def _priced(uses: Sequence[ResourceUse], bottleneck: Bottleneck) -> Bottleneck:
         use.busy_s for use in uses if use.stage == bottleneck.stage and use.resource in kinds
     ]
     busy_s = max(limiting, default=bottleneck.busy_s)
-    return Bottleneck(stage=bottleneck.stage, resource=bottleneck.resource, busy_s=busy_s)
+    return replace(bottleneck, busy_s=busy_s)
 
 
 def _simulated_uses(plan: Plan) -> Iterator[ResourceUse]:
@@ -199,12 +199,12 @@ def _one_more(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
     """
     *inner, last = cluster.levels
     size = cluster.gpus // last.size
-    levels = (*inner, last.with_size(last.size + 1))
+    levels = (*inner, replace(last, size=last.size + 1))
     what = f"one more group of {size} GPUs" if inner else "one more GPU"
     if not cluster.kinds:
         yield what, replace(cluster, levels=levels)
     for number, kind in enumerate(cluster.kinds):
-        more = kind.with_count(kind.count + size)
+        more = replace(kind, count=kind.count + size)
         kinds = (*cluster.kinds[:number], more, *cluster.kinds[number + 1 :])
         yield f"{what} of {kind.title}", replace(cluster, levels=levels, kinds=kinds)
 

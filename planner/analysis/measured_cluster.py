@@ -141,11 +141,11 @@ def _corrected_kinds(
         speed = speeds.get(rank, 1.0)  # a device that the plan leaves idle is as it was
         if abs(speed - 1) <= same:
             speed = 1.0
-        kind = usual.model_copy(update={"count": 1, "speed": usual.speed * speed})
+        kind = replace(usual, count=1, speed=usual.speed * speed)
 
         last = kinds[-1] if kinds else None
         if last is not None and _alike(last, kind, same):
-            kinds[-1] = last.with_count(last.count + 1)
+            kinds[-1] = replace(last, count=last.count + 1)
         else:
             kinds.append(kind)
 

@@ -107,7 +107,7 @@ def _described(options: ClusterOptions, profile: Profile | None) -> Cluster:
     if options.memory is None and read.memory_bytes is not None:
         return read
     limit = parse_bytes(memory) if isinstance(memory, str) else memory
-    return read.with_limit(limit)
+    return replace(read, memory_bytes=limit)
 
 
 def _kinds(options: ClusterOptions, gpus: int) -> tuple[DeviceKind, ...]:

@@ -18,7 +18,7 @@ from planner.executor.handed_model import packed_model
 from planner.executor.run.agreement import check_loss, device_kind
 from planner.executor.worker import launch
 from planner.formats.device_kinds import planned_bytes
-from planner.formats.files import check_writable
+from planner.formats.files import check_writable, replace
 from planner.formats.fit import Fit
 from planner.formats.late import LateFailure, log_failures, noting
 from planner.formats.plan import Plan, save_plan
@@ -151,7 +151,8 @@ def fit(model: str | Path, gpus: int, options: FitOptions) -> Fit:
 def _with_slow_links(answer: Fit, request: Request) -> Fit:
     if answer.asked.plan is None:
         return answer
-    return answer.with_plan(with_slow_links(answer.asked.plan, request))
+    plan = with_slow_links(answer.asked.plan, request)
+    return replace(answer, asked=replace(answer.asked, plan=plan))
 
 
 def _fit_request(
@@ -254,7 +255,12 @@ def _saved(answer: Fit, profile: Profile, file: _ModelFile) -> Fit:
             save_plan(answer.asked.plan, file.folder / "plan.json")
     log_failures(late, _log)
     model_file = os.path.relpath(file.path, file.folder)
-    return answer.saved(str(file.folder), model_file, tuple(late))
+    return replace(
+        answer,
+        folder=str(file.folder),
+        model_file=model_file,
+        late_failures=tuple(late),
+    )
 
 
 @keywords_of(TrainArguments)
@@ -282,7 +288,7 @@ def train(model: str | Path | TrainingSpec, plan: Plan, arguments: TrainArgument
         4
     """
     if isinstance(model, TrainingSpec) and model.path is None:
-        job = make_job(model.origin, plan, arguments).model_copy(update={"in_memory": True})
+        job = replace(make_job(model.origin, plan, arguments), in_memory=True)
         result = launch(job, trace_writer(job), packed_model(model))
     else:
         location = model.location if isinstance(model, TrainingSpec) else model

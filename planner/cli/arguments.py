@@ -26,7 +26,8 @@ RecordT = TypeVar("RecordT")
 Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 # What one verb writes, the next one reads.
-PLAN, PROFILE = Path("plan.json"), Path("profile.json")
+PLAN = Path("plan.json")
+PROFILE = Path("profile.json")
 
 
 def declare(

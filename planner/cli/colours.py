@@ -8,7 +8,10 @@ import os
 import re
 from typing import TextIO
 
-_RED, _YELLOW, _BOLD, _PLAIN = "\x1b[31m", "\x1b[33m", "\x1b[1m", "\x1b[0m"
+_RED = "\x1b[31m"
+_YELLOW = "\x1b[33m"
+_BOLD = "\x1b[1m"
+_PLAIN = "\x1b[0m"
 _STYLES = (
     (
         re.compile(

@@ -89,7 +89,8 @@ def as_flags(text: str) -> str:
     """
 
     def flag_in(argument: re.Match[str]) -> str:
-        name, value = argument[1], argument[2]
+        name = argument[1]
+        value = argument[2]
         if name in NEGATIONS and value == "False":
             return NEGATIONS[name]
         flag, unit = FLAGS.get(name, (argument[0], ""))
@@ -193,7 +194,8 @@ def try_outputs(args: argparse.Namespace) -> None:
 @contextmanager
 def searching() -> Iterator[Progress]:
     """Show on stderr what the searches know that the progress is given to, from two seconds on."""
-    progress, done = Progress(), threading.Event()
+    progress = Progress()
+    done = threading.Event()
     line = ProgressLine() if sys.stderr.isatty() else None
     show, wait_s = (print_progress, SELDOM_S) if line is None else (line.show, EVERY_S)
 
@@ -217,7 +219,8 @@ def searching() -> Iterator[Progress]:
 @contextmanager
 def profiling() -> Iterator[Callable[[str, float], None]]:
     """Show on stderr how far a profile is, as what it yields is told."""
-    line, phases = ProgressLine(), set[str]()
+    line = ProgressLine()
+    phases = set[str]()
 
     def show(phase: str, done: float) -> None:
         if sys.stderr.isatty():

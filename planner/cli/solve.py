@@ -213,7 +213,8 @@ def fit(args: argparse.Namespace) -> int:
     if code:
         return code
     model = answer.model_file  # of another folder, with the way from here to there
-    files, train = "" if Path(model).name != model else f"{model}, ", f"plan train {model}"
+    files = "" if Path(model).name != model else f"{model}, "
+    train = f"plan train {model}"
     output.print_progress(
         "\n" + NEXT.format(folder=answer.folder, files=files, train=train, model=Path(model).name)
     )

@@ -128,7 +128,8 @@ def train(args: argparse.Namespace) -> int:
     elastic = losing.elastic is not None
     # Under srun an elastic run's tasks are its hosts, whose workers torchrun's agents start.
     as_worker = (not elastic or "TORCHELASTIC_RUN_ID" in os.environ) and started_as_worker()
-    plan, left = _plan(args, alone=not (as_worker or elastic)), ""
+    plan = _plan(args, alone=not (as_worker or elastic))
+    left = ""
     if elastic:
         refuse(args, "elastic", "baseline", why=", which changes the plan")
         check_elastic(plan, losing)

@@ -79,9 +79,11 @@ def sharded_times(layer_costs: LayerCosts, stage: Candidate, setting: Setting) -
     # 2. Weights are gathered after the update; or before forward and backward, where they are
     # sharded, too. Nothing of a forward can run before the first part.
     forward_s = float(work.forward_s)
-    after_s, exchange_s = gather_s, scatter_s
+    after_s = gather_s
+    exchange_s = scatter_s
     if stage.options.shards_weights:
-        after_s, exchange_s = 0.0, scatter_s + gather_s
+        after_s = 0.0
+        exchange_s = scatter_s + gather_s
         gathered_s = forward_s + gather_s
         if overlaps:
             gathered_s = max(forward_s + gather_s / BUCKETS, gather_s)
@@ -188,10 +190,8 @@ def _held(
 
 def _unit_bytes(layer_costs: LayerCosts, stage: Candidate) -> Sequence[int]:
     """Return the bytes of each unit's own weights, and last of those that several units use."""
-    profile, size_of = (
-        layer_costs.profile,
-        {layer.name: layer.weight_bytes for layer in layer_costs.profile.layers},
-    )
+    profile = layer_costs.profile
+    size_of = {layer.name: layer.weight_bytes for layer in layer_costs.profile.layers}
     groups = [
         [profile.layers[layer].name for layer in sorted(group)] for group in stage.options.recompute
     ]

@@ -21,7 +21,8 @@ from planner.formats.files import replace
 
 def cost_model_of(setting: Setting) -> CostModel:
     """Return the cost model of the setting's schedule."""
-    schedule, link = setting.schedule, link_of(setting.cluster)
+    schedule = setting.schedule
+    link = link_of(setting.cluster)
     match schedule.formula:
         case "asynchronous":
             return AsynchronousModel(link)
@@ -46,12 +47,11 @@ def price(layer_costs: LayerCosts, stages: Sequence[Candidate], setting: Setting
         alone = stage.options.sharding.of_optimizer_alone()
         less = replace(stage, options=stage.options.with_sharding(alone))
         return fully_sharded(layer_costs, stage, setting, price(layer_costs, [less], setting))
-    plan, model, schedule = (
-        UnpricedPlan(layer_costs, stages, setting),
-        cost_model_of(setting),
-        setting.schedule,
-    )
-    time, held = model.time(plan), model.held(plan)
+    plan = UnpricedPlan(layer_costs, stages, setting)
+    model = cost_model_of(setting)
+    schedule = setting.schedule
+    time = model.time(plan)
+    held = model.held(plan)
     memory = tuple(
         stage_memory(
             layer_costs.footprint(stage).divided(setting.microbatches),
@@ -75,9 +75,11 @@ def busy_resources(
 
 
 def _sent_bytes(plan: UnpricedPlan) -> float:
-    sent, rings = 0.0, 0.0
+    sent = 0.0
+    rings = 0.0
     for work, stage in zip(plan.works, plan.stages, strict=True):
-        r, degree = stage.replicas, stage.options.ranks_per_replica
+        r = stage.replicas
+        degree = stage.options.ranks_per_replica
         sent += float(work.sent_bytes) * degree
         # A ring moves 2(r-1)·W in all, once per minibatch that is divided, otherwise once per round
         # of r minibatches.

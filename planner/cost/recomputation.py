@@ -91,7 +91,8 @@ class Recomputation:
     """The choices of stages of one profile, remembered by the kinds of their units."""
 
     def __init__(self, layer_costs: LayerCosts, rule: RecomputeRule = "auto") -> None:
-        self._costs, self._rule = layer_costs, rule
+        self._costs = layer_costs
+        self._rule = rule
         self._known: dict[Hashable, Choices] = {}
         self._unit = cache(partial(_Unit.of, layer_costs))
 

@@ -22,7 +22,8 @@ class Setting:
     chunks: int = 1  # stages per worker; 1 for schedules without chunks
 
     def __post_init__(self) -> None:
-        schedule, microbatches = self.schedule, self.microbatches
+        schedule = self.schedule
+        microbatches = self.microbatches
         if microbatches < 1:
             raise InputError(
                 f"{microbatches} microbatches make no minibatch",

@@ -126,7 +126,9 @@ def _with_reduces(
     """Return the seconds of layers, in the order in which they run, with their all-reduces and the
     waits for these.
     """
-    many, computed_s, waits_s = np.array(counts, dtype=np.float64), 0.0, list[float]()
+    many = np.array(counts, dtype=np.float64)
+    computed_s = 0.0
+    waits_s = list[float]()
     for seconds, count in zip(times_s, counts, strict=True):
         computed_s += seconds
         waits_s.append(min(link.wait_share * computed_s, link.most_wait_s * count))
@@ -142,13 +144,15 @@ def layer_costs_on(profile: Profile, cluster: Cluster) -> LayerCosts:
     topology = Topology(cluster)
 
     def dividing(each: Profile, degree: int) -> tuple[Profile, Sequence[Exchanged] | None]:
-        link, costs = topology.group_link(degree), costs_at(each, degree)
+        link = topology.group_link(degree)
+        costs = costs_at(each, degree)
         divided = profile_at(each, degree, link, sequence_parallel=cluster.sequence_parallel)
         # Inside servers that slower links join, messages between servers leave most of the links to
         # the groups.
         if each.lengths is not None or len(topology) > 1 or degree >= topology.gpus:
             return divided, None
-        part, rate = 2 * (degree - 1) / degree, link.ring_bytes_per_s
+        part = 2 * (degree - 1) / degree
+        rate = link.ring_bytes_per_s
         sizes = zip(costs.forward_reduced_bytes, costs.backward_reduced_bytes, strict=True)
         return divided, [
             Exchanged(forward_bytes=part * f, backward_bytes=part * b, bytes_per_s=rate)

@@ -13,7 +13,8 @@ def utilisation(
     profile: Profile, microbatches: int, seconds_per_minibatch: float, gpus: int
 ) -> float | None:
     """Return the utilisation of so many GPUs; None where FLOPs or peak are not known."""
-    peak, flops = peak_flops_per_s(profile), profile.flops
+    peak = peak_flops_per_s(profile)
+    flops = profile.flops
     if peak is None or not flops or seconds_per_minibatch <= 0:
         return None
     return flops * microbatches / (seconds_per_minibatch * gpus * peak)
@@ -25,9 +26,7 @@ def peak_flops_per_s(profile: Profile) -> float | None:
         return None
     if profile.device.peak_flops_per_s is not None:
         return profile.device.peak_flops_per_s
-    wanted, device = (
-        profile.autocast or profile.master_weights or profile.dtype,
-        find_device(profile.device.name),
-    )
+    wanted = profile.autocast or profile.master_weights or profile.dtype
+    device = find_device(profile.device.name)
     dtype = next((dtype for dtype in DTYPES if dtype == wanted), None)
     return None if device is None or dtype is None else device.peak(dtype)

@@ -106,7 +106,8 @@ def buckets_in(layer_costs: LayerCosts, stage: Candidate, copied: Sequence[Layer
     """Return the buckets of the stage's gradients; none without replicas."""
     if stage.replicas == 1:
         return Buckets((), ())
-    order, known = sorted(stage.layers), layer_costs.with_options(stage.options).profile.layers
+    order = sorted(stage.layers)
+    known = layer_costs.with_options(stage.options).profile.layers
     # Groups that recompute right before their own backward are part of it, but for one with which
     # it begins.
     layers = [known[index] for index in order]
@@ -214,7 +215,8 @@ def _sent_bytes(layer_costs: LayerCosts, stages: Sequence[Candidate], *, divides
     optimizer is sharded. Each replica of a stage gets the gradients of the other stages with which
     it shares weights.
     """
-    sent, shared = 0.0, shared_in(layer_costs, stages)
+    sent = 0.0
+    shared = shared_in(layer_costs, stages)
     for number, (stage, copied) in enumerate(
         zip(stages, copied_in(layer_costs, stages), strict=True)
     ):

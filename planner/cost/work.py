@@ -228,6 +228,7 @@ def fewest_to_hold(in_flight: ArrayLike, gpus_after: ArrayLike) -> Integers:
     """
     # 1 + ceil(g / r) <= d <=> r >= ceil(g / (d - 1)): the replicas share the microbatches in
     # flight.
-    others, after = np.asarray(in_flight) - 1, np.asarray(gpus_after, dtype=np.int64)
+    others = np.asarray(in_flight) - 1
+    after = np.asarray(gpus_after, dtype=np.int64)
     shared = np.maximum(-(-after // np.maximum(others, 1)), 1)
     return np.where((others >= 1) | ((others == 0) & (after == 0)), shared, IMPOSSIBLE)

@@ -134,6 +134,7 @@ def quickstart(folder: str | Path, options: QuickstartOptions) -> QuickstartResu
 
 
 def miss_words(name: str, error: float) -> str:
+    """Return a sentence about a prediction that is off by this share; none where it is little."""
     if abs(error) < WORTH_SAYING:
         return ""
     why = "runs this short vary by some percent; give `steps=1000` to see what is left"

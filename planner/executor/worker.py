@@ -99,11 +99,9 @@ def run_worker(
     logger = logging.getLogger("planner")
     logger.addHandler(handler)
     logger.propagate = False
-    rank, workers, elastic = (
-        int(os.environ["RANK"]),
-        job.plan.workers,
-        job.elastic.elastic is not None,
-    )
+    rank = int(os.environ["RANK"])
+    workers = job.plan.workers
+    elastic = job.elastic.elastic is not None
     on_progress = ProgressShown() if job.show_progress else None
     heartbeat = Heartbeat()
     supervisor = Supervisor(job, heartbeat, own_process=True)

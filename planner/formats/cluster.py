@@ -79,10 +79,6 @@ class Level(GrownRecord):
         rates = (self.all_reduce_bandwidth_bytes_per_s, self.one_ring_bandwidth_bytes_per_s)
         return min((rate for rate in rates if rate is not None), default=None)
 
-    def with_size(self, size: int) -> "Level":
-        """Return the level with so many members."""
-        return replace(self, size=size)
-
     def times_as_fast(self, ratio: float) -> "Level":
         """Return the level with so many times the bandwidth, also of what was measured of
         all-reduces and the like.
@@ -106,10 +102,6 @@ class DeviceKind(GrownRecord):
     # name of the device that was measured; workers on these ranks must have it
     device: str | None = None
     pays_transfers: AlwaysTrue = True  # always true; files of version 0.1 have it
-
-    def with_count(self, count: int) -> "DeviceKind":
-        """Return the kind with so many devices."""
-        return replace(self, count=count)
 
     @property
     def title(self) -> str:
@@ -194,10 +186,6 @@ class Cluster(Shown, GrownRecord):
     @property
     def has_memory_limit(self) -> bool:
         return any(self.memory_of(kind) is not None for kind in self.kinds or (None,))
-
-    def with_limit(self, memory_bytes: int | None) -> "Cluster":
-        """Return the cluster with so much memory per device; None for no limit."""
-        return self.model_copy(update={"memory_bytes": memory_bytes})
 
     def with_memory(self, change: Callable[[int], int | None]) -> "Cluster":
         """Return the cluster with another memory for each that is limited, also of kinds."""

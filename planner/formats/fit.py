@@ -2,7 +2,7 @@
 
 import math
 
-from planner.formats.files import Record, replace
+from planner.formats.files import Record
 from planner.formats.late import LateFailure
 from planner.formats.plan import Plan
 from planner.formats.shown import Shown
@@ -41,11 +41,3 @@ class Fit(Shown, Record):
     folder: str = ""  # that has profile.json and plan.json
     model_file: str = ""  # as seen from there
     late_failures: tuple[LateFailure, ...] = ()  # which of these files could not be written
-
-    def with_plan(self, plan: Plan) -> "Fit":
-        """Return the answer with more said of the plan that was asked about."""
-        return replace(self, asked=FitRow(gpus=self.asked.gpus, plan=plan))
-
-    def saved(self, folder: str, model_file: str, failures: tuple[LateFailure, ...]) -> "Fit":
-        """Return the answer with where its files are, and which could not be written."""
-        return replace(self, folder=folder, model_file=model_file, late_failures=failures)

@@ -333,10 +333,6 @@ class OtherWay(GrownRecord):
     over_memory_bytes: Bytes = 0  # by how much that exceeds the memory; 0 if it fits
     staleness: Number = 0  # updates that the gradients are late
 
-    def with_seconds(self, seconds_per_microbatch: float) -> "OtherWay":
-        """Return the same way with another time."""
-        return replace(self, seconds_per_microbatch=seconds_per_microbatch)
-
 
 class SteadyPlan(Record):
     """A plan that is faster on slow links, beside the plan of an answer."""
@@ -397,14 +393,6 @@ class SolverReport(GrownRecord):
     exhausted: bool = True  # all candidates were simulated that could be faster by the cost model
     depth: Literal["auto", "published"] = "auto"  # how many units in flight stages were given
     rules: AskedRules | None = None  # where the user asked for some
-
-    def with_depth(self, depth: Literal["auto", "published"]) -> "SolverReport":
-        """Return the report with how many units in flight stages were given."""
-        return replace(self, depth=depth)
-
-    def with_rules(self, rules: AskedRules | None) -> "SolverReport":
-        """Return the report with what the user asked stages to be like."""
-        return self.model_copy(update={"rules": rules})
 
     def for_time(self, seconds: float, cost_model_s: float | None) -> "SolverReport":
         """Return the report for a plan that takes another time, which no bound is above.

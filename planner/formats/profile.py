@@ -96,23 +96,6 @@ class Layer(Record):
     backward_flops: FloatingOperations | None = None
     parameters: tuple[str, ...] = ()  # fully qualified names
 
-    def with_costs(
-        self,
-        *,
-        forward_s: float,
-        backward_s: float,
-        saved_bytes: float,
-        workspace_bytes: float,
-    ) -> "Layer":
-        """Return the layer with the costs of another microbatch, bytes rounded."""
-        return replace(
-            self,
-            forward_s=forward_s,
-            backward_s=backward_s,
-            saved_bytes=round(saved_bytes),
-            workspace_bytes=round(workspace_bytes),
-        )
-
     @property
     def flops(self) -> int | None:
         """Of forward and backward; None where they were not counted."""
@@ -291,10 +274,6 @@ class LossMean(GrownRecord):
     forbidden: tuple[ForbiddenLabel, ...] = ()
     reason: str | None = None  # with "unchecked"
 
-    def accepted_divided(self) -> "LossMean":
-        """Return the same, of a user who takes the mean of the microbatches' losses."""
-        return self.model_copy(update={"accepted": True})
-
     @property
     def weighs(self) -> bool:
         """Whether the parts of a batch count unequally, or are added up."""
@@ -394,10 +373,6 @@ class Lengths(VaryingLengths):
     # for each name, its length in some samples
     samples: Annotated[tuple[tuple[int, ...], ...], Field(min_length=1)]
 
-    def in_order(self, order: Literal["random", "buckets", "given"]) -> "Lengths":
-        """Return the lengths of batches that are made in another order."""
-        return replace(self, order=order)
-
 
 class Profile(Shown, GrownRecord):
     """A model's costs per layer on one device, for one microbatch."""
@@ -488,14 +463,6 @@ class Profile(Shown, GrownRecord):
     def trainable(self) -> bool:
         """Whether there is a model to train: an imported profile has only costs."""
         return self.graph_hash is not None
-
-    def with_lengths(self, lengths: Lengths | None) -> "Profile":
-        """Return the profile of batches of these lengths; None: all are the greatest."""
-        return self.model_copy(update={"lengths": lengths})
-
-    def with_microbatches_of(self, samples: int, layers: tuple[Layer, ...]) -> "Profile":
-        """Return the profile for microbatches of so many samples, with what layers cost then."""
-        return replace(self, microbatch_size=samples, layers=layers)
 
     @property
     def may_shard_optimizer(self) -> bool:

@@ -104,6 +104,7 @@ class Batch:
         runtime = runtime_of(device)
 
         def pinned(tensor: Tensor) -> Tensor:
+            """Return a tensor in pinned memory; itself where that cannot be."""
             # An expanded tensor has one element for many, and would be written more than once.
             if tensor.device.type != "cpu" or tensor.layout != torch.strided:
                 return tensor
@@ -153,6 +154,7 @@ class Batch:
         seen: set[int] = set()
 
         def distinct(tensor: Tensor) -> Tensor:
+            """Return a copy of a tensor that was there before."""
             if id(tensor) in seen:
                 return tensor.clone()
             seen.add(id(tensor))

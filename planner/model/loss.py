@@ -68,6 +68,7 @@ def labels_of(batch: Batch, leaf: int | None = None) -> Tensor | None:
         return labels if isinstance(labels, Tensor) else None
 
     def labels_in(tree: Any) -> list[Tensor]:
+        """Return the integers of more than one dimension."""
         tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
         return [
             leaf for leaf in tensors if leaf.dtype in (torch.int64, torch.int32) and leaf.dim() > 1
@@ -107,6 +108,7 @@ def weight_function(mean: LossMean, spec: TrainingSpec) -> WeightFunction:
     """Return what counts, in a batch, what its loss is a mean over."""
 
     def counted_labels(batch: Batch) -> float:
+        """Return how many labels of a batch its loss does not ignore."""
         labels = labels_of(batch, mean.leaf)
         if labels is None or mean.ignored is None:
             raise PlanError(

@@ -47,12 +47,16 @@ class Progress:
 
     def begin(self, ends_at_s: float | None, bound_s: float) -> None:
         """Begin a search that knows nothing but a bound yet."""
-        self.config, self.best_s, self.bound_s, self.ends_at_s = "", math.inf, bound_s, ends_at_s
+        self.config = ""
+        self.best_s = math.inf
+        self.bound_s = bound_s
+        self.ends_at_s = ends_at_s
 
     def meet(self, config: str, seconds: float) -> None:
         """Take note of a plan."""
         if seconds < self.best_s:
-            self.config, self.best_s = config, seconds
+            self.config = config
+            self.best_s = seconds
 
 
 def time_limit(text: str) -> float:

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from planner.formats.timeline import Timeline
 
 # of a minibatch that a schedule does not divide: tokens where samples have many
-TOKENS, SAMPLES = 2048, 16
+TOKENS = 2048
+SAMPLES = 16
 PER_SERVER = 8  # GPUs
 TENSOR = (2, 4, 8)  # ranks that are tried to divide layers inside a server
 # with what simulation and page take besides, a report of 56 stages is there within 10 s

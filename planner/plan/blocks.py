@@ -53,7 +53,8 @@ def _block_names(layers: Sequence[str]) -> list[str | None]:
 def _runs(keys: Sequence[str | None]) -> Iterator[tuple[str | None, range]]:
     stop = 0
     for key, group in groupby(keys):
-        start, stop = stop, stop + len(list(group))
+        start = stop
+        stop = stop + len(list(group))
         yield key, range(start, stop)
 
 
@@ -77,7 +78,8 @@ def repeated_blocks(profile: Profile) -> list[range]:
     """Return the positions of the layers of each block; none for a model that is not mostly
     repeated blocks.
     """
-    keys, before = _block_names([layer.name for layer in profile.layers]), None
+    keys = _block_names([layer.name for layer in profile.layers])
+    before = None
     for position, key in enumerate(keys):
         # A layer that belongs to no module, such as an addition, is in the block around it.
         following = next((each for each in keys[position:] if each is not None), None)

@@ -37,7 +37,8 @@ def terms(extents: Iterable[Sequence[int]], most: Sequence[int]) -> Terms:
 
 @lru_cache(maxsize=16)
 def _planned(lengths: Lengths, size: int, microbatches: int) -> PlannedLengths:
-    rows, drawing = list(zip(*lengths.samples, strict=True)), random.Random(0)
+    rows = list(zip(*lengths.samples, strict=True))
+    drawing = random.Random(0)
     if lengths.order != "given":
         rows.sort(
             key=lambda row: sum(
@@ -85,7 +86,8 @@ def mean_terms(profile: Profile) -> NDArray[np.float64]:
 
 def mean_tokens(profile: Profile) -> int | None:
     """Return the tokens of a sample, without what pads it; None where the model takes none."""
-    tokens, lengths = profile.tokens_per_sample, profile.lengths
+    tokens = profile.tokens_per_sample
+    lengths = profile.lengths
     if tokens is None or lengths is None:
         return tokens
     means = {

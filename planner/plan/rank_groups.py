@@ -52,7 +52,8 @@ def receivers(plan: Plan, stage: int, rank: int, peer_stage: int, peer_rank: int
     """Return who takes what a rank of a stage sends to the tensor-parallel group of `peer_rank`, of
     another stage.
     """
-    own, peer = plan.stages[stage], plan.stages[peer_stage]
+    own = plan.stages[stage]
+    peer = plan.stages[peer_stage]
     group = peer.group_of(peer_rank)
     return list(group[own.place_of(rank) :: own.ranks_per_replica])
 
@@ -97,7 +98,9 @@ def groups_of(cluster: Cluster, degree: int) -> Cluster:
         raise ClusterError(
             f"groups of {degree} ranks need GPUs of one kind", hint="solve with `tensor=1`"
         )
-    left, devices, levels = degree, 1, list[Level]()
+    left = degree
+    devices = 1
+    levels = list[Level]()
     for level in cluster.levels:
         size = level.size // left
         # on a single level some GPUs may be left over

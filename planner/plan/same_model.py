@@ -100,7 +100,8 @@ def _needs_later(plan: Plan, edges: Iterable[Edge]) -> str | None:
     """Return which layer needs a value that a later stage makes."""
     stage_of = {name: number for number, stage in enumerate(plan.stages) for name in stage.layers}
     for edge in edges:
-        made, used = stage_of[edge.source], stage_of[edge.target]
+        made = stage_of[edge.source]
+        used = stage_of[edge.target]
         if made > used:
             return (
                 f"stage {used} has the layer '{edge.target}', which needs '{edge.source}' of "

@@ -11,6 +11,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.formats.files import replace
 from planner.formats.profile import Fit, Layer, LayerFits, Lengths, Profile
 from planner.model.generators import seeded
 from planner.model.lengths import varying
@@ -61,7 +62,7 @@ def with_lengths(profile: Profile, others: Sequence[Profile], spec: TrainingSpec
         order=samples.order,
         samples=samples.by_name,
     )
-    return profile.model_copy(update={"lengths": lengths})
+    return replace(profile, lengths=lengths)
 
 
 def _costs(layer: Layer) -> list[float]:

@@ -61,7 +61,8 @@ class Chunked(Synchronous):
         mine = shape.units_of(stage, rank, minibatch)
         left = dict.fromkeys(own, len(mine))
         for work, chunk, index in self.order(workers, chunks, position, len(mine)):
-            number, unit = own[chunk], mine[index]
+            number = own[chunk]
+            unit = mine[index]
             if work == "F":
                 yield from forward(shape, number, unit)
                 continue
@@ -85,7 +86,8 @@ class Chunked(Synchronous):
 def _in_flight(schedule: Chunked, workers: int, chunks: int, units: int) -> tuple[int, ...]:
     most = [0] * (workers * chunks)
     for position in range(workers):
-        flying, own = [0] * chunks, schedule.own_stages(position, workers, chunks)
+        flying = [0] * chunks
+        own = schedule.own_stages(position, workers, chunks)
         for work, chunk, _ in schedule.order(workers, chunks, position, units):
             flying[chunk] += {"F": 1, "B": -1, "I": 0, "W": -1}[work]
             most[own[chunk]] = max(most[own[chunk]], flying[chunk])

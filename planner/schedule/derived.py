@@ -59,7 +59,8 @@ def evaluation_stream(shape: PipelineShape, rank: int, batches: int) -> Iterator
     evaluation.
     """
     # replicas take turns by batches
-    whole, size = replace(shape, microbatches=1), group_size(shape)
+    whole = replace(shape, microbatches=1)
+    size = group_size(shape)
     for first in range(0, batches, size):
         for stage in shape.stages_of(rank):
             for batch in range(first, min(first + size, batches)):

@@ -39,7 +39,8 @@ class Flush(Synchronous):
 
     def in_flight(self, replicas: Count, gpus_after: Count, microbatches: int) -> Count:
         """See base class."""
-        most, depth = -(-microbatches // replicas), warm_up_depth(replicas, gpus_after)
+        most = -(-microbatches // replicas)
+        depth = warm_up_depth(replicas, gpus_after)
         return most + (depth - most) * (depth < most)  # the lesser of the two, also for arrays
 
     def minibatch(
@@ -150,7 +151,8 @@ class OneForwardOneBackward(Schedule):
         last_round = (minibatches - 1) // per_round
         if minibatches and (not mine or mine[-1] // per_round < last_round):
             yield from _finish_round(shape, stage, rank, last_round, minibatches)
-        rounds, behind = -(-minibatches // per_round), shape.lag(stage)
+        rounds = -(-minibatches // per_round)
+        behind = shape.lag(stage)
         for number, round_ in enumerate(range(max(0, rounds - behind), rounds)):
             yield from add_shared(shape, stage, rank, round_)
             yield Update(stage, rounds + number)

@@ -60,7 +60,8 @@ def send_shared(shape: PipelineShape, stage: int, rank: int, round_: int) -> Ite
 
 def add_shared(shape: PipelineShape, stage: int, rank: int, round_: int) -> Iterator[Instruction]:
     """Yield what adds up the gradients of weights that stages share, in a round."""
-    number, peers = shape.ranks[stage].index(rank), shape.sharers(stage)
+    number = shape.ranks[stage].index(rank)
+    peers = shape.sharers(stage)
     for peer in peers:
         yield do.ReceiveShared(
             stage, Unit(round_), peer, shape.ranks[peer][number % len(shape.ranks[peer])]

@@ -274,7 +274,8 @@ class PipelineShape:
         """Return how many of a worker's first units fill the pipeline, and how many of its last
         ones empty it.
         """
-        stages, first = self.stages_of(rank), self.replicas[0]
+        stages = self.stages_of(rank)
+        first = self.replicas[0]
         last = self.in_flight(stages[0])
         depth = max(last, -(-self.in_flight(0) * first // max(first, self.replicas[stages[0]])))
         if not self.asynchronous:
@@ -297,7 +298,8 @@ class PipelineShape:
     def units_of(self, stage: int, rank: int, minibatch: int) -> Units:
         """Return the units of a minibatch that a rank runs at a stage."""
         # Turns grow by one with the microbatch.
-        first, period = self.schedule.turn(self, Unit(minibatch, 0)), len(self.ranks[stage])
+        first = self.schedule.turn(self, Unit(minibatch, 0))
+        period = len(self.ranks[stage])
         begin = (self.ranks[stage].index(rank) - first) % period
         return Units(minibatch, range(begin, self.microbatches, period))
 

@@ -23,7 +23,8 @@ def lag(pairs: Sequence[tuple[int, int]], depths: Sequence[int], stage: int) -> 
     """Return by how many rounds `stage` is ahead of the slowest of its sharers, their sharers
     included.
     """
-    family, size = {stage}, 0
+    family = {stage}
+    size = 0
     while len(family) > size:
         size = len(family)
         family.update(other for pair in pairs if family.intersection(pair) for other in pair)

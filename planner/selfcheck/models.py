@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 
-SIZE, WIDTH, CLASSES = 12, 192, 10
+SIZE = 12
+WIDTH = 192
+CLASSES = 10
 # in the environment: a file for the time at which worker 0 kills itself
 KILLED = "PLAN_SELFTEST_KILLED"
 KILLED_IN = 6  # this update
@@ -28,10 +30,8 @@ class Convolution(nn.Module):
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.conv, self.norm = (
-            nn.Conv2d(channels, channels, 3, padding=1, bias=False),
-            nn.BatchNorm2d(channels),
-        )
+        self.conv = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(channels)
         self.relu = nn.ReLU(inplace=True)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -36,18 +36,23 @@ from planner.workers.launch import environment
 STEPS = 20
 # Sums are made in another order than in one process. An update at another version of the weights
 # shows as 3e-4 or more.
-LIMIT_CPU, LIMIT_GPU = 1e-5, 1e-4
+LIMIT_CPU = 1e-5
+LIMIT_GPU = 1e-4
 # of attention, which multiplies differences in rounding by a hundred every four steps
 FEW_STEPS = 5
 MEMORY_STEPS = 8
 # so that libraries' own memory on a GPU counts little
-MEMORY_BATCH_SIZE_CPU, MEMORY_BATCH_SIZE_GPU = 64, 512
+MEMORY_BATCH_SIZE_CPU = 64
+MEMORY_BATCH_SIZE_GPU = 512
 # A CPU has resident pages, of which libraries have a few percent more or less than a plan knows.
 # On a GPU the allocator counts to the byte, and a prediction must not be below it by more than
 # small values take.
-LEAST_CPU, LEAST_GPU, MOST = -0.05, -0.01, 0.10
+LEAST_CPU = -0.05
+LEAST_GPU = -0.01
+MOST = 0.10
 TOLD_S = 10.0  # from a worker's end to the message
-CONVOLUTIONAL, TRANSFORMER = location("build_convolutional"), location("build_transformer")
+CONVOLUTIONAL = location("build_convolutional")
+TRANSFORMER = location("build_transformer")
 
 Weights = Mapping[str, Tensor]
 

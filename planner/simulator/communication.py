@@ -78,7 +78,8 @@ class ClusterLinks:
                 yield self._link(0, rank, sends).use(f"worker {rank} {does}", rank, sends)
         for (level, member, sends), link in sorted(self._links.items(), key=lambda item: item[0]):
             if level > 0 and link.busy:
-                size, does = self._sharers[level], "send" if sends else "receive"
+                size = self._sharers[level]
+                does = "send" if sends else "receive"
                 name = f"workers {member * size}-{(member + 1) * size - 1} together {does}"
                 yield link.use(
                     name if size > 1 else f"worker {member} beyond its group {does}s", None, sends
@@ -172,8 +173,11 @@ class Communication:
         on_arrival: Callable[[int, Send, float, float], None],
         on_round: Callable[[Collective, Round], None],
     ) -> None:
-        self.network, self.links = FairNetwork(), ClusterLinks(costs.cluster)
-        self._costs, self._on_arrival, self._on_round = costs, on_arrival, on_round
+        self.network = FairNetwork()
+        self.links = ClusterLinks(costs.cluster)
+        self._costs = costs
+        self._on_arrival = on_arrival
+        self._on_round = on_round
         # whether all receives are open from the beginning, as in every minibatch but the first
         self.posted = False
         # By the sender's rank and stage, the receiver's rank and stage, and whether of shared
@@ -184,7 +188,8 @@ class Communication:
     def collective(self, stage: int, gathers: bool = False) -> Collective:
         """Return the all-reduce of a stage, or its all-gather."""
         if (stage, gathers) not in self._collectives:
-            ranks, costs = self._costs.shape.ranks[stage], self._costs.stages[stage]
+            ranks = self._costs.shape.ranks[stage]
+            costs = self._costs.stages[stage]
             path, latency_s = self.links.ring(ranks)
             moved_bytes = (
                 2
@@ -260,7 +265,8 @@ class Communication:
                 round_.end_s = end_s
                 self._on_round(collective, round_)
 
-        size_bytes, queue = share * collective.moved_bytes, collective.queue
+        size_bytes = share * collective.moved_bytes
+        queue = collective.queue
         queue.waiting.append((size_bytes, queue.latency_s if size_bytes > 0 else 0.0, arrived))
         self._start(queue, now_s)
 

@@ -49,7 +49,8 @@ class LinkDirection:
     def enter(self, flow: "_Flow", now_s: float) -> bool:
         """Add a flow; return whether it shares the link."""
         if not self.flows:
-            self._since_s, self._bytes = now_s, 0.0
+            self._since_s = now_s
+            self._bytes = 0.0
         self._bytes += flow.left_bytes
         self.flows[flow] = None
         return len(self.flows) > 1
@@ -185,7 +186,8 @@ def _fair_rates(near: dict[_Flow, None], crowded: list[LinkDirection]) -> list[t
             if link.unsettled:
                 equal = link.room / link.unsettled
                 if equal < part:
-                    part, tightest = equal, link
+                    part = equal
+                    tightest = link
 
         while by_limit[first] not in left:
             first += 1

@@ -151,7 +151,8 @@ class PipelineCosts:
         each stage. To a larger group, each rank of the smaller one sends as many copies as it takes
         to reach all.
         """
-        topology, whole = Topology(cluster), list[StageCosts]()
+        topology = Topology(cluster)
+        whole = list[StageCosts]()
         slowest = topology.link(len(topology) - 1)
         for number, costs in enumerate(stages):
             own = [

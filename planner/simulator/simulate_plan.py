@@ -62,7 +62,9 @@ def simulate(
     plan = of_groups(plan)
     count = default_minibatches(plan) if minibatches is None else minibatches
     if count < 1:
-        raise InputError(f"`minibatches={count}` is no run", hint="give `minibatches` 1 or more")
+        raise InputError(
+            f"`minibatches` must be at least 1, got {count}", hint="give `minibatches=1`"
+        )
     _check_amount(plan, count)
 
     events: list[Event] = []

@@ -108,7 +108,8 @@ class Simulation:
         """Run to the end, or until `enough` says so after a backward of the first stage, or all
         wait for ever.
         """
-        network, ready = self.communication.network, self._ready
+        network = self.communication.network
+        ready = self._ready
         backwards = 0
         turns = 0
         while True:
@@ -173,7 +174,8 @@ class Simulation:
                     self._working[rank] = work
                     return False
             case do.AllReduce(stage=stage, round=number):
-                reduce, now_s = self.communication.collective(stage), self._clock[rank]
+                reduce = self.communication.collective(stage)
+                now_s = self._clock[rank]
                 self._begun.setdefault(rank, now_s)
                 if reduce.joined[rank] <= number:  # it had no backward in this round
                     self._join(rank, stage, 0.0, 0.0, now_s)
@@ -281,7 +283,8 @@ class Simulation:
             sends: EventKind = "send_gradient"
             receives: EventKind = "receive_gradient"
             if isinstance(send, do.SendActivation):
-                sends, receives = "send_activation", "receive_activation"
+                sends = "send_activation"
+                receives = "receive_activation"
             when = (*send.unit, start_s, end_s)
             self.events += [
                 Event(rank, sends, send.stage, *when, send.peer_rank, send.peer_stage),
@@ -290,7 +293,8 @@ class Simulation:
         self._deliver(rank, send, end_s)
 
     def _deliver(self, sender: int, send: Send, end_s: float) -> None:
-        unit, kind = send.unit, _MESSAGE_KIND[type(send)]
+        unit = send.unit
+        kind = _MESSAGE_KIND[type(send)]
         message = (
             send.peer_rank,
             kind,
@@ -306,7 +310,9 @@ class Simulation:
             self._wake(send.peer_rank, end_s)
 
     def _receive(self, rank: int, receive: Receive) -> bool:
-        unit, kind, peer = receive.unit, _MESSAGE_KIND[type(receive)], receive.peer_rank
+        unit = receive.unit
+        kind = _MESSAGE_KIND[type(receive)]
+        peer = receive.peer_rank
         message = (
             rank,
             kind,

@@ -87,9 +87,13 @@ def summarize(timeline: Timeline) -> Summary:
     completed = columns.completions()
     last_forward_s = max(completed.forwards_s[0])
     steady = _steady(timeline, completed, recorded)
-    start, end, pace_s = 0.0, span, span / count
+    start = 0.0
+    end = span
+    pace_s = span / count
     if steady is not None:
-        start, end, pace_s = steady.start_s, steady.end_s, steady.seconds_per_minibatch
+        start = steady.start_s
+        end = steady.end_s
+        pace_s = steady.seconds_per_minibatch
 
     # 2. How busy workers and links are.
     busy = columns.busy_s(start, end)

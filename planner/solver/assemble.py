@@ -93,7 +93,7 @@ def assemble(
         transfers=transfers(problem.in_groups(stages)[0].layer_costs, stages),
         shared=shared_between(layer_costs, stages),
         predicted=_predict(problem, best),
-        solver=report.with_depth(problem.depth),
+        solver=replace(report, depth=problem.depth),
         cluster=problem.cluster,
     )
 
@@ -102,7 +102,7 @@ def _loss(profile: Profile, *, accepted: bool) -> LossMean | None:
     """Return what the loss is a mean over, with the mark of a user who accepts it divided."""
     if profile.loss is None or not accepted:
         return profile.loss
-    return profile.loss.accepted_divided()
+    return replace(profile.loss, accepted=True)
 
 
 def _stages(problem: Problem, best: Evaluation) -> Iterator[Stage]:

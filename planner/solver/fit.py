@@ -216,8 +216,11 @@ class _SizeSearch:
             return row
         size = plan.microbatch_size or 1
         scale = size / (self.profile.microbatch_size or size)
-        rows = tuple(way.with_seconds(scale * way.seconds_per_microbatch) for way in best.baselines)
-        return FitRow(gpus=row.gpus, plan=replace(plan, baselines=rows))
+        rows = []
+        for way in best.baselines:
+            seconds = scale * way.seconds_per_microbatch
+            rows.append(replace(way, seconds_per_microbatch=seconds))
+        return FitRow(gpus=row.gpus, plan=replace(plan, baselines=tuple(rows)))
 
 
 def _other_numbers(

@@ -61,7 +61,8 @@ class RecomputedLayers(Recomputes):
         """Say what recomputes; empty for nothing."""
         if self.recomputes_as_a_whole:
             return "all layers"
-        groups, again = len(self.recompute_groups), len(self.recomputed_layers)
+        groups = len(self.recompute_groups)
+        again = len(self.recomputed_layers)
         if again <= groups:
             return f"{again} layer{'s' * (again > 1)}" if again else ""
         return f"{groups} block{'s' * (groups > 1)}, {again} layers"

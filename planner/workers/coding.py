@@ -58,7 +58,8 @@ class Blocks:
         missing = elements.numel() - len(flat)
         blocks = (pad(flat, (0, missing)) if missing else flat).view(-1, self.block)
         # Two passes take a quarter of the time of `aminmax`, which is not vectorised along rows.
-        high, low = blocks.amax(1, keepdim=True), blocks.amin(1, keepdim=True)
+        high = blocks.amax(1, keepdim=True)
+        low = blocks.amin(1, keepdim=True)
         scale = torch.maximum(high, -low).div_(_MOST).clamp_(min=_LEAST_SCALE)
         elements.copy_((blocks / scale).round_())
         scales.copy_(scale)

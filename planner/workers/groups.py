@@ -107,7 +107,8 @@ class DataGroups:
         Before it the stages must have run once on the device, and nothing may be pending: to make a
         communicator NCCL allocates memory, which may wait for the whole device.
         """
-        unused, self._unused = self._unused, []
+        unused = self._unused
+        self._unused = []
         if self.tagged:
             return  # gloo has connected all members when a group is made
         if self._own > STREAMS:

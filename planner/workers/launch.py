@@ -81,7 +81,8 @@ def run_workers(
     store = open_store(address_of(interface), 0)
     with ended_by_signals(), held_folder("train") as folder:
         job = replace(job, folder=str(folder))
-        job_path, timeline_path = folder / "job.json", folder / TIMELINE_FILE
+        job_path = folder / "job.json"
+        timeline_path = folder / TIMELINE_FILE
         save_record(job, job_path)
         first: dict[int, int] = {}
         secret = new_secret()
@@ -147,7 +148,8 @@ def run_on_hosts(job: Job, command: Sequence[str], note: Callable[[str], None]) 
                 note(f"worker {rank} was {_ended_by(code)}{why}")
 
     least, most = job.elastic.hosts
-    place, interface = job.elastic.rendezvous or "", job.run_options.interface
+    place = job.elastic.rendezvous or ""
+    interface = job.run_options.interface
     host, _, port = place.rpartition(":")
     own = address_of(interface) if interface else address_towards(host)
     if own is None:

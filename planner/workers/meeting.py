@@ -28,7 +28,8 @@ from planner.workers.store_server import open_store
 
 # Below the ports that Linux gives to outgoing connections (32768 and up), so that none of those is
 # in the way.
-_FIRST_PORT, _PORTS = 12000, 20000
+_FIRST_PORT = 12000
+_PORTS = 20000
 _TIMEOUT = timedelta(minutes=10)
 _TASKS = re.compile(r"(?P<tasks>\d+)(\(x(?P<nodes>\d+)\))?")
 _COUNT = "TORCHELASTIC_RESTART_COUNT"
@@ -47,7 +48,8 @@ def worker_variables(environment: Mapping[str, str]) -> dict[str, str]:
     if rank is None or tasks is None or int(tasks) < 2 or batch_script:
         return {}
     node = environment.get("SLURM_NODEID", "0")
-    job, step = environment.get("SLURM_JOB_ID", "0"), environment.get("SLURM_STEP_ID", "0")
+    job = environment.get("SLURM_JOB_ID", "0")
+    step = environment.get("SLURM_STEP_ID", "0")
     # steps of one job may run at the same time
     port = _FIRST_PORT + (int(job) * 7 + int(step)) % _PORTS
     nodes = _first(environment, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
@@ -184,7 +186,8 @@ def _agree_on_start(store: Store, rank: int, world: int) -> None:
 
 
 def _answer(store: Store, number: int, world: int) -> None:
-    answered, all_here = 0, False
+    answered = 0
+    all_here = False
     with suppress(RuntimeError):  # the store is gone: each worker finds that out
         while not all_here:
             for arrival in range(answered + 1, (answered := store.add("arrivals", 0)) + 1):
@@ -237,7 +240,8 @@ def exchange(store: Store, mine: Seat) -> list[Seat]:
     """Tell all workers about this one, choose a network interface by what all say, and return that
     by rank.
     """
-    prefix, seats = f"seat/{nth_time(store, 'seat')}", list[Seat]()
+    prefix = f"seat/{nth_time(store, 'seat')}"
+    seats = list[Seat]()
     store.set(f"{prefix}/{mine.rank}", mine.model_dump_json())
     try:
         for rank in range(int(os.environ["WORLD_SIZE"])):

@@ -76,7 +76,8 @@ def own_seat(same: Mapping[str, str] | None = None, device: DeviceType | None = 
     """Describe this worker, in the environment that torchrun sets, and the GPUs of the kind
     `device` that it sees.
     """
-    host, kind = socket.gethostname(), device if device not in (None, "cpu") else kind_here()
+    host = socket.gethostname()
+    kind = device if device not in (None, "cpu") else kind_here()
     return Seat(
         rank=int(os.environ["RANK"]),
         host=host,

@@ -36,12 +36,15 @@ from planner.workers.secret_store import Part, SecretStore
 from planner.workers.store_server import open_store
 
 # names of the two ways to meet, in torchrun's registry
-ONE_HOST, HOSTS = "planner-host", "planner-hosts"
+ONE_HOST = "planner-host"
+HOSTS = "planner-hosts"
 # in the environment of an agent: see `Agent`
 NO_SHARED_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 # How long a start waits for further hosts once the fewest have come, after how many seconds a
 # silent one counts as gone, and how long the fewest are waited for.
-LAST_CALL_S, SILENT_S, JOIN_S = 3, 5, 600
+LAST_CALL_S = 3
+SILENT_S = 5
+JOIN_S = 600
 _TIMEOUT = timedelta(minutes=1)  # for an answer of a store
 
 

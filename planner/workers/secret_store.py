@@ -132,7 +132,8 @@ class SecretStore(Store):
         return self._code(name, content) + content
 
     def _opened(self, key: str, sealed: bytes) -> bytes:
-        code, content = sealed[:_CHARACTERS], sealed[_CHARACTERS:]
+        code = sealed[:_CHARACTERS]
+        content = sealed[_CHARACTERS:]
         if not hmac.compare_digest(code, self._code(self._name(key), content)):
             raise ForgedValueError(key)
         return content

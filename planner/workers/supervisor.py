@@ -86,8 +86,10 @@ class Supervisor:
     def __init__(
         self, job: Job, heartbeat: Heartbeat, *, own_process: bool = False, script: bool = False
     ) -> None:
-        self._job, self._heartbeat = job, heartbeat
-        self._own_process, self._script = own_process, script
+        self._job = job
+        self._heartbeat = heartbeat
+        self._own_process = own_process
+        self._script = script
         self._rank = int(os.environ.get("RANK", "0"))
         self._timeout_s = job.run_options.hang_timeout_s
         # At least ten exchanges within a time-out: a worker counts as silent after half of it.
@@ -114,7 +116,8 @@ class Supervisor:
         if self._rank in (0, int(os.environ.get("WORLD_SIZE", self._job.plan.workers)) - 1):
             allows_more = _FOR_SCRIPTS if self._script else "`hang_timeout_s=SECONDS`"
             self._detector = HangDetector(self._job, self._timeout_s, age_s(), allows_more)
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        host = os.environ["MASTER_ADDR"]
+        port = int(os.environ["MASTER_PORT"])
         timeout = timedelta(seconds=_CONNECT_S)
         connect = partial(
             TCPStore, host, port, is_master=False, wait_for_workers=False, timeout=timeout
@@ -165,13 +168,15 @@ class Supervisor:
         """Return the error of the worker that failed first, to end with; None where this host has
         told it already.
         """
-        failure, store = self._failure, self._store
+        failure = self._failure
+        store = self._store
         assert failure is not None
         if store is None:
             return error_of(failure)
 
         def agree() -> tuple[Failure, bool]:
-            cause, deadline = None if failure.consequence else failure, time.monotonic() + GRACE_S
+            cause = None if failure.consequence else failure
+            deadline = time.monotonic() + GRACE_S
             while cause is None and time.monotonic() < deadline:
                 time.sleep(0.1)
                 cause = cause_in(store)
@@ -267,7 +272,8 @@ class Supervisor:
         moment = beat.beats, beat.device
         now_s = time.monotonic()
         if moment != self._newest_beat:
-            self._newest_beat, self._moved_s = moment, now_s
+            self._newest_beat = moment
+            self._moved_s = now_s
         return now_s - self._moved_s >= _OVERDUE_SHARE * self._timeout_s
 
     def _gone(self, store: Store, rank: int) -> None:

@@ -61,10 +61,12 @@ class _Seen:
     written_s: float  # when the newest page was new
 
     def has_moved(self, page: Page, now_s: float) -> bool:
-        beat, old = page.beat, self.before.beat
+        beat = page.beat
+        old = self.before.beat
         if (beat.beats, beat.device) != (old.beats, old.device):
             return True
-        ran_s, starved_s = page.cpu_s - self.before.cpu_s, page.starved_s - self.before.starved_s
+        ran_s = page.cpu_s - self.before.cpu_s
+        starved_s = page.starved_s - self.before.starved_s
         enough = ran_s + starved_s > _LEAST_S and ran_s > BUSY_SHARE * (
             now_s - self.moved_s - starved_s
         )
@@ -103,7 +105,8 @@ class HangDetector:
         moved for long.
         """
         for rank in range(self._job.plan.workers):
-            page, seen = pages.get(rank, _NONE_YET), self._seen.get(rank)
+            page = pages.get(rank, _NONE_YET)
+            seen = self._seen.get(rank)
             if seen is None or seen.has_moved(page, now_s):
                 moved_s = now_s + self._first_s * (page is _NONE_YET)
                 self._seen[rank] = _Seen(page, page, moved_s, moved_s)
@@ -210,7 +213,8 @@ class NextWorker:
     """
 
     def __init__(self, on_gone: Callable[[int], None]) -> None:
-        rank, self._workers = dist.get_rank(), dist.get_world_size()
+        rank = dist.get_rank()
+        self._workers = dist.get_world_size()
         self._next, self._previous = (rank + 1) % self._workers, (rank - 1) % self._workers
         self._on_gone = on_gone
         self._left = False

@@ -76,7 +76,7 @@ def test_without_the_profile_it_says_what_is_missing(folder: Path) -> None:
         (("--profile", "none.json"), "there is no file 'none.json'"),
         (("--run", "none.json"), "there is no file 'none.json'"),
         (("--run", "plan.json"), "holds a plan, not a timeline"),
-        (("--minibatches", "0"), "--minibatches 0 is no run"),
+        (("--minibatches", "0"), "--minibatches must be at least 1, got 0"),
         (("-o", "report.pdf"), "'report.pdf' is no name of a report, which is HTML"),
     ],
 )

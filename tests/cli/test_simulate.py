@@ -65,7 +65,7 @@ def test_against_a_run(folder: Path) -> None:
     ("arguments", "complaint"),
     [
         (("--plan", "none.json"), "there is no file 'none.json'"),
-        (("--minibatches", "0"), "--minibatches 0 is no run"),
+        (("--minibatches", "0"), "--minibatches must be at least 1, got 0"),
         (("--minibatches", "many"), "invalid int value"),
         (("--against", "none.json"), "there is no file 'none.json'"),
         (

@@ -297,7 +297,7 @@ def test_2bw_whose_replicas_do_not_divide_the_microbatches_says_what_to_take() -
 
 def test_what_cannot_be_simulated_is_refused() -> None:
     plan = plan_of(equal_layers(1), (1,))
-    with pytest.raises(InputError, match="`minibatches=0` is no run"):
+    with pytest.raises(InputError, match="`minibatches` must be at least 1, got 0"):
         simulate(plan, 0)
 
 

@@ -81,7 +81,8 @@ class DoubleBufferedModel(AsynchronousModel):
         r = np.asarray(replicas, dtype=np.float64)
         share = np.ceil(self.microbatches / r)
         receive_s, send_s = transfer_s(work, self.link)
-        ring_s, end_s = self._ring_s(work, r), ending_s(work, r, self.microbatches, self.link)
+        ring_s = self._ring_s(work, r)
+        end_s = ending_s(work, r, self.microbatches, self.link)
         compute_s = share * self._once_s(work) + (share - 1) * work.accumulate_s + end_s
         return {
             "compute": compute_s,

@@ -73,7 +73,8 @@ def ring_all_reduce_s(trainable_bytes: ArrayLike, replicas: ArrayLike, link: Lin
     """Return the seconds of a ring all-reduce: 2(r-1) steps, 2(r-1)/r of the bytes (Patarasuk &
     Yuan 2009).
     """
-    size, r = np.asarray(trainable_bytes, dtype=np.float64), np.asarray(replicas, dtype=np.float64)
+    size = np.asarray(trainable_bytes, dtype=np.float64)
+    r = np.asarray(replicas, dtype=np.float64)
     steps = np.where(size > 0, 2 * (r - 1), 0.0)
     return np.asarray(steps / r * size / link.ring_bytes_per_s + steps * link.latency_s)
 
@@ -82,10 +83,8 @@ def backward_and_reduce_s(backward_s: ArrayLike, reduce_s: ArrayLike, link: Link
     """Return the least seconds of a backward with its all-reduce, of whose `BUCKETS` parts only the
     last must wait.
     """
-    backward, reduce = (
-        np.asarray(backward_s, dtype=np.float64),
-        np.asarray(reduce_s, dtype=np.float64),
-    )
+    backward = np.asarray(backward_s, dtype=np.float64)
+    reduce = np.asarray(reduce_s, dtype=np.float64)
     if not link.overlap:
         return np.asarray(backward + reduce)
     return np.maximum(backward + reduce / BUCKETS, reduce)
@@ -93,7 +92,8 @@ def backward_and_reduce_s(backward_s: ArrayLike, reduce_s: ArrayLike, link: Link
 
 # Smaller buckets would be dominated by latency. The largest are as large as
 # DistributedDataParallel's.
-LEAST_BUCKET_BYTES, MOST_BUCKET_BYTES = 10**6, 25 * 10**6
+LEAST_BUCKET_BYTES = 10**6
+MOST_BUCKET_BYTES = 25 * 10**6
 
 MOST_PARTS = 8  # buckets of a stage that a simulation tells apart
 

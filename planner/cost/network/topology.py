@@ -308,7 +308,8 @@ class Placement:
         """Return the loads of all transfers, and each stage's half of the time that one
         microbatch's take.
         """
-        loads, halves = Loads(self.topology), [0.0] * len(self.works)
+        loads = Loads(self.topology)
+        halves = [0.0] * len(self.works)
         for (source, target), exchange in self.exchanges.items():
             if self.ranks[source] == self.ranks[target]:
                 continue  # stages of the same workers pass values on without a message

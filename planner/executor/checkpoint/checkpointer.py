@@ -72,7 +72,10 @@ class Keeper:
         heartbeat: Heartbeat,
         timeout: timedelta,
     ) -> None:
-        self._job, self._stages, self._data, self._heartbeat = job, stages, data, heartbeat
+        self._job = job
+        self._stages = stages
+        self._data = data
+        self._heartbeat = heartbeat
         self._rank = dist.get_rank()
         # A gloo group of its own: what travels here is made on the CPU, and must not queue behind
         # training's messages.
@@ -188,12 +191,11 @@ class Checkpointer(Keeper):
     def _agree(self) -> tuple[str, Path | None]:
         self._heartbeat.enter("looking for checkpoints", meeting=True)
         options = self._job.checkpoints
-        writes, chosen = options.every is not None, b""
+        writes = options.every is not None
+        chosen = b""
         if self._rank == 0:
-            token, found = (
-                uuid.uuid4().hex[:8],
-                folders.resolve(options.resume, self.folder, writes=writes),
-            )
+            token = uuid.uuid4().hex[:8]
+            found = folders.resolve(options.resume, self.folder, writes=writes)
             chosen = json.dumps([token, None if found is None else str(found)]).encode()
             if writes:
                 try:
@@ -295,7 +297,8 @@ def position(saved: folders.SavedCheckpoint, data: DataPosition) -> int:
     index = saved.index
     if index.minibatch_size == data.minibatch_size:
         if index.minibatches_per_epoch != data.minibatches_per_epoch:
-            now, then = data.minibatches_per_epoch or "no", index.minibatches_per_epoch or "none"
+            now = data.minibatches_per_epoch or "no"
+            then = index.minibatches_per_epoch or "none"
             problem = (
                 f"dataset() has {now} minibatches, but had {then} in the run of the "
                 f"checkpoint '{saved.path}'"

@@ -58,7 +58,9 @@ class Copies(Keeper):
         recovery: Recovery,
     ) -> None:
         super().__init__(job, stages, data, heartbeat, FOR_EVER)
-        self._recovery, self._memory, self.saved = recovery, recovery.memory, recovery.saved
+        self._recovery = recovery
+        self._memory = recovery.memory
+        self.saved = recovery.saved
         self._hosts = recovery.servers[: job.plan.workers]
         if self._memory.leads:
             self._log = RunLog(self._memory.folder, job.run)
@@ -91,7 +93,8 @@ class Copies(Keeper):
         """
         self._wait()
         self._heartbeat.enter("setting its state aside")
-        contents, twins = _Contents(), _Contents()
+        contents = _Contents()
+        twins = _Contents()
         for own in self._stages:
             if (content := content_of(own)) is not None:
                 contents.append((own, self._aside(own, content)))
@@ -261,7 +264,8 @@ class Copies(Keeper):
         self._memory.folder.mkdir(parents=True, exist_ok=True)
         free_bytes = shutil.disk_usage(self._memory.folder).free
         free_bytes += sum(sum(files.values()) for files in self._memory.copies().values())
-        state, free = Counter[int](), dict[int, int]()
+        state = Counter[int]()
+        free = dict[int, int]()
         for host, text in zip(
             self._hosts, share(json.dumps([own_bytes, free_bytes]), self._group), strict=True
         ):

@@ -33,14 +33,17 @@ from planner.formats.files import Record, load_record, replace, save_record, wri
 from planner.formats.plan import Plan
 from planner.options.training import BaselineName, CheckpointOptions
 
-INDEX, INDEX_DIGEST = "index.json", "index.sha256"
+INDEX = "index.json"
+INDEX_DIGEST = "index.sha256"
 OTHER = "resume from another checkpoint with `resume=PATH`"
 REMEDY = "train with `every=N` to write checkpoints"
 AUTO = "auto"  # the newest checkpoint in the run's own folder, or none
 # A folder by which rank 0 checks that all hosts see its files, named like a half-written
 # checkpoint, so that `remove_leftovers` removes one that a crash left behind.
 PROBE = "sign"
-STEP, _PARTIAL, _REMOVED = "step-", ".partial", ".removed"
+STEP = "step-"
+_PARTIAL = ".partial"
+_REMOVED = ".removed"
 _NO_RUN_ID = "none"  # torchrun's id of every run that was started without --rdzv-id
 
 
@@ -306,7 +309,8 @@ def torchrun_run_id() -> str:
     if run != _NO_RUN_ID:
         return run
     parent = os.getppid()
-    boot, stat = Path("/proc/sys/kernel/random/boot_id"), Path(f"/proc/{parent}/stat")
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    stat = Path(f"/proc/{parent}/stat")
     if not (boot.exists() and stat.exists()):  # not Linux
         return f"{run} {parent}"
     # Process ids are used again, so its start and the boot of the machine are part of the id.

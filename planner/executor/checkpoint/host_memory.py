@@ -214,7 +214,8 @@ def note_fault(job: Job, message: str) -> None:
         memory.make()
     except InputError:  # the message says so
         return
-    last, noted = memory.read(Start), memory.read(Fault)
+    last = memory.read(Start)
+    noted = memory.read(Fault)
     start = -1 if last is None else last.number
     if noted is None or noted.start != start:
         memory.note(Fault(message=message, at_s=time.time(), start=start))
@@ -243,7 +244,8 @@ def exchange_files(
 
     `moved` is called after every piece. What is received must have been allocated.
     """
-    rank, sent = dist.get_rank(), list[dist.Work]()
+    rank = dist.get_rank()
+    sent = list[dist.Work]()
     for tag, each in enumerate(transfers):
         if each.sender == rank:
             content = torch.from_file(

@@ -162,7 +162,8 @@ def take_state(
     what they have alike; of an optimizer that replicas divide, too, each has its own part.
     """
     names = {parameter: name for name, parameter in module.named_parameters()}
-    packed, division = optimizer.state_dict(), divided_weights(module)
+    packed = optimizer.state_dict()
+    division = divided_weights(module)
     groups: list[ParameterGroup] = []
     states: dict[str, ParameterState] = {}
     tensors: dict[str, Tensor] = {}
@@ -175,7 +176,8 @@ def take_state(
         own = tuple(names[parameter] for parameter in parameters)
         groups.append(ParameterGroup(parameters=own, hyperparameters=hyperparameters))
         for number, (parameter, shard) in stepped.items():
-            name, state = names[parameter], packed["state"].get(number, {})
+            name = names[parameter]
+            state = packed["state"].get(number, {})
             if shard is not None and shard.is_master:
                 state = state | {_MASTER: shard.stepped.data}
             if not state:
@@ -268,7 +270,8 @@ def give_state(
             if state.part is None or (before and before[-1][1].part is None):
                 before.clear()
             before.append((name, state))
-    packed, division = optimizer.state_dict(), divided_weights(module)
+    packed = optimizer.state_dict()
+    division = divided_weights(module)
     packed["state"] = {}
     for index, (parameters, stepped, packed_group) in enumerate(
         _groups(optimizer, packed, sharding)
@@ -308,7 +311,9 @@ def _joined(
     found |= {key: from_json(value) for key, value in last.values.items()}
     if last.part is None:
         return found
-    cut, slices, own_shape = Cut(0), [last.part.slice], list(shape)
+    cut = Cut(0)
+    slices = [last.part.slice]
+    own_shape = list(shape)
     if (sliced := last.part.slice) is not None:
         cut = Cut(sliced.dimension, sliced.blocks)
         slices = [replace(sliced, place=place) for place in range(sliced.of)]
@@ -327,7 +332,8 @@ def _joined(
 
 
 def _whole(name: str, parts: Sequence[tuple[StatePart, Tensor]], shape: Sequence[int]) -> Tensor:
-    end, elements = 0, math.prod(shape)
+    end = 0
+    elements = math.prod(shape)
     for part in sorted((part for part, _ in parts), key=lambda part: part.start):
         end = max(end, part.stop) if part.start <= end else end
     if end < elements:

@@ -16,7 +16,8 @@ from planner.formats.files import read_json
 from planner.model.spec import TrainingSpec
 from planner.model.user_functions import NameInFile
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 
 
 class Pretrained:

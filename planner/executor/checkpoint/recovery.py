@@ -51,7 +51,9 @@ from planner.workers.meeting import exchange, worker_store
 from planner.workers.place import own_seat
 
 _TRIES = 5  # starts in a row that may end before the next copy
-_ENDED, _LEFT, _IDLE_S = "elastic/ended", "elastic/left", 0.2
+_ENDED = "elastic/ended"
+_LEFT = "elastic/left"
+_IDLE_S = 0.2
 _Copies = Mapping[int, "_Held"]  # what hosts have, by the worker that speaks for each
 
 
@@ -107,7 +109,9 @@ def recover(job: Job, heartbeat: Heartbeat) -> Recovery:
     counted = count_start(known)
 
     servers = [seat.server for seat in seats]
-    saved, first, maker = None, 0, None
+    saved = None
+    first = 0
+    maker = None
     if chosen is not None:
         maker = next(
             (held.makers[chosen] for held in hosts.values() if chosen in held.makers), None

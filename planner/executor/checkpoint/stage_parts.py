@@ -78,7 +78,8 @@ def content_of(own: Restorable) -> Content | None:
     if not first:
         for name, _ in own.module.named_parameters(remove_duplicate=False):
             del weights[name]
-    optimizer, tensors = None, dict[str, Tensor]()
+    optimizer = None
+    tensors = dict[str, Tensor]()
     if own.optimizer is not None and (
         first or (own.sharding is not None and own.sharding.has_own_part)
     ):
@@ -88,7 +89,8 @@ def content_of(own: Restorable) -> Content | None:
     # The first rank saves the weights, and all of the optimizer of which this one has no part.
     leads = divided_weights(own.module).is_first_rank
     if not leads:
-        weights, optimizer = {}, optimizer if tensors else None
+        weights = {}
+        optimizer = optimizer if tensors else None
     stateful = own.extras if first and leads else {}
     extras = {
         name: to_json(each.state_dict(), f"the state of the {name}")
@@ -167,19 +169,19 @@ def fill_module(own: Restorable, saved: SavedCheckpoint) -> None:
         saved.index.parts,
         key=lambda part: (part.replica == own.replica, part.replica == 0, part.stage == own.stage),
     )
-    state, division = own.module.state_dict(keep_vars=True), divided_weights(own.module)
+    state = own.module.state_dict(keep_vars=True)
+    division = divided_weights(own.module)
     missing = set(state)
     with torch.no_grad():
         for name, value in each_weight(saved.path, parts, set(state)):
             tensor = state[name]
-            shape, alike = division.whole_shape(name, tensor.shape), value.dtype == tensor.dtype
+            shape = division.whole_shape(name, tensor.shape)
+            alike = value.dtype == tensor.dtype
             # Weights with masters are in half precision, and in float32 in a run without; the
             # masters come later.
             if value.shape != shape or not (alike or {value.dtype, tensor.dtype} < _MASTERED):
-                there, here = (
-                    f"{value.dtype} {tuple(value.shape)}",
-                    f"{tensor.dtype} {tuple(shape)}",
-                )
+                there = f"{value.dtype} {tuple(value.shape)}"
+                here = f"{tensor.dtype} {tuple(shape)}"
                 problem = (
                     f"'{name}' is {there} in the checkpoint '{saved.path}', and {here} in the model"
                 )

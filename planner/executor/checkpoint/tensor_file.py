@@ -110,7 +110,8 @@ def write_each(path: Path, facts: Sequence[Fact], tensors: Iterable[Tensor]) -> 
             raise InputError(
                 problem, hint="keep it out of the state, register_buffer(..., persistent=False)"
             )
-        start, end = end, end + fact.size_bytes
+        start = end
+        end = end + fact.size_bytes
         header[fact.name] = {
             "dtype": _NAMES[fact.dtype],
             "shape": fact.shape,
@@ -118,7 +119,9 @@ def write_each(path: Path, facts: Sequence[Fact], tensors: Iterable[Tensor]) -> 
         }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # the data, too, begins at a multiple of 8 bytes
-    sha, size, synced = hashlib.sha256(), 0, 0
+    sha = hashlib.sha256()
+    size = 0
+    synced = 0
     contents = (bytes_of(tensor).numpy().data for tensor in tensors)
     with path.open("wb") as file:
         for content in chain([memoryview(len(text).to_bytes(8, "little") + text)], contents):
@@ -192,7 +195,8 @@ def opened(path: Path, expected: TensorFile | None = None) -> Iterator[Any]:
 
 def _difference(path: Path, expected: TensorFile) -> str | None:
     check_regular(path)
-    sha, size = hashlib.sha256(), 0
+    sha = hashlib.sha256()
+    size = 0
     with path.open("rb", buffering=0) as file:
         while piece := file.read(_PIECE_BYTES):
             sha.update(piece)

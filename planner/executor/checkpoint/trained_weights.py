@@ -38,7 +38,8 @@ def save_gathered(state: Mapping[str, Tensor], path: Path) -> None:
         (name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
         for name, tensor in state.items()
     ]
-    group, parts = control_group(), gather_bytes(json.dumps(told).encode())
+    group = control_group()
+    parts = gather_bytes(json.dumps(told).encode())
     if dist.get_rank() != 0:
         while asked := json.loads(broadcast_bytes(b"", group)):
             rank, name = asked
@@ -135,7 +136,8 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
         InputError: when there are no weights at `path`, or they are damaged or another model's;
             `model` is then unchanged.
     """
-    saved, own = read_trained(path), model.state_dict(keep_vars=True)
+    saved = read_trained(path)
+    own = model.state_dict(keep_vars=True)
     # All checks come before the first copy, so that a failure leaves the model unchanged.
     for name in dict.fromkeys((*own, *saved)):
         if name not in saved or name not in own:
@@ -144,7 +146,8 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
                 f"are these its weights?"
             )
         elif saved[name].shape != own[name].shape:
-            here, there = tuple(own[name].shape), tuple(saved[name].shape)
+            here = tuple(own[name].shape)
+            there = tuple(saved[name].shape)
             problem = f"'{name}' has the shape {there} in '{path}' and {here} in the model"
         else:
             continue

@@ -50,7 +50,8 @@ def message_timeout(hang_timeout_s: float) -> timedelta:
 
 def join_group(timeout: timedelta = TIMEOUT) -> None:
     """Join the process group that torchrun's environment describes: see `control_group`."""
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
+    world = int(os.environ["WORLD_SIZE"])
     number = nth_time(worker_store(timeout), "group")
     # The keys of an earlier group of this process have the addresses of connections that are gone.
     own = PrefixStore(f"group_{number}", group_store(timeout))

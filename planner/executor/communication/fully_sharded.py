@@ -74,7 +74,8 @@ class FullSharding(Sharding):
                 f"PyTorch {torch.__version__}"
             )
             raise PlanError(problem, hint=f"install a newer PyTorch, or {_HINT}")
-        self._stage, self._shards_weights = stage, shards_weights
+        self._stage = stage
+        self._shards_weights = shards_weights
         self._groups = groups
         self._exchange = exchange_over(group)
         self._mesh = _mesh_of(groups, device)
@@ -102,7 +103,8 @@ class FullSharding(Sharding):
             raise PlanError(problem, hint=_HINT) from cause
         now = dict(self._stage.named_parameters())
         for parameter in now.values():
-            rows, width = own_rows(parameter), parameter.numel() // max(1, parameter.shape[0])
+            rows = own_rows(parameter)
+            width = parameter.numel() // max(1, parameter.shape[0])
             if parameter.requires_grad and rows.stop > rows.start:
                 self.shards[parameter] = _Rows(
                     parameter, rows.start * width, rows.stop * width, whole=False
@@ -110,7 +112,8 @@ class FullSharding(Sharding):
         self.step_shards(optimizer, {parameter: now[name] for parameter, name in names.items()})
 
     def _divide_stage(self) -> None:
-        units, modules = self._stage.units, dict(self._stage.named_modules(remove_duplicate=False))
+        units = self._stage.units
+        modules = dict(self._stage.named_modules(remove_duplicate=False))
         assert units is not None
         half = self._stage.options.half
         # BatchNorm's, for instance. What is gathered in half precision cannot be gathered together

@@ -79,11 +79,13 @@ class WholeBucket(Bucket):
     """A bucket that is all-reduced: each replica has the averages of all gradients in `.grad`."""
 
     def _reduce(self, gradients: Mapping[int, Tensor], group: dist.ProcessGroup) -> None:
-        first, sizes = self.parameters[0], [parameter.numel() for parameter in self.parameters]
+        first = self.parameters[0]
+        sizes = [parameter.numel() for parameter in self.parameters]
         self._flat = torch.empty(
             sum(sizes) + len(sizes), dtype=gradient_dtype(first), device=first.device
         )
-        views, present = self._views(self._flat), self._flat[-len(sizes) :]
+        views = self._views(self._flat)
+        present = self._flat[-len(sizes) :]
         copy_all([views[index] for index in gradients], list(gradients.values()))
         present.fill_(1)
         for index in self._missing:
@@ -95,7 +97,8 @@ class WholeBucket(Bucket):
         assert self._work is not None
         self._work.wait()
         count = len(self.parameters)
-        sums, had = self._flat[:-count], self._flat[-count:]
+        sums = self._flat[:-count]
+        had = self._flat[-count:]
         del self._work, self._flat
         return sums, had
 

@@ -47,7 +47,8 @@ class Later:
 
     def __init__(self, device: torch.device, most: int = MOST) -> None:
         runtime = runtime_of(device)
-        self._asynchronous, self._most = runtime.asynchronous, most
+        self._asynchronous = runtime.asynchronous
+        self._most = most
         self._coming: deque[tuple[_Slot, Tensor, Reader]] = deque()
         # Pinned memory is taken before there are messages: to allocate it may wait for the whole
         # device.

@@ -60,7 +60,8 @@ class Lane(NamedTuple):
 
 def lane_of(message: Receive | Send, rank: int) -> Lane:
     """Return the lane that a message of this rank takes."""
-    own, peer = (rank, message.stage), (message.peer_rank, message.peer_stage)
+    own = (rank, message.stage)
+    peer = (message.peer_rank, message.peer_stage)
     (sender, start), (receiver, end) = (own, peer) if isinstance(message, Send) else (peer, own)
     shared = isinstance(message, (do.ReceiveShared, do.SendShared))
     return Lane(sender, receiver, min(start, end), max(start, end), start < end, shared)
@@ -161,7 +162,9 @@ class End:
     __slots__ = ("_place", "group", "lane", "left", "passed", "peer", "posted", "sent", "tag")
 
     def __init__(self, lane: Lane, group: dist.ProcessGroup, rank: int) -> None:
-        self.lane, self.group, self.tag = lane, group, lane.tag
+        self.lane = lane
+        self.group = group
+        self.tag = lane.tag
         self.peer = lane.sender if rank == lane.receiver else lane.receiver
         self._place = dist.get_group_rank(group, self.peer)
         self.sent: deque[tuple[dist.Work, Outgoing]] = deque()
@@ -194,7 +197,8 @@ class Ahead(Iterator[Instruction]):
     """
 
     def __init__(self, instructions: Iterable[Instruction] = ()) -> None:
-        self._rest, self._seen = iter(instructions), deque[Instruction]()
+        self._rest = iter(instructions)
+        self._seen = deque[Instruction]()
 
     def __next__(self) -> Instruction:
         return self._seen.popleft() if self._seen else next(self._rest)
@@ -226,7 +230,9 @@ class Posted:
         """Return what checks a copy of the header; it holds no buffer, whose memory may be needed
         before.
         """
-        layout, unit, sender = self.layout, self.receive.unit, self.receive.peer_rank
+        layout = self.layout
+        unit = self.receive.unit
+        sender = self.receive.peer_rank
         return lambda word: check(layout, unit, int(word), sender)
 
 
@@ -251,8 +257,11 @@ class Links(ABC):
         place: Place,
         rounds: Callable[[int], int] = lambda _: 0,
     ) -> None:
-        self._groups, self._layout_of, self._place = groups, layout_of, place
-        self._most, self._rounds = most, rounds
+        self._groups = groups
+        self._layout_of = layout_of
+        self._place = place
+        self._most = most
+        self._rounds = rounds
         self._rank = dist.get_rank()
         self._ends: dict[tuple[type, int, int, int], End] = {}
         self._within: dict[Receive, dict[str, Tensor]] = {}  # between two stages of this worker
@@ -264,7 +273,8 @@ class Links(ABC):
         """
         if receive.peer_rank == self._rank:
             return self._within.pop(receive)
-        posted, compute = self._take(receive, self._end(receive)), self._place.compute
+        posted = self._take(receive, self._end(receive))
+        compute = self._place.compute
         return unpack(
             posted.layout,
             posted.buffer if compute == self._place.wire else posted.buffer.to(compute),
@@ -339,7 +349,8 @@ class Links(ABC):
         return found
 
     def _packed(self, send: Send, end: End, values: dict[str, Tensor]) -> Outgoing:
-        layout, message = self._layout_of(send), end.left
+        layout = self._layout_of(send)
+        message = end.left
         if message is None or message.layout is not layout:
             message = Outgoing(
                 layout, self._place.wire, None if message is None else message.memory

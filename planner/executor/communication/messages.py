@@ -33,7 +33,9 @@ from planner.workers.coding import Coding, coding_of
 SCALE = "loss scale"
 _ALIGNMENT = 64  # bytes: a cache line, and enough for vector instructions of any width
 # what fits into the header, from its top to its bottom
-_CHECKSUM, _MINIBATCH, _MICROBATCH = 0x7FFF, 0xFFFFFFFF, 0xFFFF
+_CHECKSUM = 0x7FFF
+_MINIBATCH = 0xFFFFFFFF
+_MICROBATCH = 0xFFFF
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,8 @@ def layout_of(specs: Sequence[ValueSpec], extent: Extent, codec: Codec = CODECS[
     slots: list[Slot] = []
     start = _ALIGNMENT
     for spec in specs:
-        size, own = spec.size_bytes(extent), codec if spec.requires_grad else CODECS["none"]
+        size = spec.size_bytes(extent)
+        own = codec if spec.requires_grad else CODECS["none"]
         coding = coding_of(own, size, spec.dtype)
         slots.append(Slot(spec, spec.shape(extent), spec.wire_shape(extent), start, coding))
         start += -(-own.size_bytes(size, spec.dtype.itemsize) // _ALIGNMENT) * _ALIGNMENT
@@ -152,11 +155,9 @@ def check(layout: Layout, unit: Unit, word: int, sender: int) -> None:
     """
     if word == _word(layout, unit):
         return
-    checksum, minibatch, microbatch = (
-        word >> 48 & _CHECKSUM,
-        word >> 16 & _MINIBATCH,
-        word & _MICROBATCH,
-    )
+    checksum = word >> 48 & _CHECKSUM
+    minibatch = word >> 16 & _MINIBATCH
+    microbatch = word & _MICROBATCH
     raise WorkerError(
         f"rank {sender} sent minibatch {minibatch}, microbatch {microbatch}, layout "
         f"{checksum:#x}; expected minibatch "
@@ -201,13 +202,12 @@ class Layouts:
         with_scale: bool,
         codec: Codec = CODECS["none"],
     ) -> None:
-        self._transfers, self._shared, self._extent_of, self._longest = (
-            transfers,
-            shared,
-            extent_of,
-            longest,
-        )
-        self._with_scale, self._codec = with_scale, codec
+        self._transfers = transfers
+        self._shared = shared
+        self._extent_of = extent_of
+        self._longest = longest
+        self._with_scale = with_scale
+        self._codec = codec
         self._made = lru_cache(MOST_EXTENTS)(self._make)
 
     def layout(self, message: Receive | Send) -> Layout:

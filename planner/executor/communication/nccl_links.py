@@ -169,7 +169,8 @@ class NCCLLinks(Links):
 
     def _prepared(self, receive: Receive) -> tuple[_Buffer, _Buffer | None]:
         # The buffer for a message, and one for the next of its lane.
-        end, size = self._end(receive), self._layout_of(receive).room_bytes
+        end = self._end(receive)
+        size = self._layout_of(receive).room_bytes
         kept = self._spare.pop(end, None)
         buffer = kept if kept is not None and len(kept.memory) == size else self._fresh(size)
         # Gradients of shared weights are as large as the weights: a second buffer is not worth its

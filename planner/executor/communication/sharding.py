@@ -60,14 +60,16 @@ def divide(
         The pieces, and the elements of a row, with gaps that align each parameter and fill a row
         up.
     """
-    starts, total = [], 0
+    starts = []
+    total = 0
     for size in sizes:
         starts.append(total)
         total += -(-size // ALIGNMENT) * ALIGNMENT
     even = -(-total // (replicas * ALIGNMENT)) * ALIGNMENT
     bounds = [min(owner * even, total) for owner in range(replicas + 1)]
     for index in whole:
-        first, last = starts[index], (*starts[1:], total)[index]
+        first = starts[index]
+        last = (*starts[1:], total)[index]
         nearer = [first if bound - first < last - bound else last for bound in bounds]
         bounds = [
             end if first < bound < last else bound
@@ -76,7 +78,8 @@ def divide(
     pieces = []
     for index, (first, size) in enumerate(zip(starts, sizes, strict=True)):
         for owner, (begin, end) in enumerate(pairwise(bounds)):
-            start, stop = max(first, begin), min(first + size, end)
+            start = max(first, begin)
+            stop = min(first + size, end)
             if start < stop:
                 pieces.append(Piece(index, owner, start - first, stop - first, start - begin))
     return pieces, max(end - begin for begin, end in pairwise(bounds))
@@ -268,7 +271,8 @@ class Sharding:
                 parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
         self._shared = list(shared)
         self._alone = [parameter for parameter in parameters if parameter not in set(self._shared)]
-        self._replica, self._wire = replica, wire
+        self._replica = replica
+        self._wire = wire
         self.buckets: list[Bucket] = []  # what reduces the gradients of a round
         self._divided: list[DividedBucket] = []
         self.shards: dict[nn.Parameter, Shard] = {}

@@ -68,7 +68,9 @@ class BusyTime:
         """Return how many computations the device has passed, and what it is at, if it has work; of
         any thread.
         """
-        passed, spans, start = self._read_spans, self._coming.copy(), self._start
+        passed = self._read_spans
+        spans = self._coming.copy()
+        start = self._start
         for span in spans:
             if not span.ended.query():
                 return (
@@ -90,7 +92,8 @@ class BusyTime:
         return event
 
     def _read(self) -> None:
-        span, log = self._coming.popleft(), self._log
+        span = self._coming.popleft()
+        log = self._log
         self._read_spans += 1
         log.busy_s += span.began.elapsed_time(span.ended) / 1e3
         # From one computation to the next, because an event tells the time since another in single
@@ -110,7 +113,8 @@ class Clock:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._runtime = device, runtime_of(device)
+        self._device = device
+        self._runtime = runtime_of(device)
         self._base, self._base_s = self._runtime.anchor(device)
         self._anchor: Event | None = None
 

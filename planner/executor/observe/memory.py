@@ -20,7 +20,8 @@ class PeakMemory:
     """
 
     def __init__(self, device: torch.device, already_bytes: int) -> None:
-        self._device, self._runtime = device, runtime_of(device)
+        self._device = device
+        self._runtime = runtime_of(device)
         self._already_bytes = already_bytes
         gc.collect()
         if self._runtime.counts_memory:

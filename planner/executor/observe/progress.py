@@ -91,10 +91,12 @@ def steady_state(
         return SteadyState(0.0, 0.0)
     # A short run is measured as a whole rather than not at all.
     if len(completions) < start_up + drain + 4 * per_round:
-        start_up, drain = per_round, 0
+        start_up = per_round
+        drain = 0
     first = max(per_round, -(-start_up // per_round) * per_round) - 1
     rounds = (len(completions) - drain - 1 - first) // per_round
-    begin, end = completions[first], completions[first + rounds * per_round]
+    begin = completions[first]
+    end = completions[first + rounds * per_round]
     elapsed = end.ended_s - begin.ended_s
     return SteadyState(rounds * per_round / elapsed, (end.busy_s - begin.busy_s) / elapsed)
 
@@ -110,11 +112,9 @@ class Reporter:
         minibatch_size: int,
     ) -> None:
         self._callbacks = callbacks
-        self._minibatches, self._per_update, self._size = (
-            minibatches,
-            minibatches_per_update,
-            minibatch_size,
-        )
+        self._minibatches = minibatches
+        self._per_update = minibatches_per_update
+        self._size = minibatch_size
         self._recent: deque[float] = deque(maxlen=20)
 
     def updated(self, log: WorkerLog) -> None:

@@ -42,7 +42,8 @@ class TraceRecorder:
         device: torch.device,
         held_bytes: Callable[[], int] | None = None,
     ) -> None:
-        self._rank, self.last = rank, last
+        self._rank = rank
+        self.last = last
         self._clock = Clock(device)
         self._held_bytes = held_bytes
         self._notes: deque[tuple[int, Instruction, Mark, Mark, int | None]] = deque()

@@ -24,7 +24,8 @@ class ReplicaBuffers:
     """Watches the buffers of a stage's module."""
 
     def __init__(self, module: nn.Module, stage: int) -> None:
-        self._module, self._stage = module, stage
+        self._module = module
+        self._stage = stage
         self._initial = {
             name: buffer.detach().clone()
             for name, buffer in module.named_buffers()

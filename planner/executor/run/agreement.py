@@ -50,7 +50,8 @@ def start_worker(job: Job, heartbeat: Heartbeat | None = None) -> Heartbeat:
     """Set up this process, return its heartbeat; raise PlanError when the plan needs another number
     of workers.
     """
-    world, needed = int(os.environ["WORLD_SIZE"]), job.plan.workers
+    world = int(os.environ["WORLD_SIZE"])
+    needed = job.plan.workers
     if world != needed:
         raise PlanError(
             f"plan '{job.plan.config}' needs {needed} workers, but {world} were started",

@@ -147,7 +147,8 @@ class PipelineContext:
         for fact in self.facts:
             self.comparison.compare(fact)
         self.heartbeat.enter("taking memory", meeting=True)
-        compute, runtime = self.place.compute, runtime_of(self.place.compute)
+        compute = self.place.compute
+        runtime = runtime_of(self.place.compute)
         if not runtime.asynchronous:
             return
         tensors_bytes = int(self.plan.tensor_bytes(min(self.stages)) * _RESERVED)

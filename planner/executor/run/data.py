@@ -36,7 +36,8 @@ from planner.units import counted
 KEPT = 3
 ENDLESS = 2**40  # minibatches of a run whose end is not known
 # for the lengths of the data, and how far the mean may be from the plan's
-MINIBATCHES_WATCHED, DRIFT = 16, 0.1
+MINIBATCHES_WATCHED = 16
+DRIFT = 0.1
 # distinct random minibatches, used in turn: making new ones would count as training time
 RANDOM_BATCHES = 8
 MOST_RANDOM = 4096  # distinct microbatches of them, all of which are made first and stay in memory
@@ -44,7 +45,8 @@ MOST_RANDOM = 4096  # distinct microbatches of them, all of which are made first
 _log = logging.getLogger(__name__)
 
 # microbatches of the first minibatch, and samples of each, to check its loss with
-_CHECKED, _EACH = 4, 2
+_CHECKED = 4
+_EACH = 2
 _SIZES = 4096  # of units, that are remembered
 
 
@@ -62,7 +64,10 @@ class Extents:
         lengths: Sequence[Length],
         kept: int,
     ) -> None:
-        self._read, self._size, self._lengths, self._kept = read, size, lengths, kept
+        self._read = read
+        self._size = size
+        self._lengths = lengths
+        self._kept = kept
         self.forget()
 
     def forget(self) -> None:
@@ -124,7 +129,8 @@ class BatchSource(ABC):
         """
         found = self._sizes.get(unit)
         if found is None:
-            samples, parts = self.minibatch_size(unit.minibatch), self.microbatches
+            samples = self.minibatch_size(unit.minibatch)
+            parts = self.microbatches
             if len(self._sizes) >= _SIZES:
                 self._sizes.clear()
             found = self._sizes[unit] = samples // parts + (unit.microbatch < samples % parts)
@@ -406,7 +412,8 @@ class ChangedBatches(BatchSource):
 
     def __init__(self, source: BatchSource) -> None:
         super().__init__(source.microbatches)
-        self.random, self.last_size = source.random, source.last_size
+        self.random = source.random
+        self.last_size = source.last_size
         self._source = source
 
     def batch(self, unit: Unit) -> Batch:
@@ -432,7 +439,9 @@ class LengthDrift:
     """
 
     def __init__(self, plan: PlannedLengths, microbatches: int, spec: TrainingSpec) -> None:
-        self._plan, self._each, self._rows = plan, microbatches, list[tuple[int, ...]]()
+        self._plan = plan
+        self._each = microbatches
+        self._rows = list[tuple[int, ...]]()
         with generators_kept():  # example batches draw random numbers
             self._varying = varying(spec, 2)
 
@@ -492,7 +501,9 @@ class OfRank(ChangedBatches):
 
     def __init__(self, source: BatchSource, place: int, ranks: int) -> None:
         super().__init__(source)
-        self._place, self._ranks, self.microbatches = place, ranks, source.microbatches // ranks
+        self._place = place
+        self._ranks = ranks
+        self.microbatches = source.microbatches // ranks
         self._check(source.last_size or source.microbatches)
         self.last_size = source.last_size // ranks
 
@@ -573,7 +584,8 @@ class CheckedLabels(ChangedBatches):
 
     def __init__(self, source: BatchSource, mean: LossMean, origin: str) -> None:
         super().__init__(source)
-        self._mean, self._origin = mean, origin
+        self._mean = mean
+        self._origin = origin
 
     def batch(self, unit: Unit) -> Batch:
         """See base class."""
@@ -592,7 +604,8 @@ class WeightedBatches(ChangedBatches):
 
     def __init__(self, source: BatchSource, shares: Shares, *, whole: bool) -> None:
         super().__init__(source)
-        self._shares, self._whole = shares, whole
+        self._shares = shares
+        self._whole = whole
         self._read: dict[int, tuple[list[Batch], list[float]]] = {}
         # a thread reads ahead while the training thread asks for shares
         self._lock = threading.Lock()
@@ -677,7 +690,8 @@ class FedEvaluation(EvaluationData):
     """The batches of one evaluation."""
 
     def __init__(self, size: int, *, fixed: bool) -> None:
-        self._size, self._fixed = size, fixed
+        self._size = size
+        self._fixed = fixed
 
     def feed(self, batches: Iterable[object]) -> None:
         """Take the batches of the next evaluation; raise InputError for none, or of a size that
@@ -694,4 +708,5 @@ class FedEvaluation(EvaluationData):
                     f"{most} {self._size}",
                     hint="make the batches of the evaluation as large as the plan's microbatches",
                 )
-        self.batches, self.sizes = taken, [batch.size for batch in taken]
+        self.batches = taken
+        self.sizes = [batch.size for batch in taken]

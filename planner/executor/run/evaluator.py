@@ -49,7 +49,10 @@ class MessagesUnderWay:
     """
 
     def __init__(self, shape: PipelineShape, rank: int, first: int, last: int) -> None:
-        self._shape, self._rank, self._first, self._point = shape, rank, first, first
+        self._shape = shape
+        self._rank = rank
+        self._first = first
+        self._point = first
         self._streams = {
             r: segment_stream(shape, stage, r, first, last)
             for r, stage in shape.first_stages.items()
@@ -127,10 +130,8 @@ class Evaluator:
         longest = tuple(length.most for length in lengths)
         layouts = Layouts(self._stages.transfers, {}, extent_of, longest, with_scale=False)
         # Long enough that each replica exchanges messages with all that it ever does.
-        batches, shapes = (
-            math.lcm(*self._shape.replicas),
-            reversed(context.shapes_of_tensor_ranks(self._shape)),
-        )
+        batches = math.lcm(*self._shape.replicas)
+        shapes = reversed(context.shapes_of_tensor_ranks(self._shape))
         streams = {
             rank: evaluation_stream(shape, rank, batches)
             for shape in shapes
@@ -156,7 +157,8 @@ class Evaluator:
         for number, module in self._stages.modules.items():
             for _, buffer in sorted(module.named_buffers()) if number in self._replicas else ():
                 dist.broadcast(buffer, self._shape.ranks[number][0], self._replicas[number])
-        links, compute = self._links, self._context.place.compute
+        links = self._links
+        compute = self._context.place.compute
         stream = Ahead(evaluation_stream(self._shape, self._context.rank, len(self._data.sizes)))
         links.follow(stream)
         ran = 0

@@ -95,7 +95,8 @@ def all_streams(shape: PipelineShape) -> Mapping[int, Iterable[Instruction]]:
 
 def make_worker(context: PipelineContext, groups: Groups, observers: Observers) -> PipelineWorker:
     """Connect this worker's stages with their replicas and neighbours."""
-    job, held = context.job, context.stages
+    job = context.job
+    held = context.stages
     layouts = Layouts(
         context.transfers,
         {number: stage.shared for number, stage in held.items()},
@@ -148,14 +149,16 @@ class Loop:
         if context.evaluation is not None:
             self.evaluator = Evaluator(context, groups.replicas, groups.links, evaluation_data)
         self.evaluations: list[Evaluation] = []  # so far, on the worker that has their results
-        self._context, self._ahead = context, ahead
+        self._context = context
+        self._ahead = ahead
         self.begin(0)
 
     def begin(self, first: int, last: int = ENDLESS) -> None:
         """Begin a stream of the minibatches from `first` to before `last`, with an empty
         pipeline.
         """
-        self.first, self._last = first, last
+        self.first = first
+        self._last = last
         self._stream = Ahead(self._context.stream(first, last))
         if self._ahead:
             self.worker.links.follow(self._stream)
@@ -227,7 +230,8 @@ class Loop:
                 self._next = next(self._stream)
             if not self._allows(self._next, count):
                 return
-            instruction, self._next = self._next, None
+            instruction = self._next
+            self._next = None
             self._executed += 1
             yield instruction
 

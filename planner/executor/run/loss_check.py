@@ -91,8 +91,11 @@ class LossCheck:
         last: int,
     ) -> None:
         assert spec.loss is not None
-        self._spec, self._output, self._options = spec, output, options
-        self._mean, self._shares = mean, shares
+        self._spec = spec
+        self._output = output
+        self._options = options
+        self._mean = mean
+        self._shares = shares
         self._captured = captured
         self._some = SomeMinibatches(last)
         self._loss = options.loss(spec.loss)
@@ -144,7 +147,8 @@ class LossCheck:
 
         Comparing raises a ModelFileError where loss() gives another loss.
         """
-        taken, self._readings = self._readings, []
+        taken = self._readings
+        self._readings = []
         return taken
 
     def _prepare(

@@ -73,7 +73,10 @@ class SharedLosses:
     def __init__(
         self, group: dist.ProcessGroup, lag: int, width: int, parts_of: Callable[[int], int]
     ) -> None:
-        self._group, self._lag, self._width, self._parts_of = group, lag, width, parts_of
+        self._group = group
+        self._lag = lag
+        self._width = width
+        self._parts_of = parts_of
         self._pending: deque[tuple[int, Tensor, dist.Work]] = deque()
         self._sums: dict[int, tuple[float, float]] = {}  # loss so far, and parts that are missing
         self.known: dict[int, float] = {}  # by minibatch
@@ -119,7 +122,8 @@ class Pipeline:
     """One worker's part of a pipeline that a custom loop feeds; made by `planner.pipeline`."""
 
     def __init__(self, job: Job, spec: TrainingSpec) -> None:
-        plan, options = job.plan, job.options
+        plan = job.plan
+        options = job.options
         check_schedule(plan)
         check_loss(plan, options)
         if not started_as_worker():
@@ -130,7 +134,8 @@ class Pipeline:
                 hint=f"start the script with: torchrun --nproc-per-node {plan.workers} script.py",
             )
         self.plan = plan
-        self._job, self._spec = job, spec
+        self._job = job
+        self._spec = spec
         self._heartbeat = start_worker(job)
         self._depth = max(stage.in_flight * stage.replicas for stage in plan.stages)
         self._kept = 2 * self._depth + 2 * max(plan.replicas)
@@ -146,7 +151,8 @@ class Pipeline:
         """Join the other workers, unless the script has already done so, and build this worker's
         stages.
         """
-        job, heartbeat = self._job, self._heartbeat
+        job = self._job
+        heartbeat = self._heartbeat
         place = take_place(job, heartbeat)
         with ExitStack() as entering:  # an error in here leaves the others as one in the loop does
             supervisor = Supervisor(job, heartbeat, script=True)
@@ -159,7 +165,8 @@ class Pipeline:
             self._calls = SharedCalls(calls_group, heartbeat)
             self._context = pipeline_context(job, self._spec, place, heartbeat, self._data)
             self._context.await_models()
-            groups, observers = Groups.create(self._context), Observers(self._context.heartbeat)
+            groups = Groups.create(self._context)
+            observers = Observers(self._context.heartbeat)
             if (evaluation := self._context.evaluation) is not None:
                 fixed = evaluation.batch_size
                 self._evaluated = FedEvaluation(

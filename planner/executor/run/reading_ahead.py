@@ -46,7 +46,8 @@ class ReadAhead(ChangedBatches):
     @contextmanager
     def reading(self, units: Iterable[Unit]) -> Iterator[None]:
         """See base class."""
-        self._upcoming, self._times_s = iter(units), []
+        self._upcoming = iter(units)
+        self._times_s = []
         try:
             yield
         except BaseException:
@@ -67,7 +68,8 @@ class ReadAhead(ChangedBatches):
         return self._source.batch(unit)
 
     def _try(self, unit: Unit) -> Batch:
-        before, start_s = state_of_generators(), time.perf_counter()
+        before = state_of_generators()
+        start_s = time.perf_counter()
         batch = self._source.batch(unit)
         self._times_s.append(time.perf_counter() - start_s)
         draws = self._source.draws or state_of_generators() != before
@@ -75,12 +77,11 @@ class ReadAhead(ChangedBatches):
         alone = not draws and torch.get_default_device().type == "cpu"
         if alone and len(self._times_s) < TRIALS:
             return batch
-        units, self._upcoming = self._upcoming, iter(())
+        units = self._upcoming
+        self._upcoming = iter(())
         if alone and median(self._times_s) >= self._worth_s:
-            self._stop, self._ready = (
-                threading.Event(),
-                queue.Queue[tuple[Unit, Batch] | None](AHEAD),
-            )
+            self._stop = threading.Event()
+            self._ready = queue.Queue[tuple[Unit, Batch] | None](AHEAD)
             # A daemon: a dataset that hangs must not keep a worker that has failed from ending.
             arguments = units, self._ready, self._stop
             self._thread = threading.Thread(

@@ -49,13 +49,15 @@ class StageReplica:
     def __init__(
         self, stage: HeldStage, context: PipelineContext, replicas: dist.ProcessGroup | None
     ) -> None:
-        parameters, sharding = list(stage.module.parameters()), stage.optimizer.sharding
+        parameters = list(stage.module.parameters())
+        sharding = stage.optimizer.sharding
         self.index = stage.number
         self.module = stage.module
         self.optimizer = stage.optimizer
         self.versions = WeightVersions(parameters, stage.module.arrange)
         self.shared = stage.shared
-        self._context, self._data = context, context.data
+        self._context = context
+        self._data = context.data
         # Names of what the stage sends, and of what it gets and whose gradients it sends back, by
         # the other stage.
         ends = context.transfers.items()
@@ -115,11 +117,9 @@ class StageReplica:
         """
         if self._context.state_watch is not None:
             self._context.state_watch.check(unit.minibatch)
-        record, device, run = (
-            self._units[unit],
-            self._context.place.compute,
-            self._ddp or self.module,
-        )
+        record = self._units[unit]
+        device = self._context.place.compute
+        run = self._ddp or self.module
         if self._ddp is not None:
             # As no_sync() does: the forward says whether its backward all-reduces.
             own = self._context.shape.units_of(self.index, self._context.rank, unit.minibatch)
@@ -153,7 +153,8 @@ class StageReplica:
 
     def take_readings(self) -> list[Reading]:
         """Return what the host has to compare of the newest forward, when it is computed."""
-        readings, self._buffer_readings = self._buffer_readings, []
+        readings = self._buffer_readings
+        self._buffer_readings = []
         return readings if self._loss_check is None else readings + self._loss_check.take_readings()
 
     def activation(self, unit: Unit, target: int) -> dict[str, Tensor]:

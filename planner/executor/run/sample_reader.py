@@ -77,8 +77,10 @@ class SampleReader:
         name: str,
         device: torch.device = CPU,
     ) -> None:
-        self._dataset, self._collate = dataset, collate
-        self._seed, self._name = seed, name
+        self._dataset = dataset
+        self._collate = collate
+        self._seed = seed
+        self._name = name
         self._checked = False
         self.device = device
         self.draws = False  # whether the first batch drew from a global generator

@@ -97,7 +97,10 @@ class _Making:
     evaluation: LayerGraph | None = None  # the same in evaluation mode, if the job evaluates
 
     def __init__(self, job: Job, stages: Sequence[int], spec: TrainingSpec, kind: str) -> None:
-        self.job, self.stages, self.spec, self.kind = job, stages, spec, kind
+        self.job = job
+        self.stages = stages
+        self.spec = spec
+        self.kind = kind
         self.pretrained = Pretrained.named_by(spec)
         # Whether the weights of other stages are never made; a model in memory is there already.
         self.defers = spec.path is not None and defers(job)
@@ -166,7 +169,8 @@ class _Making:
 
     def _captured(self, model: nn.Module) -> set[str]:
         """Capture the model; return all names of the parameters of this worker's stages."""
-        plan, spec = self.job.plan, self.spec
+        plan = self.job.plan
+        spec = self.spec
         assert plan.microbatch_size is not None  # or the plan is not trainable
         options = replace(module_options(plan), device=self.kind)
         with seeded(self.job.seed):
@@ -200,7 +204,8 @@ class _Making:
         A worker of the first stage does so, on its CPU; where it has not all weights, or many, it
         says that it did not.
         """
-        graph, spec = self.graph, self.spec
+        graph = self.graph
+        spec = self.spec
         if self.job.plan.capture_checked or 0 not in self.stages:
             return
 
@@ -379,7 +384,8 @@ def build_modules(
         keep_parts(module)
     evaluated = None
     if initial.evaluation is not None:
-        cut, output = [stage.layers for stage in plan.stages], spec.defines("metrics")
+        cut = [stage.layers for stage in plan.stages]
+        output = spec.defines("metrics")
         divided = modules if plan.stages[0].shards_gradients else None
         division = replace(division, sends_parts=False, by_samples=False)
         evaluated = build_evaluation(
@@ -453,7 +459,8 @@ def _shared(job: Job, graph: LayerGraph, spec: TrainingSpec) -> SharedNames:
         )
     )
     problem = obstacle(job.plan, weights)
-    schedule, options = job.plan.schedule, job.options
+    schedule = job.plan.schedule
+    options = job.options
     apart = {
         "have learning rates of their own with `late_lr`": options.late_lr,
         "clip their gradients each by its own norm": options.clip_grad_norm is not None,

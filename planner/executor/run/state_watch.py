@@ -30,7 +30,8 @@ class StateWatch:
     """
 
     def __init__(self, state: PythonState, last: int, *, runs_blocks: bool = False) -> None:
-        self._state, self._runs_blocks = state, runs_blocks
+        self._state = state
+        self._runs_blocks = runs_blocks
         self._some = SomeMinibatches(last)
         self._newest = -1  # minibatch that was looked at
 

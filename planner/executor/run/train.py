@@ -94,7 +94,8 @@ def data_parallel(job: Job) -> Job:
     than the plan's where that has fewer microbatches than workers. If not, an update averages over
     whole minibatches, one of each worker.
     """
-    plan, workers = job.plan, job.plan.workers
+    plan = job.plan
+    workers = job.plan.workers
     microbatches = max(plan.microbatches, workers) if plan.microbatches > 1 else 1
     sizes = [name for name in StageMemory.model_fields if name.endswith("_bytes")]
     unknown = StageMemory.model_validate(dict.fromkeys(sizes, 0))
@@ -127,7 +128,8 @@ def train(
     recovery: Recovery | None = None,
 ) -> TrainResult | None:
     """Train in the joined group, and gather on rank 0 what all workers measured."""
-    options, place = context.job.run_options, context.place
+    options = context.job.run_options
+    place = context.place
     context.await_models()
     # Every worker makes the same process groups, in this order: links, replicas, checkpoints, norm,
     # evaluation.
@@ -251,7 +253,10 @@ def _train_segments(
 
 def restore(context: PipelineContext, recovery: Recovery | None = None) -> Kept:
     """Make what keeps the run's state, and go on from the newest one that is there."""
-    job, data, checkpointer, copies = context.job, context.data, None, None
+    job = context.job
+    data = context.data
+    checkpointer = None
+    copies = None
     on_disk = job.checkpoints.every is not None or job.checkpoints.resume is not None
     if not on_disk and recovery is None:
         return Kept(None, None, 0)
@@ -261,7 +266,8 @@ def restore(context: PipelineContext, recovery: Recovery | None = None) -> Kept:
     if recovery is not None:
         position = DataPosition(context.minibatch_size, per_epoch)
         copies = Copies(job, restorable(context), position, context.heartbeat, recovery)
-    first, past = 0, NOTHING
+    first = 0
+    past = NOTHING
     # The newest state comes first, and a copy before a checkpoint.
     keepers = [each for each in (copies, checkpointer) if each is not None]
     for keeper in sorted(keepers, key=lambda keeper: -keeper.found):
@@ -283,14 +289,13 @@ def gather_result(
     """Gather what all workers measured on rank 0, which returns the result; None elsewhere. All
     workers call it.
     """
-    job, plan, shape, data, place = (
-        context.job,
-        context.plan,
-        context.shape,
-        context.data,
-        context.place,
-    )
-    log, stages = loop.worker.log, loop.worker.stages
+    job = context.job
+    plan = context.plan
+    shape = context.shape
+    data = context.data
+    place = context.place
+    log = loop.worker.log
+    stages = loop.worker.stages
     checkpointer, copies, first = kept
     per_minibatch = sum(len(shape.units_of(stage, context.rank, 0)) for stage in stages)
     per_round = 1 if shape.schedule.stashes else per_minibatch

@@ -55,7 +55,8 @@ class PipelineWorker:
         stop_on_nan: bool = False,
         joint_norm: bool = False,
     ) -> None:
-        self.stages, self.links = stages, links
+        self.stages = stages
+        self.links = links
         self.log = WorkerLog()
         # of the newest update, where the stages clip or scale together
         self.gradient_norm: float | None = None
@@ -76,8 +77,10 @@ class PipelineWorker:
 
     def run(self, instructions: Iterable[Instruction], unread: int = 0) -> None:
         """Execute `instructions` in order, and wait for all losses but the `unread` newest."""
-        beat, recorder = self._observers.heartbeat.begin, self._observers.recorder
-        busy, execute = self._busy, self._execute
+        beat = self._observers.heartbeat.begin
+        recorder = self._observers.recorder
+        busy = self._busy
+        execute = self._execute
         for instruction in instructions:
             beat(instruction)
             start = None if recorder is None else recorder.mark()

@@ -31,7 +31,8 @@ from planner.model.spec import TrainingSpec
 from planner.model.tensor.division import divided_weights
 
 FIRST_SCALE = 2.0**16
-GROWTH, BACKOFF = 2.0, 0.5
+GROWTH = 2.0
+BACKOFF = 0.5
 GROWTH_INTERVAL = 2000  # updates without an overflow before a larger scale is tried
 
 
@@ -61,7 +62,8 @@ class LossScaler:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a checkpoint."""
-        self.scale, self._clean = float(state_dict["scale"]), int(state_dict["clean"])
+        self.scale = float(state_dict["scale"])
+        self._clean = int(state_dict["clean"])
 
 
 class StageOptimizer:
@@ -198,7 +200,8 @@ class StageOptimizer:
                         self._sum(self.parameters[0].new_tensor(squared_norm, dtype=torch.float64))
                     )
             finite = math.isfinite(squared_norm)
-            self._unscaled, self._overflow = False, None
+            self._unscaled = False
+            self._overflow = None
             self.scaler.update(finite)
             if not finite:
                 self.skipped += 1

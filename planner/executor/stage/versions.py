@@ -112,7 +112,9 @@ class _Pointed:
     """Points the parameters at a version within; a generator would take longer for every unit."""
 
     def __init__(self, versions: WeightVersions, number: int, *, last_use: bool = False) -> None:
-        self._versions, self._number, self._last_use = versions, number, last_use
+        self._versions = versions
+        self._number = number
+        self._last_use = last_use
 
     def __enter__(self) -> None:
         if self._number != self._versions._newest:

@@ -114,12 +114,24 @@ def _equal_blocks(graph: LayerGraph) -> Iterator[list[_Block]]:
         names = list(module._modules)
         if len(names) < _FEWEST or names != [str(number) for number in range(len(names))]:
             continue
+        if _share_weights(module):
+            continue
 
         prefixes = (f"{path}.{name}.".removeprefix(".") for name in names)
         found = [_block(graph, prefix) for prefix in prefixes]
         blocks = [block for block in found if block is not None]
         if len(blocks) == len(names) and _are_equal(graph, blocks):
             yield blocks
+
+
+def _share_weights(blocks: nn.Module) -> bool:
+    """Return whether one of the blocks has a weight of another one."""
+    weights = [
+        id(weight)
+        for block in blocks.children()
+        for weight in (*block.parameters(), *block.buffers())
+    ]
+    return len(set(weights)) < len(weights)
 
 
 def _block(graph: LayerGraph, prefix: str) -> _Block | None:

@@ -3,7 +3,7 @@ batch, or as blocks.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -35,15 +35,16 @@ from planner.model.capture.failure import (
     silent_tracer,
 )
 from planner.model.capture.fake import TensorFacts, fake_run
+from planner.model.capture.fixed import fixed_operations
 from planner.model.capture.foreign import RefuseForeignWeights
 from planner.model.capture.graph import LOSS, LayerGraph, ValueSpec, graph_digest
 from planner.model.capture.hooks import refuse_hooks, refuse_new_hooks
 from planner.model.capture.layers import group_layers
-from planner.model.capture.operations import MODEL, Names, is_check, is_random, name_slices
+from planner.model.capture.operations import MODEL, Names, is_check, name_slices
 from planner.model.capture.parameters import refuse_changed_parameters
 from planner.model.capture.pins import noting_pins
 from planner.model.capture.recurrent import recurrence_untraced
-from planner.model.capture.regions import regions_noted, regions_of
+from planner.model.capture.regions import regions_noted
 from planner.model.capture.size import SizeReader, is_symbolic
 from planner.model.capture.untraced_calls import (
     RefuseGenerators,
@@ -263,7 +264,7 @@ def observed(trace: Trace, options: ModuleOptions) -> LayerGraph:
         if trace.lengths is not None
         else (),
     )
-    graph = replace(graph, fixed=_fixed(graph, operations, facts))
+    graph = replace(graph, fixed=fixed_operations(graph, operations, facts))
     # The hash is the same for each device that the model may train on, whose values differ under
     # autocast.
     return replace(graph, hash=graph_digest(graph, _specs(values, reader, on_cpu)))
@@ -476,51 +477,3 @@ def _written(module: fx.GraphModule, names: Names, facts: TensorFacts) -> frozen
         if facts.storages[node] & writers.keys()
     )
     return frozenset(found)
-
-
-def _fixed(
-    graph: LayerGraph, operations: Sequence[fx.Node], facts: TensorFacts
-) -> frozenset[fx.Node]:
-    """Return the operations on constants alone, such as those that make a causal mask, of layers
-    that do more.
-
-    A mask has as many bytes as an activation where samples are long. A stage that makes it receives
-    none.
-    """
-    owner = graph.owner
-    written = {storage for storages in facts.writes.values() for storage in storages}
-    kept = {leaf for leaf in graph.outputs if isinstance(leaf, fx.Node)}
-    known = {node for node in operations if node not in kept and not facts.writes[node]}
-    known = {
-        node
-        for node in known
-        if not (facts.storages[node] & written or is_random(node, graph.module))
-    }
-    # code that runs it may be in another region
-    known = {node for node in known if not regions_of(node)}
-
-    def constant(node: fx.Node) -> bool:
-        if node.op == "get_attr":
-            weight = graph.names.parameter(node) or graph.names.buffer(node)
-            return (
-                weight is None
-                and isinstance(graph.names.constant(node), Tensor)
-                and node not in graph.written
-            )
-        return node.op == "call_function" and node not in owner  # a number
-
-    def found(among: Set[fx.Node]) -> set[fx.Node]:
-        fixed = set[fx.Node]()
-        for node in operations:
-            if node in among and all(
-                source in fixed or constant(source) for source in node.all_input_nodes
-            ):
-                fixed.add(node)
-        return fixed
-
-    fixed = found(known)
-    # A layer of nothing else stays one: the layers after it would not follow it otherwise.
-    whole = {
-        node for layer in graph.layers if fixed.issuperset(layer.nodes) for node in layer.nodes
-    }
-    return frozenset(found(known - whole))

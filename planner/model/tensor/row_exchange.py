@@ -52,6 +52,9 @@ class _Direct(Exchange):
     """
 
     def reduce_scatter(self, rows: Tensor) -> Callable[[], object]:
+        """Start to send each row to its owner, whose own row becomes the sum when the result is
+        called.
+        """
         received = torch.empty_like(rows[1:])
         wait = swap(
             self._group, lambda peer: rows[peer], lambda peer: received[peer - (peer > self.own)]

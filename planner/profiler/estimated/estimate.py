@@ -183,7 +183,7 @@ class Estimator:
                     profile_of_trace(part, self._spec), part.division, part.weights, part.counts
                 )
             )
-        return profile.model_copy(update={"tensor": tuple(costs)}) if costs else profile
+        return replace(profile, tensor=tuple(costs)) if costs else profile
 
     def _trace(
         self, batch_size: int, degree: int = 1, lengths: Mapping[str, int] | None = None

@@ -168,6 +168,7 @@ class OperationRecorder(Counter):  # type: ignore[no-untyped-call]  # of a base 
     def saw(
         self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     ) -> None:
+        """Count an operation, and list it unless it computes nothing."""
         super().saw(func, args, kwargs, out)
         self.allocated.note((args, kwargs), out)
         name = func._schema.name.partition("::")[2]

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from planner.errors import InputError
 from planner.formats.cluster import CodecTime, Level
+from planner.formats.files import replace
 from planner.formats.names import CODECS, FLOAT_BYTES, Codec
 from planner.model.tensor.row_exchange import exchange_over, over_gloo
 from planner.profiler.links.effort import (
@@ -236,9 +237,9 @@ class LevelMeasurement:
             sum_wait_s=sums.wait_s,
             rate_source="measured",
         )
-        if self._shards_units(ring):
-            level = level.model_copy(update=self._sharded(ring, size, sharing, reduced_per_s))
-        return level
+        if not self._shards_units(ring):
+            return level
+        return self._with_units(level, ring, sharing, reduced_per_s)
 
     def _latency_s(self, pairs: Pairs, rounds: int) -> float:
         """Return the median latency of a message, of the slowest pair."""
@@ -364,32 +365,35 @@ class LevelMeasurement:
         ends = (small, long_s - wait_s), (large, large_s - wait_s)
         return _Sums(*_line(2 * (size - 1), size, *ends, reduced_per_s), share, wait_s)
 
-    def _sharded(
-        self, ring: dist.ProcessGroup, size: int, sharing: int, reduced_per_s: float
-    ) -> dict[str, float]:
-        """Return the rates and latencies of what `fully_shard` does for a unit between
+    def _with_units(
+        self, level: Level, ring: dist.ProcessGroup, sharing: int, reduced_per_s: float
+    ) -> Level:
+        """Return a level with the rates and latencies of what `fully_shard` does for a unit between
         computations, by two sizes.
         """
         from planner.model.tensor.sharded_unit import POSSIBLE  # which takes a second to import
 
         if not POSSIBLE:
-            return {}
+            return level
         effort = self._effort
         most = min(effort.message_bytes // 2, int(effort.seconds / 8 * reduced_per_s))
-        sizes = effort.unit_bytes, max(2 * effort.unit_bytes, most)
+        sizes = (effort.unit_bytes, max(2 * effort.unit_bytes, most))
         taken_s = [self._units_s(ring, size_bytes) for size_bytes in sizes]
-        found = dict[str, float]()
-        for what, added_s in (
-            ("scatter", [kept_s - whole_s for whole_s, kept_s, _ in taken_s]),
-            ("gather", [(gathered_s - kept_s) / 2 for _, kept_s, gathered_s in taken_s]),
-        ):
+
+        def line(added_s: Sequence[float]) -> tuple[float, float]:
             small, large = zip(sizes, added_s, strict=True)
-            rate, latency_s = _line(size - 1, size, small, large, reduced_per_s)
-            found |= {
-                f"{what}_bandwidth_bytes_per_s": rate * sharing,
-                f"{what}_latency_s": max(0.0, latency_s),
-            }
-        return found
+            rate, latency_s = _line(level.size - 1, level.size, small, large, reduced_per_s)
+            return rate * sharing, max(0.0, latency_s)
+
+        scatter = line([kept_s - whole_s for whole_s, kept_s, _ in taken_s])
+        gather = line([(gathered_s - kept_s) / 2 for _, kept_s, gathered_s in taken_s])
+        return replace(
+            level,
+            scatter_bandwidth_bytes_per_s=scatter[0],
+            scatter_latency_s=scatter[1],
+            gather_bandwidth_bytes_per_s=gather[0],
+            gather_latency_s=gather[1],
+        )
 
     def _units_s(self, ring: dist.ProcessGroup, size_bytes: int) -> list[float]:
         """Return the seconds of a unit of so many bytes, forward and backward, by what its replicas

@@ -3,6 +3,7 @@ them.
 """
 
 from planner.formats.cluster import Cluster, flat_cluster
+from planner.formats.files import replace
 from planner.formats.names import Backend, DeviceType
 from planner.formats.profile import Profile
 from planner.profiler.links.measure_cluster import measure_host
@@ -41,4 +42,4 @@ def cluster_here(
         rate = measure_host(2, "cpu").levels[0].bandwidth_bytes_per_s
         return flat_cluster(1, rate, memory_bytes)
     measured = measure_host(workers, kind, backend)
-    return measured.model_copy(update={"memory_bytes": memory_bytes})
+    return replace(measured, memory_bytes=memory_bytes)

@@ -380,7 +380,7 @@ def with_forbidden(mean: LossMean, refuting: Sequence[Trial], evidence: Evidence
         for trial in evidence.natural:
             if any(_has(batch, each) for batch in trial.parts):
                 return LossMean(over="batch")
-    return mean.model_copy(update={"forbidden": tuple(forbidden)})
+    return replace(mean, forbidden=tuple(forbidden))
 
 
 def _has(batch: Batch, label: ForbiddenLabel) -> bool:

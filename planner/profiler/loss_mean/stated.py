@@ -131,6 +131,4 @@ def _checked(spec: TrainingSpec, stated: LossMean | None, evidence: Evidence) ->
     forbidden = with_forbidden(
         mean, against(spec, mean, [mean], evidence.varied), evidence
     ).forbidden
-    return mean.model_copy(
-        update={"forbidden": tuple(dict.fromkeys((*mean.forbidden, *forbidden)))}
-    )
+    return replace(mean, forbidden=tuple(dict.fromkeys((*mean.forbidden, *forbidden))))

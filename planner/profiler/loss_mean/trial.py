@@ -63,6 +63,7 @@ class Outcome:
 
     @property
     def finite(self) -> bool:
+        """Whether loss and gradients are numbers, and not infinite."""
         return math.isfinite(self.loss) and all(
             bool(each.isfinite().all()) for each in self.gradients
         )

@@ -260,5 +260,5 @@ def measure_degrees(
                 for way in ways
             )
             plain, *others = measured
-            found.append(plain.model_copy(update={"by_tokens": others[0]}) if others else plain)
+            found.append(replace(plain, by_tokens=others[0]) if others else plain)
     return tuple(found)

@@ -87,6 +87,7 @@ class _SavedStorages:
 
 
 def tensors_of_batch(batch: Batch) -> list[Tensor]:
+    """Return all tensors of a batch, targets included."""
     return [
         leaf
         for leaf in tree_leaves((batch.args, batch.kwargs, batch.target))
@@ -167,6 +168,7 @@ class _AllocatorMeter:
         return
 
     def mark(self) -> int:
+        """End a span, and return its number."""
         self._peaks.append(self._runtime.peak_bytes(self._device) - self._before_bytes)
         self._runtime.reset_peak(self._device)
         return len(self._peaks) - 1
@@ -197,11 +199,13 @@ class _CpuMeter:
         self._apart.__exit__(*error)
 
     def mark(self) -> int:
+        """End a span, and return its number."""
         with record_function(_MARK):
             self._marks += 1
         return self._marks - 1
 
     def peaks(self) -> list[int]:
+        """Return the most bytes that were allocated in each span."""
         assert self._profile.kineto_results is not None
         everything: list[Any] = self._profile.kineto_results.events()
         events = [each for each in everything if each.name() in (_MARK, _MEMORY)]
@@ -251,6 +255,7 @@ class Allocations:
         self._now -= self._sizes.pop(address)
 
     def mark(self) -> int:
+        """End a span, and return its number."""
         self.peaks.append(self._most)
         self._most = self._now
         return len(self.peaks) - 1

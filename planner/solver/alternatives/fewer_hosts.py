@@ -31,7 +31,8 @@ def fewer_hosts(cluster: Cluster, most: int) -> Iterator[Cluster]:
             hint=f"give `survive={hosts - 1}` or fewer",
         )
     for left in range(hosts - 1, hosts - most - 1, -1):
-        yield replace(cluster, levels=(*joined[:-1], joined[-1].with_size(left)))
+        outer = replace(joined[-1], size=left)
+        yield replace(cluster, levels=(*joined[:-1], outer))
 
 
 def with_fewer_hosts(plan: Plan, request: Request) -> Plan:

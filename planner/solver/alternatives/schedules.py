@@ -162,7 +162,8 @@ def _prefer_data_parallel_if_as_fast(plan: Plan, request: Request) -> Plan:
         slower = seconds_per_microbatch(parallel) / seconds_per_microbatch(plan)
         if slower < enough:
             # The single stage is what was found, not what the user asked for.
-            parallel = replace(parallel, solver=parallel.solver.with_rules(plan.solver.rules))
+            report = replace(parallel.solver, rules=plan.solver.rules)
+            parallel = replace(parallel, solver=report)
             return parallel.noting(_why_data_parallel(parallel, plan, slower))
     return plan
 

@@ -103,7 +103,7 @@ def uncounted_bytes(problem: Problem, copies: Problem, stages: Sequence[Candidat
     memory.
     """
     cluster = problem.cluster
-    unlimited = replace(problem.setting, cluster=cluster.with_limit(None))
+    unlimited = replace(problem.setting, cluster=replace(cluster, memory_bytes=None))
     price = priced(problem, stages).price
     held = price_with_copies(problem.layer_costs, stages, price, unlimited).gpu_bytes
     known = priced(copies, stages).price.gpu_bytes

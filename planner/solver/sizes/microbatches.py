@@ -185,12 +185,13 @@ def extended(one: Profile, other: Profile, size: int) -> Profile:
         return max(0, end + times * (end - begin))
 
     layers = tuple(
-        after.with_costs(
+        replace(
+            after,
             forward_s=on_the_line(before.forward_s, after.forward_s),
             backward_s=on_the_line(before.backward_s, after.backward_s),
-            saved_bytes=on_the_line(before.saved_bytes, after.saved_bytes),
-            workspace_bytes=on_the_line(before.workspace_bytes, after.workspace_bytes),
+            saved_bytes=int(on_the_line(before.saved_bytes, after.saved_bytes)),
+            workspace_bytes=int(on_the_line(before.workspace_bytes, after.workspace_bytes)),
         )
         for before, after in zip(one.layers, other.layers, strict=True)
     )
-    return other.with_microbatches_of(size, layers)
+    return replace(other, layers=layers, microbatch_size=size)

@@ -106,7 +106,8 @@ class LinksTuning:
     """Of `planner.analysis.slow_links`: how slow links may be that nobody measured."""
 
     # Shares of a data sheet's rate at which plans are compared, the slowest first. One ring over
-    # servers of four Omni-Path ports reached a tenth of it, several at once a fifth to a third.
+    # servers of four Omni-Path ports reached a tenth of it (bigscience); what several at once
+    # reach was not measured.
     shares: tuple[float, ...] = (0.2, 0.45)
 
     # How many times as fast another plan must be on the slow links for the choice to depend on them.

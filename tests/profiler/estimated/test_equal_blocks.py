@@ -110,7 +110,7 @@ def about(expected: Any) -> Any:
         (Model, 3),
         (Tied, 3),
         (Shared, 0),
-        (Summing, 0),
+        (Summing, 3),
         (Frozen, 0),
         (Collecting, 0),
         (TiedPairs, 0),
