@@ -32,6 +32,7 @@ def arguments(device="auto"):
         per_device_train_batch_size=4,
         gradient_accumulation_steps=2,  # 8 samples per update, as the plan says
         per_device_eval_batch_size=4,
+        dataloader_drop_last=True,  # a last one of two samples would have microbatches of one
         num_train_epochs=2,
         learning_rate=1e-2,
         lr_scheduler_type="cosine",
