@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from planner.analysis.measured_cluster import MeasuredCluster, on_cluster
-from planner.api.measured import measured_cluster
+import planner
 from planner.cli import arguments, output
 from planner.errors import ClusterError
-from planner.formats.plan import Plan, load_plan
-from planner.formats.profile import Profile
 from planner.options.cluster import ClusterOptions
-from planner.reporting.tables.runs import gain_sentence, measured_cluster_sentences
+
+if TYPE_CHECKING:
+    from planner.analysis.measured_cluster import MeasuredCluster
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--plan", type=Path, default=arguments.PLAN, metavar="FILE", help=help)
 
 
-def given(args: argparse.Namespace) -> tuple[Plan, MeasuredCluster] | None:
+def given(args: argparse.Namespace) -> tuple[planner.Plan, MeasuredCluster] | None:
     """Return the plan that was run, and its cluster as measured; None without --run.
 
     Raise ClusterError where the arguments describe a cluster, too.
@@ -40,12 +40,17 @@ def given(args: argparse.Namespace) -> tuple[Plan, MeasuredCluster] | None:
             f"`{next(iter(described))}` describes another",
             hint="give one of the two",
         )
-    plan = load_plan(args.plan)
-    return plan, measured_cluster(plan, args.measured)
+    plan = planner.load_plan(args.plan)
+    return plan, planner.measured_cluster(plan, args.measured)
 
 
-def print_measured(profile: Profile, ran: Plan, found: MeasuredCluster, plan: Plan) -> None:
+def print_measured(
+    profile: planner.Profile, ran: planner.Plan, found: MeasuredCluster, plan: planner.Plan
+) -> None:
     """Print what the run measured, and what the new plan gains over the one that was run."""
+    from planner.analysis.measured_cluster import on_cluster
+    from planner.reporting.tables.runs import gain_sentence, measured_cluster_sentences
+
     for sentence in measured_cluster_sentences(ran, found):
         output.print_progress(f"measured: {sentence}")
 

@@ -32,6 +32,7 @@ from planner.options.verbs import (
     PriceOptions,
     QuickstartOptions,
     ReportOptions,
+    ScheduleOptions,
     SelftestOptions,
 )
 from planner.terminal import ProgressLine, printable
@@ -47,7 +48,7 @@ _ARGUMENT = re.compile(r"`([a-z][a-z0-9_]*)(?:=([^`]*))?`")
 _PLAIN_NUMBER = re.compile(r"[0-9][0-9_.]*(e[+-]?[0-9]+)?")
 # Flags that belong to no record of options: what a verb reads, writes and shows, and the cluster.
 _OWN = """
-    against by estimate json links output plan profile schedule_from stages to top
+    against by csv estimate json links output plan profile schedule_from stages to top
 """
 # Names of Python parameters that differ from the flag's, and the unit that the flag wants after a
 # plain number.
@@ -58,7 +59,15 @@ _OTHER_NAMES = {
     "sizes": ("--topology", ""),
     "system": ("--to", ""),
 }
-_VERBS = (PriceOptions, FitOptions, ReportOptions, QuickstartOptions, SelftestOptions, SolveOptions)
+_VERBS = (
+    ScheduleOptions,  # before those whose options of the same names are shown differently
+    PriceOptions,
+    FitOptions,
+    ReportOptions,
+    QuickstartOptions,
+    SelftestOptions,
+    SolveOptions,
+)
 _RUNNING = (ProfileOptions, EstimateArguments, TrainArguments, TrainingOptions)
 _KEEPING = (CheckpointOptions, ElasticOptions, RunOptions)
 _RECORDS = (ClusterOptions, *_VERBS, *_RUNNING, *_KEEPING)

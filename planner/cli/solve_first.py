@@ -9,9 +9,6 @@ import argparse
 import planner
 from planner.cli import arguments, output
 from planner.errors import InputError
-from planner.formats.cluster import Cluster
-from planner.formats.files import check_writable
-from planner.formats.profile import Profile, replace_profile
 from planner.options.cluster import ClusterOptions
 from planner.options.profiling import ProfileOptions
 from planner.options.solving import SolveOptions
@@ -61,6 +58,9 @@ def is_asked(args: argparse.Namespace) -> bool:
 
 def solved(args: argparse.Namespace) -> planner.Plan:
     """Profile the model, solve for the workers, print the verdict, and save profile and plan."""
+    from planner.formats.files import check_writable
+    from planner.formats.profile import replace_profile
+
     for path in (arguments.PROFILE, args.plan):
         check_writable(path)
     profile = _profiled(args)
@@ -78,7 +78,7 @@ def solved(args: argparse.Namespace) -> planner.Plan:
     return plan
 
 
-def _profiled(args: argparse.Namespace) -> Profile:
+def _profiled(args: argparse.Namespace) -> planner.Profile:
     from planner.profiler.links.this_host import neighbours_of
 
     processes = neighbours_of(args.gpus, _kind(args))
@@ -87,7 +87,7 @@ def _profiled(args: argparse.Namespace) -> Profile:
         return planner.profile(args.model, **given, processes=processes, progress=show)
 
 
-def _cluster(args: argparse.Namespace, profile: Profile) -> Cluster:
+def _cluster(args: argparse.Namespace, profile: planner.Profile) -> planner.Cluster:
     if args.bandwidth is not None:
         return arguments.cluster_of(args, profile)
 

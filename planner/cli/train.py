@@ -14,7 +14,6 @@ import planner
 from planner.cli import arguments, output, solve_first
 from planner.cli.results import print_result, results_left_to_workers
 from planner.errors import InputError
-from planner.formats.files import replace
 from planner.options.option import refuse
 from planner.options.training import (
     CheckpointOptions,
@@ -121,6 +120,7 @@ def train(args: argparse.Namespace) -> int:
     """Train, then print what was predicted beside what was measured."""
     from planner.api.running import check_elastic, make_job, plan_left, run_job
     from planner.executor.checkpoint.folders import after_torchrun_restart, complete
+    from planner.formats.files import replace
     from planner.workers.meeting import started_as_worker
 
     checkpoints = arguments.read_options(CheckpointOptions, args)
@@ -187,6 +187,7 @@ def _plan(args: argparse.Namespace, *, alone: bool) -> planner.Plan:
 
 def _run_as_host(job: Job) -> int:
     from planner.executor.checkpoint.host_memory import HostMemory, note_fault
+    from planner.formats.files import replace
     from planner.workers.launch import run_on_hosts, secret_file
     from planner.workers.secret import SECRET_VARIABLE
 
@@ -210,6 +211,7 @@ def _run_as_worker(job: Job, as_json: bool) -> NoReturn:
     from planner.api.running import trace_writer
     from planner.executor.checkpoint.folders import torchrun_run_id
     from planner.executor.worker import run_worker
+    from planner.formats.files import replace
     from planner.workers.ending import end_process
     from planner.workers.job import LATE_VARIABLE
 

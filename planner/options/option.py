@@ -6,12 +6,11 @@ import inspect
 import textwrap
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 
 from planner.arguments import checked_arguments
 from planner.errors import InputError
-from planner.formats.files import replace
 from planner.options.keywords import Keywords
 
 WIDTH = 116  # columns of an entry under "Args:"

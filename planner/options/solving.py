@@ -3,11 +3,10 @@
 import math
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Literal
 
 from planner.errors import InputError
-from planner.formats.files import replace
 from planner.options.numbers import degrees
 from planner.options.option import Options, option
 from planner.schedule.instructions import CHUNKS, LATE_UPDATES, MICROBATCHES_PER_GPU

@@ -177,6 +177,7 @@ class ReportOptions(Options):
         "a run of the plan, as a trace or a timeline, to compare with the simulation",
         "FILE",
         flag="--run",
+        aliases=("--measured",),
     )
     minibatches: int | None = option(
         None,
