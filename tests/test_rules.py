@@ -25,6 +25,7 @@ def test_records_and_dataclasses_are_replaced_by_one_function() -> None:
         "formats/files.py",
         "options/option.py",
         "options/solving.py",
+        "profiler/estimated/devices.py",
         "schedule/derived.py",
         "schedule/schedule.py",
     }

@@ -24,13 +24,12 @@ were fitted to profiles measured on an AMD EPYC (Zen 5) core (`benchmarks/gpu_tr
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 from planner.errors import InputError, UnitError, did_you_mean
-from planner.formats.files import replace
 from planner.units import parse_seconds
 
 DType = Literal["float32", "tf32", "bfloat16", "float16"]
