@@ -331,7 +331,7 @@ def listening(pid: int) -> set[str]:
 def test_ports_listen_on_the_loopback_alone_and_a_stopped_worker_ends_the_run_in_time(
     folder: Path,
 ) -> None:
-    process, workers = start_long_run(folder, "--hang-timeout", "3")
+    process, workers = start_long_run(folder, "--hang-timeout", "8")
     loopback = {"0100007F"}
     assert set().union(*map(listening, (process.pid, *workers))) == loopback
     os.kill(workers[1], signal.SIGSTOP)
