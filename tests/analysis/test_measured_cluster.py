@@ -16,6 +16,7 @@ from planner.formats.plan import Plan
 from planner.formats.profile import Layer
 from planner.formats.timeline import Events, Timeline
 from planner.simulator.simulate_plan import simulate
+from tests.samples import profile
 from tests.simulator.plans import equal_layers, plan_of
 
 LAYERS = equal_layers(4, output_bytes=1000, weight_bytes=10, saved_bytes=5)
@@ -112,15 +113,15 @@ def test_links_that_no_message_crossed_stay_as_they_are() -> None:
 
 
 def test_a_plan_for_the_measured_cluster_is_faster_on_it() -> None:
-    profile = planner.load_profile("profiles/vgg16/cpu.json")
-    plan = planner.solve(profile, flat_cluster(4, "1Gbps"), max_stages=4)
-    speeds = [0.4 if rank == plan.stages[0].ranks[0] else 1.0 for rank in range(4)]
-    slow = slower(plan.cluster, *speeds)
+    model = profile(*equal_layers(8, output_bytes=1000, weight_bytes=100_000, saved_bytes=5))
+    plan = planner.solve(model, flat_cluster(4, 1e4))
+    assert plan.config == "1-1-1-1"
+    slow = slower(plan.cluster, 0.4, 1.0, 1.0, 1.0)
     found = measured_cluster(plan, run_on(plan, slow))
 
-    again = planner.solve(profile, found.cluster)
+    again = planner.solve(model, found.cluster)
 
-    as_it_runs = on_cluster(profile, plan, found.cluster)
+    as_it_runs = on_cluster(model, plan, found.cluster)
     # Both update after one microbatch.
     assert again.microbatches == as_it_runs.microbatches == 1
     assert 1.1 * again.predicted.seconds_per_minibatch < as_it_runs.predicted.seconds_per_minibatch
