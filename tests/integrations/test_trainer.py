@@ -94,7 +94,7 @@ def test_a_callback_inside_a_step_is_refused(trainer: Any) -> None:
 
 
 def plan_of(**fields: Any) -> Any:
-    usual = {"minibatch_size": 8, "microbatch_size": 4, "autocast": None}
+    usual = {"minibatch_size": 8, "microbatch_size": 4, "microbatches": 2, "autocast": None}
     return SimpleNamespace(**usual | fields)
 
 
