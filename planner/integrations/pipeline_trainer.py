@@ -15,6 +15,7 @@ import atexit
 import json
 import logging
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -449,6 +450,7 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]  # its types are not check
         folder = Path(self.args.output_dir) / f"{CHECKPOINT}-{self.state.global_step}"
         self.save_model(str(folder))
         if not self.args.save_only_model:
+            self._make_room_for(folder / PIPELINE)
             self._built().save_checkpoint(folder / PIPELINE, keep=1)
         if self.state.global_step == getattr(self.state, "best_global_step", None):
             self.state.best_model_checkpoint = str(folder)
@@ -460,6 +462,14 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]  # its types are not check
                 self.args.save_total_limit,
                 self.state.best_model_checkpoint,
             )
+
+    def _make_room_for(self, folder: Path) -> None:
+        """Remove a checkpoint of the same step, which a run left that was resumed from an earlier
+        step: a Trainer writes over it, too.
+        """
+        if folder.exists():
+            shutil.rmtree(folder, ignore_errors=True)  # the workers of a host remove it together
+        share("", control_group())  # nobody writes before all have looked
 
 
 def _only_prediction(output: Mapping[str, Any], others: Sequence[str]) -> Tensor:
