@@ -6,6 +6,7 @@ translated (see srun(1), "OUTPUT ENVIRONMENT VARIABLES"). There, and where mpiru
 sets RANK, WORLD_SIZE and MASTER_*, the first worker holds the store that torchrun would.
 """
 
+import atexit
 import os
 import re
 import threading
@@ -34,6 +35,7 @@ _TIMEOUT = timedelta(minutes=10)
 _TASKS = re.compile(r"(?P<tasks>\d+)(\(x(?P<nodes>\d+)\))?")
 _COUNT = "TORCHELASTIC_RESTART_COUNT"
 _ANSWERS_EVERY_S = 0.05
+_ANSWER_S = 3.0  # how long calls of the store may take when the process ends
 
 
 def worker_variables(environment: Mapping[str, str]) -> dict[str, str]:
@@ -178,21 +180,40 @@ def _agree_on_start(store: Store, rank: int, world: int) -> None:
         # of an agent or a job whose store is new
         if (own := int(os.environ.get(_COUNT, "0"))) > number:
             number = store.add("starts", own - number) - 1
-        threading.Thread(target=_answer, args=(store, number, world), daemon=True).start()
+        _answer_in_thread(store, number, world)
     else:
         number = int(store.get(f"start of {store.add('arrivals', 1)}"))
         store.set(f"{number}/{rank}", "")
     os.environ[_COUNT] = str(number)
 
 
-def _answer(store: Store, number: int, world: int) -> None:
+def _answer_in_thread(store: Store, number: int, world: int) -> None:
+    """Answer all workers that arrive, until they are here or the process ends.
+
+    An interpreter that ends while a thread is in a call of the store aborts the process. So the
+    thread is ended before.
+    """
+    ending = threading.Event()
+    thread = threading.Thread(
+        target=_answer, args=(store, number, world, ending), name="arrivals", daemon=True
+    )
+    thread.start()
+
+    def end() -> None:
+        ending.set()
+        thread.join(_ANSWER_S)
+
+    atexit.register(end)
+
+
+def _answer(store: Store, number: int, world: int, ending: threading.Event) -> None:
     answered = 0
     all_here = False
     with suppress(RuntimeError):  # the store is gone: each worker finds that out
-        while not all_here:
+        while not all_here and not ending.is_set():
             for arrival in range(answered + 1, (answered := store.add("arrivals", 0)) + 1):
                 store.set(f"start of {arrival}", str(number))
-            time.sleep(_ANSWERS_EVERY_S)
+            ending.wait(_ANSWERS_EVERY_S)
             all_here = store.check([f"{number}/{rank}" for rank in range(1, world)])
 
 

@@ -76,8 +76,15 @@ def untimed(plan: Plan) -> Plan:
 def answers() -> dict[str, Plan]:
     """The plans by the standard record, found before anything takes its place."""
     return {
-        name: untimed(solve(Request.of(MODEL, *question))) for name, question in QUESTIONS.items()
+        name: untimed(solve(Request.of(MODEL, *question, patient())))
+        for name, question in QUESTIONS.items()
     }
+
+
+def patient() -> Tuning:
+    """Return a record of its own, by which no search ends with its time on a busy machine."""
+    record = Tuning()
+    return replace(record, answer=replace(record.answer, alternatives_s=600.0))
 
 
 @pytest.mark.usefixtures("_standard_unread")
@@ -87,7 +94,7 @@ def test_a_question_with_a_record_of_its_own_reads_no_other(
     answers: dict[str, Plan],
 ) -> None:
     cluster, options = QUESTIONS[name]
-    assert untimed(solve(Request.of(MODEL, cluster, options, Tuning()))) == answers[name]
+    assert untimed(solve(Request.of(MODEL, cluster, options, patient()))) == answers[name]
 
 
 @pytest.mark.usefixtures("_standard_unread")

@@ -138,10 +138,11 @@ def pipeline_context(
 
 
 def _without_builder(spec: TrainingSpec) -> TrainingSpec:
+    """Return what trains a model that is built, without what leads to the whole model."""
     functions = {
         name: function for name, function in spec.functions.items() if name != "build_model"
     }
-    return replace(spec, functions=functions)
+    return replace(spec, functions=functions, objects=None)
 
 
 def facts_of_stages(modules: Mapping[int, StageModule], place: int) -> list[Fact]:
