@@ -1,12 +1,18 @@
 """A keyword that a function does not take: one sentence, with what could have been meant."""
 
-from collections.abc import Callable
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING
 from typing import Any
 
 import pytest
 
 import planner
+import planner.options
 from planner.errors import InputError
+from planner.options.option import Options, choices_of, options_in
+from tests.samples import layer, profile
 
 
 @pytest.mark.parametrize(
@@ -46,3 +52,39 @@ def test_an_unknown_keyword_is_refused_with_what_was_meant(
 def test_records_that_hints_name_are_public() -> None:
     assert planner.TrainingOptions(drop_last=True).drop_last
     assert planner.RunOptions(hang_timeout_s=5).hang_timeout_s == 5
+
+
+def _records() -> list[type[Options]]:
+    """Return all records of options."""
+    for module in pkgutil.iter_modules(planner.options.__path__, "planner.options."):
+        importlib.import_module(module.name)
+    return list(_below(Options))
+
+
+def _below(record: type[Options]) -> Iterator[type[Options]]:
+    for each in record.__subclasses__():
+        yield each
+        yield from _below(each)
+
+
+def test_a_value_that_is_no_choice_is_refused_with_the_choices() -> None:
+    refused = set()
+    for record in _records():
+        needed = {
+            each.name: 1
+            for each, _ in options_in(record)
+            if each.default is MISSING and each.default_factory is MISSING
+        }
+        for each, _ in options_in(record):
+            if choices_of(each.type):
+                with pytest.raises(InputError, match=f"unknown `{each.name}=never so`") as error:
+                    record(**needed | {each.name: "never so"})
+                assert all(choice in error.value.hint for choice in choices_of(each.type))
+                refused.add(each.name)
+    assert refused >= {"compress", "recompute", "solver", "granularity", "memory_format"}
+
+
+def test_no_stages_are_no_plan() -> None:
+    model = profile(layer("a", 1, 2), layer("b", 1, 2))
+    with pytest.raises(InputError, match="`stages` is empty"):
+        planner.price(model, planner.flat_cluster(2, 1e9), [])

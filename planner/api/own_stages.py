@@ -87,6 +87,12 @@ def _parts(given: Any) -> list[str]:
 
 def _stages(wanted: Stages, profile: Profile) -> list[OwnStage]:
     parts = _parts(wanted)
+    if not parts:
+        raise InputError(
+            "`stages` is empty",
+            hint="give the number of stages, the blocks of each, or the last layer of each but "
+            "the final one",
+        )
     if not all(is_count(part) for part in parts):
         return stages_ending_at(profile, parts)
     if len(parts) == 1:

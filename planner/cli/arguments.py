@@ -10,13 +10,13 @@ from contextlib import contextmanager
 from dataclasses import MISSING
 from pathlib import Path
 from types import UnionType
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, Union, get_args, get_origin
 
 import planner
 from planner.cli.output import as_flags, searching
 from planner.cli.parser import Advanced
 from planner.options.cluster import ClusterOptions
-from planner.options.option import Option, flag_of, options_in
+from planner.options.option import Option, choices_of, flag_of, options_in
 from planner.options.solving import TIME_LIMIT_S, SolveOptions, StageRules
 
 if TYPE_CHECKING:
@@ -90,8 +90,8 @@ def _by_type(kind: Any, option: Option) -> dict[str, Any]:
         kind = next(part for part in get_args(kind) if part is not type(None))
     if kind is bool:
         return {"action": argparse.BooleanOptionalAction if option.negation else "store_true"}
-    if option.choices or get_origin(kind) is Literal:
-        return {"choices": option.choices or get_args(kind), "type": option.parse or str}
+    if choices := option.choices or choices_of(kind):
+        return {"choices": choices, "type": option.parse or str}
     keywords = {"metavar": option.metavar, "type": option.parse or kind}
     if option.repeat:
         return keywords | {"action": "append"}

@@ -7,10 +7,22 @@ import textwrap
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
+from types import UnionType
+from typing import (
+    Any,
+    Concatenate,
+    Literal,
+    ParamSpec,
+    Protocol,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    overload,
+)
 
 from planner.arguments import checked_arguments
-from planner.errors import InputError
+from planner.errors import InputError, did_you_mean
 from planner.options.keywords import Keywords
 
 WIDTH = 116  # columns of an entry under "Args:"
@@ -94,7 +106,25 @@ class Options:
             if isinstance(value, str) and option.parse is not None:
                 value = _parsed(each.name, value, option)
                 object.__setattr__(self, each.name, value)
+            _check_choice(each.name, value, each.type)
             _check_bounds(each.name, value, option)
+
+
+def choices_of(kind: Any) -> tuple[str, ...]:
+    """Return the texts that a type allows, one of which may be left out: those of a Literal."""
+    if get_origin(kind) in (Union, UnionType):
+        kind = next(part for part in get_args(kind) if part is not type(None))
+    return get_args(kind) if get_origin(kind) is Literal else ()
+
+
+def _check_choice(name: str, value: Any, kind: Any) -> None:
+    choices = choices_of(kind)
+    if not choices or value is None or value in choices:
+        return
+    raise InputError(
+        f"unknown `{name}={value}`",
+        hint=f"{did_you_mean(str(value), choices)}`{name}` is one of {', '.join(choices)}",
+    )
 
 
 def _parsed(name: str, text: str, option: Option) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 from planner.errors import InputError, PlannerError
 from planner.formats.cluster import Cluster
 from planner.formats.device_kinds import cluster_for
-from planner.formats.files import Record, write_text
+from planner.formats.files import Record, replace, write_text
 from planner.formats.plan import Plan
 from planner.formats.plan_parts import ScheduleField
 from planner.formats.profile import Profile
@@ -134,8 +134,8 @@ def _row(
     try:
         plan = solve(Request(profile, cluster_for(profile, cluster), asked, clock))
     except PlannerError as error:
-        return row.model_copy(update={"obstacle": error.message})
-    return row.model_copy(update=_numbers_of(plan))
+        return replace(row, obstacle=error.message)
+    return replace(row, **_numbers_of(plan))
 
 
 def _numbers_of(plan: Plan) -> dict[str, Any]:
@@ -160,6 +160,6 @@ def _with_speedups(rows: Sequence[ScheduleRow]) -> list[ScheduleRow]:
         if row.seconds_per_microbatch is not None:
             per_sample = row.seconds_per_microbatch / (row.microbatch_size or 1)
             reference = first.setdefault(row.global_batch, per_sample)
-            row = row.model_copy(update={"speedup": reference / per_sample})
+            row = replace(row, speedup=reference / per_sample)
         related.append(row)
     return related
