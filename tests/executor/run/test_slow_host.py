@@ -85,6 +85,7 @@ def test_the_others_wait_for_a_model_that_is_built_slowly(
     assert json.loads(told)["minibatches"] == 4
 
 
+@pytest.mark.slow
 def test_so_they_do_in_a_loop_of_ones_own(folder: Path) -> None:
     told = run(
         folder, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "loop.py"

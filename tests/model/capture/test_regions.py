@@ -214,6 +214,7 @@ def test_evaluation_and_recomputation() -> None:
     assert len(evaluation.layers) == len(graph.layers)
 
 
+@pytest.mark.slow
 def test_compiled_code_enters_regions() -> None:
     graph = capture(Region(lower, torch.no_grad), batch_of(), loss)
     whole = run_model(graph, batch_of(), loss)

@@ -217,6 +217,7 @@ def _stashing(stage: StageModule, batches: list[tuple[Tensor, Tensor]], depth: i
     return [*losses, *(parameter.detach().clone() for parameter in stage.parameters())]
 
 
+@pytest.mark.slow
 def test_weight_versions_under_compiled_code(tmp_path: Path) -> None:
     """Its backward sees the weights of its forward, although updates in between changed what
     parameters hold.

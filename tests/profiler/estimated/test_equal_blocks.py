@@ -104,6 +104,7 @@ def about(expected: Any) -> Any:
     return pytest.approx(expected, rel=1e-9) if isinstance(expected, float) else expected
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("model", "spared"),
     [

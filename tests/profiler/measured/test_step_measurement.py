@@ -28,6 +28,7 @@ def of_two(profile: Profile) -> DegreeCosts:
     return costs
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("model", ["attention", "experts", "experts alone"])
 def test_ranks_hold_and_exchange_what_the_plan_says(model: str, tmp_path: Path) -> None:
     """What a rank runs is timed here, and runs without data there; both count its weights and
