@@ -363,6 +363,9 @@ def library_versions() -> str:
     """Return the versions of what PyTorch was built for, as "CUDA 12.8, NCCL 2.27.3"."""
     others = {"ROCm": torch.version.hip, "XPU": torch.version.xpu}
     found = dist.is_nccl_available() and bool(torch.version.cuda or torch.version.hip)
-    nccl = ".".join(map(str, torch.cuda.nccl.version())) if found else "none"  # type: ignore[no-untyped-call]
+    nccl = "none"
+    if found:
+        version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+        nccl = ".".join(map(str, version))
     more = "".join(f", {name} {version}" for name, version in others.items() if version)
     return f"CUDA {torch.version.cuda or 'none'}, NCCL {nccl}{more}"

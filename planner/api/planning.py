@@ -79,7 +79,8 @@ def cluster(profile: Profile | None = None, options: ClusterOptions = _UNSAID) -
 
     Example:
         >>> profile = planner.load_profile("profiles/vgg16/cpu.json")
-        >>> planner.cluster(profile, servers=2, gpus_per_server=4, bandwidth="pcie4,10Gbps", memory="16GB").gpus
+        >>> links = "pcie4,10Gbps"
+        >>> planner.cluster(profile, servers=2, gpus_per_server=4, bandwidth=links).gpus
         8
     """
     described = _described(options, profile)
@@ -251,7 +252,8 @@ def price(
 
     Example:
         >>> profile = planner.load_profile("profiles/vgg16/cpu.json")
-        >>> planner.price(profile, planner.flat_cluster(4, "1Gbps"), [20, 3], replicas=[3, 1]).config
+        >>> cluster = planner.flat_cluster(4, "1Gbps")
+        >>> planner.price(profile, cluster, [20, 3], replicas=[3, 1]).config
         '3-1'
     """
     if not isinstance(stages, OwnPlan):
@@ -283,7 +285,8 @@ def compare_schedules(
     Example:
         >>> profile = planner.load_profile("profiles/vgg16/cpu.json")
         >>> cluster = planner.flat_cluster(2, "1Gbps")
-        >>> rows = planner.compare_schedules(profile, cluster, schedules=["gpipe", "1f1b-flush"]).rows
+        >>> names = ["gpipe", "1f1b-flush"]
+        >>> rows = planner.compare_schedules(profile, cluster, schedules=names).rows
         >>> [str(row.schedule) for row in rows]
         ['gpipe', '1f1b-flush']
     """

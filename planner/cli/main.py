@@ -35,8 +35,8 @@ VERBS: tuple[Callable[[Any], None], ...] = (
 )
 
 DESCRIPTION = """\
-Automatic pipeline-parallel training in PyTorch: measure a model, find its fastest split into stages and replicas over
-your GPUs, and train it that way.
+Automatic pipeline-parallel training in PyTorch: measure a model, find its fastest split into stages
+and replicas over your GPUs, and train it that way.
 
     plan profile model.py            measure each layer of the model on this device -> profile.json
     plan solve --servers 2 --gpus-per-server 4 --bandwidth pcie4,10Gbps

@@ -18,25 +18,27 @@ from planner.profiler.estimated.devices import DEVICES
 from planner.schedule.registry import AUTO, NAMES, SCHEDULES, summaries
 
 SOLVE = """\
-Find the fastest plan: which layers form each stage, and how many GPUs run it. An exact search by the cost model finds
-candidates and a lower bound. Simulating the candidates' schedules chooses among them, and the answer says how far it is
-from the bound. A plan uses no more GPUs than its speed needs.
+Find the fastest plan: which layers form each stage, and how many GPUs run it. An exact search by
+the cost model finds candidates and a lower bound. Simulating the candidates' schedules chooses
+among them, and the answer says how far it is from the bound. A plan uses no more GPUs than its
+speed needs.
 
     plan solve --servers 2 --gpus-per-server 4 --bandwidth pcie4,10Gbps
     plan solve --gpus 8 --bandwidth 10Gbps         # each GPU has such a link to all others
     plan solve --run run.json -o next.json         # plan.json's cluster, as a run measured it
 """
 FIT = """\
-Say in one screen whether a model fits your GPUs, how to split it, how fast it would train, what baselines would give,
-and how few GPUs would do. All numbers are estimates: nothing is measured, and no weights are made or downloaded.
+Say in one screen whether a model fits your GPUs, how to split it, how fast it would train, what
+baselines would give, and how few GPUs would do. All numbers are estimates: nothing is measured, and
+no weights are made or downloaded.
 
     plan fit llama-7b --servers 2 --gpus-per-server 4 --gpu rtx-4090 --bandwidth pcie4,10Gbps
     plan fit llama-7b --gpus 8 --gpu a100-80gb     # one server of 8
     plan fit path/to/config.json --servers 2 --gpus-per-server 8 --gpu l4 --bandwidth 4GB/s,25Gbps
     plan fit model.py --gpus 4 --gpu rtx-4090
 
-A name or a config.json of Hugging Face needs the package transformers. A folder then gets model.py, which builds that
-model; profile.json and plan.json are left beside it, for the other verbs.
+A name or a config.json of Hugging Face needs the package transformers. A folder then gets model.py,
+which builds that model; profile.json and plan.json are left beside it, for the other verbs.
 """
 NEXT = """\
 {folder} holds {files}profile.json and plan.json. Next:
@@ -45,11 +47,14 @@ NEXT = """\
   plan report                                   # all of it, with a timeline
   {train:45} # on those GPUs, with a dataset() in {model}"""
 PRICE = """\
-Price stages that you chose yourself, by the same costs and the same simulation as `plan solve`: what would my Megatron
-or DeepSpeed run give on this cluster? The plan is written like any other, so that it can be simulated and trained.
+Price stages that you chose yourself, by the same costs and the same simulation as `plan solve`:
+what would my Megatron or DeepSpeed run give on this cluster? The plan is written like any other, so
+that it can be simulated and trained.
 
-    plan price --stages 4 --schedule 1f1b-flush --microbatches 32 --topology 8x2 --bandwidth nvlink4,100Gbps
-    plan price --stages 6,6,7,5 --replicas 2 --recompute 0,1:4 --servers 2 --gpus-per-server 4 --bandwidth pcie4,10Gbps
+    plan price --stages 4 --schedule 1f1b-flush --microbatches 32 \\
+        --topology 8x2 --bandwidth nvlink4,100Gbps
+    plan price --stages 6,6,7,5 --replicas 2 --recompute 0,1:4 \\
+        --servers 2 --gpus-per-server 4 --bandwidth pcie4,10Gbps
     plan price --stages features.16,classifier.0 --replicas 2,1,1 --gpus 4 --bandwidth 10Gbps
 """
 

@@ -79,8 +79,8 @@ def target_of(plan: Plan, system: str) -> Target:
         )
     remarks = {
         f"The plan's schedule, {plan.schedule}, keeps the pipeline full by stashing weights. "
-        f"{system} drains it before "
-        "every update, so expect fewer samples/s than the plan predicts.": plan.schedule.asynchronous,
+        f"{system} drains it before every update, so expect fewer samples/s than the plan "
+        "predicts.": plan.schedule.asynchronous,
         f"Gradients are accumulated over {LEAST_PER_STAGE} microbatches per stage. The plan "
         f"updates after each one: "
         "adapt the learning rate.": several,
@@ -149,15 +149,15 @@ def model_remarks(plan: Plan, system: str) -> list[str]:
         "plan's costs are of what the planned model says.": plan.divides_layers
         and not plan.by_samples,
         f"Of {plan.experts} experts of a layer, each of {degree} ranks has a part. {system} "
-        f"reduces the gradients of "
-        "other weights once per minibatch, where `plan train` does so for every microbatch.": plan.by_samples,
-        f"The plan shards the optimizer's state in some stages; {system} does so in all of them.": any(
-            sharded
-        )
-        and not all(sharded),
+        f"reduces the gradients of other weights once per minibatch, where `plan train` does so "
+        "for every microbatch.": plan.by_samples,
+        f"The plan shards the optimizer's state in some stages; {system} does so in all of "
+        "them.": any(sharded) and not all(sharded),
         f"The plan is for {plan.autocast} under autocast: use the same here.": plan.autocast,
-        f"The plan is for weights in {plan.master_weights} with float32 masters: do so here.": plan.master_weights,
-        f"The plan is for {plan.memory_format} weights and images: use the same here.": plan.memory_format,
+        f"The plan is for weights in {plan.master_weights} with float32 masters: do so "
+        "here.": plan.master_weights,
+        f"The plan is for {plan.memory_format} weights and images: use the same "
+        "here.": plan.memory_format,
         "The plan is for stages compiled with torch.compile: use the same here.": plan.compiled,
     }
     return [text for text, holds in remarks.items() if holds]
@@ -215,7 +215,8 @@ def megatron_arguments(plan: Plan) -> str:
         f"--pipeline-model-parallel-size {target.pipeline}": True,
         f"--tensor-model-parallel-size {target.tensor}": target.tensor > 1,
         f"--num-experts {plan.experts}": plan.experts,
-        f"--expert-model-parallel-size {plan.ranks_per_replica} --expert-tensor-parallel-size 1": plan.experts,
+        f"--expert-model-parallel-size {plan.ranks_per_replica} "
+        "--expert-tensor-parallel-size 1": plan.experts,
         # E embedding, t a transformer layer, L loss, | between stages
         f'--pipeline-model-parallel-layout "E{layout}L"': not even,
         f"--num-layers-per-virtual-pipeline-stage {counts[0]}": even and plan.chunks > 1,

@@ -52,8 +52,8 @@ class Level(GrownRecord):
     bandwidth_bytes_per_s: BytesPerSecond  # of a member's link in each direction (full duplex)
     latency_s: Seconds = 0.0  # of a message
     all_reduce_bandwidth_bytes_per_s: BytesPerSecond | None = None  # where measured to differ
-    # At most for one all-reduce, where several at once reach more: a ring enters and leaves a server
-    # by one port, and other rings use the others.
+    # At most for one all-reduce, where several at once reach more: a ring enters and leaves a
+    # server by one port, and other rings use the others.
     one_ring_bandwidth_bytes_per_s: BytesPerSecond | None = None
     # Of the all-reduces between the computations of ranks that divide layers, where measured: the
     # latency of a step.
@@ -263,7 +263,8 @@ def flat_cluster(
         UnitError: for a text without a unit.
 
     Example:
-        >>> planner.flat_cluster(8, "10Gbps") == planner.flat_cluster(gpus=8, bandwidth_bytes_per_s=1.25e9)
+        >>> in_bytes = planner.flat_cluster(gpus=8, bandwidth_bytes_per_s=1.25e9)
+        >>> planner.flat_cluster(8, "10Gbps") == in_bytes
         True
     """
     reduces = (all_reduce_bandwidth_bytes_per_s,)

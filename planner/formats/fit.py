@@ -1,4 +1,4 @@
-"""The answer of `plan fit`: does a model fit so many GPUs, how is it split, and how few would do."""
+"""The answer of `plan fit`: does a model fit so many GPUs, how is it split, would fewer do."""
 
 import math
 

@@ -2,7 +2,8 @@
 
 Rates are per GPU and direction: of all NVLinks of a GPU together, and of 16 lanes of PCIe. Sources:
 
-    nvlink2 to nvlink5   NVIDIA data sheets of V100, A100, H100 and B200: 300, 600, 900 and 1,800 GB/s both ways
+    nvlink2 to nvlink5   NVIDIA data sheets of V100, A100, H100 and B200: 300, 600, 900 and
+                         1,800 GB/s both ways
     pcie3 to pcie5       PCI-SIG: 8, 16 and 32 GT/s per lane, 128 bits of 130
 
 What is achieved of them: of NVLink 0.76, the bus bandwidth of an all-reduce of 1 GB on 8 A100
@@ -62,10 +63,10 @@ def usual_between(device: str) -> str:
     return _FAST_BETWEEN if device.lower() in _FAST else BETWEEN_SERVERS
 
 
-# Rates of networks as their data sheets name them, in Gbit/s. One TCP connection or one ring reaches
-# 94% of 10 Gbit/s, so slower ones are taken at their word; of faster ones it may reach a tenth.
-# 94 tuning runs on servers of four Omni-Path ports found 5 GB/s in one ring, of 50 by the data
-# sheet (bigscience, chronicles of BLOOM).
+# Rates of networks as their data sheets name them, in Gbit/s. One TCP connection or one ring
+# reaches 94% of 10 Gbit/s, so slower ones are taken at their word; of faster ones it may reach a
+# tenth. 94 tuning runs on servers of four Omni-Path ports found 5 GB/s in one ring, of 50 by the
+# data sheet (bigscience, chronicles of BLOOM).
 _NETWORK_GBPS = (25, 40, 50, 56, 100, 200, 400, 800, 1600, 3200)
 
 

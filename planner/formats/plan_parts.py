@@ -89,8 +89,8 @@ def _schedule(value: object) -> Schedule:
         return find(value if isinstance(value, Schedule) else str(value))
     except InputError as error:  # pydantic adds the name of the field to a ValueError only
         raise ValueError(
-            f"{error.message}: {', '.join(NAMES)} are known, and those of a file that `schedule_from` "
-            f"names"
+            f"{error.message}: {', '.join(NAMES)} are known, "
+            f"and those of a file that `schedule_from` names"
         ) from None
 
 
@@ -353,7 +353,8 @@ class SlowLinks(Record):
     slowdown: PositiveFloat  # times as long as the plan takes there
     loss: NonNegativeFloat  # as for `SteadyPlan`
     fastest: SteadyPlan | None = None  # on the slow links; None where the plan is
-    # what loses least over all rates from the slow one to the data sheet's; None where the plan does
+    # what loses least over all rates from the slow one to the data sheet's; None where the plan
+    # does
     steadiest: SteadyPlan | None = None
     # whether other plans were searched for as long as it takes
     complete: bool = True

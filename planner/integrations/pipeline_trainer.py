@@ -218,7 +218,8 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]  # its types are not check
         kind = None if error is None else type(error)
         left.__exit__(kind, error, getattr(error, "__traceback__", None))
 
-    # Without a GPU accelerate takes each worker for a process of its own, of which all are the first.
+    # Without a GPU accelerate takes each worker for a process of its own, all of which are the
+    # first.
 
     def is_world_process_zero(self) -> bool:
         """Return whether this is the first worker, which logs and writes files."""
@@ -490,8 +491,8 @@ def _warn_of_staleness(plan: Plan) -> None:
     if plan.schedule.asynchronous and os.environ.get("RANK", "0") == "0":
         _log.warning(
             "%s is asynchronous: gradients are up to %d updates stale, so losses differ from those "
-            "of Trainer, and a log has the losses of earlier updates; hint: a plan under 1f1b-flush "
-            "trains as Trainer does",
+            "of Trainer, and a log has the losses of earlier updates; "
+            "hint: a plan under 1f1b-flush trains as Trainer does",
             plan.schedule,
             plan.staleness,
         )

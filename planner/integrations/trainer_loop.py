@@ -66,7 +66,7 @@ class TrainerLoop:
         return self._end()
 
     def _epoch(self, epoch: int, skipped: int) -> None:
-        """Train for an epoch, without its first `skipped` updates, which an earlier run has done."""
+        """Train for an epoch, without its first `skipped` updates, those of an earlier run."""
         trainer, handler = self._trainer, self._trainer.callback_handler
         args = trainer.args
         trainer.control = handler.on_epoch_begin(args, trainer.state, trainer.control)

@@ -96,7 +96,7 @@ class Heartbeat:
         self._device = device
 
     def read(self, *, device: bool = False) -> Beat:
-        """Return what the worker is at; with `device`, what its device is at where that is known."""
+        """Return what the worker is at; with `device`, what its device is at if that is known."""
         beats, what, evaluating = self._now
         if isinstance(what, _Phase):
             beat = Beat(

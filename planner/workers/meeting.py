@@ -17,7 +17,9 @@ from datetime import timedelta
 from functools import cache, lru_cache
 
 import torch.distributed as dist
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # exported by a star import
+
+# PyTorch exports both by a star import.
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from planner.errors import InputError, WorkerError, first_line

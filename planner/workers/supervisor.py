@@ -23,7 +23,8 @@ from itertools import count
 from pathlib import Path
 from typing import NoReturn
 
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # exported by a star import
+# PyTorch exports both by a star import.
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from planner.errors import PlannerError, WorkerError, first_line
 from planner.formats.files import replace

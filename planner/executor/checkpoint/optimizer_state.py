@@ -141,7 +141,7 @@ class ParameterGroup(Record):
 
 
 class OptimizerState(Record):
-    """The state of an optimizer, as a checkpoint's index has it; its tensors are in a file beside."""
+    """The state of an optimizer in a checkpoint's index; its tensors are in a file beside."""
 
     kind: str  # the optimizer's class
     learning_rate_factor: float = 1.0  # learning rates here relative to the user's

@@ -1,8 +1,10 @@
 """The content of a message: for one pair of stages and one unit, a header and then every value, in
 one flat buffer.
 
-    header:       an int64 of layout checksum, minibatch and microbatch      (64 bytes, the rest anything)
-    payload:      the values in the plan's order, each in its own memory order and coded, at a multiple of 64 bytes
+    header:       an int64 of layout checksum, minibatch and microbatch
+                  (64 bytes, the rest anything)
+    payload:      the values in the plan's order, each in its own memory order and coded,
+                  at a multiple of 64 bytes
 
 gloo accepts a message of the wrong size, and NCCL matches messages by order alone: the header makes
 that an error. It is written by a fill and never copied from the host, because such a copy would let
@@ -213,7 +215,8 @@ class Layouts:
     def layout(self, message: Receive | Send) -> Layout:
         """Return the layout of `message`, which both ends compute alike."""
         extent = self._extent_of(message.unit)
-        return self._made(type(message), message.stage, message.peer_stage, extent)  # type: ignore[arg-type]
+        kind = type(message)
+        return self._made(kind, message.stage, message.peer_stage, extent)  # type: ignore[arg-type]
 
     def received_bytes(
         self, source: int, target: int, *, forward: bool, shared: bool, samples: int

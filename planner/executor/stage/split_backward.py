@@ -8,7 +8,8 @@ what it received, and the second part starts from there:
 
     received <- ... <- operation <- operation <- ... <- output        first part, along this path
                           |              |
-                        weight         weight                         second part, from each operation to its weights
+                        weight         weight                         second part, from each
+                                                                      operation to its weights
 
 PyTorch's operations compute only the input gradients that are asked for, so nothing is computed
 twice, except in a user's `torch.autograd.Function`. The gradient of a weight that joins the path at

@@ -199,7 +199,9 @@ def refuse_pinned(model: nn.Module, placeholders: Sequence[fx.Node], lengths: Va
     guards = next(iter(symbolic.values())).shape_env.guards if symbolic else ()
     for named, sizes in lengths.examples:
         values = {node._expr: sizes.get(place, node.hint) for place, node in symbolic.items()}
-        failing = next((guard for guard in guards if guard.expr.subs(values) == False), None)  # noqa: E712  # sympy's
+        # `guard.expr` is sympy's, and so is what it compares to.
+        broken = (guard for guard in guards if guard.expr.subs(values) == False)  # noqa: E712
+        failing = next(broken, None)
         if failing is None and not pinned:
             continue
         where = None if failing is None else failing.sloc.maybe_user_loc

@@ -47,8 +47,10 @@ def check_compiler(device_type: str) -> None:
 _aten = torch.ops.aten
 
 # PyTorch generates both from the same line of native_functions.yaml: same arguments, same defaults.
-_ALIKE = """batch_norm cat conv2d dropout embedding layer_norm matmul max_pool2d permute relu relu_ reshape tanh
-    unsqueeze"""
+_ALIKE = """
+    batch_norm cat conv2d dropout embedding layer_norm matmul max_pool2d permute relu relu_ reshape
+    tanh unsqueeze
+"""
 FUNCTIONS: dict[Any, Callable[..., Any]] = {
     **{getattr(_aten, name).default: getattr(torch, name) for name in _ALIKE.split()},
     _aten.add.Tensor: torch.add,

@@ -88,7 +88,13 @@ def made_last(tensors: Sequence[Tensor]) -> Tensor | None:
     first.
     """
     with_gradient = [tensor for tensor in tensors if tensor.grad_fn is not None]
-    return max(with_gradient, key=lambda tensor: tensor.grad_fn._sequence_nr(), default=None)  # type: ignore[union-attr]
+    return max(with_gradient, key=_sequence_number, default=None)
+
+
+def _sequence_number(tensor: Tensor) -> int:
+    """Return when autograd recorded the operation of a tensor, relative to others."""
+    assert tensor.grad_fn is not None
+    return tensor.grad_fn._sequence_nr()
 
 
 def _notify(observer: LayerObserver | None, index: int, values: Sequence[Tensor]) -> None:
@@ -197,7 +203,9 @@ class SegmentBuilder:
         if self._blocks is not None or any(
             is_random(node, self._graph.module) for node in layer.nodes
         ):
-            reseeding: Any = torch.compiler.disable(reseed) if self._compiled else reseed  # type: ignore[no-untyped-call]
+            reseeding: Any = reseed
+            if self._compiled:
+                reseeding = torch.compiler.disable(reseed)  # type: ignore[no-untyped-call]
             self._new.call_function(reseeding, (self._key, self._device, index))
         if self._blocks is not None:
             call, *_ = layer.nodes

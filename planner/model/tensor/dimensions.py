@@ -284,7 +284,9 @@ def dimension_of(
         if operation in _SAME:
             same = len(before) == len(after) and before[dimension] == after[dimension]
             return dimension if same else None
-    return _pointwise(node, divided, parts) if torch.Tag.pointwise in node.target.tags else None  # type: ignore[union-attr]
+    if torch.Tag.pointwise in node.target.tags:  # type: ignore[union-attr]
+        return _pointwise(node, divided, parts)
+    return None
 
 
 def _pointwise(node: fx.Node, divided: Mapping[fx.Node, int], parts: bool) -> int | None:

@@ -418,7 +418,8 @@ def whole_state(
         if id(tensor) not in wholes:  # tied weights stay one tensor
             whole = division.whole(name, tensor.detach())
             if is_divided(whole):
-                whole = whole if masters else whole.to(module.used_dtypes[name])  # type: ignore[index]
+                if not masters:
+                    whole = whole.to(module.used_dtypes[name])  # type: ignore[index]
                 whole = whole.full_tensor()  # type: ignore[attr-defined]
                 whole = whole.cpu() if kept else whole[:0].clone()
             wholes[id(tensor)] = whole

@@ -147,7 +147,9 @@ class TensorGroup:
         """Return a value that all ranks have whole, for a computation that each does for itself
         with a part.
         """
-        made: Tensor = _Alone.apply(value, self.mesh.get_group()) if value.requires_grad else value  # type: ignore[no-untyped-call]
+        if not value.requires_grad:
+            return value
+        made: Tensor = _Alone.apply(value, self.mesh.get_group())  # type: ignore[no-untyped-call]
         return made
 
     def exchange(self, offsets: Tensor, whole: Tensor) -> Exchange:
@@ -185,7 +187,9 @@ class TensorGroup:
         group = self.mesh.get_group()
         if over_gloo(group) and not isinstance(value, FakeTensor):
             equal = [len(value) // self.degree] * self.degree
-            swapped: Tensor = _Swapped.apply(value, takes or equal, sends or equal, group)  # type: ignore[no-untyped-call]
+            swapped: Tensor = _Swapped.apply(  # type: ignore[no-untyped-call]
+                value, takes or equal, sends or equal, group
+            )
             return swapped
         moved: Tensor = funcol.all_to_all_single_autograd(value, takes, sends, group)
         return moved
@@ -266,7 +270,10 @@ class TensorGroup:
             each.shape[dimension] % self.degree for each in (query, key)
         )
         own = Shard(dimension) if divides else Replicate()
-        tensors = [each.redistribute(placements=[own]).to_local() for each in (query, key, value)]  # type: ignore[attr-defined]
+        tensors = [
+            each.redistribute(placements=[own]).to_local()  # type: ignore[attr-defined]
+            for each in (query, key, value)
+        ]
         mask = None
         if attn_mask is not None:
             assert isinstance(attn_mask, DTensor)

@@ -437,7 +437,8 @@ def _of_dataset(spec: TrainingSpec, like: Batch) -> Iterator[tuple[Batch, tuple[
         starts = sorted({length * place // _PLACES for place in range(_PLACES)})
         batches = []
         for start in starts if length else ():
-            items = [dataset[index] for index in range(start, min(start + like.size, length))]  # type: ignore[index]
+            end = min(start + like.size, length)
+            items = [dataset[index] for index in range(start, end)]  # type: ignore[index]
             parts = [items[each.start : each.stop] for each in ranges(len(items))]
             batches.append(
                 (spec.collate(items), tuple(spec.collate(part) for part in parts if part))

@@ -151,7 +151,8 @@ def model_flops(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any],
 
 
 def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *, backward: bool) -> int:
-    flops = int(sdpa_flop_count(query.shape, key.shape, value.shape))  # type: ignore[no-untyped-call]
+    counted = sdpa_flop_count(query.shape, key.shape, value.shape)  # type: ignore[no-untyped-call]
+    flops = int(counted)
     # The kernels of the backward compute the scores again, which is no part of the model.
     return 2 * flops if backward else flops
 

@@ -242,7 +242,8 @@ def _swatch(text: str, look: str) -> str:
 
 
 def _folded(title: str, content: str, is_open: bool = False) -> str:
-    return f"<details{' open' if is_open else ''}><summary>{escape(title)}</summary>{content}</details>"
+    start = "<details open>" if is_open else "<details>"
+    return f"{start}<summary>{escape(title)}</summary>{content}</details>"
 
 
 def _table(label: str, table: Table) -> str:
@@ -255,10 +256,11 @@ def _table(label: str, table: Table) -> str:
         f'<th scope="col"{look}>{escape(name)}</th>'
         for name, look in zip(table.headers, css, strict=True)
     )
-    body = "".join(
-        f"<tr>{''.join(f'<td{look}>{escape(str(cell))}</td>' for cell, look in zip(row, css, strict=True))}</tr>"
-        for row in table.rows
-    )
+    body = ""
+    for row in table.rows:
+        looks = zip(row, css, strict=True)
+        cells = "".join(f"<td{look}>{escape(str(cell))}</td>" for cell, look in looks)
+        body += f"<tr>{cells}</tr>"
     region = f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(label)}">'
     return f"{region}<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
 
@@ -331,10 +333,10 @@ def stages_section(plan: Plan, source: str) -> str:
     """Tabulate the stages and their memory, and list their layers; `source`: of the profile's
     times, if known.
     """
-    layers = "".join(
-        f"<li>stage {number}<ol>{''.join(f'<li>{escape(name)}</li>' for name in stage.layers)}</ol></li>"
-        for number, stage in enumerate(plan.stages)
-    )
+    layers = ""
+    for number, stage in enumerate(plan.stages):
+        names = "".join(f"<li>{escape(name)}</li>" for name in stage.layers)
+        layers += f"<li>stage {number}<ol>{names}</ol></li>"
     few = len(plan.stages) <= MOST_STAGES
     text = f"Times are sums of the profile's {source} times of layers. ".replace("  ", " ")
     note = paragraph(text + _IN_FLIGHT + (_LATE if plan.staleness else ""), "note")

@@ -159,7 +159,7 @@ class Problem:
 
     @property
     def clock(self) -> Clock:
-        """When searches end; the budget's own clock has some time left to simulate what they found."""
+        """When searches end; the budget's own clock leaves time to simulate what they found."""
         return self.budget.searching
 
     @property

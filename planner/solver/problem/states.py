@@ -9,7 +9,8 @@ work depends on nothing else, which makes the search exact.
 Values that are live at the first state I and that no layer of the stage uses pass by the stage.
 With front(I) the bytes live at I, and passing(I, J) those among them that no layer of J \\ I uses,
 
-    received activations = front(I) - passing(I, J)        sent activations = front(J) - passing(I, J)
+    received activations = front(I) - passing(I, J)
+    sent activations     = front(J) - passing(I, J)
 
 and the same for gradients in the other direction.
 """
@@ -138,8 +139,9 @@ class CutSpace(ABC):
         return {}
 
     def recomputation(self, rule: RecomputeRule) -> Recomputation:
-        """Return the choices of what recomputes in the stages; `benchmarks.solver_quality.piper.question` has
-        others.
+        """Return the choices of what recomputes in the stages.
+
+        `benchmarks.solver_quality.piper.question` has others.
         """
         return Recomputation(self.layer_costs, rule)
 
