@@ -94,36 +94,62 @@ def timeline_svg(runs: Sequence[Timeline], window: tuple[float, float] | None = 
             moved so that both begin the first minibatch of the window together, as on the page.
     """
     first, last = window or (0.0, max((run.span_s for run in runs), default=0.0) or 1.0)
-    scale = (WIDTH - LEFT - RIGHT) / (last - first)
-    least_s = 0.25 / scale if window or sum(len(run.events) for run in runs) > _MOST else 0.0
+    scale = (WIDTH - LEFT - RIGHT) / (last - first)  # pixels per second
+    least_s = 0.0
+    if window or sum(len(run.events) for run in runs) > _MOST:
+        least_s = 0.25 / scale
+    lefts = _left_edges(runs, window)
+
+    drawn = []
+    y = float(TOP)
+    for rank, rows in rows_of(runs, shown_workers(runs[0])).items():
+        drawn.append(text(8, y + 15, f"worker {rank}"))
+
+        for row in rows:
+            run = runs[row.run]
+            if row.lane == "compute" and row.run > 0:
+                drawn.append(text(8, y + 15, run.source, Font(11)))
+
+            for event in row.events:
+                start = max(event.start_s - lefts[row.run], 0.0)
+                end = min(event.end_s - lefts[row.run], last - first)
+                if end - start >= least_s:
+                    corner = (LEFT + start * scale, y)
+                    drawn.append(_event(run, event, corner, (end - start) * scale))
+            y += _HEIGHTS[row.lane] + 1
+        y += _GAP
+
+    title = text(8, 20, f"{runs[0].model}: {runs[0].config}, {runs[0].schedule}", Font(15))
+    return document(WIDTH, y, [title, *_legend(runs), *_axis(first, last, y), *drawn])
+
+
+def _left_edges(runs: Sequence[Timeline], window: tuple[float, float] | None) -> list[float]:
+    """Return which second of each run is at the left edge: where the window begins, moved in the
+    other run so that both begin the first minibatch of the window together.
+    """
+    if window is None:
+        return [0.0] * len(runs)
+
+    first, _ = window
     begun = [_begun_s(run) for run in runs]
-    from_ = min(
-        (n for n, s in begun[0].items() if window and s >= first and n in begun[-1]), default=None
-    )
-    lefts = [
-        first if from_ is None else first + starts[from_] - begun[0][from_] for starts in begun
+    in_both = [
+        number for number, start in begun[0].items() if start >= first and number in begun[-1]
     ]
-    parts = [text(8, 20, f"{runs[0].model}: {runs[0].config}, {runs[0].schedule}", Font(15))]
-    x, y = float(LEFT), float(TOP)
+    if not in_both:
+        return [first] * len(runs)
+
+    number = min(in_both)
+    return [first + starts[number] - begun[0][number] for starts in begun]
+
+
+def _legend(runs: Sequence[Timeline]) -> list[str]:
+    """Draw the colours of the kinds of events, each with its name, in one line."""
+    parts = []
+    x = float(LEFT)
     for colour, name in colour_legend(kind for run in runs for kind in run.events.kind):
         parts += [box((x, 29), (11, 11), colour), text(x + 16, 39, name, Font(12))]
         x += 34 + _CHARACTER * len(name)
-    drawn = []
-    for rank, rows in rows_of(runs, shown_workers(runs[0])).items():
-        drawn.append(text(8, y + 15, f"worker {rank}"))
-        for row in rows:
-            run, left = runs[row.run], lefts[row.run]
-            if row.lane == "compute" and row.run > 0:
-                drawn.append(text(8, y + 15, run.source, Font(11)))
-            for event in row.events:
-                start, end = max(event.start_s - left, 0.0), min(event.end_s - left, last - first)
-                if end - start >= least_s:
-                    drawn.append(
-                        _event(run, event, (LEFT + start * scale, y), (end - start) * scale)
-                    )
-            y += _HEIGHTS[row.lane] + 1
-        y += _GAP
-    return document(WIDTH, y, [*parts, *_axis(first, last, y), *drawn])
+    return parts
 
 
 def _begun_s(run: Timeline) -> dict[int, float]:

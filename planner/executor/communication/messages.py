@@ -224,26 +224,33 @@ class Layouts:
         """Return the room for a message from stage `source` to the later `target`, or back, of
         `samples` samples.
         """
-        kind = (
-            do.ReceiveShared if shared else do.ReceiveActivation if forward else do.ReceiveGradient
-        )
+        kind: type[Receive] = do.ReceiveActivation if forward else do.ReceiveGradient
+        if shared:
+            kind = do.ReceiveShared
+        ends = (target, source) if forward else (source, target)
         extent = (samples, *self._longest) if self._longest else samples
-        return self._make(
-            kind, *((target, source) if forward else (source, target)), extent
-        ).size_bytes
+        return self._make(kind, *ends, extent).size_bytes
 
     def _make(self, kind: type[Receive | Send], stage: int, peer: int, extent: Extent) -> Layout:
         if issubclass(kind, (do.ReceiveShared, do.SendShared)):
             return layout_of(self._shared[stage].specs(peer), 1)
+
         specs = list(self._transfers[min(stage, peer), max(stage, peer)])
         if not issubclass(kind, (do.ReceiveActivation, do.SendActivation)):
-            specs = [spec.of_gradient for spec in specs if spec.requires_grad]
-            if self._with_scale:
-                specs.append(
-                    ValueSpec(SCALE, torch.float32, requires_grad=False, sizes=(), order=())
-                )
+            specs = self._of_gradients(specs)
         layout = layout_of(specs, extent, self._codec)
+
+        # Messages of fewer elements use the buffers of the longest.
         if isinstance(extent, tuple) and extent[1:] != self._longest:
             longest = layout_of(specs, (extent[0], *self._longest), self._codec)
             layout = replace(layout, room_bytes=longest.size_bytes)
         return layout
+
+    def _of_gradients(self, specs: Sequence[ValueSpec]) -> list[ValueSpec]:
+        """Return the specs of the gradients of some values, and of the scale of the loss."""
+        gradients = [spec.of_gradient for spec in specs if spec.requires_grad]
+        if self._with_scale:
+            gradients.append(
+                ValueSpec(SCALE, torch.float32, requires_grad=False, sizes=(), order=())
+            )
+        return gradients
