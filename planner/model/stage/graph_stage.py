@@ -34,11 +34,15 @@ class StageBlocks:
 
     def __init__(self, graph: LayerGraph, boundary: Boundary, variant: Variant) -> None:
         assert graph.blocks is not None
-        self._chain, self._batch_spec = graph.blocks, graph.batch_spec
+        self._chain = graph.blocks
+        self._batch_spec = graph.batch_spec
+
         layers = [self._chain.layers[position] for position in boundary.positions]
         blocks = dict.fromkeys(block for layer in layers for _, block in layer.blocks)
-        inside = {module for block in blocks for module in block.modules()}
+        self._calls = {block: compiled(block) if variant.compiled else block for block in blocks}
+
         self.weights = nn.Module()
+        inside = {module for block in blocks for module in block.modules()}
         for path, module in graph.model.named_modules(remove_duplicate=False):
             if module in inside:
                 holder = holder_of(self.weights, path)
@@ -47,7 +51,6 @@ class StageBlocks:
         # Then the names that no module inside has: other names of tied weights, and weights that no
         # block uses.
         weights_of(graph, boundary.layers, self.weights)
-        self._calls = {block: compiled(block) if variant.compiled else block for block in blocks}
 
     def code_of(self, index: int) -> Callable[..., Any]:
         """Return what runs the blocks of a layer: from the tensors that it takes to those that it
@@ -56,26 +59,37 @@ class StageBlocks:
         The first layer takes the leaves of the arguments, the last one those of the target, too, at
         the end.
         """
-        layer, loss = self._chain.layers[index], self._chain.loss
+        layer = self._chain.layers[index]
+        loss = self._chain.loss
         modes = list(zip(layer.modules, layer.training, strict=True))
         # Only this layer's: the chain, which the function would keep, leads to the whole model's
         # weights.
         blocks = [(module, self._calls[module]) for _, module in layer.blocks]
         spec = self._batch_spec
         target_spec = spec.children()[-1]
+        no_target = [None] * target_spec.num_leaves
+
+        def first(values: Sequence[Any]) -> Any:
+            """What the first block makes of the arguments."""
+            args, kwargs, _ = spec.unflatten([*values, *no_target])
+            return blocks[0][1](*args, **kwargs)
 
         def run(*values: Any) -> list[Tensor] | Tensor:
-            end = len(values) - target_spec.num_leaves if layer.gives is None else len(values)
+            end = len(values)
+            if layer.gives is None:
+                end -= target_spec.num_leaves
             # Stages in training and in evaluation run the same modules.
             set_modes(modes)
-            rest = [block for _, block in blocks]
+
             if layer.takes is None:
-                args, kwargs, _ = spec.unflatten([*values[:end], *[None] * target_spec.num_leaves])
-                value = rest.pop(0)(*args, **kwargs)
+                value = first(values[:end])
+                rest = blocks[1:]
             else:
                 value = layer.takes.value(values[:end])
-            for block in rest:
+                rest = blocks
+            for _, block in rest:
                 value = block(value)
+
             if layer.gives is None:
                 return loss_of(value, target_spec.unflatten(values[end:]), loss)
             return layer.gives.tensors(value, layer.blocks[-1][0])

@@ -68,23 +68,33 @@ def _opened(user: fx.Node, value: fx.Node, dimension: int) -> tuple[set[int], in
     """Return the borders of the blocks that an operation makes values of their own, and the
     dimension of those.
     """
-    operation, size = packet_of(user), shape_of(value)[dimension]
+    operation = packet_of(user)
+    size = shape_of(value)[dimension]
     if along(user) == dimension:
         if operation in PARTS:
             sizes = [part.shape[dimension] for part in user.meta["val"]]
             return set(accumulate(sizes, initial=0)), dimension
-        step = user.args[4] if operation is _aten.slice and len(user.args) > 4 else 1
-        if (
-            operation in (_aten.slice, _aten.narrow)
-            and step == 1
-            and isinstance(start := start_of(user), int)
-        ):
-            return {start % size, start % size + shape_of(user)[dimension]}, dimension
-    if operation in VIEWS and (outer := dimension_of(user, {value: dimension})) is not None:
-        count = shape_of(user)[outer]
-        if count < size and _taken_apart(user, outer):
-            return set(range(0, size + 1, size // count)), outer + 1
+
+        start = start_of(user) if _is_narrow(user) else None
+        if isinstance(start, int):
+            start %= size
+            return {start, start + shape_of(user)[dimension]}, dimension
+
+    if operation in VIEWS:
+        outer = dimension_of(user, {value: dimension})
+        if outer is not None:
+            count = shape_of(user)[outer]
+            if count < size and _taken_apart(user, outer):
+                return set(range(0, size + 1, size // count)), outer + 1
     return None
+
+
+def _is_narrow(node: fx.Node) -> bool:
+    """Return whether an operation takes consecutive elements of a dimension."""
+    if packet_of(node) is not _aten.slice:
+        return packet_of(node) is _aten.narrow
+    step = node.args[4] if len(node.args) > 4 else 1
+    return isinstance(step, int) and step == 1
 
 
 def start_of(node: fx.Node) -> Any:

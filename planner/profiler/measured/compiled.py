@@ -146,14 +146,16 @@ def as_compiled(layers: Sequence[StepTimes], measured: CompiledTimes) -> list[St
         of_part: Callable[[StepTimes], list[float]] = attrgetter(part)
         if not all(map(of_part, (measured.whole, *measured.runs))):
             continue  # no thread time on this device
+
+        whole_s = median(of_part(measured.whole))
         runs_s = [median(of_part(run)) for run in measured.runs]
-        within_s = _without_ends(runs_s, median(of_part(measured.whole)), measured.exchanged_bytes)
+        within_s = _without_ends(runs_s, whole_s, measured.exchanged_bytes)
         for run_s, span in zip(within_s, measured.spans, strict=True):
-            factor = _ratio(run_s, sum(median(of_part(layers[index])) for index in span))
+            uncompiled_s = sum(median(of_part(layers[index])) for index in span)
+            factor = _ratio(run_s, uncompiled_s)
             for index in span:
-                of_part(scaled[index]).extend(
-                    seconds * factor for seconds in of_part(layers[index])
-                )
+                times_s = of_part(layers[index])
+                of_part(scaled[index]).extend(seconds * factor for seconds in times_s)
     return scaled
 
 

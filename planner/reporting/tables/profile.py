@@ -216,17 +216,12 @@ def collapsed(profile: Profile) -> list[tuple[int, Layer]]:
     """Return the layers in order, equal ones of repeated blocks once, with how often each occurs;
     costs are means.
     """
-    keys: list[object] = []
-    repeated = {place for block in repeated_blocks(profile) for place in block}
-    for place, layer in enumerate(profile.layers):
-        found = BLOCK.match(layer.name) if place in repeated else None
-        block = found[0] if found else ""
-        starred = block.rpartition(".")[0] + ".*" + layer.name[len(block) :]
-        keys.append((starred.removeprefix("."), kind_of(layer)) if block else place)
+    keys = _keys(profile)
     often = Counter(keys)
     groups: dict[object, list[Layer]] = {}
     for place, (key, layer) in enumerate(zip(keys, profile.layers, strict=True)):
         groups.setdefault(key if often[key] >= FEWEST_REPEATS else place, []).append(layer)
+
     rows = []
     for key, group in groups.items():
         mean = group[0]
@@ -234,6 +229,23 @@ def collapsed(profile: Profile) -> list[tuple[int, Layer]]:
             mean = _mean_layer(str(key[0]), group)
         rows.append((len(group), mean))
     return rows
+
+
+def _keys(profile: Profile) -> list[object]:
+    """Return for each layer a key that is equal for equal layers of repeated blocks: its name with
+    a star for the block, and its kind; for all other layers its place.
+    """
+    repeated = {place for block in repeated_blocks(profile) for place in block}
+    keys: list[object] = []
+    for place, layer in enumerate(profile.layers):
+        found = BLOCK.match(layer.name)
+        if place not in repeated or not found:
+            keys.append(place)
+            continue
+        block = found[0]
+        starred = block.rpartition(".")[0] + ".*" + layer.name[len(block) :]
+        keys.append((starred.removeprefix("."), kind_of(layer)))
+    return keys
 
 
 def _mean_layer(name: str, layers: Sequence[Layer]) -> Layer:
