@@ -82,11 +82,11 @@ class PythonState:
         self._seen: set[int] = set()
         self._names = {"forward"}  # that called code has
         self._methods: list[tuple[str, FunctionType]] = []  # of followed classes, not called so far
+
         if spec.loss is not None:
             self._follow(spec.loss)
-        classes = dict.fromkeys(type(module) for module in model.modules())
-        for each in classes:
-            self._follow_class(each)
+        for module_class in dict.fromkeys(type(module) for module in model.modules()):
+            self._follow_class(module_class)
         if attributes:
             for path, module in model.named_modules():
                 read = partial(self._module_attributes, weakref.ref(module))
@@ -315,19 +315,23 @@ def _content(value: Any, depth: int, names: frozenset[str] | None) -> Content:
     if depth == 0:
         return _OTHERS
     if isinstance(value, _CONTAINERS):
-        if len(value) > _MOST_ITEMS:
-            return _OTHERS
-        if isinstance(value, dict):
-            items = [(key, each) for key, each in value.items() if isinstance(key, _PLAIN)]
-            return {key: _content(each, depth - 1, names) for key, each in items}
-        if isinstance(value, (set, frozenset)):
-            return {repr(each) for each in value if isinstance(each, _PLAIN)}
-        return [_content(each, depth - 1, names) for each in value]
+        return _content_of_container(value, depth, names)
     if isinstance(value, nn.Module) or (hasattr(value, "__dict__") and _is_own_class(type(value))):
         # What a library's object holds, the library reads.
         inner = names if _is_read_by_name(type(value)) else None
         return _content(_attributes(value, names), depth - 1, inner)
     return _OTHERS
+
+
+def _content_of_container(value: Any, depth: int, names: frozenset[str] | None) -> Content:
+    if len(value) > _MOST_ITEMS:
+        return _OTHERS
+    if isinstance(value, dict):
+        items = [(key, each) for key, each in value.items() if isinstance(key, _PLAIN)]
+        return {key: _content(each, depth - 1, names) for key, each in items}
+    if isinstance(value, (set, frozenset)):
+        return {repr(each) for each in value if isinstance(each, _PLAIN)}
+    return [_content(each, depth - 1, names) for each in value]
 
 
 def _own_classes(value: Any, depth: int) -> Iterator[type]:

@@ -77,10 +77,12 @@ def _equals_one_process(
     plan = even_plan(profile, schedule, replicas)
     entries = lab.train(model, plan, steps).losses
     found = [math.nan if entry.loss is None else entry.loss for entry in entries]
+
     expected, _ = train_alone(load_model_file(model), profile, plan, SEED, lab.device, steps)
 
     reference = "delayed updates in one process" if schedule.asynchronous else "one process"
-    return compared(found, expected, reference, LIMIT_GPU if lab.on_gpu else LIMIT_CPU)
+    limit = LIMIT_GPU if lab.on_gpu else LIMIT_CPU
+    return compared(found, expected, reference, limit)
 
 
 def compared(

@@ -310,7 +310,8 @@ def _links(
     for link in timeline.links:
         inside = np.minimum(link.end_s, end) - np.maximum(link.start_s, start)
         used = np.array(link.share) if link.share else 1.0
-        share = _share(float((np.clip(inside, 0.0, None) * used).sum()), end - start)
+        busy_s = (np.clip(inside, 0.0, None) * used).sum()
+        share = _share(float(busy_s), end - start)
         if link.rank is not None:
             own[link.rank, link.sends] = share
             continue

@@ -198,16 +198,19 @@ def place_nested(graph: nn.Module, place: Tensor) -> None:
 def is_random(node: fx.Node, module: nn.Module) -> bool:
     """Return whether an operation draws random numbers; dropout of probability 0 does not."""
     if isinstance(node.target, OpOverload):
-        given = {
-            argument.name: argument.default_value for argument in node.target._schema.arguments
-        }
-        given |= dict(zip(given, node.args, strict=False)) | node.kwargs
-        draws_nothing = any(given.get(name) == 0 for name in _SHARES) or given.get("train") is False
-        return torch.Tag.nondeterministic_seeded in node.target.tags and not draws_nothing
-    read = [
-        getattr(module, str(each.target), None)
-        for each in node.all_input_nodes
-        if each.op == "get_attr"
-    ]
+        tags = node.target.tags
+        return torch.Tag.nondeterministic_seeded in tags and not _draws_nothing(node, node.target)
+
+    # What the operation calls with its values, as `cond` does.
+    attributes = [each for each in node.all_input_nodes if each.op == "get_attr"]
+    read = [getattr(module, str(each.target), None) for each in attributes]
     nested = [graph for graph in read if isinstance(graph, fx.GraphModule)]
     return any(is_random(inner, graph) for graph in nested for inner in graph.graph.nodes)
+
+
+def _draws_nothing(node: fx.Node, operation: OpOverload) -> bool:
+    """Return whether a call's arguments let it draw nothing: probability 0, or no training."""
+    parameters = operation._schema.arguments
+    arguments = {parameter.name: parameter.default_value for parameter in parameters}
+    arguments |= dict(zip(arguments, node.args, strict=False)) | node.kwargs
+    return any(arguments.get(name) == 0 for name in _SHARES) or arguments.get("train") is False

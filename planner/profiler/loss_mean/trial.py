@@ -90,11 +90,7 @@ class Trial:
         counted = [
             (share, each) for share, each in zip(shares, self.of_parts, strict=True) if share
         ]
-        total = sum(share * each.loss for share, each in counted)
-        scale = max(
-            abs(self.whole.loss), sum(share * abs(each.loss) for share, each in counted), _TINY
-        )
-        error = abs(total - self.whole.loss) / scale / self.tolerance.loss
+        error = self._loss_error(counted)
         if not math.isfinite(error):
             return math.inf
 
@@ -106,6 +102,13 @@ class Trial:
             scale = max(float(expected.norm()), self.tolerance.floor * most, _TINY)
             error = max(error, float((found - expected).norm()) / scale / self.tolerance.gradient)
         return error if math.isfinite(error) else math.inf
+
+    def _loss_error(self, counted: Sequence[tuple[float, Outcome]]) -> float:
+        """Return the same of the losses alone, of parts with their shares."""
+        total = sum(share * each.loss for share, each in counted)
+        magnitude = sum(share * abs(each.loss) for share, each in counted)
+        scale = max(abs(self.whole.loss), magnitude, _TINY)
+        return abs(total - self.whole.loss) / scale / self.tolerance.loss
 
     @property
     def tells(self) -> bool:
@@ -231,21 +234,23 @@ class ModelOnTrial:
 
     def target_trials(self, batch: Batch) -> TargetTrials:
         """Return what runs the loss on other targets, with the outputs of this batch."""
-        batch, noise = self._cast(batch), NoiseOfWhole()
+        batch = self._cast(batch)
+        noise = NoiseOfWhole()
         samples = ranges(batch.size)
-        outputs = [self._output(batch, noise.of_whole(batch.size))]
+        output = self._output(batch, noise.of_whole(batch.size))
         if self._attempt.divides_outputs:
-            outputs += [rows_of(outputs[0], own, batch.size) for own in samples]
+            outputs = [rows_of(output, own, batch.size) for own in samples]
         else:
-            outputs += [self._output(part_of(batch, own), noise.of_part(own)) for own in samples]
+            outputs = [self._output(part_of(batch, own), noise.of_part(own)) for own in samples]
 
         def run(changed: Batch, variation: Variation | None) -> Trial:
-            changed, noise = self._cast(changed), NoiseOfWhole()
-            whole = self._loss_of_output(outputs[0], changed, noise.of_whole(batch.size))
+            changed = self._cast(changed)
+            noise = NoiseOfWhole()
+            whole = self._loss_of_output(output, changed, noise.of_whole(batch.size))
             parts = tuple(part_of(changed, own) for own in samples)
             of_parts = tuple(
-                self._loss_of_output(output, each, noise.of_part(own))
-                for output, each, own in zip(outputs[1:], parts, samples, strict=True)
+                self._loss_of_output(of_part, part, noise.of_part(own))
+                for of_part, part, own in zip(outputs, parts, samples, strict=True)
             )
             return Trial(parts, whole, of_parts, self.tolerance, variation)
 

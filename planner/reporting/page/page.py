@@ -193,20 +193,21 @@ def _chart_data(runs: Sequence[Timeline], summary: Summary) -> dict[str, Any]:
 
 def _columns(row: Row, source: str, digits: int) -> dict[str, Any]:
     """Write a row's events as columns."""
-    scale, events = 10.0**digits, row.events
+    scale = 10.0**digits
+    events = row.events
     starts = [round(event.start_s * scale) for event in events]
+    ends = [round(event.end_s * scale) for event in events]
+    peers = (-1 if event.peer_rank is None else event.peer_rank for event in events)
     return {
         "lane": row.lane,
         "source": source,
         "step": [start - before for before, start in pairwise((0, *starts))],
-        "length": [
-            round(event.end_s * scale) - start for event, start in zip(events, starts, strict=True)
-        ],
+        "length": [end - start for start, end in zip(starts, ends, strict=True)],
         "kind": _column(KINDS.index(event.kind) for event in events),
         "stage": _column(event.stage for event in events),
         "minibatch": _column(event.minibatch for event in events),
         "microbatch": _column(event.microbatch for event in events),
-        "peer": _column(-1 if event.peer_rank is None else event.peer_rank for event in events),
+        "peer": _column(peers),
     }
 
 

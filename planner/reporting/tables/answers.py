@@ -207,16 +207,28 @@ def _head(answer: Fit, plan: Plan) -> list[tuple[str, str | None]]:
 
 def _ways(plan: Plan) -> Table:
     """Tabulate what people do without a planner, on the same GPUs."""
-    update = words.update_range(plan.samples_per_update)
-    memory = format_bytes(_most(plan))
-    rows = [["this plan", config_words(plan.config), memory, update, format_rate(_per_s(plan)), ""]]
+    rows = [
+        [
+            "this plan",
+            config_words(plan.config),
+            format_bytes(_most(plan)),
+            words.update_range(plan.samples_per_update),
+            format_rate(_per_s(plan)),
+            "",
+        ]
+    ]
     for way in plan.baselines:
-        share, over = share_of_speed(plan, way), way.over_memory_bytes
-        rate = "" if over else format_rate(_per_s(plan) * share)
-        ratio = words.speed_over(1 / share, over)
-        memory = format_bytes(way.memory_bytes)
+        share = share_of_speed(plan, way)
+        over = way.over_memory_bytes
         rows.append(
-            [way.name, config_words(way.config), memory, words.row_update(way, plan), rate, ratio]
+            [
+                way.name,
+                config_words(way.config),
+                format_bytes(way.memory_bytes),
+                words.row_update(way, plan),
+                "" if over else format_rate(_per_s(plan) * share),
+                words.speed_over(1 / share, over),
+            ]
         )
     headers = ["on the same GPUs", "config", "memory", "per update", _unit(plan), "the plan is"]
     return Table(headers, rows, "llrrrr")
