@@ -105,7 +105,8 @@ def did_you_mean(given: str, known: Iterable[str]) -> str:
     """Return the question that begins a hint: which of the known names could have been meant; ""
     where none.
     """
-    names, given = list(known), given.lower()
+    names = list(known)
+    given = given.lower()
     alike = [name for name in names if given in name] or get_close_matches(given, names, 3)
     return f"did you mean {' or '.join(alike)}? " if alike else ""
 

@@ -21,7 +21,8 @@ from planner.formats.names import GPU_KINDS
 TRIED = ("cpu", "cuda")  # kinds on which this package has ever trained anything
 _MOST_OF_FREE = 0.9  # of a device's free memory, that `reserve` takes
 # beside it for small requests, and what these are at most
-_SMALL_BYTES, _SMALL_PIECE_BYTES = 64 << 20, 1 << 20
+_SMALL_BYTES = 64 << 20
+_SMALL_PIECE_BYTES = 1 << 20
 
 
 class Event(Protocol):
@@ -346,7 +347,8 @@ def kinds_here() -> tuple[str, ...]:
 def check_kind(kind: str) -> None:
     """Raise InputError for a kind of device that this package cannot use anywhere."""
     if kind not in known_kinds():
-        here, tried = " and ".join(kinds_here()), " and ".join(TRIED)
+        here = " and ".join(kinds_here())
+        tried = " and ".join(TRIED)
         problem = f"`device={kind}` is no kind of device: PyTorch offers {here} here, could offer "
         problem += (
             f"{', '.join(known_kinds())}, and of all these {tried} have been tried with planner"

@@ -27,7 +27,8 @@ def _read() -> tuple[dict[str, Config], dict[str, str]]:
     kinds = json.loads(
         resources.files("planner.catalog").joinpath("models.json").read_text(encoding="utf-8")
     )
-    models, aliases = dict[str, Config](), dict[str, str]()
+    models = dict[str, Config]()
+    aliases = dict[str, str]()
     for kind, known in kinds.items():
         aliases |= known.get("aliases", {})
         for name, sizes in known["sizes"].items():

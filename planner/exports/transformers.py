@@ -57,7 +57,8 @@ def target_of(plan: Plan, system: str) -> Target:
         raise PlanError(
             problem, hint="export with `system=torchtitan`, or solve with `shard_optimizer=never`"
         )
-    replicas, pipeline = plan.replicas[0], plan.workers // len(plan.stages[0].ranks)
+    replicas = plan.replicas[0]
+    pipeline = plan.workers // len(plan.stages[0].ranks)
     ranks = [rank for stage in plan.stages[:pipeline] for rank in stage.ranks]
     if ranks != list(range(len(ranks))):
         problem = f"{system} numbers workers stage by stage, but the plan's ranks are {ranks}"
@@ -122,7 +123,8 @@ def model_remarks(plan: Plan, system: str) -> list[str]:
         if len(t.values) > 1
     ]
     skips = [f"{t.source} to {t.target}" for t in plan.transfers if t.target > t.source + 1]
-    degree, sharded = plan.ranks_per_replica, [stage.shards_optimizer for stage in plan.stages]
+    degree = plan.ranks_per_replica
+    sharded = [stage.shards_optimizer for stage in plan.stages]
     over = (
         "sum"
         if plan.loss is not None and plan.loss.over == "sum"
@@ -173,7 +175,8 @@ def comment(sentences: list[str], width: int = 100) -> str:
 
 def megatron_arguments(plan: Plan) -> str:
     """Write arguments for Megatron-LM's command line, one per line, after comments."""
-    target, stages = target_of(plan, "Megatron"), len(plan.stages)
+    target = target_of(plan, "Megatron")
+    stages = len(plan.stages)
     if any(
         plan.schedule.worker_of(stage, target.pipeline) != stage % target.pipeline
         for stage in range(stages)
@@ -193,7 +196,8 @@ def megatron_arguments(plan: Plan) -> str:
     ]
     if not plan.schedule.alternates:
         said.append(f"Megatron runs 1F1B with a flush, where the plan is for {plan.schedule}.")
-    even, layout = len(set(counts)) == 1, "|".join("t" * count for count in counts)
+    even = len(set(counts)) == 1
+    layout = "|".join("t" * count for count in counts)
     # Megatron recomputes the same number of layers in every stage, the first ones.
     units = [
         len({_block(layer) for layer in stage.recomputed_layers} - {None}) for stage in plan.stages

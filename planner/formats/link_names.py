@@ -48,7 +48,8 @@ _INSIDE: Mapping[str, tuple[str, ...]] = {
 BETWEEN_SERVERS = "100Gbps"
 # Servers of 8 such GPUs are sold with 400 Gbit/s for each (NVIDIA DGX H100, H200 and B200; P5 and
 # P6 of AWS).
-_FAST_BETWEEN, _FAST = "3200Gbps", ("h100", "h200", "b200", "mi300x")
+_FAST_BETWEEN = "3200Gbps"
+_FAST = ("h100", "h200", "b200", "mi300x")
 
 
 def usual_link(device: str) -> str:

@@ -241,7 +241,8 @@ class Plan(Shown, GrownRecord):
                 f"config '{self.config}' contradicts the stages, whose ranks make {known}"
             )
         object.__setattr__(self, "config", known)  # configs did not always tell the chunks
-        schedule, microbatches = self.schedule, self.microbatches
+        schedule = self.schedule
+        microbatches = self.microbatches
         if not schedule.divides and microbatches != 1:
             raise ValueError(
                 f"schedule {schedule} has one microbatch per minibatch, not {microbatches}"

@@ -232,7 +232,8 @@ class Stage(GrownRecord, ShardedReplicas, RankGroups, RecomputedLayers):
         if problem is not None:
             raise ValueError(f"shard_group {self.shard_group}: {problem}")
         if self.ready_shares and len(self.ready_shares) != len(self.ready_s):
-            times, shares = len(self.ready_s), len(self.ready_shares)
+            times = len(self.ready_s)
+            shares = len(self.ready_shares)
             raise ValueError(
                 f"ready_s has {times} parts of the gradients, and ready_shares {shares}"
             )

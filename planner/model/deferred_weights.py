@@ -193,7 +193,8 @@ class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, least_bytes: int, *, draw: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._least_bytes, self._draw = least_bytes, draw
+        self._least_bytes = least_bytes
+        self._draw = draw
         self._put_off: set[int] = set()  # addresses of storages, which the operations keep alive
         self.operations: list[_Operation] = []
         self._patches = ExitStack()

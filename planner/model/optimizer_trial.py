@@ -50,7 +50,8 @@ class OptimizerTrial:
     def __init__(
         self, spec: TrainingSpec, whole: Sequence[TrainedParameter], device: torch.device
     ) -> None:
-        self._spec, self._device = spec, device
+        self._spec = spec
+        self._device = device
         self._whole = _small(whole)
         self._marks = {each.name: each for each in whole}
         generator = torch.Generator().manual_seed(0)

@@ -143,7 +143,8 @@ PLAIN = ModuleOptions()
 def module_options(record: "Profile | Plan") -> ModuleOptions:
     """Return the options that `record` was measured with, or is to be trained with."""
     channels_last = record.memory_format == "channels-last"
-    autocast, half = autocast_dtype(record.autocast), autocast_dtype(record.master_weights)
+    autocast = autocast_dtype(record.autocast)
+    half = autocast_dtype(record.master_weights)
     return ModuleOptions(autocast, channels_last, bool(record.compiled), record.device.kind, half)
 
 

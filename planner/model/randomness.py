@@ -59,7 +59,8 @@ def generators_kept(device: torch.device = CPU, *, on_success: bool = True) -> I
     Args:
         on_success: whether to restore the host's where nothing fails; they are after an error.
     """
-    state, python_state = torch.get_rng_state(), random.getstate()
+    state = torch.get_rng_state()
+    python_state = random.getstate()
     numpy_state = numpy.random.get_state()
     on_device = (
         nullcontext() if device.type == CPU.type else runtime_of(device).random_state_kept(device)

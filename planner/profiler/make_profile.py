@@ -159,7 +159,8 @@ def _layers(
     parameters = first_uses(layer.parameters for layer in graph.layers)
     buffers = first_uses(layer.buffers for layer in graph.layers)
     for layer, costs, own, others in zip(graph.layers, measured, parameters, buffers, strict=True):
-        times, weights = costs.times, [tensors[name] for name in own]
+        times = costs.times
+        weights = [tensors[name] for name in own]
         update = asdict(costs.update) | {"update_s": costs.update.update_s * update_share}
         yield Layer(
             name=layer.name,

@@ -59,7 +59,8 @@ def box(corner: Point, size: Point, fill: str, title: str = "") -> str:
     pointed at.
     """
     inner = f"><title>{escape(title)}</title></rect>" if title else "/>"
-    (x, y), (width, height) = corner, size
+    x, y = corner
+    width, height = size
     return (
         f'<rect x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}" '
         f'fill="{fill}"{inner}'
@@ -69,7 +70,8 @@ def box(corner: Point, size: Point, fill: str, title: str = "") -> str:
 def line(start: Point, end: Point, stroke: str, dash: str = "") -> str:
     """Draw a line."""
     dashed = f' stroke-dasharray="{dash}"' if dash else ""
-    (x1, y1), (x2, y2) = start, end
+    x1, y1 = start
+    x2, y2 = end
     return (
         f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{stroke}"{dashed}/>'
     )
@@ -162,7 +164,9 @@ def _begun_s(run: Timeline) -> dict[int, float]:
 
 
 def _event(run: Timeline, event: Event, corner: Point, width: float) -> str:
-    (x, y), name, colour = corner, run.name_of(event), COLOURS[event.kind]
+    x, y = corner
+    name = run.name_of(event)
+    colour = COLOURS[event.kind]
     title = (
         f"{name}: {TEXTS[event.kind]}, {format_seconds(event.start_s)} to "
         f"{format_seconds(event.end_s)}"
@@ -207,7 +211,8 @@ def plot(run: Timeline, window: tuple[float, float] | None = None, axes: Any = N
     if axes is None:
         return Picture(timeline_svg([run], window))
 
-    names, ticks = [], []
+    names = []
+    ticks = []
     row_number = 0
     for rank, rows in rows_of([run], shown_workers(run)).items():
         ticks.append(row_number)

@@ -151,7 +151,8 @@ class Collective:
         joined = self.rounds.setdefault(number, Round(number))
         joined.joined += 1
         if start_s + backward_s >= joined.backward_start_s + joined.backward_s:
-            joined.backward_start_s, joined.backward_s = start_s, backward_s
+            joined.backward_start_s = start_s
+            joined.backward_s = backward_s
         joined.arrived_s = max(joined.arrived_s, arrived_s)
         return joined if joined.joined == len(self.joined) else None
 
@@ -274,7 +275,8 @@ class Communication:
         if queue.busy or not queue.waiting or not queue.room:
             return
         size_bytes, latency_s, arrived = queue.waiting.popleft()
-        queue.busy, queue.room = True, queue.room - 1
+        queue.busy = True
+        queue.room -= 1
 
         def ended(end_s: float) -> None:
             queue.busy = False

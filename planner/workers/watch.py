@@ -215,7 +215,8 @@ class NextWorker:
     def __init__(self, on_gone: Callable[[int], None]) -> None:
         rank = dist.get_rank()
         self._workers = dist.get_world_size()
-        self._next, self._previous = (rank + 1) % self._workers, (rank - 1) % self._workers
+        self._next = (rank + 1) % self._workers
+        self._previous = (rank - 1) % self._workers
         self._on_gone = on_gone
         self._left = False
         # gloo, whose connections break with the process, and of its own: when an operation on a

@@ -222,7 +222,8 @@ def _train_segments(
     context: PipelineContext, loop: Loop, kept: Kept, reporter: Reporter | None
 ) -> None:
     """Train from the first minibatch that is not done to the end."""
-    worker, (checkpointer, copies, first) = loop.worker, kept
+    worker = loop.worker
+    checkpointer, copies, first = kept
     every = context.job.options.evaluate_every
     for start, end in context.segments(first):
         loop.begin(start, end)

@@ -45,7 +45,8 @@ class ValueSpec:
     @classmethod
     def of(cls, name: str, value: Tensor, sizes: Sequence[Size]) -> "ValueSpec":
         """Return the spec of a value like this one."""
-        order, expanded = memory_order(value), expanded_dimensions(value)
+        order = memory_order(value)
+        expanded = expanded_dimensions(value)
         return cls(name, value.dtype, value.requires_grad, tuple(sizes), order, expanded)
 
     @property

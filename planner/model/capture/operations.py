@@ -106,7 +106,8 @@ def _without_slices(path: str, model: nn.Module) -> str:
     match = _SLICED.search(path)
     if match is None:
         return path
-    holder, rest = path[: match.start()], path[match.end() :]
+    holder = path[: match.start()]
+    rest = path[match.end() :]
     container = model.get_submodule(holder.removeprefix(MODEL).removeprefix("."))
     names = [*container._modules]
     for bounds in _SLICE.findall(match["slices"]):
@@ -126,7 +127,8 @@ def _without_slices(path: str, model: nn.Module) -> str:
 # itself.
 _CHECKS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range")
 _PLACE = "_place"  # name of the buffer
-_AUTOCAST, _NO_GRAD = "wrap_with_autocast", "wrap_with_set_grad_enabled"
+_AUTOCAST = "wrap_with_autocast"
+_NO_GRAD = "wrap_with_set_grad_enabled"
 
 
 def is_check(node: fx.Node) -> bool:

@@ -176,8 +176,10 @@ def restored_after_failure(device_type: str) -> Iterator[None]:
     """
     # Devices that compute nothing, such as meta, follow the CPU's rules.
     device_type = device_type if device_type in known_kinds() else "cpu"
-    grad, cached = torch.is_grad_enabled(), torch.is_autocast_cache_enabled()
-    enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+    grad = torch.is_grad_enabled()
+    cached = torch.is_autocast_cache_enabled()
+    enabled = torch.is_autocast_enabled(device_type)
+    dtype = torch.get_autocast_dtype(device_type)
     depth = _depth()
     try:
         yield

@@ -143,7 +143,10 @@ class SegmentBuilder:
         weights: nn.Module,
         blocks: StageBlocks | None,
     ) -> None:
-        self._graph, self._part, self._variant, self._blocks = graph, part, variant, blocks
+        self._graph = graph
+        self._part = part
+        self._variant = variant
+        self._blocks = blocks
         self._weights = weights
         self._compiled = variant.compiled and blocks is None  # each block is compiled by itself
         self.places: dict[str, str] = {}
@@ -199,7 +202,8 @@ class SegmentBuilder:
             copy.name: place for node, copy in self._copies.items() if (place := user_place(node))
         }
         code = compiled(code, dynamic=bool(self._graph.lengths)) if self._compiled else code
-        weights, looked_up = self._weights, [place_of(self._weights, name) for name in names]
+        weights = self._weights
+        looked_up = [place_of(self._weights, name) for name in names]
 
         def forward(*values: Any) -> Any:
             return code(weights, *[registry[name] for registry, name in looked_up], *values)
@@ -231,7 +235,8 @@ class SegmentBuilder:
         if self._variant.observable:
             # Of a layer's values the one whose backward runs first; of operations, that is the
             # last.
-            specs, path = self._graph.specs, self._graph.loss_path
+            specs = self._graph.specs
+            path = self._graph.loss_path
             nodes = [
                 node
                 for node in layer.nodes

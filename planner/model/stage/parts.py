@@ -174,7 +174,8 @@ def divided(
     for places, names in sorted(
         (sorted(place_of.get(name, -1) for name in names), names) for names in groups
     ):
-        first, last = places[0], places[-1]
+        first = places[0]
+        last = places[-1]
         if first < start or places != list(range(first, last + 1)):
             raise CaptureError(
                 f"the layers {list(names)}, which are to recompute together, do not follow one "
@@ -247,7 +248,8 @@ def recomputing(segment: Segment, buffers: Sequence[Place], places: Mapping[str,
         def forward_twice(*values: Any) -> tuple[Tensor, ...]:
             nonlocal before, has_run
             if not has_run:
-                before, has_run = _copies(buffers), True
+                before = _copies(buffers)
+                has_run = True
                 return forward(*values)
             with _replaced(before), FailuresPlaced(places):
                 return forward(*values)

@@ -35,11 +35,9 @@ class Packing:
 def packing(product: fx.Node) -> Packing | None:
     """Return what a product's outputs are blocks of; None where they are one."""
     size = shape_of(product)[-1]
-    packed, cuts, dimensions = (
-        {product: len(shape_of(product)) - 1},
-        dict[fx.Node, set[int]](),
-        dict[fx.Node, int](),
-    )
+    packed = {product: len(shape_of(product)) - 1}
+    cuts = dict[fx.Node, set[int]]()
+    dimensions = dict[fx.Node, int]()
     ahead = [product]
     while ahead:
         value = ahead.pop()
@@ -57,7 +55,8 @@ def packing(product: fx.Node) -> Packing | None:
     borders = sorted({0, size}.union(*cuts.values()))
     # A slice is one block, and all other operations take apart all of them.
     for own in cuts.values():
-        low, high = min(own), max(own)
+        low = min(own)
+        high = max(own)
         if sum(low <= border <= high for border in borders) != len(own):
             return None
     blocks = tuple(end - start for start, end in pairwise(borders))
@@ -255,7 +254,8 @@ def dimension_of(
     """
     if node.target is getitem:
         return divided[node.all_input_nodes[0]]
-    operation, first = packet_of(node), node.args[0] if node.args else None
+    operation = packet_of(node)
+    first = node.args[0] if node.args else None
     if operation is None or not shape_of(node):
         return None
     dimension = divided[next(iter(divided))]
@@ -280,7 +280,8 @@ def dimension_of(
     if not isinstance(first, fx.Node):
         return None
     if first in divided:
-        before, after = shape_of(first), shape_of(node)
+        before = shape_of(first)
+        after = shape_of(node)
         if operation in RESHAPES:
             return _viewed(before, after, divided[first])
         if operation in (_aten.transpose, _aten.permute):
@@ -328,7 +329,8 @@ def _viewed(before: Sequence[Any], after: Sequence[Any], dimension: int) -> int 
 
 
 def _moved(node: fx.Node, rank: int, dimension: int) -> int:
-    order, given = list(range(rank)), node.args[1:]
+    order = list(range(rank))
+    given = node.args[1:]
     if node.target is _aten.permute.default:
         order = [int(each) % rank for each in given[0]]  # type: ignore[arg-type,union-attr]
     else:

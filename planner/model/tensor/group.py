@@ -51,7 +51,8 @@ class TensorGroup:
     """
 
     def __init__(self, degree: int, place: int) -> None:
-        self.degree, self.place = degree, place
+        self.degree = degree
+        self.place = place
         self._mesh: DeviceMesh | None = None
 
     def connect(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -96,7 +97,8 @@ class TensorGroup:
         """Compute with what `gather` returned, or a view of it; the backward gathers it again from
         the part.
         """
-        node, like = gathered.grad_fn, (gathered.placements, gathered.numel())
+        node = gathered.grad_fn
+        like = (gathered.placements, gathered.numel())
 
         def kept(saved: Tensor) -> Any:
             is_like = isinstance(saved, DTensor) and (saved.placements, saved.numel()) == like
@@ -125,12 +127,14 @@ class TensorGroup:
         Without data, as many as any other rank's. The host waits for the offsets, as sizes depend
         on them.
         """
-        each, total = offsets.shape[0] // self.degree, whole.shape[0]
+        each = offsets.shape[0] // self.degree
+        total = whole.shape[0]
         if isinstance(offsets, FakeTensor):
             return Rows(
                 offsets[:each], self.place * total // self.degree, total // self.degree, total
             )
-        first, ends = self.place * each, [0, *offsets.tolist()]
+        first = self.place * each
+        ends = [0, *offsets.tolist()]
         start = ends[first]
         return Rows(offsets[first : first + each] - start, start, ends[first + each] - start, total)
 
@@ -335,8 +339,10 @@ class _Swapped(torch.autograd.Function):
         ctx: Any, value: Tensor, takes: list[int], sends: list[int], group: dist.ProcessGroup
     ) -> Tensor:
         ctx.back = sends, takes, group
-        own, whole = dist.get_rank(group), value.new_empty((sum(takes), *value.shape[1:]))
-        given, taken = torch.split(value.contiguous(), sends), torch.split(whole, takes)
+        own = dist.get_rank(group)
+        whole = value.new_empty((sum(takes), *value.shape[1:]))
+        given = torch.split(value.contiguous(), sends)
+        taken = torch.split(whole, takes)
         taken[own].copy_(given[own])
         swap(group, given.__getitem__, taken.__getitem__)()
         return whole
@@ -355,7 +361,9 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: DTensor) -> DTensor:
         ctx.save_for_backward(part)
-        ctx.placements, ctx.part, ctx.whole = part.placements, None, None
+        ctx.placements = part.placements
+        ctx.part = None
+        ctx.whole = None
         return part.redistribute(placements=[Replicate()])
 
     @staticmethod

@@ -28,7 +28,8 @@ from planner.model.tensor.dimensions import (
 from planner.model.tensor.experts import EXPERTS, find_experts
 
 Plan = Mapping[str, str]  # how modules are divided, by patterns of their names
-COLUMNS, ROWS = ("colwise", "packed_colwise"), ("rowwise", "embedding_rowwise")
+COLUMNS = ("colwise", "packed_colwise")
+ROWS = ("rowwise", "embedding_rowwise")
 # columns, whose outputs every rank has whole right behind
 GATHERED = ("colwise_gather_output", "colwise_rep")
 

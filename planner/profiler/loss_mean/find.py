@@ -313,7 +313,8 @@ def _hypotheses(evidence: Evidence) -> list[LossMean]:
     leaves = evidence.natural[0].parts[0].flatten()[0]
     for trial in evidence.varied:
         assert trial.variation is not None
-        leaf, value = trial.variation.leaf, trial.variation.value
+        leaf = trial.variation.leaf
+        value = trial.variation.value
         place = None if leaves[leaf] is usual else leaf
         found.append(LossMean(over="labels", ignored=value, leaf=place))
         if leaves[leaf].dim() > 1 and leaves[leaf].shape[1] > 1:

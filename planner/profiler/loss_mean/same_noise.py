@@ -57,12 +57,14 @@ class NoiseOfWhole(TorchDispatchMode):
     def of_whole(self, size: int) -> "NoiseOfWhole":
         """Record what a batch of `size` samples draws."""
         self.draws.clear()
-        self._samples, self._size = None, size
+        self._samples = None
+        self._size = size
         return self
 
     def of_part(self, samples: range) -> "NoiseOfWhole":
         """Repeat what was recorded for these samples."""
-        self._samples, self._next = samples, 0
+        self._samples = samples
+        self._next = 0
         return self
 
     def __torch_dispatch__(

@@ -177,7 +177,8 @@ class ModelOnTrial:
         """Return whether the batch of a trial has the same loss again, with the same random
         numbers.
         """
-        batch, noise = self._cast(batch), NoiseOfWhole()
+        batch = self._cast(batch)
+        noise = NoiseOfWhole()
         again = self._outcome(batch, noise.of_whole(batch.size), gradients=False)
         return math.isclose(trial.whole.loss, again.loss, rel_tol=self.tolerance.loss)
 
@@ -187,7 +188,8 @@ class ModelOnTrial:
         """Run parts of a batch one after the other; return their losses, and the buffers that they
         leave.
         """
-        batch, noise = self._cast(batch), NoiseOfWhole()
+        batch = self._cast(batch)
+        noise = NoiseOfWhole()
         if len(samples) > 1 or samples[0] != range(batch.size):
             # for its random numbers
             self._outcome(batch, noise.of_whole(batch.size), gradients=False)
@@ -221,7 +223,8 @@ class ModelOnTrial:
         """
         if self._attempt.divides_outputs:
             return self._try_outputs(batch, variation)
-        batch, noise = self._cast(batch), NoiseOfWhole()
+        batch = self._cast(batch)
+        noise = NoiseOfWhole()
         whole = self._outcome(batch, noise.of_whole(batch.size), gradients=gradients)
         samples = ranges(batch.size)
         chosen = parts or [part_of(batch, each) for each in samples]
@@ -260,7 +263,8 @@ class ModelOnTrial:
         """Run the loss on the outputs of a batch and on parts of them; gradients are those of the
         outputs.
         """
-        batch, noise = self._cast(batch), NoiseOfWhole()
+        batch = self._cast(batch)
+        noise = NoiseOfWhole()
         outputs = self._output(batch, noise.of_whole(batch.size))
         trained = [
             leaf
@@ -272,7 +276,8 @@ class ModelOnTrial:
             for leaf in trained:
                 leaf.grad = None
                 leaf.requires_grad_()
-            own, target = rows_of(outputs, samples, batch.size), part_of(batch, samples).target
+            own = rows_of(outputs, samples, batch.size)
+            target = part_of(batch, samples).target
             with self._running(noise):
                 loss = loss_of(own, target, self._options.loss(self._spec.loss))
                 loss.sum().backward()  # type: ignore[no-untyped-call]

@@ -65,7 +65,9 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of a base 
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.flops, self.reduced_bytes, self.reduces = 0.0, 0.0, 0.0
+        self.flops = 0.0
+        self.reduced_bytes = 0.0
+        self.reduces = 0.0
 
     def mark(self) -> Totals:
         return self.flops, self.reduced_bytes, self.reduces

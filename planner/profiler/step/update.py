@@ -114,7 +114,8 @@ def update_workspaces(
         if sum(parameter.nbytes for parameter in parameters.values()) < _LEAST_METERED_BYTES:
             sizes.append(0)
             continue
-        update, meter = Update(spec, parameters, whole), meter_for(device)
+        update = Update(spec, parameters, whole)
+        meter = meter_for(device)
         update()
         with meter:
             meter.mark()

@@ -76,10 +76,8 @@ def report_page(
     What is None is left out; `why_not` says why, and `source` what the profile's times come from.
     """
     runs = [simulated] if measured is None else [simulated, measured]
-    summary, run = (
-        summarize(simulated),
-        None if measured is None else compare_runs(simulated, measured),
-    )
+    summary = summarize(simulated)
+    run = None if measured is None else compare_runs(simulated, measured)
     ran = None if run is None else run.measured
     timeline = fill(
         "timeline.html", timeline_section(runs, shown_workers(simulated))
@@ -285,10 +283,8 @@ def figures(plan: Plan, summary: Summary, measured: Summary | None) -> str:
         for way, text in words.speed_ups(plan).items()
         if text.endswith("x")
     ]
-    with_ends, causes = (
-        f"{summary.bubble_share_of_run:.1%} with start-up and drain",
-        run_tables.bubble_causes(summary),
-    )
+    with_ends = f"{summary.bubble_share_of_run:.1%} with start-up and drain"
+    causes = run_tables.bubble_causes(summary)
     more = f"{with_ends}; waiting for {causes}" if causes else with_ends
     tiles.append(("bubble, simulated", f"{summary.bubble_share:.1%}", more))
     fullest = max(summary.workers, key=lambda worker: worker.peak_bytes or 0)

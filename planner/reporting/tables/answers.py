@@ -167,7 +167,8 @@ def listing(words: Sequence[str]) -> str:
 
 
 def _head(answer: Fit, plan: Plan) -> list[tuple[str, str | None]]:
-    used, limit = plan.predicted.flop_utilisation, plan.cluster.memory_bytes
+    used = plan.predicted.flop_utilisation
+    limit = plan.cluster.memory_bytes
     full = f", {_most(plan) / limit:.0%} of {format_bytes(limit)}" if limit else ""
     if limit and plan.device.memory_bytes and limit < plan.device.memory_bytes:
         full += f" that plans may fill, {limit / plan.device.memory_bytes:.0%} of its memory"
@@ -259,7 +260,8 @@ def _numbers_of_gpus(answer: Fit) -> Table:
 
 
 def _split(plan: Plan) -> str:
-    stages, config = len(plan.stages), config_words(plan.config)
+    stages = len(plan.stages)
+    config = config_words(plan.config)
     if stages > 1:
         return config if config.endswith("stages)") else f"{config} ({stages} stages)"
     stage = plan.stages[0]
@@ -299,7 +301,8 @@ def explanation_report(explanation: Explanation, *, verbose: bool = False) -> st
 
 def sentences(explanation: Explanation) -> str:
     """Say what limits the plan, whether it is optimal, and what would help."""
-    bottleneck, seconds = explanation.bottleneck, explanation.seconds_per_minibatch
+    bottleneck = explanation.bottleneck
+    seconds = explanation.seconds_per_minibatch
     lines = [
         f"The plan {config_words(explanation.config)} takes {format_seconds(seconds)} per "
         f"minibatch, limited by "
@@ -336,7 +339,8 @@ def _optimality(explanation: Explanation) -> str:
 
 
 def _gain(alternative: Alternative) -> str:
-    start, gain = f"With {alternative.what}", alternative.gain
+    start = f"With {alternative.what}"
+    gain = alternative.gain
     if gain is None:
         return f"{start} no plan would fit."
     if gain == 0:

@@ -73,10 +73,8 @@ def _bound(plan: Plan) -> list[str]:
     """Say of a time that was not simulated that it is a lower bound."""
     if plan.predicted.by == "simulation":
         return []
-    seconds, why = (
-        format_seconds(plan.predicted.seconds_per_minibatch),
-        _by(plan).removeprefix("by the cost model: "),
-    )
+    seconds = format_seconds(plan.predicted.seconds_per_minibatch)
+    why = _by(plan).removeprefix("by the cost model: ")
     # A model of 340 billion parameters on 256 GPUs: 4.10 s by the cost model, 4.93 s simulated.
     return [
         f"at least {seconds} per minibatch, a lower bound ({why}): waiting is left out, which "
@@ -439,10 +437,8 @@ def best_baseline_line(plan: Plan) -> str | None:
 
 def _communication(plan: Plan) -> str:
     predicted = plan.predicted
-    own, theirs = (
-        predicted.communication_bytes_per_sample,
-        predicted.data_parallel_communication_bytes_per_sample,
-    )
+    own = predicted.communication_bytes_per_sample
+    theirs = predicted.data_parallel_communication_bytes_per_sample
     parts = [
         f"{format_bytes(own)} per sample" if own is not None else "",
         f"data parallel {format_bytes(theirs)}" if theirs is not None else "",

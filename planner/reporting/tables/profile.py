@@ -23,7 +23,8 @@ def shared_host_notes(plan: Plan, profile: Profile) -> Iterator[tuple[str, str]]
     if words := disturbance_words(profile):
         hint = "profile again while nothing else runs"
         yield f"the profile was taken on a busy machine ({words}): its times may be too long", hint
-    device, measured = profile.device, profile.provenance.source == "measured"
+    device = profile.device
+    measured = profile.provenance.source == "measured"
     if device.kind != "cpu" or not measured or plan.workers == 1:
         return
     if (device.processes or 1) == 1:
@@ -105,7 +106,9 @@ _SIZES: dict[str, Callable[[Layer], float]] = {
 
 
 def _head(profile: Profile) -> list[tuple[str, str | None]]:
-    device, whole, layers = profile.device, profile.whole_step, profile.layers
+    device = profile.device
+    whole = profile.whole_step
+    layers = profile.layers
     accumulate_s = sum(layer.accumulate_s for layer in layers)
     own = f", {device.threads} thread{'s' * (device.threads > 1)}" if device.threads else ""
     if device.processes is not None:

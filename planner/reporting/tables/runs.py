@@ -144,7 +144,8 @@ def run_comparison_report(comparison: RunComparison, plan: Plan) -> str:
 
 def pace_table(comparison: RunComparison, plan: Plan) -> Table:
     """Compare pace, bubble and lengths as planned, simulated and measured."""
-    predicted, runs = plan.predicted, (comparison.simulated, comparison.measured)
+    predicted = plan.predicted
+    runs = (comparison.simulated, comparison.measured)
     paces = [pace(each.samples_per_s, each.seconds_per_minibatch) for each in (predicted, *runs)]
     measured_s = comparison.measured.seconds_per_minibatch
     errors = [
@@ -168,7 +169,8 @@ def stage_times_table(comparison: RunComparison) -> Table:
     for number, stage in enumerate(comparison.stages):
         rows.append([str(number)])
         for what in ("forward_s", "backward_s", "update_s"):
-            simulated_s, measured_s = getattr(stage.simulated, what), getattr(stage.measured, what)
+            simulated_s = getattr(stage.simulated, what)
+            measured_s = getattr(stage.measured, what)
             error = f" ({percent_error(simulated_s, measured_s)})" if measured_s > 0 else ""
             rows[-1] += [format_seconds(simulated_s) + error, format_seconds(measured_s)]
     return Table(
@@ -196,12 +198,10 @@ def _run_lines(summary: Summary, plan: Plan | None) -> list[tuple[str, str | Non
         f"{summary.minibatches} minibatch{'es' * (summary.minibatches > 1)} in "
         f"{format_seconds(summary.seconds)}"
     )
-    rate, whole, predicted, kinds = (
-        summary.samples_per_s_of_run,
-        summary.bubble_share_of_run,
-        "",
-        [""],
-    )
+    rate = summary.samples_per_s_of_run
+    whole = summary.bubble_share_of_run
+    predicted = ""
+    kinds = [""]
     uneven = None
     if plan is not None and plan.lengths is not None:
         alike_s = simulated_s(replace(plan, lengths=None))
@@ -283,7 +283,8 @@ def legend(summary: Summary) -> str:
 
 def measured_cluster_sentences(plan: Plan, found: MeasuredCluster) -> Iterator[str]:
     """Yield what a run measured of devices and links that the plan's cluster has otherwise."""
-    planned, levels = plan.cluster, found.cluster.levels
+    planned = plan.cluster
+    levels = found.cluster.levels
     if found.cluster == planned:
         yield "devices and links are as fast as planned"
 

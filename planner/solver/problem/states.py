@@ -149,7 +149,8 @@ class CutSpace(ABC):
         """Return what the stages up to `ends` exchange with earlier stages and with later ones,
         as in `FRONTS`.
         """
-        before, after = self._fronts[:, state, None], self._fronts[:, ends]
+        before = self._fronts[:, state, None]
+        after = self._fronts[:, ends]
         by = self.passing(state, ends)
         if by is None:
             return np.broadcast_to(before, after.shape), after
@@ -315,7 +316,8 @@ def uncut_groups(layer_costs: LayerCosts) -> list[tuple[int, ...]]:
     layer.
     """
     profile = layer_costs.profile
-    forbidden, last = set(profile.no_cut_after), len(profile.layers)
+    forbidden = set(profile.no_cut_after)
+    last = len(profile.layers)
     ends = [
         end
         for end, layer in enumerate(profile.layers, 1)

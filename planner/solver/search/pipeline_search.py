@@ -159,7 +159,8 @@ class PipelineSearch:
 
     def leaner(self) -> dict[str, Fits]:
         """Return searches that need less memory, by the arguments that ask for them."""
-        problem, rules = self.problem, self.problem.rules
+        problem = self.problem
+        rules = self.problem.rules
         may_shard = (
             rules.shard_optimizer == "never" and problem.layer_costs.profile.may_shard_optimizer
         )
