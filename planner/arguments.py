@@ -78,4 +78,6 @@ def _classes(function: Callable[..., Any], name: str) -> dict[str, Any]:
     # of classes: "pathlib.Path"
     parts = [part.rpartition(".")[2] if "[" not in part else part for part in parts]
     found = {part: known.get(part) for part in parts}
-    return found if all(isinstance(each, type) for each in found.values()) else {}
+    if all(isinstance(each, type) for each in found.values()):
+        return found
+    return {}

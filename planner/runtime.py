@@ -215,10 +215,14 @@ class Accelerator(Runtime):
         return bool(self._module.is_available())
 
     def count(self) -> int:
-        return int(self._module.device_count()) if self.available() else 0
+        if not self.available():
+            return 0
+        return int(self._module.device_count())
 
     def current_index(self) -> int:
-        return int(self._module.current_device()) if self.available() else 0
+        if not self.available():
+            return 0
+        return int(self._module.current_device())
 
     def properties(self, device: torch.device) -> Any:
         return self._module.get_device_properties(device)

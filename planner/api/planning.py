@@ -91,7 +91,9 @@ def cluster(profile: Profile | None = None, options: ClusterOptions = _UNSAID) -
     if options.sequence_parallel:
         _check_divides(profile)
         described = replace(described, sequence_parallel=True)
-    return described if profile is None else cluster_for(profile, described)
+    if profile is None:
+        return described
+    return cluster_for(profile, described)
 
 
 def _described(options: ClusterOptions, profile: Profile | None) -> Cluster:
@@ -317,12 +319,16 @@ def show(
         model      vgg16
     """
     what = file if isinstance(file, Plan | Profile) else plan_or_profile(file)
-    return plan_report(what) if isinstance(what, Plan) else profile_report(what, by=by, top=top)
+    if isinstance(what, Plan):
+        return plan_report(what)
+    return profile_report(what, by=by, top=top)
 
 
 def plan_or_profile(path: str | Path) -> Plan | Profile:
     """Read a file, which holds one or the other."""
-    return load_profile(path) if is_profile(Path(path)) else load_plan(path)
+    if is_profile(Path(path)):
+        return load_profile(path)
+    return load_plan(path)
 
 
 @keywords_of(ReportOptions)

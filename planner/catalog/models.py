@@ -109,9 +109,10 @@ def find_model(name: str) -> NamedModel:
     """Return the model of a name in `MODELS`, a class of transformers or a config.json; raise
     InputError for others.
     """
-    plain = (
-        name.lower() if name.lower() in MODELS else _BESIDES.sub("", name.lower().replace("_", "-"))
-    )
+    if name.lower() in MODELS:
+        plain = name.lower()
+    else:
+        plain = _BESIDES.sub("", name.lower().replace("_", "-"))
     if name.endswith(".json"):
         found = _of_file(Path(name))
     elif (config := MODELS.get(ALIASES.get(plain, plain))) is not None:

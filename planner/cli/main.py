@@ -139,7 +139,9 @@ def _run(arguments: list[str]) -> int:
         raise
     except (Exception, KeyboardInterrupt) as error:
         failure = _failure(error)
-        code = INTERRUPTED if isinstance(error, KeyboardInterrupt) else failure.exit_code
+        code = INTERRUPTED
+        if not isinstance(error, KeyboardInterrupt):
+            code = failure.exit_code
         # The answer of workers is that of all, after restarts. What fails after the answer adds
         # none to it.
         told = as_json and "RANK" not in os.environ and not answered()

@@ -126,7 +126,10 @@ def solve(args: argparse.Namespace) -> int:
     with arguments.clock_of(args) as clock:
         profile = read_profile(args.profile)
         run = measured.given(args)
-        cluster = arguments.cluster_of(args, profile) if run is None else run[1].cluster
+        if run is None:
+            cluster = arguments.cluster_of(args, profile)
+        else:
+            cluster = run[1].cluster
         options = arguments.read_options(SolveOptions, args)
         with output.stopped_by_interrupt(clock.stop):
             plan = answer(Request(profile, cluster, options, clock))
@@ -142,10 +145,12 @@ def solve(args: argparse.Namespace) -> int:
 
 def next_commands(plan: planner.Plan, args: argparse.Namespace) -> str:
     """Return the line with which an answer ends: what to type next."""
-    named = "" if args.output == arguments.PLAN else f" --plan {shlex.quote(str(args.output))}"
-    profile = (
-        "" if args.profile == str(arguments.PROFILE) else f" --profile {shlex.quote(args.profile)}"
-    )
+    named = ""
+    if args.output != arguments.PLAN:
+        named = f" --plan {shlex.quote(str(args.output))}"
+    profile = ""
+    if args.profile != str(arguments.PROFILE):
+        profile = f" --profile {shlex.quote(args.profile)}"
     train = f", or plan train MODEL.py{named}" if plan.trainable else ""
     return f"next: plan report{named}{profile}{train}"
 
@@ -183,7 +188,9 @@ def complaints(plan: planner.Plan, profile: planner.Profile) -> Iterator[tuple[s
         yield "warning", *problem
     elif shared:
         size = format_bytes(sum(pair.gradient_bytes for pair in plan.shared))
-        left_out = "" if plan.predicted.by == "simulation" else ", which the prediction leaves out"
+        left_out = ", which the prediction leaves out"
+        if plan.predicted.by == "simulation":
+            left_out = ""
         yield (
             "note",
             shared[0].sentence(f"; they exchange gradients of up to {size} per update{left_out}"),
@@ -214,7 +221,9 @@ def fit(args: argparse.Namespace) -> int:
         output.print_complaint("warning", *warning)
     code = output.print_late(answer.late_failures)
     if answer.asked.plan is None:
-        return PlannerError.exit_code if answer.asked.unknown else InfeasibleError.exit_code
+        if answer.asked.unknown:
+            return PlannerError.exit_code
+        return InfeasibleError.exit_code
     if code:
         return code
     model = answer.model_file  # of another folder, with the way from here to there

@@ -140,9 +140,9 @@ def train(args: argparse.Namespace) -> int:
         refuse(args, "elastic", "baseline", why=", which changes the plan")
         check_elastic(plan, losing)
         plan, left = plan_left(plan) if as_worker else (plan, "")
-    continued = (
-        after_torchrun_restart(checkpoints, elastic=elastic) if as_worker or elastic else None
-    )
+    continued = None
+    if as_worker or elastic:
+        continued = after_torchrun_restart(checkpoints, elastic=elastic)
     asked = arguments.read_options(
         TrainArguments,
         args,

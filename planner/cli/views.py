@@ -209,10 +209,8 @@ def run_question(args: argparse.Namespace) -> int:
     question: Callable[..., Any] = getattr(planner, args.verb)
     with arguments.clock_of(args) as clock:
         answer = question(read_profile(args.profile), planner.load_plan(args.plan), clock=clock)
-    table = (
-        explanation_report(answer, verbose=output.is_verbose(args))
-        if args.verb == "explain"
-        else None
-    )
+    table = None
+    if args.verb == "explain":
+        table = explanation_report(answer, verbose=output.is_verbose(args))
     output.print_answer(answer, args.json, table)
     return 0

@@ -31,7 +31,10 @@ class Price:
 
     def simulated(self, seconds_per_minibatch: float) -> "Price":
         """Return the price with the seconds of a simulation, and the cost model's beside them."""
-        formula_s = self.seconds_per_minibatch if self.cost_model_s is None else self.cost_model_s
+        if self.cost_model_s is None:
+            formula_s = self.seconds_per_minibatch
+        else:
+            formula_s = self.cost_model_s
         return replace(self, seconds_per_minibatch=seconds_per_minibatch, cost_model_s=formula_s)
 
     @property

@@ -60,11 +60,9 @@ class QuickstartResult(Shown, Record):
         link = format_bandwidth(self.link_bytes_per_s)
         ours = self.pipeline.samples_per_s
         theirs = self.data_parallel.samples_per_s
-        times = (
-            as_fast(ours / theirs)
-            if ours and theirs
-            else "too few minibatches to say how many times as fast"
-        )
+        times = "too few minibatches to say how many times as fast"
+        if ours and theirs:
+            times = as_fast(ours / theirs)
         faster = (
             f"The plan trains {times} as DistributedDataParallel here, over a link of "
             f"{link}.{misses}"
@@ -101,7 +99,9 @@ def quickstart(folder: str | Path, options: QuickstartOptions) -> QuickstartResu
     )
 
     processes = neighbours_of(workers, kind)
-    beside = "" if processes == 1 else f", with {processes - 1} more at work beside it"
+    beside = ""
+    if processes != 1:
+        beside = f", with {processes - 1} more at work beside it"
     unit = "core" if kind == "cpu" else "GPU"
     options.on_phase(f"Profiling VGG-16 at batch {BATCH_SIZE} on one {unit}{beside} ...")
     profiling = ProfilingOptions(device=kind, seconds=PROFILE_SECONDS, processes=processes)

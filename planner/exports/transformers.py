@@ -125,11 +125,9 @@ def model_remarks(plan: Plan, system: str) -> list[str]:
     skips = [f"{t.source} to {t.target}" for t in plan.transfers if t.target > t.source + 1]
     degree = plan.ranks_per_replica
     sharded = [stage.shards_optimizer for stage in plan.stages]
-    over = (
-        "sum"
-        if plan.loss is not None and plan.loss.over == "sum"
-        else "mean over the labels that count"
-    )
+    over = "mean over the labels that count"
+    if plan.loss is not None and plan.loss.over == "sum":
+        over = "sum"
     remarks = {
         f"The model branches, and several values cross cuts ({', '.join(several)}): the layers "
         f"there must take and "
@@ -208,11 +206,9 @@ def megatron_arguments(plan: Plan) -> str:
             f"number for all."
         )
     every = max(units) >= max(counts)
-    method = (
-        "uniform --recompute-num-layers 1"
-        if every
-        else f"block --recompute-num-layers {max(units)}"
-    )
+    method = "uniform --recompute-num-layers 1"
+    if not every:
+        method = f"block --recompute-num-layers {max(units)}"
     size = target.size or 0
     arguments = {
         f"--num-layers {sum(counts)}": True,
@@ -294,7 +290,9 @@ def _block(layer: str) -> tuple[str, int] | None:
     found = _BLOCK.match(layer)
     # A module of a list that is itself a layer is none of a transformer: "features.3" of a
     # convolutional network.
-    return None if found is None or found[1] == layer else (found[2] or "", int(found[3]))
+    if found is None or found[1] == layer:
+        return None
+    return (found[2] or "", int(found[3]))
 
 
 def torchtitan_config(plan: Plan) -> str:

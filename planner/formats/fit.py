@@ -22,7 +22,9 @@ class FitRow(Record):
     @property
     def seconds(self) -> float:
         """Seconds per minibatch; infinity without a plan."""
-        return math.inf if self.plan is None else self.plan.predicted.seconds_per_minibatch
+        if self.plan is None:
+            return math.inf
+        return self.plan.predicted.seconds_per_minibatch
 
 
 class Fit(Shown, Record):

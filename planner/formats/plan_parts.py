@@ -216,7 +216,9 @@ class Stage(GrownRecord, ShardedReplicas, RankGroups, RecomputedLayers):
         has them.
         """
         partly = self.ready_s and not isinstance(self.recompute, bool)
-        return max(0.0, self.ready_s[-1] - self.backward_s) if partly else 0.0
+        if not partly:
+            return 0.0
+        return max(0.0, self.ready_s[-1] - self.backward_s)
 
     @model_validator(mode="after")
     def _check_options(self) -> "Stage":

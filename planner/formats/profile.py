@@ -100,7 +100,9 @@ class Layer(Record):
     def flops(self) -> int | None:
         """Of forward and backward; None where they were not counted."""
         counts = self.forward_flops, self.backward_flops
-        return None if None in counts else sum(count or 0 for count in counts)
+        if None in counts:
+            return None
+        return sum(count or 0 for count in counts)
 
 
 class Edge(Record):
@@ -497,7 +499,9 @@ class Profile(Shown, GrownRecord):
         counted.
         """
         counts = [layer.flops for layer in self.layers]
-        return None if None in counts else sum(count or 0 for count in counts)
+        if None in counts:
+            return None
+        return sum(count or 0 for count in counts)
 
     @property
     def tf32(self) -> bool:

@@ -250,11 +250,9 @@ def _pieces(optimizer: Optimizer, own: Mapping[str, nn.Parameter], half: int) ->
         def cut(value: Tensor, bounds: slice = bounds) -> Tensor:
             return value.flatten()[bounds]
 
-        piece = (
-            parameter
-            if id(parameter) in undivided
-            else nn.Parameter(cut(parameter.detach()).clone())
-        )
+        piece = parameter
+        if id(parameter) not in undivided:
+            piece = nn.Parameter(cut(parameter.detach()).clone())
         new[id(parameter)] = piece
         found[name] = piece, cut
         _move_state(optimizer, parameter, piece, cut)

@@ -34,7 +34,9 @@ class RandomKey:
         """Return the generator's seed for a layer, below 2^63; None while a stage is warmed up, or
         profiled.
         """
-        return None if self._state is None else _mix(self._state ^ layer) >> 1
+        if self._state is None:
+            return None
+        return _mix(self._state ^ layer) >> 1
 
 
 def reseed(key: RandomKey, device: torch.device, layer: int) -> None:

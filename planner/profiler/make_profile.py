@@ -214,4 +214,6 @@ def _dtype(graph: LayerGraph) -> str | None:
     sizes: dict[torch.dtype, int] = {}
     for parameter in graph.model.parameters():
         sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
-    return str(max(sizes, key=lambda dtype: sizes[dtype])).removeprefix("torch.") if sizes else None
+    if not sizes:
+        return None
+    return str(max(sizes, key=lambda dtype: sizes[dtype])).removeprefix("torch.")

@@ -184,7 +184,9 @@ def _context_bytes(device: torch.device) -> int | None:
     """
     free_bytes, total_bytes = runtime_of(device).free_and_total_bytes(device)
     context_bytes = total_bytes - free_bytes - runtime_of(device).reserved_bytes(device)
-    return context_bytes if 0 < context_bytes <= _MOST_CONTEXT_BYTES else None
+    if 0 < context_bytes <= _MOST_CONTEXT_BYTES:
+        return context_bytes
+    return None
 
 
 def _cpu_name() -> str:
@@ -247,11 +249,9 @@ def describe_gpu(device: torch.device) -> str:
     driver.
     """
     gpu = runtime_of(device).properties(device)
-    more = (
-        f", compute capability {gpu.major}.{gpu.minor}, driver {_driver_version()}"
-        if hasattr(gpu, "major")
-        else ""
-    )
+    more = ""
+    if hasattr(gpu, "major"):
+        more = f", compute capability {gpu.major}.{gpu.minor}, driver {_driver_version()}"
     return f"{gpu.name}, {format_bytes(gpu.total_memory)}{more}"
 
 

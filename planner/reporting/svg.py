@@ -173,11 +173,9 @@ def _event(run: Timeline, event: Event, corner: Point, width: float) -> str:
     )
     drawn = box(corner, (max(width - 0.5, 0.3), _HEIGHTS[event.lane]), colour, title)
     fits = event.lane == "compute" and width >= len(name) * _CHARACTER + 2
-    return (
-        drawn + text(x + width / 2, y + 15, name, Font(11, "middle", ink_on(colour)))
-        if fits
-        else drawn
-    )
+    if not fits:
+        return drawn
+    return drawn + text(x + width / 2, y + 15, name, Font(11, "middle", ink_on(colour)))
 
 
 def _axis(first: float, last: float, bottom: float) -> Iterator[str]:

@@ -215,11 +215,10 @@ class Communication:
 
     def send(self, rank: int, send: Send, now_s: float) -> None:
         """Queue a message."""
-        ends = (
-            (send.stage, send.peer_stage)
-            if isinstance(send, SendActivation)
-            else (send.peer_stage, send.stage)
-        )
+        if isinstance(send, SendActivation):
+            ends = (send.stage, send.peer_stage)
+        else:
+            ends = (send.peer_stage, send.stage)
         if isinstance(send, SendShared):
             size_bytes: float = self._costs.shared_bytes[ends]
         else:

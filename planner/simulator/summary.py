@@ -262,7 +262,9 @@ def _bubble_causes(timeline: Timeline, start: float, end: float) -> dict[str, fl
             unit = (event.stage, event.minibatch, event.microbatch)
             wanted = came.get((rank, _WAITED_FOR.get(event.kind, "receive_gradient"), unit))
             last = _later(gathered, wanted)
-            gathered = came.get((rank, "all_gather", unit)) if event.kind == "update" else None
+            gathered = None
+            if event.kind == "update":
+                gathered = came.get((rank, "all_gather", unit))
 
             since_s = max(free_s, start)
             until_s = min(event.start_s, end)

@@ -91,4 +91,6 @@ def coding_of(codec: Codec, size_bytes: int, dtype: torch.dtype) -> Coding:
     """
     if codec.size_bytes(size_bytes, dtype.itemsize) == size_bytes:
         return Cast(dtype)
-    return Blocks(codec.block) if codec.block else Cast(getattr(torch, codec.name))
+    if codec.block:
+        return Blocks(codec.block)
+    return Cast(getattr(torch, codec.name))

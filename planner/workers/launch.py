@@ -270,7 +270,9 @@ def _ended_by(exit_code: int) -> str:
     leave no choice.
     """
     name = signal.Signals(-exit_code).name
-    return f"ended by signal {name}" if exit_code == -signal.SIGTERM else f"killed by {name}"
+    if exit_code == -signal.SIGTERM:
+        return f"ended by signal {name}"
+    return f"killed by {name}"
 
 
 def secret_file(job: Job) -> Path:
@@ -278,7 +280,9 @@ def secret_file(job: Job) -> Path:
     one.
     """
     chosen = job.elastic.secret_file
-    return default_file(job.run, str(job.elastic.rendezvous)) if chosen is None else Path(chosen)
+    if chosen is None:
+        return default_file(job.run, str(job.elastic.rendezvous))
+    return Path(chosen)
 
 
 @contextmanager

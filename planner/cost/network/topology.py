@@ -280,7 +280,9 @@ class Loads:
 
 
 def _index(ranks: Ranks) -> slice | Integers:
-    return slice(ranks.start, ranks.stop) if isinstance(ranks, range) else np.asarray(ranks)
+    if isinstance(ranks, range):
+        return slice(ranks.start, ranks.stop)
+    return np.asarray(ranks)
 
 
 Resource = Literal["compute", "receive", "send", "shared_link"]

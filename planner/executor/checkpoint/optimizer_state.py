@@ -41,7 +41,9 @@ def to_json(value: Any, place: str) -> Any:
         case None | bool() | int() | str():
             return value
         case float():
-            return value if math.isfinite(value) else {"float": str(value)}
+            if math.isfinite(value):
+                return value
+            return {"float": str(value)}
         case tuple():
             return {"tuple": [to_json(item, place) for item in value]}
         case list():

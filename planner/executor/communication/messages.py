@@ -71,7 +71,9 @@ class Layout:
         """Return the part of a buffer that the message takes; the longest one takes all, which
         saves a view of it.
         """
-        return memory if self.room_bytes == self.size_bytes else memory[: self.size_bytes]
+        if self.room_bytes == self.size_bytes:
+            return memory
+        return memory[: self.size_bytes]
 
 
 def layout_of(specs: Sequence[ValueSpec], extent: Extent, codec: Codec = CODECS["none"]) -> Layout:

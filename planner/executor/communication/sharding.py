@@ -129,9 +129,9 @@ class Shard:
 
     def laid_out(self, part: Tensor) -> Tensor:
         """Return this part's elements, in one dimension, as the optimizer sees them."""
-        return (
-            part.as_strided(self.parameter.shape, self.parameter.stride()) if self.whole else part
-        )
+        if not self.whole:
+            return part
+        return part.as_strided(self.parameter.shape, self.parameter.stride())
 
 
 def divided(state: Mapping[str, Any], shard: Shard) -> dict[str, Any]:

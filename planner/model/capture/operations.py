@@ -72,7 +72,9 @@ class Names:
         if node.op != "get_attr":
             return None
         name = str(node.target).removeprefix(_PREFIX)
-        return self._first[name] if name in tensors and isinstance(tensors[name], Tensor) else None
+        if name in tensors and isinstance(tensors[name], Tensor):
+            return self._first[name]
+        return None
 
 
 def scope_of(node: fx.Node) -> str | None:
@@ -184,7 +186,9 @@ def movable(graph: fx.GraphModule) -> fx.GraphModule:
         ):
             with code.inserting_before(node):
                 device = code.call_function(getattr, (code.get_attr(_PLACE), "device"))
-                kind = code.call_function(getattr, (device, "type")) if has_kind else None
+                kind = None
+                if has_kind:
+                    kind = code.call_function(getattr, (device, "type"))
             node.args, node.kwargs = moved(node.target, node.args, node.kwargs, device, kind)
     new.recompile()
     return new

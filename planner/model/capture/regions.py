@@ -47,7 +47,9 @@ class Region:
 
         The model may have asked its input, which was on the device that it was traced on.
         """
-        return device_type if self.device_type == _TRACED_ON else self.device_type
+        if self.device_type == _TRACED_ON:
+            return device_type
+        return self.device_type
 
     def entered(self, device_type: str, runs_on: str) -> AbstractContextManager[Any]:
         """Return the context manager for a kind of device, for which another kind may stand."""

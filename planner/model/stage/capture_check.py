@@ -207,9 +207,9 @@ class _Runs:
         difference = self._difference(one, other)
         if difference is None:
             return
-        hint = (
-            _VALUE_HINT if difference.startswith("losses") or what == _TWO_CALLS else _GRADIENT_HINT
-        )
+        hint = _GRADIENT_HINT
+        if difference.startswith("losses") or what == _TWO_CALLS:
+            hint = _VALUE_HINT
         raise CaptureError(f"{what} give {difference}", hint=hint)
 
     def _step(self, seed: int, run: Callable[[], Tensor]) -> _Step:

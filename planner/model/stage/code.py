@@ -33,11 +33,9 @@ def check_compiler(device_type: str) -> None:
         compiled(lambda x: x.sin() + 1)(torch.ones(8, device=device_type))
     # whatever the tracer, the code generator or the compiler behind it raises
     except Exception as cause:
-        needed = (
-            "a C++ compiler (g++ or clang++) and Python's headers"
-            if device_type == "cpu"
-            else "Triton and gcc"
-        )
+        needed = "Triton and gcc"
+        if device_type == "cpu":
+            needed = "a C++ compiler (g++ or clang++) and Python's headers"
         raise InputError(
             f"torch.compile does not work for {device_type} on this machine: {first_line(cause)}",
             hint=f"it needs {needed}; or profile without `compiled`",

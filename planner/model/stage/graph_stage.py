@@ -201,7 +201,8 @@ class SegmentBuilder:
         self.places = {
             copy.name: place for node, copy in self._copies.items() if (place := user_place(node))
         }
-        code = compiled(code, dynamic=bool(self._graph.lengths)) if self._compiled else code
+        if self._compiled:
+            code = compiled(code, dynamic=bool(self._graph.lengths))
         weights = self._weights
         looked_up = [place_of(self._weights, name) for name in names]
 
@@ -259,7 +260,9 @@ class SegmentBuilder:
     def _copy_in_regions(self, node: fx.Node) -> None:
         """Copy an operation such that it runs in its regions."""
         regions = regions_of(node)
-        kind = self._device_kind() if any(region.grad is None for region in regions) else None
+        kind = None
+        if any(region.grad is None for region in regions):
+            kind = self._device_kind()
         self._region_writer.move_to(regions, kind)
         self._copy(node)
 

@@ -79,7 +79,9 @@ class Boundary:
     @property
     def makes(self) -> tuple[fx.Node, ...]:
         """The values that the layers' code returns."""
-        return self.sent if self.loss is None else (*self.sent, self.loss)
+        if self.loss is None:
+            return self.sent
+        return (*self.sent, self.loss)
 
 
 def boundary_of(

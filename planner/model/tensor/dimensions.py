@@ -60,7 +60,9 @@ def packing(product: fx.Node) -> Packing | None:
         if sum(low <= border <= high for border in borders) != len(own):
             return None
     blocks = tuple(end - start for start, end in pairwise(borders))
-    return Packing(blocks, packed, dimensions) if len(blocks) > 1 else None
+    if len(blocks) > 1:
+        return Packing(blocks, packed, dimensions)
+    return None
 
 
 def _opened(user: fx.Node, value: fx.Node, dimension: int) -> tuple[set[int], int] | None:
@@ -108,7 +110,9 @@ def _taken_apart(node: fx.Node, dimension: int) -> bool:
     for user in node.users:
         if along(user) == dimension and packet_of(user) in (*ONES, *PARTS):
             return True
-        moved = dimension_of(user, {node: dimension}) if packet_of(user) in _MOVES else None
+        moved = None
+        if packet_of(user) in _MOVES:
+            moved = dimension_of(user, {node: dimension})
         if moved is not None and _taken_apart(user, moved):
             return True
     return False
@@ -124,9 +128,9 @@ def _kept(user: fx.Node, value: fx.Node, dimension: int) -> int | None:
     ):
         return None  # it would meet what is in the order of the whole
     after = dimension_of(user, {value: dimension})
-    return (
-        after if after is not None and shape_of(user)[after] == shape_of(value)[dimension] else None
-    )
+    if after is not None and shape_of(user)[after] == shape_of(value)[dimension]:
+        return after
+    return None
 
 
 class Product(NamedTuple):
@@ -217,7 +221,9 @@ ONES = (_aten.select, _aten.unbind)  # parts of a single element, without the di
 
 def packet_of(node: fx.Node) -> Any:
     """Return the operation of a node, whatever its types of arguments; None for other code."""
-    return node.target.overloadpacket if isinstance(node.target, OpOverload) else None
+    if isinstance(node.target, OpOverload):
+        return node.target.overloadpacket
+    return None
 
 
 def shape_of(node: fx.Node) -> Sequence[Any]:
@@ -261,7 +267,9 @@ def dimension_of(
     dimension = divided[next(iter(divided))]
     if operation is _aten.scaled_dot_product_attention:
         heads = {len(shape_of(source)) - 3 for source in divided}
-        return heads.pop() if set(divided.values()) == heads and first in divided else None
+        if set(divided.values()) == heads and first in divided:
+            return heads.pop()
+        return None
     if operation in (_aten.matmul, _aten.bmm):
         batch = (
             len(divided) == 2
@@ -276,7 +284,9 @@ def dimension_of(
         same = all(
             divided.get(each) == dimension for each in node.all_input_nodes if shape_of(each)
         )
-        return dimension - (operation in ONES and own < dimension) if same else None
+        if not same:
+            return None
+        return dimension - (operation in ONES and own < dimension)
     if not isinstance(first, fx.Node):
         return None
     if first in divided:
@@ -289,9 +299,9 @@ def dimension_of(
         if operation in (*_NORMS, *_SUMS):
             given: Any = node.args[1] if len(node.args) > 1 else ()
             over = range(-len(given), 0) if operation in _NORMS else given
-            return (
-                dimension if over and dimension < min(each % len(before) for each in over) else None
-            )
+            if over and dimension < min(each % len(before) for each in over):
+                return dimension
+            return None
         if operation in _SAME:
             same = len(before) == len(after) and before[dimension] == after[dimension]
             return dimension if same else None

@@ -111,7 +111,10 @@ class Regions:
         """Return a value that enters the piece."""
         if node not in self._tokens or node not in self._division.borders:
             return copy
-        enter = self._group.part if self._division.sends_parts else self._group.scatter
+        if self._division.sends_parts:
+            enter = self._group.part
+        else:
+            enter = self._group.scatter
         return self._code.call_function(enter, (copy, self._tokens[node]))
 
     def made(self, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
@@ -296,7 +299,9 @@ class Regions:
             routes, _, back = self._moves
             routed = self._calls[routes.__name__, offsets]
             rows = self._once(back, node, copies[node], routed)
-            return rows if by_samples else self._once(self._group.sum, node, rows)
+            if by_samples:
+                return rows
+            return self._once(self._group.sum, node, rows)
 
         if by_samples and self._graph.names.parameter(node) is not None:
             return self._once(self._group.alone, node, copies[node])
@@ -336,7 +341,9 @@ class DividedWeights:
 
     def samples_of(self, size: int) -> int:
         """Return how many samples of a microbatch a rank has."""
-        return size // self.group.degree if self.group is not None and self.by_samples else size
+        if self.group is not None and self.by_samples:
+            return size // self.group.degree
+        return size
 
     def weights(self, graph: LayerGraph) -> dict[fx.Node, Cut]:
         """Return how the weights are divided that a graph reads."""
@@ -567,4 +574,6 @@ def _heads(view: fx.Node, value: fx.Node) -> int:
     """
     last = len(shape_of(value)) - 1
     place = dimension_of(view, {value: last}) if packet_of(view) in VIEWS else None
-    return 0 if place is None or place == len(shape_of(view)) - 1 else int(shape_of(view)[place])
+    if place is None or place == len(shape_of(view)) - 1:
+        return 0
+    return int(shape_of(view)[place])

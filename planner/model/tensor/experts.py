@@ -104,7 +104,9 @@ def offsets_of(node: fx.Node) -> fx.Node | None:
     rows, matrices, *rest = node.args
     given = rest[0] if rest else node.kwargs.get("offs")
     dimensions = [len(shape_of(each)) for each in (rows, matrices) if isinstance(each, fx.Node)]
-    return given if dimensions == [2, 3] and isinstance(given, fx.Node) else None
+    if dimensions == [2, 3] and isinstance(given, fx.Node):
+        return given
+    return None
 
 
 def _keeps_rows(graph: LayerGraph, node: fx.Node, known: Mapping[fx.Node, fx.Node]) -> bool:

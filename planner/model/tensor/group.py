@@ -82,7 +82,9 @@ class TensorGroup:
         own = Shard(dimension)
         whole = value if isinstance(value, DTensor) else self.enter(value)
         assert isinstance(whole, DTensor)
-        return whole if whole.placements == (own,) else whole.redistribute(placements=[own])
+        if whole.placements == (own,):
+            return whole
+        return whole.redistribute(placements=[own])
 
     def gather(self, value: Tensor) -> Tensor:
         """Return the whole of a value that ranks divide by tokens, for a product whose weight they
@@ -116,9 +118,9 @@ class TensorGroup:
         """
         assert isinstance(value, DTensor)
         whole: Tensor = value.redistribute(placements=[Replicate()]).to_local()
-        return (
-            Cut(dimension, blocks).whole(whole.chunk(self.degree, dimension)) if blocks else whole
-        )
+        if not blocks:
+            return whole
+        return Cut(dimension, blocks).whole(whole.chunk(self.degree, dimension))
 
     def rows(self, offsets: Tensor, whole: Tensor) -> Rows:
         """Return which rows of a value belong to this rank's experts, given where those of each
@@ -305,11 +307,10 @@ class TensorGroup:
         if is_causal:
             mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
         if mask is not None:
-            scores = (
-                scores.masked_fill(mask.logical_not(), -math.inf)
-                if mask.dtype == torch.bool
-                else scores + mask
-            )
+            if mask.dtype == torch.bool:
+                scores = scores.masked_fill(mask.logical_not(), -math.inf)
+            else:
+                scores = scores + mask
         return DTensor.from_local(
             (scores.softmax(-1) * noise) @ v, self.mesh, [own], run_check=False
         )

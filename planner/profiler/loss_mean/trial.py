@@ -329,7 +329,9 @@ class ModelOnTrial:
 
     def _cast(self, batch: Batch) -> Batch:
         def cast(tensor: Tensor) -> Tensor:
-            return tensor.to(self._attempt.dtype) if tensor.is_floating_point() else tensor
+            if not tensor.is_floating_point():
+                return tensor
+            return tensor.to(self._attempt.dtype)
 
         leaves, spec = batch.flatten()
         return Batch(
@@ -375,9 +377,10 @@ def on_trial(
             weight.grad_dtype = None
         for tensor, data, _ in kept:
             tensor.grad = None
-            tensor.data = (
-                data.to(attempt.dtype, copy=True) if tensor.is_floating_point() else data.clone()
-            )
+            if tensor.is_floating_point():
+                tensor.data = data.to(attempt.dtype, copy=True)
+            else:
+                tensor.data = data.clone()
         torch.set_default_dtype(attempt.dtype)
         yield ModelOnTrial(spec, model, options, attempt)
     finally:
@@ -405,7 +408,9 @@ def rows_of(output: Any, samples: range, size: int) -> Any:
     rows = slice(samples.start, samples.stop)
 
     def rows_in(tensor: Tensor) -> Tensor:
-        return tensor[rows] if tensor.dim() and tensor.shape[0] == size else tensor
+        if tensor.dim() and tensor.shape[0] == size:
+            return tensor[rows]
+        return tensor
 
     return tree_map_only(Tensor, rows_in, output)
 
@@ -414,7 +419,9 @@ def _scale_of(weight: Tensor) -> float:
     size = float(weight.detach().square().mean().sqrt()) if weight.numel() else 0.0
     if size:
         return _NOISE * size
-    return _OF_ZEROS if weight.dim() < 2 else 1 / math.sqrt(weight[0].numel())
+    if weight.dim() < 2:
+        return _OF_ZEROS
+    return 1 / math.sqrt(weight[0].numel())
 
 
 def _sketch(weight: Tensor) -> Tensor:

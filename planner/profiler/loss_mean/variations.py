@@ -160,11 +160,10 @@ def _known(graph: LayerGraph) -> Iterator[tuple[int, int]]:
         if packet in _LIKELIHOODS:
             target = node.args[1]
             position = _LIKELIHOODS[packet]
-            ignored = (
-                node.args[position]
-                if len(node.args) > position
-                else node.kwargs.get("ignore_index", _DEFAULT)
-            )
+            if len(node.args) > position:
+                ignored = node.args[position]
+            else:
+                ignored = node.kwargs.get("ignore_index", _DEFAULT)
         elif packet in _COMPARISONS and len(node.args) > 1 and isinstance(node.args[1], int):
             target = node.args[0]
             ignored = int(node.args[1]) + _COMPARISONS[packet]

@@ -156,9 +156,9 @@ def profile_model(
             share = replace(half, seconds=half.seconds / max(1, len(others)))
             shorter = [_measure(spec, graph, each, device, share, options) for each in others]
             degrees = set(options.tensor) - {1}
-            tensor = (
-                measure_degrees(spec, graph, batch, effort, sorted(degrees)) if degrees else None
-            )
+            tensor = None
+            if degrees:
+                tensor = measure_degrees(spec, graph, batch, effort, sorted(degrees))
     checked = _check_captured(spec, graph, (batch, *others[-1:]), device, options)
     loss = _loss_mean(spec, graph, batch, device, options)
     described = describe_device(device, options.threads, options.processes)

@@ -149,7 +149,9 @@ def meter_for(device: torch.device) -> "_AllocatorMeter | _CpuMeter":
     Its `mark` ends a span and returns the span's number; span 0 begins with the context. Its
     `peaks` are the most bytes in each span, relative to the beginning of the context.
     """
-    return _AllocatorMeter(device) if runtime_of(device).counts_memory else _CpuMeter()
+    if runtime_of(device).counts_memory:
+        return _AllocatorMeter(device)
+    return _CpuMeter()
 
 
 class _AllocatorMeter:

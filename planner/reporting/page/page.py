@@ -232,7 +232,9 @@ def _memory(runs: Sequence[Timeline], rank: int, digits: int) -> dict[str, Any] 
 
 def paragraph(text: str, css: str = "") -> str:
     """Write a paragraph, with a class if there is one."""
-    return f'<p class="{css}">{escape(text)}</p>' if css else f"<p>{escape(text)}</p>"
+    if css:
+        return f'<p class="{css}">{escape(text)}</p>'
+    return f"<p>{escape(text)}</p>"
 
 
 def _swatch(text: str, look: str) -> str:
@@ -272,9 +274,9 @@ def figures(plan: Plan, summary: Summary, measured: Summary | None) -> str:
     for name, run in runs.items():
         if run is not None:
             seconds = f"{format_seconds(run.seconds_per_minibatch)} per minibatch"
-            rate = (
-                "" if run.samples_per_s is None else f"{format_rate(run.samples_per_s)} samples/s"
-            )
+            rate = ""
+            if run.samples_per_s is not None:
+                rate = f"{format_rate(run.samples_per_s)} samples/s"
             tiles.append((name, rate or seconds, seconds if rate else ""))
     if tiles[-1][1:] == tiles[-2][1:]:
         tiles.pop()
@@ -289,11 +291,9 @@ def figures(plan: Plan, summary: Summary, measured: Summary | None) -> str:
     tiles.append(("bubble, simulated", f"{summary.bubble_share:.1%}", more))
     fullest = max(summary.workers, key=lambda worker: worker.peak_bytes or 0)
     if fullest.peak_bytes is not None:
-        limit = (
-            "no limit"
-            if fullest.limit_bytes is None
-            else f"of {format_memory(fullest.limit_bytes)}"
-        )
+        limit = "no limit"
+        if fullest.limit_bytes is not None:
+            limit = f"of {format_memory(fullest.limit_bytes)}"
         tiles.append(("fullest worker, predicted", format_bytes(fullest.peak_bytes), limit))
     items = "".join(
         f"<div><dt>{escape(name)}</dt><dd>{escape(value)}<small>{escape(more)}</small></dd></div>"
@@ -372,10 +372,10 @@ def timeline_section(runs: Sequence[Timeline], shown: Sequence[int]) -> dict[str
 def restarts_list(run: Timeline) -> str:
     """List what made the run begin again before its minibatches here; "" if nothing did."""
     items = "".join(f"<li>{escape(each)}</li>" for each in run.restarts)
+    if not items:
+        return ""
     return (
         f"{paragraph('Before these minibatches the workers were started again:')}<ol>{items}</ol>"
-        if items
-        else ""
     )
 
 

@@ -114,7 +114,9 @@ def comparison_legend(comparison: Comparison) -> str:
     if by_formula := [
         row.name for row in comparison.rows if not row.simulated and "ZeRO-" not in row.name
     ]:
-        names = ", ".join(by_formula) if len(by_formula) < len(comparison.rows) else "all"
+        names = "all"
+        if len(by_formula) < len(comparison.rows):
+            names = ", ".join(by_formula)
         lines.append(
             f"{names}: by the cost model, without simulation, so waiting for messages is left out"
         )
@@ -141,11 +143,9 @@ def fit_report(answer: Fit) -> str:
             for row in reversed(answer.others)
             if row.plan is not None
         )
-        least = (
-            f"nor does it fit {answer.others[0].gpus}"
-            if answer.others
-            else "no other number of GPUs was tried"
-        )
+        least = "no other number of GPUs was tried"
+        if answer.others:
+            least = f"nor does it fit {answer.others[0].gpus}"
         known = "not known" if answer.asked.unknown else "no"
         why = f"{known}: {answer.asked.why_not}; {next(others, least)}"
         hint = answer.asked.hint or None
@@ -263,7 +263,9 @@ def _split(plan: Plan) -> str:
     stages = len(plan.stages)
     config = config_words(plan.config)
     if stages > 1:
-        return config if config.endswith("stages)") else f"{config} ({stages} stages)"
+        if config.endswith("stages)"):
+            return config
+        return f"{config} ({stages} stages)"
     stage = plan.stages[0]
     if not stage.shards_optimizer:
         return config
@@ -271,7 +273,9 @@ def _split(plan: Plan) -> str:
 
 
 def _unit(plan: Plan) -> str:
-    return "samples/s" if plan.predicted.tokens_per_s is None else "tokens/s"
+    if plan.predicted.tokens_per_s is None:
+        return "samples/s"
+    return "tokens/s"
 
 
 def _per_s(plan: Plan) -> float:
@@ -345,9 +349,10 @@ def _gain(alternative: Alternative) -> str:
         return f"{start} no plan would fit."
     if gain == 0:
         return f"{start} it would not be faster."
-    faster = (
-        as_fast(1 + gain) if gain >= 1 else f"{abs(gain):.1%} {'faster' if gain > 0 else 'slower'}"
-    )
+    if gain >= 1:
+        faster = as_fast(1 + gain)
+    else:
+        faster = f"{abs(gain):.1%} {'faster' if gain > 0 else 'slower'}"
     return f"{start} the plan would be {config_words(alternative.config or '')}, {faster}."
 
 

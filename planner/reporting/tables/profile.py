@@ -110,28 +110,30 @@ def _head(profile: Profile) -> list[tuple[str, str | None]]:
     whole = profile.whole_step
     layers = profile.layers
     accumulate_s = sum(layer.accumulate_s for layer in layers)
-    own = f", {device.threads} thread{'s' * (device.threads > 1)}" if device.threads else ""
+    own = ""
+    if device.threads:
+        own = f", {device.threads} thread{'s' * (device.threads > 1)}"
     if device.processes is not None:
         own += f", one of {device.processes} busy processes"
     if device.kind != "cpu" and device.memory_bytes is not None:
         own += f", {format_memory(device.memory_bytes)} usable"
-    size = "unknown" if profile.microbatch_size is None else f"{profile.microbatch_size} samples"
+    size = "unknown"
+    if profile.microbatch_size is not None:
+        size = f"{profile.microbatch_size} samples"
     valued = "; the sizes depend on values, and are those of example_batch with untrained weights"
-    tokens = (
-        ""
-        if profile.tokens_per_sample is None
-        else f", {profile.tokens_per_sample} tokens per sample"
-    )
-    flops = (
-        f"{format_flops(profile.flops)} per microbatch, forward and backward{tokens}"
-        if profile.flops
-        else None
-    )
+    tokens = ""
+    if profile.tokens_per_sample is not None:
+        tokens = f", {profile.tokens_per_sample} tokens per sample"
+    flops = None
+    if profile.flops:
+        flops = f"{format_flops(profile.flops)} per microbatch, forward and backward{tokens}"
     sums = [
         sum(getattr(layer, name) for layer in layers)
         for name in ("forward_s", "backward_s", "update_s")
     ]
-    step = None if whole is None else _step(whole.forward_s, whole.backward_s, whole.update_s)
+    step = None
+    if whole is not None:
+        step = _step(whole.forward_s, whole.backward_s, whole.update_s)
     accumulation = f"{format_seconds(accumulate_s)} more per microbatch that accumulates gradients"
     return [
         ("model", profile.model),

@@ -129,11 +129,9 @@ def _loss(result: "TrainResult") -> str:
     first, last, window = loss_ends(result.losses)
     if len(result.losses) == 1:
         return f"loss {first:.4f}"
-    ends = (
-        f"means of the first and the last {window} minibatches"
-        if window > 1
-        else "first and last minibatch"
-    )
+    ends = "first and last minibatch"
+    if window > 1:
+        ends = f"means of the first and the last {window} minibatches"
     return f"loss {first:.4f} -> {last:.4f} ({ends})"
 
 
@@ -171,7 +169,9 @@ def stage_times_table(comparison: RunComparison) -> Table:
         for what in ("forward_s", "backward_s", "update_s"):
             simulated_s = getattr(stage.simulated, what)
             measured_s = getattr(stage.measured, what)
-            error = f" ({percent_error(simulated_s, measured_s)})" if measured_s > 0 else ""
+            error = ""
+            if measured_s > 0:
+                error = f" ({percent_error(simulated_s, measured_s)})"
             rows[-1] += [format_seconds(simulated_s) + error, format_seconds(measured_s)]
     return Table(
         ["stage", "forward", "measured", "backward", "measured", "update", "measured"],
@@ -274,7 +274,9 @@ def _merged(rows: Sequence[dict[str, str | None]]) -> Iterator[dict[str, str | N
 
 def legend(summary: Summary) -> str:
     """Say which part of the run the shares are of."""
-    many = "; of the first worker of each stage" if len(summary.workers) > MOST_ROWS else ""
+    many = ""
+    if len(summary.workers) > MOST_ROWS:
+        many = "; of the first worker of each stage"
     if not summary.steady:
         return f"shares of the whole run, which is too short for a steady state{many}"
     times = f"{format_seconds(summary.steady_from_s)} to {format_seconds(summary.steady_to_s)}"

@@ -210,4 +210,6 @@ def _counting_copies(problem: Problem) -> CutSpace | None:
     simulation.
     """
     profile = counted_with_copies(problem.layer_costs.profile)
-    return None if profile is None else Chain(problem.with_profile(profile).layer_costs)
+    if profile is None:
+        return None
+    return Chain(problem.with_profile(profile).layer_costs)

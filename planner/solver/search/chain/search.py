@@ -96,7 +96,10 @@ class Search:
     ) -> Iterator[CutPath]:
         """Yield plans, the best at last; none where none is as fast as the rough one."""
         # 1. A plan as fast as the best over a few of the states, or else any plan.
-        start_s = min(ANY_TIME_S, below_s * (1 - RESOLUTION)) if rough is None else rough.seconds
+        if rough is None:
+            start_s = min(ANY_TIME_S, below_s * (1 - RESOLUTION))
+        else:
+            start_s = rough.seconds
         best = self.within(start_s)
         if best is None:
             return
